@@ -6,7 +6,8 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder sample check test slow emulated floor core lint types types-changed docs packages bench release-check clean
+.PHONY: demo demo-decoder sample check test slow coverage emulated emulated-all floor core lint types types-changed docs packages bench \
+  release-check clean
 
 # What pytest makes of the test files is kept: the next run reads them in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,18 +34,30 @@ demo-decoder: $(VENV)/decoder ## probe a pretrained decoder, SmolLM2-135M-Instru
 sample: $(VENV)/decoder ## the sample report of the documentation, docs/samples/smollm2.html
 	$(BIN)/python scripts/sample_page.py "$$($(BIN)/python -c '$(SMOLLM)')"
 
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Hypothesis draws as many examples as the tier's profile says (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
+# CI adds the options that measure coverage; `make coverage` does so by hand.
+TEST_OPTIONS ?=
 
 check: lint core types-changed ## an answer in a minute: lint, the core of every room, types of what changed
 
 core: $(VENV)/installed
-	$(PYTEST)
+	$(PYTEST) --dist loadfile --hypothesis-profile=check -m "not medium and not slow"
 
-test: $(VENV)/installed packages ## every test but the longer ones
-	$(PYTEST) -m "not slow"
+test: $(VENV)/installed packages ## every test but the longer ones, in five minutes
+	$(PYTEST) --dist loadfile --hypothesis-profile=test -m "not slow" $(TEST_OPTIONS)
 
+# Tests by Hypothesis run once more, with many more examples.
 slow: $(VENV)/decoder packages ## the longer ones
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
+	$(PYTEST) --dist worksteal --hypothesis-profile=slow -m "slow or hypothesis"
+
+MEASURED_TESTS := massieu-results/tests
+COVERAGE_OPTIONS := -p tests.support.cpu_times --cpu-times=$(MEASURED_TESTS)/times.json --cov=massieu --cov-branch --cov-report= \
+  --cov-report=json:$(MEASURED_TESTS)/coverage.json
+coverage: ## `make test`, with a table of tests, processor time and coverage by room
+	@mkdir -p $(MEASURED_TESTS)
+	$(MAKE) test TEST_OPTIONS="$(COVERAGE_OPTIONS)"
+	$(BIN)/python scripts/test_table.py --times $(MEASURED_TESTS)/times.json --coverage $(MEASURED_TESTS)/coverage.json
 
 # A C++ compiler and a browser, which some tests need: installed where that may be done, else those tests are skipped.
 packages: $(VENV)/installed
@@ -56,6 +69,7 @@ lint: $(VENV)/installed
 
 types: $(VENV)/installed
 	$(BIN)/pyright
+	$(BIN)/pyright --project tests
 
 # Opens from a disk, without a network. The variable: no notice of a future mkdocs between the warnings.
 docs: $(VENV)/installed ## the documentation as a site, in site/
@@ -67,12 +81,21 @@ types-changed: $(VENV)/installed
 	files=$$({ git diff --name-only --diff-filter=d $$base -- 'src/*.py'; git ls-files --others --exclude-standard -- 'src/*.py'; } | sort -u); \
 	if [ -n "$$files" ]; then $(BIN)/pyright $$files; else echo "types: no file of src changed"; fi
 
-# The numbers as another processor would find them: plain vectors, MKL's reproducible path, sums split between two threads.
-ELSEWHERE := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000
-NUMERICAL := tests/ops tests/measures tests/test_duality.py tests/solve tests/inference tests/energy tests/posteriors tests/regression tests/theory \
-  tests/population tests/nn tests/estimators tests/verification/test_claims.py
-emulated: $(VENV)/installed packages ## the numerical rooms' tests as on another make of processor
-	env $(ELSEWHERE) $(PYTEST) -m "not slow" $(NUMERICAL)
+# The numbers as other processors find them. `avx2`: vectors of 256 bits, as on most machines without AVX-512. `default`:
+# no vector instructions of PyTorch's, MKL's reproducible path, sums split between two threads.
+EMULATED_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+EMULATED_default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
+  GOMP_SPINCOUNT=1000
+PROCESSORS := avx2 default
+
+emulated: $(PROCESSORS:%=emulated-%) ## ops and measures, as other processors compute them
+emulated-%: $(VENV)/installed packages
+	env $(EMULATED_$*) $(PYTEST) --dist loadfile -m "not slow" tests/ops tests/measures
+
+# Every room; part of the release check.
+emulated-all: $(PROCESSORS:%=emulated-all-%)
+emulated-all-%: $(VENV)/installed packages
+	env $(EMULATED_$*) $(PYTEST) --dist loadfile -m "not slow"
 
 # The oldest transformers that the probe supports, with what it needs in its place; all else is the first environment's.
 FLOOR := .venv-floor

@@ -11,7 +11,7 @@ from scripts.example_outputs import IMAGES, ROOT, shrink
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
-from tests import needs
+from tests.support import needs
 
 WIDTH, DENSITY = 900, 1.5
 """As wide as GitHub shows a README, so that letters keep their size."""

@@ -9,7 +9,7 @@ python=$1
 packages=$("$python" - <<'PYTHON'
 import sys
 sys.path.insert(0, ".")
-from tests import needs  # with pytest, which is installed by now
+from tests.support import needs  # with pytest, which is installed by now
 browser = needs.browser()
 missing = [] if needs.compiler() else ["g++"]
 if browser is None:

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tests import needs
+from tests.support import needs
 
 # Before torch and transformers are loaded, and for the processes that tests start. Their problems are small and share the
 # cores; models and texts are on this machine.
@@ -15,9 +15,13 @@ for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_P
     os.environ.setdefault(name, value)
 
 
+EXAMPLES = {"check": 5, "test": 10, "slow": 60}
+"""How many examples Hypothesis draws for a test, by tier: `--hypothesis-profile` names one, the Makefile does."""
+
 # No test fails because the machine is busy.
-settings.register_profile("massieu", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("massieu")
+for tier, count in EXAMPLES.items():
+    settings.register_profile(tier, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=count)
+settings.load_profile("test")
 
 QUICK = "not medium and not slow"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import ops
 

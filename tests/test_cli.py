@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.rows import every_row
+from tests.support.rows import every_row
 from typer.testing import CliRunner
 
 import massieu

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.rows import every_row
+from tests.support.rows import every_row
 from tests.test_cli import COMMAND, ENVIRONMENT, checkpoint
 from typer.testing import CliRunner
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from tests.test_cli import COMMAND, ENVIRONMENT, _is_bad, _run
 
 from massieu.ops import reference

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rows import every_row
+from tests.support.rows import every_row
 from typer.testing import CliRunner
 
 from massieu.cli.commands import app

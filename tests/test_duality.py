@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
-from tests.rows import every_row, some_slow
+from tests.support.rows import every_row, some_slow
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 

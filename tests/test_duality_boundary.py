@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.duality import conjugate, natural
 from massieu.duality.maps import DualResult

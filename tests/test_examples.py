@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts.tutorials import executed
-from tests.printed import differing
+from tests.support.printed import differing
 
 from massieu.probing.statistics.registry import STATISTICS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from scripts.first_hours import MINUTES, PAGE, ROOT, SET_UP, Section, sections, table, timed, typed
-from tests.printed import differing
+from tests.support.printed import differing
 
 from massieu.verification.registry import find
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 SOURCE = Path(__file__).parent.parent / "src" / "massieu"
 

@@ -1,7 +1,7 @@
 """Texts are the same but for what another processor rounds."""
 
 import pytest
-from tests.printed import differing
+from tests.support.printed import differing
 
 
 @pytest.mark.parametrize(

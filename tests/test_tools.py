@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests import conftest, needs
-from tests.rounding import rounding_error
-from tests.rows import every_row, some_slow
+from tests import conftest
+from tests.support import needs
+from tests.support.rounding import rounding_error
+from tests.support.rows import every_row, some_slow
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,7 +98,7 @@ def _without_programs(tmp_path: Path, **environment: str) -> "subprocess.Complet
     test = tmp_path / "test_needy.py"
     test.write_text("import pytest\n\n@pytest.mark.needs('browser')\ndef test_it():\n    pass\n")
     code = (
-        "import sys\nsys.path.insert(0, '.')\nimport pytest\nfrom tests import conftest, needs\n"
+        "import sys\nsys.path.insert(0, '.')\nimport pytest\nfrom tests.support import needs; from tests import conftest\n"
         "needs.FOUND['browser'] = lambda: None\n"
         f"sys.exit(pytest.main(['-c', 'pyproject.toml', '--rootdir', '.', {str(test)!r}], plugins=[conftest]))"
     )

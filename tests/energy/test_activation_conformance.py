@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.special import iv
 from tests.energy.cases import ACTIVATIONS, MEASURES, cloud, draw
-from tests.suites import compiled, every_check, without_a_case
+from tests.support.suites import compiled, every_check, without_a_case
 
 from massieu.energy import SparseAtoms
 from massieu.energy.activations import Activation, LayerNorm, MeasureActivation, Whitening

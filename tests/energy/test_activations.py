@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.energy.cases import ACTIVATIONS, F64, MEASURES, cloud, constant, draw
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import measures
 from massieu.energy import SparseAtoms, activations

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import root
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch.autograd import gradcheck
 
 from massieu.energy import SpinModel, sites

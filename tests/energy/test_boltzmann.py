@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.measures import (

@@ -8,7 +8,7 @@ import torch
 from scipy.spatial.distance import pdist
 from scipy.special import lambertw
 from tests.energy.cases import F64, constant, draw
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import measures
 from massieu.energy import HopfieldEnergy, activations, bounds

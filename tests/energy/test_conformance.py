@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from tests.energy.cases import F64, MEMORIES, REFERENCES, draw, hopfield_energy
 from tests.energy.transformer_cases import explicit_energy, network, padding
-from tests.suites import compiled, every_check, without_a_case
+from tests.support.suites import compiled, every_check, without_a_case
 from torch import Tensor
 
 from massieu.energy import (

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.energy.cases import F64, REFERENCES, draw
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.energy import HopfieldEnergy, newton_step
 from massieu.errors import ConvergenceError, ConvergenceWarning

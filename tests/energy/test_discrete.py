@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import gammaln, logsumexp
 from tests.energy.cases import F64, draw
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.energy import BinaryHopfieldEnergy, DenseHopfieldEnergy, Energy

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 from tests.energy.cases import F64, constant, draw
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import nn, ops
 from massieu.energy import least_entropy

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp
 from tests.energy.cases import F64, MEMORIES, REFERENCES, attend, draw, hopfield_energy
-from tests.rows import every_row, some_slow
+from tests.support.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu import measures

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rows import every_row
-from tests.sentences import works_or_says, wrongs
+from tests.support.rows import every_row
+from tests.support.sentences import works_or_says, wrongs
 
 from massieu import energy, measures, theory
 from massieu.energy import activations, bounds

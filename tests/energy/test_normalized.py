@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.special import expit, logsumexp
 from tests.energy.cases import F64, draw
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import measures
 from massieu.energy import boosting_energy, ood_score

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from scipy import stats
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.energy import HopfieldDensity, HopfieldEnergy, retrieval_curve

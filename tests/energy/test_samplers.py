@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.energy import BoltzmannMachine, HopfieldDensity, HopfieldEnergy
 from massieu.inference import gibbs_init, gibbs_step, langevin_init, langevin_noise, langevin_step

@@ -7,7 +7,7 @@ from decimal import Context, Decimal, localcontext
 import pytest
 import torch
 from tests.energy.cases import F64, draw
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 from torch.utils import _pytree as pytree
 

@@ -6,7 +6,7 @@ import torch
 from scipy.special import logsumexp
 from tests.energy.cases import F64, constant, draw
 from tests.energy.transformer_cases import explicit_energy, network, padding, weights
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.energy.cases import F64, draw
 from tests.energy.transformer_cases import explicit_energy, network, weights
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.energy import TransformerEnergy

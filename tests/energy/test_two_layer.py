@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import solve_ivp
 from scipy.special import logsumexp, softmax
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.energy import HopfieldEnergy
 from massieu.energy.activations import LayerNorm, Tanh

@@ -9,7 +9,7 @@ from scipy import stats
 from scipy.special import log_expit, logsumexp
 from sklearn.mixture import GaussianMixture
 from sklearn.neural_network import BernoulliRBM
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.energy import sites
 from massieu.measures import Poisson

@@ -14,7 +14,7 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import Binarizer, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import measures, regression
 from massieu.sklearn import AttentionRegressor, BoltzmannEstimator, ConditionalMeanRegressor, HopfieldMemory

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import make_blobs
 from sklearn.neighbors import KernelDensity
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.errors import ConvergenceWarning
 from massieu.sklearn import HopfieldMemory

@@ -6,7 +6,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import Ridge
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import regression
 from massieu.sklearn import AttentionRegressor, BoltzmannEstimator, ConditionalMeanRegressor, HopfieldMemory

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch.func import grad, vmap
 
 from massieu.foundation import arguments as a

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.foundation.files import LEFT, remove_left, replacing
 from massieu.foundation.numbers import bound, number, whole, with_error

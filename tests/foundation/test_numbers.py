@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.foundation.numbers import counted, number, whole, with_error
 

@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import nn
 from torch.nn import functional
 

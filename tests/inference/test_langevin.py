@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.inference import langevin_init, langevin_noise, langevin_step
 from massieu.inference.langevin import LangevinNoiseResult

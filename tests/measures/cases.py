@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from scipy import stats
 from scipy.special import logsumexp
-from tests.measures.oracles import (
+from tests.support.measures.oracles import (
     TAIL,
     AtomsAndDensity,
     Enumerated,

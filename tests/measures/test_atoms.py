@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp, softmax
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.measures import Atoms, mixture

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from tests.measures.cases import CASES, CONJUGATE, ONE_OF_EACH, VARIANTS
-from tests.rows import some_slow
+from tests.support.rows import some_slow
 
 import massieu.measures
 from massieu.measures import Measure

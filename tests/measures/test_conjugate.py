@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import special, stats
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.measures import (
     Atoms,

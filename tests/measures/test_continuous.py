@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.measures import ConjugatePrior, Constant, DomainError, Exponential, Gamma, Laplace, Uniform
 from massieu.measures.combine import Tilted

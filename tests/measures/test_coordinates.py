@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, special, stats
-from tests.rows import some_slow
+from tests.support.rows import some_slow
 from torch import Tensor
 
 from massieu.measures import Bernoulli, Exponential, Gamma, Laplace, Measure, Poisson, Spin, Uniform

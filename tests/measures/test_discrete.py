@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import special
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.measures import Bernoulli, Categorical, Poisson, Spin
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.polynomial.legendre import leggauss
-from tests.measures.strategies import Numbers, Scene, scenes
+from tests.support.measures.strategies import Numbers, Scene, scenes
 from torch import Tensor
 from torch.utils import _pytree as pytree
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 from tests.measures.cases import CASES
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.measures import (
     Atoms,

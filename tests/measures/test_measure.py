@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from scipy.stats import expon
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch.utils import _pytree as pytree
 
 from massieu.measures import Atoms, Exponential, Gaussian, Measure, Spin, affine, static_field

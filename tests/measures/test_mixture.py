@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 from torch.utils import _pytree as pytree
 

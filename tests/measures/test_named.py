@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.measures import Bernoulli, Categorical, Gaussian, Poisson, Spin, boosting, divergence_kernel, hybrid

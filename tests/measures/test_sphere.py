@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from tests.rows import every_row, some_slow
+from tests.support.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu.measures.sphere import Sphere

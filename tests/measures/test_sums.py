@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.special import logsumexp
 from scipy.stats import binom, gamma, multivariate_normal, poisson
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.duality import natural

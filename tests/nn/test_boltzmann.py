@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.rows import every_row, some_slow
+from tests.support.rows import every_row, some_slow
 
 from massieu.measures import (
     Atoms,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 

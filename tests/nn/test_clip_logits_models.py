@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 

@@ -1,8 +1,8 @@
 """`massieu.nn.clip_logits` of weights that lie on several processes: bit for bit what one process does."""
 
 import pytest
-from tests.nn.clipping_work import shard_and_clip
-from tests.ops.processes import run
+from tests.support.nn.clipping_work import shard_and_clip
+from tests.support.processes import run
 
 
 @pytest.mark.medium

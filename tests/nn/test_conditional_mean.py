@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.kernel_ridge import KernelRidge
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import nn
 
 from massieu.nn import Attention, ConditionalMeanHeads, SoftmaxHeads

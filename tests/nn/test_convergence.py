@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor, nn
 
 from massieu.errors import ConvergenceError, ConvergenceWarning

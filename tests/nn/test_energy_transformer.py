@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 

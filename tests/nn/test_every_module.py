@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.nn.test_every_module import CASES, SIZE, made
-from tests.rows import some_slow
+from tests.support.rows import some_slow
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

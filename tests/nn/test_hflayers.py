@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tests.rounding import rounding_error
-from tests.rows import every_row
+from tests.support.rounding import rounding_error
+from tests.support.rows import every_row
 
 from massieu import nn
 

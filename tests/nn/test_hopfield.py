@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import nn
 
 from massieu.energy.activations import RMSNorm, Tanh

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import nn
 
 from massieu.errors import ConvergenceError

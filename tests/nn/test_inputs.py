@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.rows import every_row
-from tests.sentences import works_or_says
+from tests.support.rows import every_row
+from tests.support.sentences import works_or_says
 from torch import Tensor, nn
 
 from massieu import measures

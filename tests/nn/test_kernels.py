@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor, nn
 
 from massieu import measures

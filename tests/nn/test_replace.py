@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 

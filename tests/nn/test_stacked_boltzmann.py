@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.measures import Bernoulli, Gaussian, Spin

@@ -10,9 +10,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ops import explicit
-from tests.ops.explicit import draw, finite
-from tests.rows import every_row, some_slow
+from tests.support.ops import explicit
+from tests.support.ops.explicit import draw, finite
+from tests.support.rows import every_row, some_slow
 
 from massieu import ops
 from massieu.ops import Partial, fisher, moment_blocks, reference, score_tiles

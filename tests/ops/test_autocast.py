@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import ops
 

@@ -10,10 +10,10 @@ import math
 
 import pytest
 import torch
-from tests.ops import simulated
-from tests.ops.explicit import attention as explicit
-from tests.ops.explicit import draw
 from tests.ops.test_cotangents import arrived, assert_all_arrives, problem
+from tests.support.ops import simulated
+from tests.support.ops.explicit import attention as explicit
+from tests.support.ops.explicit import draw
 from torch.nn.attention import flex_attention as peer
 
 from massieu import ops

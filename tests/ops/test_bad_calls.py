@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops

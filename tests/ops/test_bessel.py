@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import gammaln, ive
-from tests.rows import every_row, some_slow
+from tests.support.rows import every_row, some_slow
 from torch import Tensor
 
 from massieu.ops import bessel

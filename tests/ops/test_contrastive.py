@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu.ops import reference, score_tiles

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ops.explicit import attention as explicit
-from tests.ops.explicit import draw
-from tests.rows import every_row
+from tests.support.ops.explicit import attention as explicit
+from tests.support.ops.explicit import draw
+from tests.support.rows import every_row
 
 from massieu import ops
 from massieu.ops import fused_kernel

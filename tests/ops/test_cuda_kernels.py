@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-from tests.ops import explicit, simulated
-from tests.ops.explicit import draw
-from tests.ops.simulated import KERNELS, WRONG
-from tests.rows import every_row
+from tests.support.ops import explicit, simulated
+from tests.support.ops.explicit import draw
+from tests.support.ops.simulated import KERNELS, WRONG
+from tests.support.rows import every_row
 
 from massieu import ops
 from massieu.ops.cuda import proof

@@ -8,9 +8,9 @@ import math
 
 import pytest
 import torch
-from tests.ops import explicit
-from tests.ops.explicit import draw, finite
-from tests.rows import every_row, some_slow
+from tests.support.ops import explicit
+from tests.support.ops.explicit import draw, finite
+from tests.support.rows import every_row, some_slow
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.ops.explicit import draw
-from tests.rows import every_row
+from tests.support.ops.explicit import draw
+from tests.support.rows import every_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 import torch._dynamo.testing
-from tests.ops.explicit import attention, draw, finite
-from tests.rows import every_row
+from tests.support.ops.explicit import attention, draw, finite
+from tests.support.rows import every_row
 from torch.nn.attention import flex_attention as peer
 
 from massieu import ops

@@ -6,8 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from tests.ops import explicit
-from tests.ops.views import EXAMPLES, LAYOUTS, few, for_any, layouts, leaf_and_view, make_booleans, make_weights, same
+from tests.support.ops import explicit
+from tests.support.ops.views import (
+    EXAMPLES,
+    LAYOUTS,
+    few,
+    for_any,
+    layouts,
+    leaf_and_view,
+    make_booleans,
+    make_weights,
+    same,
+)
 
 from massieu import ops
 from massieu.ops import reference, score_tiles

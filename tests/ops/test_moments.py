@@ -5,9 +5,9 @@ from itertools import combinations
 
 import pytest
 import torch
-from tests.ops import explicit
-from tests.ops.explicit import draw
-from tests.rows import every_row
+from tests.support.ops import explicit
+from tests.support.ops.explicit import draw
+from tests.support.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.ops.explicit import draw
-from tests.rows import every_row
+from tests.support.ops.explicit import draw
+from tests.support.rows import every_row
 
 from massieu import ops
 from massieu.energy import HopfieldEnergy

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.rows import every_row, some_slow
+from tests.support.rows import every_row, some_slow
 
 from massieu import ops
 from massieu.ops import AtomBlock, AtomStore, FalseNegatives, Partial, sharded, streaming

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from tests.ops import explicit
-from tests.ops.explicit import draw
-from tests.rows import every_row
+from tests.support.ops import explicit
+from tests.support.ops.explicit import draw
+from tests.support.rows import every_row
 
 from massieu import ops
 

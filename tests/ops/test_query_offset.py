@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ops import explicit
-from tests.ops.explicit import draw
-from tests.rows import every_row
+from tests.support.ops import explicit
+from tests.support.ops.explicit import draw
+from tests.support.rows import every_row
 
 from massieu import nn, ops
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from tests.ops import explicit
-from tests.ops.explicit import draw
-from tests.rows import every_row
+from tests.support.ops import explicit
+from tests.support.ops.explicit import draw
+from tests.support.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 

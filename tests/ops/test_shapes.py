@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 from hypothesis import strategies as st
-from tests.ops import explicit
-from tests.ops.explicit import draw
-from tests.ops.views import EXAMPLES, few, for_any, layouts, leaf_and_view, make_booleans, make_weights, same
+from tests.support.ops import explicit
+from tests.support.ops.explicit import draw
+from tests.support.ops.views import EXAMPLES, few, for_any, layouts, leaf_and_view, make_booleans, make_weights, same
 
 from massieu import ops
 from massieu.ops import AtomBlock, AtomStore, fisher, fused, moment_blocks, reference

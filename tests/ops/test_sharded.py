@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ops import processes
-from tests.ops import sharded_losses as losses
-from tests.ops import sharded_work as work
-from tests.rows import every_row
+from tests.support import processes
+from tests.support.ops import sharded_losses as losses
+from tests.support.ops import sharded_work as work
+from tests.support.rows import every_row
 
 from massieu import ops
 from massieu.ops import sharded

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.ops import processes
-from tests.ops import sharded_disagreements as work
-from tests.rows import every_row
+from tests.support import processes
+from tests.support.ops import sharded_disagreements as work
+from tests.support.rows import every_row
 
 from massieu.ops.sharded.agreement import digest
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ops.explicit import draw
-from tests.rows import every_row
+from tests.support.ops.explicit import draw
+from tests.support.rows import every_row
 
 from massieu import ops
 from massieu.ops import score_tiles

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.rows import every_row, some_slow
+from tests.support.rows import every_row, some_slow
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops

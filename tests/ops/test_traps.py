@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.ops.explicit import draw, finite
-from tests.rows import every_row
+from tests.support.ops.explicit import draw, finite
+from tests.support.rows import every_row
 from torch.func import grad
 
 from massieu import ops

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.ops.test_vocabulary import assert_equal, inputs
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops

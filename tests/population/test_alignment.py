@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import kstest
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.population import precision_alignment

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.population.cases import by_hand, covariance, draw, hermite, law, layer, weights
-from tests.rows import every_row, some_slow
+from tests.support.rows import every_row, some_slow
 from torch.utils import _pytree as pytree
 
 from massieu.energy.activations import Identity, LayerNorm, RMSNorm, Scalar, Tanh, Whitening

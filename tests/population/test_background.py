@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from tests.population import cases
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.measures import Gaussian, MissingFormError

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import population, theory
 from massieu.measures import Gaussian

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, special, stats
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.population import CloudShape
 from massieu.population.cloud_shape import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist, squareform
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.population.clusters import cluster_count
 from massieu.population.self_attention import self_attention_levels

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tests.population.cases import by_hand, draw, layer
-from tests.suites import compiled, every_check, without_a_case
+from tests.support.suites import compiled, every_check, without_a_case
 from torch import Tensor
 
 from massieu.energy.activations import LayerNorm, RMSNorm, Tanh

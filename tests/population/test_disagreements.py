@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.ops import processes
-from tests.population import disagreements as work
-from tests.rows import every_row
+from tests.support import processes
+from tests.support.population import disagreements as work
+from tests.support.rows import every_row
 
 from massieu.population import covariance_spectrum
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from tests.population import cases
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.energy import is_conservative, jacobian_asymmetry
 from massieu.errors import ConvergenceError

@@ -8,8 +8,8 @@ from pathlib import Path
 import polars
 import pytest
 import torch
-from tests.population import killed_flow
-from tests.rows import every_row
+from tests.support.population import killed_flow
+from tests.support.rows import every_row
 
 from massieu import ops
 from massieu.errors import InputError
@@ -134,7 +134,7 @@ def test_resumed_is_uninterrupted(tmp_path, stop):
 @pytest.mark.slow
 def test_killed_and_resumed_is_uninterrupted(tmp_path):
     """A process that is killed in its fourth layer, and another that goes on."""
-    arguments = [sys.executable, "-m", "tests.population.killed_flow", str(tmp_path / "flow")]
+    arguments = [sys.executable, "-m", "tests.support.population.killed_flow", str(tmp_path / "flow")]
     killed = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [path.name for path in (tmp_path / "flow").iterdir()] == ["process-00000-layer-00003.safetensors"]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tests.population import killed_writing
-from tests.rows import every_row
+from tests.support.population import killed_writing
+from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.population import CloudMoments, Flow, ResampledLayer
@@ -133,7 +133,7 @@ def test_what_a_killed_process_left_beside_the_file_is_removed(tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_any_moment_of_writing_it_goes_on(tmp_path):
-    arguments = [sys.executable, "-m", "tests.population.killed_writing", str(tmp_path)]
+    arguments = [sys.executable, "-m", "tests.support.population.killed_writing", str(tmp_path)]
     told = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True).stdout
     assert told.splitlines() == [f"{moment} {int(signal.SIGKILL)}" for moment in killed_writing.MOMENTS]
     whole = killed_writing.build().run(killed_writing.cloud())

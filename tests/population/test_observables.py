@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import pdist
 from scipy.stats import entropy
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.population import covariance_spectrum, effective_rank, log_determinant, pairwise_distance
 

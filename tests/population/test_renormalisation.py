@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ops import processes
+from tests.support import processes
 from torch import Tensor
 from torch.utils import _pytree as pytree
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.ops import processes
-from tests.population import sharded_work as work
+from tests.support import processes
+from tests.support.population import sharded_work as work
 
 from massieu.population import AttentionLayer, Flow, ResampledLayer
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.ops import processes
-from tests.population import shared_clouds as work
+from tests.support import processes
+from tests.support.population import shared_clouds as work
 
 from massieu.population import Flow, covariance_spectrum
 

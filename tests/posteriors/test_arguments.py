@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.posteriors import averaging_regret, model_permutation_gap, permutation_gap, sufficiency
 

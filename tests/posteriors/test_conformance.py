@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import special, stats
 from tests.posteriors.cases import cases
-from tests.suites import compiled, every_check, without_a_case
+from tests.support.suites import compiled, every_check, without_a_case
 from torch import Tensor
 
 from massieu.posteriors import Posterior

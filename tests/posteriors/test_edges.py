@@ -5,7 +5,7 @@ import math
 import pytest
 import scipy.stats
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.measures import Bernoulli
 from massieu.posteriors import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.posteriors.cases import cases
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch.utils import _pytree as pytree
 
 from massieu.measures import Poisson

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.posteriors import DiscreteLatent, averaging_regret, sufficiency
 

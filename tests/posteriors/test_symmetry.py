@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import nn
 
 from massieu.posteriors import GaussianMean, HiddenMarkov, model_permutation_gap, permutation_gap

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.probing.accumulate import Histogram, Ratio, Spread
 from massieu.probing.units import Units

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import polars
 import pytest
 import torch
-from tests.probing import plain, zoo
+from tests.support.probing import plain, zoo
 from torch import nn
 
 import massieu

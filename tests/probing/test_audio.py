@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 import massieu
 from massieu.errors import InputError

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.probing.attention_call import AttentionCall, AttentionSite

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from scipy.spatial.distance import pdist
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 
 import massieu
 from massieu.probing.check import first_look

@@ -18,8 +18,8 @@ import polars
 import pytest
 import torch
 import torch.distributed as dist
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 from tests.test_cli import ENVIRONMENT, _is_bad, _run, checkpoint
 
 import massieu

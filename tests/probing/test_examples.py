@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 from torch import nn
 
 from massieu.probing import examples

@@ -1,7 +1,7 @@
 """The findings: what is picked on one half of the text is printed from the other."""
 
 import numpy as np
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.probing.findings import _Lookup, findings, stands_out
 from massieu.probing.long_table import TableBuilder

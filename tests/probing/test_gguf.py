@@ -8,7 +8,7 @@ import polars
 import pytest
 import torch
 import transformers as hf
-from tests import needs
+from tests.support import needs
 
 import massieu
 from massieu.errors import InputError

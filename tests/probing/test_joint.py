@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.probing.windows import check_batches_change_nothing, drawn, mean, window
+from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, window
 
 from massieu.probing.statistics.joint import gating_information, mixture_gap, responsibility
 from massieu.probing.statistics.registry import JOINT, measures

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from tests.probing.windows import check_batches_change_nothing, drawn, mean, window
+from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, window
 
 from massieu.probing.statistics import key_density
 from massieu.probing.statistics.key_density import (

@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers as hf
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 from torch import Tensor, nn
 
 import massieu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from tests.probing.windows import check_batches_change_nothing, drawn, mean, weights_of, window
+from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, weights_of, window
 
 from massieu.probing.statistics.metric import (
     fisher_evenness,

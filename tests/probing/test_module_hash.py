@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.probing.zoo import MAKERS
+from tests.support.probing.zoo import MAKERS
 from torch import nn
 from torch.nn import functional
 

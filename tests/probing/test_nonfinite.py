@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 import torch
 import transformers as hf
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 from typer.testing import CliRunner
 
 import massieu

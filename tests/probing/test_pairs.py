@@ -9,7 +9,7 @@ import polars
 import pytest
 import torch
 import transformers as hf
-from tests.rows import every_row
+from tests.support.rows import every_row
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import massieu

@@ -15,7 +15,7 @@ import numpy as np
 import polars
 import pytest
 import torch
-from tests.probing import oracle, zoo
+from tests.support.probing import oracle, zoo
 from tests.test_cli import _is_bad, _run
 
 import massieu

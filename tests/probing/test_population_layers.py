@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 
 import massieu
 from massieu.errors import InputError

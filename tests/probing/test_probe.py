@@ -11,8 +11,8 @@ import numpy as np
 import polars
 import pytest
 import torch
-from tests.probing import zoo
-from tests.rows import some_slow
+from tests.support.probing import zoo
+from tests.support.rows import some_slow
 
 import massieu
 from massieu.errors import InputError

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import needs
+from tests.support import needs
 from torch import Tensor, nn
 from transformers import (
     BertConfig,

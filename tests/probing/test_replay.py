@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 from torch import Tensor, nn
 
 from massieu.probing.model import model_inputs

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.probing.test_accumulate import DOCUMENTS, MODES, WINDOWS, assert_same, made_up_rows, textbook
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.probing.accumulate import Histogram, Ratio, Spread, Tally

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.probing import oracle, zoo
-from tests.rows import every_row
+from tests.support.probing import oracle, zoo
+from tests.support.rows import every_row
 from typer.testing import CliRunner
 
 import massieu

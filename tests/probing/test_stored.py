@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from plotly import offline
-from synthetic_results import encoder
-from tests.rows import every_row
+from tests.support.report.synthetic_results import encoder
+from tests.support.rows import every_row
 from typer.testing import CliRunner
 
 from massieu.cli.commands import app

@@ -7,8 +7,8 @@ import polars
 import pytest
 import torch
 import transformers as hf
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 
 import massieu
 from massieu.probing.check import first_look

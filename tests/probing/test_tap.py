@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rows import every_row
+from tests.support.rows import every_row
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from massieu.errors import InputError

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 
 import massieu
 from massieu.errors import InputError

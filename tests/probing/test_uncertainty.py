@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.probing.windows import check_batches_change_nothing, drawn, mean, weights_of, window
+from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, weights_of, window
 
 from massieu.probing.statistics.registry import UNCERTAINTY, measures
 from massieu.probing.statistics.uncertainty import (

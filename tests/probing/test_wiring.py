@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.probing import zoo
-from tests.rows import every_row
+from tests.support.probing import zoo
+from tests.support.rows import every_row
 
 from massieu.probing.model import model_inputs
 from massieu.probing.routes import capturing

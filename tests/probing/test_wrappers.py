@@ -7,7 +7,7 @@ import polars
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.probing import plain, zoo
+from tests.support.probing import plain, zoo
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

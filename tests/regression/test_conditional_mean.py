@@ -7,7 +7,7 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import LinearRegression, Ridge
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.errors import ConvergenceError

@@ -3,7 +3,7 @@
 import mpmath
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.nn import Attention, ConditionalMeanHeads
 from massieu.regression import Cholesky, ExponentialKernel, LowRank, conditional_mean_attention, leave_one_out

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.suites import compiled, every_check, without_a_case
+from tests.support.suites import compiled, every_check, without_a_case
 
 from massieu.regression import ExponentialKernel, FeatureKernel, GaussianKernel, Kernel, LinearKernel
 from massieu.regression.logarithms import FromLargest

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import synthetic_results
-from browsing import Page
 from selenium import webdriver
 from selenium.common.exceptions import NoSuchDriverException
 from selenium.webdriver.chromium.webdriver import ChromiumDriver
-from synthetic_results import Results
-from tests import needs
+from tests.support import needs
+from tests.support.report import synthetic_results
+from tests.support.report.browsing import Page
+from tests.support.report.synthetic_results import Results
 
 from massieu.probing.stored import run_of
 from massieu.report.page import render

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import polars
 import pytest
-from browsing import WIDTHS, Page, assert_map_shows, assert_quiet, values_of
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
-from synthetic_results import Results
-from tests.rows import some_slow
+from tests.support.report.browsing import WIDTHS, Page, assert_map_shows, assert_quiet, values_of
+from tests.support.report.synthetic_results import Results
+from tests.support.rows import some_slow
 
 pytestmark = pytest.mark.needs("browser")
 

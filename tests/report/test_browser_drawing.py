@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import polars
 import pytest
-from browsing import WIDTHS, Page, assert_quiet
 from selenium.webdriver.chromium.webdriver import ChromiumDriver as WebDriver
 from selenium.webdriver.common.by import By
-from synthetic_results import Results
-from tests.rows import some_slow
+from tests.support.report.browsing import WIDTHS, Page, assert_quiet
+from tests.support.report.synthetic_results import Results
+from tests.support.rows import some_slow
 
 from massieu.report.page import render
 

@@ -11,7 +11,7 @@ import pytest
 from selenium.webdriver.chromium.webdriver import ChromiumDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
-from synthetic_results import Results
+from tests.support.report.synthetic_results import Results
 
 from massieu.probing.compare.comparison import Comparison
 from massieu.probing.result import ProbeResult

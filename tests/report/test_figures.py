@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import polars
 import pytest
-from synthetic_results import HOSTILE, Results
+from tests.support.report.synthetic_results import HOSTILE, Results
 
 from massieu.errors import InputError
 from massieu.foundation.numbers import number

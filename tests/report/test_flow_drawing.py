@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from selenium.webdriver.chromium.webdriver import ChromiumDriver as WebDriver
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.report.flow import Panel, draw

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.report import folder as folders

@@ -3,7 +3,7 @@
 import numpy as np
 import polars
 import pytest
-from synthetic_results import Results
+from tests.support.report.synthetic_results import Results
 
 from massieu.errors import InputError
 from massieu.report.matrix import figure_of, matrix_of

@@ -12,8 +12,8 @@ import numpy as np
 import polars
 import pytest
 from plotly import offline
-from synthetic_results import HOSTILE, encoder
-from tests.rows import every_row
+from tests.support.report.synthetic_results import HOSTILE, encoder
+from tests.support.rows import every_row
 
 from massieu.errors import MissingExtraError
 from massieu.probing.stored import run_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_results import Results, Rows, empty_table, encoder
+from tests.support.report.synthetic_results import Results, Rows, empty_table, encoder
 
 from massieu.probing.statistics.registry import GROUPS, OPT_IN, STATISTICS
 from massieu.probing.stored import run_of

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from synthetic_results import encoder_decoder
-from tests.rows import every_row
+from tests.support.report.synthetic_results import encoder_decoder
+from tests.support.rows import every_row
 from tokenizers import pre_tokenizers
 
 from massieu.probing.stored import run_of

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.rows import some_slow
+from tests.support.rows import some_slow
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, hessian, vmap
 

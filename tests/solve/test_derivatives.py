@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.rows import every_row, some_slow
+from tests.support.rows import every_row, some_slow
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves

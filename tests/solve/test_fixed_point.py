@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.errors import ConvergenceError
 from massieu.solve import Anderson, Auto, Implicit, Newton, Picard, Status, Unrolled, fixed_point

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import ive
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.energy import activations

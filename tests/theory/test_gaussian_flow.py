@@ -7,7 +7,7 @@ import pytest
 import scipy.integrate
 import torch
 from tests.population.cases import covariance, draw, law
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.errors import ConvergenceError
 from massieu.measures import Atoms, Gaussian

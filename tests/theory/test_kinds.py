@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.kinds import raw_errors
-from tests.rows import every_row
+from tests.support.kinds import raw_errors
+from tests.support.rows import every_row
 
 from massieu import theory
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from scipy.special import gammaln, ive
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.energy import SpinModel
 from massieu.errors import ConvergenceError

@@ -6,7 +6,7 @@ import mpmath
 import pytest
 import torch
 from scipy import optimize, special
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close as close

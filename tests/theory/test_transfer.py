@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, optimize, stats
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 from torch.testing import assert_close as close
 

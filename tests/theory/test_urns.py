@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from scipy import stats
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.theory import finite_extension_bound, urn_total_variation
 

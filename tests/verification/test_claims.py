@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.verification.registry import claims

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import ops
 from massieu.errors import InputError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.measures import Atoms

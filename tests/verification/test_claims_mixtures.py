@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import sympy
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.errors import InputError

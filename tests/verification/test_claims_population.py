@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.measures import Gaussian

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu.energy import KineticIsing, KineticSpins
 from massieu.errors import InputError

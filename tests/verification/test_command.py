@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rows import every_row
-from tests.verification.samples import as_printed, false, noise, register
+from tests.support.rows import every_row
+from tests.support.verification.samples import as_printed, false, noise, register
 from typer.testing import CliRunner
 
 from massieu.cli.commands import app

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.rows import every_row
-from tests.verification.samples import as_printed, false, noise, register
+from tests.support.rows import every_row
+from tests.support.verification.samples import as_printed, false, noise, register
 
 from massieu.errors import InputError
 from massieu.verification import registry

@@ -12,7 +12,7 @@ import pytest
 import torch
 from polars.testing import assert_frame_equal
 from scipy import stats
-from tests.probing.zoo import MAKERS
+from tests.support.probing.zoo import MAKERS
 
 import massieu
 from massieu.errors import InputError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 import massieu
 from massieu import InputError

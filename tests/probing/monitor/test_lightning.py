@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.probing.monitor.seen import Seen
+from tests.support.probing.monitor_seen import Seen
 from torch import nn
 from torch.nn import functional as F
 

@@ -8,8 +8,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from tests.probing import plain, zoo
-from tests.probing.plain import HEADS, WIDTH, gpt
+from tests.support.probing import plain, zoo
+from tests.support.probing.plain import HEADS, WIDTH, gpt
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

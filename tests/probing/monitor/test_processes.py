@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.ops.processes import run
-from tests.probing.monitor import work
+from tests.support.probing import monitor_work as work
+from tests.support.processes import run
 
 pytestmark = pytest.mark.medium
 

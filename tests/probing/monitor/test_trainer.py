@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.probing.monitor.seen import Seen
-from tests.rows import every_row
+from tests.support.probing.monitor_seen import Seen
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu import InputError

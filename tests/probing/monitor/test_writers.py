@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from tests.rows import every_row
+from tests.support.rows import every_row
 
 from massieu import InputError
 from massieu.probing.monitor.alarms import Alarm

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import polars
-import synthetic_catalogue as catalogue
+from tests.support.report import synthetic_catalogue as catalogue
 
 PASSAGE = (
     "[CLS] an assignment statement ev ##alu ##ates the expression list and assigns the single resulting object to each "

@@ -6,7 +6,7 @@ full, and no function of the package is used.
 
 import numpy as np
 import torch
-from tests.probing import zoo
+from tests.support.probing import zoo
 
 
 def attention_of(name: str, batch: dict[str, torch.Tensor], shift: float = 0.0) -> list[dict[str, torch.Tensor]]:

@@ -49,7 +49,7 @@ def killed_at(moment: str) -> None:
 
 if __name__ == "__main__":
     # Under its importable name, so that the flow is the one that a test builds.
-    from tests.population import killed_writing
+    from tests.support.population import killed_writing
 
     torch.set_num_threads(1)
     for moment in MOMENTS:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tests.probing.plain import gpt
+from tests.support.probing.plain import gpt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

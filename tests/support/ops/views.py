@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.ops.explicit import draw, finite
+from tests.support.ops.explicit import draw, finite
 
 EXAMPLES = pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.slow)])
 

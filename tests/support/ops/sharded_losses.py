@@ -4,7 +4,7 @@ import math
 from functools import partial
 
 import torch
-from tests.ops.sharded_work import SIZE, draw, gradients, shards
+from tests.support.ops.sharded_work import SIZE, draw, gradients, shards
 
 from massieu.ops import sharded
 from massieu.ops.contrastive import FalseNegatives, info_nce

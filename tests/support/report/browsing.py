@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.chromium.webdriver import ChromiumDriver as WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
-from synthetic_results import Results
+from tests.support.report.synthetic_results import Results
 
 WIDTHS = (1400, 400)
 

@@ -30,7 +30,7 @@ def build():
 
 if __name__ == "__main__":
     # Under its importable name, so that the flow is the one that a test builds.
-    from tests.population import killed_flow
+    from tests.support.population import killed_flow
 
     killed_flow.KILLED_AT = 2
     killed_flow.build().run(killed_flow.cloud(), checkpoint=sys.argv[1])

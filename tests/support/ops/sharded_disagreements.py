@@ -1,7 +1,7 @@
 """Calls in which process 1 gives something else than process 0, for `test_sharded_agreement`."""
 
 import torch
-from tests.ops.sharded_work import SIZE, VALUE, draw
+from tests.support.ops.sharded_work import SIZE, VALUE, draw
 
 from massieu.ops import sharded
 from massieu.ops.contrastive import FalseNegatives
