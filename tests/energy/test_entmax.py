@@ -2,15 +2,16 @@
 
 import math
 from functools import partial
+from itertools import cycle
 
 import mpmath
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row, some_slow
-from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from massieu.energy.entmax import entmax, entmax_conjugate, tsallis_entropy
@@ -47,8 +48,9 @@ def by_bisection(scores, alpha):
 
 
 @pytest.mark.medium
-@every_row("scale", [1e-3, 1.0, 30.0, 1e4])
-@every_row("alpha", [*ALPHAS, 2.5, 4.0])
+@every_row(
+    "alpha, scale", [*zip(ALPHAS, cycle([1e-3, 1.0, 30.0, 1e4]), strict=False), (2.5, 1.0), (4.0, 30.0), (2.0, 1.0)]
+)
 def test_weights_and_potential_are_those_of_sixty_digits(alpha, scale):
     scores = draw(6, seed=1, scale=scale)
     weights, value = by_bisection(scores, alpha)
@@ -127,7 +129,6 @@ def test_alpha_to_one_is_softmax_in_value_and_every_first_derivative():
         assert torch.allclose(jacrev(entmax, argnums=1)(scores[0], alpha), expected, atol=1e-7)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=9),
     st.floats(1, 6, width=32),
@@ -206,18 +207,19 @@ def test_a_row_does_not_depend_on_its_batch_mates(alpha):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("function", [entmax, entmax_conjugate])
-@some_slow("alpha", [1.0, 1.8, 1.5, 2.0, 2.5], 2)
+@some_slow(
+    ("alpha", "function"),
+    [(1.0, entmax), (1.8, entmax_conjugate), (1.8, entmax), (1.5, entmax), (2.0, entmax_conjugate), (2.5, entmax)],
+    2,
+)
 def test_first_and_second_derivatives(alpha, function):
     # Seed 12 has no weight within 1e-3 of a kink at these α.
-    scores = draw(2, 4, seed=12).requires_grad_()
+    scores = draw(2, 4, seed=12)
     constant = partial(function, alpha=alpha)
-    assert gradcheck(constant, scores, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(constant, scores)
+    check_derivatives(constant, [scores], forward=True)
     # One-sided at α = 1, so a hair inside.
-    order = torch.tensor(max(alpha, 1 + 1e-4), dtype=torch.float64, requires_grad=True)
-    assert gradcheck(function, (scores, order), check_forward_ad=True)
-    assert gradgradcheck(function, (scores, order), check_fwd_over_rev=True)
+    order = torch.tensor(max(alpha, 1 + 1e-4), dtype=torch.float64)
+    check_derivatives(function, (scores, order), forward=True)
 
 
 def test_derivatives_of_the_potential_are_the_weights():
@@ -247,7 +249,7 @@ def test_transforms_agree_to_third_order():
 def test_plain_operations_have_the_same_derivatives_also_at_alpha_one():
     """Nested forward mode leaves the custom function; one level keeps it."""
     scores = draw(5, seed=15)
-    for alpha in (1.0, 1.05, 1.5, 2.0):
+    for alpha in (1.0, 1.5):
         order = torch.tensor(alpha, dtype=torch.float64)
         one = jacfwd(entmax, argnums=(0, 1))(scores, order)
         zeros, tangent = torch.zeros_like(scores), torch.zeros(())
@@ -289,7 +291,7 @@ def _learned(scores):
 
 
 @pytest.mark.slow
-@some_slow("function", [_potential, pytest.param(_slope, marks=pytest.mark.slow), _masked, _learned], 1)
+@pytest.mark.parametrize("function", [_potential, _slope, _masked, _learned])
 def test_compiled_is_eager(function):
     torch._dynamo.reset()
     scores = draw(3, 6, seed=17).requires_grad_()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 from tests.energy.cases import F64, constant, draw
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 
 from massieu import nn, ops
@@ -44,7 +45,7 @@ def test_no_search_finds_less(keys, sigma):
     def on_the_ball(x):
         return entropy(sigma * x / max(1.0, np.linalg.norm(x)))
 
-    starts = [generator.normal(size=keys) for _ in range(12)] + [np.eye(keys)[0] + 0.1 * generator.normal(size=keys)]
+    starts = [generator.normal(size=keys) for _ in range(3)] + [np.eye(keys)[0] + 0.1 * generator.normal(size=keys)]
     found = min(minimize(on_the_ball, start, tol=1e-12).fun for start in starts)
     assert bound - 1e-9 <= found <= bound + 1e-6
 
@@ -69,7 +70,7 @@ def test_ends_of_the_range():
 def test_derivatives():
     sigma = torch.tensor([0.3, 2.0, 9.0], dtype=F64, requires_grad=True)
     function = lambda sigma: least_entropy(sigma, torch.tensor([5, 1, 64]))  # noqa: E731
-    assert torch.autograd.gradcheck(function, sigma) and torch.autograd.gradgradcheck(function, sigma)
+    check_derivatives(function, [sigma])
 
 
 def test_every_head_obeys_it_by_the_variance_of_its_scores():

@@ -1,10 +1,12 @@
 """Attention by normalised scores against NumPy, differences and principal component analysis."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
-from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 
 from massieu.energy import HopfieldEnergy
@@ -49,18 +51,16 @@ def test_a_multiplicity_is_a_repeated_point_and_a_mask_a_missing_one():
 
 @pytest.mark.medium
 def test_second_derivatives():
-    points, eta = draw(2, 5, 3, seed=5).requires_grad_(), draw(2, 2, 3, seed=6).requires_grad_()
-    gain, bias = (torch.tensor([0.8, 1.3], dtype=torch.float64, requires_grad=True) for _ in range(2))
+    points, eta = draw(2, 5, 3, seed=5), draw(2, 2, 3, seed=6)
+    gain, bias = (torch.tensor([0.8, 1.3], dtype=torch.float64) for _ in range(2))
 
     def value(points, eta, gain, bias, eps):
         return ScoreDeviation.create(points, gain=gain, bias=bias, eps=eps).log_partition(eta)
 
     for eps in (0.0, 0.1):
-        assert gradcheck(value, (points, eta, gain, bias, eps))
-        assert gradgradcheck(value, (points, eta, gain, bias, eps))
-    zero = torch.zeros(2, 1, 3, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda eta: value(points.detach(), eta, 1.0, 0.0, 0.1), zero)
-    assert gradgradcheck(lambda eta: value(points.detach(), eta, 1.0, 0.0, 0.1), zero)
+        check_derivatives(partial(value, eps=eps), (points, eta, gain, bias))
+    zero = torch.zeros(2, 1, 3, dtype=torch.float64)
+    check_derivatives(lambda eta: value(points, eta, 1.0, 0.0, 0.1), [zero])
 
 
 @pytest.mark.parametrize("eta", [[0.0, 0.0], [0.0, 0.7]])
@@ -93,7 +93,6 @@ def test_a_hopfield_network_of_it_is_power_iteration():
     assert abs(vectors[:, -1] @ path.states[-1, 0].numpy()) == pytest.approx(1.5 * values[-1] ** 0.5, abs=1e-8)
 
 
-@pytest.mark.medium
 def test_transforms_and_half_precision():
     points, eta = draw(3, 6, 4, seed=9), draw(3, 5, 4, seed=10)
 
@@ -102,6 +101,15 @@ def test_transforms_and_half_precision():
 
     assert torch.allclose(vmap(mean)(points, eta), mean(points, eta), atol=1e-14)
     assert mean(points.bfloat16(), eta.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_compiled():
+    points, eta = draw(3, 6, 4, seed=9), draw(3, 5, 4, seed=10)
+
+    def mean(points, eta):
+        return ScoreDeviation.create(points, bias=1.0).mean(eta)
+
     torch._dynamo.reset()
     assert torch.allclose(torch.compile(mean, fullgraph=True, backend="aot_eager")(points, eta), mean(points, eta))
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from scipy.special import expit, logsumexp
 from tests.energy.cases import F64, draw
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 
 from massieu import measures
@@ -80,9 +81,8 @@ def test_masks_heads_and_low_precision():
 
 
 def test_gradients():
-    inputs = tuple(part.clone().requires_grad_() for part in (FEATURES[:2, :2], MEMORY[:3, :2], OUTLIERS[:2, :2]))
-    assert torch.autograd.gradcheck(lambda x, m, o: boosting_energy(x, m, o, scale=2.0), inputs)
-    assert torch.autograd.gradgradcheck(lambda x, m, o: boosting_energy(x, m, o, scale=2.0), inputs)
+    inputs = (FEATURES[:2, :2], MEMORY[:3, :2], OUTLIERS[:2, :2])
+    check_derivatives(lambda x, m, o: boosting_energy(x, m, o, scale=2.0), inputs)
 
 
 REFUSED = {

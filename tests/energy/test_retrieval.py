@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from scipy import stats
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 from torch import Tensor
 
@@ -32,9 +33,8 @@ def test_the_energy_is_the_mixtures_log_density():
         torch.testing.assert_close(found.denoise(state), wanted)
         force = torch.autograd.functional.jacobian(lambda x, m=memory: m(x).sum(), state)
         torch.testing.assert_close(force, state - wanted)
-    assert torch.autograd.gradcheck(lambda p, b: HopfieldEnergy.euclidean(p, scale=b)(state).diff(), (
-        points.clone().requires_grad_(), torch.tensor(beta).double().requires_grad_()
-    ))  # fmt: skip
+    inputs = (points, torch.tensor(beta).double())
+    check_derivatives(lambda p, b: HopfieldEnergy.euclidean(p, scale=b)(state).diff(), inputs, second=False)
 
 
 def test_heads_have_their_own_scales():

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 
 from massieu.energy.spins import SpinModel
@@ -119,11 +120,9 @@ def test_linear_response_is_the_derivative_of_the_means():
         def mean(field, method=method, coupling=coupling):
             return getattr(SpinModel.create(Spin.create(field), coupling), method)().mean.flatten()
 
-        step = 1e-5
-        for site in (0, 5):
-            up, down = fields(8), fields(8)
-            up[site], down[site] = up[site] + step, down[site] - step
-            assert torch.allclose(found[:, site], (mean(up) - mean(down)) / (2 * step), atol=1e-7)
+        step, direction = 1e-5, fields(8, 1)
+        difference = mean(fields(8) + step * direction) - mean(fields(8) - step * direction)
+        assert torch.allclose(found @ direction, difference / (2 * step), atol=1e-7)
 
 
 def test_tap_response_is_nearer_to_the_covariance():
@@ -184,7 +183,7 @@ def test_gradients_through_the_fixed_point():
     def level(field):
         return SpinModel.create(Spin.create(field), coupling).mean_field().log_partition
 
-    assert torch.autograd.gradcheck(level, (fields(4).requires_grad_(),), eps=1e-5)
+    check_derivatives(level, [fields(4)], second=False, eps=1e-5)
     # The mean field's log Z is stationary in the means, so its gradient is the mean itself, the sites' own share apart.
     field = fields(4).requires_grad_()
     (slope,) = torch.autograd.grad(level(field), field)

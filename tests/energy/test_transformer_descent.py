@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.energy.cases import F64, draw
 from tests.energy.transformer_cases import explicit_energy, network, weights
@@ -30,7 +30,6 @@ def randomly(seed, heads, count, gain, scale, quantity, padded):
 
 @pytest.mark.medium
 @random_networks
-@settings(max_examples=25, deadline=None)
 def test_a_step_lowers_the_energy_by_what_is_certain(**drawn):
     energy, tokens = randomly(**drawn)
     state = energy.normalise(tokens)
@@ -46,7 +45,6 @@ def test_a_step_lowers_the_energy_by_what_is_certain(**drawn):
 
 @pytest.mark.medium
 @random_networks
-@settings(max_examples=25, deadline=None)
 def test_a_safe_step_of_the_flow_lowers_the_energy(**drawn):
     energy, tokens = randomly(**drawn)
     sizes = energy.safe_step_size(tokens)
@@ -123,23 +121,23 @@ def test_steps_of_the_flow_are_the_formula():
 @pytest.mark.medium
 def test_retrieval_ends_where_the_force_is_normal_to_the_range():
     energy = network()
-    found = energy.retrieve(energy.normalise(draw(3, 4, 6, seed=9)), max_steps=20_000)
+    found = energy.retrieve(energy.normalise(draw(3, 2, 6, seed=9)), max_steps=20_000)
     assert (found.status == Status.CONVERGED).all()
     deviation, force = found.state - energy.normalisation.bias, energy.force(found.state)
-    torch.testing.assert_close(deviation.norm(dim=-1), torch.full((3, 4), 0.8 * 6**0.5, dtype=F64))
+    torch.testing.assert_close(deviation.norm(dim=-1), torch.full((3, 2), 0.8 * 6**0.5, dtype=F64))
     inner = force - force.mean(-1, keepdim=True)
     tangent = inner - (inner * deviation).sum(-1, keepdim=True) / deviation.square().sum(-1, keepdim=True) * deviation
     assert tangent.abs().max() < 1e-6 and ((inner * deviation).sum(-1) > 0).all()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_gradients_at_the_end_are_those_of_many_steps():
     key, query, memories = (each.requires_grad_() for each in weights(heads=1, size=3, width=4, quantity=5))
     energy = TransformerEnergy.create(key, query, memories)
     start = energy.normalise(draw(1, 3, 4, seed=9)).detach()
     slopes = [
         torch.autograd.grad((draw(1, 3, 4, seed=8) * found.state).sum(), (key, query, memories))
-        for found in (energy.retrieve(start, max_steps=20_000), energy.retrieve(start, steps=500))
+        for found in (energy.retrieve(start, max_steps=20_000), energy.retrieve(start, steps=150))
     ]
     for implicit, unrolled in zip(*slopes, strict=True):
         torch.testing.assert_close(implicit, unrolled, rtol=1e-5, atol=1e-6)

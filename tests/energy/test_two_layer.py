@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import solve_ivp
 from scipy.special import logsumexp, softmax
@@ -32,18 +32,18 @@ def network(name, seed=1, **keywords):
 
 @pytest.mark.medium
 def test_the_path_is_that_of_scipy():
-    layers = network("Hopfield", visible_time=0.7, hidden_time=0.2)
+    layers = network("Hopfield", visible_time=0.7, hidden_time=0.5)
     coupling, start = layers.coupling.numpy(), draw(8, seed=2)
 
     def velocity(time, state):
         v, h = state[:3], state[3:]
-        return [*((coupling @ softmax(h) - v) / 0.7), *((coupling.T @ v - h) / 0.2)]
+        return [*((coupling @ softmax(h) - v) / 0.7), *((coupling.T @ v - h) / 0.5)]
 
-    end = solve_ivp(velocity, (0, 2), start.numpy(), rtol=1e-12, atol=1e-13).y[:, -1]
+    end = solve_ivp(velocity, (0, 0.25), start.numpy(), rtol=1e-12, atol=1e-13).y[:, -1]
     for method, order in (("split", 2), ("runge_kutta", 4)):
         errors = [
-            (layers.flow(start, 2.0, steps=steps, method=method).states[-1] - torch.from_numpy(end)).norm().item()
-            for steps in (100, 200)
+            (layers.flow(start, 0.25, steps=steps, method=method).states[-1] - torch.from_numpy(end)).norm().item()
+            for steps in (10, 20)
         ]
         assert errors[0] / errors[1] == pytest.approx(2**order, rel=0.15)
     assert errors[1] < 1e-8
@@ -59,7 +59,6 @@ def test_the_energy_is_that_of_the_formula():
 
 
 @pytest.mark.medium
-@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(LAYERS)), st.integers(0, 10_000), st.floats(1e-3, 1e3), st.floats(0.01, 100))
 def test_the_split_flow_and_the_step_never_raise_the_energy(name, seed, duration, hidden_time):
     layers, state = network(name, seed, hidden_time=hidden_time), draw(3, 8, seed=seed + 1, scale=2.0)
@@ -73,10 +72,10 @@ def test_the_split_flow_and_the_step_never_raise_the_energy(name, seed, duration
 @pytest.mark.parametrize("name", LAYERS)
 def test_runge_kutta_raises_the_energy_by_no_more_than_its_order(name):
     layers, state = network(name), draw(6, 8, seed=4)
-    steps = 100
-    path = layers.flow(state, 5.0, steps=steps, method="runge_kutta")
-    assert path.energies.diff(dim=0).max() <= (5.0 / steps) ** 4
-    assert path.energies[-1].max() < path.energies[0].min()
+    steps = 20
+    path = layers.flow(state, 1.0, steps=steps, method="runge_kutta")
+    assert path.energies.diff(dim=0).max() <= (1.0 / steps) ** 4
+    assert (path.energies[-1] < path.energies[0]).all()
 
 
 @every_row("name", LAYERS)
@@ -109,11 +108,11 @@ def test_at_the_hidden_limit_it_is_the_hopfield_network():
 def test_fast_hidden_units_follow_their_limit():
     """v̇ = attention(v) − v by SciPy, with an error of the order of τ_h."""
     query, coupling = draw(3, seed=9), network("Hopfield").coupling.numpy()
-    end = solve_ivp(lambda t, v: coupling @ softmax(coupling.T @ v) - v, (0, 1), query.numpy(), rtol=1e-11).y[:, -1]
+    end = solve_ivp(lambda t, v: coupling @ softmax(coupling.T @ v) - v, (0, 0.5), query.numpy(), rtol=1e-11).y[:, -1]
     errors = []
-    for time in (4e-3, 2e-3):
+    for time in (16e-3, 8e-3):
         layers = network("Hopfield", hidden_time=time)
-        path = layers.flow(layers.join(query), 1.0, steps=round(1 / time), method="runge_kutta")
+        path = layers.flow(layers.join(query), 0.5, steps=round(0.5 / time), method="runge_kutta")
         errors.append((path.states[-1][:3] - torch.from_numpy(end)).norm().item())
     assert errors[0] < 0.04 and errors[0] / errors[1] == pytest.approx(2, rel=0.05)
 

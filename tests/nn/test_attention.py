@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.rows import every_row
+from tests.support.derivatives import check_derivatives
+from tests.support.rows import every_row, some_slow
 from torch import nn
 
 from massieu import measures
@@ -201,9 +202,7 @@ def test_the_value_of_a_sink(need_weights):
         Attention(WIDTH, HEADS, heads=SoftmaxHeads(sink=sink, sink_value=value[:, :1]))
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("shape", [(), (HEADS,)])
+@pytest.mark.parametrize(("shape", "need_weights"), [((), True), ((HEADS,), True), ((HEADS,), False)])
 def test_parameters_train(shape, need_weights):
     """Gradients of scale and sink by finite differences."""
     torch.manual_seed(0)
@@ -219,8 +218,7 @@ def test_parameters_train(shape, need_weights):
         output, _, log_partition = torch.func.functional_call(module, parameters, tuple(arguments), keywords)
         return output, log_partition
 
-    assert torch.autograd.gradcheck(function, (scale, sink))
-    assert torch.autograd.gradgradcheck(function, (scale, sink))
+    check_derivatives(function, (scale, sink))
 
 
 def test_numbers_that_are_tensors_are_buffers_and_move():
@@ -346,7 +344,7 @@ def test_half_precision(dtype, need_weights, autocast):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("need_weights", [True, False])
+@some_slow("need_weights", [False, True], 1)
 def test_compiled(need_weights):
     heads = SoftmaxHeads(sink=0.1, scale=nn.Parameter(torch.tensor([0.2, 0.4])))
     module = Attention(WIDTH, HEADS, batch_first=True, heads=heads)
@@ -435,7 +433,6 @@ def test_every_combination_of_options_differs():
 
 
 @pytest.mark.medium
-@settings(max_examples=60, deadline=None)
 @given(
     heads=st.integers(1, 3),
     size=st.integers(1, 4),

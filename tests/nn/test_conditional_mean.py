@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.kernel_ridge import KernelRidge
 from tests.support.rows import every_row
 from torch import nn
 
@@ -47,6 +46,8 @@ def test_padding_may_hold_anything(need_weights):
     ],
 )
 def test_each_head_is_a_regression_within_its_sequence(kernel, theirs):
+    from sklearn.kernel_ridge import KernelRidge  # takes a second, so not while tests are collected
+
     made = module(kernel=kernel, ridge=0.4, **({} if kernel == "linear" else {"width": 1.5}))
     query, key, value = inputs()
     padding = torch.arange(11).expand(2, -1) >= torch.tensor([[9], [11]])

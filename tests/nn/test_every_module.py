@@ -5,6 +5,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -182,21 +183,33 @@ def test_every_public_class_has_a_case():
     assert {name.partition(",")[0] for name in NAMES} == classes
 
 
-@pytest.mark.medium
-@every_row("name", NAMES)
-def test_on_meta_a_module_is_made_and_computes_shapes(name: str):
-    """So it does on a GPU, where no tensor of the CPU may take part and no value should be asked for."""
+def check_on_meta(name: str) -> None:
+    """Made there in both ways, forwards and backwards: the shapes of real tensors, and no value is asked for."""
     wanted = output(made(name))
     with torch.device("meta"):
         inside = made(name)
-    for module in (inside, made(name, device="meta")):
-        assert all(tensor.is_meta for tensor in module.state_dict().values())
-        with no_values():
-            given = tokens().to("meta").requires_grad_()
-            found = output(module, given)
-            found.sum().backward()
-        assert (found.is_meta, found.shape, found.dtype) == (True, wanted.shape, wanted.dtype)
-        assert given.grad is not None
+    module = made(name, device="meta")
+    for tensor in (*inside.state_dict().values(), *module.state_dict().values()):
+        assert tensor.is_meta
+    with no_values():
+        given = tokens().to("meta").requires_grad_()
+        found = output(module, given)
+        found.sum().backward()
+    assert (found.is_meta, found.shape, found.dtype) == (True, wanted.shape, wanted.dtype)
+    assert given.grad is not None
+
+
+@pytest.mark.medium
+@every_row("name", [name for name in NAMES if "," not in name])
+def test_on_meta_a_module_is_made_and_computes_shapes(name: str):
+    """So it does on a GPU, where no tensor of the CPU may take part and no value should be asked for."""
+    check_on_meta(name)
+
+
+@pytest.mark.slow
+@every_row("name", [name for name in NAMES if "," in name])
+def test_on_meta_with_other_settings(name: str):
+    check_on_meta(name)
 
 
 @pytest.mark.medium
@@ -236,9 +249,10 @@ def test_copies_and_checkpoints_compute_the_same(name: str):
     loaded = made(name)
     loaded.load_state_dict(module.state_dict(), strict=True)
     copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded]
+    wanted = output(module)
     for other in copies:
         assert repr(other) == repr(module)
-        assert torch.equal(output(other), output(module))
+        assert torch.equal(output(other), wanted)
 
 
 @every_row("name", NAMES)
@@ -254,8 +268,7 @@ def test_the_repr_shows_the_settings(name: str):
 
 @pytest.mark.medium
 @pytest.mark.filterwarnings("ignore::massieu.errors.ConvergenceWarning")
-@every_row("dtype", [torch.bfloat16, torch.float16])
-@every_row("name", NAMES)
+@every_row(("name", "dtype"), zip(NAMES, cycle([torch.bfloat16, torch.float16]), strict=False))
 def test_half_precision_comes_back_as_it_was(name: str, dtype: torch.dtype):
     found = output(made(name, dtype=dtype), tokens(dtype))
     assert found.dtype == dtype
@@ -267,7 +280,9 @@ def test_half_precision_comes_back_as_it_was(name: str, dtype: torch.dtype):
 def test_another_dtype_is_one_sentence_that_names_both(name: str):
     for own, given in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
         names = [str(dtype).removeprefix("torch.") for dtype in (given, own)]
-        with pytest.raises(TypeError, match=f"is {names[0]}, the module's parameters {names[1]}: convert one"):
+        with pytest.raises(
+            TypeError, match=f"is {names[0]}, the module's parameters {names[1]}: convert one, as by .to"
+        ):
             output(made(name, dtype=own), tokens(given))
     with pytest.raises(TypeError, match=r"floating-point tensor, got a tensor of torch.int64"):
         output(made(name), tokens().long())
@@ -288,7 +303,7 @@ def test_a_number_given_on_meta_cannot_be_restored():
         module.to_empty(device="cpu").reset_parameters()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_row("name", NAMES)
 def test_an_optimiser_can_move_every_parameter(name: str):
     """One that shares memory between its entries, as an expanded tensor does, is refused by the step."""
     module = made(name)

@@ -1,5 +1,7 @@
 """Exported modules: one graph for every batch and length, and one of PyTorch's own operators alone."""
 
+import functools
+
 import pytest
 import torch
 from tests.nn.test_every_module import CASES, SIZE, made
@@ -19,7 +21,7 @@ FIXED_LENGTH = {
 }
 """Of these the length stays that of the example."""
 NO_TOKENS = ("RestrictedBoltzmannMachine", "StackedBoltzmannMachine", "SigmaReparametrization")
-QUICK = ("Attention", "HopfieldLayer")
+QUICK = ("HopfieldLayer",)
 NAMES = [*QUICK, *(name for name in CASES if name not in (*QUICK, *NO_TOKENS))]
 
 
@@ -35,20 +37,21 @@ class OfTokens(nn.Module):
         return next(leaf for leaf in pytree.tree_leaves(self.module(*given)) if isinstance(leaf, Tensor))
 
 
-def exported(module: nn.Module, fixed_length: bool = False) -> torch.export.ExportedProgram:
+@functools.cache
+def exported(name: str) -> tuple[nn.Module, torch.export.ExportedProgram]:
+    """A module and its graph, made once for all tests of it."""
+    module = OfTokens(made(name).eval())
     sizes = {0: torch.export.Dim("batch")}
-    if not fixed_length:
+    if name not in FIXED_LENGTH:
         sizes[1] = torch.export.Dim("length")
-    return torch.export.export(module, (torch.rand(2, 5, SIZE),), dynamic_shapes=(sizes,))
+    return module, torch.export.export(module, (torch.rand(2, 5, SIZE),), dynamic_shapes=(sizes,))
 
 
 @pytest.mark.medium
-@some_slow("name", NAMES, 2)
+@some_slow("name", NAMES, 1)
 def test_an_exported_module_takes_any_batch_and_length(name: str):
-    module = OfTokens(made(name).eval())
-    fixed = name in FIXED_LENGTH
-    program = exported(module, fixed)
-    for sizes in ((3, 5), (4, 5)) if fixed else ((3, 7), (4, 11)):
+    module, program = exported(name)
+    for sizes in ((3, 5), (4, 5)) if name in FIXED_LENGTH else ((3, 7), (4, 11)):
         given = torch.rand(*sizes, SIZE, generator=torch.Generator().manual_seed(2))
         torch.testing.assert_close(program.module()(given), module(given))
 
@@ -61,9 +64,8 @@ def test_the_fused_operator_can_be_taken_apart():
         how = {"log_weight": mask, "scale": scale, "is_causal": is_causal, "backend": "reference"}
         return tuple(ops.attention(query, key, value, **how))
 
-    module = OfTokens(made("HopfieldPooling").eval())
+    module, program = exported("HopfieldLayer")
     operator = torch.ops.massieu.fused_attention.default
-    program = exported(module)
     assert operator in {node.target for node in program.graph.nodes}
     apart = program.run_decompositions({operator: plain})
     assert not [node for node in apart.graph.nodes if "massieu" in str(node.target)]

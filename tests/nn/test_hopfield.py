@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 from torch import nn
 
@@ -67,11 +68,11 @@ def test_heads_scales_and_sink_are_each_heads_own():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("scale", [0.3, 4.0, 16.0, 32.0])
+@pytest.mark.parametrize("scale", [0.3, 4.0, 32.0])
 def test_a_descent_to_its_end_is_many_steps(scale):
     inputs = patterns()
     found = bare(steps=None, scale=scale)(inputs)
-    wanted = explicit(*inputs, scale, 3000)
+    wanted = explicit(*inputs, scale, 500)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
     gradients = [torch.autograd.grad(out.square().sum(), inputs, materialize_grads=True) for out in (found, wanted)]
     for got, want in zip(*gradients, strict=True):
@@ -83,8 +84,7 @@ def test_second_derivatives():
     inputs = tuple(tensor.detach().requires_grad_() for tensor in patterns(batch=1, keys=3, states=2, width=2))
     for steps in (2, None):
         layer = bare(steps=steps, scale=0.3)
-        assert torch.autograd.gradcheck(lambda *x: layer(x), inputs, atol=1e-5)  # noqa: B023
-        assert torch.autograd.gradgradcheck(lambda *x: layer(x), inputs, atol=1e-5)  # noqa: B023
+        check_derivatives(lambda *x, layer=layer: layer(x), inputs)
 
 
 def test_noise_is_taken_off_stored_patterns():
@@ -201,7 +201,6 @@ def test_pooling_and_layer_are_the_hopfield_layer_with_parameters_for_inputs():
         assert all(bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("steps", [1, 3])
 def test_evaluation_has_the_gradient_of_training_and_dropout_is_of_the_last_weights(steps):
     inputs = patterns()
@@ -210,9 +209,9 @@ def test_evaluation_has_the_gradient_of_training_and_dropout_is_of_the_last_weig
     assert all(torch.equal(train, evaluation) for train, evaluation in zip(*gradients, strict=True))
     torch.manual_seed(0)
     layer = bare(steps=steps, dropout=0.5, scale=1.0)
-    wide = tuple(tensor.detach().expand(2, -1, -1) for tensor in inputs)
-    mean = torch.stack([layer(wide) for _ in range(1000)])
-    error = (mean.mean(0) - layer.eval()(wide)).abs() / (mean.std(0) / 1000**0.5)
+    wide = tuple(tensor.detach().repeat(1000, 1, 1) for tensor in inputs)
+    drawn = layer(wide).unflatten(0, (1000, 2))
+    error = (drawn.mean(0) - layer.eval()(inputs)).abs() / (drawn.std(0) / 1000**0.5)
     assert error.max() < 5
 
 
@@ -234,8 +233,8 @@ def test_half_precision(dtype, steps, autocast):
     assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in layer.parameters())
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("steps", [3, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [3, None])
 def test_compiled(steps):
     torch._dynamo.reset()
     layer = Hopfield(6, 2, steps=steps, scale=nn.Parameter(torch.tensor([0.3, 0.6])))

@@ -122,18 +122,24 @@ def test_rows_without_a_key_and_zero_queries(need_weights):
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(first.sum(), [query, key, value]))
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_bfloat16_vmap_and_compile(need_weights):
-    torch._dynamo.reset()
+def test_bfloat16_and_vmap(need_weights):
     made, arguments = module(), [tensor.detach() for tensor in inputs()]
     call = lambda *x: made(*x, need_weights=need_weights)[0]  # noqa: E731
     wanted = call(*arguments)
     torch.testing.assert_close(torch.func.vmap(call)(*arguments), wanted)
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*arguments, need_weights=need_weights)[0], wanted)
     found = made.bfloat16()(*(tensor.bfloat16() for tensor in arguments), need_weights=need_weights)[0]
     torch.testing.assert_close(found.double(), wanted, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_compiled(need_weights):
+    torch._dynamo.reset()
+    made, arguments = module(), [tensor.detach() for tensor in inputs()]
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    wanted = made(*arguments, need_weights=need_weights)[0]
+    torch.testing.assert_close(compiled(*arguments, need_weights=need_weights)[0], wanted)
 
 
 def test_eps_must_be_positive():

@@ -86,9 +86,15 @@ def test_the_module_itself_is_replaced_by_one_that_is_returned(options, training
 
 
 @pytest.mark.medium
-@every_row("training", [True, False])
-@every_row("first", [True, False])
-@every_row("options", [{}, {"bias": False}, {"activation": "gelu", "norm_first": True}])
+@every_row(
+    ("options", "first", "training"),
+    [
+        ({}, True, False),
+        ({"bias": False}, True, True),
+        ({"bias": False}, False, False),
+        ({"activation": "gelu", "norm_first": True}, True, False),
+    ],
+)
 def test_a_built_encoder_is_what_it_was_with_its_masks(options, first, training):
     theirs = stack(batch_first=first, **options).train(training)
     ours, twin = massieu.replace_attention(copy.deepcopy(theirs)), theirs

@@ -122,7 +122,7 @@ def test_a_second_machine_raises_the_likelihood():
     """From the second machine upside down, small steps: as its fit to the hidden units gets better, so does the whole."""
     generator = torch.Generator().manual_seed(0)
     kinds = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]).double()
-    data = kinds[torch.randint(3, (600,), generator=generator)]
+    data = kinds[torch.randint(3, (300,), generator=generator)]
     made = StackedBoltzmannMachine(bits(6, 2, 6), generator=generator)
     options = {"epochs": 100, "learning_rate": 0.3, "tied_start": True, "generator": generator, "progress": False}
     assert made.fit(data, **options) is made

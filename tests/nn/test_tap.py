@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.support.derivatives import check_derivatives
 from torch import nn
 
 from massieu.energy import SpinModel
@@ -143,8 +144,7 @@ def test_second_derivatives():
     module = Attention(2, 1, batch_first=True, dtype=torch.float64, heads=TAPHeads(strength=0.5))
     function = lambda tokens: module(tokens)[0]  # noqa: E731
     tokens = torch.randn(1, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(function, (tokens,), atol=1e-5)
-    assert torch.autograd.gradgradcheck(function, (tokens,), atol=1e-5)
+    check_derivatives(function, (tokens,))
 
 
 def test_strength_and_scale_train_one_a_head():

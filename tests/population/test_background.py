@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tests.population import cases
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 from torch import Tensor
 
@@ -80,15 +81,15 @@ def test_without_mass_it_is_the_layer_without_a_background_and_with_all_of_it_ne
 
 def test_precision_and_its_gradient():
     """Draws have the values' gradient where they are tokens; the mean is differentiable in all."""
-    points = draws(4, 2).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: layer(**OPTIONS).attended(x), points)
+    points = draws(4, 2)
+    check_derivatives(lambda x: layer(**OPTIONS).attended(x), [points], second=False)
     # Of the same noise: a new token moves with the query that tilts it, and a token is its own value.
     for log_weight in (200.0, -200.0, 0.5):
-        assert torch.autograd.gradcheck(lambda x, b=log_weight: layer(b, **OPTIONS, draws=2)(x), points)
-    told = layer(1.0, **OPTIONS, residual=True, step_size=0.5).observed(points.detach().bfloat16())
+        check_derivatives(lambda x, b=log_weight: layer(b, **OPTIONS, draws=2)(x), [points], second=False)
+    told = layer(1.0, **OPTIONS, residual=True, step_size=0.5).observed(points.bfloat16())
     assert told.particles.dtype == torch.float32 and told.particles.isfinite().all()
     wide = Gaussian.create(torch.zeros(2, dtype=torch.float64), 6.0)
-    far = layer(0.0, wide).observed(1e3 * points.detach())
+    far = layer(0.0, wide).observed(1e3 * points)
     assert far.background.eq(1).all() and far.particles.isfinite().all()  # 3‖η‖² wins over √2‖η‖² far out
 
 

@@ -93,7 +93,7 @@ def exact_null(tokens):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("tokens", [2, 5, 12])
+@pytest.mark.parametrize("tokens", [2, 5])
 def test_the_null_is_that_of_order_statistics(tokens):
     mean, error = gaussian_distance_null(tokens)
     assert abs(mean - exact_null(tokens)) <= 5 * error + 1e-9

@@ -132,7 +132,13 @@ CASES = {
 }
 
 
-@every_check(operator_checks, CASES, medium=("doubly stochastic", "attention: derivatives"))
+@every_check(
+    operator_checks,
+    CASES,
+    medium=("doubly stochastic", "attention: derivatives"),
+    slow=["doubly stochastic: many particles"],
+    representatives=("normalisation", "composition", "trace"),
+)
 def test_conforms(check):
     check()
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.spatial.distance import pdist
 from scipy.stats import entropy
@@ -25,7 +25,6 @@ clouds = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(clouds)
 def test_agrees_with_explicit_numpy(cloud):
     points = torch.from_numpy(cloud)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import processes
+from tests.support.derivatives import check_derivatives
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -79,9 +80,7 @@ def test_derivatives_of_first_and_second_order(rule):
     # A standard cloud has equal eigenvalues, at which derivatives of eigenvectors do not exist.
     white = Renormalisation.create(torch.zeros(2, dtype=F64), torch.eye(2, dtype=F64))(draw(4, 2, seed=3))
     for cloud in (draw(4, 2, seed=3), white):
-        leaf = cloud.clone().requires_grad_()
-        assert torch.autograd.gradcheck(rule, leaf)
-        assert torch.autograd.gradgradcheck(rule, leaf)
+        check_derivatives(rule, [cloud])
 
 
 def test_derivative_in_the_target():
@@ -89,12 +88,11 @@ def test_derivative_in_the_target():
         target = factor @ factor.mT + torch.eye(2, dtype=F64)
         return Renormalisation(mean, target)(draw(5, 2, seed=3))
 
-    leaves = draw(2, seed=1).requires_grad_(), draw(2, 2, seed=2).requires_grad_()
-    assert torch.autograd.gradcheck(renormalised, leaves)
+    check_derivatives(renormalised, (draw(2, seed=1), draw(2, 2, seed=2)), second=False)
 
 
 @pytest.mark.medium
-def test_batches_vmap_and_compilation():
+def test_batches_and_vmap():
     particles = draw(3, 12, 2, seed=6)
     for rule in (Renormalisation.create(draw(2, seed=1), covariance(2, 2)), TraceRenormalisation.create(2.0)):
         whole = rule(particles)
@@ -102,12 +100,21 @@ def test_batches_vmap_and_compilation():
         torch.testing.assert_close(whole, torch.func.vmap(rule)(particles))
         leaves, structure = pytree.tree_flatten(rule)
         torch.testing.assert_close(whole, pytree.tree_unflatten(leaves, structure)(particles))
-        torch.testing.assert_close(whole, torch.compile(rule.__call__, fullgraph=True, backend="eager")(particles))
     batched = Renormalisation.create(draw(3, 2, seed=7), torch.stack([covariance(2, seed) for seed in range(3)]))
     expected = [Renormalisation(m, c)(x) for m, c, x in zip(batched.mean, batched.covariance, particles, strict=True)]
     torch.testing.assert_close(batched(particles), torch.stack(expected))
     laws = Gaussian.create(draw(3, 2, seed=8), torch.stack([covariance(2, seed) for seed in range(3, 6)]))
     torch.testing.assert_close(batched.gaussian(laws).covariance, batched.covariance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rule", [Renormalisation.create(draw(2, seed=1), covariance(2, 2)), TraceRenormalisation.create(2.0)]
+)
+def test_compiled(rule):
+    particles = draw(3, 12, 2, seed=6)
+    compiled = torch.compile(rule.__call__, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(particles), rule(particles))
 
 
 def renormalised_in_processes(rank: int, size: int) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def _paths(law: Any, tokens: Tensor) -> float:
     for path in itertools.product(range(3), repeat=len(tokens)):
         value = start[path[0]] + sum(move[a, b] for a, b in itertools.pairwise(path))
         found.append(value + sum(emit[state, token] for state, token in zip(path, tokens.tolist(), strict=True)))
-    return special.logsumexp(found)
+    return float(special.logsumexp(found))
 
 
 def _concepts(law: Any, tokens: Tensor) -> Tensor:
@@ -114,11 +114,17 @@ def _case(name: str, tokens: Tensor, prior: Posterior) -> PosteriorCase:
     )
 
 
-CASES = {name: _case(name, case.tokens, case.prior) for name, case in cases(5).items()}
+CASES = {name: _case(name, case.tokens, case.prior) for name, case in cases(4).items()}
 MEDIUM = ("exponential", "gamma", "Gaussian", "regression of unknown noise")
 
 
-@every_check(posterior_checks, CASES, medium=MEDIUM)
+# Of one class: two of its likelihoods' derivatives are enough in the fast tier.
+SLOW = [f"{name}: derivatives" for name in ("exponential", "gamma", "Gaussian", "spin")]
+
+
+@every_check(
+    posterior_checks, CASES, medium=MEDIUM, slow=SLOW, representatives=("Gaussian mean", "concepts", "Dirichlet")
+)
 def test_conforms(check):
     check()
 

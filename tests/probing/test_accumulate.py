@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rows import every_row
 
@@ -171,7 +171,6 @@ cuts = st.lists(st.integers(0, 200), max_size=6).map(lambda places: tuple(sorted
 
 @pytest.mark.parametrize("units", MODES)
 @given(cuts=cuts, seed=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
 def test_batches_do_not_matter(units, cuts, seed):
     total, count = made_up_rows(seed, 200)
     assert_same(ratio_of(total, count, units, cuts), ratio_of(total, count, units))
@@ -187,7 +186,6 @@ def joined(*parts: Ratio) -> Ratio:
 @pytest.mark.medium
 @pytest.mark.parametrize("units", MODES)
 @given(cuts=st.tuples(st.integers(0, 300), st.integers(0, 300)), seed=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
 def test_merging_is_associative_commutative_and_exact(units, cuts, seed):
     total, count = made_up_rows(seed, 300)
     bounds = sorted(cuts)
@@ -245,7 +243,7 @@ def test_merging_leaves_the_other_alone_and_goes_on(units):
 @pytest.mark.parametrize("units", MODES)
 def test_memory_does_not_grow_with_the_text(units):
     sizes = []
-    for rows in (100, 1600, 25600):
+    for rows in (100, 1600, 6400):
         ratio = Ratio((3,), units)
         for _ in range(rows // 50):
             ratio.update(np.ones((50, 3)), np.ones((50, 3)))
@@ -300,16 +298,16 @@ def autoregressive(rng: np.random.Generator, correlation: float, runs: int, leng
 
 @pytest.mark.medium
 def test_blocked_errors_cover_and_errors_over_tokens_do_not():
-    """1200 correlated windows of 16 tokens: the block error's 95 % interval covers, the naive one's does not.
+    """600 correlated windows of 8 tokens: the block error's 95 % interval covers, the naive one's does not.
 
-    With correlation 0.6 and blocks of 32 windows, the block error is too small by the factor √(1 − 2·0.6/(0.64·32))
-    = 0.97, so it should cover in 94 % of the runs; 400 runs measure that to ±1.2 %.
+    With correlation 0.6 and blocks of 16 windows, the block error is too small by the factor √(1 − 2·0.6/(0.64·16))
+    = 0.94, so it should cover in 93 % of the runs; 400 runs measure that to ±1.3 %.
     """
     rng = np.random.default_rng(9)
-    runs, windows, tokens = 400, 1200, 16
+    runs, windows, tokens = 400, 600, 8
     centres = autoregressive(rng, 0.6, runs, windows)
     noise = rng.standard_normal((runs, windows, tokens))
-    counts = rng.integers(4, tokens + 1, size=(runs, windows))
+    counts = rng.integers(2, tokens + 1, size=(runs, windows))
     valid = np.arange(tokens) < counts[..., None]
     values = np.where(valid, centres[..., None] + noise, 0.0)
     totals = values.sum(-1)
@@ -348,7 +346,6 @@ def numpy_histogram(values: np.ndarray, valid: np.ndarray, edges: np.ndarray) ->
 
 
 @given(seed=st.integers(0, 99), bins=st.integers(1, 6), heads=st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
 def test_histogram_counts_as_numpy_does_with_the_ends_clipped(seed, bins, heads):
     rng = np.random.default_rng(seed)
     edges = rng.integers(-8, 5) / 4.0 + np.arange(bins + 1) * rng.choice([0.25, 0.5, 2.0])
@@ -387,7 +384,6 @@ def test_histogram_refuses_edges_that_are_none(edges):
 
 
 @given(cuts=st.lists(st.integers(0, 20), max_size=3).map(sorted), offset=st.sampled_from([0.0, 1e6]))
-@settings(max_examples=40, deadline=None)
 def test_spread_is_the_standard_deviation_of_all_tokens_however_they_come(cuts, offset):
     rng = np.random.default_rng(11)
     values = offset + rng.standard_normal((20, 3, 7))

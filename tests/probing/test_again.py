@@ -7,16 +7,6 @@ import polars
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertModel,
-    LlamaConfig,
-    LlamaModel,
-    RobertaConfig,
-    RobertaModel,
-    ViTConfig,
-    ViTModel,
-)
 
 import massieu
 from massieu.probing import again
@@ -25,26 +15,38 @@ from massieu.probing.statistics.regressions import Regressions
 from massieu.probing.statistics.response import Response, by_weights, collective_gain, explained
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-IDS = torch.stack([3 + torch.randperm(36, generator=torch.Generator().manual_seed(i))[:24] for i in range(6)])
-IMAGES = torch.randn(6, 3, 30, 20, generator=torch.Generator().manual_seed(0))
-KINDS = {
-    "bert": lambda: BertModel(BertConfig(**SIZES, vocab_size=40)),
-    "roberta": lambda: RobertaModel(RobertaConfig(**SIZES, vocab_size=40, max_position_embeddings=30)),
-    "llama": lambda: LlamaModel(LlamaConfig(**SIZES, vocab_size=40)),
-    "vit": lambda: ViTModel(ViTConfig(**SIZES, image_size=(30, 20), patch_size=5)),
-}
+IDS = torch.stack([3 + torch.randperm(36, generator=torch.Generator().manual_seed(i))[:24] for i in range(3)])
+IMAGES = torch.randn(2, 3, 30, 20, generator=torch.Generator().manual_seed(0))
 
 
 def model(kind: str) -> Any:
+    from transformers import (
+        BertConfig,
+        BertModel,
+        LlamaConfig,
+        LlamaModel,
+        RobertaConfig,
+        RobertaModel,
+        ViTConfig,
+        ViTModel,
+    )
+
     torch.manual_seed(0)
-    made = KINDS[kind]().eval()
+    if kind == "bert":
+        made: Any = BertModel(BertConfig(**SIZES, vocab_size=40))
+    elif kind == "roberta":
+        made = RobertaModel(RobertaConfig(**SIZES, vocab_size=40, max_position_embeddings=30))
+    elif kind == "llama":
+        made = LlamaModel(LlamaConfig(**SIZES, vocab_size=40))
+    else:
+        made = ViTModel(ViTConfig(**SIZES, image_size=(30, 20), patch_size=5))
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.3)
-    return made
+    return made.eval()
 
 
-def measured(made: nn.Module, group: str, **inputs: Any) -> polars.DataFrame:
-    return massieu.probe(made, [inputs or {"input_ids": IDS}], statistics=[group]).layers
+def measured(made: nn.Module, *groups: str, **inputs: Any) -> polars.DataFrame:
+    return massieu.probe(made, [inputs or {"input_ids": IDS}], statistics=groups).layers
 
 
 def values(rows: polars.DataFrame, name: str) -> list[float]:
@@ -72,7 +74,8 @@ def sites_of(made: nn.Module, inputs: dict[str, Any]) -> Any:
     return first_look(made, inputs).sites
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "llama"])
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["roberta", "llama"])
 def test_without_positions_and_masks_the_order_does_not_matter(kind):
     made = model(kind)
     with_positions = measured(made, "symmetry")
@@ -87,6 +90,7 @@ def test_without_positions_and_masks_the_order_does_not_matter(kind):
     assert max(values(measured(made, "symmetry"), "permutation_gap")) < 1e-9
 
 
+@pytest.mark.medium
 def test_patches_of_an_image_change_places():
     made = model("vit")
     rows = measured(made, "symmetry", pixel_values=IMAGES)
@@ -99,19 +103,17 @@ def test_patches_of_an_image_change_places():
     assert torch.equal(nn.functional.unfold(changed.inputs["pixel_values"], 5, stride=5), patches[:, :, changed.order])
 
 
+@pytest.mark.medium
 def test_padding_changes_nothing():
-    made, pad = model("roberta"), torch.ones(6, 5, dtype=torch.long)
+    made, pad = model("roberta"), torch.ones(3, 5, dtype=torch.long)
     padded = {
         "input_ids": torch.cat([IDS, pad], 1),
         "attention_mask": torch.cat([torch.ones_like(IDS), torch.zeros_like(pad)], 1),
     }
-    for group in ("symmetry", "response"):
-        plain, longer = measured(made, group), measured(made, group, **padded)
-        assert plain["statistic"].to_list() == longer["statistic"].to_list()
-        kept = ~plain["statistic"].str.contains("q_value|moved")
-        assert longer.filter(kept)["value"].to_numpy() == pytest.approx(
-            plain.filter(kept)["value"].to_numpy(), rel=2e-3
-        )
+    plain, longer = measured(made, "symmetry", "response"), measured(made, "symmetry", "response", **padded)
+    assert plain["statistic"].to_list() == longer["statistic"].to_list()
+    kept = ~plain["statistic"].str.contains("q_value|moved")
+    assert longer.filter(kept)["value"].to_numpy() == pytest.approx(plain.filter(kept)["value"].to_numpy(), rel=2e-3)
 
 
 class Averaging(nn.Module):
@@ -216,9 +218,9 @@ def test_weights_keep_their_wish_for_gradients_and_get_none():
     assert [p.requires_grad for p in made.parameters()] == before and all(p.grad is None for p in made.parameters())
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_batch_size_moves_nothing_and_frozen_weights_are_read(kind):
-    made = model(kind).requires_grad_(False)
+@pytest.mark.medium
+def test_batch_size_moves_nothing_and_frozen_weights_are_read():
+    made = model("llama").requires_grad_(False)
     groups = ["response", "symmetry"]
     one = massieu.probe(made, [{"input_ids": IDS}], statistics=groups).layers
     parts = massieu.probe(made, [{"input_ids": part} for part in IDS.split(2)], statistics=groups).layers
@@ -229,7 +231,7 @@ def test_batch_size_moves_nothing_and_frozen_weights_are_read(kind):
 
 def test_inputs_that_cannot_be_put_in_another_order_say_why():
     result = massieu.probe(
-        model("llama"), [{"inputs_embeds": torch.randn(6, 24, 16)}], statistics=["symmetry", "response"]
+        model("llama"), [{"inputs_embeds": torch.randn(2, 24, 16)}], statistics=["symmetry", "response"]
     )
     assert "ids of one text" in str(result.run.unavailable)
     assert values(result.layers, "response_by_weights"), result.run.unavailable
@@ -241,11 +243,12 @@ def test_windows_too_short_for_a_relation_leave_no_number():
     assert "no window had tokens enough" in str(result.run.unavailable)
 
 
+@pytest.mark.medium
 def test_a_group_that_fails_at_the_end_leaves_the_others(monkeypatch):
     def broken(self: object) -> None:
         raise ValueError("it broke")
 
     monkeypatch.setattr(Regressions, "measure", broken)
-    result = massieu.probe(model("llama"), [{"input_ids": IDS}], statistics=["tap", "flow", "symmetry"])
-    assert values(result.layers, "stream_cosine") and values(result.layers, "permutation_gap")
+    result = massieu.probe(model("llama"), [{"input_ids": IDS}], statistics=["tap", "symmetry"])
+    assert values(result.layers, "permutation_gap")
     assert {entry.statistic: entry.reason for entry in result.run.unavailable}["tap"] == "ValueError: it broke"

@@ -57,7 +57,7 @@ def check_equal(result, site, expected, real=None):
 def test_an_encoder_of_pytorch_equals_explicit_attention(batch_first, norm_first):
     model, tokens = plain.encoder(batch_first=batch_first, norm_first=norm_first), states()
     batch = tokens if batch_first else tokens.transpose(0, 1)
-    result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH)
+    result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
     for site in ("layers.0.self_attn", "layers.1.self_attn"):
         module = model.get_submodule(site)
         given = attention_inputs(model, site, batch)
@@ -70,7 +70,7 @@ def test_an_encoder_of_pytorch_equals_explicit_attention(batch_first, norm_first
 @pytest.mark.parametrize("options", [{"fused": True}, {"fused": False}, {"fused": True, "sequential": True}])
 def test_a_gpt_written_by_hand_equals_explicit_attention(options):
     model, batch = plain.gpt(**options), ids()
-    result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH)
+    result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     for index in range(2):
         site = f"blocks.{index}.attention"
@@ -89,16 +89,24 @@ _STEPS = {
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_the_wiring_of_an_encoder_and_that_it_is_one_whichever_dimension_is_first(norm_first):
-    tables = []
-    for batch_first in (True, False):
-        model, tokens = plain.encoder(batch_first=batch_first, norm_first=norm_first), states(length=12)
-        batch = tokens if batch_first else tokens.transpose(0, 1)
-        found = massieu.describe(model, batch)
-        assert [step.kind for step in found.sublayers] == _STEPS[norm_first]
-        assert [step.layer for step in found.sublayers] == [0] * 4 + [1] * 4
-        assert (found.unavailable, found.warnings) == ([], [])
-        tables.append(massieu.probe(model, [batch], max_length=12).table)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_wiring_of_an_encoder(batch_first, norm_first):
+    tokens = states(length=12)
+    found = massieu.describe(
+        plain.encoder(batch_first=batch_first, norm_first=norm_first), tokens if batch_first else tokens.transpose(0, 1)
+    )
+    assert [step.kind for step in found.sublayers] == _STEPS[norm_first]
+    assert [step.layer for step in found.sublayers] == [0] * 4 + [1] * 4
+    assert (found.unavailable, found.warnings) == ([], [])
+
+
+@pytest.mark.medium
+def test_an_encoder_is_one_whichever_dimension_is_first():
+    tokens = states(length=12)
+    tables = [
+        massieu.probe(plain.encoder(batch_first=batch_first), [batch], max_length=12).table
+        for batch_first, batch in ((True, tokens), (False, tokens.transpose(0, 1)))
+    ]
     assert "own_write_slope_selective" in set(tables[0]["statistic"])
     assert "write_score_cosine" in set(tables[0]["statistic"])
     columns = ["scope", "site", "layer", "head", "statistic", "count"]
@@ -133,8 +141,9 @@ def test_padding_by_pytorchs_own_mask_is_left_out(nested):
     assert set(entropy["count"]) == {int((~hidden).sum())}
 
 
+@pytest.mark.medium
 def test_as_many_items_as_tokens_are_told_apart_by_batch_first():
-    tokens, options = states(length=9, rows=9), {"statistics": [*STATISTICS, "effective_rank"], "max_length": 9}
+    tokens, options = states(length=4, rows=4), {"statistics": [*STATISTICS, "effective_rank"], "max_length": 4}
     for batch_first in (True, False):
         model = plain.encoder(batch_first=batch_first)
         together = tokens if batch_first else tokens.transpose(0, 1)
@@ -147,7 +156,7 @@ def test_as_many_items_as_tokens_are_told_apart_by_batch_first():
 
 
 def test_where_nothing_tells_items_and_tokens_apart_the_stream_is_left_out_with_the_reason():
-    result = massieu.probe(plain.gpt(), [ids(rows=8, length=8)], max_length=8)
+    result = massieu.probe(plain.gpt(), [ids(rows=6, length=6)], max_length=6)
     assert [entry.statistic for entry in result.run.unavailable if entry.of == "model"] == ["expansion"]
     assert "as many items as tokens" in result.run.unavailable[0].reason
     assert "as many items as tokens" in result.run.sites[0].unavailable["climb"]
@@ -179,21 +188,20 @@ def test_one_attention_by_itself_and_without_a_batch():
         assert result.run.text.windows == 1
 
 
+@pytest.mark.medium
 def test_a_model_of_transformers_inside_another_module_gives_its_own_numbers():
-    inner, batch = zoo.model("bert"), zoo.inputs("bert", padded=True)
-    own = massieu.probe(inner, [batch], max_length=20)
-    around = massieu.probe(
-        plain.Holder(inner).eval(), [{"ids": batch["input_ids"], "mask": batch["attention_mask"]}],
-        statistics=STATISTICS, max_length=20,
-    )  # fmt: skip
+    inner, batch = zoo.model("bert", num_hidden_layers=2), zoo.inputs("bert", rows=1, length=8)
+    # Without the mask's name nothing says what is padding, so no token is.
+    cases = ((inner, batch), (plain.Holder(inner).eval(), batch["input_ids"]))
+    own, around = (
+        massieu.probe(module, [given], statistics=STATISTICS, max_length=20, quick=True) for module, given in cases
+    )
     assert {site.route for site in around.run.sites} == {"interface"}
     assert [site.name for site in around.run.sites] == [f"inner.{site.name}" for site in own.run.sites]
-    for name in STATISTICS:  # without the mask's name nothing says what is padding, so compare whole rows
-        rows = [massieu.probe(m, [b], statistics=[name], max_length=20) for m, b in (
-            (inner, {k: v[:1] for k, v in batch.items()}), (plain.Holder(inner).eval(), batch["input_ids"][:1]),
-        )]  # fmt: skip
-        site = own.run.sites[0].name
-        assert torch.allclose(numbers(rows[0], name, site), numbers(rows[1], name, f"inner.{site}"), atol=1e-6)
+    for site in own.run.sites:
+        for name in STATISTICS:
+            expected, found = numbers(own, name, site.name), numbers(around, name, f"inner.{site.name}")
+            assert torch.allclose(expected, found, atol=1e-6)
 
 
 def odd(*kinds):
@@ -205,6 +213,7 @@ def odd(*kinds):
     return plain.sharp(model)
 
 
+@pytest.mark.medium
 def test_of_scores_alone_only_what_needs_no_more_is_given():
     model, batch = odd(plain.Curved, None), ids()
     result = massieu.probe(model, [batch], max_length=LENGTH)
@@ -395,10 +404,11 @@ def test_initialisations_of_a_models_own_are_applied():
 # --- batches and results of every form -----------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_batches_of_every_form_are_one():
     model, batch = plain.gpt(), ids()
     tables = [
-        massieu.probe(model, [given], statistics=["entropy"], max_length=LENGTH).heads
+        massieu.probe(model, [given], statistics=["entropy"], max_length=LENGTH, quick=True).heads
         for given in (batch, (batch,), [batch], {"ids": batch})
     ]
     assert all(table.equals(tables[0]) for table in tables)
@@ -411,7 +421,7 @@ def test_batches_of_every_form_are_one():
         def forward(self, *given):
             return [None, (self.inner(*given),)]
 
-    found = massieu.probe(Loose(model).eval(), [(batch,)], statistics=["entropy"], max_length=LENGTH).heads
+    found = massieu.probe(Loose(model).eval(), [(batch,)], statistics=["entropy"], max_length=LENGTH, quick=True).heads
     assert found["value"].equals(tables[0]["value"])
 
 
@@ -551,7 +561,7 @@ def test_what_a_module_is_afterwards_whatever_happened():
 def test_half_precision_and_float64():
     for dtype, tolerance in ((torch.float64, 1e-6), (torch.bfloat16, 5e-2)):
         model, batch = plain.gpt().to(dtype), ids()
-        result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH)
+        result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
         site = "blocks.0.attention"
         module, later = model.get_submodule(site), torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
         given = attention_inputs(model, site, batch)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from scipy.spatial.distance import pdist
 from tests.support.probing import zoo
-from tests.support.rows import every_row
 
 import massieu
 from massieu.probing.check import first_look
@@ -24,7 +23,7 @@ LAYER = 1
 
 def read(name: str) -> tuple[Reading, torch.nn.Module, dict]:
     """One sequence, all of its positions sampled, in float64."""
-    model = zoo.fresh(name).double()
+    model = zoo.fresh(name, num_hidden_layers=2).double()
     batch = zoo.inputs(name, rows=1)
     sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
@@ -110,7 +109,7 @@ class Layer:
         return torch.func.jvp(self.parts, (self.residual,), (step.detach(),))[1]
 
 
-@pytest.fixture(params=["bert", "gpt2", "llama"])
+@pytest.fixture(params=["bert", "gpt2", "llama"], scope="module")
 def case(request):
     reading, model, batch = read(request.param)
     return reading.results[LAYER].climb, Layer(request.param, model, batch), reading
@@ -194,7 +193,7 @@ def test_random_control_has_the_length_of_the_write_and_no_preference(case):
 
 def test_ascent_along_the_heads_own_gradient_always_climbs():
     """S12(a): with W_O W_V = W_QᵀW_K the whole step raises raw log Z of a bare head at every query (convexity)."""
-    model = zoo.fresh("bert").double()
+    model = zoo.fresh("bert", num_hidden_layers=2).double()
     block = model.encoder.layer[LAYER].attention
     own = block.self
     with torch.no_grad():
@@ -212,10 +211,9 @@ def test_ascent_along_the_heads_own_gradient_always_climbs():
     assert np.allclose(np.diag(results.maps.values["write_score_cosine"]), 1.0, atol=1e-12)
 
 
-@every_row("name", ["bert", "gpt2", "llama"])
-def test_cosines_and_symmetric_shares_from_full_matrices(name):
-    reading, model, batch = read(name)
-    layer = Layer(name, model, batch)
+def test_cosines_and_symmetric_shares_from_full_matrices(case):
+    _, layer, reading = case
+    name = layer.name
     block = layer.block
     gain = torch.ones(48).double()
     if name == "bert":
@@ -241,17 +239,18 @@ def test_cosines_and_symmetric_shares_from_full_matrices(name):
         assert np.isclose(maps.values["symmetric_share"][h], symmetric, atol=1e-6)
 
 
-def test_rotation_null_by_simulation():
-    """The cosine of two fixed matrices after random rotations on both sides has mean 0 and deviation 1/D."""
+def test_the_rotation_null_by_simulation(case):
+    """The deviation of the cosine of two fixed matrices after random rotations on both sides is the one that is told."""
+    *_, reading = case
     generator = np.random.default_rng(0)
-    size, cosines = 24, []
+    size, draws = 6, 2000
     left, right = generator.normal(size=(2, size, size))
-    for _ in range(2000):
-        turns = [np.linalg.qr(generator.normal(size=(size, size))) for _ in range(2)]
-        a, b = (q * np.sign(np.diag(r)) for q, r in turns)
-        turned = a @ left @ b
-        cosines.append((turned * right).sum() / (np.linalg.norm(turned) * np.linalg.norm(right)))
-    assert abs(np.std(cosines) * size - 1) < 5 / np.sqrt(2 * 2000)
+    turns, triangles = np.linalg.qr(generator.normal(size=(2, draws, size, size)))
+    before, after = turns * np.sign(np.diagonal(triangles, axis1=-2, axis2=-1))[..., None, :]
+    turned = before @ left @ after
+    cosines = (turned * right).sum((1, 2)) / np.linalg.norm(left) / np.linalg.norm(right)
+    told = reading.results[LAYER].maps.rotation_deviation * 48  # of the model's width; that of a matrix of one number
+    assert abs(np.std(cosines) * size - told) < 5 / np.sqrt(2 * draws)
 
 
 def test_clouds_along_the_depth():
@@ -295,10 +294,11 @@ def test_repeated_tokens_are_counted_once():
     sorted({"modernbert", "gpt_oss", "t5", "bart", "albert", "qwen3", "gemma2", "vit", "swin"} & zoo.MAKERS.keys()),
 )
 def test_other_architectures_give_numbers_or_a_reason(name):
-    model = zoo.model(name)
+    fewer_layers = {} if name in ("bart", "t5", "swin") else {"num_hidden_layers": 2}
+    model = zoo.model(name, **fewer_layers)
     batch = zoo.inputs(name, padded=True)
     sites = first_look(model, batch).sites
-    reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=8))
+    reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=2))
     reading.forward(batch, None, sampled=[0, 2], windows=range(3))
     for results in reading.results:
         if CLIMB in results.unavailable:
@@ -317,6 +317,7 @@ def _sums_of(reading: Reading) -> list[np.ndarray]:
     return [array for estimate in estimates for array in (estimate.value, estimate.count)]
 
 
+@pytest.mark.medium
 def test_pieces_of_bounded_size_are_one_row_with_the_same_numbers(monkeypatch):
     """As for thousands of heads: no more queries at a time than the bound allows, and never fewer than one control."""
     whole = _sums_of(read("llama")[0])
@@ -340,7 +341,7 @@ def test_pieces_of_bounded_size_are_one_row_with_the_same_numbers(monkeypatch):
 @pytest.mark.medium
 def test_an_interruption_between_pieces_keeps_whole_windows_only(monkeypatch):
     """Ctrl-C while the heads of the second batch climb: that batch is the last, and counts as one."""
-    model = zoo.fresh("gpt2")
+    model = zoo.model("gpt2", num_hidden_layers=1)
     batches = [zoo.inputs("gpt2", rows=1, seed=seed) for seed in range(3)]
     monkeypatch.setattr(climb_file, "TOGETHER", 1)
     calls, sums = [], Climb.sums

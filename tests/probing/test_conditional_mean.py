@@ -135,7 +135,7 @@ def test_few_tokens_and_numbers_that_are_not_finite_have_no_share():
         assert count[0] == 0 and total.isfinite().all() and count[1] > 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_batches_change_nothing(kind):
+@pytest.mark.medium
+def test_batches_change_nothing():
     names = list(measures(CONDITIONAL_MEAN))
-    check_batches_change_nothing(kind, names, dict.fromkeys(names, "shuffled_values"))
+    check_batches_change_nothing("llama", names, dict.fromkeys(names, "shuffled_values"))

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.probing import zoo
-from tests.support.rows import every_row
 from tests.test_cli import ENVIRONMENT, _is_bad, _run, checkpoint
 
 import massieu
@@ -39,8 +38,14 @@ GROUPS = frozenset({ATTENTION, VALUES, CLIMB, EXPANSION, MAPS})
 FILE = "share-1-of-1.safetensors"
 
 
-def batches(name: str, number: int = 7, rows: int = 3) -> list[dict[str, Any]]:
-    return [zoo.inputs(name, rows=rows, seed=seed) for seed in range(number)]
+def model(name: str) -> torch.nn.Module:
+    """The zoo's model with one layer, or one on either side: its sums are of every kind."""
+    layers = {"encoder_layers": 1, "decoder_layers": 1} if name == "bart" else {"num_hidden_layers": 1}
+    return zoo.model(name, **layers)
+
+
+def batches(name: str, number: int = 3, rows: int = 1, length: int = 8) -> list[dict[str, Any]]:
+    return [zoo.inputs(name, rows=rows, length=length, seed=seed) for seed in range(number)]
 
 
 def tables(result: ProbeResult) -> "polars.DataFrame":
@@ -67,7 +72,7 @@ def session(
     options = Options(groups, Units(), 20, climb_queries=6)
     source = Input(given, "batches", True, 20, None)
     course = Course(rank, processes)
-    return Session(as_loaded(zoo.model(name), None), source, options, lambda _: None, None, course=course)
+    return Session(as_loaded(model(name), None), source, options, lambda _: None, None, course=course)
 
 
 class _Sent(Exception):  # noqa: N818 - nothing is wrong
@@ -98,41 +103,38 @@ def shared(
     return first.result(frozenset(STATISTICS), {}, complete)
 
 
-def test_two_processes_share_two_batches(monkeypatch):
-    given, groups = batches("gpt2", 2, rows=2), frozenset({ATTENTION})
-    alone, together = (shared("gpt2", [given] * processes, monkeypatch, groups) for processes in (1, 2))
-    assert_same_table(tables(together), tables(alone))
-    assert together.run.text == alone.run.text
-
-
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["gpt2", "bart"])
-def test_processes_share_the_batches_and_get_the_table_of_one(name, monkeypatch):
-    given = batches(name, 4)
-    alone = shared(name, [given], monkeypatch)
+@pytest.mark.parametrize(
+    ("name", "number", "processes", "groups"),
+    [("gpt2", 3, 2, GROUPS), ("bart", 1, 2, frozenset({ATTENTION, EXPANSION}))],
+    ids=["every group", "more than batches"],
+)
+def test_processes_share_the_batches_and_get_the_table_of_one(name, number, processes, groups, monkeypatch):
+    given = batches(name, number)
+    alone = shared(name, [given], monkeypatch, groups)
     assert alone.complete
-    for processes in (2, 6):  # more than there are batches
-        together = shared(name, [given] * processes, monkeypatch)
-        assert_same_table(tables(together), tables(alone))
-        for part in ("text", "error_unit", "sample", "complete"):
-            assert getattr(together.run, part) == getattr(alone.run, part)
-        assert together.details == alone.details
+    together = shared(name, [given] * processes, monkeypatch, groups)
+    assert_same_table(tables(together), tables(alone))
+    for part in ("text", "error_unit", "sample", "complete"):
+        assert getattr(together.run, part) == getattr(alone.run, part)
+    assert together.details == alone.details
 
 
 @pytest.mark.medium
 def test_processes_that_are_given_different_batches_are_refused(monkeypatch):
-    given = batches("gpt2", 3)
+    given, few = batches("gpt2"), frozenset({ATTENTION})
     with pytest.raises(InputError, match="every process must be given all batches, in the same order"):
-        shared("gpt2", [given, given[::-1]], monkeypatch)
+        shared("gpt2", [given, given[::-1]], monkeypatch, few)
     with pytest.raises(InputError, match="every process must be given all batches"):
-        shared("gpt2", [given, given[:2]], monkeypatch)
+        shared("gpt2", [given, given[:2]], monkeypatch, few)
 
 
 @pytest.mark.medium
 def test_trouble_in_the_share_of_another_process_is_told(monkeypatch):
-    given = batches("bert", 3)
-    given[1] = {"inputs_embeds": torch.full((3, 20, 48), torch.nan)}
-    assert shared("bert", [given] * 2, monkeypatch).trouble == shared("bert", [given], monkeypatch).trouble is not None
+    given, few = batches("bert", 2), frozenset({ATTENTION})
+    given[1] = {"inputs_embeds": torch.full((1, 8, 48), torch.nan)}
+    together, alone = (shared("bert", [given] * processes, monkeypatch, few) for processes in (2, 1))
+    assert together.trouble == alone.trouble is not None
 
 
 def test_a_process_that_has_died_leaves_what_the_others_have_read(tmp_path, monkeypatch):
@@ -140,7 +142,7 @@ def test_a_process_that_has_died_leaves_what_the_others_have_read(tmp_path, monk
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(Course, "_exchange", lost)
-    one = session("gpt2", 0, 2, batches("gpt2", 3))
+    one = session("gpt2", 0, 2, batches("gpt2"), frozenset({ATTENTION}))
     one.course.folder = tmp_path / "running"
     with pytest.raises(ProcessLostError, match=r"one of the 2 processes has ended before the others; .*running"):
         one.read_all(threading.Event())
@@ -151,10 +153,10 @@ def test_a_group_of_one_process_is_one_process(tmp_path):
     given = batches("gpt2", 2)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
-        together = massieu.probe(zoo.model("gpt2"), given, distributed=True, statistics=["entropy"])
+        together = massieu.probe(model("gpt2"), given, distributed=True, statistics=["entropy"])
     finally:
         dist.destroy_process_group()
-    assert tables(together).equals(tables(massieu.probe(zoo.model("gpt2"), given, statistics=["entropy"])))
+    assert tables(together).equals(tables(massieu.probe(model("gpt2"), given, statistics=["entropy"])))
 
 
 # --- broken off and gone on with -------------------------------------------------------------------------------------
@@ -176,30 +178,29 @@ def broken_off(after: int, kind: type[BaseException] = Killed) -> Callable[[Any]
 
 
 @pytest.mark.medium
-@every_row(("name", "after"), [("gpt2", 1), ("gpt2", 3), ("bert", 4)])
-def test_a_resumed_reading_gives_the_table_of_one_without_a_break(name, after, tmp_path):
-    given = batches(name, 4)
-    model = zoo.model(name)
-    how: dict[str, Any] = {"max_length": 20, "running": tmp_path / f"{name}{after}", "store_every": 1e-9}
-    whole = massieu.probe(model, given, max_length=20)
-    with pytest.raises(Killed):
-        massieu.probe(model, given, progress=broken_off(after), **how)
-    resumed = massieu.probe(model, given, resume=True, **how)
-    assert tables(resumed).equals(tables(whole))
-    assert resumed.details == whole.details
-    for part in ("text", "error_unit", "sample", "warnings", "nonfinite"):
-        assert getattr(resumed.run, part) == getattr(whole.run, part)
+def test_a_resumed_reading_gives_the_table_of_one_without_a_break(tmp_path):
+    given = batches("gpt2")
+    whole = massieu.probe(model("gpt2"), given, max_length=20)
+    for after in (1, 2):
+        how: dict[str, Any] = {"max_length": 20, "running": tmp_path / str(after), "store_every": 1e-9}
+        with pytest.raises(Killed):
+            massieu.probe(model("gpt2"), given, progress=broken_off(after), **how)
+        resumed = massieu.probe(model("gpt2"), given, resume=True, **how)
+        assert tables(resumed).equals(tables(whole))
+        assert resumed.details == whole.details
+        for part in ("text", "error_unit", "sample", "warnings", "nonfinite"):
+            assert getattr(resumed.run, part) == getattr(whole.run, part)
 
 
 @pytest.mark.medium
 def test_a_reading_may_be_broken_off_again_and_again(tmp_path):
-    given, names = batches("gpt2", 5), ["entropy", "pairwise_distance"]
+    given, names = batches("gpt2", 4), ["entropy", "pairwise_distance"]
     how: dict[str, Any] = {"statistics": names, "running": tmp_path / "r", "store_every": 1e-9, "resume": True}
-    for after in (2, 3, 3, 4):
+    for after in (2, 2, 3):
         with pytest.raises(Killed):
-            massieu.probe(zoo.model("gpt2"), given, progress=broken_off(after), **how)
-    resumed = massieu.probe(zoo.model("gpt2"), given, **how)
-    assert tables(resumed).equals(tables(massieu.probe(zoo.model("gpt2"), given, statistics=names)))
+            massieu.probe(model("gpt2"), given, progress=broken_off(after), **how)
+    resumed = massieu.probe(model("gpt2"), given, **how)
+    assert tables(resumed).equals(tables(massieu.probe(model("gpt2"), given, statistics=names)))
     forget(tmp_path / "r")
     assert not list(tmp_path.iterdir())
 
@@ -210,23 +211,24 @@ def test_no_batch_but_the_first_is_read_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(Reading, "forward", lambda own, *a: read.append(list(a[3])) or forward(own, *a))
     how: dict[str, Any] = {"statistics": ["symmetric_share"], "running": tmp_path / "r", "store_every": 1e-9}
     with pytest.raises(Killed):
-        massieu.probe(zoo.model("gpt2"), given, progress=broken_off(2), **how)
-    massieu.probe(zoo.model("gpt2"), given, resume=True, **how)
-    assert read == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [6, 7, 8], [9, 10, 11]]
+        massieu.probe(model("gpt2"), given, progress=broken_off(2), **how)
+    massieu.probe(model("gpt2"), given, resume=True, **how)
+    assert read == [[0], [1], [0], [2], [3]]
 
 
 def test_between_the_times_of_storing_nothing_is_stored(tmp_path):
-    massieu.probe(zoo.model("gpt2"), batches("gpt2", 3), statistics=["entropy"], running=tmp_path / "r")
+    massieu.probe(model("gpt2"), batches("gpt2"), statistics=["entropy"], running=tmp_path / "r")
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.medium
 def test_an_interrupted_reading_is_stored_at_once_and_resumed(tmp_path):
     given, names = batches("gpt2", 4), ["entropy"]
     few = frozenset({ATTENTION})
     one = session("gpt2", 0, 1, given, few)
     one.course = Course(folder=tmp_path / "r")
     asked = threading.Event()
-    one.tell = lambda state: asked.set() if state.windows == 6 else None
+    one.tell = lambda state: asked.set() if state.windows == 2 else None
     assert not one.read_all(asked)
     again = session("gpt2", 0, 1, given, few)
     again.course = Course(folder=tmp_path / "r", resume=True)
@@ -244,7 +246,7 @@ def test_sums_that_cannot_be_stored_are_a_warning_and_not_the_end(tmp_path, monk
 
     monkeypatch.setattr(course_module, "replacing", full)
     how: dict[str, Any] = {"statistics": ["entropy"], "running": tmp_path / "r", "store_every": 1e-9}
-    result = massieu.probe(zoo.model("gpt2"), batches("gpt2", 3), **how)
+    result = massieu.probe(model("gpt2"), batches("gpt2"), **how)
     assert [warning for warning in result.run.warnings if "stored" in warning] == [
         f"running sums could not be stored in {tmp_path / 'r'}: No space left on device"
     ]
@@ -255,36 +257,35 @@ def test_what_belongs_to_another_run_is_refused(tmp_path):
     given = batches("gpt2", 4)
     how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["entropy"]}
     with pytest.raises(Killed):
-        massieu.probe(zoo.model("gpt2"), given, progress=broken_off(3), **how)
-    other = zoo.fresh("gpt2")
+        massieu.probe(model("gpt2"), given, progress=broken_off(3), **how)
+    other = zoo.fresh("gpt2", num_hidden_layers=1)
     with torch.no_grad():
         next(other.parameters()).mul_(1.5)
     cases: list[tuple[Any, Any, dict[str, Any], str]] = [
         (other, given, {}, "another model"),
-        (zoo.model("gpt2"), given, {"max_length": 64}, "another max_length: 256, not 64"),
-        (zoo.model("gpt2"), given, {"statistics": ["entropy", "largest_weight"]}, "another statistics"),
-        (zoo.model("gpt2"), given, {"seed": 1}, "another seed: 0, not 1"),
-        (zoo.model("gpt2"), [given[0], given[2], given[1]], {}, "the text differs .* among its first 3 batches"),
-        (zoo.model("gpt2"), given[:2], {}, "the text has 2 batches, but .* was read from 3"),
+        (model("gpt2"), given, {"max_length": 64}, "another max_length: 256, not 64"),
+        (model("gpt2"), given, {"statistics": ["entropy", "largest_weight"]}, "another statistics"),
+        (model("gpt2"), given, {"seed": 1}, "another seed: 0, not 1"),
+        (model("gpt2"), [given[0], given[2], given[1]], {}, "the text differs .* among its first 3 batches"),
+        (model("gpt2"), given[:2], {}, "the text has 2 batches, but .* was read from 3"),
     ]
-    for model, text, changed, message in cases:
+    for changed_model, text, changed, message in cases:
         with pytest.raises(InputError, match=message) as error:
-            massieu.probe(model, text, resume=True, **how | changed)
+            massieu.probe(changed_model, text, resume=True, **how | changed)
         assert "\n" not in str(error.value)
     (tmp_path / "r" / FILE).write_bytes(b"nothing")
     with pytest.raises(InputError, match=f"{FILE} cannot be read: it holds no running sums"):
-        massieu.probe(zoo.model("gpt2"), given, resume=True, **how)
+        massieu.probe(model("gpt2"), given, resume=True, **how)
     (tmp_path / "r" / FILE).rename(tmp_path / "r" / "share-2-of-3.safetensors")
     with pytest.raises(InputError, match="the running sums of 3 processes; resume with as many, not with 1 process"):
-        massieu.probe(zoo.model("gpt2"), given, resume=True, **how)
+        massieu.probe(model("gpt2"), given, resume=True, **how)
 
 
 @pytest.mark.medium
 def test_a_checkpoint_whose_configuration_was_edited_is_another_model(tmp_path):
-    zoo.fresh("gpt2").save_pretrained(tmp_path / "model")
+    zoo.fresh("gpt2", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     given, edited = batches("gpt2", 4), tmp_path / "model" / "config.json"
     how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["entropy"]}
-    whole = massieu.probe(tmp_path / "model", given, statistics=["entropy"])
     with pytest.raises(Killed):
         massieu.probe(tmp_path / "model", given, progress=broken_off(3), **how)
     before = edited.read_text()
@@ -292,18 +293,17 @@ def test_a_checkpoint_whose_configuration_was_edited_is_another_model(tmp_path):
     with pytest.raises(InputError, match="of a run with another model configuration \\(by its digest\\)"):
         massieu.probe(tmp_path / "model", given, resume=True, **how)
     edited.write_text(before)
-    resumed = massieu.probe(tmp_path / "model", given, resume=True, **how)
-    assert tables(resumed).equals(tables(whole))
+    assert massieu.probe(tmp_path / "model", given, resume=True, **how).complete
 
 
 def test_a_refused_resumption_leaves_what_is_stored(tmp_path):
-    given = batches("gpt2", 3)
+    given = batches("gpt2")
     how: dict[str, Any] = {"running": tmp_path, "store_every": 1e-9, "statistics": ["symmetric_share"]}
     with pytest.raises(Killed):
-        massieu.probe(zoo.model("gpt2"), given, progress=broken_off(2), **how)
+        massieu.probe(model("gpt2"), given, progress=broken_off(2), **how)
     before = (tmp_path / FILE).read_bytes()
     with pytest.raises(InputError, match="the text differs"):
-        massieu.probe(zoo.model("gpt2"), given[::-1], resume=True, **how)
+        massieu.probe(model("gpt2"), given[::-1], resume=True, **how)
     assert (tmp_path / FILE).read_bytes() == before
 
 
@@ -320,14 +320,14 @@ def test_wrong_arguments_of_the_course_are_one_sentence(tmp_path):
     ]
     for wrong, message in cases:
         with pytest.raises(InputError, match=message):
-            massieu.probe(zoo.model("gpt2"), batches("gpt2", 1), **wrong)
+            massieu.probe(model("gpt2"), batches("gpt2", 1), **wrong)
 
 
 def test_what_ends_a_reading_says_what_is_stored(tmp_path):
     given: list[Any] = [*batches("gpt2", 2), {"input_ids": torch.tensor([[-1]])}]
     how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["symmetric_share"]}
     with pytest.raises(InputError) as error:
-        massieu.probe(zoo.model("gpt2"), given, **how)
+        massieu.probe(model("gpt2"), given, **how)
     assert error.value.__notes__ == [f"(running sums are stored in {tmp_path / 'r'}, to be resumed)"]
 
 
@@ -335,7 +335,7 @@ def test_a_run_from_the_beginning_replaces_what_other_numbers_of_processes_have_
     (tmp_path / "share-3-of-4.safetensors").touch()
     (tmp_path / "share-3-of-4 copy.safetensors").touch()
     how: dict[str, Any] = {"running": tmp_path, "store_every": 1e-9, "statistics": ["symmetric_share"]}
-    massieu.probe(zoo.model("gpt2"), batches("gpt2", 1), **how)
+    massieu.probe(model("gpt2"), batches("gpt2", 1), **how)
     assert {path.name for path in tmp_path.iterdir()} == {FILE, "share-3-of-4 copy.safetensors"}
 
 
@@ -369,30 +369,25 @@ def test_torchrun_gives_the_table_of_one_process(checkpoint, tmp_path):
     shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 2]
     assert _run(*shared, "--out", tmp_path / "1").exit_code == 0
     alone = ProbeResult.load(tmp_path / "1")
-    for processes in (2, 4):
-        ran = torchrun(processes, *shared, "--out", tmp_path / str(processes))
-        out, error = ran.communicate(timeout=240)
-        assert ran.returncode == 0, error
-        together = ProbeResult.load(tmp_path / str(processes))
-        assert_same_table(tables(together), tables(alone))
-        assert together.details == alone.details
-        assert together.run.text == alone.run.text
-        assert out.count("page:") == 1
-        assert [line.partition(" (")[0] for line in said(error)] == ["loading the model", "reading", "writing"]
-        assert not (tmp_path / str(processes) / "running").exists()
+    ran = torchrun(2, *shared, "--out", tmp_path / "2")
+    out, error = ran.communicate(timeout=240)
+    assert ran.returncode == 0, error
+    together = ProbeResult.load(tmp_path / "2")
+    assert_same_table(tables(together), tables(alone))
+    assert together.details == alone.details
+    assert together.run.text == alone.run.text
+    assert out.count("page:") == 1
+    assert [line.partition(" (")[0] for line in said(error)] == ["loading the model", "reading", "writing"]
+    assert not (tmp_path / "2" / "running").exists()
 
 
 @pytest.mark.slow
 def test_torchrun_says_bad_input_once(checkpoint, tmp_path):
-    for wrong, message in (
-        ([checkpoint, "--max-length", 2], "max_length must be at least 4, got 2"),
-        ([checkpoint, "--text", "-"], "--text - works with one process only"),
-    ):
-        ran = torchrun(2, "probe", *wrong, "--out", tmp_path / "out", stdin=subprocess.DEVNULL)
-        _, error = ran.communicate(timeout=240)
-        assert ran.returncode != 0
-        assert len([line for line in said(error) if message in line]) == len(said(error)) == 1
-        assert not (tmp_path / "out").exists()
+    ran = torchrun(2, "probe", checkpoint, "--max-length", 2, "--out", tmp_path / "out", stdin=subprocess.DEVNULL)
+    _, error = ran.communicate(timeout=240)
+    assert ran.returncode != 0
+    assert said(error) == ["max_length must be at least 4, got 2"]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

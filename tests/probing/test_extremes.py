@@ -7,7 +7,6 @@ import polars
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel
 
 import massieu
 from massieu.probing.attention_call import AttentionCall, AttentionSite
@@ -22,6 +21,8 @@ MASK[2, 8:] = 0
 
 
 def llama() -> Any:
+    from transformers import LlamaConfig, LlamaModel
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48}
     model = LlamaModel(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=40)).eval()
@@ -49,7 +50,8 @@ def entropies(model: Any) -> Tensor:
 @pytest.mark.parametrize("end", ["maximum", "minimum"])
 def test_the_entropy_of_each_head(end):
     model = llama()
-    expected, found = entropies(model).numpy(), massieu.probe(model, batches(3), statistics=["entropy"]).extremes
+    result = massieu.probe(model, batches(3), statistics=["entropy"], quick=True)
+    expected, found = entropies(model).numpy(), result.extremes
     for row in found.filter(polars.col("statistic") == f"entropy/{end}").rows(named=True):
         own = expected[row["layer"], :, row["head"]]
         best = np.nanmax(own) if end == "maximum" else np.nanmin(own)
@@ -70,7 +72,7 @@ def test_the_largest_score_is_that_of_its_key():
 
     with torch.no_grad(), massieu.replaced(model, keep):
         model(IDS, attention_mask=MASK)
-    result = massieu.probe(model, batches(4), statistics=["largest_score"])
+    result = massieu.probe(model, batches(4), statistics=["largest_score"], quick=True)
     for row in result.extremes.rows(named=True):
         (call,) = calls[row["site"]]
         key = call.key.double().repeat_interleave(2, 1)[:, row["head"]]
@@ -83,17 +85,27 @@ def test_the_largest_score_is_that_of_its_key():
     assert (result.extremes.sort("site", "head")["value"] > mean + 0.1).all()
 
 
+@pytest.mark.medium
 def test_batches_change_nothing():
     model = llama()
-    first, other = (massieu.probe(model, batches(size), statistics=["attention"]).extremes for size in (1, 6))
+    first, other = (
+        massieu.probe(model, batches(size), statistics=["attention"], quick=True).extremes for size in (2, 6)
+    )
     columns = ["site", "head", "statistic", "window", "query", "key"]
     assert first.select(columns).equals(other.select(columns))
 
 
+@pytest.mark.medium
 def test_tokens_are_told(tmp_path):
-    result = massieu.probe(texts=["A short text about rivers and cities."] * 3, max_length=32, statistics=["entropy"])
-    row = result.extremes.row(0, named=True)
-    assert isinstance(row["query_token"], str) and isinstance(row["key_token"], str)
+    from transformers import BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "rivers", "and", "cities"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
+    result = massieu.probe(llama(), tokenizer, texts=["rivers and cities"], max_length=8, statistics=["entropy"])
+    read = [words[number] for number in tokenizer("rivers and cities")["input_ids"]]
+    for row in result.extremes.rows(named=True):
+        assert (row["query_token"], row["key_token"]) == (read[row["query"]], read[row["key"]])
     result.save(tmp_path / "out")
     assert massieu.ProbeResult.load(tmp_path / "out").extremes.equals(result.extremes)
 

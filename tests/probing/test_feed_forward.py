@@ -7,16 +7,6 @@ import pytest
 import scipy.stats
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2Model,
-    LlamaConfig,
-    LlamaModel,
-    Qwen3MoeConfig,
-    Qwen3MoeModel,
-)
 
 import massieu
 from massieu.probing.feed_forward import FeedForwardStatistics
@@ -30,6 +20,17 @@ BATCHES = [{"input_ids": IDS[:4]}, {"input_ids": IDS[4:]}]
 
 
 def model(kind: str) -> Any:
+    from transformers import (
+        BertConfig,
+        BertModel,
+        GPT2Config,
+        GPT2Model,
+        LlamaConfig,
+        LlamaModel,
+        Qwen3MoeConfig,
+        Qwen3MoeModel,
+    )
+
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": WIDTH,
@@ -80,6 +81,7 @@ def jacobian_norms(mlp: Any, points: Tensor) -> tuple[float, float]:
     return float((jacobians - jacobians.mT).square().sum()) / 4, float(jacobians.square().sum())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_numbers_are_the_explicit_ones(kind, monkeypatch):
     kept: list[FeedForwardStatistics] = []
@@ -186,16 +188,23 @@ def test_noise_has_no_linear_share():
     assert abs(value("feed_forward_linear_share", fake)) < 0.05
 
 
-def test_the_control_is_another_tokens_update():
-    result = massieu.probe(model("gpt2"), BATCHES, statistics=["feed_forward"])
+@pytest.fixture(scope="module")
+def probed() -> massieu.ProbeResult:
+    """What is measured of a GPT-2 in two batches."""
+    return massieu.probe(model("gpt2"), BATCHES, statistics=["feed_forward", "expansion"])
+
+
+@pytest.mark.medium
+def test_the_control_is_another_tokens_update(probed):
+    result = probed
     share, control = (rows(result, f"feed_forward_linear_share{suffix}") for suffix in ("", "/shuffled_tokens"))
     for layer in (0, 1):
         assert share[layer][0] > 0.3 > control[layer][0]
     assert not rows(result, "feed_forward_size/shuffled_tokens")
 
 
-def test_sublayers_are_tested_against_their_control_with_false_discovery_control():
-    result = massieu.probe(model("gpt2"), BATCHES, statistics=["feed_forward", "expansion"])
+def test_sublayers_are_tested_against_their_control_with_false_discovery_control(probed):
+    result = probed
     for name, control in (("feed_forward_cosine", "shuffled_tokens"), ("effective_rank_change", "reinitialised")):
         of = {
             suffix: result.layers.filter(result.layers["statistic"] == f"{name}{suffix}")
@@ -211,12 +220,13 @@ def test_sublayers_are_tested_against_their_control_with_false_discovery_control
     assert "feed_forward_size/q_value" not in {*result.layers["statistic"]}
 
 
-def test_batches_change_nothing():
-    one, other = (
-        massieu.probe(model("gpt2"), given, statistics=["feed_forward"]) for given in (BATCHES, [{"input_ids": IDS}])
+@pytest.mark.medium
+def test_batches_change_nothing(probed):
+    other = massieu.probe(model("gpt2"), [{"input_ids": IDS}], statistics=["feed_forward", "expansion"])
+    np.testing.assert_allclose(
+        probed.layers["value"].to_numpy(), other.layers["value"].to_numpy(), rtol=1e-3, atol=1e-5
     )
-    np.testing.assert_allclose(one.layers["value"].to_numpy(), other.layers["value"].to_numpy(), rtol=1e-3, atol=1e-5)
-    assert one.layers["statistic"].to_list() == other.layers["statistic"].to_list()
+    assert probed.layers["statistic"].to_list() == other.layers["statistic"].to_list()
 
 
 class Mixing(nn.Module):
@@ -238,17 +248,19 @@ class Average(nn.Module):
         return x.mean(1, keepdim=True).expand_as(x)
 
 
+@pytest.mark.medium
 def test_a_layer_that_mixes_tokens_and_experts():
     """A layer of experts has numbers or says why not; one that mixes tokens is none."""
     result = massieu.probe(Mixing().eval(), [torch.randn(4, 6, 8)], statistics=["feed_forward", "entropy"])
     assert not rows(result, "feed_forward_size")
     (reason,) = (each.reason for each in result.run.unavailable if each.statistic == "feed_forward")
     assert reason == "no feed-forward layer was seen on the way of the stream"
-    result = massieu.probe(model("moe"), BATCHES, statistics=["feed_forward", "entropy"])
+    result = massieu.probe(model("moe"), BATCHES[:1], statistics=["feed_forward", "entropy"])
     said = [each.reason for each in result.run.unavailable if each.statistic == "feed_forward"]
     assert rows(result, "feed_forward_size") or said
     assert len(result.heads)
 
 
+@pytest.mark.medium
 def test_it_is_opt_in():
-    assert not {*NAMES} & {*massieu.probe(model("bert"), BATCHES).layers["statistic"]}
+    assert not {*NAMES} & {*massieu.probe(model("bert"), [{"input_ids": IDS[:1, :8]}]).layers["statistic"]}

@@ -7,7 +7,6 @@ import numpy as np
 import polars
 import pytest
 import torch
-import transformers as hf
 from tests.support import needs
 
 import massieu
@@ -26,13 +25,15 @@ PARTS = {
 
 
 def _llama() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
     torch.manual_seed(0)
-    config = hf.LlamaConfig(
+    config = LlamaConfig(
         hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS,
         intermediate_size=96, vocab_size=len(_words()), max_position_embeddings=64, head_dim=HEAD_SIZE,
         rms_norm_eps=1e-5,
     )  # fmt: skip
-    return hf.LlamaModel(config).eval()
+    return LlamaModel(config).eval()
 
 
 def _words() -> list[str]:

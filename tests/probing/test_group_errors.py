@@ -7,7 +7,6 @@ import polars
 import pytest
 import scipy.stats
 import torch
-from transformers import BertConfig, BertModel
 
 import massieu
 from massieu.probing.significance import benjamini_hochberg
@@ -31,6 +30,8 @@ def differences(table: polars.DataFrame, name: str) -> np.ndarray:
 
 @pytest.mark.slow
 def test_two_halves_of_a_text_are_told_apart_in_few_places():
+    from transformers import BertConfig, BertModel
+
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 32,

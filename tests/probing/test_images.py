@@ -7,27 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import (
-    BertConfig,
-    BertModel,
-    CLIPConfig,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    CLIPProcessor,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    ViTConfig,
-    ViTImageProcessorPil,
-    ViTModel,
-)
+from tests.support.rows import every_row
 
 import massieu
 from massieu.errors import InputError
@@ -35,7 +15,7 @@ from massieu.probing.images import given_images
 from massieu.probing.token_names import token_names
 
 SIDE, PATCH = 24, 8
-SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 WORDS = ["[PAD]", "[UNK]", "<s>", "</s>", "a", "temple", "flower", "digit", "of", "gold"]
 
 
@@ -48,8 +28,41 @@ def shuffled(model: Any) -> Any:
 
 
 def photographs() -> list[Image.Image]:
-    found = [Image.fromarray(each) for each in load_sample_images().images]
-    return found + [Image.fromarray(np.uint8(15 * each)) for each in load_digits().images[:3]]  # grey ones
+    """Two coloured pictures and three grey ones, of several sizes."""
+    drawn = np.random.default_rng(0)
+    shapes = [(40, 60, 3), (30, 50, 3), (8, 8), (12, 9), (24, 24)]
+    return [Image.fromarray(drawn.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes]
+
+
+def vision_model(**settings: Any) -> Any:
+    from transformers import ViTConfig, ViTModel
+
+    return ViTModel(ViTConfig(**SIZES, **{"image_size": SIDE, "patch_size": PATCH} | settings)).eval()
+
+
+def language_model() -> Any:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(**SIZES, vocab_size=9)).eval()
+
+
+def tokenizer(words: list[str], **settings: Any) -> Any:
+    """Splits at spaces; each word is a token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    splits = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    splits.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=splits, **special, **settings)
+
+
+def clip_images() -> Any:
+    from transformers import CLIPImageProcessorPil
+
+    return CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
 
 
 @pytest.fixture(scope="module")
@@ -67,37 +80,24 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory) -> Path:
+    from transformers import ViTImageProcessorPil
+
     place = tmp_path_factory.mktemp("vit")
-    shuffled(ViTModel(ViTConfig(**SIZES, image_size=SIDE, patch_size=PATCH))).save_pretrained(place)
+    shuffled(vision_model()).save_pretrained(place)
     ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(place)
     return place
 
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> Path:
+    from transformers import CLIPConfig, CLIPModel, CLIPProcessor
+
     place = tmp_path_factory.mktemp("clip")
-    text = {
-        **SIZES,
-        "vocab_size": len(WORDS),
-        "max_position_embeddings": 12,
-        "eos_token_id": 3,
-        "bos_token_id": 2,
-        "pad_token_id": 0,
-    }
+    special = {"eos_token_id": 3, "bos_token_id": 2, "pad_token_id": 0}
+    text = {**SIZES, **special, "vocab_size": len(WORDS), "max_position_embeddings": 12}
     vision = {**SIZES, "image_size": SIDE, "patch_size": PATCH}
     shuffled(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))).save_pretrained(place)
-    words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        bos_token="<s>",
-        eos_token="</s>",
-        model_max_length=12,
-    )
-    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    CLIPProcessor(images, tokenizer).save_pretrained(place)
+    CLIPProcessor(clip_images(), tokenizer(WORDS, model_max_length=12)).save_pretrained(place)
     return place
 
 
@@ -113,35 +113,20 @@ def same(one: Any, other: Any) -> None:
     np.testing.assert_allclose(left["value"].to_numpy(), right["value"].to_numpy(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_a_folder_is_what_its_processor_makes_of_it(folder, vit, size):
-    result = massieu.probe(vit, images=folder, batch_size=size, statistics=["attention"])
+@pytest.mark.medium
+def test_a_folder_is_what_its_processor_makes_of_it(folder, vit):
+    from transformers import ViTImageProcessorPil, ViTModel
+
+    result = massieu.probe(vit, images=folder, batch_size=2, statistics=["attention"])
     processor = ViTImageProcessorPil.from_pretrained(vit)
-    pixels = processor([Image.open(path).convert("RGB") for path in in_order(folder)], return_tensors="pt")[
-        "pixel_values"
-    ]
-    by_hand = [{"pixel_values": part} for part in pixels.split(size)]
-    expected = massieu.probe(ViTModel.from_pretrained(vit).eval(), by_hand, statistics=["attention"])
-    same(result, expected)
+    opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
+    pixels = processor(opened, return_tensors="pt")["pixel_values"]
+    by_hand = [{"pixel_values": pixels}]  # in one batch
+    same(result, massieu.probe(ViTModel.from_pretrained(vit).eval(), by_hand, statistics=["attention"]))
+    assert result.run.text is not None
     assert result.run.text.source == f"5 images of {folder}" and result.run.text.documents == 5
-    assert result.run.text.tokens == 5 * (1 + (SIDE // PATCH) ** 2) and result.run.error_unit.count == 5
-
-
-def test_images_in_memory_are_those_of_files(folder, vit):
-    model, processor = ViTModel.from_pretrained(vit).eval(), ViTImageProcessorPil.from_pretrained(vit)
-    named = massieu.probe(model, processor, images=[str(path) for path in in_order(folder)], statistics=["entropy"])
-    opened = [Image.open(path) for path in in_order(folder)]
-    same(massieu.probe(model, processor, images=opened, statistics=["entropy"]), named)
-    arrays = [np.asarray(image.convert("RGB")) for image in opened]
-    same(massieu.probe(model, processor, images=arrays, statistics=["entropy"]), named)
-    tensors = [torch.from_numpy(array.copy()).permute(2, 0, 1) for array in arrays]
-    same(massieu.probe(model, processor, images=tensors, statistics=["entropy"]), named)
-    other = massieu.probe(model, processor, images=opened[:4], statistics=["entropy"])
-    assert named.units is not None and other.units is not None and named.units.text != other.units.text
-
-
-def test_patches_are_named_by_row_and_column(folder, vit):
-    result = massieu.probe(vit, images=folder)
+    assert result.run.text.tokens == 5 * (1 + (SIDE // PATCH) ** 2)
+    assert result.run.error_unit is not None and result.run.error_unit.count == 5
     example = result.details["examples"][0]
     names = example["tokens"]["image"]
     assert names[:5] == ["[CLS]", "row 1, column 1", "row 1, column 2", "row 1, column 3", "row 2, column 1"]
@@ -151,33 +136,56 @@ def test_patches_are_named_by_row_and_column(folder, vit):
     assert [len(row) for row in example["sites"]["0"]["entropy"]] == [10, 10]
 
 
-def test_an_image_that_is_not_square_has_its_own_rows():
-    model = ViTModel(ViTConfig(**SIZES, image_size=(16, 24), patch_size=8))
-    names = token_names(model, {"pixel_values": torch.zeros(1, 3, 16, 24)}, 0)["image"]
-    assert names[1:] == [f"row {row}, column {column}" for row in (1, 2) for column in (1, 2, 3)]
-    assert (
-        token_names(BertModel(BertConfig(**SIZES, vocab_size=9)), {"pixel_values": torch.zeros(1, 3, 16, 24)}, 0) == {}
+@pytest.mark.medium
+def test_images_in_memory_are_those_of_files(folder, vit):
+    from transformers import ViTImageProcessorPil, ViTModel
+
+    model, processor = ViTModel.from_pretrained(vit).eval(), ViTImageProcessorPil.from_pretrained(vit)
+    paths = [str(path) for path in in_order(folder)]
+    opened = [Image.open(path) for path in paths]
+    arrays = [np.asarray(image.convert("RGB")) for image in opened]
+    tensors = [torch.from_numpy(array.copy()).permute(2, 0, 1) for array in arrays]
+    for given in (paths, opened, arrays):
+        read = [np.asarray(image.read()) for image in given_images(given)[1]]
+        assert all(np.array_equal(one, other) for one, other in zip(read, arrays, strict=True))
+    named, other = (
+        massieu.probe(model, processor, images=part, statistics=["entropy"], quick=True) for part in (paths, tensors)
     )
+    same(other, named)
+    fewer = massieu.probe(model, processor, images=opened[:4], statistics=["entropy"], quick=True)
+    assert named.units is not None and fewer.units is not None and named.units.text != fewer.units.text
 
 
+def test_an_image_that_is_not_square_has_its_own_rows():
+    pixels = {"pixel_values": torch.zeros(1, 3, 16, 24)}
+    names = token_names(vision_model(image_size=(16, 24)), pixels, 0)["image"]
+    assert names[1:] == [f"row {row}, column {column}" for row in (1, 2) for column in (1, 2, 3)]
+    assert token_names(language_model(), pixels, 0) == {}
+
+
+@pytest.mark.medium
 def test_without_text_the_vision_tower_alone_is_read(folder, clip):
-    result = massieu.probe(clip, images=folder, statistics=["attention"])
+    from transformers import CLIPModel, CLIPProcessor
+
+    result = massieu.probe(clip, images=folder, statistics=["entropy"], quick=True)
     tower = CLIPModel.from_pretrained(clip).eval().vision_model
     processor = CLIPProcessor.from_pretrained(clip)
     opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
     pixels = processor(images=opened, return_tensors="pt")["pixel_values"]
-    same(result, massieu.probe(tower, [{"pixel_values": pixels}], statistics=["attention"]))
-    assert result.run.model.name.endswith("(vision_model)")
+    same(result, massieu.probe(tower, [{"pixel_values": pixels}], statistics=["entropy"], quick=True))
+    assert result.run.model is not None and result.run.model.name.endswith("(vision_model)")
 
 
+@pytest.mark.medium
 def test_with_texts_both_towers_are_read_and_each_has_its_names(folder, clip):
+    from transformers import CLIPModel, CLIPProcessor
+
     texts = ["a temple", "a flower of gold", "a digit", "a digit", "a digit of gold"]
-    result = massieu.probe(clip, images=folder, texts=texts)
+    result = massieu.probe(clip, images=folder, texts=texts, statistics=["attention"])
     processor = CLIPProcessor.from_pretrained(clip)
     opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
     made = dict(processor(text=texts, images=opened, padding=True, return_tensors="pt"))
-    expected = massieu.probe(CLIPModel.from_pretrained(clip).eval(), [made], statistics=["attention"])
-    same(massieu.probe(clip, images=folder, texts=texts, statistics=["attention"]), expected)
+    same(result, massieu.probe(CLIPModel.from_pretrained(clip).eval(), [made], statistics=["attention"]))
     sides = {site.name.split(".")[0]: site.query_tokens for site in result.run.sites}
     assert sides == {"text_model": "text", "vision_model": "image"}
     tokens = result.details["examples"][0]["tokens"]
@@ -187,17 +195,13 @@ def test_with_texts_both_towers_are_read_and_each_has_its_names(folder, clip):
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory) -> Path:
     """A decoder that reads images within its text, with a sign of nine tokens for each."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+
     place, words = tmp_path_factory.mktemp("llava"), [*WORDS, "<image>"]
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "<s>", "eos_token": "</s>"}
-    splits = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    splits.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=splits, **special, extra_special_tokens={"image_token": "<image>"}
-    )
-    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
     settings: dict[str, Any] = {"patch_size": PATCH, "num_additional_image_tokens": 1}
     settings |= {"vision_feature_select_strategy": "default", "image_token": "<image>"}
-    LlavaProcessor(images, tokenizer, **settings).save_pretrained(place)
+    splits = tokenizer(words, extra_special_tokens={"image_token": "<image>"})
+    LlavaProcessor(clip_images(), splits, **settings).save_pretrained(place)
     vision = CLIPVisionConfig(**SIZES, image_size=SIDE, patch_size=PATCH)
     text = LlamaConfig(**SIZES, vocab_size=len(words), num_key_value_heads=2, pad_token_id=0)
     config = LlavaConfig(
@@ -207,10 +211,13 @@ def llava(tmp_path_factory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("texts", [None, ["<image> a temple", "a flower <image> of gold"]])
+@pytest.mark.medium
+@every_row("texts", [None, ["<image> a temple", "a flower <image> of gold"]])
 def test_a_decoder_that_reads_images_within_text_is_read_with_its_vision_tower(llava, texts):
+    from transformers import LlavaForConditionalGeneration, LlavaProcessor
+
     pictures, given = photographs()[:2], texts or ["<image>", "<image>"]
-    found = massieu.probe(str(llava), images=pictures, texts=texts, batch_size=2, statistics=["attention"])
+    found = massieu.probe(str(llava), images=pictures, texts=texts, batch_size=2, statistics=["entropy"])
     inputs = LlavaProcessor.from_pretrained(llava)(images=pictures, text=given, padding=True, return_tensors="pt")
     model = LlavaForConditionalGeneration.from_pretrained(llava, attn_implementation="eager").eval()
     seen: dict[str, torch.Tensor] = {}
@@ -236,7 +243,12 @@ def test_a_text_without_a_sign_for_its_image_is_refused_by_the_processor(llava):
 
 
 def test_where_a_text_is_as_long_as_the_patches_are_many_nothing_is_named(folder, clip):
-    result = massieu.probe(clip, images=[folder / "picture 0.jpg"], texts=["a temple of gold a flower of gold a digit"])
+    result = massieu.probe(
+        clip,
+        images=[folder / "picture 0.jpg"],
+        texts=["a temple of gold a flower of gold a digit"],
+        statistics=["entropy"],
+    )
     assert result.details["examples"][0]["tokens"] == {}
 
 
@@ -252,17 +264,20 @@ def test_turned_and_transparent_images_are_as_one_sees_them(tmp_path, vit):
     assert given_images([clear])[1][0].read().mode == "RGB"
 
 
+@pytest.mark.medium
 def test_bad_input(tmp_path, folder, vit, clip):
+    from transformers import ViTImageProcessorPil
+
     empty, broken, cut = tmp_path / "empty", tmp_path / "broken.png", tmp_path / "cut.png"
     empty.mkdir()
     broken.write_bytes(b"no image at all")
     whole = (folder / "picture 1.png").read_bytes()
     cut.write_bytes(whole[: len(whole) // 2])
     bert = tmp_path / "bert"
-    BertModel(BertConfig(**SIZES, vocab_size=9)).save_pretrained(bert)
+    language_model().save_pretrained(bert)
     bare = tmp_path / "bare"
-    ViTModel(ViTConfig(**SIZES, image_size=SIDE, patch_size=PATCH)).save_pretrained(bare)
-    model, processor = ViTModel.from_pretrained(vit).eval(), ViTImageProcessorPil.from_pretrained(vit)
+    vision_model().save_pretrained(bare)
+    model, processor = vision_model(), ViTImageProcessorPil.from_pretrained(vit)
     cases: list[tuple[Any, dict[str, Any], str]] = [
         ((vit,), {"images": empty}, "there is no image in .*empty; files of these kinds are read: .bmp"),
         ((vit,), {"images": tmp_path / "nowhere"}, "nowhere is neither a file nor a folder"),
@@ -281,7 +296,7 @@ def test_bad_input(tmp_path, folder, vit, clip):
         ((bare,), {"images": folder}, "bare has no processor of images"),
         ((model,), {"images": folder}, "a model in memory needs a processor of images"),
         ((model, [{"pixel_values": torch.zeros(1)}]), {"images": folder}, "give either batches or images, not both"),
-        ((BertModel.from_pretrained(bert).eval(), processor), {"images": folder}, r"\(BertModel\) reads no images"),
+        ((language_model(), processor), {"images": folder}, r"\(BertModel\) reads no images"),
     ]
     for given, keywords, match in cases:
         with pytest.raises(InputError, match=match):
@@ -295,7 +310,8 @@ def test_a_folder_of_images_from_the_command_line(folder, vit, tmp_path):
     from massieu.cli.commands import app
 
     runner = CliRunner()
-    ran = runner.invoke(app, ["probe", str(vit), "--images", str(folder), "--out", str(tmp_path / "out")])
+    settings = ["--statistics", "entropy", "--out", str(tmp_path / "out")]
+    ran = runner.invoke(app, ["probe", str(vit), "--images", str(folder), *settings])
     assert ran.exit_code == 0, ran.output
     page = (tmp_path / "out" / "report.html").read_text()
     assert "5 images of" in page

@@ -63,14 +63,13 @@ def test_the_kernels_density_is_an_average_whose_width_leaves_one_out():
     for head in range(H):
         white, held = given.white[head].numpy(), given.held_white[head].numpy()
 
-        def density(points: np.ndarray, about: np.ndarray, variance: float) -> np.ndarray:
-            laws = [scipy.stats.multivariate_normal(centre, variance * np.eye(D)).logpdf(points) for centre in about]
-            return np.logaddexp.reduce(np.array(laws), axis=0) - np.log(len(about))
+        def density(points: np.ndarray, about: np.ndarray, variance: float, left_out: bool = False) -> np.ndarray:
+            logs = scipy.stats.norm.logpdf(points, about[:, None], np.sqrt(variance)).sum(-1)  # (centre, point)
+            if left_out:
+                logs = logs[~np.eye(len(about), dtype=bool)].reshape(len(about), -1).T  # of each point, all others
+            return np.logaddexp.reduce(logs, axis=0) - np.log(len(logs))
 
-        scores = [
-            sum(float(density(white[i], np.delete(white, i, 0), v)) for i in range(len(white)))
-            for v in VARIANCES.tolist()
-        ]
+        scores = [density(white, white, variance, left_out=True).sum() for variance in VARIANCES.tolist()]
         best = float(VARIANCES[int(np.argmax(scores))])
         np.testing.assert_allclose(found[head].numpy(), density(held, white, best), rtol=1e-9)
 
@@ -151,7 +150,7 @@ def test_few_keys_equal_keys_and_numbers_that_are_not_finite_have_no_law():
         assert measure(made(key, real=15))[1].tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_batches_change_nothing(kind):
+@pytest.mark.medium
+def test_batches_change_nothing():
     names = list(measures(KEY_DENSITY))
-    check_batches_change_nothing(kind, names, dict.fromkeys(names[:2], "shuffled_coordinates"))
+    check_batches_change_nothing("bert", names, dict.fromkeys(names[:2], "shuffled_coordinates"))

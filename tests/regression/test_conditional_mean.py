@@ -3,10 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, ConstantKernel
-from sklearn.kernel_ridge import KernelRidge
-from sklearn.linear_model import LinearRegression, Ridge
 from tests.support.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,7 +112,13 @@ def test_kernels_take_numbers_lists_arrays_and_tensors():
         FeatureKernel.create(3)
 
 
+# scikit-learn takes a second to import: the tests do so, not their collection.
 def test_scikit_learns_kernel_ridge_and_gaussian_process():
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel
+    from sklearn.kernel_ridge import KernelRidge
+    from sklearn.linear_model import Ridge
+
     query, key, value = tokens(40, batch=1, heads=1)
     q, k, v = (tensor[0, 0].numpy() for tensor in (query, key, value))
     found = conditional_mean_attention(query, key, value, kernel=GaussianKernel.create(1.3), ridge=0.3)
@@ -166,6 +168,8 @@ def test_trap_19_the_operators_ridge_and_the_matrixs():
 @every_row("name", KERNELS)
 @every_row("keys", [6, 40])
 def test_log_weights_are_precisions_and_minus_infinity_hides(name, keys):
+    from sklearn.linear_model import Ridge
+
     query, key, value = tokens(keys)
     weight = normal(2, 1, 1, keys, seed=3)
     weight[:, :, :, ::3] = -torch.inf
@@ -272,6 +276,8 @@ def _numbers(kernel):
 
 
 def test_ridge_zero_interpolates_and_in_features_is_least_squares():
+    from sklearn.linear_model import LinearRegression
+
     query, key, value = tokens(6)
     found = conditional_mean_attention(key, key, value, kernel=KERNELS["gaussian"], ridge=0.0, need_variance=True)
     torch.testing.assert_close(found.output, value, rtol=1e-9, atol=1e-9)
@@ -303,8 +309,7 @@ def test_lower_precision_is_computed_in_float32(dtype, is_causal):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["linear", "exponential", "gaussian"])
-@pytest.mark.parametrize("rank", [0, 10])
+@pytest.mark.parametrize(("name", "rank"), [("linear", 0), ("exponential", 10), ("gaussian", 0)])
 def test_conjugate_gradients_are_exact_to_their_bound(name, rank, monkeypatch):
     monkeypatch.setattr("massieu.regression.iterative.BLOCK_PAIRS", 1000)
     query, key, value = tokens(40, 25, batch=1)
@@ -470,6 +475,8 @@ class Laplacian(Kernel):
 
 @every_row("method", [Cholesky(), ConjugateGradients(), LowRank(40)])
 def test_a_kernel_of_ones_own(method):
+    from sklearn.kernel_ridge import KernelRidge
+
     query, key, value = tokens(40, batch=1, heads=1)
     width = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     found = conditional_mean_attention(query, key, value, kernel=Laplacian(width), ridge=0.3, method=method)

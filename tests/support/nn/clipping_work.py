@@ -28,6 +28,7 @@ class Apart(nn.Module):
 
 
 def model(dtype: torch.dtype) -> nn.Module:
+    """Three kinds of attention with weights of that dtype, the same in every process."""
     torch.manual_seed(0)
     first = nn.MultiheadAttention(15, 3, add_bias_kv=True)  # 45 rows: of two ranks, one has 23
     made = nn.Sequential(first, Attention(12, 3), Apart()).to(dtype)
@@ -37,6 +38,7 @@ def model(dtype: torch.dtype) -> nn.Module:
 
 
 def whole(of: nn.Module) -> dict[str, Tensor]:
+    """The state with each sharded tensor put together."""
     state = of.state_dict()
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
 

@@ -13,6 +13,7 @@ EYE = torch.eye(4, dtype=torch.float64)
 
 
 def flow(layers, observables=None):
+    """A function that takes a process's points through these layers, over a cloud that processes share."""
     observables = (CloudMoments(),) if observables is None else observables
     return lambda points: Flow(layers, observables=observables, group=torch.distributed.group.WORLD).run(
         points, progress=False
@@ -20,6 +21,7 @@ def flow(layers, observables=None):
 
 
 def spectrum(points):
+    """The spectrum of the whole cloud, of which each process has a part."""
     return covariance_spectrum(points, group=torch.distributed.group.WORLD)
 
 
@@ -80,6 +82,7 @@ ROWS = {
 
 
 def everything(rank, size):
+    """What each process says of every call in which they disagree."""
     points = POINTS.split(3)[rank]
     found = {}
     for name, (first, other, _) in ROWS.items():

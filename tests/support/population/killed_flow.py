@@ -12,10 +12,12 @@ CALLS, KILLED_AT = 0, 0
 
 
 def cloud():
+    """The tokens that the flow starts from."""
     return torch.randn(25, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
 def grow(points):
+    """A layer that kills its process at the chosen call."""
     global CALLS
     CALLS += 1
     if CALLS == KILLED_AT:
@@ -24,6 +26,7 @@ def grow(points):
 
 
 def build():
+    """The flow, with a generator of its own."""
     draw = ResampledLayer.create(generator=torch.Generator().manual_seed(1), scale=0.3, step_size=0.5, residual=True)
     return Flow([draw, grow] * 3, observables=[CloudMoments(), CloudShape(projections=8)])
 

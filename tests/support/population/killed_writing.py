@@ -13,14 +13,17 @@ MOMENTS = ("before open", "before fsync", "before replace", "after replace", "be
 
 
 def halve(points):
+    """The flow's only layer."""
     return points / 2
 
 
 def cloud():
+    """The tokens that the flow starts from."""
     return torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
 def build():
+    """The flow that is killed and the one that goes on."""
     return Flow(halve, depth=4, observables=[CloudMoments()])
 
 

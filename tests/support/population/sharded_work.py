@@ -30,6 +30,7 @@ class Halved(Operator):
 
 
 def stack():
+    """Layers of every kind that can be sharded."""
     norm = Normalisation.create(LayerNorm.create(), draw(4, seed=70), draw(4, seed=71))
     return Composition.create(
         [
@@ -56,18 +57,22 @@ def results(call, particles):
 
 
 def population():
+    """The particles of all processes."""
     return draw(2, sum(SIZES[2]), 4, seed=80)
 
 
 def alone(size):
+    """What one process finds that has the particles of so many."""
     return results(lambda operator, x: operator(x), population()[:, : sum(SIZES[size])])
 
 
 def everything(rank, size):
+    """What one of several processes finds: results of the layers, and a flow."""
     return results(lambda operator, x: operator.sharded(x), share(rank, size)), flowing(rank, size)
 
 
 def share(rank, size):
+    """The particles of one process."""
     first = sum(SIZES[size][:rank])
     return population()[:, first : first + SIZES[size][rank]]
 
@@ -84,10 +89,12 @@ def renormalised():
 
 
 def flow(group=None):
+    """A flow through `renormalised`, alone or over the processes of a group."""
     return Flow(renormalised(), observables=[CloudMoments()], group=group)
 
 
 def flowing(rank, size):
+    """The result of the flow, where there are two processes."""
     if size != 2:
         return None  # a flow's process has particles
     group = dist.group.WORLD

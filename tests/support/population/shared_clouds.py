@@ -15,12 +15,14 @@ STOPPED = False
 
 
 def cloud():
+    """The tokens of all processes."""
     drawn = torch.randn(sum(SIZES), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     drawn[5:9] = drawn[5]  # a cluster of both processes
     return drawn + 2
 
 
 def towards_the_mean(points, shared=False):
+    """A layer that needs a sum over the whole cloud."""
     sums, count = points.sum(0), torch.tensor(float(len(points)))
     if shared:
         processes = Group.of(dist.group.WORLD)
@@ -29,6 +31,7 @@ def towards_the_mean(points, shared=False):
 
 
 def shared_layer(points):
+    """`towards_the_mean`, of a cloud that processes share."""
     return towards_the_mean(points, shared=True)
 
 
@@ -42,6 +45,7 @@ def stopping_layer(points):
 
 
 def everything(rank, size):
+    """What one process reads of the cloud."""
     group = dist.group.WORLD
     points = cloud().split(SIZES)[rank]
     flow = Flow(shared_layer, depth=3, observables=OBSERVABLES, group=group)

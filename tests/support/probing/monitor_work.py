@@ -1,18 +1,24 @@
-"""What processes of a group do for `test_processes`: each trains or shards a small model and returns its record."""
+"""What two processes of a group do for `test_processes`, all in one start: each function returns what it has to show."""
 
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from tests.support.probing.plain import gpt
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from massieu import Monitor
+from massieu.probing.monitor.training import gradient_norm
+from massieu.probing.monitor.writers import Outlets
 
+SETTINGS = {"every": 100, "prefix": "massieu", "model": "Model", "layers": 2, "heads": [4, 4]}
 IDS = torch.arange(48).reshape(4, 12) * 7 % 31
 
 
-def plain(seed: int = 0) -> nn.Module:
+def plain() -> nn.Module:
     return gpt(fused=False)
 
 
@@ -133,3 +139,53 @@ def watched_by_one() -> dict[str, float]:
         model(IDS)
     assert seen.record is not None
     return dict(seen.record)
+
+
+def with_gradient(gradient: Tensor) -> Tensor:
+    """A parameter that has this gradient."""
+    parameter = torch.zeros_like(gradient.to_dense() if gradient.is_sparse else gradient).requires_grad_()
+    parameter.grad = gradient
+    return parameter
+
+
+def explicit_norm(*gradients: Tensor) -> float:
+    """Of all of them together, in float64."""
+    return math.sqrt(sum(float((each.double() ** 2).sum()) for each in gradients))
+
+
+def gradients() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(*shape, generator=generator) for shape in ((6, 3), (4,), (5,)))  # type: ignore[return-value]
+
+
+def sharded_gradients(rank: int, size: int) -> float | None:
+    """The norm of a gradient of which each process has a part, one that each has whole, and one that is no DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size,))
+    first, second, third = gradients()
+    placed = [distribute_tensor(first, mesh, [Shard(0)]), distribute_tensor(second, mesh, [Replicate()])]
+    return gradient_norm(map(with_gradient, [*placed, third]))
+
+
+def write_together(path: Path, rank: int, size: int) -> None:
+    """Each process writes records with its own number to one file."""
+    write = Outlets(path, SETTINGS)
+    for step in range(20):
+        write({"massieu/rank": float(rank)}, step)
+
+
+WORK: dict[str, Callable[[int, int], Any]] = {
+    each.__name__: each
+    for each in (
+        data_parallel, fully_sharded, fully_sharded_alone, tensor_parallel, at_different_steps, watched_by_some,
+        sharded_gradients,
+    )
+}  # fmt: skip
+
+
+def everything(path: Path, rank: int, size: int) -> dict[str, Any]:
+    """What each function of `WORK` returns; beside it, records are written to `path`."""
+    write_together(path, rank, size)
+    return {name: function(rank, size) for name, function in WORK.items()}
