@@ -1,11 +1,13 @@
 """Duality: the inverse of the mean map and the conjugate, against optimisers, the primal problem and closed forms."""
 
+import functools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
 from tests.support.rows import every_row, some_slow
@@ -186,20 +188,18 @@ class TestClosedForms:
         close(natural(flat, mu.flatten(-2)), eta.flatten(-2))
         close(conjugate(flat, mu.flatten(-2)), expected.sum((-2, -1)))
 
-    @every_row("mean", [1e-6, 0.3, 1.0, 40.0, 1e6])
-    def test_counts_with_and_without_their_closed_form(self, mean):
-        rate, mu = tensor(0.7, 2.0), tensor(mean, 1.5)
-        expected = (mu * (mu / rate).log() - mu + rate).sum()
+    def test_counts_with_and_without_their_closed_form(self):
+        rate, mu = tensor(0.7, 2.0), torch.tensor([[1e-6, 1.5], [0.3, 1.5], [1e6, 1.5]]).double()
+        expected = (mu * (mu / rate).log() - mu + rate).sum(-1)
         for measure in (Counts(rate), Poisson.create(rate)):
             close(natural(measure, mu), (mu / rate).log(), 1e-9)
             close(conjugate(measure, mu), expected)
 
     @pytest.mark.medium
-    @pytest.mark.parametrize("mean", [1e-4, 0.3, 1.0, 1e5])
-    def test_a_domain_without_the_origin(self, mean):
-        measure, mu = HalfLine(tensor(2.0, 3.0)), tensor(mean, 1.5)
+    def test_a_domain_without_the_origin(self):
+        measure, mu = HalfLine(tensor(2.0, 3.0)), torch.tensor([[1e-4, 1.5], [0.3, 1.5], [1e5, 1.5]]).double()
         close(natural(measure, mu), -1 / mu, 1e-9)
-        close(conjugate(measure, mu), (-1 - (measure.scale * mu).log()).sum())
+        close(conjugate(measure, mu), (-1 - (measure.scale * mu).log()).sum(-1))
 
 
 class TestBoundary:
@@ -229,25 +229,26 @@ class TestBoundary:
 
     def test_each_item_is_as_if_alone(self):
         together = natural(square(), self.MU)
-        alone = torch.stack([natural(square(), mu) for mu in self.MU])
-        torch.testing.assert_close(together, alone, atol=1e-12, rtol=1e-12)
+        for place in (0, 3, 5):  # a corner, an edge and the inside
+            alone = natural(square(), self.MU[place])
+            torch.testing.assert_close(together[place], alone, atol=1e-12, rtol=1e-12)
 
     @pytest.mark.medium
-    @pytest.mark.parametrize("outside", [(0.5, -1e-3), (1.001, 1.001), (7.0, 0.2), (-1e-6, 0.5), (1e9, -1e9)])
-    def test_outside(self, outside):
-        mu = torch.cat([self.MU, tensor(*outside)[None]])
+    def test_outside(self):
+        outside = torch.tensor([[0.5, -1e-3], [1.001, 1.001], [7.0, 0.2], [-1e-6, 0.5], [1e9, -1e9]]).double()
+        mu = torch.cat([self.MU, outside])
         with pytest.raises(
             ValueError, match=r"outside the convex hull of the support: Atoms, mu = \[.*\] at index \(7,\)"
         ):
             natural(square(), mu)
         values = conjugate(square(), mu)
-        assert values[7] == INFINITY
+        assert (values[7:] == INFINITY).all()
         assert values[:7].isfinite().all()
         with pytest.raises(ValueError, match="outside the convex hull of the support: Atoms"):
-            torch.func.vmap(lambda point: natural(square(), point))(mu)
+            torch.func.vmap(lambda point: natural(square(), point))(mu[6:8])
         # Asked not to raise: NaN instead of an error, infinities as before.
         mapped = torch.func.vmap(lambda point: natural(square(), point, throw=False).value)(mu)
-        assert mapped[7].isnan().all()
+        assert mapped[7:].isnan().all()
         assert (mapped[self.BOUNDARY] == INFINITY).all()
         torch.testing.assert_close(mapped[self.INSIDE], natural(square(), self.MU[self.INSIDE]), atol=1e-9, rtol=1e-12)
         torch.testing.assert_close(torch.func.vmap(lambda point: conjugate(square(), point))(mu), values)
@@ -274,15 +275,15 @@ class TestBoundary:
     @pytest.mark.medium
     def test_where_the_support_is_not_known(self):
         counts = Counts(tensor(2.0, 0.5))
-        assert (natural(counts, tensor(0.0, 1.0)) == INFINITY).all()
-        close(conjugate(counts, tensor(0.0, 1.0)), 2 + math.log(2) - 0.5, 1e-9)
+        on_it_and_beyond = torch.tensor([[0.0, 1.0], [-1e-3, 1.0]]).double()
+        assert (natural(counts, on_it_and_beyond[0]) == INFINITY).all()
         with pytest.raises(ValueError, match="outside"):
-            natural(counts, tensor(-1e-3, 1.0))
-        assert conjugate(counts, tensor(-1e-3, 1.0)) == INFINITY
-        line = HalfLine(tensor(1.0, 1.0))
-        assert (natural(line, tensor(0.0, 1.0)) == INFINITY).all()
+            natural(counts, on_it_and_beyond[1])
+        values = conjugate(counts, on_it_and_beyond)
+        close(values[0], 2 + math.log(2) - 0.5, 1e-9)
+        assert values[1] == INFINITY
         # No mass at 0: A* grows without bound.
-        assert conjugate(line, tensor(0.0, 1.0)) == INFINITY
+        assert conjugate(HalfLine(tensor(1.0, 1.0)), tensor(0.0, 1.0)) == INFINITY
 
     def test_a_slanted_image_of_counts(self):
         """Its support is a cone in a plane: the support function is infinite a rounding beside the face's normal."""
@@ -326,48 +327,70 @@ def points_of(measure: Measure, count: int = 3) -> Tensor:
     )
 
 
-parametrised = pytest.mark.parametrize("measure", families(), ids=lambda measure: type(measure).__name__)
+@dataclass(frozen=True)
+class Solved:
+    """Parameters of a measure, their means, and what duality makes of these."""
+
+    eta: Tensor
+    mu: Tensor
+    natural: Tensor
+    conjugate: Tensor
 
 
-@parametrised
+@functools.cache
+def solved(measure: Measure) -> Solved:
+    """Once for all tests of the measure."""
+    eta = points_of(measure)
+    mu = measure.mean(eta)
+    return Solved(eta, mu, natural(measure, mu), conjugate(measure, mu))
+
+
+FAMILIES = families()
+each_family = pytest.mark.parametrize("measure", FAMILIES, ids=lambda measure: type(measure).__name__)
+some_families = some_slow("measure", FAMILIES, 4, ids=lambda measure: type(measure).__name__)
+"""What is right for one answer by Newton's method is so for the compositions, whose answers are too."""
+
+
 class TestLaws:
+    @each_family
     def test_round_trips(self, measure):
-        eta = points_of(measure)
-        close(natural(measure, measure.mean(eta)), eta, 1e-9)
-        close(measure.mean(natural(measure, measure.mean(eta))), measure.mean(eta), 1e-12)
+        dual = solved(measure)
+        close(dual.natural, dual.eta, 1e-9)
+        close(measure.mean(dual.natural), dual.mu, 1e-12)
 
     @pytest.mark.medium
+    @some_families
     def test_conjugate_is_minus_entropy_and_its_derivatives_are_natural_and_the_inverse_fisher_information(
         self, measure
     ):
-        eta = points_of(measure)
-        mu = measure.mean(eta)
-        close(conjugate(measure, mu), -measure.entropy(eta))
-        close(torch.func.grad(lambda point: conjugate(measure, point).sum())(mu), eta, 1e-9)
-        hessian = torch.func.hessian(lambda point: conjugate(measure, point))(mu[0])
-        close(hessian, torch.linalg.pinv(measure.fisher(eta[0]), hermitian=True), 1e-8)
+        dual = solved(measure)
+        close(dual.conjugate, -measure.entropy(dual.eta))
+        close(torch.func.grad(lambda point: conjugate(measure, point).sum())(dual.mu), dual.eta, 1e-9)
+        hessian = torch.func.hessian(lambda point: conjugate(measure, point))(dual.mu[0])
+        close(hessian, torch.linalg.pinv(measure.fisher(dual.eta[0]), hermitian=True), 1e-8)
 
-    @pytest.mark.medium
+    @each_family
     def test_the_dual_divergence_is_the_divergence_with_its_arguments_exchanged(self, measure):
-        p, q = points_of(measure), points_of(measure).flip(0)
-        mu_p, mu_q = measure.mean(p), measure.mean(q)
-        dual = conjugate(measure, mu_p) - conjugate(measure, mu_q) - ((mu_p - mu_q) * natural(measure, mu_q)).sum(-1)
-        close(dual, measure.kl(p, q), 1e-9)
+        dual = solved(measure)
+        gap = ((dual.mu - dual.mu.flip(0)) * dual.natural.flip(0)).sum(-1)
+        divergence = dual.conjugate - dual.conjugate.flip(0) - gap
+        close(divergence, measure.kl(dual.eta, dual.eta.flip(0)), 1e-9)
 
     @pytest.mark.medium
+    @some_families
     def test_vmap_and_single_precision(self, measure):
-        mu = measure.mean(points_of(measure))
-        for function in (natural, conjugate):
-            expected = function(measure, mu)
-            close(torch.func.vmap(lambda point, f=function: f(measure, point))(mu), expected, 1e-9)
-            single = function(measure.to(torch.float32), mu.float())
+        dual = solved(measure)
+        for function, expected in ((natural, dual.natural), (conjugate, dual.conjugate)):
+            mapped = torch.func.vmap(lambda point, f=function: f(measure, point))(dual.mu)
+            close(mapped, expected, 1e-9)
+            single = function(measure.to(torch.float32), dual.mu.float())
             assert single.dtype == torch.float32
             torch.testing.assert_close(single.double(), expected, atol=1e-3, rtol=1e-3)
 
 
 class TestDerivatives:
     @pytest.mark.medium
-    @some_slow("count", [3, 1, 7, 2], 2, ids=lambda count: f"{count} points in 3 dimensions")
+    @some_slow("count", [3, 1, 7], 1, ids=lambda count: f"{count} points in 3 dimensions")
     def test_in_the_points_their_weights_and_the_mean_twice(self, count):
         """With 3 points or fewer the family is not minimal, and what A cannot see turns with the points."""
 
@@ -381,9 +404,9 @@ class TestDerivatives:
             return conjugate(Atoms(points, log_weight), mean(points, share))
 
         inputs = tuple(x.requires_grad_() for x in (draw(count, 3), draw(count, seed=1), draw(count, seed=2)))
-        for function in (eta, value):
-            assert gradcheck(function, inputs)
-            assert gradgradcheck(function, inputs)
+        assert gradcheck(eta, inputs, fast_mode=True)
+        assert gradcheck(value, inputs, fast_mode=True)
+        assert gradgradcheck(eta, inputs, fast_mode=True)
 
     def test_least_norm_and_its_derivative_against_a_basis_of_the_span(self):
         points, log_weight, mu = draw(3, 5), draw(3, seed=1), tensor(0.2, 0.3, 0.5) @ draw(3, 5)
@@ -402,7 +425,7 @@ class TestDerivatives:
         close(torch.func.jacrev(found)(points), torch.func.jacrev(inside)(points), 1e-9)
 
     @pytest.mark.medium
-    def test_third_order_and_every_nesting_of_modes(self):
+    def test_third_order_in_both_modes_nested(self):
         """Spins without their closed form: d³ atanh(m)/dm³ = (2 + 6m²)/(1 − m²)³."""
         measure, m = Grid(draw(2, 2)), 0.4
 
@@ -412,12 +435,7 @@ class TestDerivatives:
         reverse, forward = torch.func.grad, lambda f: lambda t: torch.func.jvp(f, (t,), (torch.ones_like(t),))[1]
         third = (2 + 6 * m**2) / (1 - m**2) ** 3
         t = torch.tensor(m, dtype=torch.float64)
-        for derivative in (
-            reverse(reverse(reverse(along))),
-            forward(forward(forward(along))),
-            forward(reverse(forward(along))),
-            reverse(forward(reverse(along))),
-        ):
+        for derivative in (forward(reverse(forward(along))), reverse(forward(reverse(along)))):
             close(derivative(t), third)
         mapped = torch.func.vmap(reverse(reverse(along)))(tensor(m, -0.3))
         close(mapped, 2 * tensor(m, -0.3) / (1 - tensor(m, -0.3) ** 2) ** 2)
@@ -492,7 +510,9 @@ def problems(draw_from):
     return points + offset, log_weight, share / share.sum()
 
 
-def check_round_trip(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+@pytest.mark.medium
+@given(problems())
+def test_converges_from_anywhere(problem):
     points, log_weight, share = (torch.from_numpy(part) for part in problem)
     measure, mu = Atoms.create(points, log_weight), share @ points
     eta = natural(measure, mu)
@@ -506,20 +526,6 @@ def check_round_trip(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None
     noise = 1e-9 * scale + 1e-13 * (eta.abs() * size).sum()
     assert value <= upper + noise
     assert value >= (0.9 * eta) @ mu - measure.log_partition(0.9 * eta) - noise
-
-
-@pytest.mark.medium
-@settings(max_examples=60, deadline=None)
-@given(problems())
-def test_converges_from_anywhere(problem):
-    check_round_trip(problem)
-
-
-@pytest.mark.slow
-@settings(max_examples=2_000, deadline=None)
-@given(problems())
-def test_converges_from_anywhere_at_length(problem):
-    check_round_trip(problem)
 
 
 class TestErrors:
@@ -564,10 +570,6 @@ class TestErrors:
     def test_no_convergence_is_said(self):
         with pytest.raises(ConvergenceError, match=r"no convergence in 100 Newton steps: Cliff, mu = \[5\]; residual"):
             natural(Cliff(tensor(1.0)), tensor(5.0))
-        found = torch.func.vmap(lambda mu: natural(Cliff(tensor(1.0)), mu, throw=False))(tensor(5.0)[None])
-        assert found.value.isnan().all()
-        with pytest.raises(ConvergenceError, match="no convergence in 100 Newton steps: Cliff"):
-            torch.func.vmap(lambda scale: natural(Cliff(scale), tensor(5.0)))(tensor(1.0, 2.0)[:, None])
 
 
 class Cliff(Measure):

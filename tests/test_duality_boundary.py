@@ -93,16 +93,11 @@ def test_certain_signs_and_bits_have_the_conjugate_of_their_probability(field, d
             0.25 * math.log(0.25 / 0.3) + 0.75 * math.log(0.75 / 0.5),
         ),
         (Categorical.create(tensor(0.0, 0.4, 0.6)), tensor(0.1, 0.4, 0.5), math.inf),
-        # By Newton's method: corners of a tilted image of two signs, an extreme atom of a mixture.
+        # By Newton's method: a corner of an image of two signs, extreme atoms of a mixture.
         (
             affine(Spin.create(tensor(3.0, 0.2)), torch.eye(2).double()),
             tensor(1.0, -1.0),
             surprise(6.0) + surprise(-0.4),
-        ),
-        (
-            affine(Spin.create(tensor(0.0, 0.2)), torch.eye(2).double()).tilt(tensor(3.0, 0.0)),
-            tensor(1.0, 1.0),
-            surprise(6.0) + surprise(0.4),
         ),
         (
             mixture(tensor(0.0, 1.0), [Atoms.create(tensor(3.0)[None]), Spin.create(tensor(0.2))]),
@@ -120,14 +115,12 @@ def test_values_on_the_boundary_and_beyond_it(measure, mu, value):
     found = conjugate(measure, mu)
     assert not found.isnan().any()
     assert float(found) == pytest.approx(value, rel=1e-9, abs=1e-9)
-    mapped = torch.func.vmap(lambda point: conjugate(measure, point))(mu[None])
-    assert float(mapped) == pytest.approx(float(found), rel=1e-9, abs=1e-9)
-    half = measure.to(torch.float32)
-    assert not conjugate(half, mu.float()).isnan().any()
+    single = measure.to(torch.float32)
+    assert not conjugate(single, mu.float()).isnan().any()
 
 
 @pytest.mark.medium
-@every_row(("scale", "dtype"), itertools.product([1.0, 5.0, 15.0, 40.0, 100.0], PRECISIONS))
+@every_row(("scale", "dtype"), [(1.0, torch.float64), (15.0, torch.float32), (100.0, torch.float64)])
 def test_saturated_means_of_laws_without_a_closed_form(scale, dtype):
     """Five atoms: A* = Σ p log p of the weights at eta, however little rounding has left of the smaller ones."""
     generator = torch.Generator().manual_seed(0)
@@ -211,3 +204,9 @@ def test_under_transforms_errors_are_raised_unless_asked_not_to():
     assert mapped[0].isfinite() and mapped[1].isnan()
     both = torch.func.vmap(lambda mu: natural(atoms, mu, throw=False))(tensor(0.5, 4.0)[:, None])
     assert both.status.tolist() == [int(Status.CONVERGED), int(Status.DIVERGED)]
+    # In closed form too.
+    for measure, boundary in ((Spin.create(tensor(3.0)), 1.0), (Poisson.create(tensor(0.7)), 0.0)):
+        mu = tensor(boundary, 0.5, -2.0)[:, None]
+        found = torch.func.vmap(lambda point, measure=measure: conjugate(measure, point))(mu)
+        torch.testing.assert_close(found, conjugate(measure, mu))
+        assert found[2] == math.inf

@@ -348,7 +348,7 @@ def test_what_is_wrong_is_caught_by_the_check_of_its_name(name: str, wrong: str)
         checks_of(name, wrong)[wrong]()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_graph_that_computes_something_else_is_caught():
     with pytest.raises(AssertionError, match=r"^compiled: the map"):
         checks_of("activation", "compiled", compile_backend="eager")["compiled"]()

@@ -51,7 +51,7 @@ def test_deviations_are_a_gaussian_process_s():
     wanted, latent = process.predict(ASKED, return_std=True)
     mean, deviation = model.predict(ASKED, return_std=True)
     assert np.allclose(mean, MEAN + wanted, atol=1e-9)
-    assert np.allclose(deviation, np.sqrt(latent**2 + 0.3 * prior), atol=1e-9)
+    assert np.allclose(deviation, np.sqrt(np.square(latent) + 0.3 * prior), atol=1e-9)
 
 
 @pytest.mark.medium
@@ -77,7 +77,7 @@ def test_the_choice_is_that_of_refitting_without_each_row(kernel: str):
             assert alone(factor * model.lengthscale_, model.ridge_) > 0.99 * best
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_intervals_hold_what_they_say():
     """Of draws from a Gaussian process: 90 % intervals hold 90 % of new targets."""
     random, inside = np.random.default_rng(1), []

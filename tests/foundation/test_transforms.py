@@ -114,7 +114,12 @@ def test_whether_a_derivative_may_be_wanted():
         return (x**2).sum()
 
     needed = TWO.clone().requires_grad_()
-    look(TWO), look(needed), vmap(look)(TWO), vmap(look)(needed), grad(look)(TWO), jvp(look, (TWO,), (TWO,))
+    look(TWO)
+    look(needed)
+    vmap(look)(TWO)
+    vmap(look)(needed)
+    grad(look)(TWO)
+    jvp(look, (TWO,), (TWO,))
     vmap(grad(look))(TWO)
     assert seen == [False, True, False, True, True, True, True]
     with torch.no_grad():

@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import logsumexp, softmax
 from tests.support.rows import every_row
@@ -38,7 +38,6 @@ def problems(draw_from):
 
 
 @pytest.mark.medium
-@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_agrees_with_explicit_weights(problem):
     points, log_weight, eta = problem
@@ -123,19 +122,17 @@ def exact_kl(points: Tensor, log_weight: Tensor, eta_p: Tensor, eta_q: Tensor) -
     return float(sum(mpmath.exp(a - log_zp) * (a - log_zp - b + log_zq) for a, b in zip(p, q, strict=True)))
 
 
-@pytest.mark.medium
 @every_row("distance", [1e-6, 1e-4, 1e-2, 1.0, 10.0, 100.0])
 @every_row(("size", "offset"), [(1.0, 0.0), (1.0, 30.0), (5.0, 0.0), (0.01, 1.0)])
 def test_kl_keeps_its_digits_in_float32(distance, size, offset):
-    for seed in range(3):
-        points = size * draw(9, 4, seed=seed, dtype=torch.float32) + offset
-        log_weight = draw(9, seed=seed + 10, dtype=torch.float32)
-        log_weight[3] = -torch.inf
-        eta_p = draw(4, seed=seed + 20, dtype=torch.float32)
-        direction = draw(4, seed=seed + 30, dtype=torch.float32)
-        eta_q = eta_p + distance * direction / direction.norm()
-        expected = exact_kl(points, log_weight, eta_p, eta_q)
-        assert Atoms.create(points, log_weight).kl(eta_p, eta_q).item() == pytest.approx(expected, rel=1e-5)
+    points = size * draw(9, 4, seed=0, dtype=torch.float32) + offset
+    log_weight = draw(9, seed=10, dtype=torch.float32)
+    log_weight[3] = -torch.inf
+    eta_p = draw(4, seed=20, dtype=torch.float32)
+    direction = draw(4, seed=30, dtype=torch.float32)
+    eta_q = eta_p + distance * direction / direction.norm()
+    expected = exact_kl(points, log_weight, eta_p, eta_q)
+    assert Atoms.create(points, log_weight).kl(eta_p, eta_q).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_textbook_difference_would_not():

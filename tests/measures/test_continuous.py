@@ -103,7 +103,9 @@ def test_uniform_extremes_in_float32():
         assert measure.log_partition(point).item() == pytest.approx(-math.log(abs(eta)), rel=1e-6)
         assert measure.entropy(point).item() == pytest.approx(1 - math.log(abs(eta)), rel=1e-6)
         if abs(eta) < largest:
-            assert measure._natural(measure.mean(point)).item() == pytest.approx(eta, rel=1e-5)
+            natural = measure._natural(measure.mean(point))
+            assert natural is not None
+            assert natural.item() == pytest.approx(eta, rel=1e-5)
     for eta in (0.0, 1e-30, 1e-4, 1.999, 2.001, 30.0):
         for sign in (1, -1):
             point = torch.tensor([sign * eta])
@@ -184,6 +186,12 @@ def test_waiting_times_know_the_eta_of_a_mean_and_where_their_tilts_live():
         torch.testing.assert_close(measure._natural(measure.mean(eta)), eta)
         torch.testing.assert_close(measure._conjugate(measure.mean(eta)), -measure.entropy(eta))
     prior = ConjugatePrior.create(Exponential.create(rate), 2.0)
-    chi = prior._interior() + 5.0
-    assert Tilted(prior, chi)._in_domain(Tilted(prior, chi)._interior()).all()
-    torch.testing.assert_close(Tilted(prior, chi)._interior() + chi, prior._interior())
+    interior = prior._interior()
+    assert interior is not None
+    tilted = Tilted(prior, interior + 5.0)
+    inner = tilted._interior()
+    assert inner is not None
+    inside = tilted._in_domain(inner)
+    assert inside is not None
+    assert inside.all()
+    torch.testing.assert_close(inner + interior + 5.0, interior)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, special, stats
-from tests.support.rows import some_slow
+from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.measures import Bernoulli, Exponential, Gamma, Laplace, Measure, Poisson, Spin, Uniform
@@ -182,6 +182,11 @@ FAMILIES = {
 CASES = pytest.mark.parametrize("name", FAMILIES)
 
 
+def some_points(family: Family) -> list[float]:
+    """Zero, a point next to it, one on each side, and the last."""
+    return [family.inside[place] for place in (0, 1, 3, -1)]
+
+
 def column(values: Any, dtype: torch.dtype = torch.float64) -> Tensor:
     """Numbers as eta: queries of one coordinate."""
     return torch.tensor(list(values), dtype=dtype)[:, None]
@@ -200,7 +205,7 @@ def test_log_partition_is_the_log_of_the_sum_or_integral(name):
     law, (low, high) = family.tilted(0.0), family.mean_range
     if family.discrete:
         support = {"spin": [-1.0, 1.0], "poisson": np.arange(400.0)}.get(name, [0.0, 1.0])
-    for eta in family.inside:
+    for eta in some_points(family):
         if family.discrete:
             total = special.logsumexp(np.asarray(support) * eta + law.logpmf(support))
         else:
@@ -225,7 +230,8 @@ def test_log_partition_is_the_log_of_the_sum_or_integral(name):
 @CASES
 def test_first_six_cumulants_are_derivatives(name):
     family, measure = FAMILIES[name], FAMILIES[name].measure()
-    points = [eta for eta in family.inside if not (name.startswith("uniform") and eta == 0)]
+    zeros = 0 if name.startswith("uniform") else 1  # where mpmath has no Taylor series of the quotient
+    points = [0.0] * zeros + [eta for eta in some_points(family) if abs(eta) >= 1]
     cumulants = measure.cumulants(column(points), torch.full((len(points), 1), -1.5, dtype=torch.float64), 6)
     for i, eta in enumerate(points):
         with mpmath.workdps(250):
@@ -233,9 +239,6 @@ def test_first_six_cumulants_are_derivatives(name):
         for n in range(1, 7):
             expected = float(taylor[n] * mpmath.factorial(n) * (-1.5) ** n)
             assert cumulants[i, n - 1].item() == pytest.approx(expected, rel=1e-8, abs=1e-9)
-        for order in (1, 3):
-            shorter = measure.cumulants(column([eta]), torch.full((1, 1), -1.5, dtype=torch.float64), order)
-            torch.testing.assert_close(shorter[0], cumulants[i, :order])
 
 
 @pytest.mark.medium
@@ -252,13 +255,13 @@ def test_float32_is_right_with_two_derivatives_everywhere(name):
         if math.isinf(closed[0][i].item()):
             assert abs(exact(family.log_partition, point, 0)) > MAX
             continue
+        if name.startswith("uniform") and point == 0:
+            low, high = family.parameters
+            derivatives = [0.0, (low + high) / 2, (high - low) ** 2 / 12]
+        else:
+            derivatives = [float(exact(family.log_partition, point, order)) for order in range(3)]
         for numbers, order in zip(closed, (0, 1, 2, 1, 2), strict=True):
-            wanted = (
-                float(exact(family.log_partition, point, order)) if not (name[:3] == "uni" and point == 0) else None
-            )
-            if wanted is None:
-                low, high = family.parameters
-                wanted = (0.0, (low + high) / 2, (high - low) ** 2 / 12)[order]
+            wanted = derivatives[order]
             got = numbers[i].item()
             assert got == pytest.approx(wanted, rel=3e-6, abs=3e-7 if order < 2 else 1e-6), (name, point, order)
 
@@ -277,18 +280,21 @@ def test_closed_mean_and_variance_keep_relative_accuracy_in_the_tails(name):
 @CASES
 def test_kl_keeps_its_digits_in_float32(name):
     family, measure = FAMILIES[name], FAMILIES[name].measure(torch.float32)
-    for eta in family.inside:
-        for step in (1e-6, -1e-6, 1e-3, 0.1, -0.7, 30.0, -30.0):
-            p, q = column([eta], torch.float32), column([eta + step], torch.float32)
-            if family.outside and not bool(measure._in_domain(q).all()):
-                continue
-            with mpmath.workdps(120):
-                a, b = mpmath.mpf(p.item()), mpmath.mpf(q.item())
-                slope = mpmath.diff(family.log_partition, a, h=mpmath.mpf(10) ** -50)
-                if a == 0 and name.startswith("uni"):
-                    slope = mpmath.mpf(sum(family.parameters)) / 2
-                wanted = float(family.log_partition(b) - family.log_partition(a) - slope * (b - a))
-            assert measure.kl(p, q).item() == pytest.approx(wanted, rel=1e-5, abs=1e-37), (name, eta, step)
+    steps = torch.tensor([1e-6, -1e-6, 1e-3, 0.1, -0.7, 30.0, -30.0], dtype=torch.float64)
+    for eta in some_points(family):
+        q = (eta + steps).float()[:, None]
+        if family.outside:
+            q = q[measure._in_domain(q)]
+        p = torch.full_like(q, eta)
+        with mpmath.workdps(120):
+            a = mpmath.mpf(p[0].item())
+            slope = mpmath.diff(family.log_partition, a, h=mpmath.mpf(10) ** -50)
+            if a == 0 and name.startswith("uniform"):
+                slope = mpmath.mpf(sum(family.parameters)) / 2
+            ends = [mpmath.mpf(end) for end in q[:, 0].tolist()]
+            start = family.log_partition(a)
+            wanted = [float(family.log_partition(end) - start - slope * (end - a)) for end in ends]
+        assert measure.kl(p, q).tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-37), (name, eta)
 
 
 @CASES
@@ -319,7 +325,7 @@ def test_density_of_the_tilted_law(name):
 
 @CASES
 def test_samples_have_the_mean_and_variance_of_the_tilted_law(name):
-    family, measure, count = FAMILIES[name], FAMILIES[name].measure(), 40_000
+    family, measure, count = FAMILIES[name], FAMILIES[name].measure(), 10_000
     inside = [eta for eta in family.inside if abs(eta) < 15 or not family.discrete]
     generator = torch.Generator().manual_seed(0)
     draws = measure.sample(column(inside), (count,), generator=generator)[..., 0].numpy()
@@ -395,28 +401,26 @@ def test_derivatives_in_the_parameters(name):
         measure = family.make(*parameters)
         return measure.log_partition(eta), measure.mean(eta), measure.kl(eta, 0.5 * eta)
 
-    assert torch.autograd.gradcheck(both, (eta, *parameters))
-    assert torch.autograd.gradgradcheck(lambda *leaves: both(*leaves)[0], (eta, *parameters))
+    assert torch.autograd.gradcheck(both, (eta, *parameters), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *leaves: both(*leaves)[0], (eta, *parameters), fast_mode=True)
 
 
-@pytest.mark.slow
-@some_slow("name", [name for name in FAMILIES if "," not in name], 2)
-def test_transforms_and_compilation(name):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["mapped", "compiled"])
+@every_row("name", ["spin", "gamma", "uniform"])
+def test_transforms_and_compilation(name, compiled):
     measure = FAMILIES[name].measure()
     eta = torch.tensor([[0.3], [-0.7], [0.0]], dtype=torch.float64)
     point = measure.mean(eta)
 
     def everything(eta: Tensor) -> tuple[Tensor, ...]:
         direction = torch.ones_like(eta)
-        return measure.cumulants(eta, direction, 6), measure._natural(measure.mean(eta)), measure._support(eta)
+        return measure.cumulants(eta, direction, 3), measure._natural(measure.mean(eta)), measure._support(eta)
 
-    plain = everything(eta)
     torch.compiler.reset()
-    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")(eta)
-    mapped = torch.func.vmap(everything)(eta)
-    for expected, *others in zip(plain, compiled, mapped, strict=True):
-        for other in others:
-            torch.testing.assert_close(other, expected)
+    variant = (
+        torch.compile(everything, fullgraph=True, backend="aot_eager") if compiled else torch.func.vmap(everything)
+    )
+    torch.testing.assert_close(variant(eta), everything(eta))
     tangent = torch.func.jvp(lambda mu: measure._natural(mu), (point,), (torch.ones_like(point),))[1]
     torch.testing.assert_close(tangent[:, 0], 1 / measure.fisher(eta)[:, 0, 0])
 

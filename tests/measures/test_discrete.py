@@ -83,6 +83,7 @@ def test_an_all_but_certain_sign_has_finite_gradients():
     measure = Spin.create(tensor_of(30.0))
     mu = tensor_of(0.5, 1.0, 2.0)[:, None].requires_grad_()
     found = measure._natural(mu)
+    assert found is not None
     assert found[:, 0].tolist() == pytest.approx([math.atanh(0.5) - 30, math.inf, math.nan], nan_ok=True)
     (slope,) = torch.autograd.grad(found[0].sum(), mu)
     assert slope[:, 0].tolist() == pytest.approx([4 / 3, 0, 0])

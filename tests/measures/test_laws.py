@@ -1,4 +1,4 @@
-"""Laws of every measure and composition at drawn points: 50 examples of each by default, 2,000 in the slow run."""
+"""Laws of every measure and composition at drawn points."""
 
 import math
 
@@ -316,25 +316,10 @@ LAWS = {
     nothing_is_nan: scenes(sizes=(1.0, 0.0, 1e-6, 100.0, 1e4)),
 }
 
-_CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-
-
-def examine(law, strategy: st.SearchStrategy[Scene], examples: int) -> None:
-    @settings(max_examples=examples, deadline=None, suppress_health_check=_CHECKS, database=None, derandomize=True)
-    @given(strategy)
-    def holds(scene: Scene) -> None:
-        law(scene)
-
-    holds()
-
 
 @pytest.mark.medium
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_law(law):
-    examine(law, LAWS[law], 50)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_law_in_many_examples(law):
-    examine(law, LAWS[law], 2_000)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], database=None, derandomize=True)
+@given(data=st.data())
+def test_law(law, data):
+    law(data.draw(LAWS[law]))

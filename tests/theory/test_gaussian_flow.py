@@ -7,7 +7,7 @@ import pytest
 import scipy.integrate
 import torch
 from tests.population.cases import covariance, draw, law
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 from massieu.errors import ConvergenceError
 from massieu.measures import Atoms, Gaussian
@@ -23,8 +23,8 @@ def test_one_dimension_has_a_closed_form():
     found = gaussian_flow(start, value=ONE, score=ONE, time=0.9)
     assert covariance(found).item() == pytest.approx(0.5 / (1 - 0.9), rel=1e-8)
     assert found.location.item() == pytest.approx(math.exp(0.9) / math.sqrt(1 - 0.9), rel=1e-8)
-    falling = gaussian_flow(start, value=ONE, score=-ONE, time=50.0)
-    assert covariance(falling).item() == pytest.approx(0.5 / (1 + 50.0), rel=1e-8)
+    falling = gaussian_flow(start, value=ONE, score=-ONE, time=5.0)
+    assert covariance(falling).item() == pytest.approx(0.5 / (1 + 5.0), rel=1e-8)
 
 
 @every_row("heads", [1, 2])
@@ -91,16 +91,16 @@ def test_precision():
 
 
 @pytest.mark.medium
-def test_derivatives():
-    inputs = [0.5 * draw(2, 2, seed=1), 0.5 * draw(2, 2, seed=2), draw(2, seed=3)]
+@some_slow("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck], 1)
+def test_derivatives(check):
+    inputs = [0.3 * draw(2, 2, seed=1), 0.3 * draw(2, 2, seed=2), draw(2, seed=3)]
 
     def after(value, score, mean):
         start = Gaussian(mean, torch.eye(2).double(), mean.new_zeros(2, 0))
-        found = gaussian_flow(start, value=value, score=score, time=0.3)
+        found = gaussian_flow(start, value=value, score=score, time=0.1)
         return found.location, covariance(found)
 
-    assert torch.autograd.gradcheck(after, [each.requires_grad_() for each in inputs])
-    assert torch.autograd.gradgradcheck(after, inputs)
+    assert check(after, [each.requires_grad_() for each in inputs], fast_mode=True)
 
 
 @every_row(
@@ -121,10 +121,9 @@ def test_bad_calls(changes, error, named):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("spread", [1e6, 1e12])
-def test_a_wide_law_that_falls_is_no_blow_up(spread):
+def test_a_wide_law_that_falls_is_no_blow_up():
     """C = 1/(1/c + 2t) in one dimension: at first it falls within 1/c, in steps far shorter than the whole time."""
-    one = torch.ones(1, 1).double()
+    one, spread = torch.ones(1, 1).double(), 1e12
     start = Gaussian.create(torch.zeros(1).double(), spread * one)
     found = gaussian_flow(start, value=one, score=-one, time=1.0)
     assert covariance(found).item() == pytest.approx(1 / (1 / spread + 2), rel=1e-8)

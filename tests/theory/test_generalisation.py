@@ -75,7 +75,7 @@ def test_the_bound_covers_the_largest_gap():
         y = (0.5 * x + 0.3 * normal(count, seed=seed + 1)).clamp(-1, 1)
         return (theta[:, None] * x - y).abs().mean(-1) / 2
 
-    mean = losses(400_000, 10)
+    mean = losses(100_000, 10)
     bound = generalisation_bound(1, 1.0, 200, lipschitz=1.0, loss_lipschitz=0.5, failure=0.1)
     gaps = torch.tensor([(losses(200, 100 + 2 * i) - mean).abs().max() for i in range(100)])
     assert (gaps <= bound).double().mean() >= 0.9

@@ -82,10 +82,10 @@ def test_lengths_are_kept_and_phi_is_stationary():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("number", [1, 2, 10, 40])
+@every_row("number", [1, 2, 10, 40])
 def test_newton_converges_at_all_temperatures(number):
     for scale in (1e-6, 1e-2, 1.0, 1e2, 1e6):
-        for strength in (0.0, 1.0, 100.0):
+        for strength in (0.0, 100.0):
             model = spins(number, 8, scale)
             found = SphericalSpins.create(strength * model.field, model.coupling, scale=scale).saddle_point()
             assert int(found.solution.steps) < 60
@@ -110,7 +110,7 @@ def test_the_mean_is_the_derivative_of_log_z():
 
 @pytest.mark.medium
 def test_the_longitudinal_covariance_is_von_mises_and_fishers():
-    size, scale = 2000, 0.7
+    size, scale = 1000, 0.7
     field = torch.zeros(1, size).double()
     field[0, 0] = math.sqrt(size)
     model = SphericalSpins.create(field, torch.zeros(1, 1).double(), scale=scale)
@@ -131,13 +131,13 @@ def test_derivatives():
         return found.log_partition, found.mean, found.transverse
 
     given = [part.clone().requires_grad_() for part in (model.field, 0.5 * model.coupling, model.scale)]
-    assert torch.autograd.gradcheck(outputs, given, rtol=1e-4, atol=1e-6)
-    assert torch.autograd.gradgradcheck(outputs, given, rtol=1e-3, atol=1e-5)
+    assert torch.autograd.gradcheck(outputs, given, rtol=1e-4, atol=1e-6, fast_mode=True)
+    assert torch.autograd.gradgradcheck(outputs, given, rtol=1e-3, atol=1e-5, fast_mode=True)
 
 
 @pytest.mark.medium
 def test_batches_by_vmap_and_float32():
-    model = spins(4, 6, batch=(3,))
+    model = spins(3, 4, batch=(2,))
 
     def means(field, coupling):
         return SphericalSpins.create(field, coupling, scale=0.8).saddle_point().mean

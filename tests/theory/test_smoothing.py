@@ -1,6 +1,7 @@
 """Softmax attention on the sphere against mpmath, quadrature, regular grids of the circle and simulation."""
 
 import math
+from typing import Any
 
 import mpmath
 import pytest
@@ -37,7 +38,7 @@ def circle(count: int) -> tuple[Tensor, Tensor]:
     return angle, torch.stack([angle.cos(), angle.sin()], -1)
 
 
-def exact(dimension: int, scale: float, degree: int) -> mpmath.mpf:
+def exact(dimension: int, scale: float, degree: int) -> Any:
     """(κ/2)ⁿ Γ(d/2)/Γ(d/2+n) times a ratio of ₀F₁, or of I itself where their series is long."""
     order, kappa = mpmath.mpf(dimension) / 2 - 1, mpmath.mpf(scale)
     if scale > 50 + dimension + degree:
@@ -182,7 +183,7 @@ def simulated_sampling(keys: int, scale: float, noise: float, repetitions: int) 
 @pytest.mark.slow
 def test_what_finitely_many_keys_add_is_what_simulations_add():
     power = double(0, 1 / 3, 1 / 5)
-    for keys, scale, repetitions in ((200, 4.0, 11_000), (800, 12.0, 4500)):
+    for keys, scale, repetitions in ((200, 4.0, 11_000),):
         mean, error = simulated_sampling(keys, scale, 0.4, repetitions)
         found = float(smoothing_error(keys, power, 0.16, 3, scale).sampling)
         remainder = 5 * scale / keys  # the next order is smaller by E w²/L, about β/L for d = 3
@@ -209,19 +210,16 @@ def test_the_error_of_finitely_many_keys_on_the_circle_to_its_last_digit(scale, 
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("dimension", "noise"), [(2, 0.25), (3, 0.1), (8, 1.0)])
-def test_the_optimal_scale_is_the_minimum(dimension, noise):
+@every_row(("keys", "dimension", "noise"), [(64, 2, 0.25), (10**5, 3, 0.1), (64, 8, 1.0)])
+def test_the_optimal_scale_is_the_minimum(keys, dimension, noise):
     power = double(0.5, 0.3, 0.0, 0.1)
-    for keys in (64, 10**5):
-        found = optimal_scale(keys, power, noise, dimension).item()
-        wanted = optimize.minimize_scalar(
-            lambda log_scale, keys=keys: smoothing_error(
-                keys, power, noise, dimension, math.exp(log_scale)
-            ).total.item(),
-            bracket=(math.log(found) - 1, math.log(found), math.log(found) + 1),
-            options={"xtol": 1e-9},
-        )
-        assert abs(math.log(found) - wanted.x) < 2e-5
+    found = optimal_scale(keys, power, noise, dimension).item()
+    wanted = optimize.minimize_scalar(
+        lambda log_scale: smoothing_error(keys, power, noise, dimension, math.exp(log_scale)).total.item(),
+        bracket=(math.log(found) - 1, math.log(found), math.log(found) + 1),
+        options={"xtol": 1e-9},
+    )
+    assert abs(math.log(found) - wanted.x) < 2e-5
 
 
 def test_the_optimal_scale_grows_as_theory_says():
@@ -256,8 +254,8 @@ def test_derivatives_in_the_scale(scale):
 
     parity = double(1, -1, 1, -1, 1, -1)
     if scale:
-        assert gradcheck(function, point)
-        assert gradgradcheck(function, point)
+        assert gradcheck(function, point, fast_mode=True)
+        assert gradgradcheck(function, point, fast_mode=True)
     else:
         (first,) = torch.autograd.grad(sphere_multipliers(5, 3, point)[0, 1], point, create_graph=True)
         close(first.detach(), double(1 / 3), rtol=1e-14, atol=0)

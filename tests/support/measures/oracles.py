@@ -203,8 +203,8 @@ class Joint:
 
     def each(self, name: str, *tensors: Tensor) -> Tensor:
         pieces = [tensor.split([size for size, _ in self.parts], -1) for tensor in tensors]
-        found = [getattr(oracle, name)(*args) for (_, oracle), *args in zip(self.parts, *pieces, strict=True)]
-        return sum(found[1:], found[0])
+        values = [getattr(oracle, name)(*args) for (_, oracle), *args in zip(self.parts, *pieces, strict=True)]
+        return torch.stack(values).sum(0)
 
     def log_partition(self, eta: Tensor) -> Tensor:
         return self.each("log_partition", eta)

@@ -191,11 +191,13 @@ def inside(measure: Measure, drawn: Tensor) -> Tensor:
     """`drawn` (*batch, query, d) as offsets from a point of the domain, halved until twice as far is inside too."""
     interior = measure._interior()
     start = torch.zeros_like(drawn) if interior is None else interior.double().unsqueeze(-2).expand_as(drawn)
-    if measure._in_domain(start) is None:
+    held = measure._in_domain(start)
+    if held is None:
         return start + drawn
-    assume(bool(measure._in_domain(start).all()))
+    assume(bool(held.all()))
     for _ in range(_HALVINGS):
         held = measure._in_domain(start + 2 * drawn)
+        assert held is not None
         if bool(held.all()):
             return start + drawn
         drawn = torch.where(held.unsqueeze(-1), drawn, drawn / 2)
