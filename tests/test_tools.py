@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
 from tests import conftest
 from tests.support import needs
-from tests.support.rounding import rounding_error
+from tests.support.rounding import FAST_EXPONENTIAL, rounding_error
 from tests.support.rows import every_row, some_slow
 
 ROOT = Path(__file__).parent.parent
@@ -138,3 +140,15 @@ def test_what_is_not_asked_for_is_the_quick_tests(mark, keyword, args, found):
     config = SimpleNamespace(option=SimpleNamespace(markexpr=mark, keyword=keyword), args=args)
     conftest.pytest_configure(config)
     assert config.option.markexpr == found
+
+
+def test_the_best_cubic_for_a_power_of_two_is_off_by_what_the_fast_exponential_allows():
+    """As a linear program: four coefficients and the largest error, which bounds the error at every place."""
+    places = np.linspace(0, 1, 1_001)
+    powers = np.vander(places, 4)
+    largest = np.ones((len(places), 1))
+    conditions = np.block([[powers, -largest], [-powers, -largest]])
+    bounds = np.concatenate([np.exp2(places), -np.exp2(places)])
+    best = linprog([0, 0, 0, 0, 1], A_ub=conditions, b_ub=bounds, bounds=[(None, None)] * 5)
+    exponent_rounding = 64 / 2**23
+    assert 0.9 * FAST_EXPONENTIAL < best.fun + exponent_rounding < FAST_EXPONENTIAL

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw
+from tests.support.rounding import FAST_EXPONENTIAL
 from tests.support.rows import every_row
 
 from massieu import ops
@@ -121,3 +122,15 @@ def test_a_precision_that_is_lost_is_noticed():
     (query, key), (wide, other) = rounded(torch.bfloat16, (1, 4, 12, 8), (1, 2, 10, 8))
     coarse = (query @ key.repeat_interleave(2, 1).mT * 8**-0.5).float().logsumexp(-1)
     assert error(coarse, explicit.attention(wide, other, other)[1]) > 20 * SINGLE
+
+
+@pytest.mark.parametrize(("backend", "exponential"), [("fused", FAST_EXPONENTIAL), ("reference", 0.0)])
+def test_log_z_in_half_precision_where_one_exponential_decides(backend, exponential):
+    """One key of score 0 and 255 of score −gap: the exponential's error at each gap is log Z's."""
+    gaps = torch.arange(512).div(256).to(torch.float16)
+    key = -gaps.view(512, 1, 1, 1).expand(512, 1, 256, 1).contiguous()
+    key[:, :, 0] = 0
+    query = torch.ones(512, 1, 1, 1, dtype=torch.float16)
+    found = ops.log_partition(query, key, scale=1.0, backend=backend).flatten().double()
+    wanted = torch.log1p(255 * torch.exp(-gaps.double()))
+    assert (found - wanted).abs().max() <= exponential + 4 * SINGLE * wanted.max()
