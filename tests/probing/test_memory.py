@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.rows import some_slow
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
@@ -153,7 +154,8 @@ def model(kind: str) -> Any:
     return made.eval()
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.medium
+@some_slow("kind", ["llama", "bert"], 1)
 def test_batches_change_nothing_and_controls_stand_beside(kind):
     whole = [{"input_ids": IDS, "attention_mask": MASK}]
     apart = [{"input_ids": IDS[i : i + 2], "attention_mask": MASK[i : i + 2]} for i in (0, 2, 4)]
@@ -171,7 +173,7 @@ def test_batches_change_nothing_and_controls_stand_beside(kind):
 
 
 def test_it_is_opt_in_and_runs_by_itself():
-    plain = massieu.probe(model("bert"), [{"input_ids": IDS}])
+    plain = massieu.probe(model("bert"), [{"input_ids": IDS[:1]}])
     assert not {*NAMES} & {*plain.heads["statistic"]}
-    result = massieu.probe(model("bert"), [{"input_ids": IDS}], statistics=["keys_in_use"])
+    result = massieu.probe(model("bert"), [{"input_ids": IDS[:1]}], statistics=["keys_in_use"])
     assert {name.partition("/")[0] for name in result.heads["statistic"]} == {"keys_in_use"}

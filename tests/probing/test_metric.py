@@ -7,6 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, weights_of, window
+from tests.support.rows import some_slow
 
 from massieu.probing.statistics.metric import (
     fisher_evenness,
@@ -106,7 +107,8 @@ def test_other_sequences_few_tokens_and_numbers_that_are_not_finite_have_no_numb
         assert measure(window(query, drawn(H, N, D, 1), drawn(H, N, 5), real=7))[1].tolist() == [0] * H
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.medium
+@some_slow("kind", ["llama", "bert"], 1)
 def test_batches_change_nothing(kind):
     names = list(measures(METRIC))
     check_batches_change_nothing(kind, names, dict.fromkeys(names, "mismatched_keys"))

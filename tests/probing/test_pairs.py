@@ -125,7 +125,7 @@ def test_rows_are_what_training_reads(name):
         assert bool(batch.target_special[:, 0].all())
         assert bool(batch.inputs["decoder_attention_mask"][:, 0].all())
         special = batch.inputs["input_ids"] <= LANGUAGE
-        assert torch.equal(batch.special & real_of(batch), special & real_of(batch))
+        assert batch.special is not None and torch.equal(batch.special & real_of(batch), special & real_of(batch))
 
 
 def real_of(batch: Any) -> torch.Tensor:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tests.support.probing import zoo
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 import massieu
 from massieu.errors import InputError
@@ -15,7 +15,7 @@ from massieu.probing.model import load_model
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-10)])
+@some_slow(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)], 1)
 def test_minilm_is_the_composition_of_its_blocks(dtype, tolerance):
     """A trained model on real text: after every block, and all six composed."""
     loaded = load_model(dtype=dtype)

@@ -263,9 +263,10 @@ def test_a_reaction_is_found_where_there_is_one(weight):
     assert abs(null) < 5 * null_error + 1e-3
 
 
+@pytest.mark.medium
 def test_batches_change_nothing():
-    whole = [{"input_ids": IDS, "attention_mask": MASK}]
-    apart = [{"input_ids": IDS[i : i + 2], "attention_mask": MASK[i : i + 2]} for i in (0, 2, 4, 6)]
+    whole = [{"input_ids": IDS[:4], "attention_mask": MASK[:4]}]
+    apart = [{"input_ids": IDS[i : i + 2], "attention_mask": MASK[i : i + 2]} for i in (0, 2)]
     groups = ["residual", "tap", "flow"]
     one, other = (massieu.probe(model("gpt2"), given, statistics=groups).layers for given in (whole, apart))
     assert one["statistic"].to_list() == other["statistic"].to_list()

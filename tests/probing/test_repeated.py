@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support import needs
+from tests.support.rows import some_slow
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -173,7 +174,8 @@ def explicit(weights: Tensor, ids: Tensor, length: int) -> dict[str, Tensor]:
     return {name: torch.stack([weights[:, :, t, t - o] for t in places]).mean(0) for name, o in offsets.items()}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "sliding"])
+@pytest.mark.medium
+@some_slow("kind", ["gpt2", "sliding", "bert", "llama"], 2)
 def test_weights_are_the_models_own(kind, monkeypatch):
     if kind == "gpt2":
         config = GPT2Config(
@@ -237,7 +239,8 @@ def test_cross_attention_has_none_and_the_decoders_own_has_one(monkeypatch):
 # --- copying -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+@pytest.mark.medium
+@some_slow("kind", ["gpt2", "qwen3", "llama"], 2)
 def test_copying_is_the_share_of_all_eigenvalues(kind):
     """Against the eigenvalues of the matrix between all words."""
     if kind == "gpt2":
@@ -279,17 +282,17 @@ def test_copying_is_the_share_of_all_eigenvalues(kind):
             assert found[site, h][0] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_head_that_writes_what_it_reads_copies(sign):
+def test_a_head_that_writes_what_it_reads_copies():
     model = llama(tie_word_embeddings=True, num_key_value_heads=4)
+    signs = 1.0, -1.0
     with torch.no_grad():
         model.model.norm.weight.fill_(1.0)
-        for block in model.model.layers:
+        for sign, block in zip(signs, model.model.layers, strict=True):
             block.input_layernorm.weight.fill_(1.0)
             block.self_attn.o_proj.weight.copy_(sign * block.self_attn.v_proj.weight.T)
-    found = rows(massieu.probe(model, [{"input_ids": IDS}], statistics=["repeated"]), "copying_score")
+    found = rows(massieu.probe(model, [{"input_ids": IDS}], statistics=["copying_score"]), "copying_score")
     # V WᵀW Vᵀ is symmetric and has no negative eigenvalue.
-    assert [value for value, _, _ in found.values()] == pytest.approx([sign] * 8, abs=1e-5)
+    assert [value for value, _, _ in found.values()] == pytest.approx([1.0] * 4 + [-1.0] * 4, abs=1e-5)
 
 
 # --- what it is not measured on ----------------------------------------------------------------------------------------
@@ -342,7 +345,7 @@ def test_weights_that_are_not_finite_are_in_no_mean(monkeypatch):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@some_slow("dtype", [torch.bfloat16, torch.float64], 1)
 def test_other_precisions(dtype, monkeypatch):
     single = rows(sequences(llama(), [{"input_ids": IDS}], monkeypatch)[0], "induction_weight")
     found = rows(sequences(llama().to(dtype), [{"input_ids": IDS}], monkeypatch)[0], "induction_weight")

@@ -1,6 +1,7 @@
 """Maps read off an attention module are the module's own weights."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ def test_affine_maps_are_the_weights_and_biases_of_the_module():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     read = first_read(model, zoo.inputs("bert"))
+    assert read.residual is not None
     with torch.no_grad(), capturing(model, lambda call: None) as capture:
         found = affine_projections(capture, read)
         replay = Replay(capture, read)
@@ -39,7 +41,8 @@ def test_affine_maps_are_the_weights_and_biases_of_the_module():
         moved = read.residual[:, :5] + torch.randn(read.call.query.shape[1], 1, 5, read.residual.shape[-1])
         each = [r.own_queries(moved, torch.arange(5)) for r in (replay, replace(replay, affine=query_map))]
     torch.testing.assert_close(*each)
-    module, heads = read.call.module, read.call.query.shape[1]
+    module: Any = read.call.module
+    heads = read.call.query.shape[1]
     for (weight, bias), linear in zip(found, (module.query, module.key, module.value), strict=True):
         torch.testing.assert_close(weight.flatten(0, 1).float(), linear.weight.detach(), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(bias.flatten().float(), linear.bias.detach(), atol=1e-5, rtol=1e-4)
@@ -51,7 +54,7 @@ def test_affine_maps_are_the_weights_and_biases_of_the_module():
 @every_row("name", ["bert", "gpt2", "llama"])
 def test_maps_among_the_weights_are_those_that_basis_vectors_read_off(name):
     """Separate and fused projections, grouped keys: of one token, where rotary embeddings do nothing."""
-    model = zoo.fresh(name).double()
+    model: Any = zoo.fresh(name).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     read = first_read(model, zoo.inputs(name, rows=1))
@@ -83,10 +86,11 @@ def test_a_weight_that_is_nearly_the_map_is_not_taken_for_it():
 @every_row("name", ["llama", "gemma2"])
 def test_one_call_serves_all_heads_where_a_linear_layer_begins_the_query(name):
     """Queries and derivatives equal those of the whole module, one head after the other."""
-    model = zoo.fresh(name).double()
+    model: Any = zoo.fresh(name).double()
     for layer in model.layers:
         layer.self_attn.q_proj.bias = nn.Parameter(torch.randn(layer.self_attn.q_proj.out_features).double())
     read = first_read(model, zoo.inputs(name, rows=1))
+    assert read.residual is not None
     positions = torch.arange(1, 20, 2)
     with torch.no_grad(), capturing(model, lambda call: None) as capture:
         alone = Replay(capture, read)
@@ -116,7 +120,7 @@ def test_heads_that_the_module_mixes_are_replayed_one_by_one():
         return query + 0.01 * inputs[0].flip(-1)[..., : query.shape[-1]]
 
     for changed in (normalised, adapted):
-        model = zoo.fresh("llama")
+        model: Any = zoo.fresh("llama")
         for layer in model.layers:
             layer.self_attn.q_proj.register_forward_hook(changed)
         read = first_read(model, batch)

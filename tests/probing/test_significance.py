@@ -4,7 +4,7 @@ import mpmath
 import numpy as np
 import pytest
 import scipy.stats
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from massieu.probing.significance import (
@@ -17,7 +17,6 @@ from massieu.probing.significance import (
 
 @pytest.mark.medium
 @given(st.lists(st.floats(0, 1) | st.just(float("nan")), max_size=40))
-@settings(max_examples=200, deadline=None)
 def test_q_values_are_the_definitions_with_nan_passed_through(p_values):
     """q of a test: the least p·m/rank over all tests whose p is no smaller."""
     p = np.array(p_values)
@@ -49,7 +48,6 @@ def test_false_discoveries_are_controlled():
 
 
 @given(st.floats(-50, 50), st.floats(0, 10), st.floats(-50, 50), st.floats(1e-3, 10))
-@settings(max_examples=200, deadline=None)
 def test_difference_is_the_normal_test(a, se_a, b, se_b):
     expected = 2 * scipy.stats.norm.sf(abs(a - b) / np.hypot(se_a, se_b))
     np.testing.assert_allclose(difference_p(*map(np.array, (a, se_a, b, se_b))), expected, rtol=1e-10, atol=1e-300)
@@ -61,7 +59,6 @@ def test_difference_is_the_normal_test(a, se_a, b, se_b):
     count=st.integers(2, 130) | st.sampled_from([1000, 10_000]),
     se=st.floats(0, 10),
 )
-@settings(max_examples=400, deadline=None)
 def test_prediction_interval_is_students_t(t, count, se):
     deviation, mean = 1.5, 0.25
     scale = np.sqrt(se**2 + deviation**2 * (1 + 1 / count))

@@ -151,14 +151,13 @@ def test_no_edit_of_an_entry_ends_a_load_in_a_traceback(stored):
 
 @pytest.mark.medium
 def test_no_edit_of_an_entry_ends_a_page_in_a_traceback(stored):
-    edits = random.Random(1).sample(_all_edits(stored), 60)
+    edits = random.Random(1).sample(_all_edits(stored), 20)
     assert 0 < _try_edits(stored, edits, _use) < len(edits)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 5))
-def test_no_edit_of_many_ends_in_a_traceback(stored, seed):
-    edits = random.Random(seed).sample(_all_edits(stored), 600)
+def test_no_edit_of_many_ends_in_a_traceback(stored):
+    edits = random.Random(2).sample(_all_edits(stored), 600)
     assert 0 < _try_edits(stored, edits, _use) < len(edits)
 
 

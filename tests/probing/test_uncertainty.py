@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, weights_of, window
+from tests.support.rows import some_slow
 
 from massieu.probing.statistics.registry import UNCERTAINTY, measures
 from massieu.probing.statistics.uncertainty import (
@@ -116,7 +117,8 @@ def test_what_cannot_be_known_has_no_number():
         assert total.isfinite().all() and count.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.medium
+@some_slow("kind", ["llama", "bert"], 1)
 def test_batches_change_nothing(kind):
     names = list(measures(UNCERTAINTY))
     check_batches_change_nothing(kind, names, dict.fromkeys(names, "reinitialised"))

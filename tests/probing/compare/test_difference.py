@@ -115,8 +115,9 @@ def test_documents_are_summed_in_blocks_too():
 
 def test_sums_survive_storage_exactly():
     wide = drawn(4, even=False)
-    kept = UnitSums("text", None, {("head", "a", "entropy"): drawn(0), ("head", "b", "entropy"): wide})
-    kept.sums["layer", "a attention", "effective_rank_change"] = drawn(5, units=2)
+    sums = {("head", "a", "entropy"): drawn(0), ("head", "b", "entropy"): wide}
+    sums["layer", "a attention", "effective_rank_change"] = drawn(5, units=2)
+    kept = UnitSums("text", None, sums)
     read = UnitSums.from_bytes(kept.to_bytes(), "here")
     assert (read.text, read.tokenizer, set(read.sums)) == ("text", None, set(kept.sums))
     for key, sums in kept.sums.items():

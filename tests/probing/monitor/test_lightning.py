@@ -18,9 +18,10 @@ from massieu.errors import MissingExtraError
 from massieu.probing.monitor import lightning as under_test
 
 pytestmark = pytest.mark.medium
+LIGHTNING, PYTORCH_LIGHTNING = under_test.PACKAGES
 
 
-@pytest.fixture(params=under_test.PACKAGES)
+@pytest.fixture(params=[LIGHTNING, pytest.param(PYTORCH_LIGHTNING, marks=pytest.mark.slow)])
 def pl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Lightning under either name, as the one that the program has imported."""
     package = pytest.importorskip(request.param)

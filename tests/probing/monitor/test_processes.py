@@ -1,13 +1,29 @@
 """Two Gloo processes, each with its share of the batch or of the heads, give the record of one."""
 
+import functools
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.support.probing import monitor_work as work
 from tests.support.processes import run
 
+from massieu.report.record_lines import read_run
+
 pytestmark = pytest.mark.medium
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records") / "run.jsonl"
+
+
+@pytest.fixture(scope="module")
+def processes(lines: Path) -> list[Any]:
+    """What both processes show of each piece of work, by its name: they are started once for all tests."""
+    return run(functools.partial(work.everything, lines), 2, 60)
 
 
 def check_equal(record: dict[str, float], expected: dict[str, float]) -> None:
@@ -18,37 +34,51 @@ def check_equal(record: dict[str, float], expected: dict[str, float]) -> None:
         assert math.isfinite(value)
 
 
-def test_data_parallel():
+def test_data_parallel(processes: list[Any]):
     expected = work.one_process()
-    for record in run(work.data_parallel, 2, 60):
+    for process in processes:
+        record = dict(process["data_parallel"])
         norm = record.pop("massieu/gradient_norm")
         assert norm > 0
         check_equal(record, expected)
 
 
-def test_fully_sharded():
+def test_fully_sharded(processes: list[Any]):
     """The record, and the training step after it, which computes with the weights after the step and not before it."""
     expected = work.one_process()
-    for (record, trained), alone in zip(
-        run(work.fully_sharded, 2, 60), run(work.fully_sharded_alone, 2, 60), strict=True
-    ):
+    for process in processes:
+        record, trained = process["fully_sharded"]
         check_equal(record, expected)
-        assert torch.equal(trained, alone)
+        assert torch.equal(trained, process["fully_sharded_alone"])
 
 
-def test_tensor_parallel():
+def test_tensor_parallel(processes: list[Any]):
     expected = work.one_process_of_llama()
-    for record in run(work.tensor_parallel, 2, 60):
-        check_equal(record, expected)
+    for process in processes:
+        check_equal(process["tensor_parallel"], expected)
 
 
-def test_processes_at_different_steps_are_told():
-    for said in run(work.at_different_steps, 2, 60):
-        assert said == "all processes must call the monitor at the same steps, got steps [0, 1]"
+def test_processes_at_different_steps_are_told(processes: list[Any]):
+    for process in processes:
+        said = "all processes must call the monitor at the same steps, got steps [0, 1]"
+        assert process["at_different_steps"] == said
 
 
-def test_a_process_that_does_not_call_its_model_keeps_none_of_the_others_waiting():
+def test_a_process_that_does_not_call_its_model_keeps_none_of_the_others_waiting(processes: list[Any]):
     expected = work.watched_by_one()
-    for seen, unseen in run(work.watched_by_some, 2, 60):
+    for process in processes:
+        seen, unseen = process["watched_by_some"]
         check_equal(seen, expected)
         assert unseen is None
+
+
+def test_sharded_gradients_count_as_a_whole(processes: list[Any]):
+    expected = work.explicit_norm(*work.gradients())
+    for process in processes:
+        assert process["sharded_gradients"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_of_two_processes_one_writes(processes: list[Any], lines: Path):
+    assert len(processes) == 2
+    assert len(lines.read_text().splitlines()) == 21
+    assert read_run(lines).curve("rank") == dict.fromkeys(range(20), 0.0)

@@ -12,8 +12,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-import torch.multiprocessing as processes
 from tests.support.rows import every_row
 
 from massieu import InputError
@@ -97,7 +95,7 @@ while True:
 """
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
 def test_a_kill_cuts_no_line_but_the_last_and_the_run_goes_on(tmp_path: Path):
     # Linux may end a write between two pages where its process is killed, so the last line is whole or cut by chance.
@@ -262,22 +260,6 @@ def test_a_record_after_a_cut_line_stands_on_a_line_of_its_own(cut: bytes, tmp_p
         file.write(cut)
     lines({"massieu/loss": 3.0}, 2)
     assert read_run(path).curve("loss") == {0: 1.0, 2: 3.0}
-
-
-def together(rank: int, path: str, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    write = Outlets(path, SETTINGS)
-    for step in range(20):
-        write({"massieu/rank": float(rank)}, step)
-    dist.destroy_process_group()
-
-
-@pytest.mark.medium
-def test_of_two_processes_one_writes(tmp_path: Path):
-    path = tmp_path / "run.jsonl"
-    processes.spawn(together, (str(path), str(tmp_path / "store")), nprocs=2)
-    assert len(path.read_text().splitlines()) == 21
-    assert read_run(path).curve("rank") == dict.fromkeys(range(20), 0.0)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no limit of a file's size")

@@ -42,6 +42,11 @@ def writer() -> Any:
     return shuffled(LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)))
 
 
+def probed(model: Any, replace: Any, batches: Any = BATCHES, **how: Any) -> Any:
+    """With as little beside the replacements as a probe measures."""
+    return massieu.probe(model, batches, replace=replace, statistics=["entropy"], quick=True, **how)
+
+
 def losses(model: Any, row: int) -> Tensor:
     real = MASK[row].bool()
     with torch.no_grad():
@@ -81,7 +86,7 @@ def ratio(rows: list[Tensor]) -> tuple[float, float]:
 @pytest.mark.parametrize("rule", ["off", "off(mean)"])
 def test_loss_without_each_head(rule):
     model = writer()
-    found = massieu.probe(model, BATCHES, replace=rule, replace_per="head", statistics=["entropy"]).run.replacements
+    found = probed(model, rule, replace_per="head").run.replacements
     assert [(each.layer, each.head) for each in found] == [(layer, head) for layer in (0, 1) for head in range(HEADS)]
     each: Any
     for each in found:
@@ -102,7 +107,7 @@ def test_loss_without_each_head(rule):
 
 def test_a_model_without_a_loss_is_judged_by_its_output():
     model = shuffled(BertModel(BertConfig(**SIZES)))
-    found = massieu.probe(model, BATCHES, replace=["off", "identity"], replace_per="site").run.replacements
+    found = probed(model, ["off", "identity"], replace_per="site").run.replacements
     assert [(each.rule, each.layer, each.measure) for each in found] == [
         (rule, layer, "output") for rule in ("off", "identity") for layer in (0, 1)
     ]
@@ -142,7 +147,7 @@ def test_rules_of_ones_own_and_how_many_windows():
     def doubled(call: Any) -> Tensor:
         return 2 * call.output
 
-    found = massieu.probe(writer(), BATCHES, replace=[doubled], replace_windows=2).run.replacements
+    found = probed(writer(), [doubled], replace_windows=2).run.replacements
     assert [(each.rule, each.windows, each.site) for each in found] == [("doubled", 2, None)]
 
 
@@ -152,7 +157,7 @@ def test_changes_that_are_not_finite_are_counted():
         output[:, 6:] = torch.nan if call.site.name.startswith("layers.1") else output[:, 6:]
         return output
 
-    result = massieu.probe(writer(), BATCHES, replace=[" off(mean) ", broken], statistics=["entropy"])
+    result = probed(writer(), [" off(mean) ", broken])
     mean, found = result.run.replacements
     expected = int(MASK[SAMPLED][:, :6].sum())  # predictions from the first six tokens
     assert mean.rule == "off(mean)" and found.tokens == expected and found.value == pytest.approx(0, abs=1e-6)
@@ -182,7 +187,7 @@ def test_a_rule_that_ends_on_the_way_loses_nothing_else(monkeypatch):
             raise RuntimeError("no more")
         return call.output
 
-    result = massieu.probe(writer(), BATCHES, replace=[ends, "off"], statistics=["entropy"])
+    result = probed(writer(), [ends, "off"])
     said = "attention replaced by ends could not be measured and is left out (no more)"
     assert [each.rule for each in result.run.replacements] == ["off"] and result.run.warnings.count(said) == 1
     assert result.run.replacements[0].windows == len(SAMPLED) and len(result.table) > 0
@@ -190,22 +195,20 @@ def test_a_rule_that_ends_on_the_way_loses_nothing_else(monkeypatch):
 
 def test_windows_are_counted_and_not_the_blocks_of_them():
     ids = torch.randint(1, 40, (700, 3), generator=torch.Generator().manual_seed(1))
-    found = massieu.probe(writer(), [{"input_ids": ids}], replace="off", replace_windows=70, statistics=["entropy"])
+    found = probed(writer(), "off", [{"input_ids": ids}], replace_windows=70)
     assert found.run.replacements[0].windows == 70  # more than a standard error has units
 
 
 def test_what_is_drawn_does_not_depend_on_the_rules_before():
-    one, other = (
-        massieu.probe(writer(), BATCHES, replace=["resample(2)"], statistics=["entropy"], seed=5).run.replacements[0]
-        for _ in range(2)
-    )
-    assert one.value == other.value
+    rules = (["resample(2)"], ["off", "resample(2)"])
+    one, other = (probed(writer(), each, seed=5).run.replacements[-1] for each in rules)
+    assert one.rule == other.rule and one.value == other.value
 
 
 def test_batches_do_not_change_it():
     model = writer()
     whole = [{"input_ids": IDS, "attention_mask": MASK}]
-    one, other = (massieu.probe(model, given, replace=["off(mean)", "top_k(2)"]) for given in (BATCHES, whole))
+    one, other = (probed(model, ["off(mean)", "top_k(2)"], given) for given in (BATCHES, whole))
     for a, b in zip(one.run.replacements, other.run.replacements, strict=True):
         assert a.value == pytest.approx(b.value, rel=1e-4, abs=1e-6)
 
@@ -222,7 +225,7 @@ def test_an_interruption_keeps_whole_windows(monkeypatch):
             if len(calls) == 6:
                 signal.raise_signal(signal.SIGINT)
 
-    result = massieu.probe(model, BATCHES, replace=["off", "joint", "top_k(2)", "window(2)"], progress=progress)
+    result = probed(model, ["off", "joint", "top_k(2)", "window(2)"], progress=progress)
     assert not result.complete
     assert {each.windows for each in result.run.replacements} == {1}
 

@@ -240,17 +240,26 @@ def test_one_head_without_a_number_takes_it_to_all_that_share_one_softmax():
     assert found[0, 2].isnan().all() and found[0, :2].isfinite().all() and found[0, 3:].isfinite().all()
 
 
+def copied(given: AttentionCall, copies: int) -> AttentionCall:
+    """The same batch so many times in one."""
+    parts = {name: getattr(given, name) for name in ("query", "key", "value", "log_weight", "output")}
+    return replace(
+        given, **{name: None if part is None else part.repeat(copies, 1, 1, 1) for name, part in parts.items()}
+    )
+
+
 @pytest.mark.parametrize("kind", ["grouped", "causal", "padded"])
 def test_draws_have_attentions_mean_and_its_variance(kind):
     """Over many passes: the mean of n draws has mean attention, and variance Cov/n (S19)."""
-    given, passes, draws = call(kind), 800, 3
+    given, passes, copies, draws = call(kind), 8, 100, 3
+    many = copied(given, copies)
     rule = parse(f"resample({draws})")
     logits, _, value = written_out(given)
     p = softmax(logits, None)
     mean = p @ value
     variance = (p @ value.square() - mean.square()).clamp_min(0) / draws
-    found = torch.stack([rule(given).double().transpose(1, 2) for _ in range(passes)])
-    error = (variance / passes).sqrt() + 1e-6
+    found = torch.cat([rule(many).double().transpose(1, 2).unflatten(0, (copies, B)) for _ in range(passes)])
+    error = (variance / len(found)).sqrt() + 1e-6
     assert ((found.mean(0) - mean).abs() <= 5.5 * error).all()
     assert (found.var(0) - variance).abs().sum() <= 0.2 * variance.sum()
 

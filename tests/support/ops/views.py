@@ -2,20 +2,9 @@
 
 import math
 
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.ops.explicit import draw, finite
-
-EXAMPLES = pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.slow)])
-
-
-def for_any(strategy, check, examples):
-    """Hypothesis over one strategy, as many examples as asked for."""
-    quiet = list(HealthCheck)
-    settings(max_examples=examples, deadline=None, suppress_health_check=quiet)(given(strategy)(check))()
-
 
 # The shape of a leaf for a shape, and the view of the leaf that has it.
 LAYOUTS = {

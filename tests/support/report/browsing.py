@@ -12,7 +12,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 from tests.support.report.synthetic_results import Results
 
-WIDTHS = (1400, 400)
+NARROW = 400
+"""The width of a telephone's window; pages are opened 1400 wide else."""
 
 
 class Page:
