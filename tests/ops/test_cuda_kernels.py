@@ -9,7 +9,7 @@ import torch
 from tests.support.ops import explicit, simulated
 from tests.support.ops.explicit import draw
 from tests.support.ops.simulated import KERNELS, WRONG
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 from massieu import ops
 from massieu.ops.cuda import proof
@@ -72,7 +72,7 @@ def _taken(kernel, dtype, name):
 
 @pytest.mark.medium
 @every_row("kernel", list(KERNELS), ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@some_slow("dtype", [torch.float32, torch.bfloat16, torch.float16], 2, ids=str)
 def test_both_results_and_all_gradients(cuda, kernel, dtype):
     tensors = _tensors(dtype=dtype)
     grad, level = draw(2, 4, 37, 24, seed=4).to(dtype), 0.3 * draw(2, 4, 37, seed=5)
@@ -120,12 +120,12 @@ def test_every_shape_causal(cuda, kernel):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_all_of_the_gradient_of_log_partition_arrives(cuda, kernel, dtype):
     """On average over draws, however small its cotangent is beside the output's."""
-    for scale in (1.0, 0.1, 0.01, 0.001):
+    for scale in (1.0, 0.01):
         shares = []
         for seed in range(12):
-            tensors = [draw(1, 2, 256, 64, seed=4 * seed + part, dtype=dtype) for part in range(3)]
-            grad = draw(1, 2, 256, 64, seed=4 * seed + 3).to(dtype)
-            level = scale * draw(1, 2, 256, seed=seed + 1000)
+            tensors = [draw(1, 2, 128, 64, seed=4 * seed + part, dtype=dtype) for part in range(3)]
+            grad = draw(1, 2, 128, 64, seed=4 * seed + 3).to(dtype)
+            level = scale * draw(1, 2, 128, seed=seed + 1000)
 
             def run(*t):
                 return ops.attention(*t, is_causal=True, backend=kernel)

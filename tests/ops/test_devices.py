@@ -128,7 +128,8 @@ def cuda(guard):
         yield torch.device("cuda")
 
 
-@pytest.mark.medium
+@pytest.mark.needs("compiler")
+@pytest.mark.slow
 @every_row("dtype", [torch.float64, torch.bfloat16])
 @every_row("mask, band", zip(MASKS, [*BANDS, *BANDS], strict=False))
 @every_row("backend", ["blocks", "reference"])

@@ -1,5 +1,6 @@
 """FlexAttention's kernel, in its dense form on the CPU: against all weights at once in float64."""
 
+import itertools
 import math
 import re
 import sys
@@ -23,6 +24,7 @@ LAYOUTS = {
     "long queries": (1, 3, 1, 150, 20, 24, 40),
 }
 LENGTH, KEYS = 150, 140
+SINGLE = torch.finfo(torch.float32).eps
 OPTIONS = {
     "plain": {},
     "soft cap": {"softcap": 0.7, "scale": 0.4},
@@ -55,6 +57,8 @@ def registered(monkeypatch):
             backend.__dict__["_compiled"] = flex._attend
         monkeypatch.setattr(proof, "_verdicts", {})
         monkeypatch.setattr(proof, "_said", set())
+        # Uncompiled it has no blocks of its own: a smaller problem proves as much.
+        monkeypatch.setattr(proof, "LENGTHS", (35, 75))
         if not proves:
             monkeypatch.setattr(proof, "failure", lambda backend, problem: None)
         # It has a backward pass on the CPU, and says it has none.
@@ -111,7 +115,7 @@ def test_results(registered, layout, name):
     registered()
     tensors, options = problem(layout, OPTIONS[name])
     found = ops.attention(*tensors, **options, backend="flex")
-    assert_close(found, attention(*tensors, **options), 2e-6)
+    assert_close(found, attention(*tensors, **options), 16 * SINGLE)
     log_z = ops.log_partition(*tensors[:2], **options, backend="flex")
     assert torch.equal(log_z, found.log_partition)
 
@@ -121,21 +125,21 @@ def test_gradients(registered, name):
     registered()
     tensors, options = problem("square", OPTIONS[name])
     found = gradients(lambda *given, **named: ops.attention(*given, **named, backend="flex"), tensors, options)
-    assert_close(found, gradients(attention, [t.double() for t in tensors], options), 5e-6)
+    assert_close(found, gradients(attention, [t.double() for t in tensors], options), 40 * SINGLE)
 
 
 @pytest.mark.slow
-@every_row("name, layout", [(name, layout) for name in OPTIONS for layout in LAYOUTS])
+@every_row("name, layout", zip(OPTIONS, itertools.cycle(LAYOUTS), strict=False))
 def test_compiled_gradients(registered, name, layout):
     """The weights' too: dynamo alone makes them inputs of the kernel."""
     registered("eager")
     tensors, options = problem(layout, OPTIONS[name])
     found = gradients(lambda *given, **named: ops.attention(*given, **named, backend="flex"), tensors, options)
-    assert_close(found, gradients(attention, [t.double() for t in tensors], options), 1e-5)
+    assert_close(found, gradients(attention, [t.double() for t in tensors], options), 80 * SINGLE)
 
 
-@every_row("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
-def test_half_precision(registered, dtype, tolerance):
+@every_row("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(registered, dtype):
     registered()
     tensors, options = problem("long keys", OPTIONS["soft cap"], dtype)
     output, log_z, *found = gradients(
@@ -143,8 +147,9 @@ def test_half_precision(registered, dtype, tolerance):
     )
     wanted, level, *exact = gradients(attention, [t.double() for t in tensors], options)
     assert (output.dtype, log_z.dtype) == (dtype, torch.float32)
-    assert_close((output, *found), (wanted, *exact), tolerance)
-    assert_close((log_z,), (level,), 2e-6)
+    # Weights, what is multiplied with them, and the result are rounded.
+    assert_close((output, *found), (wanted, *exact), 3 * torch.finfo(dtype).eps)
+    assert_close((log_z,), (level,), 16 * SINGLE)
 
 
 def test_log_partition_alone(registered):
@@ -154,7 +159,7 @@ def test_log_partition_alone(registered):
     found = torch.autograd.grad(ops.log_partition(query, key, **options, backend="flex").square().sum(), (query, key))
     wide = [tensor.detach().double().requires_grad_() for tensor in (query, key)]
     exact = torch.autograd.grad(attention(wide[0], wide[1], wide[1], **options)[1].square().sum(), wide)
-    assert_close(found, exact, 5e-6)
+    assert_close(found, exact, 40 * SINGLE)
 
 
 def test_a_value_alone_may_be_learned(registered):
@@ -164,7 +169,7 @@ def test_a_value_alone_may_be_learned(registered):
     (found,) = torch.autograd.grad(ops.attention(query, key, value, softcap=1.0, backend="flex").output.sum(), value)
     wide = value.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(attention(query, key, wide, softcap=1.0)[0].sum(), wide)
-    assert_close((found,), (exact,), 5e-6)
+    assert_close((found,), (exact,), 40 * SINGLE)
 
 
 def test_second_derivatives(registered):
@@ -179,7 +184,7 @@ def test_second_derivatives(registered):
     found = slope(
         lambda *given, **named: ops.attention(*given, **named, backend="flex"), [t.requires_grad_() for t in tensors]
     )
-    assert_close(found, slope(attention, [t.detach().double().requires_grad_() for t in tensors]), 2e-5)
+    assert_close(found, slope(attention, [t.detach().double().requires_grad_() for t in tensors]), 160 * SINGLE)
 
 
 def test_layouts_of_memory(registered):
@@ -188,7 +193,7 @@ def test_layouts_of_memory(registered):
     (query, key, value), _ = problem("square", {})
     odd = query.mT.contiguous().mT, key[:, :1].expand(-1, 2, -1, -1), torch.cat([value, value], -1)[..., ::2]
     found = gradients(lambda *given, **named: ops.attention(*given, **named, backend="flex"), odd, {"softcap": 1.0})
-    assert_close(found, gradients(attention, [t.double() for t in odd], {"softcap": 1.0}), 5e-6)
+    assert_close(found, gradients(attention, [t.double() for t in odd], {"softcap": 1.0}), 40 * SINGLE)
     learned = [tensor.requires_grad_() for tensor in odd]
     output, log_z = ops.attention(*learned, softcap=1.0, backend="flex")
     once, again = (torch.autograd.grad(output.sum() + log_z.sum(), learned, retain_graph=True) for _ in range(2))
@@ -310,31 +315,19 @@ def test_on_the_cpu_it_refuses():
 
 
 @pytest.mark.medium
-def test_compiled_by_the_caller(registered):
-    registered("aot_eager")
-    tensors, options = problem("square", OPTIONS["window"])
-
-    def run(*given):
-        return tuple(ops.attention(*given, **options, backend="flex"))
-
-    found = gradients(torch.compile(run, backend="aot_eager", fullgraph=True), tensors, {})
-    assert_close(found, gradients(lambda *given: attention(*given, **options), [t.double() for t in tensors], {}), 5e-6)
-
-
-@pytest.mark.medium
 def test_it_is_compiled_once(registered):
     """Once for each of: with and without gradients, caps, kinds of mask. Another length makes sizes variable, once."""
     counts = torch._dynamo.testing.CompileCounterWithBackend("eager")
     backend = registered("eager")
     backend.__dict__["_compiled"] = torch.compile(flex._attend, backend=counts, fullgraph=True)
     made = []
-    for length in (20, 30, 40, 50, 60):
-        for window in (3, 4, 5):
+    for length in (5, 7, 9):
+        for window in (2, 3) if length == 5 else (3,):
             query, key, value = (draw(1, 2, length, 16, seed=length).float() for _ in range(3))
             found = ops.attention(query, key, value, window=window, softcap=2.0, backend="flex")
-            assert_close(found, attention(query, key, value, window=window, softcap=2.0), 2e-6)
+            assert_close(found, attention(query, key, value, window=window, softcap=2.0), 16 * SINGLE)
         made.append(counts.frame_count)
-    assert made[1:] == [made[1]] * 4
+    assert made[1] == made[2]
     assert made[1] <= 2
 
 
@@ -347,15 +340,32 @@ def call(name, layout="square", dtype=torch.float32):
     return gradients(ops.attention, tensors, options)
 
 
-@pytest.mark.parametrize("name", ["soft cap", *(pytest.param(name, marks=pytest.mark.medium) for name in OPTIONS)])
-def test_it_is_proved_and_taken(registered, name):
-    registered("eager" if name in ("keys", "pairs", "pairs of all heads") else None, proves=True)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16) if name == "soft cap" else (torch.float32,):
-        call(name, dtype=dtype)
+COMPILED = {"keys": pytest.mark.medium, "pairs": pytest.mark.slow, "pairs of all heads": pytest.mark.slow}
+"""Options whose log-weights are learned, which takes a compiler."""
+
+
+def assert_proved_and_taken(name, dtype):
+    call(name, dtype=dtype)
     assert set(proof._verdicts.values()) == {None}
     assert all(key[0] == "flex" for key in proof._verdicts)
     layouts = [key[3] for key in proof._verdicts]
     assert {isinstance(one, proof.Layout) and one.capped for one in layouts} == {"softcap" in OPTIONS[name]}
+
+
+@pytest.mark.medium
+@every_row("name, dtype", [
+    *((name, torch.float32) for name in OPTIONS if name not in COMPILED),
+    ("soft cap", torch.bfloat16), ("soft cap", torch.float16),
+])  # fmt: skip
+def test_it_is_proved_and_taken(registered, name, dtype):
+    registered(proves=True)
+    assert_proved_and_taken(name, dtype)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in COMPILED.items()])
+def test_with_learned_weights_it_is_proved_and_taken(registered, name):
+    registered("eager", proves=True)
+    assert_proved_and_taken(name, torch.float32)
 
 
 def in_base_two(run, *given):
@@ -387,14 +397,14 @@ def out_of_order(*given):
 @pytest.mark.parametrize(("name", "fault", "told"), [
     ("soft cap", in_base_two, "its log_partition is off by"),
     ("soft cap", out_of_order, "it failed its proof: no valid Triton configs"),
-    pytest.param("soft cap", without_its_cotangent, "its grad_query is off by|of the gradient of", marks=pytest.mark.medium),
-    pytest.param("soft cap", without_its_cap, "its output is off by", marks=pytest.mark.medium),
-    pytest.param("causal", with_a_late_band, "its output is off by", marks=pytest.mark.medium),
-    pytest.param("pairs", without_a_weight_gradient, "its grad_log_weight is off by", marks=pytest.mark.medium),
+    ("soft cap", without_its_cotangent, "its grad_query is off by|of the gradient of"),
+    ("soft cap", without_its_cap, "its output is off by"),
+    ("causal", with_a_late_band, "its output is off by"),
+    pytest.param("keys", without_a_weight_gradient, "its grad_log_weight is off by", marks=pytest.mark.medium),
 ])  # fmt: skip
 def test_what_is_wrong_is_not_taken(registered, name, fault, told):
     """And the results are the reference's, with one warning."""
-    backend = registered("eager" if name == "pairs" else None, proves=True)
+    backend = registered("eager" if name in COMPILED else None, proves=True)
     run = backend._compiled
     backend.__dict__["_compiled"] = lambda *given: fault(run, *given)
     with pytest.warns(UserWarning, match="'flex' is not used on cpu") as warned:
@@ -403,27 +413,29 @@ def test_what_is_wrong_is_not_taken(registered, name, fault, told):
     assert re.search(told, str(warned[0].message))
     tensors, options = problem("square", OPTIONS[name])
     wanted = gradients(attention, [t.double() for t in tensors], options)
-    assert_close(found, wanted, 5e-6)
+    assert_close(found, wanted, 40 * SINGLE)
     assert all(map(torch.equal, found, again))
 
 
 @pytest.mark.medium
 def test_within_compiled_code_it_is_proved_before_or_not_taken(registered):
     """The proof would have to be compiled meanwhile, which never ends."""
-    registered("aot_eager", proves=True)
-    tensors, options = problem("square", OPTIONS["soft cap"])
+    registered(proves=True)
+    tensors, options = problem("square", OPTIONS["causal"])
 
-    def compiled():
-        return torch.compile(lambda *given: tuple(ops.attention(*given, **options)), backend="eager", fullgraph=True)
+    def compiled(backend):
+        torch._dynamo.reset()
+        return torch.compile(lambda *given: tuple(ops.attention(*given, **options)), backend=backend, fullgraph=True)
 
     with pytest.warns(UserWarning, match="call it once before"):
-        before = compiled()(*tensors)
+        before = compiled("eager")(*tensors)
     assert not proof._verdicts
     ops.attention(*tensors, **options)
     assert list(proof._verdicts.values()) == [None]
-    after = compiled()(*tensors)
-    for found in (before, after):
-        assert_close(found, attention(*tensors, **options), 2e-6)
+    assert_close(before, attention(*tensors, **options), 16 * SINGLE)
+    after = gradients(compiled("aot_eager"), tensors, {})
+    exact = gradients(lambda *given: attention(*given, **options), [t.double() for t in tensors], {})
+    assert_close(after, exact, 40 * SINGLE)
 
 
 def test_another_thread(registered):
@@ -433,7 +445,7 @@ def test_another_thread(registered):
     thread = threading.Thread(target=lambda: found.extend(ops.attention(*tensors, **options, backend="flex")))
     thread.start()
     thread.join()
-    assert_close(found, attention(*tensors, **options), 2e-6)
+    assert_close(found, attention(*tensors, **options), 16 * SINGLE)
 
 
 def test_under_autocast(registered):
@@ -443,4 +455,4 @@ def test_under_autocast(registered):
         output, log_z = ops.attention(query, key, value, softcap=1.0, backend="flex")
     assert (output.dtype, log_z.dtype) == (torch.bfloat16, torch.float32)
     rounded = [tensor.bfloat16() for tensor in (query, key, value)]
-    assert_close((log_z,), attention(*rounded, softcap=1.0)[1:], 2e-6)
+    assert_close((log_z,), attention(*rounded, softcap=1.0)[1:], 16 * SINGLE)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rows import every_row
 
@@ -44,10 +44,9 @@ def explicit(query, key, value, visible):
 
 
 @pytest.mark.medium
-@settings(max_examples=60, deadline=None)
 @given(
     batch=st.integers(1, 4), key_heads=st.integers(1, 3), group=st.integers(1, 3),
-    length=st.sampled_from([1, 2, 129, 260]), keys=st.sampled_from([1, 2, 127, 300]), is_causal=st.booleans(),
+    length=st.sampled_from([1, 2, 65, 129]), keys=st.sampled_from([1, 2, 63, 140]), is_causal=st.booleans(),
     capacity=st.sampled_from([1, 500, 40_000, 1 << 20]), mask=st.sampled_from(["none", "left", "right", "window", "any"]),
 )  # fmt: skip
 def test_tiles_do_not_show(batch, key_heads, group, length, keys, is_causal, capacity, mask):

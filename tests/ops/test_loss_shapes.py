@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.ops import explicit
 from tests.support.ops.views import (
-    EXAMPLES,
     LAYOUTS,
     few,
-    for_any,
     layouts,
     leaf_and_view,
     make_booleans,
@@ -50,9 +49,9 @@ def vocabularies(draw_from):
 
 
 @pytest.mark.medium
-@EXAMPLES
-def test_linear_cross_entropy(examples, monkeypatch):
-    def check(drawn):
+@given(vocabularies())
+def test_linear_cross_entropy(drawn):
+    with pytest.MonkeyPatch.context() as monkeypatch:
         named, biased, target, options, tile = drawn
         monkeypatch.setattr(score_tiles, "TILE_PAIRS", tile[0])
         monkeypatch.setattr(score_tiles, "TILE_ROWS", tile[1])
@@ -73,8 +72,6 @@ def test_linear_cross_entropy(examples, monkeypatch):
                 return
             level = torch.logsumexp(logits, -1)
             same(tuple(found) if with_level else [found], [wanted, level] if with_level else [wanted], leaves)
-
-    for_any(vocabularies(), check, examples)
 
 
 @st.composite
@@ -134,9 +131,9 @@ def explicit_contrast(query, key, negatives, log_weight, positive, symmetric, te
 
 
 @pytest.mark.medium
-@EXAMPLES
-def test_info_nce(examples, monkeypatch):
-    def check(drawn):
+@given(contrasts())
+def test_info_nce(drawn):
+    with pytest.MonkeyPatch.context() as monkeypatch:
         named, symmetric, positive, tile = drawn
         monkeypatch.setattr(score_tiles, "TILE_PAIRS", tile[0])
         monkeypatch.setattr(score_tiles, "TILE_ROWS", tile[1])
@@ -151,13 +148,21 @@ def test_info_nce(examples, monkeypatch):
         leaves = [leaf for leaf, _ in named.values() if leaf.requires_grad]
         same(found, wanted, [*leaves, temperature])
 
-    for_any(contrasts(), check, examples)
+
+@st.composite
+def points(draw_from):
+    count, size, seed = draw_from(st.integers(0, 8)), draw_from(st.integers(1, 4)), draw_from(st.integers(0, 99))
+    named = leaf_and_view(
+        (count, size), draw_from(st.sampled_from([name for name in LAYOUTS if name != "expanded"])), seed
+    )
+    labels = integers((count,), seed, 3, draw_from(st.sampled_from(INTEGERS)))
+    return named, labels, draw_from(st.sampled_from([(1, 1), (7, 3), (1 << 20, 2048)]))
 
 
 @pytest.mark.medium
-@EXAMPLES
-def test_nca(examples, monkeypatch):
-    def check(drawn):
+@given(points())
+def test_nca(drawn):
+    with pytest.MonkeyPatch.context() as monkeypatch:
         (leaf, view), labels, tile = drawn
         monkeypatch.setattr(score_tiles, "TILE_PAIRS", tile[0])
         monkeypatch.setattr(score_tiles, "TILE_ROWS", tile[1])
@@ -173,14 +178,3 @@ def test_nca(examples, monkeypatch):
             assert found.loss.isnan()
             found, wanted = found[1:], wanted[1:]
         same(found, wanted, [leaf])
-
-    @st.composite
-    def points(draw_from):
-        count, size, seed = draw_from(st.integers(0, 8)), draw_from(st.integers(1, 4)), draw_from(st.integers(0, 99))
-        named = leaf_and_view(
-            (count, size), draw_from(st.sampled_from([name for name in LAYOUTS if name != "expanded"])), seed
-        )
-        labels = integers((count,), seed, 3, draw_from(st.sampled_from(INTEGERS)))
-        return named, labels, draw_from(st.sampled_from([(1, 1), (7, 3), (1 << 20, 2048)]))
-
-    for_any(points(), check, examples)

@@ -85,7 +85,9 @@ def test_the_first_of_several_largest_scores(backend):
     assert (ops.attention_moments(query, key[:, :, :0], backend="reference").max_position == -1).all()
     for number in (math.nan, math.inf):
         query[0, 0, 7] = number
-        found = ops.attention_moments(query, key, backend=backend, moments=("max_position",)).max_position[0, 0]
+        places = ops.attention_moments(query, key, backend=backend, moments=("max_position",)).max_position
+        assert places is not None
+        found = places[0, 0]
         assert found.tolist() == [3] * 7 + [-1] + [3] * 42
 
 
@@ -188,6 +190,7 @@ def test_some_inside_compiled_code():
 
     def function(q, k):
         found = ops.attention_moments(q, k, moments=("entropy", "max_position"), window=3)
+        assert found.entropy is not None
         return found.entropy.sum(), found.max_position
 
     loss, place = torch.compile(function, fullgraph=True)(query, key)

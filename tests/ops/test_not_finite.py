@@ -52,8 +52,10 @@ OPTIONS = {
 
 
 @pytest.mark.medium
-@every_row("number", VALUES)
-@every_row("keys", LENGTHS)
+@every_row(
+    "number, keys",
+    [*((math.nan, keys) for keys in LENGTHS), (math.inf, 3), (math.inf, 16), (-math.inf, 7), (-math.inf, 33)],
+)
 @every_row("name", OPTIONS)
 def test_a_query(name, keys, number):
     """One entry of it, and all of it, beside finite ones: float32 here, every type below."""
@@ -63,8 +65,7 @@ def test_a_query(name, keys, number):
 @pytest.mark.medium
 @every_row("number", VALUES)
 @every_row("dtype", DTYPES)
-@every_row("keys", [3, 16, 17])
-@every_row("where", ["query", "key", "value", "keys"])
+@every_row("where, keys", [("query", 3), ("key", 16), ("value", 17), ("keys", 3), ("keys", 17)])
 def test_every_type(where, keys, dtype, number):
     _compare("whole", keys, number, dtype, where)
 
@@ -164,6 +165,7 @@ WAYS = [
 @every_row("keys", [3, 6, 20])
 def test_every_way_in(keys, name):
     for result in numbers_of(name, keys):
+        assert result is not None
         result = result.reshape(2, -1)
         assert result[0].isnan().all() and result[1].isfinite().all()
 

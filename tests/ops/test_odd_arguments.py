@@ -292,8 +292,20 @@ SIZES = {
 
 
 @pytest.mark.medium
-@some_slow("dtype", [torch.float32, torch.float64, torch.bfloat16], quick=1)
-@every_row("sizes", SIZES)
+@some_slow(
+    ("sizes", "dtype"),
+    [
+        ("some of all", torch.float32),
+        ("no query", torch.float32),
+        ("no key", torch.float32),
+        ("nothing", torch.bfloat16),
+        ("some of all", torch.bfloat16),
+        ("some of all", torch.float64),
+        ("no item", torch.float32),
+    ],
+    quick=4,
+    ids=lambda one: str(one).removeprefix("torch."),
+)
 def test_shapes_where_nothing_is_left_and_on_the_meta_device(sizes, dtype):
     """The meta device says, without a value, what the processor gives: shape, dtype and device of everything."""
     for (name, real), (_, told) in zip(

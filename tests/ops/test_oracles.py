@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.ops.differences import check_derivatives
+from tests.support.ops.explicit import log_partition_room
 from tests.support.rows import every_row
 
 from massieu import ops
@@ -116,6 +118,7 @@ def test_gradients_for_both_results(case, backend, dtype):
     loss(wanted["output"], wanted["log_partition"]).backward()
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5
     for a, b in zip(ours, double, strict=True):
+        assert a.grad is not None and b.grad is not None
         assert torch.allclose(a.grad.double(), b.grad, atol=tolerance * float(b.grad.abs().max().clamp_min(1)))
 
 
@@ -133,6 +136,7 @@ def test_gradient_of_log_partition_alone(case, dtype):
     wanted = textbook(*double, **options)["log_partition"]
     torch.where(wanted > -math.inf, wanted, 0.0).square().sum().backward()
     for a, b in zip(ours, double, strict=True):
+        assert a.grad is not None and b.grad is not None
         assert a.grad.isfinite().all()
         assert torch.allclose(a.grad.double(), b.grad, atol=5e-5 * float(b.grad.abs().max()))
 
@@ -161,9 +165,8 @@ def test_first_and_second_derivatives_by_finite_differences(backend):
     def function(q, k, v):
         return tuple(ops.attention(q, k, v, backend=backend))
 
-    assert torch.autograd.gradcheck(function, (query, key, value))
-    assert torch.autograd.gradgradcheck(function, (query, key, value))
-    assert torch.autograd.gradgradcheck(lambda q, k: ops.log_partition(q, k, backend=backend), (query, key))
+    check_derivatives(function, (query, key, value), forward_mode=False)
+    check_derivatives(lambda q, k: ops.log_partition(q, k, backend=backend), (query, key), forward_mode=False)
 
 
 def test_forward_mode_and_vmap():
@@ -212,7 +215,6 @@ def test_selective_log_partition_is_a_divergence():
     assert torch.allclose((m.log_partition - m.prior_log_partition - m.prior_mean_score).double(), wanted, atol=2e-5)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     length=st.sampled_from([0, 1, 2, 31, 65]), keys=st.sampled_from([0, 1, 3, 64, 130]), size=st.sampled_from([1, 7, 16]),
     spread=st.sampled_from([0.0, 1e-3, 1.0, 30.0]), causal=st.booleans(), masked=st.booleans(), seed=st.integers(0, 9),
@@ -248,8 +250,11 @@ def test_half_precision_keeps_log_z_in_float32(dtype, backend):
     expected = textbook(query, key, value)
     assert output.dtype == dtype
     assert log_z.dtype == torch.float32
-    assert torch.allclose(output.double(), expected["output"], atol=1e-2)
-    assert torch.allclose(log_z.double(), expected["log_partition"], atol=1e-3)
+    # Weights that are rounded, and the result: a half unit each of the largest value.
+    room = torch.finfo(dtype).eps * float(value.abs().max())
+    assert torch.allclose(output.double(), expected["output"], rtol=0, atol=room)
+    room = log_partition_room(dtype, expected["log_partition"])
+    assert torch.allclose(log_z.double(), expected["log_partition"], rtol=0, atol=room)
 
 
 def test_huge_scores_stay_finite():
@@ -260,7 +265,7 @@ def test_huge_scores_stay_finite():
     (output.sum() + log_z.sum()).backward()
     assert float(log_z.detach().abs().max()) > 1e4
     for t in (output, log_z, query.grad, key.grad, value.grad):
-        assert t.isfinite().all()
+        assert t is not None and t.isfinite().all()
 
 
 BAD = [
@@ -311,7 +316,6 @@ def test_compiled_blocks_give_the_same_numbers():
             assert torch.allclose(ours[where], wanted[where], atol=1e-4, rtol=1e-4), name
 
 
-@pytest.mark.needs("compiler")
 @pytest.mark.slow
 def test_attention_compiles_without_graph_breaks_and_trains():
     query, key, value = (t.requires_grad_() for t in tensors())
@@ -321,6 +325,7 @@ def test_attention_compiles_without_graph_breaks_and_trains():
         return output.square().sum() + log_z.sum()
 
     eager = torch.autograd.grad(loss(query, key, value), (query, key, value))
-    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(query, key, value), (query, key, value))
+    compiled_loss = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    compiled = torch.autograd.grad(compiled_loss(query, key, value), (query, key, value))
     for a, b in zip(compiled, eager, strict=True):
         assert torch.allclose(a, b, atol=1e-4)

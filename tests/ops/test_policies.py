@@ -25,7 +25,7 @@ def test_the_patch_is_python():
     "options", [{}, {"temperature": 0.6, "softcap": 4.0, "logit_scale": 0.5}], ids=["plain", "all"]
 )
 def test_the_patched_function_is_trls(options, monkeypatch):
-    import trl.trainer.utils
+    import trl.trainer.utils  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
     tensors = [torch.randn(shape, requires_grad=True) for shape in ((9, 16), (70, 16), (70,))]
@@ -54,7 +54,7 @@ def test_the_patched_function_is_trls(options, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl==1.16.0")
 def test_a_patched_model_is_trls(monkeypatch):
-    import trl.trainer.utils
+    import trl.trainer.utils  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rows import every_row
 
@@ -131,7 +131,6 @@ def test_hidden_keys_are_never_drawn(method):
     torch.testing.assert_close(causal.effective_size[:, :, 0], torch.ones(2, 4, dtype=torch.float64))
 
 
-@settings(max_examples=20, deadline=None)
 @given(length=st.integers(0, 4), keys=st.integers(0, 4), draws=st.integers(1, 3), method=st.sampled_from(METHODS))
 def test_small_shapes(length, keys, draws, method):
     query, key, value = problem(length, keys)

@@ -8,10 +8,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw
-from tests.support.ops.views import EXAMPLES, few, for_any, layouts, leaf_and_view, make_booleans, make_weights, same
+from tests.support.ops.views import few, layouts, leaf_and_view, make_booleans, make_weights, same
 
 from massieu import ops
 from massieu.ops import AtomBlock, AtomStore, fisher, fused, moment_blocks, reference
@@ -109,9 +110,9 @@ def backends_of(arguments, options):
 
 
 @pytest.mark.medium
-@EXAMPLES
-def test_attention_and_log_partition(examples, monkeypatch):
-    def check(problem):
+@given(problems())
+def test_attention_and_log_partition(problem):
+    with pytest.MonkeyPatch.context() as monkeypatch:
         leaves, views, options, spelling, blocks = problem
         monkeypatch.setattr(reference, "BLOCK_PAIRS", blocks)
         arguments = {name: views[name](leaf) for name, leaf in leaves.items()}
@@ -128,13 +129,11 @@ def test_attention_and_log_partition(examples, monkeypatch):
             wanted = explicit.attention(*wanted_arguments, **wanted_options)
             same([*found, alone.reshape(four[1].shape)], [*wanted, wanted[1]], some)
 
-    for_any(problems(), check, examples)
-
 
 @pytest.mark.medium
-@EXAMPLES
-def test_moments(examples, monkeypatch):
-    def check(problem):
+@given(problems())
+def test_moments(problem):
+    with pytest.MonkeyPatch.context() as monkeypatch:
         leaves, views, options, spelling, blocks = problem
         monkeypatch.setattr(reference, "BLOCK_PAIRS", blocks)
         monkeypatch.setattr(moment_blocks, "PAIRS_PER_THREAD", blocks)
@@ -153,13 +152,11 @@ def test_moments(examples, monkeypatch):
         found = [getattr(found, name).reshape(other.shape) for name, other in wanted.items()]
         same(found, list(wanted.values()), some)
 
-    for_any(problems(), check, examples)
-
 
 @pytest.mark.medium
-@EXAMPLES
-def test_fisher_vp(examples, monkeypatch):
-    def check(problem):
+@given(problems())
+def test_fisher_vp(problem):
+    with pytest.MonkeyPatch.context() as monkeypatch:
         leaves, views, options, spelling, blocks = problem
         monkeypatch.setattr(reference, "BLOCK_PAIRS", blocks)
         monkeypatch.setattr(fisher, "PAIRS_PER_THREAD", blocks)
@@ -172,8 +169,6 @@ def test_fisher_vp(examples, monkeypatch):
         torch.testing.assert_close(tiles, wanted.detach(), rtol=0, atol=1e-9)
         found = ops.fisher_vp(*found_arguments, **found_options).reshape(wanted.shape)
         same([found], [wanted], differentiable(leaves, ("query", "key", "vector", "log_weight", "scale", "sink")))
-
-    for_any(problems(), check, examples)
 
 
 # --- stores ----------------------------------------------------------------------------------------------------------

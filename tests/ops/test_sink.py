@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from tests.support.ops.differences import check_derivatives
+from tests.support.ops.explicit import log_partition_room
 from tests.support.rows import every_row
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import gradcheck
 
 from massieu import ops
 
@@ -76,7 +78,7 @@ def test_precisions(dtype):
         assert output.dtype == dtype
         assert log_z.dtype == torch.float32
         assert close([output], wanted[:1], 4 * torch.finfo(dtype).eps * 2)
-        assert close([log_z], wanted[1:], 1e-5)
+        assert close([log_z], wanted[1:], log_partition_room(dtype, wanted[1]))
 
 
 def test_forms_of_a_sink():
@@ -120,8 +122,7 @@ def test_derivatives_by_finite_differences(backend):
         return tuple(ops.attention(q, k, v, sink=s, backend=backend))
 
     for given in (sink, tie):
-        assert gradcheck(function, (query, key, value, given), check_forward_ad=True, fast_mode=True)
-        assert gradgradcheck(function, (query, key, value, given), check_fwd_over_rev=True, fast_mode=True)
+        check_derivatives(function, (query, key, value, given))
 
 
 @every_row("backend", BACKENDS)
@@ -195,12 +196,14 @@ def test_moments_with_a_sink_have_finite_derivatives():
     for level in (0.0, 1e4, -1e4, -math.inf):
         inputs = [t.requires_grad_() for t in (query, key, value, torch.full((4,), level, dtype=torch.float64))]
         found = ops.attention_moments(*inputs[:3], sink=inputs[3], log_weight=keep)
-        loss = sum(torch.where(m > -math.inf, m, 0.0).sin().sum() for m in found)
+        numbers = [m for m in found if m is not None]
+        assert len(numbers) == len(found)
+        loss = sum(torch.where(m > -math.inf, m, 0.0).sin().sum() for m in numbers)
         first = torch.autograd.grad(loss, inputs, create_graph=True)
         second = torch.autograd.grad(sum(g.sin().sum() for g in first), inputs)
         assert all(t.isfinite().all() for t in (*first, *second))
     inputs = [t.requires_grad_() for t in tensors(1, 2, 1, 2, 3, 2)]
-    assert gradcheck(lambda q, k, v, s: tuple(ops.attention_moments(q, k, v, sink=s)), inputs)
+    assert gradcheck(lambda q, k, v, s: tuple(ops.attention_moments(q, k, v, sink=s)), inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocks"])

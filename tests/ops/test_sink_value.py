@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.ops.differences import check_derivatives
 from tests.support.rows import every_row
 
 from massieu import ops
@@ -101,18 +102,21 @@ def test_its_derivatives():
 
     inputs = [part[:1, :, :2, :2].clone() for part in (QUERY, KEY, VALUE)] + [SINK_VALUE[:, :2].clone(), SINK.clone()]
     inputs = [part.requires_grad_() for part in inputs]
-    assert torch.autograd.gradcheck(both, inputs)
-    assert torch.autograd.gradgradcheck(both, inputs)
+    check_derivatives(both, inputs, forward_mode=False)
 
 
-@pytest.mark.medium
-def test_compiled_and_in_half_precision():
-    def plain(query, key, value):
-        return ops.attention(query, key, value, sink_value=SINK_VALUE, sink=SINK).output
+def plain(query, key, value):
+    return ops.attention(query, key, value, sink_value=SINK_VALUE, sink=SINK).output
 
+
+@pytest.mark.slow
+def test_compiled():
     torch.compiler.reset()
     compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(QUERY, KEY, VALUE), plain(QUERY, KEY, VALUE))
+
+
+def test_in_half_precision():
     half = [part.bfloat16() for part in (QUERY, KEY, VALUE)]
     found = ops.attention(*half, sink_value=SINK_VALUE, sink=SINK)
     assert found.output.dtype == torch.bfloat16

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch.autograd import gradcheck, gradgradcheck
+from tests.support.ops.differences import check_derivatives
 
 from massieu.ops import streaming
 from massieu.ops.store import AtomBlock, AtomStore
@@ -202,7 +202,6 @@ def test_the_gradient_of_one_result_alone(small, monkeypatch, part, dtype):
     )
 
 
-@settings(max_examples=15, deadline=None)
 @given(count=st.integers(0, 6), batch=st.integers(1, 2), length=st.integers(0, 3), group=st.integers(1, 2))
 def test_small_and_empty_stores(tmp_path_factory, count, batch, length, group):
     block = atoms(count)
@@ -213,7 +212,7 @@ def test_small_and_empty_stores(tmp_path_factory, count, batch, length, group):
     if count == 0:
         assert (log_z == -math.inf).all() and (output == 0).all()
         output.sum().backward()
-        assert not query.grad.any()
+        assert query.grad is not None and not query.grad.any()
         return
     wanted = explicit(query.flatten(1, 2), block)
     torch.testing.assert_close(output, wanted[0].unflatten(1, (HEADS, group)), atol=1e-12, rtol=1e-12)
@@ -227,10 +226,9 @@ def test_derivatives(small):
     for function in (streaming.attention, streaming.log_partition):
 
         def call(query, scale, function=function):
-            return function(query, store, scale=scale, block_size=9)
+            return function(query, store, scale=scale, block_size=19)
 
-        assert gradcheck(call, (query, scale), check_forward_ad=True)
-        assert gradgradcheck(call, (query, scale))
+        check_derivatives(call, (query, scale), forward_mode=function is streaming.attention)
 
 
 @pytest.mark.slow
@@ -255,6 +253,7 @@ def test_under_transforms(small):
 
 def test_hidden_atoms_and_extreme_scores(tmp_path):
     block = atoms(8)
+    assert block.log_weight is not None
     block.log_weight[:, :4] = -math.inf  # the first blocks hold nothing to see
     block.points.mul_(1e4)
     store = written(tmp_path / "store", block)
@@ -278,7 +277,7 @@ def test_precision_of_the_query(tmp_path, dtype, tolerance):
     store = written(tmp_path / "store", block)
     query = draw(1, HEADS, 6, SIZE, seed=7, dtype=dtype)
     output, log_z = streaming.attention(query, store, scale=0.5, block_size=16)
-    wanted = explicit(query.double(), AtomBlock(*(part.double() for part in block)))
+    wanted = explicit(query.double(), AtomBlock(*(part.double() for part in block if part is not None)))
     assert output.dtype == dtype and log_z.dtype == torch.float32
     assert (output.double() - wanted[0]).abs().max() < tolerance
     assert (log_z.double() - wanted[1]).abs().max() < 2e-5

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.ops.differences import check_derivatives
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row
 
@@ -157,11 +158,10 @@ def test_second_derivatives_and_transforms():
     hidden, weight, other, wide = _models(words=5, lead=(2,))
     tensors = [tensor.requires_grad_() for tensor in (hidden, weight, other, wide)]
     function = lambda *given: tuple(ops.token_divergence(*given, softcap=4.0))  # noqa: E731
-    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
+    check_derivatives(function, tensors, forward_mode=False)
     stacked = torch.func.vmap(function)(*(torch.stack([tensor, tensor + 1]) for tensor in tensors))
     torch.testing.assert_close(stacked[0][1], function(*(tensor + 1 for tensor in tensors))[0])
-    _, tangent = torch.func.jvp(function, tuple(tensors), tuple(tensors))
+    tangent = torch.func.jvp(function, tuple(tensors), tuple(tensors))[1]
     step = 1e-6
     moved = function(*((1 + step) * tensor for tensor in tensors))
     torch.testing.assert_close(tangent[0], (moved[0] - function(*tensors)[0]) / step, rtol=1e-4, atol=1e-4)
@@ -192,7 +192,7 @@ def test_no_tokens():
     assert ops.token_divergence(hidden, weight, other, wide).divergence.shape == (0,)
 
 
-def test_no_memory_in_tokens_times_words():
+def test_no_memory_in_tokens_times_words(monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -205,17 +205,19 @@ def test_no_memory_in_tokens_times_words():
                     self.numbers = max(self.numbers, tensor.numel())
             return found
 
-    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((1100, 4), (3000, 4), (1100, 4), (3000, 4))]
+    monkeypatch.setattr(score_tiles, "TILE_PAIRS", 1 << 12)
+    monkeypatch.setattr(score_tiles, "TILE_ROWS", 64)
+    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((110, 4), (300, 4), (110, 4), (300, 4))]
     with Largest() as mode:
         found = ops.token_divergence(*tensors)
         (found.divergence.sum() + found.reverse_divergence.sum()).backward()
-    assert mode.numbers <= score_tiles.TILE_PAIRS < 1100 * 3000
+    assert mode.numbers <= 1 << 12 < 110 * 300
 
 
 @pytest.mark.medium
 def test_compiled():
-    tensors = [tensor.float() for tensor in _models()]
-    compiled = torch.compile(lambda *given: tuple(ops.token_divergence(*given)), fullgraph=True)
+    tensors = [tensor.float() for tensor in _models(words=5, lead=(2,))]
+    compiled = torch.compile(lambda *given: tuple(ops.token_divergence(*given)), backend="aot_eager", fullgraph=True)
     for one, other in zip(compiled(*tensors), ops.token_divergence(*tensors), strict=True):
         torch.testing.assert_close(one, other)
 

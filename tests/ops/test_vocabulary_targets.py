@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.ops.test_vocabulary import assert_equal, inputs
+from tests.support.ops.differences import check_derivatives
 from tests.support.rows import every_row
-from torch.autograd import gradcheck, gradgradcheck
 
 from massieu import ops
 from massieu.ops import score_tiles
@@ -33,7 +33,6 @@ def shares(tokens, words, seed=0):
     return drawn / drawn.sum(-1, keepdim=True).clamp(min=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 9),
     words=st.integers(1, 11),
@@ -132,8 +131,7 @@ def test_derivatives_of_every_kind(soft):
         options = {"bias": bias, "class_weight": factors(7), "softcap": 2.0, "label_smoothing": 0.1, "z_loss": 0.2}
         return linear_cross_entropy(hidden, weight, target, reduction="none", **options)
 
-    assert gradcheck(function, arguments, check_forward_ad=True)
-    assert gradgradcheck(function, arguments, check_fwd_over_rev=True)
+    check_derivatives(function, arguments)
 
 
 @every_row(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
@@ -153,15 +151,15 @@ def test_precision(dtype, bound):
 @pytest.mark.medium
 def test_compiled():
     torch._dynamo.reset()
-    *arguments, target = inputs(words=20)
+    *arguments, _ = inputs()
 
     def function(hidden, weight, bias, target, factor):
         options = {"bias": bias, "class_weight": factor, "softcap": 3.0, "label_smoothing": 0.1}
         return linear_cross_entropy(hidden, weight, target, **options)
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for one in (target, shares(5, 20)):
-        assert_equal(compiled(*arguments, one, factors(20)), function(*arguments, one, factors(20)), arguments)
+    given = (*arguments, shares(5, 7), factors(7))
+    assert_equal(compiled(*given), function(*given), arguments)
 
 
 def test_vmap_over_teachers():

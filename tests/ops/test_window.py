@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.ops.differences import check_derivatives
+from tests.support.ops.explicit import log_partition_room
 from tests.support.rows import every_row
-from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
@@ -70,10 +71,9 @@ def test_windows_are_masks(window, is_causal, backend):
 
 
 @pytest.mark.medium
-@settings(max_examples=60, deadline=None)
 @given(
-    batch=st.integers(1, 3), key_heads=st.integers(1, 2), group=st.integers(1, 2), length=st.integers(1, 300),
-    keys=st.integers(1, 300), left=st.integers(0, 80), right=st.integers(0, 80), is_causal=st.booleans(),
+    batch=st.integers(1, 3), key_heads=st.integers(1, 2), group=st.integers(1, 2), length=st.integers(1, 150),
+    keys=st.integers(1, 150), left=st.integers(0, 40), right=st.integers(0, 40), is_causal=st.booleans(),
     weight=st.sampled_from(["none", "keys", "items", "heads", "pairs", "queries", "boolean", "boolean pairs"]),
     scaled=st.sampled_from(["none", "heads", "queries"]), backend=st.sampled_from(BACKENDS),
 )  # fmt: skip
@@ -150,8 +150,7 @@ def test_derivatives_by_finite_differences(backend):
     def function(*arguments):
         return tuple(ops.attention(*arguments, window=(1, 1), backend=backend))
 
-    assert gradcheck(function, inputs, check_forward_ad=True, fast_mode=True)
-    assert gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
+    check_derivatives(function, inputs)
 
 
 @pytest.mark.usefixtures("short_chunks")
@@ -192,7 +191,7 @@ class Largest(TorchDispatchMode):
 @every_row("what", ["fused", "reference", "padded", "moments", "blocks", "fisher"])
 def test_memory_is_linear(what):
     """Nothing of a size like queries times keys, forwards or backwards, in either route."""
-    length, window = 8192, (60, 3)
+    length, window = 4096, (60, 3)
     inputs = [t.float().requires_grad_(what != "blocks") for t in tensors(1, 1, 1, length, length, 8, 8)]
     keep = (torch.arange(length) > 5).view(1, 1, 1, length) if what == "padded" else None
     with Largest() as mode:
@@ -204,7 +203,7 @@ def test_memory_is_linear(what):
             backend = "auto" if what == "padded" else what
             found = ops.attention(*inputs, window=window, log_weight=keep, backend=backend)
         if what != "blocks":
-            torch.autograd.grad(sum(f.nan_to_num(neginf=0.0).sum() for f in found), inputs)
+            torch.autograd.grad(sum(f.nan_to_num(neginf=0.0).sum() for f in found if f is not None), inputs)
     assert mode.numbers <= max(length * (2 * 63 + 2 * 64) * 2, reference.BLOCK_PAIRS)
     assert mode.numbers < length * length / 16
 
@@ -239,7 +238,7 @@ def test_precisions(dtype):
     assert output.dtype == dtype
     assert log_z.dtype == torch.float32
     assert close([output], wanted[:1], 4 * torch.finfo(dtype).eps * 4)
-    assert close([log_z], wanted[1:], 1e-5 if dtype == torch.float32 else 1e-3)
+    assert close([log_z], wanted[1:], log_partition_room(dtype, wanted[1]))
 
 
 WRONG = {
@@ -271,7 +270,7 @@ def test_wrong_windows(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_compiled_with_any_length(backend):
     torch._dynamo.reset()
 
@@ -279,7 +278,7 @@ def test_compiled_with_any_length(backend):
         return tuple(ops.attention(query, key, value, window=(70, 5), backend=backend))
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    for length in (300, 427):
+    for length in (160, 231):
         inputs = [t.requires_grad_() for t in tensors(1, 2, 1, length, length)]
         wanted = masked(*inputs, visible(length, length, (70, 5)))
         found = compiled(*inputs)
