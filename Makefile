@@ -45,8 +45,27 @@ endif
 
 check: lint core types-changed ## an answer in a minute: lint, the core of every room, types of what changed
 
+# The files of `make check`: of each room those that try most of it in least time, without compilation, processes, a browser,
+# a trained model or transformers' import.
+in = $(patsubst %,tests/$(1)/test_%.py,$(2))
+CORE := tests/foundation tests/inference tests/test_duality_boundary.py tests/test_suites.py tests/test_testing.py \
+  $(call in,ops,backends bad_calls contrastive fisher layouts moments partial precisions shapes sink softcap validation vocabulary window) \
+  $(call in,solve,attraction fixed_point linear linear_solve) \
+  $(call in,measures,arguments atoms combine discrete gaussian large_eta laws log_prob measure named sphere spin sums) \
+  $(call in,energy,activations boltzmann conformance discrete entropy fenchel_young hopfield normalized spins transformer) \
+  $(call in,population,alignment background clusters observables renormalisation) \
+  $(call in,posteriors,edges posterior posterior_oracles sufficiency symmetry) \
+  $(call in,regression,conditional_mean conformance) \
+  $(call in,nn,attention conditional_mean documents energy_transformer hopfield_euclidean normalized replace sparse) \
+  $(call in,theory,expansion generalisation growth precision transfer urns) \
+  $(call in,estimators,memory regressors) \
+  $(call in,probing,accumulate conditional_mean findings running significance tap text_tables) \
+  $(call in,probing/compare,difference) $(call in,probing/monitor,alarms writers) \
+  $(call in,report,folder page text) $(call in,verification,frame rates) $(call in,experiments,arms tasks) \
+  $(patsubst %,tests/test_%.py,cli_compare cli_monitor example_outputs house imports printed sentences tools)
+
 core: $(VENV)/installed
-	$(PYTEST) --dist loadfile --hypothesis-profile=check -m "not medium and not slow"
+	$(PYTEST) --dist loadfile --hypothesis-profile=check -m "not medium and not slow" $(CORE)
 
 test: $(VENV)/installed packages ## every test but the longer ones, in five minutes
 	@mkdir -p $(MEASURED_TESTS)

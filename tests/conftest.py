@@ -1,5 +1,6 @@
 """What the whole suite shares: tests that need more than Python, and what is said at the end of those left out."""
 
+import gc
 import os
 import signal
 from collections import defaultdict
@@ -64,3 +65,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
         terminalreporter.write_line(f"not run, for want of {tool}:", yellow=True)
         for test in sorted(tests):
             terminalreporter.write_line(f"  {test}")
+
+
+def pytest_collection_finish() -> None:
+    """What was loaded and collected stays to the end: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
