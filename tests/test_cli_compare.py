@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tests.support.rows import every_row
 from tests.test_cli import COMMAND, ENVIRONMENT, checkpoint
 from typer.testing import CliRunner
@@ -31,6 +30,8 @@ def _run(*arguments: object) -> Any:
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Stored results of a model, and of one in which head 0 of the last layer is sharper."""
+    import transformers
+
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(**SMALL)).eval()
     batches = [{"input_ids": torch.randint(99, (10, 16))}]
@@ -110,6 +111,8 @@ def test_bad_input_is_one_sentence(arguments: list[str], said: str, tmp_path_fac
 @pytest.mark.slow
 def test_revisions_are_read_one_after_the_other(checkpoint: Path, tmp_path: Path):
     """Of a model in the hub's cache: each revision is another snapshot; a revision that moved is read again."""
+    import transformers
+
     cache = tmp_path / "hub" / "models--me--small"
     model = transformers.AutoModel.from_pretrained(checkpoint)
     for number, name in enumerate(("step1", "step10", "later")):
@@ -148,6 +151,8 @@ def test_revisions_are_read_one_after_the_other(checkpoint: Path, tmp_path: Path
 
 @pytest.mark.medium
 def test_numbers_that_are_none_end_with_3(tmp_path: Path):
+    import transformers
+
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(**SMALL)).eval()
     batches, places = [{"input_ids": torch.randint(99, (4, 16))}], []
@@ -167,6 +172,8 @@ def test_numbers_that_are_none_end_with_3(tmp_path: Path):
 @pytest.mark.slow
 def test_an_interrupted_command_goes_on(checkpoint: Path, tmp_path: Path):
     """Ctrl-C while the second model is read: the first one is stored, and the same command ends as if alone."""
+    import transformers
+
     text = tmp_path / "text.txt"
     text.write_text("the words of a text that is long enough " * 1500)
     other = tmp_path / "other"

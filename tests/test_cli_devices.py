@@ -4,6 +4,8 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,14 @@ from tests.test_cli import COMMAND, ENVIRONMENT, _is_bad, _run
 
 from massieu.ops import reference
 from massieu.ops import survey as room
-from massieu.ops.measure import DTYPES, PARTS
+from massieu.ops.measure import DTYPES, PARTS, turns
 from massieu.ops.survey import Measured, Survey, survey
 
 REGISTRY = sys.modules["massieu.ops.attention"]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
     """Each work is done once, and takes a second; PyTorch's takes two."""
 
     def seconds(works: dict, device: torch.device, budget: float) -> dict[str, list[float]]:
@@ -29,7 +31,27 @@ def quick(monkeypatch):
             work()
         return {name: [2.0 if name == "SDPA" else 1.0] * 3 for name in works}
 
-    monkeypatch.setattr(room, "turns", seconds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "turns", seconds)
+        yield
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[str]:
+    """What the survey tells of its progress."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def surveyed(quick: None, stages: list[str]) -> Survey:
+    """Every backend in every dtype."""
+    return survey("cpu", True, stages.append)
+
+
+@pytest.fixture
+def one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of the work, where dtypes change nothing of what is asked."""
+    monkeypatch.setattr(room, "DTYPES", {"float32": torch.float32})
 
 
 def broken(monkeypatch, damage):
@@ -40,9 +62,9 @@ def broken(monkeypatch, damage):
         monkeypatch.setattr(place, "BACKENDS", (backend, *REGISTRY.BACKENDS))
 
 
-def test_every_backend_is_measured():
-    stages = []
-    found = survey("cpu", True, stages.append)
+@pytest.mark.medium
+def test_every_backend_is_measured(surveyed: Survey, stages: list[str]):
+    found = surveyed
     assert len(stages) == 7
     assert found.ok
     assert found.complete
@@ -58,8 +80,9 @@ def test_every_backend_is_measured():
         assert not row.excess
 
 
-def test_what_auto_takes():
-    found = {(each.kind, each.dtype): each for each in survey("cpu", True).choices}
+@pytest.mark.medium
+def test_what_auto_takes(surveyed: Survey):
+    found = {(each.kind, each.dtype): each for each in surveyed.choices}
     assert len(found) == 7 * 4
     for (kind, dtype), each in found.items():
         capped = kind == "soft-capped"
@@ -82,9 +105,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "part", ["share", *(pytest.param(part, marks=pytest.mark.medium) for part in list(DAMAGES)[1:])]
-)
+@pytest.mark.medium
+@pytest.mark.usefixtures("one_dtype")
+@pytest.mark.parametrize("part", DAMAGES)
 def test_a_wrong_backend_is_found(monkeypatch, part):
     broken(monkeypatch, DAMAGES[part])
     ran = _run("devices", "--quick", "--device", "cpu", "--json")
@@ -97,6 +120,8 @@ def test_a_wrong_backend_is_found(monkeypatch, part):
     assert part != "output" or row["errors"]["output"] is None
 
 
+@pytest.mark.medium
+@pytest.mark.usefixtures("one_dtype")
 def test_a_backend_that_is_not_taken_may_be_wrong(monkeypatch):
     broken(monkeypatch, lambda output, log_z: (output, 2 * log_z))
     monkeypatch.setattr(room, "choose", lambda asked, registry, problem: registry[1])
@@ -105,6 +130,8 @@ def test_a_backend_that_is_not_taken_may_be_wrong(monkeypatch):
     assert "; auto does not choose it" in " ".join(ran.stdout.split())
 
 
+@pytest.mark.medium
+@pytest.mark.usefixtures("one_dtype")
 def test_the_tables_fit_a_narrow_terminal():
     ran = _run("devices", "--quick", "--device", "cpu")
     assert ran.exit_code == 0
@@ -115,6 +142,8 @@ def test_the_tables_fit_a_narrow_terminal():
     assert "massieu: choosing backends for float32" in ran.stderr
 
 
+@pytest.mark.medium
+@pytest.mark.usefixtures("one_dtype")
 def test_json_is_what_the_page_says():
     told = json.loads(_run("devices", "--quick", "--json", "--device", "cpu").stdout)
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "ops.md").read_text()
@@ -166,7 +195,16 @@ def test_bars_are_met_or_not():
     assert not Survey("cpu", "a", "2", {}, rows=(row(share=0.0),)).ok
 
 
-@pytest.mark.medium
+def test_works_are_timed_in_turns():
+    done: list[str] = []
+    works = {name: partial(done.append, name) for name in ("first", "second")}
+    seconds = turns(works, torch.device("cpu"), budget=0.0)
+    assert done == ["first", "second"] * 4  # once for nothing, then three rounds
+    assert [len(each) for each in seconds.values()] == [3, 3]
+    assert all(each > 0 for each in seconds["first"] + seconds["second"])
+
+
+@pytest.mark.slow
 def test_in_a_process_of_its_own():
     command = [*COMMAND, "devices", "--quick", "--device", "cpu", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=True)

@@ -1,30 +1,24 @@
 """`massieu experiment`: what it lists, prints and stores, and how it ends."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-COMMAND = [sys.executable, "-m", "massieu", "experiment"]
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=300)
+from tests.support.rows import every_row
+from tests.test_cli import _run
 
 
 @pytest.mark.medium
 def test_the_list_has_each_question_and_what_was_found_last():
-    ran = run("list")
-    assert ran.returncode == 0 and not ran.stderr
+    ran = _run("experiment", "list")
+    assert ran.exit_code == 0 and not ran.stderr
     for name in ("precision", "temperature", "sink"):
         assert f"\n{name} " in ran.stdout
     assert "E22" in ran.stdout and "confirmed" in ran.stdout
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
+@every_row(
     ("arguments", "said"),
     [
         (["sinks"], "did you mean sink"),
@@ -41,19 +35,21 @@ def test_the_list_has_each_question_and_what_was_found_last():
         (["wind-tunnel", "--model", "gpt2", "--seeds", "5"], "--seeds chooses the seeds of a run"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, said, tmp_path: Path):
-    ran = run(*arguments, "--out", tmp_path / "new")
-    assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1
+def test_bad_input_is_one_sentence(arguments: list[str], said: str, tmp_path: Path):
+    ran = _run("experiment", *arguments, "--out", tmp_path / "new")
+    assert ran.exit_code == 2 and said in ran.stderr and ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("massieu: ") and isinstance(ran.exception, SystemExit)
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
 def test_a_quick_run_prints_thresholds_and_writes_page_and_numbers(tmp_path: Path):
-    ran = run("temperature", "--quick", "--out", tmp_path)
-    assert ran.returncode == 0 and "verdict: undecided (a quick run gives no verdict)" in ran.stdout
+    command = ("experiment", "temperature", "--quick", "--out", tmp_path)
+    ran = _run(*command)
+    assert ran.exit_code == 0 and "verdict: undecided (a quick run gives no verdict)" in ran.stdout
     stored = json.loads((tmp_path / "temperature.quick.json").read_text())
     assert stored["quick"] and list(stored["seeds"]) == ["5"] and len(stored["criteria"]) == 4
     assert "seed 5 (1 of 1" in ran.stderr and (tmp_path / "temperature.quick.html").exists()
-    again = run("temperature", "--quick", "--out", tmp_path, "--resume")
+    again = _run(*command, "--resume")
     assert json.loads((tmp_path / "temperature.quick.json").read_text())["seeds"] == stored["seeds"]
-    assert again.returncode == 0
+    assert again.exit_code == 0

@@ -48,16 +48,21 @@ def _anchors(path: Path) -> frozenset[str]:
     return frozenset([*map(_slug, headings), *re.findall(r'<a id="([^"]+)">', text)])
 
 
+@cache
+def _generated() -> frozenset[str]:
+    """The pages that are made when the site is built."""
+    return frozenset(["theory/papers.md", *(reference_uri(room.path) for room in rooms())])
+
+
 def _broken(path: Path, text: str) -> list[str]:
     """The links of a page that lead nowhere."""
-    generated = {"theory/papers.md", *(reference_uri(room.path) for room in rooms())}
     wrong = []
     for link in LINK.findall(_prose(text)):
         target, _, anchor = link.partition("#")
         if re.match(r"[a-z]+:", link):
             continue
         found = (path.parent / target).resolve() if target else path
-        if found.is_relative_to(DOCS) and str(found.relative_to(DOCS)) in generated:
+        if found.is_relative_to(DOCS) and str(found.relative_to(DOCS)) in _generated():
             continue
         if not found.exists() or (anchor and anchor not in _anchors(found)):
             wrong.append(link)
@@ -107,7 +112,7 @@ def test_every_claim_is_on_the_map_with_what_it_uses():
     page = papers_page()
     rows = re.findall(r"^\|.*?\| \[([A-Z]\d+[a-z]?)\]\((\w+\.md)#", page, flags=re.MULTILINE)
     assert sorted(claims()) == sorted(id for id, _ in rows)
-    assert not [id for id, entry in claims().items() if not used_names(entry)]
+    assert not re.findall(r"^.* \| – \|$", page, flags=re.MULTILINE)  # a claim that names nothing
     assert _broken(DOCS / "theory" / "papers.md", page) == []
     assert "errors." not in page  # every claim raises them
     anchors = {entry.partition("#")[2] for _, entry in places().values()}

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.optimize
 import torch
 
 from massieu.experiments import denoiser, input_size, precision, sink, sufficiency, temperature
@@ -28,9 +27,10 @@ def test_the_precision_is_the_best_score_and_the_best_scale_beats_its_neighbours
     assert (torch.linalg.solve(task.root, batch[2].mT).norm(dim=-2) - 1).abs().max() < 1e-9
 
 
+@pytest.mark.medium
 def test_the_best_denoiser_is_a_regression_and_no_multiple_of_the_best_matrix_has_less_risk():
     task = denoiser._Task(torch.Generator().manual_seed(0), 4096)
-    _, queries, tokens = task.batch(4000, clean=True)
+    _, queries, tokens = task.batch(400, clean=True)
     asked, wanted = queries.flatten(0, 2).numpy(), tokens.flatten(0, 2).numpy()
     fitted, *_ = np.linalg.lstsq(asked, wanted, rcond=None)
     assert np.abs(fitted.T - task.best.numpy()).max() < 5 / math.sqrt(len(asked))
@@ -47,6 +47,8 @@ def test_the_best_denoiser_is_a_regression_and_no_multiple_of_the_best_matrix_ha
 
 
 def test_golden_section_finds_what_scipy_finds():
+    import scipy.optimize
+
     drawn = torch.Generator().manual_seed(1)
     sample = [temperature._batch(32, 8, drawn) for _ in range(3)]
     wanted: Any = scipy.optimize.minimize_scalar(
@@ -112,8 +114,11 @@ def test_contexts_are_of_the_prior_and_the_exact_prediction_has_no_divergence():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(experiments()))
-def test_quick_runs_end_and_the_same_seed_gives_the_same_numbers(name):
-    (first, complete), (second, _) = (run(name, quick=True) for _ in range(2))
-    assert complete and first.runs == second.runs and len(first.runs) == 1
+def test_quick_runs_end_with_every_quantity_that_is_judged(name: str):
+    first, complete = run(name, quick=True)
+    assert complete and len(first.runs) == 1
     wanted = {criterion.quantity for criterion in first.experiment.criteria}
     assert wanted <= set(first.runs[5]) and all(math.isfinite(first.runs[5][quantity]) for quantity in wanted)
+    if name in ("temperature", "sink"):  # all draw and train by the same functions
+        again, _ = run(name, quick=True)
+        assert first.runs == again.runs, "the same seed gave other numbers"

@@ -64,6 +64,7 @@ def test_a_model_sees_the_pairs_before_and_not_their_order():
     assert given[0, 3].tolist() == [*features[0, 2].tolist(), float(targets[0, 2]), 1, *features[0, 3].tolist()]
 
 
+@pytest.mark.medium
 def test_what_is_learned_is_the_mean_and_nothing_from_targets_of_others():
     drawn = torch.Generator().manual_seed(0)
 
@@ -72,7 +73,7 @@ def test_what_is_learned_is_the_mean_and_nothing_from_targets_of_others():
         features = torch.randn(64, 3, 1, generator=drawn)
         return features, 3 * torch.rand(64, 1, generator=drawn) + torch.arange(3)
 
-    options = {"steps": 150, "depth": 1, "step_size": 3e-3}
+    options = {"steps": 100, "depth": 1, "step_size": 3e-3}
     models = [in_context.trained(sample, drawn, shuffled=shuffled, **options) for shuffled in (False, True)]
     features, targets = sample()
     with torch.no_grad():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tests.support.rows import some_slow
 
 from massieu.errors import InputError
 from massieu.experiments import run as room
@@ -43,9 +44,10 @@ def percentiles(samples: np.ndarray) -> float:
     return float(np.mean([low <= 0 <= high for low, high in ends]))
 
 
-@pytest.mark.parametrize("number", [5, 8])
-def test_the_interval_covers_the_mean_of_gaussian_numbers(number):
-    drawn, trials = np.random.default_rng(0), 400
+@pytest.mark.medium
+@some_slow(("number", "trials"), [(5, 200), (8, 400)], 1)
+def test_the_interval_covers_the_mean_of_gaussian_numbers(number: int, trials: int):
+    drawn = np.random.default_rng(0)
     covered = 0
     for values in drawn.normal(size=(trials, number)):
         low, high = interval(values.tolist())
@@ -239,6 +241,7 @@ def test_the_loop_finds_the_minimum_of_a_noisy_square():
     assert len(losses) == 800 and float((found - wanted).norm()) < 5 * 0.3 * math.sqrt(2 / 400)
 
 
+@pytest.mark.medium
 def test_the_page_has_what_was_found_last():
     page = (ROOT / "docs" / "how-to" / "experiments.md").read_text(encoding="utf-8")
     made = runpy.run_path(str(ROOT / "scripts" / "experiments_page.py"))

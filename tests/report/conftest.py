@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from selenium import webdriver
-from selenium.common.exceptions import NoSuchDriverException
 from selenium.webdriver.chromium.webdriver import ChromiumDriver
 from tests.support import needs
 from tests.support.report import synthetic_results
@@ -15,17 +14,35 @@ from tests.support.report.synthetic_results import Results
 from massieu.probing.stored import run_of
 from massieu.report.page import render
 
+KINDS = ("encoder", "large", "encoder_decoder", "bare", "hostile")
+
+
+class Made(dict[str, Any]):
+    """What is made of a kind of result, once it is asked for: the large one takes seconds."""
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, kind: str) -> Any:
+        self[kind] = self._make(kind)
+        return self[kind]
+
+
+def _result(kind: str) -> Results:
+    assert kind in KINDS
+    made = getattr(synthetic_results, kind)()
+    return made._replace(run=run_of(made.run, kind))
+
 
 @pytest.fixture(scope="session")
 def results() -> dict[str, Results]:
-    kinds = ("encoder", "large", "encoder_decoder", "bare", "hostile")
-    made = {kind: getattr(synthetic_results, kind)() for kind in kinds}
-    return {kind: each._replace(run=run_of(each.run, kind)) for kind, each in made.items()}
+    return Made(_result)
 
 
 @pytest.fixture(scope="session")
 def pages(results: dict[str, Results]) -> dict[str, str]:
-    return {kind: render(*result) for kind, result in results.items()}
+    return Made(lambda kind: render(*results[kind]))
 
 
 FLAGS = (
@@ -36,6 +53,10 @@ FLAGS = (
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChromiumDriver]:
+    """One browser for all tests. Those of the fast tier are in one file, which one process of the run takes."""
+    from selenium import webdriver
+    from selenium.common.exceptions import NoSuchDriverException
+
     found = needs.browser()
     assert found is not None
     edge = found.kind == "edge"

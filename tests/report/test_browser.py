@@ -1,14 +1,31 @@
-"""The page in headless Chromium, wide and narrow, light and dark: drawn, usable by pointer and keyboard, quiet."""
+"""Pages in headless Chromium, wide and narrow, light and dark: drawn, usable by pointer and keyboard, quiet.
 
+All tests of the fast tier that need a browser are here, so that they share one.
+"""
+
+import math
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import polars
 import pytest
 from selenium.webdriver import ActionChains, Keys
+from selenium.webdriver.chromium.webdriver import ChromiumDriver
 from selenium.webdriver.common.by import By
-from tests.support.report.browsing import WIDTHS, Page, assert_map_shows, assert_quiet, values_of
-from tests.support.report.synthetic_results import Results
+from selenium.webdriver.support.ui import Select, WebDriverWait
+from tests.report.test_compare_page import course_of, page_of
+from tests.report.test_curves import training_run
+from tests.report.test_flow_drawing import panel
+from tests.support.report.browsing import NARROW, Page, assert_map_shows, assert_quiet, values_of
+from tests.support.report.synthetic_results import Results, encoder
 from tests.support.rows import some_slow
+
+from massieu.probing.stored import run_of
+from massieu.report import curves
+from massieu.report.flow import draw
 
 pytestmark = pytest.mark.needs("browser")
 
@@ -16,12 +33,9 @@ pytestmark = pytest.mark.needs("browser")
 @pytest.mark.medium
 @some_slow(
     ("kind", "width", "theme"),
-    [
-        ("encoder", 1400, "light"), ("large", 400, "dark"), ("hostile", 400, "light"), ("encoder", 400, "dark"),
-        ("encoder_decoder", 400, "light"), ("bare", 400, "dark"), ("encoder", 1400, "dark"), ("large", 1400, "light"),
-    ],
+    [("encoder", 1400, "light"), ("hostile", 400, "dark"), ("encoder_decoder", 1400, "dark"), ("large", 400, "light")],
     2,
-)  # fmt: skip
+)
 def test_every_page_is_drawn_quietly_and_fits_its_width(
     kind: str, width: int, theme: str, open_page: Callable[..., Page]
 ) -> None:
@@ -36,11 +50,8 @@ def test_every_page_is_drawn_quietly_and_fits_its_width(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", WIDTHS)
-def test_selector_and_toggle_change_the_map(
-    width: int, open_page: Callable[..., Page], results: dict[str, Results]
-) -> None:
-    page, result = open_page("encoder", width), results["encoder"]
+def test_selector_and_toggle_change_the_map(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
+    page, result = open_page("encoder", NARROW), results["encoder"]
     assert_map_shows(page, result, values_of(result, "weight_first"))
     page.choose("#statistic", "own_write_sharpens")
     value, control = values_of(result, "own_write_sharpens"), values_of(result, "own_write_sharpens/mismatched")
@@ -62,9 +73,8 @@ def test_selector_and_toggle_change_the_map(
 
 
 @pytest.mark.slow
-@some_slow("width", WIDTHS, 1)
-def test_a_click_and_the_select_boxes_open_a_head(width: int, open_page: Callable[..., Page]) -> None:
-    page = open_page("encoder", width)
+def test_a_click_and_the_select_boxes_open_a_head(open_page: Callable[..., Page]) -> None:
+    page = open_page("encoder")
     page.show("#map")
     area = page.driver.find_element(By.CSS_SELECTOR, "#map .nsewdrag")
     size = area.size
@@ -88,11 +98,8 @@ def test_a_click_and_the_select_boxes_open_a_head(width: int, open_page: Callabl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", WIDTHS)
-def test_tokens_tell_their_strongest_keys(
-    width: int, open_page: Callable[..., Page], results: dict[str, Results]
-) -> None:
-    page, details = open_page("encoder", width), results["encoder"].details
+def test_tokens_tell_their_strongest_keys(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
+    page, details = open_page("encoder", NARROW), results["encoder"].details
     page.choose("#site", 3)
     page.choose("#head", 6)
     page.show("#tokens")
@@ -179,7 +186,7 @@ def test_depth_is_drawn_in_order_with_its_control(open_page: Callable[..., Page]
 
 @pytest.mark.slow
 def test_tokens_without_a_text_are_named_by_position(open_page: Callable[..., Page]) -> None:
-    page = open_page("hostile", 400)
+    page = open_page("hostile", NARROW)
     page.choose("#window", 1)
     assert page.text("#tokens").replace("\u200b", "").split()[:3] == ["#0", "#1", "#2"]
     page.run("document.querySelector('#tokens .token').click()")
@@ -187,9 +194,9 @@ def test_tokens_without_a_text_are_named_by_position(open_page: Callable[..., Pa
     assert_quiet(page)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_bare_run_says_what_is_missing(open_page: Callable[..., Page]) -> None:
-    page = open_page("bare", 400)
+    page = open_page("bare", NARROW)
     page.unfold()
     text = page.text("body")
     for sentence in (
@@ -200,3 +207,105 @@ def test_a_bare_run_says_what_is_missing(open_page: Callable[..., Page]) -> None
         "no value",
     ):
         assert sentence in text
+
+
+@pytest.mark.slow
+def test_a_narrow_page_is_short_and_its_parts_open(open_page: Callable[..., Page]) -> None:
+    page = open_page("encoder", 390)
+    height = "document.documentElement.scrollHeight"
+    assert page.run(height) < 6_000  # pyright: ignore
+    assert not page.driver.find_element(By.ID, "sublayers").is_displayed()
+    page.run("document.querySelector('nav a[href=\"#sublayers-section\"]').click()")
+    page.wait(lambda: page.run("document.querySelectorAll('.depth .main-svg').length > 2"))
+    page.unfold()
+    assert page.run("document.documentElement.scrollWidth") == 390
+    assert page.run("document.querySelector('#head-table .scroll').scrollWidth") > 600  # pyright: ignore
+    assert_quiet(page)
+
+
+# --- the pages of a training run, of a comparison and of a flow ------------------------------------------------------
+
+
+@pytest.mark.medium
+@some_slow(("width", "theme"), [(390, "dark"), (1300, "light")], 1)
+def test_the_page_of_a_training_run(width: int, theme: str, driver: ChromiumDriver, tmp_path: Path):
+    """Drawn without a request or an error, as wide as the window; the map follows its selectors."""
+    hot = training_run("<i>hot</i>", loss=lambda step: math.nan if step == 300 else 10.0 ** (step / 100))
+    path = tmp_path / "page.html"
+    drawn = curves.render(
+        [replace(hot, alarms={400: ["massieu/loss"]}), training_run("other")], training_run("healthy")
+    )
+    path.write_text(drawn, encoding="utf-8")
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    scheme = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
+    driver.get_log("browser")
+    driver.get(path.as_uri())
+
+    def ask(script: str) -> Any:
+        return driver.execute_script(f"return {script}")
+
+    end = time.monotonic() + 20
+    while not ask("document.documentElement.dataset.ready"):
+        assert time.monotonic() < end, "the page did not get there"
+    assert ask("[window.innerWidth, document.documentElement.scrollWidth]") == [width, width]
+    assert ask("document.querySelectorAll('.chart .plot-container').length") == 5
+    loss = "document.querySelector('#first .chart')"
+    assert ask(f"{loss}.data.map(({{y}}) => y)")[2] == [1, 10, 100, None, 10000, 100000]
+    assert ask(f"{loss}.layout.yaxis.type") == "log"
+    assert ask(f"{loss}.querySelectorAll('.scatterlayer .trace').length") == 5  # three runs, a mark, an alarm
+    names = ask("[...document.querySelectorAll('#runs span')].map((each) => each.textContent)")
+    assert names == ["<i>hot</i>", "other", "healthy (reference)"]
+    Select(driver.find_element(By.ID, "quantity")).select_by_value("entropy_min")
+    assert ask("document.getElementById('map').data[0].z") == [[0.5] * 6, [1.0] * 6]
+    Select(driver.find_element(By.ID, "run")).select_by_visible_text("other")
+    assert driver.find_element(By.ID, "quantity").get_attribute("value") == "entropy_min"
+    red, *_ = ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert red < 60 if theme == "dark" else red > 200
+    ask("document.getElementById('theme').click()")
+    assert ask("document.documentElement.dataset.theme") == ("light" if theme == "dark" else "dark")
+    assert driver.get_log("browser") == []
+
+
+@pytest.mark.medium
+def test_the_page_of_a_comparison(driver: ChromiumDriver, tmp_path: Path) -> None:
+    """It draws what is chosen, and fits its window."""
+    made = encoder(layers=2, heads=3)
+    (tmp_path / "report.html").write_text(page_of(course_of(made._replace(run=run_of(made.run, "small")))))
+    driver.get((tmp_path / "report.html").as_uri())
+    WebDriverWait(driver, 20).until(lambda each: each.execute_script("return document.documentElement.dataset.ready"))
+
+    def drawn(place: str) -> list[list[float | None]]:
+        return driver.execute_script(f"return document.getElementById('map-{place}').data[0].z")
+
+    differences = [value for row in drawn("difference") for value in row if value]
+    assert len(differences) == 1
+    before = differences[0]
+    Select(driver.find_element(By.ID, "model")).select_by_visible_text("step10")
+    after = [value for row in drawn("difference") for value in row if value]
+    assert after[0] == pytest.approx(before * 2 / 8, rel=1e-3)  # 3 − 1 times the value, and 9 − 1
+    assert len(driver.execute_script("return document.getElementById('course-drawing').data")) == len(drawn("first"))
+    driver.execute_script("document.getElementById('theme').click()")
+    for width in (1400, 500):
+        driver.set_window_size(width, 900)
+        fits = "return document.documentElement.scrollWidth <= window.innerWidth"
+        WebDriverWait(driver, 10).until(lambda each: each.execute_script(fits))  # noqa: B023 - drawn again after a moment
+    assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+@pytest.mark.medium
+def test_the_page_of_a_flow_fits_wide_and_narrow_windows(driver: ChromiumDriver, tmp_path: Path):
+    panels = [panel(f"observable_{index}", [[1.0], [2.0 * index], [3.0]]) for index in range(7)]
+    path = draw(panels, "title").save(tmp_path / "page.html")
+    driver.get_log("browser")  # what an earlier test left
+    for width, columns in ((1300, 4), (400, 1)):
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        driver.get(path.as_uri())
+        assert driver.execute_script("return document.documentElement.scrollWidth") == width
+        left = driver.execute_script(
+            "return [...document.querySelectorAll('svg')].map((svg) => Math.round(svg.getBoundingClientRect().left))"
+        )
+        assert len(set(left)) == columns
+        assert driver.get_log("browser") == []

@@ -6,10 +6,8 @@ from collections.abc import Callable
 import polars
 import pytest
 from selenium.webdriver.chromium.webdriver import ChromiumDriver as WebDriver
-from selenium.webdriver.common.by import By
-from tests.support.report.browsing import WIDTHS, Page, assert_quiet
+from tests.support.report.browsing import NARROW, Page
 from tests.support.report.synthetic_results import Results
-from tests.support.rows import some_slow
 
 from massieu.report.page import render
 
@@ -32,7 +30,7 @@ OVERLAPS = """(() => {
 
 
 @pytest.mark.slow
-@some_slow("width", WIDTHS, 1)
+@pytest.mark.parametrize("width", [NARROW, 1400])
 def test_titles_of_axes_keep_clear_of_the_numbers(width: int, open_page: Callable[..., Page]) -> None:
     page = open_page("encoder", width)
     page.unfold()
@@ -56,7 +54,7 @@ def test_a_chart_of_one_point_is_left_out(open_page: Callable[..., Page], result
 
 
 @pytest.mark.slow
-@some_slow("spread", (1e-3, 1e-6, 30.0, 4e-9), 2)
+@pytest.mark.parametrize("spread", [1e-3, 4e-9])
 def test_numbers_on_the_map_tell_the_lowest_from_the_highest(
     spread: float, open_page: Callable[..., Page], results: dict[str, Results]
 ) -> None:
@@ -86,20 +84,6 @@ def test_a_browser_that_cannot_unpack_says_so(driver: WebDriver, open_page: Call
         assert page.driver.get_log("browser") == []
     finally:
         driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", old)
-
-
-@pytest.mark.medium
-def test_a_narrow_page_is_short_and_its_parts_open(open_page: Callable[..., Page]) -> None:
-    page = open_page("encoder", 390)
-    height = "document.documentElement.scrollHeight"
-    assert page.run(height) < 6_000  # pyright: ignore
-    assert not page.driver.find_element(By.ID, "sublayers").is_displayed()
-    page.run("document.querySelector('nav a[href=\"#sublayers-section\"]').click()")
-    page.wait(lambda: page.run("document.querySelectorAll('.depth .main-svg').length > 2"))
-    page.unfold()
-    assert page.run("document.documentElement.scrollWidth") == 390
-    assert page.run("document.querySelector('#head-table .scroll').scrollWidth") > 600  # pyright: ignore
-    assert_quiet(page)
 
 
 @pytest.mark.slow

@@ -3,19 +3,19 @@
 import copy
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import polars
 import pytest
-from selenium.webdriver.chromium.webdriver import ChromiumDriver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import Select, WebDriverWait
-from tests.support.report.synthetic_results import Results
+from tests.report.conftest import KINDS
+from tests.support.report.synthetic_results import Results, encoder
 
 from massieu.probing.compare.comparison import Comparison
 from massieu.probing.result import ProbeResult
+from massieu.probing.stored import run_of
 from massieu.report import compare
+
+pytestmark = pytest.mark.medium
 
 LEAD = "entropy_fraction"
 
@@ -43,13 +43,25 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pair(results: dict[str, Results]) -> Comparison:
-    return beside(results["encoder"], {"base": 1.0, "tuned": 9.0})
+def small() -> Results:
+    """Of two layers with three heads each."""
+    made = encoder(layers=2, heads=3)
+    return made._replace(run=run_of(made.run, "small"))
 
 
 @pytest.fixture(scope="module")
-def course(results: dict[str, Results]) -> Comparison:
-    return beside(results["encoder"], {"step30": 1.0, "step10": 3.0, "step20": 9.0})
+def pair(small: Results) -> Comparison:
+    return beside(small, {"base": 1.0, "tuned": 9.0})
+
+
+def course_of(results: Results) -> Comparison:
+    """Three steps of a training run, whose models are not given in their order."""
+    return beside(results, {"step30": 1.0, "step10": 3.0, "step20": 9.0})
+
+
+@pytest.fixture(scope="module")
+def course(small: Results) -> Comparison:
+    return course_of(small)
 
 
 def test_the_maps_hold_both_values_and_the_difference(pair: Comparison):
@@ -71,8 +83,8 @@ def test_the_changed_head_is_said_in_words(pair: Comparison):
     assert "no sums by unit of the text were stored for base and tuned" in page.lower()
 
 
-def test_nothing_that_differs_is_said_too(results: dict[str, Results]):
-    page = page_of(beside(results["encoder"], {"one": 1.0, "other": 1.0}))
+def test_nothing_that_differs_is_said_too(small: Results):
+    page = page_of(beside(small, {"one": 1.0, "other": 1.0}))
     assert "No head of other differs significantly" in page
     assert "No head differs significantly." in page
 
@@ -107,36 +119,7 @@ def test_strings_of_the_model_and_the_text_are_escaped(results: dict[str, Result
 
 @pytest.mark.slow
 def test_every_kind_of_result_is_drawn(results: dict[str, Results]):
-    for kind, each in results.items():
-        page = page_of(beside(each, {"one": 1.0, "other": 2.0}))
+    for kind in KINDS:
+        page = page_of(beside(results[kind], {"one": 1.0, "other": 2.0}))
         assert len(page) < 9_000_000, kind
         assert "NaN" not in json.dumps(data_of(page)), kind
-
-
-@pytest.fixture
-def shown(driver: ChromiumDriver, course: Comparison, tmp_path: Path) -> ChromiumDriver:
-    (tmp_path / "report.html").write_text(page_of(course), encoding="utf-8")
-    driver.get((tmp_path / "report.html").as_uri())
-    WebDriverWait(driver, 20).until(lambda each: each.execute_script("return document.documentElement.dataset.ready"))
-    return driver
-
-
-@pytest.mark.medium
-@pytest.mark.needs("browser")
-def test_the_browser_draws_what_is_chosen(shown: ChromiumDriver, course: Comparison):
-    def drawn(place: str) -> list[list[float | None]]:
-        return shown.execute_script(f"return document.getElementById('map-{place}').data[0].z")
-
-    differences = [value for row in drawn("difference") for value in row if value]
-    assert len(differences) == 1
-    before = differences[0]
-    Select(shown.find_element(By.ID, "model")).select_by_visible_text("step10")
-    after = [value for row in drawn("difference") for value in row if value]
-    assert after[0] == pytest.approx(before * 2 / 8, rel=1e-3)  # 3 − 1 times the value, and 9 − 1
-    assert len(shown.execute_script("return document.getElementById('course-drawing').data")) == len(drawn("first"))
-    shown.execute_script("document.getElementById('theme').click()")
-    for width in (1400, 500):
-        shown.set_window_size(width, 900)
-        fits = "return document.documentElement.scrollWidth <= window.innerWidth"
-        WebDriverWait(shown, 10).until(lambda each: each.execute_script(fits))  # noqa: B023 - drawn again after a moment
-    assert [entry for entry in shown.get_log("browser") if entry["level"] == "SEVERE"] == []

@@ -1,18 +1,13 @@
-"""The page of a training run: what it draws of it, what it says, that it stays small, and how it looks in a browser."""
+"""The page of a training run: what it draws of it, what it says, and that it stays small."""
 
 import json
 import math
 import re
-import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from plotly import offline
-from selenium.webdriver.chromium.webdriver import ChromiumDriver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import Select
 
 from massieu.errors import InputError
 from massieu.report import curves
@@ -123,19 +118,19 @@ def test_axes_are_logarithmic_where_positive_numbers_span_much():
 @pytest.mark.medium
 def test_a_long_run_keeps_its_extremes_and_stays_small():
     def spiky(step: int) -> float:
-        return {777_700: 1e6, 333_300: -1e6, 555_500: math.nan}.get(step, 1.0 + step % 700 / 1000)
+        return {177_700: 1e6, 133_300: -1e6, 155_500: math.nan}.get(step, 1.0 + step % 700 / 1000)
 
-    numbers = {f"layer{layer}/head{head}/entropy": spiky for layer in range(24) for head in range(4)}
-    run = training_run("long", 10_000, loss=spiky, **numbers)
+    numbers = {f"layer{layer}/head{head}/entropy": spiky for layer in range(12) for head in range(2)}
+    run = training_run("long", 2_000, loss=spiky, **numbers)
     page = curves.render([run])
     line, *_ = panel_of(page, "loss")["lines"]
     assert len(line["steps"]) <= 2 * curves.MOST_POINTS
-    assert dict(zip(line["steps"], line["values"], strict=True))[777_700] == 1e6
-    assert dict(zip(line["steps"], line["values"], strict=True))[333_300] == -1e6
-    assert panel_of(page, "loss")["lost"][0]["steps"] == [555_500]
+    assert dict(zip(line["steps"], line["values"], strict=True))[177_700] == 1e6
+    assert dict(zip(line["steps"], line["values"], strict=True))[133_300] == -1e6
+    assert panel_of(page, "loss")["lost"][0]["steps"] == [155_500]
     heads = next(entry for entry in data_of(page)["maps"] if entry["quantity"] == "entropy/head")
     assert max(value for value in heads["values"][0] if value is not None) == 1e6
-    assert heads["interval"]
+    assert heads["interval"] and len(heads["values"][0]) <= curves.MOST_COLUMNS
     assert "the smallest and the largest number of each interval are drawn" in page
     assert len(page) - len(curves.render([training_run()])) < 4_000_000
 
@@ -176,46 +171,3 @@ def test_every_string_is_escaped():
 def test_nothing_to_draw_is_said():
     with pytest.raises(InputError, match="there is nothing to draw: no run was given"):
         curves.render([])
-
-
-@pytest.mark.medium
-@pytest.mark.needs("browser")
-@pytest.mark.parametrize(("width", "theme"), [(1300, "light"), (390, "dark")])
-def test_the_page_in_a_browser(width: int, theme: str, driver: ChromiumDriver, tmp_path: Path):
-    """Drawn without a request or an error, as wide as the window; the map follows its selectors."""
-    hot = training_run("<i>hot</i>", loss=lambda step: math.nan if step == 300 else 10.0 ** (step / 100))
-    path = tmp_path / "page.html"
-    drawn = curves.render(
-        [replace(hot, alarms={400: ["massieu/loss"]}), training_run("other")], training_run("healthy")
-    )
-    path.write_text(drawn, encoding="utf-8")
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    scheme = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
-    driver.get_log("browser")
-    driver.get(path.as_uri())
-
-    def ask(script: str) -> Any:
-        return driver.execute_script(f"return {script}")
-
-    end = time.monotonic() + 20
-    while not ask("document.documentElement.dataset.ready"):
-        assert time.monotonic() < end, "the page did not get there"
-    assert ask("[window.innerWidth, document.documentElement.scrollWidth]") == [width, width]
-    assert ask("document.querySelectorAll('.chart .plot-container').length") == 5
-    loss = "document.querySelector('#first .chart')"
-    assert ask(f"{loss}.data.map(({{y}}) => y)")[2] == [1, 10, 100, None, 10000, 100000]
-    assert ask(f"{loss}.layout.yaxis.type") == "log"
-    assert ask(f"{loss}.querySelectorAll('.scatterlayer .trace').length") == 5  # three runs, a mark, an alarm
-    names = ask("[...document.querySelectorAll('#runs span')].map((each) => each.textContent)")
-    assert names == ["<i>hot</i>", "other", "healthy (reference)"]
-    Select(driver.find_element(By.ID, "quantity")).select_by_value("entropy_min")
-    assert ask("document.getElementById('map').data[0].z") == [[0.5] * 6, [1.0] * 6]
-    Select(driver.find_element(By.ID, "run")).select_by_visible_text("other")
-    assert driver.find_element(By.ID, "quantity").get_attribute("value") == "entropy_min"
-    red, *_ = ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-    assert red < 60 if theme == "dark" else red > 200
-    ask("document.getElementById('theme').click()")
-    assert ask("document.documentElement.dataset.theme") == ("light" if theme == "dark" else "dark")
-    assert driver.get_log("browser") == []

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from selenium.webdriver.chromium.webdriver import ChromiumDriver as WebDriver
 from tests.support.rows import every_row
 
 from massieu.errors import InputError
@@ -117,21 +116,3 @@ def test_a_flow_draws_itself():
     assert "log determinant" in html
     with pytest.raises(InputError, match="no observable 'nothing'"):
         result.plot(["nothing"])
-
-
-@pytest.mark.medium
-@pytest.mark.needs("browser")
-def test_the_page_fits_wide_and_narrow_windows(driver: WebDriver, tmp_path: Path):
-    panels = [panel(f"observable_{index}", [[1.0], [2.0 * index], [3.0]]) for index in range(7)]
-    path = draw(panels, "title").save(tmp_path / "page.html")
-    driver.get_log("browser")  # what an earlier test left
-    for width, columns in ((1300, 4), (400, 1)):
-        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        driver.get(path.as_uri())
-        assert driver.execute_script("return document.documentElement.scrollWidth") == width
-        left = driver.execute_script(
-            "return [...document.querySelectorAll('svg')].map((svg) => Math.round(svg.getBoundingClientRect().left))"
-        )
-        assert len(set(left)) == columns
-        assert driver.get_log("browser") == []

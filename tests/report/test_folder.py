@@ -210,7 +210,7 @@ def _save_often(folder: str, who: str, times: int) -> None:
 def test_two_processes_save_and_a_third_reads_whole_results(tmp_path):
     folders.replace(tmp_path, files("first"))
     start = multiprocessing.get_context("spawn")
-    writers = [start.Process(target=_save_often, args=(str(tmp_path), who, 60)) for who in "ab"]
+    writers = [start.Process(target=_save_often, args=(str(tmp_path), who, 30)) for who in "ab"]
     for writer in writers:
         writer.start()
 
@@ -224,7 +224,7 @@ def test_two_processes_save_and_a_third_reads_whole_results(tmp_path):
     while any(writer.is_alive() for writer in writers):
         seen.add(folders.read_together(tmp_path, NAMES[0], attempt))
     assert [writer.exitcode for writer in writers] == [0, 0]
-    assert contents(tmp_path) in [texts(f"{who}59") for who in "ab"]
+    assert contents(tmp_path) in [texts(f"{who}29") for who in "ab"]
     assert len(seen) > 2
 
 

@@ -1,11 +1,16 @@
 """Every registered claim holds, and what is false as published is shown to fail."""
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tests.support.rows import every_row
+from tests.support.verification.small import SMALL
+from typer.testing import CliRunner
 
+from massieu.cli.commands import app
 from massieu.errors import InputError
 from massieu.verification.registry import claims
 from massieu.verification.run import verify
@@ -13,9 +18,9 @@ from massieu.verification.run import verify
 THEORY = Path(__file__).parents[2] / "docs" / "theory"
 
 
-def _failing(id: str, seed: int | None = None) -> list[str]:
+def _failing(id: str, settings: Mapping[str, int | float | str] | None = None) -> list[str]:
     """The rows that are not as they should be."""
-    (claim,) = verify(id, seed=seed)
+    (claim,) = verify(id, settings=settings)
     wrong = [check for check in claim.checks if check.holds != (check.form == "corrected")]
     return [f"{check.name}: {check.measured} {check.comparison} {check.bound} ({check.form})" for check in wrong]
 
@@ -23,20 +28,37 @@ def _failing(id: str, seed: int | None = None) -> list[str]:
 @pytest.mark.medium
 @pytest.mark.parametrize("id", claims())
 def test_the_claim_holds(id: str):
+    assert _failing(id, SMALL.get(id)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("id", SMALL)
+def test_the_claim_holds_with_its_own_settings(id: str):
     assert _failing(id) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("id", [id for id, entry in claims().items() if "seed" in entry.parameters])
-def test_the_claim_holds_for_other_seeds(id: str, seed: int):
-    assert _failing(id, seed) == []
+def test_the_claim_holds_for_another_seed(id: str):
+    assert _failing(id, {"seed": 1}) == []
 
 
 @pytest.mark.medium
+def test_a_real_claim_by_the_command():
+    ran = CliRunner().invoke(app, ["verify", "s7", "--json", "--seed", "3"])
+    assert ran.exit_code == 0, ran.stderr
+    (claim,) = json.loads(ran.stdout)
+    assert (claim["id"], claim["verdict"], claim["published_verdict"]) == ("S7", "holds", "fails")
+    assert claim["parameters"]["seed"] == 3
+
+
+@pytest.fixture(scope="module")
+def pages() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in sorted(THEORY.glob("*.md"))]
+
+
 @every_row("id", claims())
-def test_the_documentation_has_the_claim_with_its_status(id: str):
-    pages = [path.read_text(encoding="utf-8") for path in sorted(THEORY.glob("*.md"))]
+def test_the_documentation_has_the_claim_with_its_status(id: str, pages: list[str]):
     number = id.lower()
     if not any(f'<a id="{number}">' in text for text in pages):
         number = number.rstrip("abcdefgh")  # a lettered claim may be a part of its number's entry

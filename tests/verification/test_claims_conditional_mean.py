@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.support.rows import every_row
+from tests.support.verification.small import SMALL
 
 from massieu import ops
 from massieu.errors import InputError
@@ -72,11 +73,11 @@ WRONG = {
 def test_a_wrong_conditional_mean_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
     monkeypatch.setattr(owner, name, replacement)
-    assert verify(id)[0].verdict == "fails"
+    assert verify(id, settings=SMALL.get(id))[0].verdict == "fails"
 
 
 def test_trap_21_the_proofs_ridge_is_worse_at_every_length():
-    (claim,) = verify("Z6")
+    (claim,) = verify("Z6", settings=SMALL["Z6"])
     (check,) = [check for check in claim.checks if check.name.startswith("error with λ = σ²/λ₀ by that with L^{3/4}")]
     assert check.measured < 0.5
 

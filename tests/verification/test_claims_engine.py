@@ -55,7 +55,7 @@ def test_a_gradient_that_is_wrong_fails_s23(monkeypatch: pytest.MonkeyPatch):
     assert verify("S23")[0].verdict == "fails"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"atoms": 2}, {"atoms": 40, "dimensions": 2}, {"dimensions": 30, "seed": 5}])
 def test_s23_holds_for_other_sizes(settings: dict[str, int]):
     (claim,) = verify("S23", settings=settings | {"samples": 20_000})

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.rows import every_row
+from tests.support.verification.small import SMALL
 
 from massieu.errors import InputError
 from massieu.measures import Atoms
@@ -88,8 +89,7 @@ _RATE = finite_keys.rate
 def test_what_is_wrong_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
     monkeypatch.setattr(owner, name, replacement)
-    settings = {"repetitions": 1000} if id == "S15" else {}
-    assert verify(id, settings=settings)[0].verdict == "fails"
+    assert verify(id, settings=SMALL.get(id))[0].verdict == "fails"
 
 
 @every_row(

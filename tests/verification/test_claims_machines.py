@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.support.rows import every_row
+from tests.support.verification.small import SMALL
 
 from massieu.energy import BoltzmannMachine, boltzmann
 from massieu.errors import InputError
@@ -77,8 +78,7 @@ WRONG = {
 def test_a_wrong_machine_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
     monkeypatch.setattr(owner, name, replacement)
-    settings = {"chains": 4000, "sweeps": 20} if id == "B8" else {}
-    assert verify(id, settings=settings)[0].verdict == "fails"
+    assert verify(id, settings=SMALL.get(id))[0].verdict == "fails"
 
 
 @every_row(("id", "settings"), [("B1", {"machines": 1}), ("B8", {"chains": 100}), ("B8", {"sweeps": 3})])

@@ -70,8 +70,8 @@ def test_one_key_is_its_own_output():
     assert math.isclose(exact.log_bias, -0.5 * finite_keys._VARIANCE, abs_tol=1e-10)
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("settings", [{"N": 1}, {"N": 2}, {"N": 1024, "seed": 3}])
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"N": 1}, {"N": 1024, "seed": 3}])
 def test_s15_holds_for_other_numbers_of_keys(settings: dict[str, int]):
     assert verify("S15", settings={"repetitions": 2000, **settings})[0].verdict == "holds"
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.support.rows import every_row
+from tests.support.verification.small import SMALL
 from torch import Tensor
 
 from massieu.errors import InputError
@@ -151,27 +152,12 @@ WRONG = {
 }
 
 
-QUICK = {
-    "Z7": {"keys": 5000, "repetitions": 200},
-    "Z10": {"pairs": 2000, "repetitions": 40},
-    "X1": {"keys": 3000, "repetitions": 30},
-    "X2": {"keys": 1000, "repetitions": 400},
-}
-"""Settings with which a claim still holds and still notices."""
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("id", QUICK)
-def test_the_quick_settings_hold(id: str):
-    assert verify(id, settings=QUICK[id]).ok
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_function_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
     monkeypatch.setattr(owner, name, replacement)
-    assert verify(id, settings=QUICK.get(id))[0].verdict == "fails"
+    assert verify(id, settings=SMALL.get(id))[0].verdict == "fails"
 
 
 @every_row(
@@ -192,7 +178,7 @@ def test_too_few_draws_are_refused(id: str, settings: dict[str, int]):
 
 
 def test_trap_20_is_shown_by_the_claim_itself():
-    (claim,) = verify("Z7", settings=QUICK["Z7"])
+    (claim,) = verify("Z7", settings=SMALL["Z7"])
     published = [check for check in claim.checks if check.form == "published"]
     assert not any(check.holds for check in published)
     assert published[0].measured == pytest.approx(0.4239, abs=1e-4)

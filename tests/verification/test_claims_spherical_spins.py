@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.support.rows import every_row
+from tests.support.verification.small import SMALL
 
 from massieu.energy import KineticIsing, KineticSpins
 from massieu.errors import InputError
@@ -67,7 +68,7 @@ WRONG = {
 def test_a_wrong_model_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
     monkeypatch.setattr(owner, name, replacement)
-    assert verify(id)[0].verdict == "fails"
+    assert verify(id, settings=SMALL.get(id))[0].verdict == "fails"
 
 
 @every_row(("id", "settings"), [("B15", {"spins": 1}), ("B16", {"components": 2}), ("B21", {"spins": 1})])
@@ -94,6 +95,6 @@ def test_the_claim_holds_for_other_settings(id: str, settings: dict[str, int]):
 @pytest.mark.medium
 def test_the_reconstructed_forms_fail():
     for id in ("B15", "B16"):
-        rows = [check for check in verify(id)[0].checks if check.form == "published"]
+        rows = [check for check in verify(id, settings=SMALL.get(id))[0].checks if check.form == "published"]
         assert rows
         assert not any(check.holds for check in rows)
