@@ -1,6 +1,7 @@
 """Networks of two-valued units against enumeration: energies, single flips, hidden units, capacity."""
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -31,13 +32,13 @@ def dense_energy(state, patterns, bias, degree) -> float:
     return float(-bias @ state - (np.exp(overlap) if degree is None else overlap**degree).sum())
 
 
-def networks(values: str) -> list[tuple[Energy, callable]]:
+def networks(values: str) -> list[tuple[Energy, Callable[..., float]]]:
     """Each with its energy in NumPy."""
     patterns, bias = draw(4, WIDTH), draw(WIDTH, seed=1)
     symmetric = draw(WIDTH, WIDTH, seed=2)
     symmetric = symmetric + symmetric.T
     x, a, j = patterns.numpy(), bias.numpy(), symmetric.numpy()
-    built = [
+    built: list[tuple[Energy, Callable[..., float]]] = [
         (BinaryHopfieldEnergy.create(symmetric, bias, values=values), lambda v: binary_energy(v, j, a)),
         (BinaryHopfieldEnergy.of_patterns(patterns, bias, values=values), lambda v: binary_energy(v, x.T @ x, a)),
     ]

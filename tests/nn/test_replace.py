@@ -98,7 +98,7 @@ def test_the_module_itself_is_replaced_by_one_that_is_returned(options, training
 def test_a_built_encoder_is_what_it_was_with_its_masks(options, first, training):
     theirs = stack(batch_first=first, **options).train(training)
     ours, twin = massieu.replace_attention(copy.deepcopy(theirs)), theirs
-    assert {type(layer.self_attn) for layer in ours.layers} == {Attention}
+    assert {type(layer.self_attn) for layer in ours.layers} == {Attention}  # pyright: ignore[reportGeneralTypeIssues]
     tokens = draw(3, 5, 8) if first else draw(5, 3, 8)
     for masks in ({}, {"mask": CAUSAL}, {"mask": CAUSAL, "is_causal": True}):
         compare(twin, ours, tokens, **masks)
@@ -123,7 +123,7 @@ def test_decoders_and_whole_transformers(training):
 
 def test_no_fast_path_goes_past_the_new_module():
     ours, calls = massieu.replace_attention(stack()).eval(), []
-    for layer in ours.layers:
+    for layer in ours.layers:  # pyright: ignore[reportGeneralTypeIssues]
         layer.self_attn.heads.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         ours(draw(3, 5, 8))
@@ -179,7 +179,7 @@ def test_hooks_and_attributes_come_along():
 
 def test_another_strategy_for_each_module():
     model = massieu.replace_attention(stack(), heads=lambda old: EntmaxHeads(alpha=torch.full((old.num_heads,), 1.5)))
-    alphas = [layer.self_attn.heads.alpha for layer in model.layers]
+    alphas = [layer.self_attn.heads.alpha for layer in model.layers]  # pyright: ignore[reportGeneralTypeIssues]
     assert [(alpha.dtype, alpha.shape) for alpha in alphas] == [(torch.float64, (2,))] * 2
     assert torch.isfinite(model(draw(3, 5, 8))).all()
 

@@ -59,7 +59,7 @@ def test_a_learned_alpha_starts_where_it_is_told():
 
 def test_at_two_weights_are_the_projection_to_the_simplex():
     made, (query, key, value) = module(alpha=2.0), inputs()
-    _, weights, potential = made(query, key, value, **KEYWORDS)
+    _, weights, potential = made(query, key, value, **KEYWORDS)  # pyright: ignore[reportAssignmentType]
     z = scores(made, query, key)
     wanted = projection(z)
     torch.testing.assert_close(weights, wanted, rtol=1e-10, atol=1e-12)
@@ -94,7 +94,7 @@ def test_masks_causality_and_rows_without_a_key():
     made, (query, key, value) = module(alpha=1.5), inputs()
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[0, 4:], padding[1] = True, True
-    output, weights, potential = made(query, key, value, padding, **KEYWORDS)
+    output, weights, potential = made(query, key, value, padding, **KEYWORDS)  # pyright: ignore[reportAssignmentType]
     short = made(query[:1], key[:1, :4], value[:1, :4])
     torch.testing.assert_close(output[:1], short[0])
     assert not weights[1].any()

@@ -174,7 +174,7 @@ def test_rows_without_any_cotangent_have_gradient_0(dtype):
 def test_mapped_as_one_at_a_time(dtype):
     tensors, grad, level = problem(24, dtype, 0)
     both = torch.stack([grad, -3 * grad]), torch.stack([level, 0.01 * level])
-    _, pull_back = torch.func.vjp(lambda *t: tuple(ops.attention(*t)), *tensors)
+    _, pull_back = torch.func.vjp(lambda *t: tuple(ops.attention(*t)), *tensors)  # pyright: ignore[reportAssignmentType]
     mapped = torch.vmap(pull_back)(both)
     for place in range(2):
         for found, wanted in zip(mapped, pull_back(tuple(each[place] for each in both)), strict=True):

@@ -28,13 +28,13 @@ IDS = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i)
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
 
-def model(kind: str, seed: int = 0) -> Any:
+def model(kind: str, seed: int = 0, **settings: int) -> Any:
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
     torch.manual_seed(seed)
     if kind == "llama":
-        return LlamaModel(LlamaConfig(**SIZES, vocab_size=40)).eval()
-    return BertModel(BertConfig(**SIZES, vocab_size=40)).eval()
+        return LlamaModel(LlamaConfig(**SIZES | settings, vocab_size=40)).eval()
+    return BertModel(BertConfig(**SIZES | settings, vocab_size=40)).eval()
 
 
 def explicit(cloud: np.ndarray) -> dict[str, float]:
@@ -176,7 +176,8 @@ def test_sums_can_be_stored_and_merged():
 def test_two_models_drawn_alike_are_not_told_apart(kind):
     ids = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i))[:24] for i in range(6)])
     first, second = (
-        massieu.probe(model(kind, seed), [{"input_ids": ids}], statistics=["flow"]).layers for seed in (0, 1)
+        massieu.probe(model(kind, seed, num_hidden_layers=2), [{"input_ids": ids}], statistics=["flow"]).layers
+        for seed in (0, 1)
     )
     named = tested = 0
     for name in ("stream_third_cumulant", "stream_fourth_cumulant", "stream_gaussian_distance"):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +102,11 @@ def test_what_a_living_one_writes_is_not_removed(tmp_path):
     assert (tmp_path / ".massieu-theirs").is_dir()
 
 
-class short_patience(pytest.MonkeyPatch):  # noqa: N801 - used as a context
-    def __enter__(self) -> None:
-        self.setattr(folders, "PATIENCE", 0.1)
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+@contextmanager
+def short_patience() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "PATIENCE", 0.1)
+        yield
 
 
 class lock_of_another_thread:  # noqa: N801 - used as a context

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.multiprocessing as mp
 multiprocessing.set_forkserver_preload(["torch.distributed.device_mesh", "massieu.ops.sharded", "massieu.population"])
 
 
-def run(function: Callable[[int, int], object], size: int, timeout: float = 30.0) -> list[object]:
+def run(function: Callable[[int, int], object], size: int, timeout: float = 30.0) -> list[Any]:
     """`function(rank, size)` of every process; it must be importable, and what it returns must be picklable."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(

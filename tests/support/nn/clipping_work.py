@@ -51,7 +51,7 @@ def shard_and_clip(rank: int, size: int) -> list[list[str]]:
         alone = model(dtype)
         sharded, parallel, columns = (copy.deepcopy(alone) for _ in range(3))
         clip_logits(alone, 2.0, RECORD)
-        for part in (*sharded, sharded):
+        for part in (*sharded, sharded):  # pyright: ignore[reportGeneralTypeIssues]
             fully_shard(part, mesh=mesh)
         plan = {name: ColwiseParallel() for name in ("query", "key", "value")} | {"out": RowwiseParallel()}
         parallelize_module(parallel[2], mesh, plan)
