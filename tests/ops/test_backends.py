@@ -190,7 +190,9 @@ def assert_right(name, dtype, rows, monkeypatch):
             assert results.log_partition.dtype == (torch.float64 if dtype == "float64" else torch.float32), told
             assert_close(f"{told}, output", results.output.detach(), expected[0].detach(), 6 * rounding)
             # A query times a tensor is a query of the same dtype.
-            bound = 30 * torch.finfo(results.log_partition.dtype).eps + (rounding if option.startswith("scale") else 0.0)
+            bound = 30 * torch.finfo(results.log_partition.dtype).eps + (
+                rounding if option.startswith("scale") else 0.0
+            )
             exponential = FAST_EXPONENTIAL if name == "fused" and DTYPES[dtype].itemsize == 2 else 0.0
             assert_log_partition(told, results.log_partition.detach(), expected[1].detach(), bound, exponential)
             for place, (slope, right) in enumerate(zip(slopes, wanted, strict=True)):
@@ -253,7 +255,7 @@ SHARES = [
         else pytest.mark.slow,
     )
     for name, dtype, ratio in itertools.product(NAMES, ("float32", "bfloat16", "float16"), DRAWS)
-    if name != "blocks" and (name, dtype) not in NOT_ITS_DTYPE
+    if name != "blocks" and (name, dtype) not in NOT_ITS_DTYPE and (name, ratio) != ("flex", 0.001)
 ]  # fmt: skip
 
 

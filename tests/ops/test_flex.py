@@ -340,10 +340,6 @@ def call(name, layout="square", dtype=torch.float32):
     return gradients(ops.attention, tensors, options)
 
 
-COMPILED = {"keys": pytest.mark.medium, "pairs": pytest.mark.slow, "pairs of all heads": pytest.mark.slow}
-"""Options whose log-weights are learned, which takes a compiler."""
-
-
 def assert_proved_and_taken(name, dtype):
     call(name, dtype=dtype)
     assert set(proof._verdicts.values()) == {None}
@@ -354,15 +350,16 @@ def assert_proved_and_taken(name, dtype):
 
 @pytest.mark.medium
 @every_row("name, dtype", [
-    *((name, torch.float32) for name in OPTIONS if name not in COMPILED),
-    ("soft cap", torch.bfloat16), ("soft cap", torch.float16),
+    *((name, torch.float32) for name in ("plain", "causal", "window", "scale per head", "boolean")),
+    ("soft cap", torch.bfloat16),
 ])  # fmt: skip
 def test_it_is_proved_and_taken(registered, name, dtype):
     registered(proves=True)
     assert_proved_and_taken(name, dtype)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in COMPILED.items()])
+@pytest.mark.slow
+@every_row("name", ["keys", "pairs"])
 def test_with_learned_weights_it_is_proved_and_taken(registered, name):
     registered("eager", proves=True)
     assert_proved_and_taken(name, torch.float32)
@@ -404,7 +401,7 @@ def out_of_order(*given):
 ])  # fmt: skip
 def test_what_is_wrong_is_not_taken(registered, name, fault, told):
     """And the results are the reference's, with one warning."""
-    backend = registered("eager" if name in COMPILED else None, proves=True)
+    backend = registered("eager" if name == "keys" else None, proves=True)  # weights that are learned take a compiler
     run = backend._compiled
     backend.__dict__["_compiled"] = lambda *given: fault(run, *given)
     with pytest.warns(UserWarning, match="'flex' is not used on cpu") as warned:

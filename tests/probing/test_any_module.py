@@ -133,7 +133,7 @@ def test_padding_by_pytorchs_own_mask_is_left_out(nested):
     hidden = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
     hidden[1, 7:] = hidden[2, 5:] = True
     batch = {"src": tokens, "src_key_padding_mask": hidden}
-    result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH)
+    result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
     module = model.get_submodule("layers.0.self_attn")
     expected = plain.attention(tokens, module.in_proj_weight, module.in_proj_bias, hidden[:, None, None])
     check_equal(result, "layers.0.self_attn", expected, real=~hidden)
@@ -143,7 +143,7 @@ def test_padding_by_pytorchs_own_mask_is_left_out(nested):
 
 @pytest.mark.medium
 def test_as_many_items_as_tokens_are_told_apart_by_batch_first():
-    tokens, options = states(length=4, rows=4), {"statistics": [*STATISTICS, "effective_rank"], "max_length": 4}
+    tokens, options = states(length=4, rows=4), {"statistics": ["entropy", "effective_rank"], "max_length": 4}
     for batch_first in (True, False):
         model = plain.encoder(batch_first=batch_first)
         together = tokens if batch_first else tokens.transpose(0, 1)
@@ -156,7 +156,8 @@ def test_as_many_items_as_tokens_are_told_apart_by_batch_first():
 
 
 def test_where_nothing_tells_items_and_tokens_apart_the_stream_is_left_out_with_the_reason():
-    result = massieu.probe(plain.gpt(), [ids(rows=6, length=6)], max_length=6)
+    asked = ["entropy", "climb", "expansion"]
+    result = massieu.probe(plain.gpt(), [ids(rows=6, length=6)], max_length=6, statistics=asked)
     assert [entry.statistic for entry in result.run.unavailable if entry.of == "model"] == ["expansion"]
     assert "as many items as tokens" in result.run.unavailable[0].reason
     assert "as many items as tokens" in result.run.sites[0].unavailable["climb"]
@@ -183,7 +184,7 @@ def test_one_attention_by_itself_and_without_a_batch():
     model = plain.sharp(nn.MultiheadAttention(plain.WIDTH, plain.HEADS, batch_first=True))
     tokens = states(rows=1)
     for batch in ((tokens,) * 3, (tokens[0],) * 3):
-        result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH)
+        result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
         check_equal(result, "(the module itself)", plain.attention(tokens, model.in_proj_weight, model.in_proj_bias))
         assert result.run.text.windows == 1
 

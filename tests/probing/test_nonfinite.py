@@ -41,7 +41,6 @@ def broken(weight, value=torch.nan, name="bert", entry=0):
     "weight, value, what",
     [
         ("encoder.layer.0.attention.self.query.weight", torch.nan, "NaN"),
-        ("encoder.layer.1.output.dense.bias", torch.inf, "infinity"),
         ("encoder.layer.2.output.dense.bias", -torch.inf, "infinity"),  # reaches no attention, only the output
         ("pooler.dense.weight", torch.nan, "NaN"),  # reaches nothing that is measured
     ],
@@ -62,7 +61,7 @@ def test_a_broken_weight_is_named_first(weight, value, what):
 @pytest.mark.medium
 @every_row("length", [20, 10])  # PyTorch's kernel makes zeros of a NaN query that sees fewer than 16 keys
 def test_a_model_of_nan_alone_has_no_numbers(length):
-    model = zoo.fresh("gpt2")
+    model = zoo.fresh("gpt2", n_layer=1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
@@ -72,7 +71,7 @@ def test_a_model_of_nan_alone_has_no_numbers(length):
     assert result.run.self_check.error is None
     counted = result.heads.filter(~polars.col("statistic").str.contains("cosine|symmetric|reinitialised|rotation"))
     assert counted["value"].is_null().all()
-    assert all("of 0 heads" not in f.sentence and "0 of 12" not in f.sentence for f in result.findings)
+    assert all("of 0 heads" not in f.sentence and "0 of 4" not in f.sentence for f in result.findings)
 
 
 @pytest.mark.medium
