@@ -14,6 +14,7 @@ from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row, some_slow
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
+from massieu.energy import entmax_solver
 from massieu.energy.entmax import entmax, entmax_conjugate, tsallis_entropy
 
 ALPHAS = [1.0, 1 + 1e-12, 1.001, 1.2, 1.5, 1.75, 2.0]
@@ -278,10 +279,6 @@ def _potential(scores):
     return entmax_conjugate(scores, 1.5)
 
 
-def _slope(scores):
-    return grad(lambda z: entmax_conjugate(z, 1.5).sum())(scores)
-
-
 def _masked(scores):
     return entmax(scores, 1.3, log_weight=scores > -0.5)
 
@@ -291,7 +288,7 @@ def _learned(scores):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [_potential, _slope, _masked, _learned])
+@pytest.mark.parametrize("function", [_potential, _masked, _learned])
 def test_compiled_is_eager(function):
     torch._dynamo.reset()
     scores = draw(3, 6, seed=17).requires_grad_()
@@ -303,7 +300,9 @@ def test_compiled_is_eager(function):
 
 
 @pytest.mark.slow
-def test_a_compiled_transform_differentiates_in_alpha():
+def test_a_compiled_transform_differentiates_in_alpha(monkeypatch):
+    # A transform makes as many copies of a step as may be needed; of these scores few are.
+    monkeypatch.setattr(entmax_solver, "_STEPS", 10)
     scores, alpha = draw(2, 5, seed=18), torch.tensor([[1.0], [1.6]], dtype=torch.float64)
 
     def slope(scores, alpha):

@@ -216,12 +216,18 @@ def test_annealed_estimates_of_16_by_8_units(method, size, schedule):
     assert found.standard_error < 0.1
 
 
-WITH_A_DENSITY = [kind for kind in UNITS if kind not in ("Atoms", "Constant")]
-METHODS = itertools.cycle(["importance", "sequential"])
+WITH_A_DENSITY = [
+    ("Gaussian", "sequential"),
+    ("Categorical", "importance"),
+    ("Gamma", "importance"),
+    ("Uniform", "importance"),
+    ("a product", "sequential"),
+]
+"""Units are drawn by their measures' own samplers, whose laws are tested there; these are one of each kind."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "method"), list(zip(WITH_A_DENSITY, METHODS, strict=False)))
+@pytest.mark.parametrize(("kind", "method"), WITH_A_DENSITY)
 def test_annealed_estimates_of_every_unit(kind, method):
     """16 bits beside the units, 100 runs: the mean of Z is Σ over the 2¹⁶ states, and the error covers it."""
     measure, (points, log_weight) = UNITS[kind]

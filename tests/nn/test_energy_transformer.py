@@ -108,14 +108,13 @@ def test_what_an_option_advertises_changes_the_output_and_state_dicts_load():
 def test_compiled():
     torch._dynamo.reset()
     mask = torch.arange(5).expand(2, -1) >= 4
-    for step_size in (0.1, None):
-        module, x = block(steps=2, step_size=step_size).float(), tokens(2).float().requires_grad_()
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-        outputs = [call(x, mask, need_energies=True) for call in (module, compiled)]
-        of = [x, module.key_weight, module.memories, module.normalisation.log_gain]
-        gradients = [torch.autograd.grad(output.square().sum(), of) for output, _ in outputs]
-        for eager, got in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):
-            torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
+    module, x = block(steps=2, step_size=None).float(), tokens(2).float().requires_grad_()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    outputs = [call(x, mask, need_energies=True) for call in (module, compiled)]
+    of = [x, module.key_weight, module.memories, module.normalisation.log_gain]
+    gradients = [torch.autograd.grad(output.square().sum(), of) for output, _ in outputs]
+    for eager, got in zip((*outputs[0], *gradients[0]), (*outputs[1], *gradients[1]), strict=True):
+        torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
 
 
 @every_row(
@@ -193,7 +192,6 @@ def test_no_matrix():
         SigmaReparametrization()(torch.ones(4, 4, dtype=torch.long))
 
 
-@pytest.mark.slow
 def test_a_stack_is_its_blocks_in_turn():
     first, second = block(), block(steps=2, quantity=3)
     stack, x = EnergyTransformerStack([first, second, first]), tokens(3)
@@ -207,8 +205,6 @@ def test_a_stack_is_its_blocks_in_turn():
     assert torch.equal(stack(x, padding), wanted)
     assert all(torch.equal(one, other) for one, other in zip(given, energies, strict=True))
     assert len(list(stack.parameters())) == len(list(first.parameters())) + len(list(second.parameters()))
-    compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, padding), wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_stacks_that_cannot_be_made():

@@ -15,14 +15,15 @@ from massieu import ops
 FIXED_LENGTH = {
     "SoftmaxHeads": "a window makes as many chunks as fit the length",
     "TAPHeads": "all tokens are one item, and as many directions of it are tried as it has numbers",
-    "SpinAttention, to its end": "the same",
     "EnergyTransformer": "one block of queries as long as it fits, which is a bound on the length",
     "EnergyTransformerStack": "the same",
 }
 """Of these the length stays that of the example."""
 NO_TOKENS = ("RestrictedBoltzmannMachine", "StackedBoltzmannMachine", "SigmaReparametrization")
+SAME_GRAPH = ("EntmaxHeads, learned", "ImplicitHeads, learned", "Hopfield, to its end", "SpinAttention, to its end")
+"""They are solved as "EntmaxHeads", "ImplicitHeads" and "TAPHeads" are, in graphs that take long."""
 QUICK = ("HopfieldLayer",)
-NAMES = [*QUICK, *(name for name in CASES if name not in (*QUICK, *NO_TOKENS))]
+NAMES = [*QUICK, *(name for name in CASES if name not in (*QUICK, *NO_TOKENS, *SAME_GRAPH))]
 
 
 class OfTokens(nn.Module):

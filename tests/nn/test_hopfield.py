@@ -234,10 +234,9 @@ def test_half_precision(dtype, steps, autocast):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [3, None])
-def test_compiled(steps):
+def test_compiled():
     torch._dynamo.reset()
-    layer = Hopfield(6, 2, steps=steps, scale=nn.Parameter(torch.tensor([0.3, 0.6])))
+    layer = Hopfield(6, 2, steps=None, scale=nn.Parameter(torch.tensor([0.3, 0.6])))
     inputs = tuple(tensor.detach().float().requires_grad_() for tensor in patterns())
     padding = torch.arange(7).expand(2, -1) >= 5
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

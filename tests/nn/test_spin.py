@@ -172,11 +172,7 @@ def test_half_precision(autocast, steps, order):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"steps": 2, "exact": True}, {"steps": None}, {"steps": None, "order": "second"}, {"steps": 1, "order": "second"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"steps": 1, "exact": True}, {"steps": None, "order": "second"}], ids=str)
 def test_compiled(options):
     module, tokens = layer(scale=nn.Parameter(torch.tensor(1.2)), **options).float(), inputs(torch.float32)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -134,20 +134,13 @@ def test_feed_forward_and_composition():
 @some_slow("population", [None, Atoms.create(draw(3, 4, seed=20)), law(4)], 1)
 def test_compiled_and_batched(population):
     given, x = layer(population=population, normalisation=LayerNorm.create()), draw(2, 6, 4, seed=9)
-    # By graphs alone: making machine code of them takes most of the time, and is the slow test's.
+    # By graphs alone: making machine code of them takes most of the time, and what they call is compiled in its own room.
     compiled = torch.compile(given.__call__, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), given(x), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.func.vmap(given)(x), given(x), rtol=1e-12, atol=1e-12)
     both = pytree.tree_map(lambda leaf: torch.stack([leaf, 0.5 * leaf]), given)
     each = torch.func.vmap(lambda one, points: one(points))(both, x)
     torch.testing.assert_close(each[1], pytree.tree_map(lambda leaf: 0.5 * leaf, given)(x[1]), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.needs("compiler")
-@pytest.mark.slow
-def test_compiled_to_machine_code():
-    given, x = layer(normalisation=LayerNorm.create()), draw(2, 6, 4, seed=9)
-    torch.testing.assert_close(torch.compile(given.__call__, fullgraph=True)(x), given(x), rtol=1e-12, atol=1e-12)
 
 
 @every_row(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])

@@ -166,9 +166,10 @@ def test_bad_calls_say_what_is_needed(given, error, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", EXACT[:2])
-def test_compiled(solver):
+def test_compiled():
+    """GMRES is compiled below, and as the solver of fixed points' derivatives."""
     torch._dynamo.reset()
+    solver = EXACT[0]
     inputs = FACTOR.clone().requires_grad_(), RIGHT.clone().requires_grad_()
     compiled = torch.compile(partial(factored, solver), fullgraph=True, backend="aot_eager")
     given, expected = compiled(*inputs), factored(solver, *inputs)
@@ -180,9 +181,10 @@ def test_compiled(solver):
 @pytest.mark.slow
 def test_compiled_inside_transforms_and_unsolved():
     torch._dynamo.reset()
-    loss = lambda factor: factored(GMRES(memory=3, cycles=2), factor, RIGHT).sin().sum()  # noqa: E731
-    given = torch.compile(hessian(loss), fullgraph=True, backend="aot_eager")(FACTOR)
-    torch.testing.assert_close(given, hessian(loss)(FACTOR), rtol=1e-8, atol=1e-8)
+    factor = FACTOR[:2, :2]
+    loss = lambda factor: factored(GMRES(memory=2, cycles=2), factor, RIGHT[:, :2]).sin().sum()  # noqa: E731
+    given = torch.compile(hessian(loss), fullgraph=True, backend="aot_eager")(factor)
+    torch.testing.assert_close(given, hessian(loss)(factor), rtol=1e-8, atol=1e-8)
     right = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=DOUBLE)
     lost = torch.compile(lambda right: linear_solve(times, right, (SINGULAR,)).value, backend="aot_eager")(right)
     assert lost[0].isfinite().all() and lost[1].isnan().all()
