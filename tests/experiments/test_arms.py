@@ -178,7 +178,7 @@ def test_two_processes_train_one_model(tmp_path: Path):
         [*command, "wind-tunnel", "--large", "--quick", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]

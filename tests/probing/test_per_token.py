@@ -15,7 +15,6 @@ import numpy as np
 import polars
 import pytest
 import torch
-from tests.support import garbage
 from tests.support.probing import oracle, zoo
 from tests.support.rows import every_row
 from tests.test_cli import _is_bad, _run
@@ -342,17 +341,16 @@ def test_rows_that_were_removed_changed_or_lost_are_told(tmp_path, monkeypatch):
 @pytest.mark.medium
 def test_a_temporary_folder_lives_as_long_as_the_result(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with garbage.of_the_block():
-        result = probed("gpt2", one_batch(), per_token=["entropy"])
-        copied = copy.deepcopy(result)
-        assert len(list(tmp_path.iterdir())) == 1
-        del result
-        gc.collect()
-        assert len(copied.tokens(0, 0))
-        assert len(pickle.loads(pickle.dumps(copied)).tokens(0, 0))
-        del copied
-        gc.collect()
-        assert not list(tmp_path.iterdir())
+    result = probed("gpt2", one_batch(), per_token=["entropy"])
+    copied = copy.deepcopy(result)
+    assert len(list(tmp_path.iterdir())) == 1
+    del result
+    gc.collect()
+    assert len(copied.tokens(0, 0))
+    assert len(pickle.loads(pickle.dumps(copied)).tokens(0, 0))
+    del copied
+    gc.collect()
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_files_cannot_be_linked_they_are_copied(result_with_rows, tmp_path, monkeypatch):

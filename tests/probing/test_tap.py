@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support import garbage
 from tests.support.rows import every_row
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -401,7 +400,7 @@ def test_nothing_of_a_call_is_held():
         return merged(weights @ v)
 
     module = Attention(noted).eval()
-    with garbage.of_the_block(), torch.no_grad(), capturing(module, lambda call: None):
+    with torch.no_grad(), capturing(module, lambda call: None):
         module(batch())
         gc.collect()
         assert all(ref() is None for ref in held)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support import garbage
 from tests.support.probing import plain, zoo
 from tests.support.probing.plain import HEADS, WIDTH, gpt
 from tests.support.rows import every_row, some_slow
@@ -333,11 +332,10 @@ def test_nothing_of_the_batch_is_held():
         kept.append(weakref.ref(output))
 
     handles = [m.register_forward_hook(keep) for m in model.modules() if isinstance(m, nn.Linear)]
-    with garbage.of_the_block():
-        monitor(0)
-        for handle in handles:
-            handle.remove()
-        gc.collect()
+    monitor(0)
+    for handle in handles:
+        handle.remove()
+    gc.collect()
     assert kept and all(each() is None for each in kept)
 
 

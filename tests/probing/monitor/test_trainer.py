@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.support import garbage
 from tests.support.probing.monitor_seen import Seen
 from tests.support.rows import every_row
 from torch import Tensor
@@ -20,13 +19,6 @@ from massieu.probing.monitor.trainer import MonitorTrainerCallback
 from massieu.report.record_lines import read_run
 
 pytestmark = pytest.mark.medium
-
-
-@pytest.fixture(autouse=True)
-def collections_are_cheap() -> Iterator[None]:
-    """Trainer collects garbage whenever it begins and ends."""
-    with garbage.of_the_block():
-        yield
 
 
 def model() -> transformers.GPT2LMHeadModel:
