@@ -5,9 +5,9 @@
     python scripts/mutants.py --list ops           # all that there are in a room, without running any
 
 A mutant is one change of one expression: another sign, a factor or a term left out, another axis, an argument forgotten.
-It is made in a copy of `src`, which the tests import in place of the original. The tests of its room run first, then all
-fast tests; the first failure ends the run. A mutant that no test notices is printed with its line: it is equivalent, or a
-test is missing.
+It is made in a copy of `src`, which the tests import in place of the original. The fast tests of its room run first,
+then all fast tests, unless `--room-only`; the first failure ends the run. A mutant that no test notices is printed with
+its line: it is equivalent, or a test is missing.
 """
 
 import argparse
@@ -21,11 +21,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "massieu"
 TESTS_OF_ROOM = {
+    "interruption": ["tests/test_cli_endings.py", "tests/experiments/test_study.py"],
+    "__init__": ["tests/test_imports.py", "tests/test_house.py"],
+    "__main__": ["tests/test_cli.py"],
+    "errors": ["tests/foundation"],
     "duality": ["tests/test_duality.py", "tests/test_duality_boundary.py"],
     "sklearn": ["tests/estimators"],
     "testing": ["tests/test_testing.py", "tests/test_suites.py"],
@@ -204,16 +209,15 @@ def _run_tests(source: Path, tests: Sequence[str]) -> tuple[bool, str]:
     return ended.returncode != 0, failures[0] if failures else ended.stdout[-200:]
 
 
-def noticed_by(mutant: Mutant) -> str | None:
-    """The first test that fails; None if all fast tests pass."""
+def noticed_by(mutant: Mutant, room_only: bool) -> str | None:
+    """The first test that fails; None if all pass."""
     own = TESTS_OF_ROOM.get(mutant.room, [f"tests/{mutant.room}"])
     with tempfile.TemporaryDirectory() as folder:
         source = _source_with(mutant, Path(folder))
-        for tests in (own if all((ROOT / each).exists() for each in own) else [], ["tests"]):
-            if tests:
-                failed, reason = _run_tests(source, tests)
-                if failed:
-                    return reason
+        for tests in [own] if room_only else [own, ["tests"]]:
+            failed, reason = _run_tests(source, tests)
+            if failed:
+                return reason
     return None
 
 
@@ -222,6 +226,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", help="of the draw; the commit's hash by default")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the draw")
+    parser.add_argument("--room-only", action="store_true", help="run the tests of the mutant's room alone")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--list", metavar="ROOM", help="print the mutants of a room, or of `all`, and run none")
     arguments = parser.parse_args()
@@ -235,9 +240,10 @@ def main() -> None:
     seed = arguments.seed or head.strip()
     mutants = drawn(arguments.count, seed)
     numbers = arguments.only or range(len(mutants))
+    tried = partial(noticed_by, room_only=arguments.room_only)
     survivors = []
     with ThreadPoolExecutor(arguments.workers) as pool:
-        for number, reason in zip(numbers, pool.map(noticed_by, [mutants[each] for each in numbers]), strict=True):
+        for number, reason in zip(numbers, pool.map(tried, [mutants[each] for each in numbers]), strict=True):
             print(f"{number:3d} {'noticed' if reason else 'SURVIVES'}  {mutants[number]}", flush=True)
             if reason is None:
                 survivors.append(mutants[number])
