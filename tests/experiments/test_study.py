@@ -4,6 +4,7 @@ import json
 import math
 import runpy
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -65,6 +66,15 @@ def test_the_interval_covers_the_mean_of_gaussian_numbers(number: int, trials: i
 def test_an_interval_needs_two_finite_numbers():
     assert all(math.isnan(end) for end in (*interval([]), *interval([1.0]), *interval([1.0, math.nan])))
     assert interval([2.0] * 5) == (2.0, 2.0)
+
+
+def test_an_interval_of_more_than_six_numbers_is_about_students():
+    """Of normal quantiles, whose mean is 0; drawn resamples in place of all."""
+    values = [NormalDist().inv_cdf((place + 0.5) / 9) for place in range(9)]
+    low, high = interval(values)
+    half = stats.t.ppf(0.975, 8) * np.std(values, ddof=1) / 3
+    assert abs(low + high) < 0.05 * half
+    assert abs((high - low) / (2 * half) - 1) < 0.15
 
 
 @pytest.mark.parametrize(

@@ -285,3 +285,13 @@ def test_compiled_with_any_length(backend):
         assert close(found, wanted)
         gradients = [torch.autograd.grad(r[0].square().sum() + r[1].sum(), inputs) for r in (found, wanted)]
         assert close(*gradients)
+
+
+def test_a_log_weight_of_queries_alone_moves_log_z_by_itself():
+    """One number for all keys of a query: it has a last dimension of 1, which no band cuts."""
+    query, key, value = tensors(1, 2, 1, 40, 40)
+    shift = torch.linspace(-1.0, 1.0, 40, dtype=query.dtype).reshape(1, 1, 40, 1)
+    output, log_z = ops.attention(query, key, value, window=(5, 2), log_weight=shift, backend="reference")
+    wanted = masked(query, key, value, visible(40, 40, (5, 2)))
+    torch.testing.assert_close(output, wanted[0])
+    torch.testing.assert_close(log_z, wanted[1] + shift[..., 0])

@@ -170,3 +170,17 @@ def test_rounding_has_no_shape():
     across = torch.tensor([[3.0, -1.0]], dtype=torch.float64) / math.sqrt(10)
     found = projected_cumulants(cloud, across)
     assert found.third.item() == found.fourth.item() == squared_gaussian_distance(cloud, across).item() == 0
+
+
+def test_the_error_over_directions_is_the_jackknifes():
+    """Of the root of a mean over directions, each left out in turn."""
+    points = draws(200, 6).exp()
+    lines = random_directions(6, 64, generator=torch.Generator().manual_seed(0))
+    squares = projected_cumulants(points, lines).third.square().numpy()
+    count = len(squares)
+    left_out = np.sqrt((squares.sum() - squares) / (count - 1))
+    jackknife = math.sqrt((count - 1) / count * np.square(left_out - left_out.mean()).sum())
+    reading = CloudShape(projections=count, seed=0)(points)["third_cumulant"]
+    assert reading.standard_error is not None
+    # The slope of the root stands for its differences, which are of the order 1/count.
+    assert abs(float(reading.standard_error) / jackknife - 1) < 2 / math.sqrt(count)

@@ -389,3 +389,9 @@ def test_the_plain_form_says_what_was_measured_and_found():
     assert result.findings == result.run.findings
     result.run = RunRecord(complete=False, findings=[])
     assert repr(result) == "ProbeResult (interrupted: incomplete)"
+
+
+def test_a_matrix_holds_values_or_their_standard_errors():
+    values = np.array([[np.pi, np.nan, 1 / 3]] * 2)
+    np.testing.assert_allclose(made_up().matrix("entropy"), values)
+    np.testing.assert_allclose(made_up().matrix("entropy", error=True), values / 100)

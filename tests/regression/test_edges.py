@@ -146,3 +146,13 @@ def test_a_key_of_its_own_direction_is_refused_where_rounding_is_all():
     for ridges, error in ((None, TypeError), (["a"], TypeError), ([1.0, -1.0], ValueError), ([], ValueError)):
         with pytest.raises(error, match="ridge"):
             choose_ridge(key, value, ridges, kernel=LinearKernel.create())
+
+
+def test_the_bound_of_few_centres_falls_to_0_where_they_are_all_keys():
+    """Of keys so long that the kernel's numbers are counted from their largest logarithm."""
+    key, query, value = 2 * draws(1, 1, 8, 3), draws(1, 1, 4, 3, seed=1), draws(1, 1, 8, 2, seed=2)
+    arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 0.1}
+    exact = conditional_mean_attention(query, key, value, method=Cholesky(), **arguments).output
+    found = conditional_mean_attention(query, key, value, method=LowRank(8), **arguments)
+    assert bool(((found.output - exact).norm(dim=-1) <= found.error_bound + 1e-9).all())
+    assert bool((found.error_bound < 1e-3 * (1 + exact.norm(dim=-1))).all())
