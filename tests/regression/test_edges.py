@@ -155,4 +155,5 @@ def test_the_bound_of_few_centres_falls_to_0_where_they_are_all_keys():
     exact = conditional_mean_attention(query, key, value, method=Cholesky(), **arguments).output
     found = conditional_mean_attention(query, key, value, method=LowRank(8), **arguments)
     assert bool(((found.output - exact).norm(dim=-1) <= found.error_bound + 1e-9).all())
-    assert bool((found.error_bound < 1e-3 * (1 + exact.norm(dim=-1))).all())
+    # What is left of the variance is a rounding, and the bound has its root, 1.5e-8.
+    assert bool((found.error_bound < 1e-6).all())
