@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from massieu.experiments import depth, dual_link, minimality, resampling
+from massieu.experiments import depth, dual_link, minimality, resampling, sufficiency
 from massieu.experiments.arms import Arms, masked_loss
 from massieu.experiments.contractions import BatchWhitening, SpinMap, alignment
 from massieu.experiments.tasks import Bijection, Chain, divergence, mean_loss
@@ -193,3 +193,11 @@ def test_the_predicted_cost_of_drawing_is_half_the_curvature_by_finite_differenc
     step = 1e-3
     second = (loss(step) - 2 * loss(0.0) + loss(-step)) / step**2
     assert wanted * tokens[:, :-1].numel() == pytest.approx(second / 2, rel=1e-4, abs=1e-7)
+
+
+def test_the_prior_of_sufficiency_is_drawn_from_its_own_generator():
+    drawn = []
+    for seed in (0, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(sufficiency._Task(torch.Generator().manual_seed(5)).concentration)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
