@@ -47,21 +47,21 @@ check: lint core types-changed ## an answer in a minute: lint, the core of every
 
 # The files of `make check`: of each room those that try most of it in least time, without compilation, processes, a browser,
 # a trained model or transformers' import.
-in = $(patsubst %,tests/$(1)/test_%.py,$(2))
+tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
 CORE := tests/foundation tests/inference tests/test_duality_boundary.py tests/test_suites.py tests/test_testing.py \
-  $(call in,ops,backends bad_calls contrastive fisher layouts moments partial precisions shapes sink softcap validation vocabulary window) \
-  $(call in,solve,attraction fixed_point linear linear_solve) \
-  $(call in,measures,arguments atoms combine discrete gaussian large_eta laws log_prob measure named sphere spin sums) \
-  $(call in,energy,activations boltzmann conformance discrete entropy fenchel_young hopfield normalized spins transformer) \
-  $(call in,population,alignment background clusters observables renormalisation) \
-  $(call in,posteriors,edges posterior posterior_oracles sufficiency symmetry) \
-  $(call in,regression,conditional_mean conformance) \
-  $(call in,nn,attention conditional_mean documents energy_transformer hopfield_euclidean normalized replace sparse) \
-  $(call in,theory,expansion generalisation growth precision transfer urns) \
-  $(call in,estimators,memory regressors) \
-  $(call in,probing,accumulate conditional_mean findings running significance tap text_tables) \
-  $(call in,probing/compare,difference) $(call in,probing/monitor,alarms writers) \
-  $(call in,report,folder page text) $(call in,verification,frame rates) $(call in,experiments,arms tasks) \
+  $(call tests_of,ops,backends bad_calls contrastive fisher layouts moments partial precisions shapes sink softcap validation vocabulary window) \
+  $(call tests_of,solve,attraction fixed_point linear linear_solve) \
+  $(call tests_of,measures,arguments atoms combine discrete gaussian large_eta laws log_prob measure named sphere spin sums) \
+  $(call tests_of,energy,activations boltzmann conformance discrete entropy fenchel_young hopfield normalized spins transformer) \
+  $(call tests_of,population,alignment background clusters observables renormalisation) \
+  $(call tests_of,posteriors,edges posterior posterior_oracles sufficiency symmetry) \
+  $(call tests_of,regression,conditional_mean conformance) \
+  $(call tests_of,nn,attention conditional_mean documents energy_transformer hopfield_euclidean normalized replace sparse) \
+  $(call tests_of,theory,expansion generalisation growth precision transfer urns) \
+  $(call tests_of,estimators,memory regressors) \
+  $(call tests_of,probing,accumulate conditional_mean findings running significance tap text_tables) \
+  $(call tests_of,probing/compare,difference) $(call tests_of,probing/monitor,alarms writers) \
+  $(call tests_of,report,folder page text) $(call tests_of,verification,frame rates) $(call tests_of,experiments,arms tasks) \
   $(patsubst %,tests/test_%.py,cli_compare cli_monitor example_outputs house imports printed sentences tools)
 
 core: $(VENV)/installed
@@ -100,11 +100,10 @@ types-changed: $(VENV)/installed
 	files=$$({ git diff --name-only --diff-filter=d $$base -- 'src/*.py'; git ls-files --others --exclude-standard -- 'src/*.py'; } | sort -u); \
 	if [ -n "$$files" ]; then $(BIN)/pyright $$files; else echo "types: no file of src changed"; fi
 
-# The numbers as other processors find them. `avx2`: vectors of 256 bits, as on most machines without AVX-512. `default`:
+# The numbers as other processors find them; tests/conftest.py limits oneDNN in the same way. `avx2`: vectors of 256 bits, as on most machines without AVX-512. `default`:
 # no vector instructions of PyTorch's, MKL's reproducible path, sums split between two threads.
-EMULATED_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-EMULATED_default := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
-  GOMP_SPINCOUNT=1000
+EMULATED_avx2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+EMULATED_default := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000
 PROCESSORS := avx2 default
 
 emulated: $(PROCESSORS:%=emulated-%) ## ops and measures, as other processors compute them

@@ -205,6 +205,9 @@ def _run_tests(source: Path, tests: Sequence[str]) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return True, "the tests do not end"
+    # A failure, or a file that cannot be collected. Any other end is no answer of the tests: a path that is none, say.
+    if ended.returncode not in (0, 1, 2):
+        raise RuntimeError(f"pytest {' '.join(tests)} ended with {ended.returncode}: {ended.stdout[-500:]}")
     failures = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return ended.returncode != 0, failures[0] if failures else ended.stdout[-200:]
 

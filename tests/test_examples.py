@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts.example_outputs import printed
 from scripts.tutorials import executed
 from scripts.tutorials import run as run_blocks
 from tests.support.printed import differing
@@ -302,14 +301,12 @@ def test_language_models_train(tmp_path):
 
 @pytest.mark.slow
 def test_masked_digits_are_completed_down_an_energy(tmp_path):
-    found = run("examples/masked_digits.py", "--updates", "500", "--picture", tmp_path / "picture.png")
+    found = run("examples/masked_digits.py", "--updates", "2000", "--picture", tmp_path / "picture.png")
     (rise,) = numbers(r"largest change of an image's energy in a step: (\S+)", found)[0]
     assert float(rise) < 0
     row = r" *(.+): mean squared error of a missing pixel (\S+)"
     error = {name: float(mean) for name, mean in numbers(row, found)}
-    assert error["ridge"] < error["mean image"] and error["Energy Transformer"] < 0.75 * error["mean image"]
-    trained = {name: float(mean) for name, mean in numbers(row, printed("masked_digits"))}  # five times as long
-    assert trained["Energy Transformer"] < trained["ridge"] < trained["mean image"]
+    assert error["Energy Transformer"] < error["ridge"] < error["mean image"]
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
