@@ -170,7 +170,7 @@ def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("model", "name"),
     [
         (None, "all-MiniLM-L6-v2"), ("gpt2", "gpt2"), ("org/name", "name"), ("./folder/", "folder"), (".", "here"),
@@ -185,7 +185,7 @@ def test_the_default_folder_is_named_after_the_model(probed, tmp_path, monkeypat
     assert probed.result.saved[-1] == (Path("massieu-results", name), "parquet")
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("arguments", "model", "text"),
     [
         (["m", "--text", "a", "--text", "b"], "m", ["a", "b"]),
@@ -313,7 +313,7 @@ def _is_bad(ran: Any, message: str) -> None:
     assert others in ([], ["massieu: loading the model"])
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("missing.txt", None, r"there is no text .*missing\.txt"),
@@ -372,7 +372,7 @@ def test_no_such_result(tmp_path):
     _is_bad(_run("report", tmp_path), r"has no run\.json")
 
 
-@every_row(("option", "value"), [("--max-length", 0), ("--max-tokens", 0), ("--batch-size", -1)])
+@pytest.mark.parametrize(("option", "value"), [("--max-length", 0), ("--max-tokens", 0), ("--batch-size", -1)])
 def test_numbers_out_of_range(tmp_path, text, option, value):
     _is_bad(_run("probe", "--text", text, "--out", tmp_path, option, value), f"must be at least ., got {value}")
 

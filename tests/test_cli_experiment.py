@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.rows import every_row
 from tests.test_cli import _run
 
 
@@ -18,7 +17,7 @@ def test_the_list_has_each_question_and_what_was_found_last():
 
 
 @pytest.mark.medium
-@every_row(
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["sinks"], "did you mean sink"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.ops.differences import check_derivatives
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 
 from massieu import ops
@@ -252,7 +252,7 @@ def test_derivatives_in_every_argument(is_causal, block_pairs):
     def function(query, key, vector, weight, scale):
         return ops.fisher_vp(query, key, vector, log_weight=weight, scale=scale, is_causal=is_causal)
 
-    check_derivatives(function, (query, key, vector, weight, scale))
+    check_derivatives(function, (query, key, vector, weight, scale), forward=True)
 
 
 @pytest.mark.usefixtures("block_pairs")
@@ -264,7 +264,7 @@ def test_derivatives_with_weights_of_pairs_and_hidden_queries():
     def function(query, key, vector, weight):
         return ops.fisher_vp(query, key, vector, log_weight=weight.masked_fill(hidden, -math.inf), scale=1.0)
 
-    check_derivatives(function, (*arguments, weight), forward_mode=False)
+    check_derivatives(function, (*arguments, weight))
     found = torch.autograd.grad(function(*arguments, weight).sum(), (*arguments, weight))
     assert (found[0][:, :, 1] == 0).all()
     assert (found[2][:, :, 1] == 0).all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.ops.differences import check_derivatives
+from tests.support.derivatives import check_derivatives
 from tests.support.ops.explicit import log_partition_room
 from tests.support.rows import every_row
 
@@ -165,8 +165,8 @@ def test_first_and_second_derivatives_by_finite_differences(backend):
     def function(q, k, v):
         return tuple(ops.attention(q, k, v, backend=backend))
 
-    check_derivatives(function, (query, key, value), forward_mode=False)
-    check_derivatives(lambda q, k: ops.log_partition(q, k, backend=backend), (query, key), forward_mode=False)
+    check_derivatives(function, (query, key, value))
+    check_derivatives(lambda q, k: ops.log_partition(q, k, backend=backend), (query, key))
 
 
 def test_forward_mode_and_vmap():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.derivatives import check_derivatives
 from tests.support.ops import explicit
-from tests.support.ops.differences import check_derivatives
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row
 
@@ -116,7 +116,7 @@ def test_second_derivatives_and_transforms():
         return tuple(ops.attention(query, key, value, is_causal=True, query_offset=4))
 
     query, key, value = (tensor[:1, :2, :, :3].detach().requires_grad_() for tensor in (query, key, value))
-    check_derivatives(function, (query, key, value), forward_mode=False)
+    check_derivatives(function, (query, key, value))
     stacked = torch.func.vmap(function)(*(torch.stack([t, t + 1]) for t in (query, key, value)))
     torch.testing.assert_close(stacked[0][1], function(query + 1, key + 1, value + 1)[0])
     tangent = torch.func.jvp(function, (query, key, value), (query, key, value))[1]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.support.ops.differences import check_derivatives
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 
 from massieu import ops
@@ -160,7 +160,7 @@ def test_the_gradient_is_the_second_estimator():
         )
         expected = level.softmax(0).T @ omega - query[0, 0]
     torch.testing.assert_close(slope[0, 0], expected, atol=1e-12, rtol=1e-12)
-    check_derivatives(call, (query, key, weight), forward_mode=False)
+    check_derivatives(call, (query, key, weight))
 
 
 def test_blocks_of_the_variance(monkeypatch):

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
+from tests.support.derivatives import check_derivatives
 from tests.support.ops import explicit
-from tests.support.ops.differences import check_derivatives
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -183,7 +183,7 @@ def test_first_and_second_derivatives_by_finite_differences(weight, backend):
         return ops.attention_received(q, k, sink=b, log_weight=w, is_causal=True, backend=backend).total
 
     leaves = (query, key, sink) if given is None else (query, key, sink, given)
-    check_derivatives(function, leaves, forward_mode=False)
+    check_derivatives(function, leaves)
 
 
 @every_row("is_causal", [False, True])

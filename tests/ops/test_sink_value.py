@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.ops.differences import check_derivatives
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 
 from massieu import ops
@@ -102,7 +102,7 @@ def test_its_derivatives():
 
     inputs = [part[:1, :, :2, :2].clone() for part in (QUERY, KEY, VALUE)] + [SINK_VALUE[:, :2].clone(), SINK.clone()]
     inputs = [part.requires_grad_() for part in inputs]
-    check_derivatives(both, inputs, forward_mode=False)
+    check_derivatives(both, inputs)
 
 
 def plain(query, key, value):

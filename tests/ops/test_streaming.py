@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tests.support.ops.differences import check_derivatives
+from tests.support.derivatives import check_derivatives
 
 from massieu.ops import streaming
 from massieu.ops.store import AtomBlock, AtomStore
@@ -228,7 +228,7 @@ def test_derivatives(small):
         def call(query, scale, function=function):
             return function(query, store, scale=scale, block_size=19)
 
-        check_derivatives(call, (query, scale), forward_mode=function is streaming.attention)
+        check_derivatives(call, (query, scale), forward=function is streaming.attention)
 
 
 @pytest.mark.slow

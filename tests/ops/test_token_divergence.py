@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.ops.differences import check_derivatives
+from tests.support.derivatives import check_derivatives
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row
 
@@ -158,7 +158,7 @@ def test_second_derivatives_and_transforms():
     hidden, weight, other, wide = _models(words=5, lead=(2,))
     tensors = [tensor.requires_grad_() for tensor in (hidden, weight, other, wide)]
     function = lambda *given: tuple(ops.token_divergence(*given, softcap=4.0))  # noqa: E731
-    check_derivatives(function, tensors, forward_mode=False)
+    check_derivatives(function, tensors)
     stacked = torch.func.vmap(function)(*(torch.stack([tensor, tensor + 1]) for tensor in tensors))
     torch.testing.assert_close(stacked[0][1], function(*(tensor + 1 for tensor in tensors))[0])
     tangent = torch.func.jvp(function, tuple(tensors), tuple(tensors))[1]

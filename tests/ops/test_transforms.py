@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.support.ops.differences import check_derivatives
+from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row, some_slow
 from torch.autograd import gradcheck
 
@@ -58,7 +58,7 @@ def test_reverse_forward_and_second_derivatives(backend, inputs, block_pairs):
     def function(q, k, v, w, s):
         return tuple(ops.attention(q, k, v, log_weight=w, scale=s, is_causal=True, backend=backend))
 
-    check_derivatives(function, (*inputs, log_weight, scale), absent_cotangents=True)
+    check_derivatives(function, (*inputs, log_weight, scale), forward=True, absent_cotangents=True)
 
 
 @pytest.mark.medium
@@ -70,7 +70,7 @@ def test_derivatives_of_log_partition_with_a_mask(backend, inputs, block_pairs):
     def function(q, k):
         return ops.log_partition(q, k, log_weight=keep, backend=backend)
 
-    check_derivatives(function, (query, key))
+    check_derivatives(function, (query, key), forward=True)
     assert (torch.autograd.grad(function(query, key).sum(), key)[0][:, :, [1, 4]] == 0).all()
 
 
@@ -82,7 +82,7 @@ def test_log_weights_per_query_and_key(inputs):
     def function(q, k, v, w):
         return tuple(ops.attention(q, k, v, log_weight=w))
 
-    check_derivatives(function, (query, key, value, weight), forward_mode=False)
+    check_derivatives(function, (query, key, value, weight))
 
 
 @pytest.mark.medium

@@ -15,6 +15,7 @@ def check_derivatives(
     first: bool = True,
     second: bool = True,
     forward: bool = False,
+    absent_cotangents: bool = False,
     rtol: float = 1e-5,
     atol: float = 1e-7,
     eps: float = 1e-6,
@@ -32,6 +33,7 @@ def check_derivatives(
         first: Whether first derivatives are checked.
         second: Whether second derivatives are checked.
         forward: Whether forward mode is checked too, alone and over reverse mode.
+        absent_cotangents: Whether results without a cotangent must be as those with a cotangent of 0.
         rtol: Relative to the derivative along the direction.
         atol: Absolute, for one entry.
         eps: Length of the step of the finite differences.
@@ -51,3 +53,5 @@ def check_derivatives(
         assert gradcheck(of_one_vector, (vector,), check_forward_ad=forward, **tolerances)
     if second:
         assert gradgradcheck(of_one_vector, (vector,), check_fwd_over_rev=forward, **tolerances)
+    if absent_cotangents:
+        assert gradcheck(function, tuple(arguments), fast_mode=True, check_undefined_grad=True)
