@@ -179,10 +179,10 @@ def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
 )  # fmt: skip
 def test_the_default_folder_is_named_after_the_model(probed, tmp_path, monkeypatch, model, name):
     here = tmp_path / "here"
-    (here / "folder").mkdir(parents=True, exist_ok=True)
+    (here / "folder").mkdir(parents=True)
     monkeypatch.chdir(here)
     assert _run("probe", *([] if model is None else [model])).exit_code == 0
-    assert probed.result.saved[-1] == (Path("massieu-results", name), "parquet")
+    assert probed.result.saved == [(Path("massieu-results", name), "parquet")]
 
 
 @pytest.mark.parametrize(

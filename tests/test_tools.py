@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog
+from scripts import mutants, test_table
 from tests import conftest
 from tests.support import needs
 from tests.support.rounding import FAST_EXPONENTIAL, rounding_error
@@ -152,3 +153,36 @@ def test_the_best_cubic_for_a_power_of_two_is_off_by_what_the_fast_exponential_a
     best = linprog([0, 0, 0, 0, 1], A_ub=conditions, b_ub=bounds, bounds=[(None, None)] * 5)
     exponent_rounding = 64 / 2**23
     assert 0.9 * FAST_EXPONENTIAL < best.fun + exponent_rounding < FAST_EXPONENTIAL
+
+
+def test_mutants_are_other_formulas_and_leave_messages_and_annotations_alone(tmp_path):
+    source = tmp_path / "formula.py"
+    source.write_text(
+        "def f(x: Tensor = 1 + 1) -> Tensor:\n"
+        '    raise ValueError("a" + f"{x - 1}")\n'
+        "    é = -g(x) + 2 * x.sum(-1, keepdim=True)\n"
+        '    return "a" + "b"\n'
+    )
+    found = {(mutant.kind, mutant.before, mutant.after) for mutant in mutants.mutants_of(source)}
+    assert found == {
+        ("sign", "-g(x) + 2 * x.sum(-1, keepdim=True)", "((-g(x)) - (2 * x.sum(-1, keepdim=True)))"),
+        ("dropped term", "-g(x) + 2 * x.sum(-1, keepdim=True)", "(-g(x))"),
+        ("sign", "-g(x)", "(g(x))"),
+        ("factor", "2 * x.sum(-1, keepdim=True)", "(2)"),
+        ("forgotten argument", "x.sum(-1, keepdim=True)", "x.sum(-1)"),
+        ("axis", "x.sum(-1, keepdim=True)", "x.sum(-2, keepdim=True)"),
+    }
+
+
+def test_the_table_adds_up_rooms():
+    times = {
+        "tests/ops/test_a.py::test_x[1]": 1.0,
+        "tests/ops/test_b.py::test_y": 2.0,
+        "tests/test_cli.py::test_z": 4.0,
+    }
+    rooms = test_table.times_by_room(times | {"collection": 8.0})
+    assert rooms == {"ops": (2, 3.0), "test_cli": (1, 4.0), "collection": (0, 8.0), "all": (3, 15.0)}
+    summaries = {"ops/a.py": (3, 1, 4, 2), "ops/b.py": (1, 0, 4, 0), "errors.py": (5, 0, 5, 0)}
+    names = ("covered_lines", "covered_branches", "num_statements", "num_branches")
+    files = {f"src/massieu/{name}": {"summary": dict(zip(names, row, strict=True))} for name, row in summaries.items()}
+    assert test_table.coverage_by_room({"files": files}) == {"ops": 50.0, "errors": 100.0, "all": 1000 / 15}
