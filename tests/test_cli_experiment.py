@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.test_cli import _run
+from tests.support.command_line import run
 
 
 @pytest.mark.medium
 def test_the_list_has_each_question_and_what_was_found_last():
-    ran = _run("experiment", "list")
+    ran = run("experiment", "list")
     assert ran.exit_code == 0 and not ran.stderr
     for name in ("precision", "temperature", "sink"):
         assert f"\n{name} " in ran.stdout
@@ -35,7 +35,7 @@ def test_the_list_has_each_question_and_what_was_found_last():
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], said: str, tmp_path: Path):
-    ran = _run("experiment", *arguments, "--out", tmp_path / "new")
+    ran = run("experiment", *arguments, "--out", tmp_path / "new")
     assert ran.exit_code == 2 and said in ran.stderr and ran.stderr.count("\n") == 1
     assert ran.stderr.startswith("massieu: ") and isinstance(ran.exception, SystemExit)
     assert not (tmp_path / "new").exists()
@@ -44,11 +44,11 @@ def test_bad_input_is_one_sentence(arguments: list[str], said: str, tmp_path: Pa
 @pytest.mark.slow
 def test_a_quick_run_prints_thresholds_and_writes_page_and_numbers(tmp_path: Path):
     command = ("experiment", "temperature", "--quick", "--out", tmp_path)
-    ran = _run(*command)
+    ran = run(*command)
     assert ran.exit_code == 0 and "verdict: undecided (a quick run gives no verdict)" in ran.stdout
     stored = json.loads((tmp_path / "temperature.quick.json").read_text())
     assert stored["quick"] and list(stored["seeds"]) == ["5"] and len(stored["criteria"]) == 4
     assert "seed 5 (1 of 1" in ran.stderr and (tmp_path / "temperature.quick.html").exists()
-    again = _run(*command, "--resume")
+    again = run(*command, "--resume")
     assert json.loads((tmp_path / "temperature.quick.json").read_text())["seeds"] == stored["seeds"]
     assert again.exit_code == 0

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.rows import every_row
 
 SOURCE = Path(__file__).parent.parent / "src" / "massieu"
@@ -117,6 +118,26 @@ def test_importing_massieu_loads_no_torch():
     code = "import sys, massieu; print([m for m in ('torch', 'transformers', 'polars', 'sklearn') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert found == "[]"
+
+
+def test_a_kernel_is_run_without_the_compiler():
+    """`torch._dynamo` takes seconds to import, and only compiled code needs it."""
+    call = "massieu.ops.attention(*torch.randn(3, 1, 1, 2, 4))"
+    code = f"import sys, torch, massieu; {call}; print('torch._dynamo' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert found == "False"
+
+
+def test_a_proof_is_marked_as_pytorch_would():
+    from massieu.ops.cuda.proof import _failure
+
+    def marked() -> None: ...
+
+    before = set(vars(marked))
+    torch.compiler.assume_constant_result(marked)
+    added = {name: value for name, value in vars(marked).items() if name not in before}
+    assert added
+    assert added.items() <= vars(_failure).items()
 
 
 def test_public_names_resolve():

@@ -18,8 +18,8 @@ import polars
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.command_line import ENVIRONMENT, assert_bad, checkpoint, run
 from tests.support.probing import zoo
-from tests.test_cli import ENVIRONMENT, _is_bad, _run, checkpoint
 
 import massieu
 from massieu.errors import InputError, ProcessLostError
@@ -366,7 +366,7 @@ def said(output: str) -> list[str]:
 def test_torchrun_gives_the_table_of_one_process(checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
     shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 2]
-    assert _run(*shared, "--out", tmp_path / "1").exit_code == 0
+    assert run(*shared, "--out", tmp_path / "1").exit_code == 0
     alone = ProbeResult.load(tmp_path / "1")
     ran = torchrun(2, *shared, "--out", tmp_path / "2")
     out, error = ran.communicate(timeout=240)
@@ -429,13 +429,13 @@ def test_a_process_that_is_killed_ends_all_and_they_can_be_resumed(checkpoint, t
     # torchrun ends the others with SIGTERM, which may come before they find out by themselves.
     lost = f"one of the 2 processes has ended before the others; what was read is stored in {last.parent}"
     assert said(error)[-1] in (lost, "interrupted by SIGTERM")
-    refused = _run(*shared, "--out", tmp_path / "2", "--resume")
-    _is_bad(refused, "holds the running sums of 2 processes; resume with as many, not with 1 process")
+    refused = run(*shared, "--out", tmp_path / "2", "--resume")
+    assert_bad(refused, "holds the running sums of 2 processes; resume with as many, not with 1 process")
     again = torchrun(2, *shared, "--out", tmp_path / "2", "--resume")
     _, error = again.communicate(timeout=240)
     assert again.returncode == 0, error
     assert not last.parent.exists()
-    assert _run(*shared, "--out", tmp_path / "1").exit_code == 0
+    assert run(*shared, "--out", tmp_path / "1").exit_code == 0
     assert_same_table(*(tables(ProbeResult.load(tmp_path / name)) for name in "21"))
 
 
@@ -460,9 +460,9 @@ def test_a_terminated_command_is_resumed_to_the_last_bit(checkpoint, tmp_path):
         command.append("--resume") if "--resume" not in command else None
     assert b"run the same command with --resume to continue" in error
     assert not ProbeResult.load(tmp_path / "here").complete
-    assert _run(*shared, *here, "--resume").exit_code == 0
+    assert run(*shared, *here, "--resume").exit_code == 0
     assert not stored.parent.exists()
-    assert _run(*shared, "--out", tmp_path / "whole").exit_code == 0
+    assert run(*shared, "--out", tmp_path / "whole").exit_code == 0
     here_is, whole = (ProbeResult.load(tmp_path / name) for name in ("here", "whole"))
     assert here_is.complete
     assert tables(here_is).equals(tables(whole))

@@ -15,9 +15,9 @@ import numpy as np
 import polars
 import pytest
 import torch
+from tests.support.command_line import assert_bad, run
 from tests.support.probing import oracle, zoo
 from tests.support.rows import every_row
-from tests.test_cli import _is_bad, _run
 
 import massieu
 from massieu.errors import InputError
@@ -552,8 +552,8 @@ def test_bad_calls_for_rows(result_with_rows, call, message):
 
 @pytest.mark.parametrize("names", ["entrop", "", "entropy,maps"])
 def test_bad_names_on_the_command_line(names, tmp_path):
-    ran = _run("probe", "--per-token", names, "--out", tmp_path / "out")
-    _is_bad(ran, "per_token")
+    ran = run("probe", "--per-token", names, "--out", tmp_path / "out")
+    assert_bad(ran, "per_token")
     assert not (tmp_path / "out").exists()
 
 

@@ -253,7 +253,6 @@ def failure(backend: Backend, problem: AttentionProblem) -> str | None:
     return _failure(backend, str(query.device), query.dtype, _facts(problem), possible)
 
 
-@torch.compiler.assume_constant_result
 def _failure(backend: Backend, place: str, dtype: torch.dtype, facts: tuple[Any, ...], possible: bool) -> str | None:
     layout = Layout(*facts)
 
@@ -261,6 +260,10 @@ def _failure(backend: Backend, place: str, dtype: torch.dtype, facts: tuple[Any,
         return _measured(backend, place, dtype, layout)
 
     return proved(backend.name, torch.device(place), dtype, layout, check if possible else None)
+
+
+# The mark of `torch.compiler.assume_constant_result`, which imports the compiler for it: seconds, for everyone.
+_failure._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def proved(
