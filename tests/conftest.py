@@ -8,7 +8,10 @@ from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.support import needs
+
+# A failed assertion of a helper tells its values, as one of a test does.
+pytest.register_assert_rewrite("tests.support")
+from tests.support import needs  # noqa: E402
 
 # Before torch and transformers are loaded, and for the processes that tests start. Their problems are small and share the
 # cores; models and texts are on this machine.
