@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from massieu.probing.attention_call import AttentionCall
-from massieu.probing.forward import real_mask
+from massieu.probing.forward import decoder_given, real_mask
 from massieu.probing.statistics.expansion import distinct_positions
 from massieu.probing.statistics.query_reading import Tokens
 
@@ -79,7 +79,23 @@ class BatchTokens:
         fits = special is not None and special.shape == real.shape
         ids = self.ids(decoder=decoder)
         known = ids is not None and ids.shape == real.shape
-        return Tokens(real, special.to(real.device) if special is not None and fits else None, ids if known else None)
+        restarts = None if decoder and decoder_given(self.inputs) else self._restarts(call, real)
+        return Tokens(
+            real, special.to(real.device) if special is not None and fits else None, ids if known else None, restarts
+        )
+
+    def _restarts(self, call: AttentionCall, real: Bool[Tensor, "B L"]) -> Bool[Tensor, "B L"] | None:
+        """Where ``position_ids`` go back and attention does not: what packed rows of several documents do."""
+        places = self.inputs.get("position_ids")
+        if not isinstance(places, Tensor) or places.dim() != 2 or places.shape[1] != real.shape[1]:
+            return None
+        back = places.to(real.device).diff(dim=1) <= 0
+        if not bool(back.any()) or call.query.shape[2] != call.key.shape[2]:
+            return None
+        reaches_back = call.visible().diagonal(-1, dim1=2, dim2=3).any(dim=1)
+        restarts = torch.zeros_like(real)
+        restarts[:, 1:] = back & ~reaches_back
+        return restarts & real
 
     def _special(self, decoder: bool) -> Tensor | None:
         if decoder and self.target_special is not None:

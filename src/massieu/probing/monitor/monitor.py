@@ -46,17 +46,19 @@ class Monitor:
 
     What is measured is a batch that stays the same, since largest numbers grow with batch and context. The model runs on
     it in evaluation, uncompiled and without gradients, under the autocast that is active; modes, gradients, random
-    state and hooks are afterwards what they were. Numbers are those of `massieu.probe` on the same batch; queries at position 0
-    are left out. With ``torch.distributed`` every process gives its own share of the batch and calls at the same steps, and
-    all get the record of the whole; a head that tensor parallelism puts elsewhere keeps its number.
+    state and hooks are afterwards what they were. Numbers are the statistics of `massieu.probe` on the same batch. Means leave
+    out queries that see a single key, where no head has a choice; maxima are over all real queries. With
+    ``torch.distributed`` every process gives its own share of the batch and calls at the same steps, and all get the record of
+    the whole; a head that tensor parallelism puts elsewhere keeps its number.
 
     A record is a flat dictionary. ``massieu/layer3/largest_logit_max`` is over the heads of a layer, as are ``_mean`` and
     ``_min``; ``massieu/largest_logit_max`` is over the model, whose layer and head are in ``massieu/largest_logit_layer`` and
     ``_head``. Models of several stacks have ``massieu/decoder/layer3/…``, and layers of several attentions
-    ``…/layer3/cross/…``. Quantities of a head, over its queries: the mean selective log Z (S25), the largest raw logit, the
-    mean of the largest score above the mean score, the mean entropy in nats and as a share of log n (S8, N11), the mean
-    weight on the first token (N25). ``selective_log_partition_max`` is the largest over queries too. Of the stream behind each
-    layer: effective rank and mean pairwise distance (``spread``) of the tokens of sampled windows.
+    ``…/layer3/cross/…``. Quantities of a head, over its queries: the mean selective log Z (S25); the largest logit, scale ·
+    query · key before masks, biases and soft caps; the mean of the largest score above the mean score; the mean entropy in
+    nats and as a share of log n (S8, N11); the mean weight on the first token of the document (N25).
+    ``selective_log_partition_max`` is the largest over queries too. Of the stream behind each layer: effective rank and mean
+    pairwise distance (``spread``) of the tokens of sampled windows.
 
     Example:
         >>> import torch
@@ -285,6 +287,7 @@ class Monitor:
         named = {f"{self.prefix}/{name}" if self.prefix else name: value for name, value in values.items()}
         record = MonitorRecord(measured.step, named, _largest_logits(measured.sites))
         self._name_trouble(measured)
+        self._name_beyond(measured)
         if self.alarms is not None:
             record.alarms = list(self.alarms(record, measured.step))
         self.outlets(record, measured.step)
@@ -330,6 +333,18 @@ class Monitor:
                     self._warn(
                         f"at step {measured.step}, {site.place} head {head} ({site.module or 'the model'}) has {site.what}"
                     )
+
+    def _name_beyond(self, measured: MonitorSums) -> None:
+        """One warning for each head whose logits are larger than its type holds; kernels that keep scores in it lose them."""
+        for site in measured.sites:
+            new = [head for head in site.beyond() if (f"{site.place} beyond", head) not in self._said]
+            self._said.update((f"{site.place} beyond", head) for head in new)
+            if new:
+                largest, heads = site.means("largest_logit")[new].max(), ", ".join(map(str, new))
+                self._warn(
+                    f"at step {measured.step}, {site.place} has logits up to {largest:.4g} in head {heads}, and its type "
+                    f"holds {site.limit:.4g} at most"
+                )
 
     @staticmethod
     def _warn(sentence: str) -> None:

@@ -45,6 +45,7 @@ class SiteNumbers:
         totals, counts, largest: for each quantity (H,).
         broken: queries of each head whose numbers are not finite.
         what: which tensor is not finite, where one is.
+        limit: the largest number of the type that queries and keys have.
     """
 
     place: str
@@ -57,6 +58,7 @@ class SiteNumbers:
     largest: Array
     broken: Array
     what: str | None = None
+    limit: float = np.inf
 
     @property
     def heads(self) -> int:
@@ -72,6 +74,12 @@ class SiteNumbers:
         with np.errstate(invalid="ignore"):
             found = self.totals[index] / self.counts[index] if QUANTITIES[name][1] == "mean" else self.largest[index]
         return np.where((self.counts[index] > 0) & (self.broken == 0), found, np.nan)
+
+    def beyond(self) -> list[int]:
+        """Heads whose largest logit the type of queries and keys cannot hold."""
+        if not self.has("largest_logit"):
+            return []
+        return np.flatnonzero(self.means("largest_logit") > self.limit).tolist()
 
     def maxima(self, name: str) -> Array:
         """The largest over each head's queries."""
@@ -89,20 +97,18 @@ class Sums:
     names: tuple[str, ...]
     parts: list[Tensor] = field(default_factory=list)
     what: str | None = None
+    limit: float = np.inf
 
     def add(self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor) -> None:
-        """Add the queries of one call, but for those at position 0, whose attention is trivial in a decoder.
-
-        A single query, as of a pooling head, is taken.
-        """
+        """Add the queries of one call; of those that see a single key the logit alone, since all else of them is fixed."""
         reading = QueryReading(call, queries, keys, positions, itself=self.info.kind != "cross", names=_MOMENTS)
-        valid = reading.valid & ((positions > 0) | (len(positions) == 1))
         broken = (reading.real & ~reading.valid).sum((0, 2))
+        self.limit = torch.finfo(call.query.dtype).max
         rows = []
         for name in self.names:
             found = QUANTITIES[name][0](reading)
             values, defined = found if isinstance(found, tuple) else (found, True)
-            counted = valid & defined
+            counted = (reading.valid if name == "largest_logit" else reading.has_choice) & defined
             rows.append(
                 torch.stack(
                     [
@@ -126,7 +132,7 @@ class Sums:
         quantities, broken = parts[:, :-1], parts[:, -1, 0].sum(0)
         totals, counts, largest = quantities[:, :, 0].sum(0), quantities[:, :, 1].sum(0), quantities[:, :, 2].max(0)
         where = (self.place, self.info.site.module_name, self.info.layer, self.first_head, self.names)
-        return SiteNumbers(*where, totals, counts, largest, broken, self.what)
+        return SiteNumbers(*where, totals, counts, largest, broken, self.what, self.limit)
 
 
 def joined(parts: Sequence[SiteNumbers]) -> SiteNumbers:

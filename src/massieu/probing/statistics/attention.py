@@ -103,7 +103,7 @@ def largest_score_above_mean(reading: QueryReading) -> Tensor:
 
 @_of_scores(
     "Largest score (raw max logit)",
-    formula="max_j s_j",
+    formula="max_j β q·k_j, before log-weights and a soft cap",
     claim="N11",
     unit="nats",
     gauge_dependent=True,
@@ -111,7 +111,7 @@ def largest_score_above_mean(reading: QueryReading) -> Tensor:
 )
 def largest_score(reading: QueryReading) -> Tensor:
     """How large is the largest attention logit, which training monitors watch?"""
-    return reading.moments.max_score + reading.shift
+    return reading.largest_logit
 
 
 @_of_scores(
@@ -142,13 +142,13 @@ def score_variance_attended(reading: QueryReading) -> Tensor:
 
 @_per_query(
     "Weight on the first token",
-    formula="p at the first real key",
+    formula="p at the first real key of the document",
     claim="X4, N25",
     caveat="Weight on a token is not information from it: look at the norm of its value.",
 )
 def weight_first(reading: QueryReading) -> Tensor:
     """How much attention goes to the first token (the usual attention sink)?"""
-    return reading.weight_at(reading.keys.first()[:, None])[..., 0]
+    return reading.weight_at_first()
 
 
 @_per_query(

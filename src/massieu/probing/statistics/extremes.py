@@ -4,7 +4,7 @@ A mean over queries says nothing of what logits are clipped by, or of the one to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -69,8 +69,10 @@ class Extremes:
             heads_now = np.nonzero(values > self.best[row])[0]
             if len(heads_now):
                 self.best[row, heads_now] = values[heads_now]
+                # The largest logit is that before a soft cap, where keys may be equal by saturation.
+                seen = replace(call, softcap=None) if name == "largest_score" else call
                 self.places[row, heads_now] = _places(
-                    call, places, where[heads_now], heads_now, name.startswith("largest_score")
+                    seen, places, where[heads_now], heads_now, name.startswith("largest_score")
                 )
 
     def value(self, row: int) -> Float64[np.ndarray, " heads"]:

@@ -25,15 +25,31 @@ class Tokens:
         real: False at padding.
         special: the tokenizer's special tokens; None where they are not known.
         ids: their numbers; None where the model was given none.
+        restarts: where a document begins behind another one, in rows that hold several and attend within each; None where
+            there is no such row.
     """
 
     real: Bool[Tensor, "B L"]
     special: Bool[Tensor, "B L"] | None
     ids: Int[Tensor, "B L"] | None = None
+    restarts: Bool[Tensor, "B L"] | None = None
 
     def first(self) -> Int[Tensor, " B"]:
         """Position of the first real token of each sequence."""
         return self.real.int().argmax(dim=1)
+
+    def begins(self) -> Bool[Tensor, "B L"]:
+        """The first real token of each document."""
+        first = torch.zeros_like(self.real).scatter_(1, self.first()[:, None], True)
+        return first if self.restarts is None else first | self.restarts
+
+    def first_of_document(self, positions: Int[Tensor, " L"]) -> Int[Tensor, "B L_or_1"]:
+        """Position of the first real token of the document that holds each of these positions."""
+        first = self.first()[:, None]
+        if self.restarts is None:
+            return first
+        begins = torch.arange(self.real.shape[1], device=self.real.device) * self.restarts
+        return torch.maximum(first, begins.cummax(dim=1).values[:, positions])
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +75,10 @@ class QueryReading:
         """Mean of the real keys; none where a cap of the scores sees it."""
         if self.call.softcap is not None:
             return None
-        weight = self.keys.real[:, None, None].to(self.call.key.dtype)
-        return (weight @ self.call.key) / weight.sum(-1, keepdim=True).clamp_min(1)
+        weight = self.keys.real[:, None, None].float()
+        weight = weight / weight.sum(-1, keepdim=True).clamp_min(1)
+        # A mean stays within the range of half precision, where the sum of the keys need not.
+        return weight.to(self.call.key.dtype) @ self.call.key
 
     @cached_property
     def key(self) -> Float[Tensor, "B Hk N D"]:
@@ -72,8 +90,10 @@ class QueryReading:
         """What centring took from every score of a query."""
         if self._centre is None:
             return torch.zeros_like(self.log_partition)
-        product = self.call.scale * _grouped(self.call.query, self.call.key) @ self._centre[:, :, None].mT
-        return product.flatten(1, 2)[..., 0].float()
+        # In float32: a product may leave the range of half precision.
+        query = _grouped(self.call.query, self.call.key)
+        query, centre = (each.to(self.log_partition.dtype) for each in (query, self._centre[:, :, None]))
+        return (self.call.scale * query @ centre.mT).flatten(1, 2)[..., 0]
 
     @cached_property
     def moments(self) -> "_Computed":
@@ -94,6 +114,15 @@ class QueryReading:
         return self.log_partition + self.shift
 
     @cached_property
+    def largest_logit(self) -> Float[Tensor, "B H L"]:
+        """The largest of scale · query · key over the keys that a query sees, before a soft cap, which would hide it."""
+        if self.call.softcap is None:
+            return self.moments.max_score + self.shift
+        call = self.call
+        settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
+        return _Computed(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings)).max_score
+
+    @cached_property
     def visible(self) -> Int[Tensor, "B_or_1 H_or_1 L"]:
         """How many keys a query sees."""
         if self.call.is_causal:
@@ -111,6 +140,22 @@ class QueryReading:
     def valid(self) -> Bool[Tensor, "B H L"]:
         """Those whose numbers are finite."""
         return self.real & self.log_partition.isfinite() & self.moments.entropy.isfinite()
+
+    @cached_property
+    def has_choice(self) -> Bool[Tensor, "B H L"]:
+        """Valid queries that see several keys. With one key the weight is 1 and the entropy 0, whatever the head does."""
+        return self.valid & (self.visible >= 2)
+
+    def weight_at_first(self) -> Float[Tensor, "B H L"]:
+        """Attention of every query on the first real token of its document."""
+        first = self.keys.first_of_document(self.positions)
+        if first.shape[1] == 1:
+            return self.weight_at(first)[..., 0]
+        call = self.call
+        chosen = self.key.gather(2, first[:, None, :, None].expand(-1, self.key.shape[1], -1, self.key.shape[3]))
+        product = (_grouped(call.query, self.key) * chosen[:, :, None]).sum(-1).flatten(1, 2)
+        scores = _weighted(call, _score(call, product)[..., None], first[..., None])[..., 0]
+        return torch.exp(scores - self.log_partition)
 
     def weight_at(self, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
         """Attention of every query of a sequence on the same few keys."""

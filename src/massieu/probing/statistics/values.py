@@ -23,7 +23,8 @@ def first_value_norm_ratio(call: AttentionCall, keys: Tokens) -> tuple[Float[Ten
     norms = call.value.float().norm(dim=-1)
     weight = keys.real[:, None].to(norms)
     mean = (norms * weight).sum(-1) / weight.sum(-1).clamp_min(1)
-    first = norms.gather(2, keys.first()[:, None, None].expand(-1, norms.shape[1], -1))[..., 0]
+    begins = keys.begins()[:, None].to(norms)
+    first = (norms * begins).sum(-1) / begins.sum(-1)
     ratio = (first / mean).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
     return ratio, ratio.isfinite() & keys.real.any(-1)[:, None]
 
