@@ -97,8 +97,8 @@ def test_the_control_is_the_model_that_one_thread_alone_would_draw(name):
 
 @pytest.mark.medium
 def test_threads_that_draw_change_no_row_and_are_not_changed():
-    before = torch.get_rng_state()
     model = zoo.model("bert", num_hidden_layers=1)
+    before = torch.get_rng_state()
     alone = massieu.probe(model, batches(number=1), max_length=20)
     assert torch.equal(torch.get_rng_state(), before), "no seed is set that another thread would draw from"
     with beside(draw):

@@ -20,6 +20,11 @@ from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.watching import Whereabouts
 
 
+def recomputing() -> bool:
+    """Whether a backward pass is under way in this thread: what is computed in it was computed before (checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class StopAfterQuery(Exception):  # noqa: N818 - a signal, not an error
     """Ends a replayed attention module once its query, key and value are known."""
 
@@ -31,7 +36,7 @@ class Capture:
     Attributes:
         observer: called with each `AttentionCall`, in order. What it returns, if anything, takes the place of the output,
             (B, L, H, Dv), on the way to the rest of the model.
-        fired: how often each module was called; it numbers the calls, so a capture is for one forward pass.
+        fired: how often each module was called in the forward pass under way; it numbers the calls.
         unexplained: keyword arguments that reached an attention function and that this file does not know.
         refused: modules that attend in a way that cannot be read, by name, with the reason.
         claimed: the attention that is being computed was read already, so that the tap is to leave it alone.
@@ -67,6 +72,12 @@ class Capture:
         site = AttentionSite(name, ordinal)
         self._latest = (*call, site)
         return site, False
+
+    def begin_pass(self) -> None:
+        """Another forward pass of the model begins."""
+        self.finish()
+        self.fired.clear()
+        self._latest = None
 
     def check_undisturbed(self) -> None:
         """Raises:
@@ -127,7 +138,12 @@ LOCK = threading.Lock()
 
 
 def own_capture(module: nn.Module) -> Capture | None:
-    """The capture that this call belongs to; a call from another thread belongs to none, and disturbs."""
+    """The capture that this call belongs to; a call from another thread belongs to none, and disturbs.
+
+    A recomputation belongs to none, and on CUDA it runs in a thread of autograd's.
+    """
+    if recomputing():
+        return None
     capture = _ACTIVE.get()
     if capture is not None and capture.thread == threading.get_ident():
         return capture

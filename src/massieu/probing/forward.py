@@ -53,6 +53,14 @@ def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
     return {f"{_BY_PLACE}{place}": value for place, value in enumerate(given)}
 
 
+def called_with(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """What a forward that is about to run is given, by the names of its parameters; what has no name is left out."""
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in by_place]
+    return dict(zip(names, arguments, strict=False)) | dict(keywords)
+
+
 def _described(batch: Any) -> str:
     if isinstance(batch, Tensor):
         return f"of one tensor of shape {tuple(batch.shape)}"

@@ -1,4 +1,4 @@
-"""One forward pass that a monitor measures: attention call by call, and the stream behind each layer."""
+"""Forward passes that a monitor measures: attention call by call, and the stream behind each layer."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from massieu.probing.attention_call import AttentionCall, AttentionSite
+from massieu.probing.capture import Capture, recomputing
 from massieu.probing.check import FirstLook
-from massieu.probing.forward import decoder_given, named_inputs
+from massieu.probing.forward import called_with, decoder_given
 from massieu.probing.monitor.processes import MonitorSums, head_shard
 from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, Sums, stream_numbers
 from massieu.probing.nonfinite import in_call
@@ -21,7 +22,7 @@ CLOUD = 64  # tokens of a window whose spread is measured
 
 
 class MeasuredPass:
-    """One forward pass that is measured."""
+    """The sums over one forward pass that is measured, or over all those of a training step."""
 
     def __init__(
         self,
@@ -29,42 +30,46 @@ class MeasuredPass:
         look: FirstLook,
         names: Mapping[AttentionSite, str],
         inputs: dict[str, Any],
-        sampled: int | None = None,
     ) -> None:
-        self.model, self.look, self.names, self.sampled = model, look, names, sampled
-        self.inputs, self.tokens = inputs, BatchTokens(inputs)
+        self.model, self.look, self.names = model, look, names
         self.infos = {info.site: info for info in self.look.sites}
         self.sums: dict[Any, Sums] = {}
         self.clouds: dict[str, list[Tensor]] = {}
         self.elsewhere = False
+        self._begin(inputs)
+
+    def _begin(self, inputs: dict[str, Any]) -> None:
+        """What a forward pass of the model is given."""
+        self.inputs, self.tokens = inputs, BatchTokens(inputs)
         self._visits = Counter[nn.Module]()
+        known = any(isinstance(value, Tensor) for value in inputs.values())
+        self._rows = self.look.layout.rows(self.model, inputs) if known else None
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Listen to what leaves the blocks."""
-        model = self.model
+        blocks = dict(self.model.named_modules())
         self._layers: dict[nn.Module, list[str]] = {}
         for info in self.look.sites:
+            if info.block not in blocks:  # of a model that has changed
+                continue
             layer = self.names[info.site].partition("layer")[0] + f"layer{info.layer}"
-            known = self._layers.setdefault(model.get_submodule(info.block), [])
+            known = self._layers.setdefault(blocks[info.block], [])
             if layer not in known:
                 known.append(layer)
-        self._rows = self.look.layout.rows(model, self.inputs)
         with hooked(self._layers, after=self._block):
             yield
 
     @contextmanager
-    def first_call(self) -> Iterator[None]:
-        """Learn from the model's first call which tokens its batch has."""
-        model = self.model
+    def of_training(self, capture: Capture) -> Iterator[None]:
+        """Take every call of the model for a forward pass of its own, and learn which tokens its batch has."""
 
-        def learn(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if not self.inputs:
-                given = dict(named_inputs(model, arguments)) if arguments else {}
-                self.inputs = given | keywords
-                self.tokens = BatchTokens(self.inputs)
+        def begin(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            if not recomputing():
+                capture.begin_pass()
+                self._begin(called_with(model, arguments, keywords))
 
-        with hooked([model], before=learn):
+        with self.hooks(), hooked([self.model], before=begin):
             yield
 
     @torch.no_grad()
@@ -79,12 +84,7 @@ class MeasuredPass:
             return
         queries = self.tokens.of(call, decoder=info.in_decoder)
         keys = self.tokens.of(call, decoder=info.in_decoder and info.kind != "cross", keys=True)
-        length = call.query.shape[2]
-        positions = torch.arange(length, device=call.query.device)
-        if self.sampled is not None and self.sampled < length:
-            positions = torch.linspace(0, length - 1, self.sampled, device=positions.device).long()
-            call = call.at(positions)
-            queries = type(queries)(queries.real[:, positions], None)
+        positions = torch.arange(call.query.shape[2], device=call.query.device)
         names = tuple(name for name in QUANTITIES if info.grade == "full" or name not in SPLIT)
         place = self.names[call.site]
         sums = self.sums.get(call.site)
@@ -95,16 +95,20 @@ class MeasuredPass:
         if in_call(call, queries.real, keys.real):
             sums.look_for_trouble(call)
 
+    @torch.no_grad()
     def _block(self, module: nn.Module, _: Any, __: Any, output: Any) -> None:
+        if recomputing():
+            return
         visit, layers = self._visits[module], self._layers[module]
         self._visits[module] += 1
         state = output[0] if isinstance(output, tuple) else output
         if not isinstance(state, Tensor) or state.dim() != 3 or visit >= len(layers):
             return
-        infos = [info for info in self.look.sites if self.model.get_submodule(info.block) is module]
+        blocks = dict(self.model.named_modules())
+        infos = [info for info in self.look.sites if blocks.get(info.block) is module]
         if any(info.tokens_first for info in infos):
             state = state.transpose(0, 1)
-        if state.shape[0] != self._rows:
+        if self._rows is None or state.shape[0] != self._rows:
             return
         decoder = any(info.in_decoder for info in infos) and decoder_given(self.inputs)
         for row in filter(is_sampled, range(self._rows)):

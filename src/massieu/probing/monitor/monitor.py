@@ -37,8 +37,6 @@ from massieu.probing.routes import capturing
 from massieu.probing.unwrap import unwrapped
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
-WATCHED_QUERIES = 256  # of a sequence of the training batch, for each site
-"""`Monitor.watch` measures so many queries."""
 
 
 class Monitor:
@@ -163,10 +161,11 @@ class Monitor:
 
     @contextmanager
     def watch(self, step: int) -> Iterator["Watch"]:
-        """Measure the training batch's own forward pass, within the block, where the step is due.
+        """Measure the training step's own forward passes, within the block, where the step is due.
 
-        The model stays in training and computes what it would; scores are read before dropout, of at most 256 evenly
-        spaced queries of each sequence. Largest numbers of different batches are not comparable.
+        The model stays in training and computes what it would; scores are read before dropout. Several forward passes, as
+        of accumulated micro-batches, are one record: maxima of all, means over all their queries. What activation
+        checkpointing computes again is not counted again. Largest numbers of different batches are not comparable.
 
         Args:
             step: as in a call.
@@ -184,8 +183,8 @@ class Monitor:
             return
         if self._compiled or any(module._compiled_call_impl is not None for module in self.model.modules()):
             raise InputError("a compiled model cannot be watched: call the monitor, which runs a batch uncompiled")
-        reading = MeasuredPass(self.model, self._look, self._places, {}, WATCHED_QUERIES)
-        with reading.first_call(), capturing(self.model, reading.attention):
+        reading = MeasuredPass(self.model, self._look, self._places, {})
+        with capturing(self.model, reading.attention) as capture, reading.of_training(capture):
             yield seen
         if reading.elsewhere:
             self._warn(

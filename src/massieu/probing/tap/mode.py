@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from massieu.errors import InputError
-from massieu.probing.capture import Capture, StopAfterQuery
+from massieu.probing.capture import Capture, StopAfterQuery, recomputing
 from massieu.probing.tap import functions as f
 from massieu.probing.tap.calls import HeadLayout, Output, layout_of, read_weights
 from massieu.probing.tap.dims import Dim, entries, merged, of, unmerged, whole
@@ -75,7 +75,8 @@ class Tap(TorchFunctionMode):
 
     def _disturbed(self) -> None:
         """Another thread runs a part of the model, where a function mode of this one sees nothing."""
-        self.capture.disturbed = True
+        if not recomputing():
+            self.capture.disturbed = True
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         self._running.append(module)
@@ -87,7 +88,7 @@ class Tap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.capture.claimed or func in f.ASKING:
+        if self.capture.claimed or func in f.ASKING or recomputing():
             return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
             self._foreign(func)
