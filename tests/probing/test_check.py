@@ -57,8 +57,13 @@ class OwnScores(nn.Module):
 
 
 def prepared_by_accelerate(model: nn.Module) -> nn.Module:
-    accelerate = pytest.importorskip("accelerate")
-    return accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the process, and knows one precision
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return prepared
 
 
 def misread(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[AttentionCall], AttentionCall]) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.check import FirstLook
 from massieu.probing.forward import decoder_given, named_inputs
-from massieu.probing.monitor.processes import MonitorSums, head_shard
-from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, Sums, stream_numbers
+from massieu.probing.monitor.processes import BatchShare, MonitorSums, head_shard
+from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, Cloud, Sums, stream_numbers
 from massieu.probing.nonfinite import in_call
+from massieu.probing.precision import computed_in
 from massieu.probing.tokens import BatchTokens, drawn_for, is_sampled
 from massieu.probing.watching import hooked
 
@@ -30,12 +31,14 @@ class MeasuredPass:
         names: Mapping[AttentionSite, str],
         inputs: dict[str, Any],
         sampled: int | None = None,
+        share: BatchShare | None = None,
     ) -> None:
         self.model, self.look, self.names, self.sampled = model, look, names, sampled
+        self.share = share or BatchShare()
         self.inputs, self.tokens = inputs, BatchTokens(inputs)
         self.infos = {info.site: info for info in self.look.sites}
         self.sums: dict[Any, Sums] = {}
-        self.clouds: dict[str, list[Tensor]] = {}
+        self.clouds: dict[str, list[Cloud]] = {}
         self.elsewhere = False
         self._visits = Counter[nn.Module]()
 
@@ -107,12 +110,18 @@ class MeasuredPass:
         if state.shape[0] != self._rows:
             return
         decoder = any(info.in_decoder for info in infos) and decoder_given(self.inputs)
-        for row in filter(is_sampled, range(self._rows)):
-            draw = drawn_for(0, row, 0)
-            chosen = self.tokens.positions(row, state.shape[1], CLOUD, decoder, True, draw)
+        dtype = computed_in(state)
+        for row in range(self._rows):
+            # By the row's number in the whole batch, so that the number of processes changes no record.
+            number = self.share.first_row + row
+            if not is_sampled(number):
+                continue
+            chosen = self.tokens.positions(row, state.shape[1], CLOUD, decoder, True, drawn_for(0, number, 0))
             if len(chosen) > 1:
-                self.clouds.setdefault(layers[visit], []).append(state[row].index_select(0, chosen.to(state.device)))
+                cloud = Cloud(state[row].index_select(0, chosen.to(state.device)), dtype)
+                self.clouds.setdefault(layers[visit], []).append(cloud)
 
-    def measured(self, step: int) -> MonitorSums:
+    def measured(self, step: int, beside: Mapping[str, float] | None = None) -> MonitorSums:
         sites = [self.sums[site].numbers() for site in self.infos if site in self.sums]
-        return MonitorSums(step, sites, {layer: stream_numbers(clouds) for layer, clouds in self.clouds.items()})
+        stream = {layer: stream_numbers(clouds) for layer, clouds in self.clouds.items()}
+        return MonitorSums(step, sites, stream, self.share, dict(beside or {}))
