@@ -34,7 +34,7 @@ class HalfBlock(Gpt):
     """Its first block computes in bfloat16, its second in float32."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))  # type: ignore[operator]
         with torch.autocast("cpu", torch.bfloat16):
             x = self.blocks[0](x)
         return self.head(self.norm(self.blocks[1](x.float())))

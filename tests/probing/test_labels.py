@@ -129,7 +129,7 @@ def test_the_probe_reads_labels_too(name):
 
 def test_labels_that_are_classes_are_not_read():
     torch.manual_seed(0)
-    made = hf.BartForSequenceClassification(hf.BartConfig(**_BART, num_labels=2)).eval()
+    made: Any = hf.BartForSequenceClassification(hf.BartConfig(**_BART)).eval()
     inputs = batch("bart")
     inputs["input_ids"][:, 6] = made.config.eos_token_id
     inputs |= {"labels": torch.tensor([[0], [1]])}
@@ -139,7 +139,8 @@ def test_labels_that_are_classes_are_not_read():
 
 
 def test_a_start_token_that_is_not_known_is_told():
-    made = hf.M2M100ForConditionalGeneration(hf.M2M100Config(**_BART | {"decoder_start_token_id": None}))
+    made = model("m2m_100")
+    made.config.decoder_start_token_id = None
     with pytest.raises(InputError, match="names no decoder_start_token_id"):
         model_inputs(made, batch("m2m_100"))
     made.config.decoder_start_token_id, made.config.pad_token_id = 2, None

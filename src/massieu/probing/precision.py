@@ -1,8 +1,27 @@
 """In which type of numbers a forward pass computed, and what rounding in it explains."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+ONE_POINT_RANK = 1.0
+"""Effective rank of tokens that are one point up to rounding. That of their covariance would be of rounding errors, which fill
+every direction.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Cloud:
+    """Some tokens of a row.
+
+    Attributes:
+        dtype: in which they were computed.
+    """
+
+    points: Float[Tensor, "n d"]
+    dtype: torch.dtype
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from massieu import Monitor
 from massieu.probing.monitor.record import MonitorRecord
-from massieu.probing.precision import is_one_point
 
 
 def alike(noise: float, length: int = 24) -> Tensor:
@@ -82,39 +81,3 @@ def test_tokens_that_differ_by_more_than_rounding_keep_their_rank(noise, dtype):
         near = 20 * torch.finfo(dtype).eps / noise
         assert record[f"massieu/layer{layer}/effective_rank"] == pytest.approx(rank, rel=near)
         assert record[f"massieu/layer{layer}/spread"] == pytest.approx(spread, rel=near)
-
-
-@every_row("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@every_row("width", [16, 256, 1024])
-def test_what_rounding_makes_of_one_token_is_one_point(dtype, width):
-    """Products that are equal in exact arithmetic: factors are off by half a unit, and added up in another order each."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(width, 64, generator=generator).to(dtype)
-    state = torch.randn(width, generator=generator, dtype=torch.float64)
-    sums = torch.promote_types(dtype, torch.float32)
-    tokens = []
-    for _ in range(16):
-        order = torch.randperm(width, generator=generator)
-        off = torch.finfo(dtype).eps / 2 * (2 * torch.rand(width, generator=generator, dtype=torch.float64) - 1)
-        factors = (state * (1 + off)).to(sums)
-        tokens.append((factors[order, None] * weight[order].to(sums)).cumsum(0)[-1].to(dtype))
-    points = torch.stack(tokens).double()
-    assert float(points.var(0).sum()) > 0
-    assert bool(is_one_point(points, dtype))
-    size = float(points.square().mean().sqrt())
-    rounding = max(torch.finfo(dtype).eps, points.shape[1] ** 0.5 * torch.finfo(sums).eps)
-    apart = points + 4 * rounding * size * torch.randn(points.shape, generator=generator, dtype=torch.float64)
-    assert not bool(is_one_point(apart, dtype))
-
-
-def test_a_huge_coordinate_does_not_hide_how_the_others_vary():
-    generator = torch.Generator().manual_seed(0)
-    points = torch.randn(32, 512, generator=generator)
-    points[:, 7] = 3000.0
-    assert not bool(is_one_point(points.bfloat16().double(), torch.bfloat16))
-
-
-def test_tokens_that_are_not_finite_are_no_point():
-    points = torch.zeros(3, 4, 5, dtype=torch.float64)
-    points[1, 0, 0], points[2, 0, 0] = torch.nan, torch.inf
-    assert is_one_point(points, torch.float32).tolist() == [True, False, False]

@@ -12,9 +12,9 @@ from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.check import FirstLook
 from massieu.probing.forward import decoder_given, named_inputs
 from massieu.probing.monitor.processes import BatchShare, MonitorSums, head_shard
-from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, Cloud, Sums, stream_numbers
+from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, Sums, stream_numbers
 from massieu.probing.nonfinite import in_call
-from massieu.probing.precision import computed_in
+from massieu.probing.precision import Cloud, computed_in
 from massieu.probing.tokens import BatchTokens, drawn_for, is_sampled
 from massieu.probing.watching import hooked
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from massieu.population import observables
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.nonfinite import kind_of
-from massieu.probing.precision import is_one_point
+from massieu.probing.precision import ONE_POINT_RANK, Cloud, is_one_point
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics import attention as of_query
 from massieu.probing.statistics.query_reading import QueryReading, Tokens
@@ -151,18 +151,6 @@ def _added(one: SiteNumbers, other: SiteNumbers) -> SiteNumbers:
     return replace(one, **summed, largest=np.maximum(one.largest, other.largest))
 
 
-@dataclass(frozen=True, eq=False)
-class Cloud:
-    """Some tokens of a row behind one layer.
-
-    Attributes:
-        dtype: in which they were computed.
-    """
-
-    points: Tensor
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class StreamNumbers:
     """Sums over the clouds behind one layer.
@@ -187,17 +175,13 @@ class StreamNumbers:
 
 
 def stream_numbers(clouds: Sequence[Cloud]) -> StreamNumbers:
-    """The numbers of at least one cloud.
-
-    Where the tokens of a cloud are one point up to rounding (`precision.is_one_point`), the covariance is that of
-    rounding errors, which fill every direction: its effective rank is then 1, not that of the errors.
-    """
+    """The numbers of at least one cloud."""
     numbers = StreamNumbers((0.0, 0.0), 0, 0)
     for cloud in clouds:
         points = cloud.points.double().cpu()
         collapsed = bool(is_one_point(points, cloud.dtype))
         if collapsed:
-            rank = 1.0
+            rank = ONE_POINT_RANK
         elif bool(points.isfinite().all()):
             rank = float(observables.effective_rank(observables.covariance_spectrum(points)))
         else:
