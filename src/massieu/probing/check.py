@@ -20,6 +20,7 @@ from massieu.probing.forward import decoder_given, output_tensor, real_mask, run
 from massieu.probing.layout import BatchLayout, batch_layout
 from massieu.probing.model import READABLE, model_inputs
 from massieu.probing.nonfinite import at_real
+from massieu.probing.precision import coarsest, computed_in
 from massieu.probing.replay import relative_difference, tolerance
 from massieu.probing.sites import FirstPass, SiteInfo, find_sites, first_pass, inside
 from massieu.probing.tokens import real_tokens
@@ -30,7 +31,8 @@ class SelfCheck:
     """How far the probe's attention and outputs are from the model's own, relative, on the first batch.
 
     Attributes:
-        error: the largest, of all sites with finite numbers; NaN where no site has them.
+        error: the largest in units of what is allowed there, of all sites with finite numbers; NaN where no site has them.
+        tolerance: what rounding explains at that site, in the type of numbers in which the forward pass computed it.
         finite: the model's own numbers were finite; else it cannot pass.
     """
 
@@ -125,30 +127,47 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
     return FirstLook(sites, check, sorted(seen.unexplained), silent, seen.refused, layout)
 
 
-def _errors(call: AttentionCall, inputs: dict[str, Any]) -> dict[bool, float]:
-    """The self-check's error of one call, if it is of the text's tokens and if it is of the decoder's."""
+@dataclass(frozen=True)
+class _CallErrors:
+    """What the self-check saw of one call.
+
+    Attributes:
+        errors: if it is of the text's tokens and if it is of the decoder's.
+        dtype: in which the model computed it.
+    """
+
+    errors: dict[bool, float]
+    dtype: torch.dtype
+
+
+def _errors(call: AttentionCall, inputs: dict[str, Any]) -> _CallErrors:
     found = {}
     for decoder in {False, decoder_given(inputs)}:
         real = real_tokens(call, inputs, decoder=decoder)
         error = self_check_error(call, real)
         # Where the model's numbers are finite and ours are not, it is misread, not broken.
         found[decoder] = float("inf") if error != error and _finite(call, real) else error
-    return found
+    return _CallErrors(found, computed_in(call.query, call.key, call.value, call.output))
 
 
 def _self_check(
     seen: FirstPass, sites: list[SiteInfo], inputs: dict[str, Any], stock: Tensor, probed: Tensor
 ) -> SelfCheck:
     in_decoder = {info.site: info.in_decoder for info in sites}
-    pairs = zip(seen.calls, seen.noted, strict=True)
-    errors = [(noted[in_decoder[call.site]], call.site.name) for call, noted in pairs]
+    noted: list[_CallErrors] = seen.noted
+    # The output's type is no witness: accelerate turns the output of a pass in bfloat16 into float32.
+    errors = [
+        (each.errors[in_decoder[call.site]], tolerance(coarsest(each.dtype, stock.dtype)), call.site.name)
+        for call, each in zip(seen.calls, noted, strict=True)
+    ]
     real = real_mask(inputs, decoder=decoder_given(inputs))
     if real is not None and sites[-1].tokens_first:
         real = real.mT
-    errors.append((relative_difference(at_real(probed, real), at_real(stock, real)), "the model's output"))
-    compared = [(error, where) for error, where in errors if error == error]
-    error, where = max(compared) if compared else (float("nan"), errors[0][1])
-    return SelfCheck(error, tolerance(stock.dtype), where, len(compared) == len(errors))
+    allowed = max(each for _, each, _ in errors)
+    errors.append((relative_difference(at_real(probed, real), at_real(stock, real)), allowed, "the model's output"))
+    compared = [each for each in errors if each[0] == each[0]]
+    worst = max(compared, key=lambda each: each[0] / each[1], default=(float("nan"), *errors[0][1:]))
+    return SelfCheck(*worst, len(compared) == len(errors))
 
 
 def _finite(call: AttentionCall, real: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.checkpoint import sentence
 from massieu.probing.offload import execution_device
+from massieu.probing.target_labels import IGNORED, is_tokens
 
 _BY_PLACE = "*"  # before the number of an argument that has no name of its own
 _REAL = {False: ("attention_mask",), True: ("decoder_attention_mask",)}
@@ -159,7 +160,8 @@ def real_mask(inputs: Mapping[str, Any], *, decoder: bool) -> Bool[Tensor, "B L"
     """Which tokens of a batch are no padding; None where no mask says so.
 
     In ``attention_mask`` 1 or True is a real token, as in transformers; in ``key_padding_mask`` and its kin True is
-    padding, as in PyTorch. Negative numbers of either are added to scores, and mark padding.
+    padding, as in PyTorch. Negative numbers of either are added to scores, and mark padding. Where no mask is given of a
+    decoder's tokens, padding is where their labels are left out of the loss: collators pad labels, and give no such mask.
     """
     for names, hidden in ((_REAL[decoder], False), (_HIDDEN[decoder], True)):
         for name in names:
@@ -169,6 +171,9 @@ def real_mask(inputs: Mapping[str, Any], *, decoder: bool) -> Bool[Tensor, "B L"
             if mask.is_floating_point() and (hidden or bool((mask < 0).any())):
                 return mask >= 0
             return ~mask.bool() if hidden else mask.bool()
+    labels = inputs.get("labels")
+    if decoder and is_tokens(labels):
+        return labels != IGNORED
     return None
 
 

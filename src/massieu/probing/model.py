@@ -27,6 +27,7 @@ from massieu.probing.forward import decoder_given, device_of, dtype_of
 from massieu.probing.layout import separable
 from massieu.probing.module_hash import module_hash
 from massieu.probing.offload import offloaded
+from massieu.probing.target_labels import IGNORED, is_tokens, predicts_labels, shifted_labels
 from massieu.probing.unwrap import is_pretrained, tokenizer_of, unwrapped
 from massieu.report.record import ModelRecord
 
@@ -277,11 +278,14 @@ def _trunk(module: Any) -> nn.Module:
 def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None = None) -> dict[str, Any]:
     """What the model's forward is called with: on its device, without a cache, with decoder tokens where it needs them.
 
+    Those are the labels behind a start token where the batch holds labels that the decoder is to predict, as in training;
+    else the source text behind it.
+
     Args:
         items: at most so many of the batch, where its first dimension is theirs: a model of transformers. None is all.
 
     Raises:
-        InputError: a decoder has nothing to read.
+        InputError: a decoder has nothing to read, or it is not known what it reads of labels.
     """
     config: Any = getattr(module, "config", None)
     items = items if hasattr(module, "main_input_name") and separable(inputs) else None
@@ -290,7 +294,9 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
     accepted = inspect.signature(module.forward).parameters
     if config is not None and "use_cache" in accepted:
         ready.setdefault("use_cache", False)
-    decodes = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted
+    ready = with_target(module, ready)
+    # Labels that are no tokens, as of several codebooks, are the model's own forward's to shift.
+    decodes = _decodes(module) and not predicts_labels(module, ready)
     if decodes and not decoder_given(ready) and "input_ids" in ready:
         ready["decoder_input_ids"] = _shifted(ready["input_ids"], config)
         if "attention_mask" in ready:
@@ -301,6 +307,33 @@ def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None
             "give decoder_input_ids too"
         )
     return ready
+
+
+def with_target(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs, with what the decoder reads where they hold labels that it is to predict, and no tokens for it.
+
+    A trunk takes no labels; in their place it is given a mask that hides their padding.
+
+    Raises:
+        InputError: as `shifted_labels`.
+    """
+    if not _decodes(module) or not predicts_labels(module, inputs) or not is_tokens(inputs["labels"]):
+        return inputs
+    targets, labels = dict(inputs), inputs["labels"]
+    if not decoder_given(targets):
+        targets["decoder_input_ids"] = shifted_labels(module, labels, type(module).__name__)
+    if "labels" not in inspect.signature(module.forward).parameters:
+        del targets["labels"]
+        if targets.get("decoder_attention_mask") is None:
+            targets["decoder_attention_mask"] = (labels != IGNORED).long()
+    return targets
+
+
+def _decodes(module: nn.Module) -> bool:
+    """Whether a model has a decoder beside its encoder that can be given tokens."""
+    config: Any = getattr(module, "config", None)
+    accepted = inspect.signature(module.forward).parameters
+    return getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted
 
 
 def longest(module: nn.Module) -> int | None:

@@ -1,7 +1,6 @@
 """From pairs of texts to batches: the source tokenised for the encoder, the target as the decoder reads it in training."""
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from massieu.errors import InputError
-from massieu.probing.checkpoint import counted, sentence
+from massieu.probing.checkpoint import counted
 from massieu.probing.pairs import SIDES, Pair, Side
+from massieu.probing.target_labels import shifted_labels
 from massieu.probing.text import Batch, TextReport, padding_token, special_ids
 
-_SHIFT = "prepare_decoder_input_ids_from_labels"
 _ASKED = {"padding": False, "return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 _MARKED = {"return_special_tokens_mask": True}
 
@@ -63,33 +62,12 @@ def check_pair_model(model: nn.Module, tokenizer: Any, name: str) -> None:
 
 
 def decoder_tokens(model: Any, labels: list[int], name: str) -> list[int]:
-    """What the decoder reads to predict these labels: by the model's own shift, else behind its start token.
-
-    A trunk has no labels, so that the shift is that of the class with a head from the same file.
+    """What the decoder reads to predict these labels.
 
     Raises:
-        InputError: the start token is not known, or the model's own shift fails.
+        InputError: as `shifted_labels`.
     """
-    files = {kind.__module__: None for kind in type(model).__mro__ if kind is not object}
-    theirs = [each for file in files for each in vars(sys.modules[file]).values() if _of_same_config(each, model)]
-    shift = next((found for kind in (type(model), *theirs) if (found := getattr(kind, _SHIFT, None)) is not None), None)
-    if shift is None:
-        start = getattr(model.config, "decoder_start_token_id", None)
-        if start is None:
-            raise InputError(
-                f"the configuration of {name} names no decoder_start_token_id, so it is not known what its decoder reads "
-                "before the target; set it, or give batches with decoder_input_ids from Python"
-            )
-        return [start, *labels[:-1]]
-    try:
-        shifted: Tensor = shift(model, labels=torch.tensor([labels]))
-    except Exception as error:  # of whatever class: code of the model, which asks for what its configuration lacks
-        raise InputError(f"{name} cannot make decoder tokens of a target: {sentence(error)}") from error
-    return shifted[0].tolist()
-
-
-def _of_same_config(kind: Any, model: Any) -> bool:
-    return isinstance(kind, type) and getattr(kind, "config_class", None) is type(model.config)
+    return shifted_labels(model, torch.tensor([labels]), name)[0].tolist()
 
 
 class PairBatches:

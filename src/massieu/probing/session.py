@@ -18,7 +18,7 @@ from massieu.probing.examples import LONGEST, ExampleWindow, example_length
 from massieu.probing.forward import named_inputs
 from massieu.probing.fresh import reinitialised
 from massieu.probing.generation import GeneratingReading, check_causal
-from massieu.probing.model import LoadedModel, model_inputs
+from massieu.probing.model import LoadedModel, model_inputs, with_target
 from massieu.probing.nonfinite import in_weights, shows_nan
 from massieu.probing.per_token import LARGE, PER_TOKEN, TOKENS, TemporaryFolder, TokenWriter, expected_size
 from massieu.probing.reading import Options, Reading, RowNumbers
@@ -132,7 +132,7 @@ class Session(SessionRecord):
 
     def _read(self, batch: Any) -> None:
         module = self.loaded.module
-        inputs = named_inputs(module, batch.inputs if isinstance(batch, Batch) else batch)
+        inputs = with_target(module, named_inputs(module, batch.inputs if isinstance(batch, Batch) else batch))
         special = (batch.special, batch.target_special) if isinstance(batch, Batch) else (None, None)
         check_ids(module, inputs)
         if not self.begun:

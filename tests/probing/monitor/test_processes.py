@@ -58,6 +58,18 @@ def test_tensor_parallel(processes: list[Any]):
         check_equal(process["tensor_parallel"], expected)
 
 
+def test_every_process_has_the_record_of_the_whole_batch(processes: list[Any]):
+    """Loss, rank and spread too; rows are sampled, and their tokens drawn, by their numbers in the whole batch."""
+    expected = work.many_rows_of_one()
+    for process in processes:
+        record = process["uneven_shares"]
+        assert list(record) == list(expected)
+        for name, value in expected.items():
+            assert record[name] == pytest.approx(value, rel=1e-6), name
+    first, second = (process["uneven_shares"] for process in processes)
+    assert first == second
+
+
 def test_processes_at_different_steps_are_told(processes: list[Any]):
     for process in processes:
         said = "all processes must call the monitor at the same steps, got steps [0, 1]"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tests.support.probing.plain import gpt
@@ -11,11 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from massieu import Monitor
+from massieu.probing.monitor import measured_pass
 from massieu.probing.monitor.training import gradient_norm
 from massieu.probing.monitor.writers import Outlets
 
 SETTINGS = {"every": 100, "prefix": "massieu", "model": "Model", "layers": 2, "heads": [4, 4]}
 IDS = torch.arange(48).reshape(4, 12) * 7 % 31
+MANY_IDS = torch.arange(276).reshape(23, 12) ** 2 % 31
+"""So many rows that some of either process are sampled: the first four of all, and every tenth."""
+LOSSES = (4.896, 4.991)
 
 
 def plain() -> nn.Module:
@@ -43,7 +48,7 @@ def one_process() -> dict[str, float]:
 
 
 def one_process_of_llama() -> dict[str, float]:
-    return dict(found(Monitor(llama(), {"input_ids": IDS}, per_head=True)))
+    return dict(found(Monitor(llama(), {"input_ids": MANY_IDS}, per_head=True)))
 
 
 def found(monitor: Monitor) -> dict[str, float]:
@@ -109,7 +114,23 @@ def tensor_parallel(rank: int, size: int) -> Any:
     for layer in model.layers:
         columns = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
         parallelize_module(layer.self_attn, mesh, {**columns, "o_proj": RowwiseParallel()})
-    return dict(found(Monitor(model, {"input_ids": IDS}, per_head=True)))
+    return dict(found(Monitor(model, {"input_ids": MANY_IDS}, per_head=True)))
+
+
+def many_rows(ids: torch.Tensor, loss: float) -> dict[str, float]:
+    """A record in float64, of fewer tokens than a row has, so that which ones are drawn matters."""
+    with mock.patch.object(measured_pass, "CLOUD", 6):
+        record = Monitor(plain().double(), ids, per_head=True, top_k=1)(0, loss=loss)
+    assert record is not None
+    return dict(record)
+
+
+def uneven_shares(rank: int, size: int) -> dict[str, float]:
+    return many_rows(MANY_IDS.split([15, 8])[rank], LOSSES[rank])
+
+
+def many_rows_of_one() -> dict[str, float]:
+    return many_rows(MANY_IDS, sum(LOSSES) / 2)
 
 
 def at_different_steps(rank: int, size: int) -> str:
@@ -179,8 +200,8 @@ def write_together(path: Path, rank: int, size: int) -> None:
 WORK: dict[str, Callable[[int, int], Any]] = {
     each.__name__: each
     for each in (
-        data_parallel, fully_sharded, fully_sharded_alone, tensor_parallel, at_different_steps, watched_by_some,
-        sharded_gradients,
+        data_parallel, fully_sharded, fully_sharded_alone, tensor_parallel, uneven_shares, at_different_steps,
+        watched_by_some, sharded_gradients,
     )
 }  # fmt: skip
 

@@ -12,9 +12,10 @@ from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture import Capture, recomputing
 from massieu.probing.check import FirstLook
 from massieu.probing.forward import called_with, decoder_given
-from massieu.probing.monitor.processes import MonitorSums, head_shard
+from massieu.probing.monitor.processes import BatchShare, MonitorSums, batch_name, head_shard
 from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, Sums, stream_numbers
 from massieu.probing.nonfinite import in_call
+from massieu.probing.precision import Cloud, computed_in
 from massieu.probing.tokens import BatchTokens, drawn_for, is_sampled
 from massieu.probing.watching import hooked
 
@@ -30,16 +31,21 @@ class MeasuredPass:
         look: FirstLook,
         names: Mapping[AttentionSite, str],
         inputs: dict[str, Any],
+        share: BatchShare | None = None,
     ) -> None:
         self.model, self.look, self.names = model, look, names
+        self.share = share
+        self._first_row = 0 if share is None else share.first_row
+        self._rows: int | None = None
         self.infos = {info.site: info for info in self.look.sites}
         self.sums: dict[Any, Sums] = {}
-        self.clouds: dict[str, list[Tensor]] = {}
+        self.clouds: dict[str, list[Cloud]] = {}
         self.elsewhere = False
         self._begin(inputs)
 
     def _begin(self, inputs: dict[str, Any]) -> None:
-        """What a forward pass of the model is given."""
+        """What a forward pass of the model is given, whose rows follow those of the pass before."""
+        self._first_row += self._rows or 0
         self.inputs, self.tokens = inputs, BatchTokens(inputs)
         self._visits = Counter[nn.Module]()
         known = any(isinstance(value, Tensor) for value in inputs.values())
@@ -68,6 +74,7 @@ class MeasuredPass:
             if not recomputing():
                 capture.begin_pass()
                 self._begin(called_with(model, arguments, keywords))
+                self.share = self.share or BatchShare(batch_name(self.inputs))
 
         with self.hooks(), hooked([self.model], before=begin):
             yield
@@ -111,12 +118,18 @@ class MeasuredPass:
         if self._rows is None or state.shape[0] != self._rows:
             return
         decoder = any(info.in_decoder for info in infos) and decoder_given(self.inputs)
-        for row in filter(is_sampled, range(self._rows)):
-            draw = drawn_for(0, row, 0)
-            chosen = self.tokens.positions(row, state.shape[1], CLOUD, decoder, True, draw)
+        dtype = computed_in(state)
+        for row in range(self._rows):
+            # By the row's number in the whole batch, so that the number of processes changes no record.
+            number = self._first_row + row
+            if not is_sampled(number):
+                continue
+            chosen = self.tokens.positions(row, state.shape[1], CLOUD, decoder, True, drawn_for(0, number, 0))
             if len(chosen) > 1:
-                self.clouds.setdefault(layers[visit], []).append(state[row].index_select(0, chosen.to(state.device)))
+                cloud = Cloud(state[row].index_select(0, chosen.to(state.device)), dtype)
+                self.clouds.setdefault(layers[visit], []).append(cloud)
 
-    def measured(self, step: int) -> MonitorSums:
+    def measured(self, step: int, beside: Mapping[str, float] | None = None) -> MonitorSums:
         sites = [self.sums[site].numbers() for site in self.infos if site in self.sums]
-        return MonitorSums(step, sites, {layer: stream_numbers(clouds) for layer, clouds in self.clouds.items()})
+        stream = {layer: stream_numbers(clouds) for layer, clouds in self.clouds.items()}
+        return MonitorSums(step, sites, stream, self.share or BatchShare(), dict(beside or {}))

@@ -22,11 +22,10 @@ from massieu.probing.model import check_loaded, model_inputs
 from massieu.probing.monitor.alarms import Alarms
 from massieu.probing.monitor.measured_pass import MeasuredPass
 from massieu.probing.monitor.places import places
-from massieu.probing.monitor.processes import MonitorSums, over_processes
+from massieu.probing.monitor.processes import BatchShare, MonitorSums, batch_share, over_processes
 from massieu.probing.monitor.quantities import (
     QUANTITIES,
     SPLIT,
-    STREAM,
     SiteNumbers,
 )
 from massieu.probing.monitor.record import MonitorRecord
@@ -47,7 +46,8 @@ class Monitor:
     state and hooks are afterwards what they were. Numbers are the statistics of `massieu.probe` on the same batch. Means leave
     out queries that see a single key, where no head has a choice; maxima are over all real queries. With
     ``torch.distributed`` every process gives its own share of the batch and calls at the same steps, and all get the record of
-    the whole; a head that tensor parallelism puts elsewhere keeps its number.
+    the whole, as one process would with the shares one after the other; a number that is given beside the step is the mean of
+    the processes'. A head that tensor parallelism puts elsewhere keeps its number.
 
     A record is a flat dictionary. ``massieu/layer3/largest_logit_max`` is over the heads of a layer, as are ``_mean`` and
     ``_min``; ``massieu/largest_logit_max`` is over the model, whose layer and head are in ``massieu/largest_logit_layer`` and
@@ -56,7 +56,8 @@ class Monitor:
     query · key before masks, biases and soft caps; the mean of the largest score above the mean score; the mean entropy in
     nats and as a share of log n (S8, N11); the mean weight on the first token of the document (N25).
     ``selective_log_partition_max`` is the largest over queries too. Of the stream behind each layer: effective rank and mean
-    pairwise distance (``spread``) of the tokens of sampled windows.
+    pairwise distance (``spread``) of the tokens of sampled windows; tokens that only rounding tells apart have rank 1, and a
+    warning says so once a layer.
 
     Example:
         >>> import torch
@@ -119,6 +120,7 @@ class Monitor:
         self._norm: float | None = None
         self._armed = True
         self._said: set[tuple[str, int]] = set()
+        self._collapsed: set[str] = set()
         with undisturbed(self.model):
             inputs = self._inputs()
             if any(isinstance(value, Tensor) and not value.numel() for value in inputs.values()):
@@ -142,6 +144,7 @@ class Monitor:
         Args:
             step: of the optimiser, counted as you like.
             beside: more numbers for the record, such as ``loss=loss``; tensors of one number are read only where it is due.
+                Of several processes the record has their mean, each counting once, however many rows it has.
 
         Returns:
             The record, which has gone to every target too; None where the step is not due.
@@ -156,8 +159,8 @@ class Monitor:
             return None
         shown = {name: _number(name, value) for name, value in beside.items()}
         with undisturbed(self.model):
-            measured = self._measured(step, self._inputs())
-        return self._told(measured, shown)
+            measured = self._measured(step, self._inputs(), shown)
+        return self._told(measured, measured.beside)
 
     @contextmanager
     def watch(self, step: int) -> Iterator["Watch"]:
@@ -256,23 +259,25 @@ class Monitor:
                 f"measured: {some(self._look.silent, 5)}"
             )
 
-    def _measured(self, step: int, inputs: dict[str, Any]) -> MonitorSums:
-        found = self._pass(inputs)
+    def _measured(self, step: int, inputs: dict[str, Any], beside: Mapping[str, float]) -> MonitorSums:
+        # Once, before the passes, of which processes may need different numbers.
+        share = batch_share(inputs, self._look.layout.rows(self.model, inputs))
+        found = self._pass(inputs, share)
         if found is None:
             name = type(self.model).__name__
             self._warn(f"{name} computes attention in other places than before; its sites are found again")
             self._find_sites(inputs)
-            found = self._pass(inputs)
+            found = self._pass(inputs, share)
             if found is None:
                 raise InputError(f"{name} computes attention in other places in every pass, so it cannot be measured")
-        return over_processes(found.measured(step))
+        return over_processes(found.measured(step, beside))
 
-    def _pass(self, inputs: dict[str, Any]) -> MeasuredPass | None:
+    def _pass(self, inputs: dict[str, Any], share: BatchShare) -> MeasuredPass | None:
         """A pass that was measured; None where it attended elsewhere than at the known sites."""
         names = {name for name, _ in self.model.named_modules()}
         if any(info.block not in names for info in self._look.sites):
             return None
-        reading = MeasuredPass(self.model, self._look, self._places, inputs)
+        reading = MeasuredPass(self.model, self._look, self._places, inputs, share=share)
         with reading.hooks(), capturing(self.model, reading.attention):
             run(self.model, inputs)
         return None if reading.elsewhere or len(reading.sums) < len(self._places) else reading
@@ -281,12 +286,13 @@ class Monitor:
         """The record of what was measured, after it was written."""
         values = self._values(measured.sites)
         for layer, found in measured.stream.items():
-            values |= {f"{layer}/{n}": float(t / c) if c else math.nan for n, (t, c) in zip(STREAM, found, strict=True)}
+            values |= {f"{layer}/{name}": value for name, value in found.means().items()}
         values |= self._of_training() | beside
         named = {f"{self.prefix}/{name}" if self.prefix else name: value for name, value in values.items()}
         record = MonitorRecord(measured.step, named, _largest_logits(measured.sites))
         self._name_trouble(measured)
         self._name_beyond(measured)
+        self._name_collapse(measured)
         if self.alarms is not None:
             record.alarms = list(self.alarms(record, measured.step))
         self.outlets(record, measured.step)
@@ -344,6 +350,16 @@ class Monitor:
                     f"at step {measured.step}, {site.place} has logits up to {largest:.4g} in head {heads}, and its type "
                     f"holds {site.limit:.4g} at most"
                 )
+
+    def _name_collapse(self, measured: MonitorSums) -> None:
+        """One warning for the layers behind which tokens have become one point, each named once."""
+        layers = [layer for layer, found in measured.stream.items() if found.collapsed and layer not in self._collapsed]
+        self._collapsed.update(layers)
+        if layers:
+            self._warn(
+                f"at step {measured.step}, the tokens of a row are one point up to rounding behind {some(layers, 5)}; its "
+                "effective rank is recorded as 1"
+            )
 
     @staticmethod
     def _warn(sentence: str) -> None:

@@ -1,15 +1,29 @@
 """A record over several processes: each measures its own tokens or its own heads, and all get the same sums."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch import nn
 
 from massieu.errors import InputError
-from massieu.probing.monitor.quantities import Array, SiteNumbers, joined
+from massieu.probing.monitor.quantities import SiteNumbers, StreamNumbers, joined
+from massieu.probing.text_digest import TextDigest
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """Which rows of the whole batch a process holds: the processes' rows follow each other in the order of their ranks.
+
+    Attributes:
+        name: equal for processes that hold the same rows, as those that share heads or layers do.
+        first_row: number of the first of them in the whole batch.
+    """
+
+    name: str = ""
+    first_row: int = 0
 
 
 @dataclass(eq=False)
@@ -17,23 +31,52 @@ class MonitorSums:
     """What one process measured at a step.
 
     Attributes:
-        stream: for each layer, as `quantities.stream_numbers` gives it.
+        stream: by layer.
+        beside: the numbers that were given beside the step.
     """
 
     step: int
     sites: list[SiteNumbers]
-    stream: dict[str, Array]
+    stream: dict[str, StreamNumbers]
+    share: BatchShare = field(default_factory=BatchShare)
+    beside: dict[str, float] = field(default_factory=dict)
+
+
+def is_distributed() -> bool:
+    """Whether there are several processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def batch_name(inputs: Mapping[str, Any]) -> str:
+    """Equal for processes that were given equal inputs, which then hold the same rows."""
+    if not is_distributed():
+        return ""
+    digest = TextDigest()
+    digest.add(inputs, None)
+    return digest.text() or f"process {dist.get_rank()}"
+
+
+def batch_share(inputs: Mapping[str, Any], rows: int) -> BatchShare:
+    """The share of this process, which has so many rows; every process has to call."""
+    if not is_distributed():
+        return BatchShare()
+    own = (batch_name(inputs), rows)
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, own)
+    distinct = list(dict.fromkeys(shares))
+    return BatchShare(own[0], sum(count for _, count in distinct[: distinct.index(own)]))
 
 
 def over_processes(own: MonitorSums) -> MonitorSums:
     """The sums of all processes of the default group; every one of them has to call.
 
-    Processes that hold the same tokens and heads count equally often, which changes no mean and no maximum.
+    Processes that hold the same tokens and heads count equally often, which changes no mean and no maximum. Of processes
+    that hold the same rows, one measures a layer's stream. A number beside the step is the mean of what the processes gave.
 
     Raises:
         InputError: they measure different steps.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not is_distributed():
         return own
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
@@ -41,9 +84,16 @@ def over_processes(own: MonitorSums) -> MonitorSums:
         raise InputError(f"all processes must call the monitor at the same steps, got steps {sorted(steps)}")
     places = dict.fromkeys(site.place for part in parts for site in part.sites)
     sites = [joined([s for part in parts for s in part.sites if s.place == place]) for place in places]
-    layers = dict.fromkeys(layer for part in parts for layer in part.stream)
-    stream = {layer: np.sum([part.stream[layer] for part in parts if layer in part.stream], axis=0) for layer in layers}
-    return MonitorSums(own.step, sites, stream)
+    stream: dict[str, StreamNumbers] = {}
+    counted: set[tuple[str, str]] = set()
+    for part in parts:
+        for layer, numbers in part.stream.items():
+            if (part.share.name, layer) not in counted:
+                counted.add((part.share.name, layer))
+                stream[layer] = stream[layer] + numbers if layer in stream else numbers
+    names = dict.fromkeys(name for part in parts for name in part.beside)
+    beside = {name: statistics.fmean(part.beside[name] for part in parts if name in part.beside) for name in names}
+    return MonitorSums(own.step, sites, stream, own.share, beside)
 
 
 def head_shard(module: nn.Module) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from massieu.population import observables
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.nonfinite import kind_of
+from massieu.probing.precision import ONE_POINT_RANK, Cloud, is_one_point
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics import attention as of_query
 from massieu.probing.statistics.query_reading import QueryReading, Tokens
@@ -156,15 +157,40 @@ def _added(one: SiteNumbers, other: SiteNumbers) -> SiteNumbers:
     return replace(one, **summed, largest=np.maximum(one.largest, other.largest))
 
 
-def stream_numbers(clouds: Sequence[Tensor]) -> Array:
-    """Sums over clouds of effective rank and spread (mean pairwise distance), and how many they are of; (2, 2)."""
-    found = np.zeros((len(STREAM), 2))
+@dataclass(frozen=True)
+class StreamNumbers:
+    """Sums over the clouds behind one layer.
+
+    Attributes:
+        totals: of effective rank and of spread, the mean pairwise distance; as `STREAM` names them.
+        clouds: how many they are of.
+        collapsed: how many of these are one point up to rounding.
+    """
+
+    totals: tuple[float, float]
+    clouds: int
+    collapsed: int
+
+    def __add__(self, other: "StreamNumbers") -> "StreamNumbers":
+        totals = (self.totals[0] + other.totals[0], self.totals[1] + other.totals[1])
+        return StreamNumbers(totals, self.clouds + other.clouds, self.collapsed + other.collapsed)
+
+    def means(self) -> dict[str, float]:
+        """By name, over the clouds."""
+        return {name: total / self.clouds for name, total in zip(STREAM, self.totals, strict=True)}
+
+
+def stream_numbers(clouds: Sequence[Cloud]) -> StreamNumbers:
+    """The numbers of at least one cloud."""
+    numbers = StreamNumbers((0.0, 0.0), 0, 0)
     for cloud in clouds:
-        points = cloud.double().cpu()
-        if bool(points.isfinite().all()):
-            rank = observables.effective_rank(observables.covariance_spectrum(points))
-            values = [float(rank), float(observables.pairwise_distance(points))]
+        points = cloud.points.double().cpu()
+        collapsed = bool(is_one_point(points, cloud.dtype))
+        if collapsed:
+            rank = ONE_POINT_RANK
+        elif bool(points.isfinite().all()):
+            rank = float(observables.effective_rank(observables.covariance_spectrum(points)))
         else:
-            values = [np.nan, np.nan]
-        found += np.stack([values, np.ones(len(STREAM))], axis=1)
-    return found
+            rank = np.nan
+        numbers += StreamNumbers((rank, float(observables.pairwise_distance(points))), 1, int(collapsed))
+    return numbers

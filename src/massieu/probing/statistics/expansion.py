@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.threads import one_thread
 from massieu.population import observables
+from massieu.probing.precision import ONE_POINT_RANK, Cloud, computed_in, is_one_point
 from massieu.probing.statistics.layer_groups import SublayerRatios
 from massieu.probing.statistics.registry import EXPANSION, SHIM, statistic
 from massieu.probing.units import Units
@@ -75,6 +76,7 @@ def effective_rank(cloud: Tensor, spectrum: Tensor) -> Tensor:
 
 
 LEVELS = (pairwise_distance, log_determinant, effective_rank)
+_RANK = LEVELS.index(effective_rank)
 CHANGES = (pairwise_distance_log_ratio, log_determinant_change, effective_rank_change)
 
 
@@ -106,7 +108,7 @@ class ExpansionStatistics(SublayerRatios):
         super().__init__((len(LEVELS), 3), units)
         # Sublayer, which clouds a step led from and to, and the row's number.
         self._steps: list[tuple[int, int, int, int | None]] = []
-        self._clouds: list[Float[Tensor, "S D"]] = []  # that are not measured yet
+        self._clouds: list[Cloud] = []  # that are not measured yet
         self._waiting = 0  # numbers in them
         self._levels: list[Float64[Tensor, " levels"]] = []  # of the clouds before those
         self._latest: dict[int, tuple[Tensor, int]] = {}  # for each row: the point last reached, and its cloud
@@ -133,21 +135,23 @@ class ExpansionStatistics(SublayerRatios):
         cloud = points[row].index_select(0, positions).cpu()
         if self._waiting + cloud.numel() > TOGETHER:
             self._measure()
-        self._clouds.append(cloud)
+        self._clouds.append(Cloud(cloud, computed_in(points)))
         self._waiting += cloud.numel()
         return len(self._levels) + len(self._clouds) - 1
 
     def _measure(self) -> None:
         """The levels of the clouds that wait, those of one shape together; then they are forgotten."""
         levels = torch.zeros(len(self._clouds), len(LEVELS), dtype=torch.float64)
-        shapes: dict[tuple[int, ...], list[int]] = {}
+        shapes: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
         for index, cloud in enumerate(self._clouds):
-            shapes.setdefault(tuple(cloud.shape), []).append(index)
+            shapes.setdefault((cloud.dtype, cloud.points.shape), []).append(index)
         with one_thread():
-            for places in shapes.values():
-                clouds = torch.stack([self._clouds[index] for index in places]).double()
+            for (dtype, _), places in shapes.items():
+                clouds = torch.stack([self._clouds[index].points for index in places]).double()
                 spectrum = observables.covariance_spectrum(clouds)
-                levels[places] = torch.stack([level(clouds, spectrum) for level in LEVELS], -1)
+                values = torch.stack([level(clouds, spectrum) for level in LEVELS], -1)
+                values[is_one_point(clouds, dtype), _RANK] = ONE_POINT_RANK
+                levels[places] = values
         self._levels += levels.unbind()
         self._clouds.clear()
         self._waiting = 0

@@ -14,6 +14,7 @@ from massieu.foundation.threads import one_thread
 from massieu.population import observables
 from massieu.population.cloud_shape import projected_cumulants, random_directions, squared_gaussian_distance
 from massieu.population.clusters import cluster_count
+from massieu.probing.precision import ONE_POINT_RANK, computed_in, is_one_point
 from massieu.probing.statistics.layer_groups import SublayerMeans
 from massieu.probing.statistics.registry import FLOW, SHIM, measures, statistic
 from massieu.probing.units import Units
@@ -116,4 +117,6 @@ class FlowStatistics(SublayerMeans):
             with one_thread():
                 for which, points in enumerate((cloud, gaussian(cloud, drawn))):
                     values[:, which] = torch.stack([measure(points) for measure in functions.values()])
+            if bool(is_one_point(cloud, computed_in(step.after))):
+                values[list(functions).index(stream_effective_rank.__name__)] = ONE_POINT_RANK
         self.add(step.sublayer.index, values, torch.ones_like(values), number)

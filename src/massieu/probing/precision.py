@@ -1,0 +1,73 @@
+"""In which type of numbers a forward pass computed, and what rounding in it explains."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+ONE_POINT_RANK = 1.0
+"""Effective rank of tokens that are one point up to rounding. That of their covariance would be of rounding errors, which fill
+every direction.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Cloud:
+    """Some tokens of a row.
+
+    Attributes:
+        dtype: in which they were computed.
+    """
+
+    points: Float[Tensor, "n d"]
+    dtype: torch.dtype
+
+
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """The floating-point type that rounds most."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def computed_in(*tensors: Tensor) -> torch.dtype:
+    """The type that rounds most, of some floating-point tensors and of the autocast that is active where they are.
+
+    A result may be of a finer type than what it was computed from: models under autocast give float32 as well. So the
+    question is asked during the forward pass, where the autocast of the model's own code is active.
+    """
+    own = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    devices = {tensor.device.type for tensor in tensors}
+    casting = [d for d in devices if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
+    return coarsest(*own, *map(torch.get_autocast_dtype, casting))
+
+
+def is_one_point(points: Float[Tensor, "*batch n d"], dtype: torch.dtype) -> Bool[Tensor, "*batch"]:
+    """Whether the tokens of a cloud differ by no more than rounding makes of one token.
+
+    Let u be half the machine epsilon of ``dtype``, and v that of the type in which sums are added up, which is float32 at
+    the coarsest. A coordinate x_j of a token is a sum of about d terms, so that three things round it:
+
+    - Stored, it is off by up to u |x_j|.
+    - Each term was stored before, and is off by up to u of itself; independent errors of all make up to u ‖x‖/√d, which is u
+      times the size of a coordinate.
+    - Each addition rounds a partial sum of about the size of a coordinate: d independent errors of v ‖x‖/√d make v ‖x‖ (the
+      √d law of rounding errors, Higham and Mary 2019, theorem 2.4).
+
+    So rounding alone gives coordinate j, over the tokens, a variance of up to about
+
+        u² mean x_j² + (u²/d + v²) mean ‖x‖².
+
+    A cloud is a point where the variance is at most that, as a ratio averaged over the coordinates. Each one is compared with
+    its own rounding, so that one huge coordinate does not hide how the others vary.
+
+    Args:
+        points: in float64, so that their own variance is exact.
+        dtype: in which they were computed (`computed_in`), not the type in which they are given.
+    """
+    stored = torch.finfo(dtype).eps / 2
+    added = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+    squares = points.square().mean(-2)
+    rounding = stored**2 * (squares + squares.mean(-1, keepdim=True)) + added**2 * squares.sum(-1, keepdim=True)
+    variance = (points - points[..., :1, :]).var(-2, correction=0)
+    # Rounding is 0 only where all tokens are 0.
+    return (variance / rounding.clamp_min(torch.finfo(torch.float64).tiny)).mean(-1) <= 1
