@@ -16,13 +16,61 @@ from massieu.probing.monitor.processes import BatchShare, MonitorSums, batch_nam
 from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, Sums, stream_numbers
 from massieu.probing.nonfinite import in_call
 from massieu.probing.precision import Cloud, computed_in
+from massieu.probing.sites import SiteInfo
+from massieu.probing.statistics.query_reading import Tokens
 from massieu.probing.tokens import BatchTokens, drawn_for, is_sampled
 from massieu.probing.watching import hooked
 
 CLOUD = 64  # tokens of a window whose spread is measured
 
 
-class MeasuredPass:
+class WatchedPasses:
+    """Forward passes whose attention calls are looked at: which known site each is of, and which tokens it has.
+
+    Attributes:
+        elsewhere: the model attended at a place that is not known.
+    """
+
+    def __init__(self, model: nn.Module, look: FirstLook, inputs: dict[str, Any]) -> None:
+        self.model, self.look = model, look
+        self.infos = {info.site: info for info in look.sites}
+        self.elsewhere = False
+        self.begin(inputs)
+
+    def begin(self, inputs: dict[str, Any]) -> None:
+        """A forward pass begins, which is given these inputs."""
+        self.inputs, self.tokens = inputs, BatchTokens(inputs)
+
+    @contextmanager
+    def of_training(self, capture: Capture) -> Iterator[None]:
+        """Take every call of the model for a forward pass of its own, and learn which tokens its batch has."""
+
+        def before(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            if not recomputing():
+                capture.begin_pass()
+                self.begin(called_with(model, arguments, keywords))
+
+        with hooked([self.model], before=before):
+            yield
+
+    @torch.no_grad()
+    def attention(self, call: AttentionCall) -> None:
+        """The observer of a capture."""
+        info = self.infos.get(call.site)
+        if info is None and call.site.module_name in self.look.refused:
+            return
+        if info is None or call.query.shape[1] != info.heads:
+            self.elsewhere = True
+            return
+        if not call.repeated:
+            self.take(call, info, self.tokens.of(call, decoder=info.in_decoder))
+
+    def take(self, call: AttentionCall, info: SiteInfo, queries: Tokens) -> None:
+        """Look at the call of a known site."""
+        raise NotImplementedError
+
+
+class MeasuredPass(WatchedPasses):
     """The sums over one forward pass that is measured, or over all those of a training step."""
 
     def __init__(
@@ -33,23 +81,29 @@ class MeasuredPass:
         inputs: dict[str, Any],
         share: BatchShare | None = None,
     ) -> None:
-        self.model, self.look, self.names = model, look, names
+        self.names = names
         self.share = share
-        self._first_row = 0 if share is None else share.first_row
-        self._rows: int | None = None
-        self.infos = {info.site: info for info in self.look.sites}
         self.sums: dict[Any, Sums] = {}
         self.clouds: dict[str, list[Cloud]] = {}
-        self.elsewhere = False
-        self._begin(inputs)
+        self._first_row = 0 if share is None else share.first_row
+        self._rows: int | None = None
+        super().__init__(model, look, inputs)
 
-    def _begin(self, inputs: dict[str, Any]) -> None:
-        """What a forward pass of the model is given, whose rows follow those of the pass before."""
+    def begin(self, inputs: dict[str, Any]) -> None:
+        """A forward pass begins, whose rows follow those of the pass before."""
+        super().begin(inputs)
         self._first_row += self._rows or 0
-        self.inputs, self.tokens = inputs, BatchTokens(inputs)
         self._visits = Counter[nn.Module]()
         known = any(isinstance(value, Tensor) for value in inputs.values())
         self._rows = self.look.layout.rows(self.model, inputs) if known else None
+        if known:
+            self.share = self.share or BatchShare(batch_name(inputs))
+
+    @contextmanager
+    def of_training(self, capture: Capture) -> Iterator[None]:
+        """And listen to what leaves the blocks."""
+        with self.hooks(), super().of_training(capture):
+            yield
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -66,38 +120,15 @@ class MeasuredPass:
         with hooked(self._layers, after=self._block):
             yield
 
-    @contextmanager
-    def of_training(self, capture: Capture) -> Iterator[None]:
-        """Take every call of the model for a forward pass of its own, and learn which tokens its batch has."""
-
-        def begin(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if not recomputing():
-                capture.begin_pass()
-                self._begin(called_with(model, arguments, keywords))
-                self.share = self.share or BatchShare(batch_name(self.inputs))
-
-        with self.hooks(), hooked([self.model], before=begin):
-            yield
-
-    @torch.no_grad()
-    def attention(self, call: AttentionCall) -> None:
-        info = self.infos.get(call.site)
-        if info is None and call.site.module_name in self.look.refused:
-            return
-        if info is None or call.query.shape[1] != info.heads:
-            self.elsewhere = True
-            return
-        if call.repeated:
-            return
-        queries = self.tokens.of(call, decoder=info.in_decoder)
+    def take(self, call: AttentionCall, info: SiteInfo, queries: Tokens) -> None:
+        """Add the queries of a call to the sums of its site."""
         keys = self.tokens.of(call, decoder=info.in_decoder and info.kind != "cross", keys=True)
         positions = torch.arange(call.query.shape[2], device=call.query.device)
         names = tuple(name for name in QUANTITIES if info.grade == "full" or name not in SPLIT)
-        place = self.names[call.site]
         sums = self.sums.get(call.site)
         if sums is None:
             first = head_shard(call.module) * info.heads
-            sums = self.sums[call.site] = Sums(info, place, first, names)
+            sums = self.sums[call.site] = Sums(info, self.names[call.site], first, names)
         sums.add(call, queries, keys, positions)
         if in_call(call, queries.real, keys.real):
             sums.look_for_trouble(call)
