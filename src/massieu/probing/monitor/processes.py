@@ -1,7 +1,10 @@
 """A record over several processes: each measures its own tokens or its own heads, and all get the same sums."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,10 @@ from torch import nn
 
 from massieu.errors import InputError
 from massieu.probing.monitor.quantities import Array, SiteNumbers, joined
+
+PATIENCE = 30.0  # seconds
+"""After so long without the other processes a warning says what they lack."""
+NEEDED = "every process must make a Monitor and call it at the same steps"
 
 
 @dataclass(eq=False)
@@ -31,12 +38,13 @@ def over_processes(own: MonitorSums) -> MonitorSums:
     Processes that hold the same tokens and heads count equally often, which changes no mean and no maximum.
 
     Raises:
-        InputError: they measure different steps.
+        InputError: they measure different steps, or not all of them call.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return own
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
+    with _answers(own.step):
+        dist.all_gather_object(parts, own)
     if len(steps := {part.step for part in parts}) > 1:
         raise InputError(f"all processes must call the monitor at the same steps, got steps {sorted(steps)}")
     places = dict.fromkeys(site.place for part in parts for site in part.sites)
@@ -44,6 +52,25 @@ def over_processes(own: MonitorSums) -> MonitorSums:
     layers = dict.fromkeys(layer for part in parts for layer in part.stream)
     stream = {layer: np.sum([part.stream[layer] for part in parts if layer in part.stream], axis=0) for layer in layers}
     return MonitorSums(own.step, sites, stream)
+
+
+@contextmanager
+def _answers(step: int) -> Iterator[None]:
+    """Around what waits for all processes: says what is needed where some do not come.
+
+    Raises:
+        InputError: the group's time is over, or another process has begun something else.
+    """
+    waiting = f"massieu.Monitor: waiting for the other processes; {NEEDED}"
+    timer = Timer(PATIENCE, warnings.warn, [waiting])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        raise InputError(f"not all processes have called the monitor at step {step}; {NEEDED} ({error})") from error
+    finally:
+        timer.cancel()
 
 
 def head_shard(module: nn.Module) -> int:
