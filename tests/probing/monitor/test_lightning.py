@@ -13,6 +13,7 @@ from tests.support.probing.monitor_seen import Seen
 from torch import nn
 from torch.nn import functional as F
 
+import massieu
 from massieu import InputError
 from massieu.errors import MissingExtraError
 from massieu.probing.monitor import lightning as under_test
@@ -41,6 +42,7 @@ def module_of(pl: ModuleType, automatic: bool = True) -> Any:
             torch.manual_seed(0)
             self.body = Body()
             self.norms: dict[int, float] = {}
+            self.own_norms: dict[int, float] = {}
             self.losses: list[float] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -64,11 +66,15 @@ def module_of(pl: ModuleType, automatic: bool = True) -> Any:
             gradients = [each.grad.double() for each in self.parameters() if each.grad is not None]
             norm = math.sqrt(sum(float((each**2).sum()) for each in gradients))
             self.norms[self.trainer.global_step + 1] = norm
+            if not automatic:  # each optimiser has one parameter
+                [own] = optimizer.param_groups[0]["params"]
+                self.own_norms[self.trainer.global_step + 1] = float(own.grad.double().norm())
 
         def configure_optimizers(self) -> Any:
             if automatic:
                 return torch.optim.AdamW(self.parameters(), lr=1e-2)
-            return [torch.optim.SGD([each], lr=1e-2) for each in (self.body.read.weight, self.body.read.bias)]
+            read = self.body.read
+            return [torch.optim.SGD([each], lr=rate) for each, rate in ((read.weight, 1e-2), (read.bias, 2e-2))]
 
     return Module()
 
@@ -110,8 +116,9 @@ def test_once_in_so_many_optimiser_steps_before_clipping(pl: ModuleType, fit: Ca
     trainer = fit(
         module, monitor.lightning_callback(), gradient_clip_val=1e-3, num_sanity_val_steps=2, val_check_interval=1
     )
-    assert list(monitor.seen) == [2, 4, 6]
-    for step, record in monitor.seen.items():
+    assert list(monitor.seen) == [0, 2, 4, 6]
+    for step in (2, 4, 6):
+        record = monitor.seen[step]
         assert record["massieu/gradient_norm"] == pytest.approx(module.norms[step], rel=1e-5)
         assert record["massieu/gradient_norm"] > 0.01
         assert record["massieu/learning_rate"] == 1e-2
@@ -119,20 +126,33 @@ def test_once_in_so_many_optimiser_steps_before_clipping(pl: ModuleType, fit: Ca
     assert float(trainer.callback_metrics["massieu/loss"]) == pytest.approx(monitor.seen[6]["massieu/loss"])
 
 
+def test_the_first_record_is_of_the_model_before_its_first_step(pl: ModuleType, fit: Callable):
+    module = module_of(pl)
+    monitor = Seen(module.body, BATCH, every=3)
+    fit(module, monitor.lightning_callback())
+    assert list(monitor.seen) == [0, 3, 6]
+    assert monitor.seen[0] == massieu.Monitor(module_of(pl).body, BATCH)(0) != monitor.seen[3]
+
+
 def test_accumulated_gradients_are_one_step_and_the_loss_is_whole(pl: ModuleType, fit: Callable):
     module = module_of(pl)
     monitor = Seen(module.body, BATCH, every=1)
     fit(module, monitor.lightning_callback(), accumulate_grad_batches=3, max_steps=4)
-    assert list(monitor.seen) == [1, 2, 3, 4]
-    assert [record["massieu/loss"] for record in monitor.seen.values()] == pytest.approx(module.losses[2::3], rel=1e-6)
+    assert list(monitor.seen) == [0, 1, 2, 3, 4]
+    assert [monitor.seen[step]["massieu/loss"] for step in (1, 2, 3, 4)] == pytest.approx(module.losses[2::3], rel=1e-6)
 
 
 def test_several_optimisers_of_one_batch_lose_no_step(pl: ModuleType, fit: Callable):
     module = module_of(pl, automatic=False)
     monitor = Seen(module.body, BATCH, every=3)
     fit(module, monitor.lightning_callback(), max_steps=12)  # two steps a batch
-    assert list(monitor.seen) == [3, 6, 9, 12]
-    assert all("massieu/loss" not in record and "massieu/gradient_norm" in record for record in monitor.seen.values())
+    assert list(monitor.seen) == [0, 3, 6, 9, 12]
+    assert all("massieu/loss" not in record for record in monitor.seen.values())
+    for step in (3, 6, 9, 12):
+        first = (step - 1) // 2 * 2 + 1  # of the batch, whose steps are two
+        norm = math.hypot(module.own_norms[first], module.own_norms[first + 1])
+        assert monitor.seen[step]["massieu/gradient_norm"] == pytest.approx(norm, rel=1e-5)
+        assert monitor.seen[step]["massieu/learning_rate_1"] == 2e-2
 
 
 def test_training_is_bitwise_the_same(pl: ModuleType, fit: Callable):
@@ -149,15 +169,15 @@ def test_a_resumed_run_continues(pl: ModuleType, fit: Callable, tmp_path: Path):
     trainer.save_checkpoint(str(tmp_path / "at5.ckpt"))
     resumed = Seen(second.body, BATCH, every=2)
     fit(second, resumed.lightning_callback(), max_steps=8, path=str(tmp_path / "at5.ckpt"))
-    assert (list(begun.seen), list(resumed.seen)) == ([2, 4], [6, 8])
+    assert (list(begun.seen), list(resumed.seen)) == ([0, 2, 4], [6, 8])
 
 
-def test_every_logger_gets_the_records(pl: ModuleType, fit: Callable, tmp_path: Path):
+def test_every_logger_gets_the_summaries(pl: ModuleType, fit: Callable, tmp_path: Path):
     module = module_of(pl)
     monitor = Seen(module.body, BATCH, every=3)
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = pl.loggers.TensorBoardLogger(str(tmp_path / "board"))
-    # Lightning's own period, 50 steps, would leave both records out.
+    # Lightning's own period, 50 steps, would leave all but the first out.
     fit(
         module,
         monitor.lightning_callback(),
@@ -166,10 +186,12 @@ def test_every_logger_gets_the_records(pl: ModuleType, fit: Callable, tmp_path: 
     )
     found = events.EventAccumulator(board.log_dir).Reload().Scalars("massieu/loss")
     assert {event.step: event.value for event in found} == pytest.approx(
-        {step: record["massieu/loss"] for step, record in monitor.seen.items()}
+        {step: monitor.seen[step]["massieu/loss"] for step in (3, 6)}
     )
     [table] = (tmp_path / "table").rglob("metrics.csv")
-    assert len(table.read_text().splitlines()) == 3
+    header, *lines = table.read_text().splitlines()
+    assert len(lines) == 3
+    assert 10 < header.count("massieu/") <= 20 < len(monitor.seen[0])
 
 
 def test_the_training_steps_precision_is_the_monitors(pl: ModuleType, fit: Callable):
@@ -182,7 +204,7 @@ def test_the_training_steps_precision_is_the_monitors(pl: ModuleType, fit: Calla
 
     monitor = Seeing(module.body, BATCH, every=2)
     fit(module, monitor.lightning_callback(), precision="bf16-mixed", max_steps=2)
-    assert list(monitor.seen) == [2]
+    assert list(monitor.seen) == [0, 2]
 
 
 def test_another_model_is_refused_when_training_begins(pl: ModuleType, fit: Callable):

@@ -5,8 +5,9 @@ import math
 import random
 import subprocess
 import sys
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,43 @@ def test_numbers_are_those_of_explicit_attention(fused):
     layer, head = max(largest, key=largest.__getitem__)
     assert (record["massieu/largest_logit_layer"], record["massieu/largest_logit_head"]) == (layer, head)
     assert record["massieu/largest_logit_max"] == pytest.approx(max(largest.values()), rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_summary_is_of_the_whole_model_with_the_names_of_the_worst_heads():
+    """Numbers of explicit attention, and heads found in them."""
+    model: Any = gpt(fused=False)
+    record = record_of(model, IDS, prefix="run", per_head=True)
+    summary = record.summary()
+    assert len(summary) <= 20 and summary.keys() - record.keys() == {"run/effective_rank_min", "run/spread_min"}
+    layers = [explicit(model, IDS, layer) for layer in range(2)]
+    largest, entropy = (torch.stack([each[name] for each in layers]) for name in ("largest_logit", "entropy"))
+    named = {
+        "run/largest_logit_max": largest.max(),
+        "run/entropy_min": entropy.min(),
+        "run/entropy_mean": entropy.mean(),
+        "run/weight_first_mean": torch.stack([each["weight_first"] for each in layers]).mean(),
+    }
+    for name, value in named.items():
+        assert summary[name] == pytest.approx(float(value), rel=1e-5), name
+    highest, lowest = (divmod(int(index), HEADS) for index in (largest.argmax(), entropy.argmin()))
+    assert (summary["run/largest_logit_layer"], summary["run/largest_logit_head"]) == highest
+    assert record.where == {
+        "run/largest_logit_max": "layer{}/head{}".format(*highest),
+        "run/entropy_min": "layer{}/head{}".format(*lowest),
+    }
+    for name in ("effective_rank", "spread"):
+        assert summary[f"run/{name}_min"] == min(record[f"run/layer{layer}/{name}"] for layer in range(2))
+
+
+def test_a_summary_of_names_without_a_prefix_has_what_is_beside_and_nan_where_one_is():
+    model: Any = gpt(fused=False)
+    model.blocks[1].attention.qkv.bias.data[2 * WIDTH // HEADS] = torch.nan  # a query of head 2
+    with pytest.warns(UserWarning, match="NaN"):
+        record = recorded(Monitor(model, IDS, prefix=""), loss=2.5)
+    summary = record.summary()
+    assert summary["loss"] == 2.5 and math.isnan(summary["entropy_min"]) and math.isnan(summary["spread_min"])
+    assert record.where == {"largest_logit_max": "layer1/head2", "entropy_min": "layer1/head2"}
 
 
 @pytest.mark.medium
@@ -293,6 +331,33 @@ def test_a_nan_is_named_with_layer_and_head_at_once():
     assert (record["massieu/largest_logit_layer"], record["massieu/largest_logit_head"]) == (1, 2)
 
 
+def test_all_heads_of_a_deep_model_that_turn_nan_are_one_warning():
+    """12 layers of 12 heads; at a later call only those that are new are named."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(24, 12, 24, batch_first=True)
+    model: Any = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    monitor = Monitor(model, torch.randn(2, 5, 24), every=1)
+    bias = model.layers[11].self_attn.in_proj_bias
+    for heads in ([4], [0, 1, 2, 4, 7]):
+        with torch.no_grad():
+            bias[[2 * head for head in heads]] = torch.nan  # of the queries; two numbers a head
+        with pytest.warns(UserWarning, match="massieu.Monitor") as said:
+            monitor(2)
+        named = {1: "head 4", 5: "heads 0-2, 7"}[len(heads)]
+        where = f"layer11 {named} (layers.11.self_attn) has NaN in its queries"
+        assert [str(each.message) for each in said] == [f"massieu.Monitor: at step 2, {where}"]
+    with torch.no_grad():
+        model.layers[1].linear2.weight[0, 0] = torch.nan
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        monitor(3)
+        monitor(4)
+    assert [str(each.message) for each in said] == [
+        "massieu.Monitor: at step 3, layer2 all 12 heads (layers.2.self_attn) has NaN in its queries; not finite either: "
+        "layer3 to layer10 all 12 heads, layer11 heads 3, 5-6, 8-11"
+    ]
+
+
 def test_gradient_norm_and_learning_rates():
     model: Any = gpt()
     optimizer = torch.optim.SGD(
@@ -316,6 +381,118 @@ def test_gradient_norm_and_learning_rates():
     monitor.close()
     assert not optimizer._optimizer_step_pre_hooks
     assert "massieu/gradient_norm" not in recorded(monitor, 6)
+
+
+def norm_of(parameters: Iterable[torch.Tensor]) -> float:
+    """Of all gradients together, in float64."""
+    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None))
+
+
+def test_several_optimisers_have_one_norm_and_all_their_learning_rates():
+    model: Any = gpt(fused=False)
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if all(p is not each for each in matrices)]
+    optimizers = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3)
+    monitor = Monitor(model, IDS, every=2, optimizer=optimizers)
+    for step in range(5):
+        model(IDS).logsumexp(-1).mean().backward()
+        whole, first, second = (norm_of(each) for each in (model.parameters(), matrices, others))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        record = monitor(step)
+        if record is not None:
+            assert record["massieu/gradient_norm"] == pytest.approx(whole, rel=1e-5)
+            assert whole > 1.01 * max(first, second)
+            assert (record["massieu/learning_rate"], record["massieu/learning_rate_1"]) == (0.02, 1e-3)
+    monitor.close()
+    assert not any(each._optimizer_step_pre_hooks for each in optimizers)
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_with_a_loss_scale_the_norm_is_that_of_the_gradients_without_it():
+    """Of the second optimiser too, whose gradients are unscaled only when it steps."""
+    model: Any = gpt(fused=False)
+    halves = [*model.blocks.parameters()], [*model.head.parameters()]
+    optimizers = [torch.optim.SGD(each, lr=0.0) for each in halves]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    monitor = Monitor(model, IDS, optimizer=optimizers)
+    model(IDS).logsumexp(-1).mean().backward()
+    whole = norm_of([*halves[0], *halves[1]])
+    model.zero_grad()
+    scaler.scale(model(IDS).logsumexp(-1).mean()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert recorded(monitor)["massieu/gradient_norm"] == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("several", [False, True])
+def test_optimisers_that_accelerate_has_prepared(several):
+    accelerate = pytest.importorskip("accelerate")
+    model: Any = gpt(fused=False)
+    halves = ([*model.blocks.parameters()], [*model.head.parameters()]) if several else ([*model.parameters()],)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, *optimizers = accelerator.prepare(model, *(torch.optim.AdamW(each, lr=1e-3) for each in halves))
+    monitor = Monitor(model, IDS, every=1, optimizer=optimizers if several else optimizers[0])
+    for step in range(2):
+        accelerator.backward(model(IDS).logsumexp(-1).mean())
+        norm = norm_of(parameter for each in halves for parameter in each)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        record = recorded(monitor, step)
+        assert record["massieu/gradient_norm"] == pytest.approx(norm, rel=1e-5)
+        assert record["massieu/learning_rate"] == 1e-3
+    monitor.close()
+    assert not any(each.optimizer._optimizer_step_pre_hooks for each in optimizers)
+
+
+def trained_with_clipping(bound: float, given: bool) -> tuple[list[float], list[float]]:
+    """Norms before clipping, and those that the monitor recorded: a loop as most are written."""
+    model: Any = gpt(fused=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = Monitor(model, IDS, every=2, optimizer=optimizer)
+    before, recorded = [], []
+    generator = torch.Generator().manual_seed(0)
+    for step in range(11):
+        ids = torch.randint(31, (4, 12), generator=generator)
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+        optimizer.step()
+        optimizer.zero_grad()
+        if record := monitor(step, **({"gradient_norm": norm} if given else {})):
+            before.append(norm.item())
+            recorded.append(record["massieu/gradient_norm"])
+    return before, recorded
+
+
+@pytest.mark.medium
+def test_a_norm_that_was_taken_after_clipping_is_said_once_with_what_to_do():
+    with pytest.warns(UserWarning, match="massieu.Monitor") as said:
+        before, recorded = trained_with_clipping(0.1, given=False)
+    assert min(before) > 0.2 and recorded == pytest.approx([0.1] * 6, rel=1e-4)
+    assert [str(each.message) for each in said] == [
+        "massieu.Monitor: the gradient norm is 0.1 again and again, as if it were measured after clipping; record the one "
+        "before with monitor(step, gradient_norm=norm), where norm is what clip_grad_norm_ returned"
+    ]
+
+
+def test_gradients_that_are_left_are_not_taken_for_clipped_ones(recwarn):
+    """Nothing steps between these records, so that each has the same norm."""
+    model = gpt(fused=False)
+    monitor = Monitor(model, IDS, every=1, optimizer=torch.optim.SGD(model.parameters()))
+    model(IDS).logsumexp(-1).mean().backward()
+    norms = {recorded(monitor, step)["massieu/gradient_norm"] for step in range(5)}
+    assert len(norms) == 1 and not recwarn
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("bound", "given"), [(0.1, True), (1e3, False)])
+def test_a_norm_before_clipping_is_recorded_and_nothing_is_said(bound, given, recwarn):
+    before, recorded = trained_with_clipping(bound, given)
+    assert recorded == pytest.approx(before, rel=1e-6)
+    assert not recwarn
 
 
 def test_the_least_and_the_most_entropic_heads_are_named():
@@ -491,7 +668,8 @@ def test_bad_calls():
         ({"top_k": -1}, "top_k must be"),
         ({"per_head": 1}, "per_head must be"),
         ({"prefix": 3}, "prefix must be a string, got 3"),
-        ({"optimizer": 3}, r"optimizer must be a torch\.optim\.Optimizer, got 3"),
+        ({"optimizer": 3}, r"optimizer must be a torch\.optim\.Optimizer or a list of these, got 3"),
+        ({"optimizer": [3]}, r"optimizer must be a torch\.optim\.Optimizer or a list of these, got 3"),
         ({"to": 3}, "to must be a path"),
         ({"reference": 3}, "reference must be the path"),
     ):

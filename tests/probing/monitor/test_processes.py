@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.probing import monitor_work as work
-from tests.support.processes import run
+from tests.support.processes import run, run_first
 
 from massieu.report.record_lines import read_run
 
@@ -74,6 +74,14 @@ def test_processes_at_different_steps_are_told(processes: list[Any]):
     for process in processes:
         said = "all processes must call the monitor at the same steps, got steps [0, 1]"
         assert process["at_different_steps"] == said
+
+
+def test_a_monitor_in_one_process_alone_is_told_before_it_waits_long_and_when_the_time_is_over():
+    shown: Any = run_first(work.in_one_process_alone, 2, 60)
+    raised, warned = shown
+    needed = "every process must make a Monitor and call it at the same steps"
+    assert raised.startswith(f"not all processes have called the monitor at step 0; {needed} (")
+    assert warned == [f"massieu.Monitor: waiting for the other processes; {needed}"]
 
 
 def test_a_process_that_does_not_call_its_model_keeps_none_of_the_others_waiting(processes: list[Any]):

@@ -37,8 +37,8 @@ def test_a_run_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyP
     wandb = pytest.importorskip("wandb")
     run = wandb.init(project="test", dir=str(tmp_path), mode="offline", settings=wandb.Settings(x_disable_stats=True))
     write(run)
-    # A step is held until the next one, so that other numbers can join it; the end sends the last.
-    assert [run.summary[key] for key in ("_step", "massieu/layer0/entropy_mean")] == [100, 1.5]
+    # A row is held until the next one, so that other numbers can join it; the end sends the last.
+    assert [run.summary[key] for key in ("massieu/step", "massieu/layer0/entropy_mean")] == [100, 1.5]
     run.finish()
     [log] = tmp_path.rglob("run-*.wandb")
     assert log.stat().st_size > 0

@@ -1,4 +1,4 @@
-"""A monitor inside transformers' Trainer: the steps that are due, Trainer's own loss and norm, resumed runs, reports."""
+"""A monitor inside transformers' Trainer: the steps that are due, Trainer's own loss, norm and logs, resumed runs, trackers."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from tests.support.probing.monitor_seen import Seen
 from tests.support.rows import every_row
 from torch import Tensor
 
-from massieu import InputError
+from massieu import InputError, Monitor
 from massieu.probing.monitor.trainer import MonitorTrainerCallback
 from massieu.report.record_lines import read_run
 
@@ -37,15 +37,17 @@ BATCH = {"input_ids": torch.arange(16).view(2, 8)}
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Callable[..., transformers.Trainer]:
-    def made(trained: torch.nn.Module, *callbacks: Any, **settings: Any) -> transformers.Trainer:
+    def fresh(
+        trained: torch.nn.Module, *callbacks: Any, made: type = transformers.Trainer, **settings: Any
+    ) -> transformers.Trainer:
         chosen = {"max_steps": 6, "logging_steps": 4, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / "out"), per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True, seed=0,
             **(chosen | settings),
         )  # fmt: skip
-        return transformers.Trainer(trained, arguments, train_dataset=rows(), callbacks=list(callbacks))  # pyright: ignore
+        return made(trained, arguments, train_dataset=rows(), callbacks=list(callbacks))
 
-    return made
+    return fresh
 
 
 class Witness(transformers.TrainerCallback):
@@ -74,47 +76,107 @@ def test_records_are_of_the_steps_that_are_due_with_trainers_own_numbers(trainer
     ran = trainer(trained, monitor.trainer_callback(), logging_steps=1, max_grad_norm=0.01)
     ran.train()
     run = read_run(path)
-    assert list(run.records) == [2, 4, 6]
-    for step, record in run.records.items():
-        expected = witness.logged[step]
+    assert list(run.records) == [0, 2, 4, 6]
+    for step, expected in ((step, witness.logged[step]) for step in (2, 4, 6)):
+        record = run.records[step]
         assert record["massieu/loss"] == expected["loss"]
         assert record["massieu/gradient_norm"] == expected["grad_norm"] > 0.1  # before it was clipped to 0.01
         assert record["massieu/learning_rate"] == expected["learning_rate"]
-    kept = {entry["step"]: entry for entry in ran.state.log_history if "massieu/loss" in entry}
-    assert {
-        step: {key: value for key, value in entry.items() if key != "step"} for step, entry in kept.items()
-    } == run.records
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), trained.parameters(), strict=True))
 
 
-def test_trainer_logs_at_steps_that_are_due_whatever_its_own_are(trainer: Callable):
+def test_the_first_record_is_of_the_model_before_its_first_step(trainer: Callable):
     monitor = Seen(trained := model(), BATCH, every=3)
-    ran = trainer(trained, monitor.trainer_callback(), logging_steps=500)
+    trainer(trained, monitor.trainer_callback()).train()
+    untrained = Monitor(model(), BATCH)(0)
+    assert list(monitor.seen) == [0, 3, 6]
+    assert monitor.seen[0] == untrained != monitor.seen[3]
+
+
+class Collecting(transformers.Trainer):
+    """Averages in each log what was collected since the one before, as trainers of other packages do."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.collected: list[float] = []
+
+    def training_step(self, *arguments: Any, **settings: Any) -> Tensor:
+        loss = super().training_step(*arguments, **settings)
+        self.collected.append(loss.item())
+        return loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **settings: Any) -> None:
+        logs["collected"], self.collected = math.fsum(self.collected), []
+        super().log(logs, *arguments, **settings)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch", "no"])
+def test_what_trainer_logs_and_prints_is_as_without_a_monitor(
+    trainer: Callable, capsys: pytest.CaptureFixture[str], strategy: str
+):
+    """At other steps than those that are due, with the mean loss of the same steps, to the last bit."""
+
+    def ran(watched: bool) -> tuple[list[dict], list[dict], str]:
+        trained = model()
+        every = trainer(trained, made=Collecting, logging_strategy=strategy, max_steps=18)
+        if watched:
+            every.add_callback(Monitor(trained, BATCH, every=3).trainer_callback(every))
+        every.train()
+        timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+        history = [{k: v for k, v in entry.items() if k not in timed} for entry in every.state.log_history]
+        own = [any(key.startswith("massieu/") for key in entry) for entry in history]
+        printed = "".join(line for line in capsys.readouterr().out.splitlines() if "train_runtime" not in line)
+        kept = [[entry for entry, mine in zip(history, own, strict=True) if mine is of] for of in (False, True)]
+        return kept[0], kept[1], printed
+
+    alone, none, said = ran(False)
+    beside, records, said_beside = ran(True)
+    assert len(alone) == {"steps": 5, "epoch": 3, "no": 1}[strategy]
+    assert beside == alone
+    assert said_beside == said
+    assert not none and [entry["step"] for entry in records] == [0, 3, 6, 9, 12, 15, 18]
+
+
+def test_summaries_of_at_most_20_numbers_are_in_trainers_state_and_whole_records_are_the_monitors(trainer: Callable):
+    monitor = Seen(trained := model(), BATCH, every=2)
+    ran = trainer(trained, monitor.trainer_callback(), logging_steps=1)
     ran.train()
-    logged = {entry["step"]: entry["loss"] for entry in ran.state.log_history if "loss" in entry}
-    assert list(logged) == [3, 6]
-    assert [record["massieu/loss"] for record in monitor.seen.values()] == list(logged.values())
+    kept = {entry["step"]: entry for entry in ran.state.log_history if "massieu/entropy_min" in entry}
+    assert list(kept) == list(monitor.seen) == [0, 2, 4, 6]
+    for step, entry in kept.items():
+        numbers = {key: value for key, value in entry.items() if isinstance(value, float)}
+        assert len(numbers) <= 20 < len(monitor.seen[step])
+        where = entry["massieu/largest_logit_max_where"]
+        layer, head = (int(numbers[f"massieu/largest_logit_{part}"]) for part in ("layer", "head"))
+        assert where == f"layer{layer}/head{head}"
+        record = monitor.seen[step]
+        assert {key: numbers[key] for key in numbers if key in record}.items() <= record.items()
 
 
 def test_accumulated_gradients_are_one_step(trainer: Callable):
     monitor = Seen(trained := model(), BATCH, every=1)
     trainer(trained, monitor.trainer_callback(), gradient_accumulation_steps=2, max_steps=3).train()
-    assert list(monitor.seen) == [1, 2, 3]
+    assert list(monitor.seen) == [0, 1, 2, 3]
 
 
-def test_without_logging_there_is_a_record_with_the_norm_after_clipping(trainer: Callable):
+@pytest.mark.parametrize("most", [0.0, 0.01])
+def test_a_step_that_trainer_does_not_log_has_no_loss_and_no_norm_after_clipping(trainer: Callable, most: float):
+    witness = Witness()
+    trainer(model(), witness, max_grad_norm=most, max_steps=4).train()
     monitor = Seen(trained := model(), BATCH, every=2)
-    ran = trainer(trained, monitor.trainer_callback(), logging_strategy="no", max_grad_norm=0.01, max_steps=4)
-    ran.train()
-    assert list(monitor.seen) == [2, 4]
-    for record in monitor.seen.values():
-        assert "massieu/loss" not in record
-        assert record["massieu/gradient_norm"] == pytest.approx(0.01, rel=1e-3)
-    assert [entry["step"] for entry in ran.state.log_history if "massieu/gradient_norm" in entry] == [2, 4]
+    trainer(trained, monitor.trainer_callback(), logging_strategy="no", max_grad_norm=most, max_steps=4).train()
+    assert list(monitor.seen) == [0, 2, 4]
+    for step in (2, 4):
+        record = monitor.seen[step]
+        assert "massieu/loss" not in record and record["massieu/learning_rate"] > 0
+        if most:
+            assert "massieu/gradient_norm" not in record
+        else:
+            assert record["massieu/gradient_norm"] == pytest.approx(witness.logged[step]["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("fp16", "most", "known"), [(True, 0.0, False), (True, 1.0, True), (False, 0.0, True)])
-def test_gradients_that_still_have_the_loss_scale_give_no_norm(fp16: bool, most: float, known: bool):
+@pytest.mark.parametrize(("fp16", "most", "known"), [(True, 0.0, False), (False, 1.0, False), (False, 0.0, True)])
+def test_gradients_that_are_clipped_or_still_have_the_loss_scale_give_no_norm(fp16: bool, most: float, known: bool):
     callback = Seen(trained := model(), BATCH, every=2).trainer_callback()
     for parameter in trained.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -130,9 +192,9 @@ def test_a_callback_that_keeps_trainer_from_logging_loses_no_record(trainer: Cal
             return control
 
     monitor = Seen(trained := model(), BATCH, every=2)
-    trainer(trained, monitor.trainer_callback(), Quiet(), max_steps=4).train()
-    assert list(monitor.seen) == [2, 4]
-    assert all("massieu/learning_rate" in record for record in monitor.seen.values())
+    trainer(trained, monitor.trainer_callback(), Quiet(), max_steps=4, logging_steps=1).train()
+    assert list(monitor.seen) == [0, 2, 4]
+    assert all("massieu/learning_rate" in monitor.seen[step] for step in (2, 4))
 
 
 def test_a_resumed_training_continues_and_a_record_is_strict_json_in_trainers_own_state(
@@ -140,12 +202,15 @@ def test_a_resumed_training_continues_and_a_record_is_strict_json_in_trainers_ow
 ):
     path = tmp_path / "run.jsonl"
     whole = Seen(trained := model(), BATCH, every=2)
-    trainer(trained, whole.trainer_callback(), max_steps=8, save_strategy="steps", save_steps=4).train()
+    trainer(
+        trained, whole.trainer_callback(), max_steps=8, save_strategy="steps", save_steps=4, logging_steps=2
+    ).train()
     state = json.loads(
         (tmp_path / "out" / "checkpoint-8" / "trainer_state.json").read_text(), parse_constant=pytest.fail
     )
     stored = {entry["step"]: entry for entry in state["log_history"] if "massieu/entropy_mean" in entry}
-    assert list(stored) == [2, 4, 6, 8] and all(math.isfinite(entry["massieu/loss"]) for entry in stored.values())
+    assert list(stored) == [0, 2, 4, 6, 8]
+    assert all(math.isfinite(stored[step]["massieu/loss"]) for step in (2, 4, 6, 8))
     again = Seen(trained := model(), BATCH, every=2, to=[path])
     resumed = trainer(trained, again.trainer_callback(), max_steps=8)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
@@ -155,7 +220,7 @@ def test_a_resumed_training_continues_and_a_record_is_strict_json_in_trainers_ow
     }
 
 
-def test_with_its_trainer_records_are_reported_as_its_own(trainer: Callable, tmp_path: Path):
+def test_with_its_trainer_its_trackers_get_the_summaries(trainer: Callable, tmp_path: Path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monitor = Seen(trained := model(), BATCH, every=2)
     ran = trainer(trained, report_to="tensorboard", logging_steps=1)
@@ -163,8 +228,11 @@ def test_with_its_trainer_records_are_reported_as_its_own(trainer: Callable, tmp
     ran.train()
     [folder] = {path.parent for path in tmp_path.rglob("events.out.*")}
     board = events.EventAccumulator(str(folder)).Reload()
-    found = {event.step: event.value for event in board.Scalars("train/massieu/loss")}
-    assert found == pytest.approx({step: record["massieu/loss"] for step, record in monitor.seen.items()}, rel=1e-6)
+    for name in ("loss", "entropy_min"):
+        found = {event.step: event.value for event in board.Scalars(f"train/massieu/{name}")}
+        expected = {step: r[f"massieu/{name}"] for step, r in monitor.seen.items() if f"massieu/{name}" in r}
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert 10 < len([tag for tag in board.Tags()["scalars"] if "massieu/" in tag]) <= 20
     # Trainer's own log of the same steps is whole.
     assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
 

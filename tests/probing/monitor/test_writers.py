@@ -9,7 +9,9 @@ import sys
 import time
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.rows import every_row
@@ -172,6 +174,75 @@ def test_objects_and_functions_get_record_and_step():
     assert calls[1][:1] + calls[1][2:] == ("a", 7)
     assert calls[2][0] == "b"
     assert calls[3:] == [("flush",), ("module", record, 7), (record, 7)]
+
+
+class Wandb:
+    """A run with the rules of Weights & Biases for steps and rows, read off its client and its offline files."""
+
+    def __init__(self) -> None:
+        self.step, self.open, self.rows, self.dropped = 0, {}, {}, []
+        self.axes: dict[str, str] = {}
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict, step: int | None = None, commit: bool | None = None) -> None:
+        if step is not None and step < self.step:
+            self.dropped.append((step, data))
+            return
+        if step is not None and step > self.step:
+            self._close(step)
+        self.open |= data
+        if commit or (step is None and commit is None):
+            self._close(self.step + 1)
+
+    def finish(self) -> dict[int, dict]:
+        self._close(self.step)
+        return self.rows
+
+    def _close(self, step: int) -> None:
+        if self.open:
+            self.rows[self.step] = self.open
+        self.open, self.step = {}, step
+
+
+def run_beside(write: Callable[[dict, int], None], run: Wandb, way: str) -> None:
+    """Twelve steps of a loop that logs its loss, with a record at every third."""
+    for step in range(12):
+        if way == "counted":
+            run.log({"loss": step})
+            run.log({"more": step})
+        if way == "with steps":
+            run.log({"loss": step}, step=step)
+        if step % 3 == 0:
+            write({"massieu/x": step / 2}, step)
+        if way == "with steps":
+            run.log({"more": step}, step=step)
+
+
+@pytest.mark.parametrize("way", ["counted", "with steps", "nothing"])
+def test_no_number_is_lost_in_weights_and_biases_and_the_programs_own_rows_are_as_before(way: str):
+    alone, beside = Wandb(), Wandb()
+    run_beside(lambda *_: None, alone, way)
+    run_beside(Outlets(beside, {"prefix": "massieu"}), beside, way)
+    assert not beside.dropped
+    assert beside.axes == {"massieu/*": "massieu/step"}
+    rows = beside.finish()
+    found = [(row["massieu/step"], row["massieu/x"]) for row in rows.values() if "massieu/step" in row]
+    assert found == [(0, 0.0), (3, 1.5), (6, 3.0), (9, 4.5)]
+    own = {step: {k: v for k, v in row.items() if "massieu" not in k} for step, row in rows.items()}
+    assert {step: row for step, row in own.items() if row} == alone.finish()
+
+
+def test_the_module_wandb_stands_for_its_run():
+    module: Any = types.ModuleType("wandb")
+    module.run, module.define_metric, module.log = None, lambda *_, **__: None, lambda *_, **__: None
+    with pytest.raises(InputError, match=r"to is the module wandb without a run: call wandb\.init first"):
+        Outlets(module, SETTINGS)
+    module.run = Wandb()
+    Outlets(module, SETTINGS | {"prefix": ""})({"x": 1.0}, 5)
+    assert module.run.finish() == {0: {"x": 1.0, "massieu/step": 5}}
+    assert not module.run.axes  # a pattern would take in the program's own metrics
 
 
 def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -1,18 +1,22 @@
 """What two processes of a group do for `test_processes`, all in one start: each function returns what it has to show."""
 
+import datetime
 import math
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from tests.support.probing.plain import gpt
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from massieu import Monitor
-from massieu.probing.monitor import measured_pass
+from massieu.probing.monitor import measured_pass, processes
 from massieu.probing.monitor.training import gradient_norm
 from massieu.probing.monitor.writers import Outlets
 
@@ -140,6 +144,22 @@ def at_different_steps(rank: int, size: int) -> str:
     except ValueError as error:
         return str(error)
     return "nothing was said"
+
+
+def in_one_process_alone(rank: int, size: int) -> tuple[str, list[str]]:
+    """What is raised and what is warned of where the other process trains on without a monitor."""
+    if rank:
+        time.sleep(1.5)  # at work on something else, longer than the group's time
+        return "", []
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.5), dist.group.WORLD)
+    processes.PATIENCE = 0.1
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            Monitor(plain(), IDS)(0)
+        except ValueError as error:
+            return str(error), [str(each.message) for each in said]
+    return "nothing was raised", []
 
 
 def watched_by_some(rank: int, size: int) -> list[dict[str, float] | None]:

@@ -1,21 +1,24 @@
 """A monitor inside Lightning's Trainer, under either of Lightning's two package names."""
 
+import math
 import sys
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from massieu.errors import require_extra
-from massieu.probing.monitor.training import Watching, check_trained, gradient_norm
+from massieu.probing.monitor.record import MonitorRecord
+from massieu.probing.monitor.training import Watching, check_trained, gradient_norm, learning_rates, parameters_of
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 class _Hooks:
-    """Calls a monitor once in so many optimiser steps, and logs what it finds to the trainer's loggers.
+    """Calls a monitor before the first and after every so many optimiser steps, and logs summaries to the trainer's loggers.
 
-    Records are in ``trainer.callback_metrics`` too, for early stopping. The loss is that of the latest batch; the gradient
-    norm is taken before clipping. Where one batch makes several steps, the record bears the one that was due.
+    Whole records go to the monitor's own targets; from the first measured step on they are in ``trainer.callback_metrics``
+    too, for early stopping. The loss is that of the latest batch; the gradient norm is taken before clipping, and is that of
+    all optimisers which step in the batch. Where one batch makes several steps, the record bears the one that was due.
 
     Raises:
         InputError: when training begins: the monitor is of another model.
@@ -23,39 +26,51 @@ class _Hooks:
 
     def __init__(self, monitor: Watching) -> None:
         self._monitor, self._last = monitor, 0
-        self._known: dict[str, float] = {}
+        self._norms: dict[int, float] = {}
+        self._rates: dict[str, float] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Training goes on with the monitor's own model, or not at all; a resumed run continues."""
+        """Training goes on with the monitor's own model, or not at all; a resumed run continues, a new one is measured."""
         check_trained(self._monitor, pl_module, "Lightning")
-        self._last, self._known = trainer.global_step, {}
+        self._last = trainer.global_step
+        self._norms.clear()
+        if self._last == 0:
+            self._measured(trainer, 0, {})
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Gradients, not yet clipped, and learning rate of a step that will be due."""
-        if (trainer.global_step + 1) % self._monitor.every == 0:
-            norm = gradient_norm(parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._known = {"learning_rate": optimizer.param_groups[0]["lr"]} | (
-                {} if norm is None else {"gradient_norm": norm}
-            )
+        """Gradients, not yet clipped, and learning rates of a batch that will bring a step that is due."""
+        # The other optimisers may step in this batch too; of each the norm is taken as it steps.
+        latest = trainer.global_step + len(trainer.optimizers)
+        if latest // self._monitor.every != self._last // self._monitor.every:
+            norm = gradient_norm(parameters_of([optimizer]))
+            if norm is not None:
+                self._norms[id(optimizer)] = norm
+            self._rates = learning_rates(trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Measure where the batch brought a step that is due."""
         every = self._monitor.every
         last, self._last = self._last, trainer.global_step
+        norms, self._norms = self._norms, {}
         if self._last // every == last // every:  # also where gradients were only accumulated
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # Lightning has divided it, so that accumulated gradients are a mean.
         shown = {} if loss is None else {"loss": loss * trainer.accumulate_grad_batches}
-        known, self._known = self._known | shown, {}
+        if norms:
+            shown["gradient_norm"] = math.hypot(*norms.values())
+        record = self._measured(trainer, self._last // every * every, self._rates | shown)
+        if record is not None:
+            pl_module.log_dict(dict(record), logger=False, on_step=True, on_epoch=False)
+
+    def _measured(self, trainer: Any, step: int, known: dict[str, Any]) -> MonitorRecord | None:
         # The training step's own precision, as Lightning sets it.
         with trainer.precision_plugin.forward_context():
-            record = self._monitor(self._last // every * every, **known)
-        if record is None:
-            return
-        for logger in trainer.loggers:
-            logger.log_metrics(dict(record), step=self._last)
-        pl_module.log_dict(dict(record), logger=False, on_step=True, on_epoch=False)
+            record = self._monitor(step, **known)
+        if record is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(record.summary(), step=self._last)
+        return record
 
 
 @cache

@@ -3,7 +3,7 @@
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -29,7 +29,14 @@ from massieu.probing.monitor.quantities import (
     SiteNumbers,
 )
 from massieu.probing.monitor.record import MonitorRecord
-from massieu.probing.monitor.training import gradient_norm
+from massieu.probing.monitor.training import (
+    ClippingDoubt,
+    gradient_norm,
+    learning_rates,
+    optimizers_of,
+    parameters_of,
+)
+from massieu.probing.monitor.trouble import trouble
 from massieu.probing.monitor.undisturbed import undisturbed
 from massieu.probing.monitor.writers import Outlets
 from massieu.probing.routes import capturing
@@ -59,6 +66,8 @@ class Monitor:
     pairwise distance (``spread``) of the tokens of sampled windows; tokens that only rounding tells apart have rank 1, and a
     warning says so once a layer.
 
+    ``record.summary()`` has the numbers of the whole model that one plots, at most 20.
+
     Example:
         >>> import torch
         >>> import massieu
@@ -79,7 +88,7 @@ class Monitor:
         every: int = 100,
         per_head: bool = False,
         top_k: int = 0,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         to: object = (),
         reference: Any = None,
         prefix: str = "massieu",
@@ -93,7 +102,9 @@ class Monitor:
             every: measure at steps that are multiples of this.
             per_head: also ``massieu/layer3/head5/entropy`` and so on, for every head.
             top_k: also the entropy of so many least and most entropic heads, by name.
-            optimizer: its gradients' norm and learning rates are recorded too; the norm is taken as its step begins.
+            optimizer: its gradients' norm and learning rates are recorded too; or several, with the norm of all gradients
+                together. The norm is taken as each one's step begins, which is after clipping: give the one before as
+                ``monitor(step, gradient_norm=norm)``.
             to: a path (JSON lines), a Weights & Biases run, trackio, a TensorBoard writer, a function of record and step; or
                 a list of these.
             reference: JSON lines of a run of yours that went well. It switches alarms on, at a factor of three.
@@ -108,18 +119,18 @@ class Monitor:
         flag("per_head", per_head)
         if not isinstance(prefix, str):
             raise InputError(f"prefix must be a string, got {described(prefix)}")
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise InputError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
+        self._optimizers = optimizers_of(optimizer)
         self.model = unwrapped(model)
         check_loaded(self.model, type(self.model).__name__)
         self._compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
         self.every, self.per_head, self.top_k, self.prefix = every, per_head, top_k, prefix
         own = callable(batch) and not isinstance(batch, Tensor | tuple | list | Mapping)
         self._batch: Any = batch if own else named_inputs(self.model, batch)
-        self._optimizer = optimizer
-        self._norm: float | None = None
+        self._norms: dict[int, float] = {}
+        self._looks_clipped = ClippingDoubt()
         self._armed = True
-        self._said: set[tuple[str, int]] = set()
+        self._said: dict[str, set[int]] = {}
+        self._beyond: set[tuple[str, int]] = set()
         self._collapsed: set[str] = set()
         with undisturbed(self.model):
             inputs = self._inputs()
@@ -128,7 +139,9 @@ class Monitor:
             self._find_sites(inputs)
         self.outlets = Outlets(to, self.settings)
         self.alarms = None if reference is None else Alarms(reference, prefix, self.settings)
-        self._hook = None if optimizer is None else optimizer.register_step_pre_hook(_norm_taker(self))
+        self._hooks = [
+            each.register_step_pre_hook(_norm_taker(self, index)) for index, each in enumerate(self._optimizers)
+        ]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -145,6 +158,7 @@ class Monitor:
             step: of the optimiser, counted as you like.
             beside: more numbers for the record, such as ``loss=loss``; tensors of one number are read only where it is due.
                 Of several processes the record has their mean, each counting once, however many rows it has.
+                ``gradient_norm=norm``, with what ``clip_grad_norm_`` returned, takes the place of the norm that is measured.
 
         Returns:
             The record, which has gone to every target too; None where the step is not due.
@@ -156,6 +170,7 @@ class Monitor:
         whole_number("step", step, least=0)
         self._armed = (step + 1) % self.every == 0
         if step % self.every:
+            self._norms.clear()
             return None
         shown = {name: _number(name, value) for name, value in beside.items()}
         with undisturbed(self.model):
@@ -224,9 +239,9 @@ class Monitor:
         return lightning_callback(self)
 
     def close(self) -> None:
-        """Take the hook off the optimiser. A monitor is a context manager that does so at its end."""
-        if self._hook is not None:
-            self._hook.remove()
+        """Take the hooks off the optimisers. A monitor is a context manager that does so at its end."""
+        for hook in self._hooks:
+            hook.remove()
 
     def __enter__(self) -> "Monitor":
         return self
@@ -261,7 +276,7 @@ class Monitor:
 
     def _measured(self, step: int, inputs: dict[str, Any], beside: Mapping[str, float]) -> MonitorSums:
         # Once, before the passes, of which processes may need different numbers.
-        share = batch_share(inputs, self._look.layout.rows(self.model, inputs))
+        share = batch_share(step, inputs, self._look.layout.rows(self.model, inputs))
         found = self._pass(inputs, share)
         if found is None:
             name = type(self.model).__name__
@@ -287,9 +302,11 @@ class Monitor:
         values = self._values(measured.sites)
         for layer, found in measured.stream.items():
             values |= {f"{layer}/{name}": value for name, value in found.means().items()}
-        values |= self._of_training() | beside
+        values |= self._of_training(beside) | beside
         named = {f"{self.prefix}/{name}" if self.prefix else name: value for name, value in values.items()}
-        record = MonitorRecord(measured.step, named, _largest_logits(measured.sites))
+        record = MonitorRecord(
+            measured.step, named, _largest_logits(measured.sites), _where(measured.sites), self.prefix
+        )
         self._name_trouble(measured)
         self._name_beyond(measured)
         self._name_collapse(measured)
@@ -319,31 +336,36 @@ class Monitor:
         ordered = sorted(each for each in every if each[0] == each[0])
         return {name: value for value, name in (*ordered[: self.top_k], *ordered[-self.top_k :])}
 
-    def _of_training(self) -> dict[str, float]:
-        """Gradient norm and learning rates."""
-        norm, self._norm = self._norm, None
+    def _of_training(self, beside: dict[str, float]) -> dict[str, float]:
+        """Learning rates, and the gradient norm: the one that is given beside, or else the one that is measured."""
+        norms, self._norms = self._norms, {}
+        norm = beside.get("gradient_norm", math.hypot(*norms.values()) if norms else None)
+        # Where no optimiser has stepped since the latest record, the gradients that are left may be the same ones again.
+        new = norm is not None or not self._optimizers
         if norm is None:
-            norm = gradient_norm(_parameters(self._optimizer) if self._optimizer else self.model.parameters())
-        found = {} if norm is None else {"gradient_norm": norm}
-        for index, group in enumerate(() if self._optimizer is None else self._optimizer.param_groups):
-            found[f"learning_rate_{index}" if index else "learning_rate"] = float(group["lr"])
-        return found
+            norm = gradient_norm(parameters_of(self._optimizers) if self._optimizers else self.model.parameters())
+        if norm is None:
+            return learning_rates(self._optimizers)
+        if new and self._looks_clipped(norm):
+            self._warn(
+                f"the gradient norm is {norm:.4g} again and again, as if it were measured after clipping; record the one "
+                "before with monitor(step, gradient_norm=norm), where norm is what clip_grad_norm_ returned"
+            )
+        return {"gradient_norm": norm, **learning_rates(self._optimizers)}
 
     def _name_trouble(self, measured: MonitorSums) -> None:
-        """One warning for each head whose numbers are not finite."""
-        for site in measured.sites:
-            for head in np.flatnonzero(site.broken):
-                if (site.place, int(head)) not in self._said:
-                    self._said.add((site.place, int(head)))
-                    self._warn(
-                        f"at step {measured.step}, {site.place} head {head} ({site.module or 'the model'}) has {site.what}"
-                    )
+        """One warning for all heads whose numbers are not finite for the first time."""
+        broken = {site.place: set(np.flatnonzero(site.broken).tolist()) for site in measured.sites}
+        new = {place: heads - self._said.get(place, set()) for place, heads in broken.items()}
+        if any(new.values()):
+            self._said |= {place: heads | self._said.get(place, set()) for place, heads in broken.items()}
+            self._warn(f"at step {measured.step}, {trouble(measured.sites, new)}")
 
     def _name_beyond(self, measured: MonitorSums) -> None:
         """One warning for each head whose logits are larger than its type holds; kernels that keep scores in it lose them."""
         for site in measured.sites:
-            new = [head for head in site.beyond() if (f"{site.place} beyond", head) not in self._said]
-            self._said.update((f"{site.place} beyond", head) for head in new)
+            new = [head for head in site.beyond() if (site.place, head) not in self._beyond]
+            self._beyond.update((site.place, head) for head in new)
             if new:
                 largest, heads = site.means("largest_logit")[new].max(), ", ".join(map(str, new))
                 self._warn(
@@ -372,20 +394,20 @@ class Watch:
     record: MonitorRecord | None = None
 
 
-def _norm_taker(monitor: Monitor) -> Callable[..., None]:
-    """A hook that takes the gradient norm as the step before a due call begins, and does not keep the monitor alive."""
+def _norm_taker(monitor: Monitor, index: int) -> Callable[..., None]:
+    """A hook that takes the norm of one optimiser's gradients as the step before a due call begins.
+
+    Each optimiser's are taken as its own step begins: a `GradScaler` unscales them only then. The hook does not keep the
+    monitor alive.
+    """
     held = weakref.ref(monitor)
 
     def take(optimizer: Optimizer, *_: Any) -> None:
         found = held()
-        if found is not None and found._armed:
-            found._norm = gradient_norm(_parameters(optimizer))
+        if found is not None and found._armed and (norm := gradient_norm(parameters_of([optimizer]))) is not None:
+            found._norms[index] = norm
 
     return take
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _number(name: str, value: float | Tensor) -> float:
@@ -411,6 +433,21 @@ def _where_largest(sites: list[SiteNumbers]) -> dict[str, float]:
         return {}
     _, layer, head = max(every, key=lambda each: math.inf if each[0] != each[0] else each[0])
     return {"largest_logit_layer": float(layer), "largest_logit_head": float(head)}
+
+
+def _where(sites: list[SiteNumbers]) -> dict[str, str]:
+    """The heads of the largest logit and of the least entropy, by name; the first whose number is NaN, where there is one."""
+    found = {}
+    for shown, name, sign in (("largest_logit_max", "largest_logit", 1), ("entropy_min", "entropy", -1)):
+        every = [
+            (math.inf if value != value else sign * value, f"{site.place}/head{head}")
+            for site in sites
+            if site.has(name)
+            for head, value in enumerate(site.means(name))
+        ]
+        if every:
+            found[shown] = max(every, key=lambda each: each[0])[1]
+    return found
 
 
 def _largest_logits(sites: list[SiteNumbers]) -> dict[str, Tensor]:

@@ -1,8 +1,11 @@
 """A record over several processes: each measures its own tokens or its own heads, and all get the same sums."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Timer
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +27,11 @@ class BatchShare:
 
     name: str = ""
     first_row: int = 0
+
+
+PATIENCE = 30.0  # seconds
+"""After so long without the other processes a warning says what they lack."""
+NEEDED = "every process must make a Monitor and call it at the same steps"
 
 
 @dataclass(eq=False)
@@ -56,13 +64,18 @@ def batch_name(inputs: Mapping[str, Any]) -> str:
     return digest.text() or f"process {dist.get_rank()}"
 
 
-def batch_share(inputs: Mapping[str, Any], rows: int) -> BatchShare:
-    """The share of this process, which has so many rows; every process has to call."""
+def batch_share(step: int, inputs: Mapping[str, Any], rows: int) -> BatchShare:
+    """The share of this process, which has so many rows; every process has to call.
+
+    Raises:
+        InputError: not all of them call.
+    """
     if not is_distributed():
         return BatchShare()
     own = (batch_name(inputs), rows)
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, own)
+    with _answers(step):
+        dist.all_gather_object(shares, own)
     distinct = list(dict.fromkeys(shares))
     return BatchShare(own[0], sum(count for _, count in distinct[: distinct.index(own)]))
 
@@ -74,12 +87,13 @@ def over_processes(own: MonitorSums) -> MonitorSums:
     that hold the same rows, one measures a layer's stream. A number beside the step is the mean of what the processes gave.
 
     Raises:
-        InputError: they measure different steps.
+        InputError: they measure different steps, or not all of them call.
     """
     if not is_distributed():
         return own
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
+    with _answers(own.step):
+        dist.all_gather_object(parts, own)
     if len(steps := {part.step for part in parts}) > 1:
         raise InputError(f"all processes must call the monitor at the same steps, got steps {sorted(steps)}")
     places = dict.fromkeys(site.place for part in parts for site in part.sites)
@@ -94,6 +108,25 @@ def over_processes(own: MonitorSums) -> MonitorSums:
     names = dict.fromkeys(name for part in parts for name in part.beside)
     beside = {name: statistics.fmean(part.beside[name] for part in parts if name in part.beside) for name in names}
     return MonitorSums(own.step, sites, stream, own.share, beside)
+
+
+@contextmanager
+def _answers(step: int) -> Iterator[None]:
+    """Around what waits for all processes: says what is needed where some do not come.
+
+    Raises:
+        InputError: the group's time is over, or another process has begun something else.
+    """
+    waiting = f"massieu.Monitor: waiting for the other processes; {NEEDED}"
+    timer = Timer(PATIENCE, warnings.warn, [waiting])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        raise InputError(f"not all processes have called the monitor at step {step}; {NEEDED} ({error})") from error
+    finally:
+        timer.cancel()
 
 
 def head_shard(module: nn.Module) -> int:

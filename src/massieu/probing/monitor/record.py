@@ -1,6 +1,31 @@
 """What one call of a monitor found, as a flat dictionary that every logger takes."""
 
+from collections.abc import Mapping
+
+import numpy as np
 from torch import Tensor
+
+SUMMARY = (
+    "loss",
+    "gradient_norm",
+    "learning_rate",
+    "largest_logit_max",
+    "largest_logit_layer",
+    "largest_logit_head",
+    "largest_logit_mean",
+    "largest_logit_above_mean_max",
+    "selective_log_partition_mean",
+    "selective_log_partition_max",
+    "entropy_mean",
+    "entropy_min",
+    "entropy_fraction_mean",
+    "entropy_fraction_min",
+    "weight_first_mean",
+    "weight_first_max",
+)
+"""The model's numbers that a summary has, where the record has them."""
+LEAST_OF_LAYERS = ("effective_rank", "spread")
+"""Of these a summary has the least over all layers, by the name with ``_min``."""
 
 
 class MonitorRecord(dict[str, float]):
@@ -10,10 +35,33 @@ class MonitorRecord(dict[str, float]):
         step: the step that was measured.
         largest_logits: by the name of each attention module the largest logit of each of its heads, shape (H,), before biases
             and caps; as `massieu.nn.clip_logits` takes it.
+        where: whose numbers ``massieu/largest_logit_max`` and ``massieu/entropy_min`` are, by these names: ``layer3/head5``.
         alarms: quantities far from those of the reference run.
     """
 
-    def __init__(self, step: int, values: dict[str, float], largest_logits: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        step: int,
+        values: dict[str, float],
+        largest_logits: dict[str, Tensor],
+        where: Mapping[str, str],
+        prefix: str,
+    ) -> None:
         super().__init__(values)
         self.step, self.largest_logits = step, largest_logits
         self.alarms: list[object] = []
+        self._begin = f"{prefix}/" if prefix else ""
+        self.where = {f"{self._begin}{name}": head for name, head in where.items()}
+
+    def summary(self) -> dict[str, float]:
+        """The numbers of the whole model that one plots, at most 20, by the record's own names.
+
+        They are loss, gradient norm and learning rate, as far as known; largest logit with its layer and head, selective
+        log Z, entropy, the weight on the first token; and the least effective rank and spread of all layers, as
+        ``massieu/effective_rank_min`` and ``massieu/spread_min``.
+        """
+        named = {key: self[key] for name in SUMMARY if (key := f"{self._begin}{name}") in self}
+        for name in LEAST_OF_LAYERS:
+            if values := [value for key, value in self.items() if key.endswith(f"/{name}")]:
+                named[f"{self._begin}{name}_min"] = float(np.min(values))  # NaN where one is
+        return named

@@ -3,7 +3,7 @@
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import IntervalStrategy
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from massieu.errors import InputError
 from massieu.foundation.arguments import described
@@ -11,16 +11,18 @@ from massieu.probing.monitor.training import Watching, check_trained, gradient_n
 
 
 class MonitorTrainerCallback(TrainerCallback):
-    """Calls a monitor once in so many optimiser steps of a Trainer.
+    """Calls a monitor before the first and after every so many optimiser steps of a Trainer.
 
-    At a step that is due the callback asks Trainer to log, and measures while it does, so that loss, learning rate and the
-    gradient norm before clipping are Trainer's own. With ``logging_strategy="no"`` there is no loss, and the gradient norm
-    is that after clipping; in float16 without clipping there is none. Records are in ``trainer.state.log_history`` too,
-    and with ``trainer`` in all it reports to.
+    What Trainer logs and prints is the same as without the callback. A step that is due is measured while Trainer logs it, and
+    the record then has Trainer's own loss, learning rate and gradient norm before clipping. Where Trainer does not log the
+    step, there is no loss, and a gradient norm only where Trainer does not clip, and not in float16.
+
+    Summaries of the records are in ``trainer.state.log_history``, and with ``trainer`` in all it reports to; whole records
+    go to the monitor's own targets.
 
     Args:
         monitor: Of the model that is trained.
-        trainer: The Trainer through which records are reported as well.
+        trainer: The Trainer whose trackers (``report_to``) get the summaries.
 
     Raises:
         InputError: ``trainer`` is no Trainer; when training begins: the monitor is of another model.
@@ -34,33 +36,33 @@ class MonitorTrainerCallback(TrainerCallback):
         self._known: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Training goes on with the monitor's own model, or not at all."""
+        """Training goes on with the monitor's own model, or not at all; a new one is measured before its first step."""
         self._due, self._known = None, {}
         check_trained(self._monitor, model, "Trainer")
+        if state.global_step == 0:
+            self._due = 0
+            self._measure(state)
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Gradients and learning rate of a step that will be due; Trainer has clipped the gradients.
+        """Learning rate of a step that will be due, and its gradient norm where Trainer has not clipped.
 
-        In float16 without clipping they still have the factor of the loss's scale, which is not known here: no norm is taken.
+        In float16 gradients still have the factor of the loss's scale, which is not known here: no norm is taken.
         """
         if (state.global_step + 1) % self._monitor.every == 0:
-            norm = None if args.fp16 and not args.max_grad_norm else gradient_norm(model.parameters())
+            norm = None if args.fp16 or args.max_grad_norm else gradient_norm(model.parameters())
             self._known = {"learning_rate": optimizer.param_groups[0]["lr"]} | (
                 {} if norm is None else {"gradient_norm": norm}
             )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """A step that is due is measured when Trainer logs it, or now if it never logs."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step that is due is measured when Trainer logs it, or now if it does not."""
         if state.global_step % self._monitor.every:
-            return None
+            return
         self._due = state.global_step
-        if args.logging_strategy == IntervalStrategy.NO:
+        if not control.should_log:
             self._measure(state)
-            return None
-        control.should_log = True
-        return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Measure, with what Trainer has logged."""
@@ -84,7 +86,16 @@ class MonitorTrainerCallback(TrainerCallback):
         record = self._monitor(step, **known)
         if record is None:
             return
+        summary = record.summary()
+        heads = {f"{name}_where": head for name, head in record.where.items()}
+        state.log_history.append({**summary, **heads, "step": step})
         if self._trainer is not None:
-            self._trainer.log(dict(record))
-        else:
-            state.log_history.append({**record, "step": step})
+            self._report(self._trainer, summary)
+
+    @staticmethod
+    def _report(trainer: Trainer, summary: dict[str, float]) -> None:
+        """Hand a summary to the trackers alone: `Trainer.log` would print it, and average what subclasses have collected."""
+        trackers = tuple(INTEGRATION_TO_CALLBACK.values())
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, trackers):
+                callback.on_log(trainer.args, trainer.state, trainer.control, model=trainer.model, logs=dict(summary))

@@ -1,4 +1,4 @@
-"""What the callbacks of both trainers need: the norm of all gradients, and whose model it is."""
+"""What a monitor reads of training: the optimisers, the norm of all gradients, and whose model it is."""
 
 import math
 from collections.abc import Iterable
@@ -6,8 +6,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from massieu.errors import InputError
+from massieu.foundation.arguments import described
+from massieu.probing.monitor.record import MonitorRecord
 
 
 class Watching(Protocol):
@@ -16,7 +19,7 @@ class Watching(Protocol):
     every: int
     model: nn.Module
 
-    def __call__(self, step: int, **beside: Any) -> dict[str, float] | None: ...
+    def __call__(self, step: int, **beside: Any) -> MonitorRecord | None: ...
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float | None:
@@ -35,6 +38,73 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float | None:
     totals = [torch.linalg.vector_norm(torch.stack(norms)) for norms in groups.values()]
     whole = [total.full_tensor() if hasattr(total, "full_tensor") else total for total in totals]
     return math.hypot(*map(float, whole)) if whole else None
+
+
+def optimizers_of(given: object) -> list[Optimizer]:
+    """The optimisers that take the steps, each once: one or a sequence of them, wrappers such as accelerate's looked through.
+
+    Raises:
+        InputError: something else is given.
+    """
+    if given is None:
+        return []
+    found: list[Optimizer] = []
+    for each in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(each, Optimizer):
+            raise InputError(f"optimizer must be a torch.optim.Optimizer or a list of these, got {described(each)}")
+        found.append(_innermost(each))
+    return list(dict.fromkeys(found))
+
+
+def groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    """The parameter groups of several optimisers, one after another."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """All parameters that the optimisers train, each once."""
+    return list(dict.fromkeys(parameter for group in groups(optimizers) for parameter in group["params"]))
+
+
+def learning_rates(optimizers: Iterable[Optimizer]) -> dict[str, float]:
+    """``learning_rate`` of the first group, then ``learning_rate_1`` and so on."""
+    rates = [float(group["lr"]) for group in groups(optimizers)]
+    return {f"learning_rate_{index}" if index else "learning_rate": rate for index, rate in enumerate(rates)}
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    """What a wrapper hands its step to; the wrapper itself may have no hooks."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+CLIPPED_RECORDS = 3
+CLIPPED_WITHIN = 1e-4
+"""Norms of so many records that equal the greatest to this share of it are taken for clipped.
+
+`torch.nn.utils.clip_grad_norm_` with bound c leaves c·‖g‖/(‖g‖ + 1e-6), which is c to 1e-5 from ‖g‖ = .1 on, and rounding
+adds some 1e-6. No norm exceeds c, so that clipped ones are the greatest. A norm that is not clipped and varies by a tenth is
+so near the greatest by chance once in a thousand records, and two of three are once in a million.
+"""
+
+
+class ClippingDoubt:
+    """Whether gradient norms look as if they were taken after clipping: the greatest of them comes again and again."""
+
+    def __init__(self) -> None:
+        self._greatest, self._near, self._told = 0.0, 0, False
+
+    def __call__(self, norm: float) -> bool:
+        """Whether the norms so far, with this one, look clipped for the first time."""
+        if self._told or not 0 < norm < math.inf:
+            return False
+        if norm > self._greatest * (1 + CLIPPED_WITHIN):
+            self._near = 0
+        self._greatest = max(self._greatest, norm)
+        self._near += norm >= self._greatest * (1 - CLIPPED_WITHIN)
+        self._told = self._near == CLIPPED_RECORDS
+        return self._told
 
 
 def check_trained(monitor: Watching, model: nn.Module, by: str) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from io import FileIO
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -79,11 +80,43 @@ class LinesFile:
             warnings.warn(f"massieu.Monitor: {self.path} has records of another run: {other}", stacklevel=5)
 
 
+class WandbRun:
+    """A Weights & Biases run, whose own steps are left alone: the record's is a metric, ``massieu/step``, and its axis.
+
+    A run counts calls of ``log`` where the program gives no step, and drops what is of an earlier step than the latest. A
+    record therefore joins the row that the program's next call completes. It completes that row itself where the program
+    has logged nothing since the record before.
+
+    Args:
+        target: The run, or the module `wandb` after its ``init``.
+        prefix: What the names of a record begin with.
+
+    Raises:
+        InputError: the module has no run yet.
+    """
+
+    def __init__(self, target: Any, prefix: str) -> None:
+        self._run = target.run if isinstance(target, ModuleType) else target
+        if self._run is None:
+            raise InputError("to is the module wandb without a run: call wandb.init first")
+        self._axis = f"{prefix or 'massieu'}/step"
+        if prefix:  # without one, the pattern would take in the program's own metrics
+            self._run.define_metric(f"{prefix}/*", step_metric=self._axis)
+        self._row: int | None = None
+
+    def __call__(self, record: Mapping[str, float], step: int) -> None:
+        """Add a record to the row that is open."""
+        if self._run.step == self._row:
+            self._run.log({}, commit=True)
+        self._run.log({**record, self._axis: step}, commit=False)
+        self._row = self._run.step
+
+
 def writer_for(target: object, settings: Mapping[str, Any] | None = None) -> Writer:
     """What writes records to a target.
 
     Args:
-        target: A path (JSON lines), an object with ``log(dict, step=)`` (a Weights & Biases run, the trackio module) or with
+        target: A path (JSON lines), a Weights & Biases run, an object with ``log(dict, step=)`` (the trackio module) or with
             ``add_scalar`` (TensorBoard), or a function of the record and the step.
         settings: What the header of JSON lines says of the monitor.
 
@@ -94,6 +127,8 @@ def writer_for(target: object, settings: Mapping[str, Any] | None = None) -> Wri
         return LinesFile(target, settings or {})
     if callable(scalar := getattr(target, "add_scalar", None)):
         return _scalars(scalar, getattr(target, "flush", None))
+    if callable(getattr(target, "define_metric", None)):
+        return WandbRun(target, (settings or {}).get("prefix", ""))
     if callable(log := getattr(target, "log", None)) and _takes(log, {}, step=0):
         return lambda record, step: log(dict(record), step=step)
     if callable(target) and _takes(target, {}, 0):
