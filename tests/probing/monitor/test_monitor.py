@@ -584,7 +584,7 @@ def test_what_is_watched_elsewhere_is_said_to_be_missing():
     monitor = Monitor(model, IDS, every=1)
     model.blocks.append(gpt().blocks[0])
     with (
-        pytest.warns(UserWarning, match="in other places than before, which watch leaves out"),
+        pytest.warns(UserWarning, match="in other places than before, which watch and clip leave out"),
         monitor.watch(0) as seen,
     ):
         model(IDS)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from massieu.probing.monitor.period import FIRST, LONGEST, Period
+from massieu.probing.monitor.period import FIRST, LONGEST, Period, ToldPeriod, together
 
 
 class Clock:
@@ -36,13 +36,13 @@ def followed(cost: float, seconds: float, budget: float, steps: int, compiled: f
 
 @given(cost=st.floats(1e-3, 2), seconds=st.floats(1e-2, 10), budget=st.sampled_from([0.002, 0.01, 0.05]))
 def test_records_stay_within_their_budget(cost, seconds, budget):
-    records, share = followed(cost, seconds, budget, 3000)
+    records, share = followed(cost, seconds, budget, 5000)
     periods = {after - before for before, after in pairwise(records[2:])}
     needed = cost * (1 / budget - 1) / seconds
     if needed <= LONGEST:
         assert all(each >= needed * (1 - 1e-9) for each in periods)
         first = 2 * cost  # records at 0 and at `FIRST`, before the cost is known
-        assert share <= budget + first / (3000 * seconds)
+        assert share <= budget + first / (5000 * seconds)
     assert all(each <= max(2 * 2.5 * needed, FIRST) or each <= 1 for each in periods if needed >= 1)
 
 
@@ -79,3 +79,26 @@ def test_periods_are_rounded_up(needed, expected):
     clock.now += 1
     period.arrived(1)
     assert period.proposal() == expected
+
+
+@given(cost=st.floats(1e-3, 2), seconds=st.floats(1e-2, 10))
+def test_what_a_watched_step_takes_more_is_its_cost(cost, seconds):
+    """As `followed`, but that records are made within a step."""
+    clock = Clock()
+    period = Period(None, 0.01, clock)
+    records = []
+    for step in range(3000):
+        period.arrived(step)
+        if period.is_due(step):
+            period.agree(period.told())
+            clock.now += cost
+            period.watched()
+            records.append(step)
+        clock.now += seconds
+    needed = 99 * cost / seconds
+    if needed <= LONGEST:
+        assert all(after - before >= needed * (1 - 1e-6) for before, after in pairwise(records[3:]))
+
+
+def test_processes_take_the_longest_period():
+    assert together([ToldPeriod(20, 0.004), ToldPeriod(50, 0.01), ToldPeriod(10)]) == ToldPeriod(50, 0.01)

@@ -92,6 +92,15 @@ def test_a_process_that_does_not_call_its_model_keeps_none_of_the_others_waiting
         assert unseen is None
 
 
+def test_logits_are_clipped_by_the_largest_of_all_processes(processes: list[Any]):
+    expected, weights = work.clipped_by_one()
+    for process in processes:
+        largest, clipped = process["clipped"]
+        for name, logits in expected.items():
+            assert torch.allclose(largest[name], logits, rtol=1e-5)
+        assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(clipped, weights, strict=True))
+
+
 def test_sharded_gradients_count_as_a_whole(processes: list[Any]):
     expected = work.explicit_norm(*work.gradients())
     for process in processes:

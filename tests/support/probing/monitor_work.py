@@ -67,7 +67,7 @@ def share(rank: int, size: int) -> torch.Tensor:
 
 def data_parallel(rank: int, size: int) -> Any:
     model = DistributedDataParallel(plain())
-    monitor = Monitor(model, share(rank, size), per_head=True)
+    monitor = Monitor(model, share(rank, size), every=100, per_head=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     for step in range(3):  # the wrapper's own forward and backward go on beside it
         model(share(rank, size)).logsumexp(-1).mean().backward()
@@ -182,6 +182,22 @@ def watched_by_one() -> dict[str, float]:
     return dict(seen.record)
 
 
+def clipped(rank: int, size: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Largest logits of a training step of both processes, each with its rows, and the weights after they were clipped."""
+    model = DistributedDataParallel(plain().train())
+    own = share(rank, size)
+    with Monitor(model, own).clip(0, 1.0) as found:
+        model(own).square().mean().backward()
+    return found.largest_logits, [parameter.detach() for parameter in model.module.parameters()]
+
+
+def clipped_by_one() -> tuple[dict[str, Tensor], list[Tensor]]:
+    model = plain().train()
+    with Monitor(model, IDS).clip(0, 1.0) as found:
+        model(IDS).square().mean().backward()
+    return found.largest_logits, [parameter.detach() for parameter in model.parameters()]
+
+
 def with_gradient(gradient: Tensor) -> Tensor:
     """A parameter that has this gradient."""
     parameter = torch.zeros_like(gradient.to_dense() if gradient.is_sparse else gradient).requires_grad_()
@@ -221,7 +237,7 @@ WORK: dict[str, Callable[[int, int], Any]] = {
     each.__name__: each
     for each in (
         data_parallel, fully_sharded, fully_sharded_alone, tensor_parallel, uneven_shares, at_different_steps,
-        watched_by_some, sharded_gradients,
+        watched_by_some, clipped, sharded_gradients,
     )
 }  # fmt: skip
 

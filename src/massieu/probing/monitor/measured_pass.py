@@ -12,6 +12,7 @@ from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture import Capture, recomputing
 from massieu.probing.check import FirstLook
 from massieu.probing.forward import called_with, decoder_given
+from massieu.probing.monitor.period import ToldPeriod
 from massieu.probing.monitor.processes import BatchShare, MonitorSums, batch_name, head_shard
 from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, Sums, stream_numbers
 from massieu.probing.nonfinite import in_call
@@ -160,7 +161,9 @@ class MeasuredPass(WatchedPasses):
                 cloud = Cloud(state[row].index_select(0, chosen.to(state.device)), dtype)
                 self.clouds.setdefault(layers[visit], []).append(cloud)
 
-    def measured(self, step: int, beside: Mapping[str, float] | None = None) -> MonitorSums:
+    def measured(
+        self, step: int, beside: Mapping[str, float] | None = None, period: ToldPeriod | None = None
+    ) -> MonitorSums:
         sites = [self.sums[site].numbers() for site in self.infos if site in self.sums]
         stream = {layer: stream_numbers(clouds) for layer, clouds in self.clouds.items()}
-        return MonitorSums(step, sites, stream, self.share or BatchShare(), dict(beside or {}))
+        return MonitorSums(step, sites, stream, self.share or BatchShare(), dict(beside or {}), period or ToldPeriod())

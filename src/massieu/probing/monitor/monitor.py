@@ -1,6 +1,7 @@
 """Attention's health while a model trains: a fixed batch is measured every so many steps, beside the training."""
 
 import math
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +15,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from massieu.errors import InputError, require_extra
-from massieu.foundation.arguments import described, flag, whole_number
+from massieu.foundation.arguments import described, flag, number, whole_number
+from massieu.nn import clip_logits
 from massieu.probing.check import FirstLook, first_look
 from massieu.probing.checkpoint import some
-from massieu.probing.forward import named_inputs, run
+from massieu.probing.forward import device_of, named_inputs, run
 from massieu.probing.model import check_loaded, model_inputs
 from massieu.probing.monitor.alarms import Alarms
-from massieu.probing.monitor.measured_pass import MeasuredPass
+from massieu.probing.monitor.clipping import Clipping, LargestLogits
+from massieu.probing.monitor.measured_pass import MeasuredPass, WatchedPasses
+from massieu.probing.monitor.period import BUDGET, Period
 from massieu.probing.monitor.places import places
 from massieu.probing.monitor.processes import BatchShare, MonitorSums, batch_share, over_processes
 from massieu.probing.monitor.quantities import (
@@ -85,7 +89,8 @@ class Monitor:
         model: nn.Module,
         batch: Batch | Callable[[], Batch],
         *,
-        every: int = 100,
+        every: int | None = None,
+        budget: float = BUDGET,
         per_head: bool = False,
         top_k: int = 0,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -99,7 +104,11 @@ class Monitor:
             model: any module that attends; wrappers (compiled, distributed, adapters) are looked through.
             batch: what its forward takes: a tensor, a tuple of arguments or a mapping by name, padding marked as for
                 `massieu.probe`; or a function that returns one.
-            every: measure at steps that are multiples of this.
+            every: measure at steps that are multiples of this; 1 if you call the monitor only where you want a record. By
+                default the budget decides: the second record is that of step 100, and from then on `every` is the smallest of
+                1, 2, 5, 10, 20, … up to 1,000 that keeps to it. All processes agree on it. ``monitor_every`` and
+                ``monitor_share`` in the record say what was chosen and what share of time it takes.
+            budget: the share of training's time that records may take, where `every` is not given.
             per_head: also ``massieu/layer3/head5/entropy`` and so on, for every head.
             top_k: also the entropy of so many least and most entropic heads, by name.
             optimizer: its gradients' norm and learning rates are recorded too; or several, with the norm of all gradients
@@ -114,7 +123,9 @@ class Monitor:
             TypeError, ValueError: an argument that is not as described.
             InputError: a model that cannot be read, or whose recomputed attention differs from its own.
         """
-        whole_number("every", every, least=1)
+        if every is not None:
+            whole_number("every", every, least=1)
+        number("budget", budget, above=0, below=1)
         whole_number("top_k", top_k, least=0)
         flag("per_head", per_head)
         if not isinstance(prefix, str):
@@ -123,7 +134,8 @@ class Monitor:
         self.model = unwrapped(model)
         check_loaded(self.model, type(self.model).__name__)
         self._compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
-        self.every, self.per_head, self.top_k, self.prefix = every, per_head, top_k, prefix
+        self._period = Period(every, budget)
+        self.per_head, self.top_k, self.prefix = per_head, top_k, prefix
         own = callable(batch) and not isinstance(batch, Tensor | tuple | list | Mapping)
         self._batch: Any = batch if own else named_inputs(self.model, batch)
         self._norms: dict[int, float] = {}
@@ -144,11 +156,20 @@ class Monitor:
         ]
 
     @property
+    def every(self) -> int:
+        """Steps that are multiples of this are due."""
+        return self._period.every
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What records of two runs must have in common to be compared."""
         heads = sum(info.heads for info in self._look.sites)
         layers = len({(info.block, info.layer) for info in self._look.sites})
-        shared = {"every": self.every, "prefix": self.prefix, "model": type(self.model).__name__}
+        shared = {
+            "every": self.every if self._period.fixed else None,
+            "prefix": self.prefix,
+            "model": type(self.model).__name__,
+        }
         return {**shared, "layers": layers, "heads": heads}
 
     def __call__(self, step: int, **beside: float | Tensor) -> MonitorRecord | None:
@@ -168,14 +189,15 @@ class Monitor:
             InputError: what is beside is no number; processes disagree on the step.
         """
         whole_number("step", step, least=0)
-        self._armed = (step + 1) % self.every == 0
-        if step % self.every:
-            self._norms.clear()
+        if not self._begins(step):
             return None
         shown = {name: _number(name, value) for name, value in beside.items()}
+        start = self._finished_work()
         with undisturbed(self.model):
             measured = self._measured(step, self._inputs(), shown)
-        return self._told(measured, measured.beside)
+        record = self._told(measured, measured.beside)
+        self._period.measured(step, self._finished_work() - start)
+        return record
 
     @contextmanager
     def watch(self, step: int) -> Iterator["Watch"]:
@@ -196,23 +218,90 @@ class Monitor:
         """
         whole_number("step", step, least=0)
         seen = Watch()
-        if step % self.every:
+        if not self._begins(step):
             yield seen
             return
-        if self._compiled or any(module._compiled_call_impl is not None for module in self.model.modules()):
-            raise InputError("a compiled model cannot be watched: call the monitor, which runs a batch uncompiled")
         reading = MeasuredPass(self.model, self._look, self._places, {})
-        with capturing(self.model, reading.attention) as capture, reading.of_training(capture):
+        with self._watching(reading):
             yield seen
-        if reading.elsewhere:
-            self._warn(
-                f"{type(self.model).__name__} computes attention in other places than before, which watch leaves out of the "
-                "record; call the monitor, which finds its sites again"
-            )
         # The others wait for a process that did not call its model too.
-        measured = over_processes(reading.measured(step))
+        measured = over_processes(reading.measured(step, period=self._period.told()))
         if measured.sites:
             seen.record = self._told(measured, {})
+        self._period.watched()
+
+    @contextmanager
+    def clip(self, step: int, bound: float, *, every: int = 1) -> Iterator[Clipping]:
+        """QK-clip within the training loop: at the block's end no logit of its forward passes is above the bound any more.
+
+        The block holds a step's forward and backward passes and the optimiser's step. Their largest logits are taken from
+        the training step's own forward passes, as `watch` takes them, and of nothing else; then `massieu.nn.clip_logits`
+        scales the heads that were above the bound, as the weights are after the step.
+
+        Args:
+            step: as in a call.
+            bound: the largest logit that is allowed, positive: 100 is usual.
+            every: clip at steps that are multiples of this; at others nothing is done.
+
+        Yields:
+            What holds the largest ``largest_logits`` and the ``factors`` afterwards.
+
+        Raises:
+            TypeError, ValueError: as `massieu.nn.clip_logits`.
+            InputError: the model that the monitor was given is compiled, so that its attention cannot be seen.
+
+        Source:
+            Kimi Team, arXiv 2507.20534, section 2.1.
+        """
+        whole_number("step", step, least=0)
+        whole_number("every", every, least=1)
+        number("bound", bound, above=0)
+        found = Clipping()
+        if step % every:
+            yield found
+            return
+        reading = LargestLogits(self.model, self._look, {})
+        with self._watching(reading):
+            yield found
+        found.largest_logits = reading.over_processes()
+        unknown = [name for name, largest in found.largest_logits.items() if not bool(largest.isfinite().all())]
+        if unknown:
+            self._warn(f"at step {step} the largest logits of {some(unknown, 5)} are not finite; nothing is clipped")
+            return
+        found.factors = clip_logits(self.model, bound, found.largest_logits)
+
+    @contextmanager
+    def _watching(self, reading: WatchedPasses) -> Iterator[None]:
+        """Around a training step whose attention is looked at.
+
+        Raises:
+            InputError: the model is compiled.
+        """
+        if self._compiled or any(module._compiled_call_impl is not None for module in self.model.modules()):
+            raise InputError("a compiled model cannot be watched: call the monitor, which runs a batch uncompiled")
+        with capturing(self.model, reading.attention) as capture, reading.of_training(capture):
+            yield
+        if reading.elsewhere:
+            self._warn(
+                f"{type(self.model).__name__} computes attention in other places than before, which watch and clip leave out; "
+                "call the monitor, which finds its sites again"
+            )
+
+    def _begins(self, step: int) -> bool:
+        """Whether the step at which training has come is due."""
+        self._period.arrived(step)
+        self._armed = self._period.is_due(step + 1)
+        due = self._period.is_due(step)
+        if not due:
+            self._norms.clear()
+        return due
+
+    def _finished_work(self) -> float:
+        """The time, in seconds, at which all that was begun on the model's device is done."""
+        device = device_of(self.model)
+        if not self._period.fixed and device is not None and device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+        return time.perf_counter()
 
     def trainer_callback(self, trainer: Any = None) -> Any:
         """A callback for transformers' ``Trainer``, which calls the monitor once in so many optimiser steps.
@@ -285,7 +374,7 @@ class Monitor:
             found = self._pass(inputs, share)
             if found is None:
                 raise InputError(f"{name} computes attention in other places in every pass, so it cannot be measured")
-        return over_processes(found.measured(step, beside))
+        return over_processes(found.measured(step, beside, self._period.told()))
 
     def _pass(self, inputs: dict[str, Any], share: BatchShare) -> MeasuredPass | None:
         """A pass that was measured; None where it attended elsewhere than at the known sites."""
@@ -299,10 +388,11 @@ class Monitor:
 
     def _told(self, measured: MonitorSums, beside: dict[str, float]) -> MonitorRecord:
         """The record of what was measured, after it was written."""
+        self._period.agree(measured.period)
         values = self._values(measured.sites)
         for layer, found in measured.stream.items():
             values |= {f"{layer}/{name}": value for name, value in found.means().items()}
-        values |= self._of_training(beside) | beside
+        values |= self._of_training(beside) | measured.period.numbers() | beside
         named = {f"{self.prefix}/{name}" if self.prefix else name: value for name, value in values.items()}
         record = MonitorRecord(
             measured.step, named, _largest_logits(measured.sites), _where(measured.sites), self.prefix

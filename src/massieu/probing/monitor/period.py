@@ -3,16 +3,42 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
-FIRST = 10
+BUDGET = 0.01
+"""The share of training's time that records may take."""
+FIRST = 100
 """Steps between the first two records, before it is known what they cost."""
 LONGEST = 1000
 """A longer period is not chosen, whatever a record costs."""
 REMEMBERED = 3
 """Records whose cost is known; the median of theirs counts, so that one that was held up does not."""
 _ROUND = (1, 2, 5)
+
+
+@dataclass(frozen=True)
+class ToldPeriod:
+    """What a process, or all of them together, say of the period when a record is made.
+
+    Attributes:
+        every: steps until the next record.
+        share: of all time that records take; None where it is not known, or nothing follows from it.
+    """
+
+    every: int = 1
+    share: float | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """For the record, where the budget decides."""
+        return {} if self.share is None else {"monitor_every": float(self.every), "monitor_share": self.share}
+
+
+def together(parts: Sequence[ToldPeriod]) -> ToldPeriod:
+    """What several processes agree on: the longest period, so that none is above its budget."""
+    shares = [part.share for part in parts if part.share is not None]
+    return ToldPeriod(max(part.every for part in parts), max(shares, default=None))
 
 
 class Period:
@@ -33,6 +59,8 @@ class Period:
         self._clock = clock
         self._costs: deque[float] = deque(maxlen=REMEMBERED)
         self._steps: list[float] = []
+        self._usual: deque[float] = deque(maxlen=10 * REMEMBERED)
+        self._watched = False
         self._last: tuple[int, float] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -41,15 +69,38 @@ class Period:
 
     def arrived(self, step: int) -> None:
         """Training has come to this step."""
+        now = self._clock()
         if self._last is not None and step > self._last[0]:
-            self._steps.append((self._clock() - self._last[1]) / (step - self._last[0]))
-        self._last = step, self._clock()
+            self._took((now - self._last[1]) / (step - self._last[0]), step - self._last[0])
+        self._last = step, now
+
+    def _took(self, seconds: float, steps: int) -> None:
+        """So many steps took so long each; if the first of them was watched, what it took more is the record's cost."""
+        watched, self._watched = self._watched, False
+        if not watched:
+            self._steps.append(seconds)
+            self._usual.append(seconds)
+        elif self._usual:
+            self._costs.append(max(seconds - median(self._usual), 0.0) * steps)
 
     def measured(self, step: int, seconds: float) -> None:
         """A record was made, which took so long, and training goes on."""
         self._costs.append(seconds)
         self._steps.clear()
         self._last = step, self._clock()
+
+    def watched(self) -> None:
+        """The step that is under way was measured in its own forward pass."""
+        self._steps.clear()
+        self._watched = True
+
+    def told(self) -> ToldPeriod:
+        """What this process says when it makes a record."""
+        return ToldPeriod(self.proposal(), None if self.fixed else self.share)
+
+    def agree(self, told: ToldPeriod) -> None:
+        """All processes go on with one period."""
+        self.every = told.every
 
     @property
     def seconds_a_step(self) -> float | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from massieu.errors import InputError
+from massieu.probing.monitor.period import ToldPeriod, together
 from massieu.probing.monitor.quantities import SiteNumbers, StreamNumbers, joined
 from massieu.probing.text_digest import TextDigest
 
@@ -41,6 +42,7 @@ class MonitorSums:
     Attributes:
         stream: by layer.
         beside: the numbers that were given beside the step.
+        period: when the next record is due.
     """
 
     step: int
@@ -48,6 +50,7 @@ class MonitorSums:
     stream: dict[str, StreamNumbers]
     share: BatchShare = field(default_factory=BatchShare)
     beside: dict[str, float] = field(default_factory=dict)
+    period: ToldPeriod = field(default_factory=ToldPeriod)
 
 
 def is_distributed() -> bool:
@@ -107,7 +110,7 @@ def over_processes(own: MonitorSums) -> MonitorSums:
                 stream[layer] = stream[layer] + numbers if layer in stream else numbers
     names = dict.fromkeys(name for part in parts for name in part.beside)
     beside = {name: statistics.fmean(part.beside[name] for part in parts if name in part.beside) for name in names}
-    return MonitorSums(own.step, sites, stream, own.share, beside)
+    return MonitorSums(own.step, sites, stream, own.share, beside, together([part.period for part in parts]))
 
 
 @contextmanager

@@ -16,8 +16,10 @@ from massieu.probing.monitor.record import MonitorRecord
 class Watching(Protocol):
     """What a callback needs of a monitor; `massieu.Monitor` is one."""
 
-    every: int
     model: nn.Module
+
+    @property
+    def every(self) -> int: ...
 
     def __call__(self, step: int, **beside: Any) -> MonitorRecord | None: ...
 
