@@ -85,7 +85,7 @@ def monitor(content: Json) -> str:
         f"{row['name'].partition(':')[0]} {100 * (row['time_ratio'] - 1):.2f} % "
         f"[{100 * (row['time_interval'][0] - 1):.2f}, {100 * (row['time_interval'][1] - 1):.2f}]"
         for row in content["rows"]
-        if row["time_bar"] is not None
+        if row["time_bar"] is not None and "hundredth" in row["name"]
     ]
     return (
         f"{comparisons.section(content)}\nWith one call every hundred steps, the monitor adds this share of a training step: "

@@ -124,9 +124,12 @@ class Period:
         seconds = self.seconds_a_step
         if self.fixed or seconds is None or not self._costs:
             return self.every
-        needed = median(self._costs) * (1 / self.budget - 1) / max(seconds, 1e-9)
-        least, calm = _rounded_up(needed), _rounded_up(2 * needed)
+        least, calm = self.needed(seconds), self.needed(seconds / 2)
         return least if least > self.every else min(self.every, calm)
+
+    def needed(self, seconds: float) -> int:
+        """The shortest period within the budget for training steps of so many seconds, and the records so far."""
+        return _rounded_up(median(self._costs) * (1 / self.budget - 1) / max(seconds, 1e-9))
 
 
 def _rounded_up(period: float) -> int:
