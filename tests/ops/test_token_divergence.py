@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from tests.support.derivatives import check_derivatives
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 from massieu import ops
 from massieu.ops import score_tiles
@@ -60,6 +62,8 @@ OPTIONS = {
 def test_values_and_gradients(name, tile, monkeypatch):
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", tile * 8)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 8)
+    monkeypatch.setattr(token_divergence, "BLOCK_PAIRS", tile * 8)
+    monkeypatch.setattr(token_divergence, "PART_PAIRS", tile * 4)
     options = {
         key: one.clone().requires_grad_() if isinstance(one, torch.Tensor) else one
         for key, one in OPTIONS[name].items()
@@ -170,13 +174,114 @@ def test_second_derivatives_and_transforms():
 @every_row("learned", [(True, False), (False, True), (True, True)], ids=str)
 def test_a_model_that_is_not_learned_costs_no_gradient(learned, monkeypatch):
     products = []
-    monkeypatch.setattr(token_divergence, "product", lambda a, b: products.append(1) or a @ b)
+    add_product_ = token_divergence._add_product_
+    monkeypatch.setattr(token_divergence, "_add_product_", lambda *given: products.append(1) or add_product_(*given))
     tensors = [tensor.requires_grad_(learned[place // 2]) for place, tensor in enumerate(_models())]
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     gradients = torch.autograd.grad(torch.stack(ops.token_divergence(*tensors)).sum(), wanted)
     for one, other in zip(gradients, torch.autograd.grad(torch.stack(_exact(*tensors)).sum(), wanted), strict=True):
         torch.testing.assert_close(one, other)
     assert len(products) == 2 * sum(learned)
+
+
+def _products(function, *shape):
+    """Matrix products of this shape, by the operations that are counted."""
+    in_place = {torch.ops.aten.addmm_: lambda total, one, other, **_: 2 * math.prod(one) * other[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        function()
+    return counter.get_total_flops() / (2 * math.prod(shape))
+
+
+@every_row("kept", [10, 4, 0], ids=str)
+def test_two_products_forwards_and_six_backwards_for_the_tokens_that_count(kept):
+    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((10, 16), (30, 16)) * 2]
+    target = torch.zeros(10, dtype=torch.long).index_fill(0, torch.arange(kept, 10), -100)
+    share = kept / 10
+    with torch.no_grad():
+        assert _products(lambda: ops.token_divergence(*tensors, target=target), 10, 30, 16) == 2 * share
+
+    def forward_and_backward():
+        torch.stack(ops.token_divergence(*tensors, target=target)).sum().backward()
+
+    assert _products(forward_and_backward, 10, 30, 16) == 8 * share
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 3])
+def test_ignored_tokens(ignore_index):
+    """Zeros and no gradient, and what they hold reaches nothing: not even NaN."""
+    options = {"bias": draw(WORDS, seed=7), "other_softcap": 5.0, "temperature": 0.7}
+    tensors = _models()
+    ignored = torch.zeros(3, 4, dtype=torch.bool)
+    ignored[0, :3] = ignored[2, 1] = True
+    target = torch.full((3, 4), 5).masked_fill(ignored, ignore_index)
+    kept = [tensor[~ignored] if tensor.ndim == 3 else tensor for tensor in tensors]
+    for part in (tensors[0], tensors[2]):
+        part[ignored] = torch.nan
+    tensors, kept = ([tensor.requires_grad_() for tensor in model] for model in (tensors, kept))
+    grads = draw(3, 4, seed=9), draw(3, 4, seed=10)
+
+    found = ops.token_divergence(*tensors, **options, target=target, ignore_index=ignore_index)
+    exact = _exact(*kept, **options)
+    for one, other in zip(found, exact, strict=True):
+        assert (one[ignored] == 0).all()
+        torch.testing.assert_close(one[~ignored], other, rtol=1e-10, atol=1e-12)
+    slopes = torch.autograd.grad(found, tensors, grads)
+    wanted = torch.autograd.grad(exact, kept, [grad[~ignored] for grad in grads])
+    for place, (one, other) in enumerate(zip(slopes, wanted, strict=True)):
+        if place in (0, 2):
+            assert (one[ignored] == 0).all()
+            one = one[~ignored]
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+    def masked(*given):
+        return tuple(ops.token_divergence(*given, **options, target=target, ignore_index=ignore_index))
+
+    mapped = torch.func.vmap(masked)(*(tensor[None] for tensor in tensors))
+    torch.testing.assert_close([part[0] for part in mapped], list(found))
+    inside = torch.func.grad(lambda *given: (torch.stack(masked(*given)) * torch.stack(grads)).sum(), (0, 1))
+    torch.testing.assert_close(inside(*tensors), slopes[:2])
+
+
+def test_all_tokens_ignored_and_none():
+    hidden, weight, other, wide = (tensor.requires_grad_() for tensor in _models())
+    found = ops.token_divergence(hidden, weight, other, wide, target=torch.full((3, 4), -100))
+    assert all((part == 0).all() for part in found)
+    for gradient in torch.autograd.grad(torch.stack(found).sum(), (hidden, weight, other, wide)):
+        assert (gradient == 0).all()
+    none = torch.zeros(3, 0, dtype=torch.long)
+    assert ops.token_divergence(hidden[:, :0], weight, other[:, :0], wide, target=none).divergence.shape == (3, 0)
+    one = ops.token_divergence(hidden[0, 0], weight, other[0, 0], wide, target=torch.tensor(-100))
+    assert one.divergence.shape == () and one.divergence == 0
+
+
+def test_a_word_that_one_model_hides_is_nothing_to_an_ignored_token():
+    hidden, weight, other, wide = (tensor.requires_grad_() for tensor in _models())
+    bias = torch.zeros(WORDS, dtype=torch.float64).index_fill(0, torch.tensor([3]), -torch.inf)
+    target = torch.zeros(3, 4, dtype=torch.long).index_fill(0, torch.tensor([1]), -100)
+    found = ops.token_divergence(hidden, weight, other, wide, other_bias=bias, target=target)
+    assert (found.divergence[1] == 0).all() and (found.divergence[[0, 2]] == torch.inf).all()
+    (gradient,) = torch.autograd.grad(found.reverse_divergence.sum(), hidden)
+    assert (gradient[1] == 0).all() and gradient.isfinite().all()
+
+
+def test_tangents_of_dual_numbers():
+    tensors = _models(words=5, lead=(2,))
+    options = {"softcap": 3.0, "target": torch.tensor([4, -100])}
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(tensor, tensor.cos()) for tensor in tensors]
+        tangents = [forward_ad.unpack_dual(part).tangent for part in ops.token_divergence(*duals, **options)]
+    wanted = torch.func.jvp(
+        lambda *given: _exact(*given, softcap=3.0), tuple(tensors), tuple(tensor.cos() for tensor in tensors)
+    )[1]
+    for one, other in zip(tangents, wanted, strict=True):
+        assert one[1] == 0
+        torch.testing.assert_close(one[0], other[0])
+
+
+def test_more_words_than_a_block_holds(monkeypatch):
+    monkeypatch.setattr(token_divergence, "BLOCK_PAIRS", WORDS // 2)
+    tensors = _models()
+    torch.testing.assert_close(list(ops.token_divergence(*tensors)), list(_exact(*tensors)))
 
 
 def test_it_is_the_bregman_divergence_of_log_z():
@@ -207,6 +312,8 @@ def test_no_memory_in_tokens_times_words(monkeypatch):
 
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 1 << 12)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 64)
+    # Logits of both models at a time.
+    monkeypatch.setattr(token_divergence, "BLOCK_PAIRS", 1 << 11)
     tensors = [torch.randn(*shape, requires_grad=True) for shape in ((110, 4), (300, 4), (110, 4), (300, 4))]
     with Largest() as mode:
         found = ops.token_divergence(*tensors)
@@ -217,9 +324,15 @@ def test_no_memory_in_tokens_times_words(monkeypatch):
 @pytest.mark.medium
 def test_compiled():
     tensors = [tensor.float() for tensor in _models(words=5, lead=(2,))]
-    compiled = torch.compile(lambda *given: tuple(ops.token_divergence(*given)), backend="aot_eager", fullgraph=True)
-    for one, other in zip(compiled(*tensors), ops.token_divergence(*tensors), strict=True):
-        torch.testing.assert_close(one, other)
+    target = torch.tensor([0, -100])
+    for options in ({}, {"target": target}):
+        compiled = torch.compile(
+            lambda *given: tuple(ops.token_divergence(*given, **options)),  # noqa: B023
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        for one, other in zip(compiled(*tensors), ops.token_divergence(*tensors, **options), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_the_curvature_of_exp():
@@ -230,7 +343,8 @@ def test_the_curvature_of_exp():
 
 def test_wrong_calls():
     hidden, weight, other, wide = _models()
-    for given, options, error, words in (
+    words = torch.zeros(3, 4, dtype=torch.long)
+    for given, options, error, message in (
         ((hidden, weight[:, :5], other, wide), {}, ValueError, "hidden must have shape"),
         ((hidden, weight, other, wide[:9]), {}, ValueError, "the same words, got 50 and 9"),
         ((hidden[:2], weight, other, wide), {}, ValueError, r"one leading shape, got \(2, 4\) and \(3, 4\)"),
@@ -254,6 +368,22 @@ def test_wrong_calls():
             "bias must have shape",
         ),
         ((hidden, weight, other, wide), {"other_bias": [0.0]}, TypeError, "other_bias must be"),
+        ((hidden, weight, other, wide), {"target": words[:2]}, ValueError, "target must have shape"),
+        ((hidden, weight, other, wide), {"target": words.double()}, TypeError, "target must be"),
+        (
+            (hidden, weight, other, wide),
+            {"target": words + WORDS},
+            ValueError,
+            "target must be in 0 … 49 or be ignore_index, -100, got 50",
+        ),
+        ((hidden, weight, other, wide), {"target": words - 100, "ignore_index": -1}, ValueError, "got -100"),
+        ((hidden, weight, other, wide), {"target": words, "ignore_index": True}, TypeError, "ignore_index"),
+        (
+            (hidden, weight, other, wide),
+            {"ignore_index": -1},
+            ValueError,
+            "ignore_index is for targets, got -1 and no target",
+        ),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             ops.token_divergence(*given, **options)

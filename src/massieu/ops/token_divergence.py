@@ -5,15 +5,17 @@ summed as Σ_v p_v·φ(−c_v) with c = log p − log q and φ(x) = eˣ − 1 �
 keep the digits of their divergence, which a difference of means loses.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from massieu.foundation.arguments import check_one_device, number
+from massieu.foundation.arguments import check_one_device, number, whole_number
 from massieu.foundation.numerics import exp_
 from massieu.foundation.transforms import (
     in_functorch,
@@ -21,14 +23,18 @@ from massieu.foundation.transforms import (
     may_be_differentiated,
     without_autocast,
 )
-from massieu.ops import reference, score_tiles
+from massieu.ops import reference
 from massieu.ops.differentiable import BlockSum, recomputed
+from massieu.ops.linear_scores import check_places, index_tensor, values_are_known
+from massieu.ops.score_sums import LOWEST
 from massieu.ops.score_tiles import ScorePlan, multiplied, product
 from massieu.ops.shapes import at_once, slices, working_dtype
 from massieu.ops.vocabulary import check_heads, checked_softcap
 
-NEAR = 0.1
-"""|x| up to which φ(x) is a series; beyond, eˣ − 1 − x keeps all but a few units of its last digit."""
+BLOCK_PAIRS = 13 << 20
+"""Logits of a model that the forward pass holds at once on the CPU; `at_once` says how many on a device."""
+PART_PAIRS = 1 << 17
+"""Logits of a model that the passes over a block or a tile go through together on the CPU: 512 KiB in float32."""
 
 Results = tuple[Tensor, ...]
 
@@ -53,6 +59,8 @@ def token_divergence(
     temperature: float = 1.0,
     softcap: float | None = None,
     other_softcap: float | None = None,
+    target: Int[Tensor, "*lead"] | None = None,
+    ignore_index: int = -100,
 ) -> TokenDivergenceResult:
     """KL(p ‖ q) and KL(q ‖ p) of two models' next words at each token, exact over the vocabulary, without their logits.
 
@@ -65,6 +73,9 @@ def token_divergence(
         weight, other_weight, bias, other_bias: over the same V words. A bias of −inf hides a word.
         temperature: above 0, of both.
         softcap, other_softcap: the bound of the logits, above 0, or None.
+        target: the hidden's leading shape, integers in 0 … V − 1, or `ignore_index`: which tokens count. The sums are over
+            all words, so that which word a target names makes no difference.
+        ignore_index: tokens with this target, such as a prompt's or padding, get zeros and no gradient.
 
     Each term of either sum is at least 0, and 0 for equal logits: models that differ by little keep the digits that their
     logits have. A word that q alone hides makes KL(p ‖ q) infinite, its gradients not finite, and adds p's share to
@@ -73,11 +84,15 @@ def token_divergence(
 
     Differentiable in all tensors any number of times, forwards too, under `torch.func` and `torch.compile`; gradients of
     first order by tiles of logits that are computed again, all others and compiled code by plain operations in blocks of
-    tokens. No memory in tokens × words. Results are float64 for float64 and float32 for every other dtype.
+    tokens. Eight matrix products where all logits take six, and no memory in tokens × words. Results are float64 for
+    float64 and float32 for every other dtype. On the CPU tokens that are ignored are not computed; elsewhere, and in
+    compiled code and transforms, their hidden states count as 0.
 
     Raises:
-        TypeError: not a tensor, not floating-point, dtypes of one model that differ, an option of another type.
-        ValueError: shapes or devices that do not fit (both are named), an option out of range.
+        TypeError: not a tensor, not floating-point or not integers, dtypes of one model that differ, an option of another
+            type.
+        ValueError: shapes or devices that do not fit (both are named), an option out of range, an `ignore_index` without
+            targets; on the CPU a target out of range (elsewhere, compiled, or in a transform it counts).
 
     Example:
         >>> import torch
@@ -99,14 +114,35 @@ def token_divergence(
         raise ValueError(
             f"weight and other_weight must be of the same words, got {len(weight)} and {len(other_weight)} of them"
         )
+    whole_number("ignore_index", ignore_index, least=-(1 << 63))
+    if target is None and ignore_index != -100:
+        raise ValueError(f"ignore_index is for targets, got {ignore_index} and no target")
+    words = None if target is None else index_tensor("target", target, lead, hidden=hidden).reshape(-1)
     caps = checked_softcap(softcap, hidden), checked_softcap(other_softcap, other_hidden)
     warmth = float(number("temperature", temperature, above=0))
     dtype = torch.promote_types(working_dtype(hidden), working_dtype(other_hidden))
-    row, other_row = (part.reshape(-1, part.shape[-1]) for part in (hidden, other_hidden))
-    flat = row, weight, bias, other_row, other_weight, other_bias
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    other_rows = other_hidden.reshape(-1, other_hidden.shape[-1])
+    options = _Options(dtype, warmth, *caps)
+
+    def divergences(rows: Tensor, other_rows: Tensor) -> Results:
+        return _differentiable(rows, weight, bias, other_rows, other_weight, other_bias, options=options)
+
     with without_autocast(hidden.device):
-        found = _differentiable(*flat, options=_Options(dtype, warmth, *caps))
-    return TokenDivergenceResult(*(part.reshape(lead) for part in found))
+        if words is None:
+            numbers = divergences(rows, other_rows)
+        elif values_are_known(words):
+            counted = words != ignore_index
+            check_places("target", words[counted], len(weight), f" or be ignore_index, {ignore_index}")
+            chosen = counted.nonzero().squeeze(1)
+            of_chosen = divergences(rows[chosen], other_rows[chosen])
+            numbers = tuple(part.new_zeros(len(words)).index_copy(0, chosen, part) for part in of_chosen)
+        else:
+            # So that nothing of a token that does not count, NaN neither, meets what others share.
+            ignored = words == ignore_index
+            shown, other_shown = (part.masked_fill(ignored.unsqueeze(1), 0.0) for part in (rows, other_rows))
+            numbers = tuple(part.masked_fill(ignored, 0.0) for part in divergences(shown, other_shown))
+    return TokenDivergenceResult(*(part.reshape(lead) for part in numbers))
 
 
 class _Options(NamedTuple):
@@ -138,61 +174,125 @@ def _differentiable(*tensors: Tensor | None, options: _Options) -> Results:
     plain = partial(_plain, options)
     if torch.compiler.is_compiling() or in_functorch() or in_nested_forward_mode():
         return plain(*tensors)
+    # No derivative goes through the quick pass: `BlockSum` has them all.
+    primals = [None if tensor is None else forward_ad.unpack_dual(tensor).primal for tensor in tensors]
     with torch.no_grad():
-        levels = _levels(options.plans(*tensors), options.dtype)
-        known = _forward(options, levels, *tensors)
+        normalisers, known = _forward(options, *primals)
     if not may_be_differentiated(*(tensor for tensor in tensors if tensor is not None)):
         return known
     learned = [any(part is not None and part.requires_grad for part in model) for model in (tensors[:3], tensors[3:])]
-    return BlockSum(plain, gradient=partial(_backward, options, levels, known, learned))(*tensors, known=known)
+    return BlockSum(plain, gradient=partial(_backward, options, normalisers, known, learned))(*tensors, known=known)
 
 
-# --- by tiles --------------------------------------------------------------------------------------------------------
+# --- by blocks of tokens and by tiles of logits ----------------------------------------------------------------------
 
 
-class _Tile(NamedTuple):
-    """Logits less log Z of both models; where a word is hidden, −inf."""
+class _Normalisers(NamedTuple):
+    """log Z of both models in two parts, as their sum may have lost the digits of the smaller one; a number for each token."""
 
-    rows: slice
-    columns: slice
-    keys: tuple[Tensor, Tensor]
-    logs: tuple[Tensor, Tensor]
-    slopes: tuple[Tensor | None, Tensor | None]
-    """Of the soft caps."""
-
-
-def _tiles(plans: tuple[ScorePlan, ScorePlan], levels: Sequence[Tensor], slopes: bool) -> Iterator[_Tile]:
-    for both in zip(*(plan.tiles() for plan in plans), strict=True):
-        bent: list[Tensor | None] = []
-        for plan, level, (columns, rows, _, scores) in zip(plans, levels, both, strict=True):
-            if plan.bias is not None:
-                scores += plan.bias[columns]
-            plan.cap_(scores, columns)
-            wanted = slopes and plan.softcap is not None
-            bent.append((scores / plan.softcap).square_().neg_().add_(1).clamp_min_(0) if wanted else None)
-            scores.sub_(level[rows].unsqueeze(1))
-        (columns, rows, key, log_p), (_, _, other_key, log_q) = both
-        yield _Tile(rows, columns, (key, other_key), (log_p, log_q), (bent[0], bent[1]))
+    peak: Tensor
+    """The largest logit; NaN where every word is hidden, as no law is there."""
+    other_peak: Tensor
+    surplus: Tensor
+    """log Z less the largest logit."""
+    other_surplus: Tensor
 
 
-def _levels(plans: Sequence[ScorePlan], dtype: torch.dtype) -> list[Tensor]:
-    """log Z of both; NaN where every word is hidden, as no law is there."""
-    levels = [score_tiles.forward(*plan)[1].to(dtype) for plan in plans]
-    return [level.masked_fill(level == -torch.inf, torch.nan) for level in levels]
+def _forward(options: _Options, *tensors: Tensor | None) -> tuple[_Normalisers, Results]:
+    """Both divergences of every token, from one product with each head.
 
-
-def _forward(options: _Options, levels: Sequence[Tensor], *tensors: Tensor | None) -> Results:
+    A block holds the logits of some tokens over all words: it yields log Z, and the terms that need it.
+    """
     plans = options.plans(*tensors)
-    totals = torch.zeros_like(levels[0]), torch.zeros_like(levels[0])
-    for tile in _tiles(plans, levels, slopes=False):
-        for total, terms in zip(totals, _terms(*tile.logs), strict=True):
-            total[tile.rows] += terms.sum(1)
-    return totals
+    length, count = len(plans[0].row), len(plans[0].column)
+    device = plans[0].row.device
+    numbers = torch.zeros(6, length, dtype=options.dtype, device=device)
+    # Blocks of about one height: a low one would read both heads for a few tokens.
+    most = max(1, at_once(BLOCK_PAIRS, device) // count)
+    height = math.ceil(length / max(1, math.ceil(length / most)))
+    block = torch.empty(2, height, count, dtype=options.dtype, device=device)
+    for rows in slices(length, max(1, height)):
+        scores = block[:, : rows.stop - rows.start]
+        for plan, model_scores in zip(plans, scores, strict=True):
+            for columns, tile_rows, _, tile in plan._replace(row=plan.row[rows]).tiles():
+                model_scores[tile_rows, columns] = _logits_(plan, tile, columns)
+        for part in _parts(scores[0]):
+            numbers[:, rows][:, part] = _divergences_(*scores[:, part])
+    *normalisers, divergence, reverse_divergence = numbers
+    hidden, other_hidden = (_hidden_words(plan) for plan in plans)
+    divergence += _infinite_if(other_hidden & ~hidden, divergence)
+    reverse_divergence += _infinite_if(hidden & ~other_hidden, divergence)
+    return _Normalisers(*normalisers), (divergence, reverse_divergence)
+
+
+def _parts(scores: Tensor) -> Iterator[slice]:
+    """Rows whose numbers stay in the caches during the many passes over them."""
+    return slices(len(scores), max(1, at_once(PART_PAIRS, scores.device) // scores.shape[1]))
+
+
+def _logits_(plan: ScorePlan, scores: Tensor, columns: slice) -> Tensor:
+    """In place, of a tile of products; `LOWEST` where a word is hidden, so that no difference of two is NaN."""
+    if plan.bias is not None:
+        scores += plan.bias[columns]
+    plan.cap_(scores, columns)
+    return scores.clamp_min_(LOWEST)
+
+
+def _hidden_words(plan: ScorePlan) -> Tensor:
+    if plan.bias is None:
+        return torch.zeros(len(plan.column), dtype=torch.bool, device=plan.row.device)
+    return plan.bias == -torch.inf
+
+
+def _infinite_if(words: Tensor, like: Tensor) -> Tensor:
+    """Infinity if there is such a word, else 0."""
+    return torch.where(words.any(), like.new_full((), torch.inf), 0.0)
+
+
+def _divergences_(scores: Tensor, other_scores: Tensor) -> Tensor:
+    """`_Normalisers`, KL(p ‖ q) and KL(q ‖ p), from all logits of some tokens, which are overwritten.
+
+    With c = log p − log q the terms are p·φ(−c) and q·φ(c). Where |c| ≤ 1 they are p·c²·u and p·c²·(1 − u·(1 + c)) with
+    φ(−c) = c²·u, since q = p·(1 − c + c²·u); beyond, p·c − p + q and p − q − q·c lose no digits. Both are computed and
+    multiplied by 1 or 0, as `torch.where` costs many times as much.
+    """
+    peak, other_peak = _peak(scores), _peak(other_scores)
+    c = scores.sub_(peak.unsqueeze(1)) - other_scores.sub_(other_peak.unsqueeze(1))
+    p, q = exp_(scores), exp_(other_scores)
+    total, other_total = p.sum(1), q.sum(1)
+    surplus, other_surplus = total.log(), other_total.log()
+    p.div_(total.unsqueeze(1))
+    q.div_(other_total.unsqueeze(1))
+    c.sub_((surplus - other_surplus).unsqueeze(1))
+    near_c = c.clamp(-1, 1)
+    is_near = torch.eq(c, near_c, out=torch.empty_like(c))
+    # p and q split into the words near to each other and the rest.
+    near_p = p * is_near
+    far_p = p.sub_(near_p)
+    far_q = q.sub_(is_near.mul_(q))
+    # (p·c²)·u, and (p·c²)·(1 − u·(1 + c)).
+    square = near_p.mul_(near_c).mul_(near_c)
+    forward = square * _halved_curvature(-near_c)
+    backward = square.sub_(forward).sub_(near_c.mul_(forward))
+    excess = far_p - far_q
+    forward.add_(far_p.mul_(c)).sub_(excess)
+    backward.add_(excess).sub_(far_q.mul_(c))
+    return torch.stack([peak, other_peak, surplus, other_surplus, forward.sum(1), backward.sum(1)])
+
+
+def _peak(scores: Tensor) -> Tensor:
+    """The largest of each row; NaN where every word is hidden."""
+    peak = scores.amax(1)
+    return peak.masked_fill(peak <= LOWEST, torch.nan)
 
 
 @torch.no_grad()
 def _backward(
-    options: _Options, levels: Sequence[Tensor], found: Results, learned: Sequence[bool], *arguments: Tensor | None
+    options: _Options,
+    normalisers: _Normalisers,
+    divergences: Results,
+    learned: Sequence[bool],
+    *arguments: Tensor | None,
 ) -> Results:
     """Gradients from the cotangents g of KL(p ‖ q) and h of KL(q ‖ p).
 
@@ -201,11 +301,11 @@ def _backward(
     """
     tensors, cotangents = arguments[:6], arguments[6:]
     plans = options.plans(*tensors)
-    both = [torch.zeros_like(levels[0]) if one is None else one for one in cotangents]
+    grads = [torch.zeros_like(normalisers.peak) if grad is None else grad for grad in cotangents]
     # An infinite divergence that nobody asks for has no part in the gradient.
-    means = [mean.masked_fill(grad == 0, 0.0).unsqueeze(1) for mean, grad in zip(found, both, strict=True)]
-    grads = [grad.unsqueeze(1) for grad in both]
-    like = {"dtype": options.dtype, "device": levels[0].device}
+    means = [mean.masked_fill(grad == 0, 0.0) for mean, grad in zip(divergences, grads, strict=True)]
+    of_rows = torch.stack([*normalisers, *means, *grads]).unsqueeze(2)
+    like = {"dtype": options.dtype, "device": normalisers.peak.device}
     sums = [
         tuple(
             None if part is None else torch.zeros(part.shape if wanted else (1,) * part.ndim, **like).expand_as(part)
@@ -213,26 +313,20 @@ def _backward(
         )
         for plan, wanted in zip(plans, learned, strict=True)
     ]
-    for tile in _tiles(plans, levels, slopes=True):
-        rows, columns = tile.rows, tile.columns
-        log_ratio, (p, q) = _log_ratio(*tile.logs), (exp_(log.clone()) for log in tile.logs)
-        difference = _difference(p, q, log_ratio)
-        changes = (
-            grads[0][rows] * p * (log_ratio - means[0][rows]) + grads[1][rows] * difference,
-            grads[1][rows] * q * (-log_ratio - means[1][rows]) - grads[0][rows] * difference,
-        )
-        for plan, keys, slope, change, (row, column, bias), wanted in zip(
-            plans, tile.keys, tile.slopes, changes, sums, learned, strict=True
-        ):
+    for both in zip(*(plan.tiles() for plan in plans), strict=True):
+        (columns, rows, _, scores), (_, _, _, other_scores) = both
+        for part in _parts(scores):
+            _score_gradients_(plans, columns, scores[part], other_scores[part], of_rows[:, rows][:, part])
+        for plan, (_, _, keys, change), (row, column, bias), wanted in zip(plans, both, sums, learned, strict=True):
             if not wanted:
                 continue
-            change = change if slope is None else change.mul_(slope)
             if bias is not None:
                 bias[columns] += change.sum(0)
-            change = change.mul_(plan.scale).to(plan.row.dtype)
+            change = change if plan.scale == 1 else change.mul_(plan.scale)
+            change = change.to(plan.row.dtype)
             assert row is not None and column is not None
-            row[rows] += product(change, keys)
-            column[columns] += product(change.mT, plan.row[rows])
+            _add_product_(row[rows], change, keys)
+            _add_product_(column[columns], change.mT, plan.row[rows])
     gradients = []
     for (row, column, bias), plan in zip(sums, plans, strict=True):
         gradients += [row, column, None if bias is None else bias * plan.scale]
@@ -243,22 +337,45 @@ def _backward(
     )
 
 
-def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """log p − log q; 0 where either hides the word."""
-    ratio = log_p - log_q
-    return ratio.masked_fill_((log_p == -torch.inf) | (log_q == -torch.inf), 0.0)
+def _score_gradients_(
+    plans: tuple[ScorePlan, ScorePlan], columns: slice, scores: Tensor, other_scores: Tensor, of_rows: Tensor
+) -> None:
+    """Gradients of the logits before their soft cap, in place of a tile of both models' products.
+
+    Args:
+        of_rows: (8, rows, 1): `_Normalisers`, KL(p ‖ q) and KL(q ‖ p), and the cotangents of these.
+    """
+    peak, other_peak, surplus, other_surplus, mean, other_mean, grad, other_grad = of_rows
+    _logits_(plans[0], scores, columns)
+    _logits_(plans[1], other_scores, columns)
+    slope, other_slope = _slope(plans[0], scores), _slope(plans[1], other_scores)
+    c = (scores.sub_(peak) - other_scores.sub_(other_peak)).sub_(surplus - other_surplus)
+    p, q = exp_(scores.sub_(surplus)), exp_(other_scores.sub_(other_surplus))
+    # p − q with the digits that p and q do not have in common: the larger one times ±(1 − exp(−|c|)).
+    difference = c.abs().neg_().expm1_().copysign_(c).mul_(torch.maximum(p, q))
+    p.mul_((c - mean).mul_(grad)).add_(difference * other_grad)
+    q.mul_(c.add_(other_mean).mul_(-other_grad)).sub_(difference.mul_(grad))
+    if slope is not None:
+        p.mul_(slope)
+    if other_slope is not None:
+        q.mul_(other_slope)
 
 
-def _difference(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
-    """p − q, with the digits that p and q do not have in common."""
-    near = (log_ratio.abs() < 1) & (log_ratio != 0)
-    return torch.where(near, -p * torch.expm1(-log_ratio.clamp(-1, 1)), p - q)
+def _slope(plan: ScorePlan, scores: Tensor) -> Tensor | None:
+    """Of the soft cap, from the scores that it has bent."""
+    if plan.softcap is None:
+        return None
+    return (scores / plan.softcap).square_().neg_().add_(1).clamp_min_(0)
 
 
-def _terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """The terms of both divergences."""
-    hidden = log_p == -torch.inf, log_q == -torch.inf
-    return _terms_of(_log_ratio(log_p, log_q), log_p.exp(), log_q.exp(), *hidden)
+def _add_product_(total: Tensor, one: Tensor, other: Tensor) -> None:
+    if one.dtype == total.dtype:
+        total.addmm_(one, other)
+    else:
+        total += product(one, other)
+
+
+# --- the terms -------------------------------------------------------------------------------------------------------
 
 
 def _terms_of(c: Tensor, p: Tensor, q: Tensor, no_p: Tensor, no_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,10 +389,16 @@ def _terms_of(c: Tensor, p: Tensor, q: Tensor, no_p: Tensor, no_q: Tensor) -> tu
 
 def _curvature(x: Tensor) -> Tensor:
     """φ(x) = eˣ − 1 − x, of |x| ≤ 1."""
-    series = x / 9 + 1
-    for order in range(8, 2, -1):
-        series = series * x / order + 1
-    return torch.where(x.abs() < NEAR, series * x * x / 2, torch.expm1(x) - x)
+    return x * x * _halved_curvature(x)
+
+
+def _halved_curvature(x: Tensor) -> Tensor:
+    """φ(x)/x² = 1/2·(1 + x/3·(1 + x/4·(1 + …))), of |x| ≤ 1, to the last digits of the dtype."""
+    half = x.new_full((), 0.5)
+    series, last = half, 18 if x.dtype == torch.float64 else 11
+    for order in range(last, 2, -1):
+        series = torch.addcmul(half, series, x, value=1 / order)
+    return series
 
 
 # --- in plain operations ---------------------------------------------------------------------------------------------
