@@ -63,11 +63,19 @@ def test_the_demo_prints_what_the_readme_shows(tmp_path):
     block = re.search(
         r"`make demo` sets up.*?```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
     )
-    command = re.search(r"^demo:.*\n\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    typed = command[1].replace("$(OUT)", "massieu-results/demo").split()
-    ran = subprocess.run([sys.executable, "-m", *typed], cwd=tmp_path, capture_output=True, text=True, check=True)
-    printed = [line.split() for line in ran.stdout.splitlines()]
+    output = _what_the_demo_printed(tmp_path)
+    printed = [line.split() for line in output.splitlines()]
     assert len(block[1].splitlines()) == 3
     for line in block[1].splitlines():
         shown = line.removesuffix("…").split()
-        assert any(not differing(" ".join(words[: len(shown)]), " ".join(shown)) for words in printed), ran.stdout
+        assert any(not differing(" ".join(words[: len(shown)]), " ".join(shown)) for words in printed), output
+
+
+def _what_the_demo_printed(folder: Path) -> str:
+    """CI has run it before, and says where its output is."""
+    if known := os.environ.get("MASSIEU_DEMO_PRINTED"):
+        return Path(known).read_text(encoding="utf-8")
+    command = re.search(r"^demo:.*\n\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    typed = command[1].replace("$(OUT)", "massieu-results/demo").split()
+    ran = subprocess.run([sys.executable, "-m", *typed], cwd=folder, capture_output=True, text=True, check=True)
+    return ran.stdout
