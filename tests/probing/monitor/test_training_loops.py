@@ -62,6 +62,22 @@ def test_in_one_process(name: str):
     check_records(watched, watched.losses, 0.01 if name in HALF else 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in LOOPS if name != "ddp"])
+def test_with_everything_on_request(name: str):
+    """Norms of the layers make up the norm of all gradients, before clipping."""
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    watched = trained(name, watched=True, norms=True, extreme_activations=True, on_nan="raise", per_head=True)
+    check_the_same(trained(name, watched=False), watched)
+    for step in range(EVERY, STEPS + 1, EVERY):
+        record = watched.records[step]
+        norms = [record[f"massieu/{layer}/gradient_norm"] for layer in ("layer0", "layer1")]
+        outside = record.get("massieu/outside_layers/gradient_norm", 0.0)  # of an adapter none
+        assert math.hypot(*norms, outside) == pytest.approx(watched.norms[step - 1], rel=1e-5)
+        assert record["massieu/layer1/extreme_activations"] == 0.0
+
+
 def test_in_two_processes():
     """The record, which the first process writes, has the mean of their losses and the norm of the gradients they share."""
     ran = processes.run(in_process, 2, 60)

@@ -1,5 +1,6 @@
 """Runs a loop of `examples/training_loops.py` and looks on beside it: the losses, norms and logits that records should have."""
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+import massieu
 from massieu.probing.monitor.record import MonitorRecord
 
 
@@ -74,11 +76,16 @@ class Run:
     largest_logits: list[Tensor]
 
 
-def trained(name: str, watched: bool) -> Run:
-    """One loop, with the monitor or without; afterwards the largest logits of its model on the batch that was measured."""
+def trained(name: str, watched: bool, **options: Any) -> Run:
+    """One loop, with the monitor or without; afterwards the largest logits of its model on the batch that was measured.
+
+    Args:
+        options: more arguments of the monitor.
+    """
     records: dict[int, MonitorRecord] = {}
     witness = Witness()
-    with witness.looking():
+    made = mock.patch("massieu.Monitor", functools.partial(massieu.Monitor, **options))
+    with witness.looking(), made:
         loop = training_loops.LOOPS[name]
         model = loop((lambda record, step: records.update({step: record})) if watched else None)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
