@@ -25,7 +25,8 @@ THUMBNAIL = (220, 130)
 
 
 def names() -> list[str]:
-    return sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    """The examples that draw a picture: the others have no numbers that the documentation shows."""
+    return sorted(path.stem for path in EXAMPLES.glob("*.py") if "--picture" in path.read_text(encoding="utf-8"))
 
 
 def printed(name: str) -> str:

@@ -84,6 +84,7 @@ EXAMPLES = {
     "tokens_as_particles.py",
     "model_flow.py",
     "watch_training.py",
+    "training_loops.py",
 }
 
 
@@ -473,3 +474,12 @@ def test_training_runs_are_watched(tmp_path):
     again = run(*arguments)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
     assert again.split("\n\n")[1:] == found.split("\n\n")[1:]
+
+
+@pytest.mark.medium
+def test_a_training_loop_prints_its_records():
+    """What the loops compute: tests/probing/monitor/test_training_loops.py."""
+    lines = run("examples/training_loops.py", "--loop", "vit").splitlines()
+    row = r"step (\d+): loss \d\.\d{3}, gradient norm \d+\.\d{3}, largest logit \d+\.\d{3} in layer\d/head\d"
+    matches = [re.fullmatch(row, line) for line in lines]
+    assert [match and match[1] for match in matches] == ["4", "8", "12"]

@@ -36,6 +36,7 @@ TITLES = {
     "loss": _Title("Loss"),
     "gradient_norm": _Title("Gradient norm"),
     "learning_rate": _Title("Learning rate"),
+    "weight_norm": _Title("Weight norm"),
     "selective_log_partition": _Title(
         "Selective log Z", "nats", "KL(h‖p): how far the attention is from uniform over the visible keys."
     ),
@@ -46,6 +47,7 @@ TITLES = {
     "weight_first": _Title("Weight on the first token"),
     "effective_rank": _Title("Effective rank of the hidden states"),
     "spread": _Title("Spread of the hidden states"),
+    "extreme_activations": _Title("Share of tokens with an extreme activation"),
 }
 """What is drawn, in this order; other quantities follow with their names."""
 FIRST = ("loss", "gradient_norm")

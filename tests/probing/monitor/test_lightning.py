@@ -126,6 +126,19 @@ def test_once_in_so_many_optimiser_steps_before_clipping(pl: ModuleType, fit: Ca
     assert float(trainer.callback_metrics["massieu/loss"]) == pytest.approx(monitor.seen[6]["massieu/loss"])
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_norms_by_layer_are_those_before_clipping(pl: ModuleType, fit: Callable, automatic: bool):
+    """All of them together have the norm of all gradients, also of those of several optimisers."""
+    module = module_of(pl, automatic)
+    monitor = Seen(module.body, BATCH, every=2, norms=True)
+    fit(module, monitor.lightning_callback(), **({"gradient_clip_val": 1e-3} if automatic else {}))
+    for step in (2, 4, 6):
+        norms = [v for k, v in monitor.seen[step].items() if k.count("/") > 1 and k.endswith("/gradient_norm")]
+        norm = module.norms[step] if automatic else math.hypot(module.own_norms[step - 1], module.own_norms[step])
+        assert math.hypot(*norms) == pytest.approx(norm, rel=1e-5)
+        assert len(norms) == (2 if automatic else 1)  # the manual ones train the readout alone
+
+
 def test_the_first_record_is_of_the_model_before_its_first_step(pl: ModuleType, fit: Callable):
     module = module_of(pl)
     monitor = Seen(module.body, BATCH, every=3)

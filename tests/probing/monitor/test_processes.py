@@ -47,8 +47,9 @@ def test_fully_sharded(processes: list[Any]):
     """The record, and the training step after it, which computes with the weights after the step and not before it."""
     expected = work.one_process()
     for process in processes:
-        record, trained = process["fully_sharded"]
+        record, trained, norms = process["fully_sharded"]
         check_equal(record, expected)
+        check_equal(norms, work.layer_norms_of_one())
         assert torch.equal(trained, process["fully_sharded_alone"])
 
 
@@ -61,6 +62,7 @@ def test_tensor_parallel(processes: list[Any]):
 def test_every_process_has_the_record_of_the_whole_batch(processes: list[Any]):
     """Loss, rank and spread too; rows are sampled, and their tokens drawn, by their numbers in the whole batch."""
     expected = work.many_rows_of_one()
+    assert expected["massieu/layer0/extreme_activations"] == (work.MANY_IDS == 7).double().mean() > 0
     for process in processes:
         record = process["uneven_shares"]
         assert list(record) == list(expected)

@@ -181,6 +181,40 @@ def test_keys_of_float16_may_have_any_mean():
     assert bool(((reading.largest_logit - scores.amax(-1)).abs() <= rounding).all())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("documents", [1, 2])
+def test_scores_of_half_precision_keys_with_a_large_mean_are_not_rounded(autocast: bool, documents: int):
+    """Whole numbers that bfloat16 holds, and whose mean it holds: nothing but a rounded score could be off."""
+    generator = torch.Generator().manual_seed(5)
+    centre = torch.tensor([97, -83, 61, 45])
+    moved = torch.randint(-30, 31, (1, 1, 8, 4), generator=generator)
+    key = torch.cat([centre + moved, centre - moved], dim=2).bfloat16()
+    query = torch.randint(-30, 31, (1, 1, 16, 4), generator=generator).bfloat16()
+    begins = torch.zeros(1, 16, dtype=torch.bool)
+    begins[0, [0, 11][:documents]] = True
+    row = begins.cumsum(1)
+    visible = (row[:, :, None] == row[:, None]) & torch.ones(16, 16, dtype=torch.bool).tril()
+    call = AttentionCall(
+        AttentionSite("a"), nn.Identity(), query, key, key, visible[:, None], False, 2**-7, None, None,
+        torch.zeros(1, 16, 1, 4),
+    )  # fmt: skip
+    tokens = Tokens(torch.ones(1, 16, dtype=torch.bool), None, restarts=begins if documents > 1 else None)
+    scores = (2**-7 * query.double() @ key.double().mT).masked_fill(~visible, -torch.inf)
+    weights = scores.softmax(-1)[0, 0]
+    positions = torch.arange(16)
+    first = torch.where(positions < 11, 0, 11) if documents > 1 else torch.zeros(16, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        reading = QueryReading(call, tokens, tokens, positions, itself=True)
+        assert reading.largest_logit[0, 0].tolist() == scores.amax(-1)[0, 0].tolist()
+        assert reading.raw_log_partition[0, 0].tolist() == pytest.approx(scores.logsumexp(-1)[0, 0].tolist(), rel=1e-6)
+        for part, expected in (
+            (reading.weight_at_first()[0, 0], weights[positions, first]),
+            (reading.weight_at(torch.tensor([[2, 3]]))[0, 0], weights[:, 2:4]),
+            (reading.weight_before(1)[0, 0], weights[positions, (positions - 1).clamp_min(0)]),
+        ):
+            torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-7)
+
+
 def true_largest(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The largest logit of each head by module, over real queries and the keys they see: explicit, in float64."""
     found: dict[str, Tensor] = {}

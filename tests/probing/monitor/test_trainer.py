@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from tests.support.probing.monitor_seen import Seen
+from tests.support.probing.monitor_work import explicit_norm
 from tests.support.rows import every_row
 from torch import Tensor
 
@@ -83,6 +85,34 @@ def test_records_are_of_the_steps_that_are_due_with_trainers_own_numbers(trainer
         assert record["massieu/gradient_norm"] == expected["grad_norm"] > 0.1  # before it was clipped to 0.01
         assert record["massieu/learning_rate"] == expected["learning_rate"]
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), trained.parameters(), strict=True))
+
+
+def test_norms_by_layer_are_those_before_trainer_clips(trainer: Callable):
+    norms: list[dict[str, float]] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clip_seen(parameters: Any, *arguments: Any, **keywords: Any) -> Tensor:
+        norms.append({})
+        for layer, start in (("layer0", "transformer.h.0."), ("layer1", "transformer.h.1.")):
+            gradients = [p.grad for name, p in trained.named_parameters() if name.startswith(start)]
+            norms[-1][layer] = explicit_norm(*gradients)
+        return clip(parameters, *arguments, **keywords)
+
+    monitor = Seen(trained := model(), BATCH, every=2, norms=True)
+    with mock.patch("torch.nn.utils.clip_grad_norm_", clip_seen):
+        trainer(trained, monitor.trainer_callback(), logging_steps=1, max_grad_norm=0.01, max_steps=4).train()
+    for step in (2, 4):
+        for layer, expected in norms[step - 1].items():
+            assert monitor.seen[step][f"massieu/{layer}/gradient_norm"] == pytest.approx(expected, rel=1e-5)
+    assert len(norms) == 4
+
+
+def test_norms_by_layer_after_clipping_are_left_out_where_trainer_does_not_log_the_norm(trainer: Callable):
+    monitor = Seen(trained := model(), BATCH, every=2, norms=True)
+    trainer(trained, monitor.trainer_callback(), logging_strategy="no", max_grad_norm=0.01, max_steps=4).train()
+    for step in (2, 4):
+        assert "massieu/layer0/weight_norm" in monitor.seen[step]
+        assert not [key for key in monitor.seen[step] if key.endswith("gradient_norm")]
 
 
 def test_the_first_record_is_of_the_model_before_its_first_step(trainer: Callable):

@@ -86,13 +86,25 @@ def fully_sharded(rank: int, size: int) -> Any:
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = Monitor(model, share(rank, size), per_head=True)
+    by_layer = Monitor(model, share(rank, size), norms=True)
     first = dict(found(monitor))
     # Between the backward pass and the step: what the forward pass gathered must not be what the next one computes with.
     model(share(rank, size)).logsumexp(-1).mean().backward()
     monitor(100)
+    norms = layer_norms(by_layer(100))
     optimizer.step()
     trained = model(share(rank, size)).detach()
-    return first, trained
+    return first, trained, norms
+
+
+def layer_norms(record: Any) -> dict[str, float]:
+    return {key: value for key, value in record.items() if key.endswith("_norm")}
+
+
+def layer_norms_of_one() -> dict[str, float]:
+    model = plain()
+    model(IDS).logsumexp(-1).mean().backward()
+    return layer_norms(Monitor(model, IDS, norms=True)(100))
 
 
 def fully_sharded_alone(rank: int, size: int) -> torch.Tensor:
@@ -123,8 +135,11 @@ def tensor_parallel(rank: int, size: int) -> Any:
 
 def many_rows(ids: torch.Tensor, loss: float) -> dict[str, float]:
     """A record in float64, of fewer tokens than a row has, so that which ones are drawn matters."""
+    model: Any = plain().double()
+    with torch.no_grad():
+        model.tokens.weight[7, 0] = 1e4  # one token has an extreme activation
     with mock.patch.object(measured_pass, "CLOUD", 6):
-        record = Monitor(plain().double(), ids, per_head=True, top_k=1)(0, loss=loss)
+        record = Monitor(model, ids, per_head=True, top_k=1, extreme_activations=True, norms=True)(0, loss=loss)
     assert record is not None
     return dict(record)
 

@@ -45,6 +45,8 @@ class _Hooks:
             norm = gradient_norm(parameters_of([optimizer]))
             if norm is not None:
                 self._norms[id(optimizer)] = norm
+            if self._monitor.layer_norms is not None:
+                self._monitor.layer_norms.take(parameters_of([optimizer]), id(optimizer))
             self._rates = learning_rates(trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -12,9 +12,10 @@ from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture import Capture, recomputing
 from massieu.probing.check import FirstLook
 from massieu.probing.forward import called_with, decoder_given
+from massieu.probing.monitor.extreme_activations import extreme_tokens
 from massieu.probing.monitor.period import ToldPeriod
 from massieu.probing.monitor.processes import BatchShare, MonitorSums, batch_name, head_shard
-from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, Sums, stream_numbers
+from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, StreamNumbers, Sums, stream_numbers
 from massieu.probing.nonfinite import in_call
 from massieu.probing.precision import Cloud, computed_in
 from massieu.probing.sites import SiteInfo
@@ -81,11 +82,14 @@ class MeasuredPass(WatchedPasses):
         names: Mapping[AttentionSite, str],
         inputs: dict[str, Any],
         share: BatchShare | None = None,
+        extreme_activations: bool = False,
     ) -> None:
         self.names = names
         self.share = share
         self.sums: dict[Any, Sums] = {}
         self.clouds: dict[str, list[Cloud]] = {}
+        self.extremes: dict[str, StreamNumbers] = {}
+        self._extreme_activations = extreme_activations
         self._first_row = 0 if share is None else share.first_row
         self._rows: int | None = None
         super().__init__(model, look, inputs)
@@ -154,6 +158,14 @@ class MeasuredPass(WatchedPasses):
         for row in range(self._rows):
             # By the row's number in the whole batch, so that the number of processes changes no record.
             number = self._first_row + row
+            if self._extreme_activations:
+                # All real positions, in their order: nothing depends on what is drawn.
+                real = self.tokens.positions(
+                    row, state.shape[1], state.shape[1], decoder, False, drawn_for(0, number, 1)
+                )
+                tokens = state[row].index_select(0, real.to(state.device))
+                counts = StreamNumbers(extreme=extreme_tokens(tokens), tokens=len(tokens))
+                self.extremes[layers[visit]] = self.extremes.get(layers[visit], StreamNumbers()) + counts
             if not is_sampled(number):
                 continue
             chosen = self.tokens.positions(row, state.shape[1], CLOUD, decoder, True, drawn_for(0, number, 0))
@@ -165,5 +177,9 @@ class MeasuredPass(WatchedPasses):
         self, step: int, beside: Mapping[str, float] | None = None, period: ToldPeriod | None = None
     ) -> MonitorSums:
         sites = [self.sums[site].numbers() for site in self.infos if site in self.sums]
-        stream = {layer: stream_numbers(clouds) for layer, clouds in self.clouds.items()}
+        layers = dict.fromkeys([*self.clouds, *self.extremes])
+        stream = {
+            layer: stream_numbers(self.clouds.get(layer, [])) + self.extremes.get(layer, StreamNumbers())
+            for layer in layers
+        }
         return MonitorSums(step, sites, stream, self.share or BatchShare(), dict(beside or {}), period or ToldPeriod())

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from massieu.probing.forward import device_of, named_inputs, run
 from massieu.probing.model import check_loaded, model_inputs
 from massieu.probing.monitor.alarms import Alarms
 from massieu.probing.monitor.clipping import Clipping, LargestLogits
+from massieu.probing.monitor.layer_norms import LayerNorms
 from massieu.probing.monitor.measured_pass import MeasuredPass, WatchedPasses
 from massieu.probing.monitor.period import BUDGET, Period
 from massieu.probing.monitor.places import places
@@ -97,6 +98,9 @@ class Monitor:
         to: object = (),
         reference: Any = None,
         prefix: str = "massieu",
+        norms: bool = False,
+        extreme_activations: bool = False,
+        on_nan: Literal["raise"] | Callable[[MonitorRecord], object] | None = None,
     ) -> None:
         """Look at the model once, so that what cannot be measured is known before training begins.
 
@@ -118,6 +122,14 @@ class Monitor:
                 a list of these.
             reference: JSON lines of a run of yours that went well. It switches alarms on, at a factor of three.
             prefix: what all names begin with.
+            norms: also norms of weights and gradients by layer: ``massieu/layer3/weight_norm`` and ``…/gradient_norm``. What is
+                in no layer has ``massieu/outside_layers/…``, and all weights together ``massieu/weight_norm``. Where
+                ``gradient_norm`` is given beside the step, the layers' gradients are before that clipping too.
+            extreme_activations: also ``massieu/layer3/extreme_activations``, the share of tokens behind the layer with an entry
+                above 100 in magnitude and at least 1,000 times the median magnitude of the row's (arXiv 2402.17762); not in
+                `watch`.
+            on_nan: a function that is called with every record of which a number is NaN or infinite, after it was written; or
+                "raise", so that training stops there.
 
         Raises:
             TypeError, ValueError: an argument that is not as described.
@@ -126,6 +138,11 @@ class Monitor:
         if every is not None:
             whole_number("every", every, least=1)
         number("budget", budget, above=0, below=1)
+        flag("norms", norms)
+        flag("extreme_activations", extreme_activations)
+        if on_nan not in (None, "raise") and not callable(on_nan):
+            raise InputError(f'on_nan must be a function or "raise", got {described(on_nan)}')
+        self._extreme_activations, self._on_nan = extreme_activations, on_nan
         whole_number("top_k", top_k, least=0)
         flag("per_head", per_head)
         if not isinstance(prefix, str):
@@ -149,6 +166,7 @@ class Monitor:
             if any(isinstance(value, Tensor) and not value.numel() for value in inputs.values()):
                 raise InputError("the batch is empty: give one with at least one item and two tokens")
             self._find_sites(inputs)
+        self.layer_norms = LayerNorms(self.model, self._layer_names()) if norms else None
         self.outlets = Outlets(to, self.settings)
         self.alarms = None if reference is None else Alarms(reference, prefix, self.settings)
         self._hooks = [
@@ -187,6 +205,7 @@ class Monitor:
         Raises:
             TypeError, ValueError: the step is no whole number from 0 on.
             InputError: what is beside is no number; processes disagree on the step.
+            FloatingPointError: with ``on_nan="raise"``, a number of the record is NaN or infinite.
         """
         whole_number("step", step, least=0)
         if not self._begins(step):
@@ -221,7 +240,8 @@ class Monitor:
         if not self._begins(step):
             yield seen
             return
-        reading = MeasuredPass(self.model, self._look, self._places, {})
+        extreme = self._extreme_activations
+        reading = MeasuredPass(self.model, self._look, self._places, {}, extreme_activations=extreme)
         with self._watching(reading):
             yield seen
         # The others wait for a process that did not call its model too.
@@ -294,6 +314,8 @@ class Monitor:
         due = self._period.is_due(step)
         if not due:
             self._norms.clear()
+        if not due and self.layer_norms is not None:
+            self.layer_norms.clear()
         return due
 
     def _finished_work(self) -> float:
@@ -371,6 +393,8 @@ class Monitor:
             name = type(self.model).__name__
             self._warn(f"{name} computes attention in other places than before; its sites are found again")
             self._find_sites(inputs)
+            if self.layer_norms is not None:
+                self.layer_norms.layers = self._layer_names()
             found = self._pass(inputs, share)
             if found is None:
                 raise InputError(f"{name} computes attention in other places in every pass, so it cannot be measured")
@@ -381,7 +405,7 @@ class Monitor:
         names = {name for name, _ in self.model.named_modules()}
         if any(info.block not in names for info in self._look.sites):
             return None
-        reading = MeasuredPass(self.model, self._look, self._places, inputs, share=share)
+        reading = MeasuredPass(self.model, self._look, self._places, inputs, share, self._extreme_activations)
         with reading.hooks(), capturing(self.model, reading.attention):
             run(self.model, inputs)
         return None if reading.elsewhere or len(reading.sums) < len(self._places) else reading
@@ -392,7 +416,7 @@ class Monitor:
         values = self._values(measured.sites)
         for layer, found in measured.stream.items():
             values |= {f"{layer}/{name}": value for name, value in found.means().items()}
-        values |= self._of_training(beside) | measured.period.numbers() | beside
+        values |= self._of_training(beside) | measured.period.numbers() | beside | self._norms_by_layer(beside)
         named = {f"{self.prefix}/{name}" if self.prefix else name: value for name, value in values.items()}
         record = MonitorRecord(
             measured.step, named, _largest_logits(measured.sites), _where(measured.sites), self.prefix
@@ -403,6 +427,7 @@ class Monitor:
         if self.alarms is not None:
             record.alarms = list(self.alarms(record, measured.step))
         self.outlets(record, measured.step)
+        self._act_on_nan(record, measured)
         return record
 
     def _values(self, sites: list[SiteNumbers]) -> dict[str, float]:
@@ -442,6 +467,33 @@ class Monitor:
                 "before with monitor(step, gradient_norm=norm), where norm is what clip_grad_norm_ returned"
             )
         return {"gradient_norm": norm, **learning_rates(self._optimizers)}
+
+    def _layer_names(self) -> dict[str, str]:
+        """The name of each block's layer in records: of a block that is several layers, the first."""
+        names: dict[str, str] = {}
+        for info in self._look.sites:
+            stack = self._places[info.site].partition("layer")[0]
+            names.setdefault(info.block, f"{stack}layer{info.layer}")
+        return names
+
+    def _norms_by_layer(self, beside: dict[str, float]) -> dict[str, float]:
+        if self.layer_norms is None:
+            return {}
+        if self.layer_norms.is_empty:
+            self.layer_norms.take(parameters_of(self._optimizers) if self._optimizers else self.model.parameters())
+        return self.layer_norms.of_gradients(beside.get("gradient_norm")) | self.layer_norms.of_weights()
+
+    def _act_on_nan(self, record: MonitorRecord, measured: MonitorSums) -> None:
+        """Stop training, or call the user's function, where a number is not finite."""
+        lost = [key for key, value in record.items() if not math.isfinite(value)]
+        if not lost or self._on_nan is None:
+            return
+        if callable(self._on_nan):
+            self._on_nan(record)
+            return
+        broken = {site.place: np.flatnonzero(site.broken).tolist() for site in measured.sites}
+        what = trouble(measured.sites, broken) if any(broken.values()) else f"not finite: {some(lost, 5)}"
+        raise FloatingPointError(f"at step {measured.step}, {what}")
 
     def _name_trouble(self, measured: MonitorSums) -> None:
         """One warning for all heads whose numbers are not finite for the first time."""
@@ -494,8 +546,13 @@ def _norm_taker(monitor: Monitor, index: int) -> Callable[..., None]:
 
     def take(optimizer: Optimizer, *_: Any) -> None:
         found = held()
-        if found is not None and found._armed and (norm := gradient_norm(parameters_of([optimizer]))) is not None:
+        if found is None or not found._armed:
+            return
+        parameters = parameters_of([optimizer])
+        if (norm := gradient_norm(parameters)) is not None:
             found._norms[index] = norm
+            if found.layer_norms is not None:
+                found.layer_norms.take(parameters, id(optimizer))
 
     return take
 

@@ -165,24 +165,38 @@ class StreamNumbers:
         totals: of effective rank and of spread, the mean pairwise distance; as `STREAM` names them.
         clouds: how many they are of.
         collapsed: how many of these are one point up to rounding.
+        extreme, tokens: how many tokens have an extreme activation, of how many; none where that is not asked for.
     """
 
-    totals: tuple[float, float]
-    clouds: int
-    collapsed: int
+    totals: tuple[float, float] = (0.0, 0.0)
+    clouds: int = 0
+    collapsed: int = 0
+    extreme: int = 0
+    tokens: int = 0
 
     def __add__(self, other: "StreamNumbers") -> "StreamNumbers":
         totals = (self.totals[0] + other.totals[0], self.totals[1] + other.totals[1])
-        return StreamNumbers(totals, self.clouds + other.clouds, self.collapsed + other.collapsed)
+        return StreamNumbers(
+            totals,
+            self.clouds + other.clouds,
+            self.collapsed + other.collapsed,
+            self.extreme + other.extreme,
+            self.tokens + other.tokens,
+        )
 
     def means(self) -> dict[str, float]:
-        """By name, over the clouds."""
-        return {name: total / self.clouds for name, total in zip(STREAM, self.totals, strict=True)}
+        """By name, over the clouds, or over the tokens."""
+        values: dict[str, float] = {}
+        if self.clouds:
+            values |= {name: total / self.clouds for name, total in zip(STREAM, self.totals, strict=True)}
+        if self.tokens:
+            values["extreme_activations"] = self.extreme / self.tokens
+        return values
 
 
 def stream_numbers(clouds: Sequence[Cloud]) -> StreamNumbers:
-    """The numbers of at least one cloud."""
-    numbers = StreamNumbers((0.0, 0.0), 0, 0)
+    """The numbers of some clouds."""
+    numbers = StreamNumbers()
     for cloud in clouds:
         points = cloud.points.double().cpu()
         collapsed = bool(is_one_point(points, cloud.dtype))

@@ -7,7 +7,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from massieu.errors import InputError
 from massieu.foundation.arguments import described
-from massieu.probing.monitor.training import Watching, check_trained, gradient_norm
+from massieu.probing.monitor.training import Watching, check_trained, gradient_norm, optimizers_of
 
 
 class MonitorTrainerCallback(TrainerCallback):
@@ -52,6 +52,9 @@ class MonitorTrainerCallback(TrainerCallback):
         """
         if (state.global_step + 1) % self._monitor.every == 0:
             norm = None if args.fp16 or args.max_grad_norm else gradient_norm(model.parameters())
+            if self._monitor.layer_norms is not None and not args.fp16:
+                [innermost] = optimizers_of(optimizer)
+                self._monitor.layer_norms.take(model.parameters(), id(innermost))
             self._known = {"learning_rate": optimizer.param_groups[0]["lr"]} | (
                 {} if norm is None else {"gradient_norm": norm}
             )
@@ -83,6 +86,8 @@ class MonitorTrainerCallback(TrainerCallback):
             return
         # Reporting calls back: what was due is done by then.
         step, known, self._due, self._known = self._due, self._known, None, {}
+        if self._monitor.layer_norms is not None and "gradient_norm" not in known:
+            self._monitor.layer_norms.clear()  # they were taken after clipping, by a factor that is not known
         record = self._monitor(step, **known)
         if record is None:
             return

@@ -13,6 +13,14 @@ from massieu.foundation.arguments import described
 from massieu.probing.monitor.record import MonitorRecord
 
 
+class TakesGradients(Protocol):
+    """What a callback shows gradients to, before the optimiser's step; `LayerNorms` is one."""
+
+    def take(self, trained: Iterable[Tensor], key: int = 0) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 class Watching(Protocol):
     """What a callback needs of a monitor; `massieu.Monitor` is one."""
 
@@ -20,6 +28,9 @@ class Watching(Protocol):
 
     @property
     def every(self) -> int: ...
+
+    @property
+    def layer_norms(self) -> TakesGradients | None: ...
 
     def __call__(self, step: int, **beside: Any) -> MonitorRecord | None: ...
 
@@ -29,14 +40,22 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float | None:
 
     Gradients that are sharded over processes count as a whole: every process of theirs has to ask.
     """
+    return euclidean_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+def euclidean_norm(tensors: Iterable[Tensor]) -> float | None:
+    """Of all entries together, in float32 at the least; None where there is none. Whole numbers are left out.
+
+    Tensors that are sharded over processes count as a whole: every process of theirs has to ask.
+    """
     groups: dict[Any, list[Tensor]] = {}
-    for gradient in (parameter.grad for parameter in parameters):
-        if gradient is not None:
-            known = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            known = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
             known = torch.view_as_real(known) if known.is_complex() else known
             precision = torch.promote_types(known.dtype, torch.float32)
             norm = torch.linalg.vector_norm(known, dtype=precision).to(precision)
-            groups.setdefault((getattr(gradient, "device_mesh", None), norm.device), []).append(norm)
+            groups.setdefault((getattr(tensor, "device_mesh", None), norm.device), []).append(norm)
     totals = [torch.linalg.vector_norm(torch.stack(norms)) for norms in groups.values()]
     whole = [total.full_tensor() if hasattr(total, "full_tensor") else total for total in totals]
     return math.hypot(*map(float, whole)) if whole else None

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from massieu import ops
+from massieu.foundation.transforms import without_autocast
 from massieu.ops.moments import NAMES, MomentsResult
 from massieu.probing.attention_call import AttentionCall
 
@@ -90,10 +91,8 @@ class QueryReading:
         """What centring took from every score of a query."""
         if self._centre is None:
             return torch.zeros_like(self.log_partition)
-        # In float32: a product may leave the range of half precision.
         query = _grouped(self.call.query, self.call.key)
-        query, centre = (each.to(self.log_partition.dtype) for each in (query, self._centre[:, :, None]))
-        return (self.call.scale * query @ centre.mT).flatten(1, 2)[..., 0]
+        return self.call.scale * _product(query, self._centre[:, :, None]).flatten(1, 2)[..., 0]
 
     @cached_property
     def moments(self) -> "_Computed":
@@ -116,9 +115,10 @@ class QueryReading:
     @cached_property
     def largest_logit(self) -> Float[Tensor, "B H L"]:
         """The largest of scale · query · key over the keys that a query sees, before a soft cap, which would hide it."""
-        if self.call.softcap is None:
-            return self.moments.max_score + self.shift
         call = self.call
+        if call.softcap is None and call.key.dtype not in (torch.float16, torch.bfloat16):
+            return self.moments.max_score + self.shift
+        # The keys as they are: half precision has rounded their differences from the mean.
         settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
         return _Computed(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings)).max_score
 
@@ -153,7 +153,7 @@ class QueryReading:
             return self.weight_at(first)[..., 0]
         call = self.call
         chosen = self.key.gather(2, first[:, None, :, None].expand(-1, self.key.shape[1], -1, self.key.shape[3]))
-        product = (_grouped(call.query, self.key) * chosen[:, :, None]).sum(-1).flatten(1, 2)
+        product = _paired_product(_grouped(call.query, self.key), chosen[:, :, None]).flatten(1, 2)
         scores = _weighted(call, _score(call, product)[..., None], first[..., None])[..., 0]
         return torch.exp(scores - self.log_partition)
 
@@ -195,6 +195,22 @@ def _grouped(query: Tensor, key: Tensor) -> Tensor:
     return query.unflatten(1, (key.shape[1], -1))
 
 
+def _product(query: Float[Tensor, "*batch L D"], key: Float[Tensor, "*batch S D"]) -> Float[Tensor, "*batch L S"]:
+    """q·k in float32 at the least, also where autocast is active.
+
+    A product may leave the range of half precision, and a score of 100 that is rounded to bfloat16 is off by up to .25.
+    """
+    precision = torch.promote_types(query.dtype, torch.float32)
+    with without_autocast(query.device):
+        return query.to(precision) @ key.to(precision).mT
+
+
+def _paired_product(query: Float[Tensor, "*batch L D"], key: Float[Tensor, "*batch _ D"]) -> Float[Tensor, "*batch L"]:
+    """q·k of each query with a key of its own, in float32 at the least."""
+    precision = torch.promote_types(query.dtype, torch.float32)
+    return (query.to(precision) * key.to(precision)).sum(-1)
+
+
 def _score(call: AttentionCall, product: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"]:
     """From q·k to the score."""
     scores = call.scale * product
@@ -219,7 +235,7 @@ def _weighted(
 def _at_keys(call: AttentionCall, key: Tensor, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
     """Scores plus log-weights of the same few keys for every query of a sequence."""
     chosen = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
-    product = (_grouped(call.query, key) @ chosen[:, :, None].mT).flatten(1, 2)
+    product = _product(_grouped(call.query, key), chosen[:, :, None]).flatten(1, 2)
     return _weighted(call, _score(call, product), index[:, None])
 
 
@@ -228,11 +244,10 @@ def _at_offset(call: AttentionCall, key: Tensor, positions: Int[Tensor, " L"], o
     index = (positions - offset).clamp_min(0)
     query = _grouped(call.query, key)
     if len(positions) == key.shape[2]:  # every query in order: a shift instead of a gather
-        product = query.new_zeros(query.shape[:-1])
-        product[..., offset:] = (query[..., offset:, :] * key[:, :, None, : key.shape[2] - offset]).sum(-1)
-        product[..., :offset] = (query[..., :offset, :] * key[:, :, None, :1]).sum(-1)
-        product = product.flatten(1, 2)
+        first = _paired_product(query[..., :offset, :], key[:, :, None, :1])
+        later = _paired_product(query[..., offset:, :], key[:, :, None, : key.shape[2] - offset])
+        product = torch.cat([first, later], dim=-1).flatten(1, 2)
     else:
-        product = (query * key[:, :, None, index]).sum(-1).flatten(1, 2)
+        product = _paired_product(query, key[:, :, None, index]).flatten(1, 2)
     places = index[None, :, None].expand(call.query.shape[0], -1, -1)
     return _weighted(call, _score(call, product)[..., None], places)[..., 0]
