@@ -19,7 +19,7 @@ from massieu.probing.check import FirstLook, first_look
 from massieu.probing.checkpoint import some
 from massieu.probing.forward import named_inputs, run
 from massieu.probing.model import check_loaded, model_inputs
-from massieu.probing.monitor.alarms import Alarms
+from massieu.probing.monitor.alarms import Alarms, watched_numbers
 from massieu.probing.monitor.measured_pass import MeasuredPass
 from massieu.probing.monitor.places import places
 from massieu.probing.monitor.processes import MonitorSums, over_processes
@@ -80,7 +80,7 @@ class Monitor:
         top_k: int = 0,
         optimizer: Optimizer | None = None,
         to: object = (),
-        reference: Any = None,
+        alarms: bool = True,
         prefix: str = "massieu",
     ) -> None:
         """Look at the model once, so that what cannot be measured is known before training begins.
@@ -95,7 +95,8 @@ class Monitor:
             optimizer: its gradients' norm and learning rates are recorded too; the norm is taken as its step begins.
             to: a path (JSON lines), a Weights & Biases run, trackio, a TensorBoard writer, a function of record and step; or
                 a list of these.
-            reference: JSON lines of a run of yours that went well. It switches alarms on, at a factor of three.
+            alarms: compare each record with the run's own history, warn of what leaves it, and list it in the record's
+                ``alarms``: see `massieu.probing.monitor.alarms.RULES`.
             prefix: what all names begin with.
 
         Raises:
@@ -105,6 +106,7 @@ class Monitor:
         whole_number("every", every, least=1)
         whole_number("top_k", top_k, least=0)
         flag("per_head", per_head)
+        flag("alarms", alarms)
         if not isinstance(prefix, str):
             raise InputError(f"prefix must be a string, got {described(prefix)}")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -125,7 +127,8 @@ class Monitor:
                 raise InputError("the batch is empty: give one with at least one item and two tokens")
             self._find_sites(inputs)
         self.outlets = Outlets(to, self.settings)
-        self.alarms = None if reference is None else Alarms(reference, prefix, self.settings)
+        self._alarms = Alarms(prefix) if alarms else None
+        self._watch_alarms = Alarms(prefix) if alarms else None
         self._hook = None if optimizer is None else optimizer.register_step_pre_hook(_norm_taker(self))
 
     @property
@@ -157,7 +160,7 @@ class Monitor:
         shown = {name: _number(name, value) for name, value in beside.items()}
         with undisturbed(self.model):
             measured = self._measured(step, self._inputs())
-        return self._told(measured, shown)
+        return self._told(measured, shown, self._alarms)
 
     @contextmanager
     def watch(self, step: int) -> Iterator["Watch"]:
@@ -193,7 +196,7 @@ class Monitor:
         # The others wait for a process that did not call its model too.
         measured = over_processes(reading.measured(step))
         if measured.sites:
-            seen.record = self._told(measured, {})
+            seen.record = self._told(measured, {}, self._watch_alarms)
 
     def trainer_callback(self, trainer: Any = None) -> Any:
         """A callback for transformers' ``Trainer``, which calls the monitor once in so many optimiser steps.
@@ -276,8 +279,8 @@ class Monitor:
             run(self.model, inputs)
         return None if reading.elsewhere or len(reading.sums) < len(self._places) else reading
 
-    def _told(self, measured: MonitorSums, beside: dict[str, float]) -> MonitorRecord:
-        """The record of what was measured, after it was written."""
+    def _told(self, measured: MonitorSums, beside: dict[str, float], alarms: Alarms | None) -> MonitorRecord:
+        """The record of what was measured, after it was written. Batches that differ have alarms of their own."""
         values = self._values(measured.sites)
         for layer, found in measured.stream.items():
             values |= {f"{layer}/{n}": float(t / c) if c else math.nan for n, (t, c) in zip(STREAM, found, strict=True)}
@@ -285,8 +288,8 @@ class Monitor:
         named = {f"{self.prefix}/{name}" if self.prefix else name: value for name, value in values.items()}
         record = MonitorRecord(measured.step, named, _largest_logits(measured.sites))
         self._name_trouble(measured)
-        if self.alarms is not None:
-            record.alarms = list(self.alarms(record, measured.step))
+        if alarms is not None:
+            record.alarms = alarms(watched_numbers(measured, values), measured.step)
         self.outlets(record, measured.step)
         return record
 
