@@ -16,6 +16,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -201,6 +202,30 @@ def summary(runs: list[Judged], detector: str) -> dict[str, Any]:
         "median_lead": median(leads) if leads else None,
         "leads": len(leads),
     }
+
+
+SIMULATED_RUNS, SIMULATED_RECORDS = 30, 100
+SIMULATED_RULE = "collapsing tokens"
+"""The rule with the smallest factor, for which chance counts most."""
+
+
+def simulated() -> list[dict[str, Any]]:
+    """Runs of noise in which a rule rang: logarithms that walk at random, or scatter around a level."""
+    generator = np.random.default_rng(0)
+    rule = next(rule for rule in RULES if rule.title == SIMULATED_RULE)
+    rows = []
+    for kind, deviation, count in product(("random walk", "noise around a level"), (0.03, 0.1, 0.3), (1, 24, 144)):
+        places = tuple(Place(str(column), None) for column in range(count))
+        rang = 0
+        for _ in range(SIMULATED_RUNS):
+            levels = deviation * generator.normal(size=(SIMULATED_RECORDS, count))
+            if kind == "random walk":
+                levels = levels.cumsum(0)
+            history = History(rule)
+            alarms = [history.add(Numbers(places, np.exp(row)), step) for step, row in enumerate(levels)]
+            rang += any(alarm is not None for alarm in alarms)
+        rows.append({"kind": kind, "deviation": deviation, "numbers": count, "runs": SIMULATED_RUNS, "rang": rang})
+    return rows
 
 
 def trained(first_seed: int, healthy: int, broken: dict[str, int], folder: Path) -> dict[Setting, Run]:
