@@ -86,14 +86,15 @@ def watched(run: Run) -> dict[str, tuple[tuple[Place, ...], np.ndarray]]:
     return found
 
 
-def monitor_alarms(run: Run) -> dict[str, int]:
-    """The step of the first alarm of each rule."""
+def monitor_alarms(run: Run, stride: int = 1) -> dict[str, int]:
+    """The step of the first alarm of each rule, where every so many of the records were taken."""
     quantities = watched(run)
     compare = Alarms()
     first: dict[str, int] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for row, step in enumerate(run.steps.tolist()):
+        for row in range(0, len(run.steps), stride):
+            step = int(run.steps[row])
             numbers = {name: Numbers(places, values[row]) for name, (places, values) in quantities.items()}
             for alarm in compare(numbers, step):
                 first.setdefault(alarm.rule.title, step)
@@ -204,6 +205,24 @@ def summary(runs: list[Judged], detector: str) -> dict[str, Any]:
     }
 
 
+def coarser(runs: dict[Setting, Run], found: list[Judged], stride: int) -> dict[str, int]:
+    """False alarms, and early ones in hurt runs, where only every so many of the records were taken."""
+    false_alarms = early = 0
+    for run in found:
+        first = min(monitor_alarms(runs[run.setting], stride).values(), default=None)
+        false_alarms += run.setting.fault is None and first is not None
+        early += run.hurt and first is not None and (run.loss is None or first < run.loss)
+    healthy = sum(run.setting.fault is None for run in found)
+    hurt = sum(run.hurt for run in found)
+    return {
+        "every": stride * alarm_runs.EVERY,
+        "healthy": healthy,
+        "false_alarms": false_alarms,
+        "hurt": hurt,
+        "early": early,
+    }
+
+
 SIMULATED_RUNS, SIMULATED_RECORDS = 30, 100
 SIMULATED_RULE = "collapsing tokens"
 """The rule with the smallest factor, for which chance counts most."""
@@ -268,25 +287,29 @@ def main() -> None:
             )
     print("factors", factors)
     if not arguments.tuned:
+        columns = ["model", "fault", "seed", "final loss", "hurt", "loss rises", *found[0].alarms]
         each = [
-            [
-                run.setting.model,
-                run.setting.fault,
-                run.setting.seed,
-                round(run.final_loss, 3),
-                run.hurt,
-                run.loss,
-                *run.alarms.values(),
-            ]
+            ",".join(
+                "" if value is None else str(value)
+                for value in (
+                    run.setting.model,
+                    run.setting.fault,
+                    run.setting.seed,
+                    round(run.final_loss, 3),
+                    run.hurt,
+                    run.loss,
+                    *run.alarms.values(),
+                )
+            )
             for run in found
         ]
-        columns = ["model", "fault", "seed", "final loss", "hurt", "loss rises", *found[0].alarms]
         harness.save(
             "alarms",
             factors={name: asdict(each) for name, each in factors.items()},
             kinds=kinds,
-            columns=columns,
-            runs=each,
+            simulated=simulated(),
+            coarser=[coarser(runs, found, stride) for stride in (1, 2, 4)],
+            runs=[",".join(columns), *each],
         )
 
 
