@@ -228,7 +228,7 @@ class Run:
     """Shape (records, keys); NaN where a record lacks a key."""
 
     def curve(self, key: str) -> np.ndarray:
-        return self.records[:, self.keys.index(key)]
+        return self.records[:, self.keys.index(key)].astype(np.float64)
 
 
 @dataclass(frozen=True)
