@@ -130,7 +130,7 @@ floor: $(FLOOR)/installed
 READS_MODELS := $(addprefix tests/probing/test_,capture.py climb.py gguf.py loading.py population_layers.py probe.py statistics.py wiring.py)
 
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
-BENCHMARKS := ops half_precision lengths losses tokens policy packed measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe monitor
+BENCHMARKS := ops half_precision lengths losses tokens policy packed measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe monitor alarms
 MEASURED := massieu-results/bench
 
 $(VENV)/measured: $(VENV)/installed

@@ -31,6 +31,7 @@ TITLES = {
     "conditional_mean": "Conditional mean attention",
     "probe": "The probe",
     "monitor": "The monitor",
+    "alarms": "Alarms of the monitor",
     "on_cuda": "CUDA",
 }
 """Sections in their order; a result of another name comes after them under its own name."""
@@ -39,6 +40,7 @@ SECTIONS = {
     "lengths": sections.lengths,
     "probe": sections.probe,
     "monitor": sections.monitor,
+    "alarms": sections.alarms,
     "fixed_points": sections.fixed_points,
     "implicit": sections.implicit,
     "conditional_mean": sections.conditional_mean,

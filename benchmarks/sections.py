@@ -93,6 +93,40 @@ def monitor(content: Json) -> str:
     )
 
 
+DETECTORS = ("massieu.Monitor", "gradient norm", "loss spike", "Spectral Alignment", "spectral entropy")
+"""Whole detectors; the others are single rules of the monitor."""
+
+
+def alarms(content: Json) -> str:
+    return (
+        f"{alarm_table(content)}\nIn the first row: healthy runs in which a detector rang. In the others: in how many of the "
+        "hurt runs it was early, and its median lead in steps over the runs in which both it and the loss's own rule rang. "
+        "Early is before the loss has risen by 0.3 nats, or where the loss never rises so far. "
+        "[Alarms](how-to/alarms.md#measured) says what was done.\n\n"
+        f"The same for each rule of the monitor alone:\n\n{alarm_table(content, rules=True)}"
+    )
+
+
+def alarm_table(content: Json, rules: bool = False) -> str:
+    """Kinds of runs by detectors, or by the monitor's rules."""
+    kinds = content["kinds"]
+    columns = [name for name in kinds[0]["detectors"] if (name in DETECTORS) is not rules]
+    rows = []
+    for kind in kinds:
+        cells = [_rang(kind, kind["detectors"][name]) for name in columns]
+        rows.append([kind["kind"], str(kind["runs"]), str(kind["hurt"]), str(kind["loss_rises"]), *cells])
+    return table(["runs", "number", "hurt", "loss rises", *columns], rows)
+
+
+def _rang(kind: Json, numbers: Json) -> str:
+    if kind["kind"] == "healthy":
+        return f"{numbers['rang']} of {kind['runs']}"
+    if not kind["hurt"]:
+        return "—"
+    lead = numbers["median_lead"]
+    return f"{numbers['early']} of {kind['hurt']}" + ("" if lead is None else f" ({lead:+.0f})")
+
+
 def fixed_points(content: Json) -> str:
     def mean(row: Json, solver: str) -> str:
         found = row["evaluations"].get(solver)

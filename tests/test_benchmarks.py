@@ -29,7 +29,7 @@ def _module(name: str) -> ModuleType:
 
 comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
 lengths, losses, on_cuda, page = map(_module, ("lengths", "losses", "on_cuda", "page"))
-conditional_mean, scaling = map(_module, ("conditional_mean", "scaling"))
+conditional_mean, scaling, sections = map(_module, ("conditional_mean", "scaling", "sections"))
 RESULTS = page.read(FOLDER / "results")
 
 
@@ -369,3 +369,81 @@ def test_the_estimate_for_many_keys_is_of_the_measured_numbers():
     wanted += [f"`F` | {rates['flops'] / 1e9:.0f} GFlop/s", f"`X` | {rates['exponentials'] / 1e9:.1f}·10⁹/s"]
     missing = [words for words in wanted if words not in text]
     assert missing == []
+
+
+# --- alarms ----------------------------------------------------------------------------------------------------------
+
+alarm_published, alarm_runs, alarm_benchmark = map(_module, ("alarm_published", "alarm_runs", "alarms"))
+
+
+def _run_of(losses: list[float], norms: list[float] | None = None):
+    return alarm_runs.Run(np.array(losses), np.array(norms or [1.0] * len(losses)), np.arange(0), [], np.zeros((0, 0)))
+
+
+def test_the_losss_own_rule_and_the_simple_detectors():
+    # A loss at 1 that is 2 from step 50 on: the mean of ten steps is above 1.3 once four of them are.
+    assert alarm_benchmark.loss_rises(_run_of([1.0] * 50 + [2.0] * 10)) == 53
+    assert alarm_benchmark.loss_rises(_run_of(list(np.linspace(3, 1, 100)))) is None
+    assert alarm_benchmark.loss_rises(_run_of([1.0] * 50 + [math.nan] * 10)) == 50
+    assert alarm_benchmark.gradient_rule(_run_of([1.0] * 40, [1.0] * 30 + [2.9, 3.1] + [1.0] * 8)) == 31
+    # Mean 1.05 and standard deviation .05: the limit is 1.3.
+    assert alarm_benchmark.loss_spike(_run_of([1.0, 1.1] * 20 + [1.29])) is None
+    assert alarm_benchmark.loss_spike(_run_of([1.0, 1.1] * 20 + [1.31])) == 40
+
+
+def test_spectral_alignment_is_the_diversity_of_signs_along_the_leading_singular_vector():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 3, bias=False)
+    inputs = torch.randn(5, 7, 8)
+    leading = np.linalg.svd(layer.weight.detach().double().numpy())[2][0]
+    signs = np.sign(inputs.double().numpy() @ leading)
+    [(_, found)] = alarm_published.spectral_alignment(torch.nn.Sequential(layer), (inputs,)).items()
+    assert found == pytest.approx(1 - abs(signs.mean()), abs=1e-6)
+    aligned = torch.from_numpy(leading).float().expand(5, 7, 8) + 0.01 * inputs
+    [(_, found)] = alarm_published.spectral_alignment(torch.nn.Sequential(layer), (aligned,)).items()
+    assert found == pytest.approx(0, abs=1e-6)
+
+
+def test_spectral_entropy_is_that_of_the_whole_bilinear_form():
+    torch.manual_seed(0)
+    attention = alarm_runs.Attention(causal=False)
+    found = alarm_published.spectral_entropy(torch.nn.Sequential(attention), alarm_runs.HEADS)
+    query, key = (linear.weight.detach().double().numpy() for linear in (attention.query, attention.key))
+    size = alarm_runs.WIDTH // alarm_runs.HEADS
+    for head in range(alarm_runs.HEADS):
+        rows = slice(head * size, (head + 1) * size)
+        power = np.linalg.svd(query[rows].T @ key[rows], compute_uv=False)[:size] ** 2
+        assert found[f"bilinear/0/head{head}"] == pytest.approx(scipy.stats.entropy(power), rel=1e-4)
+
+
+def test_broken_runs_have_healthy_twins():
+    settings = alarm_runs.settings(7, 4, {"ramped rate": 5, "no warm-up": 3})
+    assert len(settings) == len(set(settings))
+    twins = {(setting.model, setting.seed) for setting in settings if setting.fault is None}
+    assert {(setting.model, setting.seed) for setting in settings if setting.fault} <= twins
+    assert [setting.seed for setting in settings if setting.fault == "no warm-up"] == [8, 11, 14]
+    assert {setting.model for setting in settings if setting.fault == "no warm-up"} == {"encoder-decoder"}
+
+
+@pytest.mark.medium
+@every_row("model", alarm_runs.MODELS)
+def test_a_run_records_what_every_detector_looks_at(model: str):
+    run = alarm_runs.train(alarm_runs.Setting(model, "rounded attention", 3), steps=6)
+    assert run.steps.tolist() == [0, 5]
+    assert len(run.losses) == len(run.norms) == 6
+    quantities = alarm_benchmark.watched(run)
+    layers = 2 if model == "encoder-decoder" else 3  # the monitor counts encoder and decoder of this model together
+    sites = 6 if model == "encoder-decoder" else 3
+    counts = {name: len(places) for name, (places, _) in quantities.items()}
+    assert counts["largest_logit"] == counts["entropy"] == sites * alarm_runs.HEADS
+    assert counts["spread"] == counts["effective_rank"] == layers
+    assert counts["gradient_norm"] == 1
+    assert alarm_benchmark.bilinear(run).shape == (2, sites * alarm_runs.HEADS)
+    assert alarm_benchmark.alignment(run).shape == (2, 1)
+
+
+def test_the_page_of_alarms_has_the_stored_table():
+    text = (ROOT / "docs" / "how-to" / "alarms.md").read_text()
+    assert sections.alarm_table(RESULTS["alarms"]) in text
+    rang = [row["rang"] for row in RESULTS["alarms"]["simulated"]]
+    assert f"at most {max(rang)} of 30 runs" in text

@@ -1,4 +1,4 @@
-"""`massieu monitor`: the page of one run or several, alarms against a reference, and what is one sentence."""
+"""`massieu monitor`: the page of one run or several, a reference beside them, alarms, and what is one sentence."""
 
 import json
 import subprocess
@@ -33,24 +33,28 @@ def test_a_page_is_written_beside_the_run(tmp_path: Path):
     assert ran.output == f"page: {tmp_path / 'run.html'}\n"
     page = (tmp_path / "run.html").read_text()
     assert "<title>run · massieu monitor</title>" in page
-    assert "Alarms need a reference run" in page
+    assert "No alarm is recorded." in page
 
 
-def test_other_runs_and_a_reference_with_its_alarms(tmp_path: Path):
+def test_other_runs_and_a_reference_beside_a_run_with_alarms(tmp_path: Path):
     run, other, healthy = (
         _written(tmp_path / f"{name}.jsonl", factor) for name, factor in (("a", 5), ("b", 1), ("c", 1))
     )
+    header, *lines = map(json.loads, run.read_text().splitlines())
+    for line in lines[3:]:
+        line["alarms"] = ["massieu/entropy_min"]
+    run.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
     ran = _run(run, other, "--reference", healthy, "--out", tmp_path / "new" / "page.html")
     assert ran.exit_code == 0
-    # Outside from step 200 on; the second call running is step 300.
     assert "massieu: in alarm from step 300: massieu/entropy_min\n" in ran.output
     page = (tmp_path / "new" / "page.html").read_text()
     assert (
         '<code>massieu/entropy_min</code></th><td data-label="From step">300</td><td data-label="To step">500</td>'
         in page
     )
-    assert _run(other, "--reference", healthy).exit_code == 0
-    assert "No quantity was in alarm." in (tmp_path / "b.html").read_text()
+    # A reference is drawn, and no more: the other run, five times as far from it, is in no alarm.
+    assert _run(other, "--reference", run).output == f"page: {tmp_path / 'b.html'}\n"
+    assert "No alarm is recorded." in (tmp_path / "b.html").read_text()
 
 
 def test_a_line_that_was_cut_off_is_left_out_with_one_sentence(tmp_path: Path):
@@ -68,7 +72,8 @@ def test_a_reference_of_another_model_is_said_on_the_page(tmp_path: Path):
         _run(_written(tmp_path / "run.jsonl"), "--reference", _written(tmp_path / "big.jsonl", layers=12)).exit_code
         == 0
     )
-    assert "The reference run big was another: layers 12 in place of 2." in (tmp_path / "run.html").read_text()
+    said = "Big cannot be compared with run: it had layers 12 in place of 2."
+    assert said in (tmp_path / "run.html").read_text()
 
 
 @every_row(

@@ -27,6 +27,7 @@ PAGES_WITH_CODE = (
     "how-to/monitor",
     "how-to/replacing_attention",
     "how-to/monitor_logging",
+    "how-to/alarms",
     "how-to/ops",
     "how-to/losses",
     "how-to/policy_optimisation",

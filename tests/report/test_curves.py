@@ -108,6 +108,11 @@ def test_alarms_are_listed_by_episode_and_marked():
     assert panel_of(page, "entropy")["alarms"] == [{"part": "min", "steps": [200], "values": [0.6]}]
 
 
+def test_an_alarm_of_a_layer_is_drawn_on_the_models_curve():
+    page = curves.render([replace(training_run(), alarms={200: ["massieu/layer1/entropy_min"], 300: ["massieu/loss"]})])
+    assert panel_of(page, "entropy")["alarms"] == [{"part": "min", "steps": [200], "values": [0.6]}]
+
+
 def test_axes_are_logarithmic_where_positive_numbers_span_much():
     page = curves.render([training_run(loss=lambda step: 10.0 ** (step / 100), gradient_norm=lambda step: step)])
     assert panel_of(page, "loss")["logarithmic"]

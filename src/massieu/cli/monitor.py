@@ -1,15 +1,13 @@
 """The command that draws what a monitor recorded."""
 
 import os
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from massieu.cli.output import check_page
 from massieu.cli.streams import say
 from massieu.errors import InputError, require_extra
-from massieu.report.record_lines import TrainingRun, read_run
+from massieu.report.record_lines import read_run
 from massieu.report.writing import write_whole
 
 
@@ -28,30 +26,17 @@ def draw(runs: Sequence[Path], out: Path | None, reference: Path | None) -> Path
     check_page(page)
     read = [read_run(run) for run in runs]
     healthy = None if reference is None else read_run(reference)
-    first = read[0] if healthy is None else _compared(read[0], healthy)
+    first = read[0]
     for run in (*read, *([healthy] if healthy else [])):
         for note in run.notes:
             say(note)
     if first.alarms:
         step, keys = next(iter(first.alarms.items()))
         say(f"in alarm from step {step}: {', '.join(keys)}")
-    write_whole(page, render([first, *read[1:]], healthy), "the page")
+    write_whole(page, render(read, healthy), "the page")
     return page
 
 
 def _same(page: Path, run: Path) -> bool:
     """Whether two paths, however they are written, lead to one file."""
     return os.path.exists(run) and os.path.samefile(page, run)
-
-
-def _compared(run: TrainingRun, reference: TrainingRun) -> TrainingRun:
-    """The run with the alarms that its monitor would have given with this reference."""
-    from massieu.probing.monitor.alarms import Alarms
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        compare = Alarms(reference, run.prefix, run.settings)
-        found = {step: [alarm.key for alarm in compare(record, step)] for step, record in run.records.items()}
-    notes = [str(each.message).removeprefix("massieu.Monitor: ") for each in said]
-    notes = [note for note in notes if note.startswith("the reference run")]
-    return replace(run, alarms={step: keys for step, keys in found.items() if keys}, notes=[*run.notes, *notes])

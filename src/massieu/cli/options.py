@@ -101,7 +101,7 @@ StoreEvery = Annotated[float, option("MINUTES", "How often intermediate results 
 
 _FAIL_ABOVE = "Exit with status 1 if a head's statistic differs significantly and by more than X."
 _RUNS = "File that massieu.Monitor wrote; further files share the plots."
-_REFERENCE = "A run that went well: it shares the plots, and alarms compare with it."
+_REFERENCE = "A run that went well: it shares the plots, in grey."
 _EVERY_ROW = "Show every check of the named claims, not only the worst of each kind."
 _CLAIMS = "Claims to show in detail, such as S7 [a list of all]."
 _NAMES = "Statistics or groups to explain [a list of all]."

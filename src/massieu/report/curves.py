@@ -240,8 +240,9 @@ def _alarms(run: TrainingRun, base: str) -> list[dict[str, Any]]:
     found = []
     for part in ("", *PARTS):
         curve = run.curve(quantity := f"{base}_{part}" if part else base)
-        key = f"{run.prefix}/{quantity}" if run.prefix else quantity
-        steps = [step for step, keys in run.alarms.items() if key in keys and step in curve]
+        # An alarm of a layer is drawn on the model's curve.
+        ringing = {step for step, keys in run.alarms.items() for key in keys if f"/{key}".endswith(f"/{quantity}")}
+        steps = [step for step in run.alarms if step in ringing and step in curve]
         if steps:
             steps = [each[0] for each in _intervals(steps, min(len(steps), MOST_POINTS))]
             found.append({"part": part, "steps": steps, "values": [_short(curve[step]) for step in steps]})

@@ -1,4 +1,4 @@
-"""The record of a training run as JSON lines: what `massieu.Monitor` appends, and alarms and the page of curves read.
+"""The record of a training run as JSON lines: what `massieu.Monitor` appends, and the page of curves reads.
 
 The first line is a header, ``{"massieu": version, "monitor": settings}``; each other line is one record,
 ``{"step": 100, "massieu/loss": 2.5, ...}``. JSON has no NaN and no infinity: they are the strings of `NOT_FINITE`.

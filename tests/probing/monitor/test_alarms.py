@@ -1,152 +1,268 @@
-"""Alarms against a reference run: a factor of three, two calls running, once until it returns, and what is not compared."""
+"""Alarms from a run's own history: when they ring, what they say, and that noise and learning do not ring them."""
 
-import json
 import math
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.rows import every_row
 
 import massieu
-from massieu import InputError
-from massieu.probing.monitor.alarms import Alarms
+from massieu.probing.monitor.alarms import RULES, RUNNING, WINDOW, Alarm, Alarms, Numbers, Place
 from massieu.report.curves import render
-from massieu.report.record_lines import TrainingRun, read_run
+from massieu.report.record_lines import read_run
 
-KEY = "massieu/largest_logit_max"
-
-
-def reference(values: dict[int, float], quantity: str = "largest_logit_max", prefix: str = "massieu") -> TrainingRun:
-    records = {step: {f"{prefix}/{quantity}": value} for step, value in values.items()}
-    return TrainingRun("healthy", {"prefix": prefix, "layers": 2}, records)
+RULE = {rule.title: rule for rule in RULES}
+CALM = [20.0, 20.5, 19.8, 20.1, 20.3, 19.9, 20.2, 20.0] * 2 + [20.1, 20.0]
+"""A history of eighteen records."""
 
 
-def rung(alarms: Alarms, values: list[float], every: int = 100, key: str = KEY) -> list[bool]:
+def heads(values: list[list[float]] | np.ndarray, quantity: str = "largest_logit") -> list[dict[str, Numbers]]:
+    """Records of heads of one layer; shape (records, heads)."""
+    table = np.asarray(values, dtype=float)
+    places = tuple(Place("layer3", head) for head in range(table.shape[1]))
+    return [{quantity: Numbers(places, row)} for row in table]
+
+
+def rung(alarms: Alarms, records: list[dict[str, Numbers]], every: int = 100, first: int = 0) -> list[list[Alarm]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [bool(alarms({key: value}, place * every)) for place, value in enumerate(values)]
+        return [alarms(record, first + place * every) for place, record in enumerate(records)]
 
 
-FLAT = dict.fromkeys(range(0, 1000, 100), 2.0)
+def steps_in_alarm(values: list[float], quantity: str = "largest_logit", **more: int) -> list[int]:
+    found = rung(Alarms(), heads([[value] for value in values], quantity), **more)
+    return [alarms[0].step for alarms in found if alarms]
 
 
-@every_row(
-    ("values", "expected"),
-    [
-        ([6.1, 6.1, 6.1], [False, True, True]),  # from the second call running
-        ([6.0, 6.0, 6.0], [False, False, False]),  # three times as much is not yet outside
-        ([6.1, 5.9, 6.1, 6.1], [False, False, False, True]),  # a return begins the count again
-        ([0.66, 0.66], [False, True]),  # below a third: 0.6667
-        ([0.67, 0.67], [False, False]),
-        ([math.nan, math.inf], [False, True]),
-        ([-1.0, 0.0], [False, True]),
-    ],
-)
-def test_outside_a_factor_of_three_in_two_calls_running(values: list[float], expected: list[bool]):
-    assert rung(Alarms(reference(FLAT)), values) == expected
-
-
-def test_the_least_entropy_is_outside_only_below_a_third():
-    low = Alarms(reference(FLAT, "entropy_min"))
-    assert rung(low, [7.0, 7.0, 0.6, 0.6], key="massieu/entropy_min") == [False, False, False, True]
-
-
-def test_an_alarm_names_what_it_compared_and_is_said_once_until_it_returns():
-    alarms = Alarms(reference(FLAT))
-    said = (
-        r"massieu/largest_logit_max is 10 at step 100, where the reference run had 2: outside a factor of 3 in 2 calls"
-    )
-    with pytest.warns(UserWarning, match=said) as warned:
-        found = [alarms({KEY: 10.0}, step) for step in (0, 100, 200, 300)]
-    assert len(warned) == 1
-    assert found[1] == [(KEY, 10.0, 2.0, 100)]
-    assert [len(each) for each in found] == [0, 1, 1, 1]
-    with pytest.warns(UserWarning, match="at step 600"):
-        assert [len(alarms({KEY: value}, step)) for step, value in ((400, 2.0), (500, 9.0), (600, 9.0))] == [0, 0, 1]
-
-
-def test_between_two_steps_the_reference_is_a_straight_line():
-    alarms = Alarms(reference({0: 1.0, 100: 3.0, 200: 3.0}))
-    # At 25 it is 1.5, so that 4.4 is inside and 4.6 outside; by the nearer record 3 would be the limit.
-    for value, outside in ((4.4, False), (4.6, True)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert bool(alarms({KEY: value}, 25) + alarms({KEY: value}, 25)) is outside
-
-
-def test_steps_that_the_reference_lacks_are_said_once():
-    alarms = Alarms(reference({0: 1.0, 100: 1.0, 200: 1.0, 900: 1.0, 1000: 1.0}))
-    with pytest.warns(UserWarning, match="no record near step 500; nothing is compared there") as said:
-        found = [alarms({KEY: 99.0}, step) for step in (500, 600, 1101, 1200)]
-    assert found == [[], [], [], []]
-    assert len(said) == 1
-    # A hundred steps, the usual distance, before the first and after the last record are near enough.
-    with pytest.warns(UserWarning, match="at step 1100"):
-        assert [len(alarms({KEY: 99.0}, step)) for step in (1050, 1100)] == [0, 1]
-
-
-def test_what_has_no_ratio_is_not_compared():
-    for value in (0.0, -1.0, math.nan, math.inf):
-        assert rung(Alarms(reference(dict.fromkeys(FLAT, value))), [5.0, 5.0]) == [False, False]
-    alarms = Alarms(reference(FLAT))
-    assert alarms({"massieu/loss": 99.0}, 0) + alarms({"massieu/loss": 99.0}, 100) == []
-
-
-def test_settings_that_differ_are_said_and_prefixes_may_differ(tmp_path: Path):
-    with pytest.warns(UserWarning, match="the reference run healthy was another: layers 2 in place of 12") as said:
-        Alarms(reference(FLAT), "massieu", {"layers": 12, "every": 7})
-    assert len(said) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other = Alarms(reference(FLAT, prefix="old"), "new", {"layers": 2})
-    assert rung(other, [9.0, 9.0], key="new/largest_logit_max") == [False, True]
-    path = tmp_path / "healthy.jsonl"
-    path.write_text("".join(json.dumps({"step": step, KEY: value}) + "\n" for step, value in FLAT.items()))
-    assert rung(Alarms(path), [9.0, 9.0]) == [False, True]
+# --- when ----------------------------------------------------------------------------------------------------------------
 
 
 @every_row(
-    ("given", "said"),
+    ("after", "expected"),
     [
-        (5, "reference must be the path of a run's JSON lines, got 5"),
-        ("/no/such/run.jsonl", "cannot read /no/such/run.jsonl"),
-        (reference(FLAT, "spread_mean"), "the reference run healthy has none of the quantities that are compared"),
+        ([61.0, 61.0, 61.0], [1900, 2000]),  # from the second record running, above 3 × 20.1
+        ([59.0, 59.0, 59.0], []),  # not by a factor of three
+        ([61.0, 20.0, 61.0, 61.0], [2100]),  # a return begins the count again
+        ([61.0, 61.0, 20.0, 20.0], [1900]),  # and ends the alarm
+        ([1e6, math.inf, math.inf], [1900, 2000]),
+        ([61.0, math.nan, 61.0], [1900, 2000]),  # NaN is as the number before
+        ([6.0, 6.0, 6.0], []),  # smaller logits are no trouble
     ],
 )
-def test_a_bad_reference_is_one_sentence(given: object, said: str):
-    with pytest.raises(InputError, match=said):
-        Alarms(given)  # pyright: ignore
+def test_two_records_running_outside_a_factor_of_the_median_of_the_history(after: list[float], expected: list[int]):
+    assert steps_in_alarm(CALM + after) == expected
+
+
+def test_an_alarm_lasts_while_the_number_stays_outside_the_history_that_it_had():
+    """The history moves on, but not what the alarm compares with: 40 records are more than the window holds."""
+    assert steps_in_alarm(CALM + [80.0] * 40 + [30.0], every=1) == list(range(19, 58))
+
+
+def test_what_is_negligible_does_not_grow():
+    """Logits begin near .1, and learning takes them to 9 within a few records: below 10 they count as 10."""
+    assert steps_in_alarm([0.1] * 20 + [0.5, 2.0, 5.0, 9.0, 9.0, 9.0]) == []
+    assert steps_in_alarm([0.1] * 20 + [0.5, 2.0, 5.0, 31.0, 31.0, 31.0]) != []
+
+
+def test_before_there_is_a_history_the_first_record_is_what_numbers_are_compared_with():
+    """Tokens that collapse in the first steps: 9.7 → 2e-6. Learning halves the spread of others, and of a few more."""
+    assert steps_in_alarm([9.7, 2e-6, 2e-6], "spread", every=5) == [10]
+    assert steps_in_alarm([9.7, 4.0, 1.5, 1.3, 1.6, 2.9, 4.4], "spread") == []
+
+
+def test_a_monitor_that_begins_late_has_no_history():
+    """Rebuilt at step 1000, where numbers are as they were at the end, it is quiet."""
+    assert steps_in_alarm([50.0, 55.0, 48.0, 52.0] * 10, first=1000) == []
+
+
+def test_noise_has_to_be_exceeded_too():
+    """The same rise by 3.2 is an alarm of a calm head, and chance for one whose logarithm walks by .5 at each record."""
+    generator = np.random.default_rng(0)
+    calm = 20 * np.exp(0.01 * generator.normal(size=18).cumsum())
+    noisy = 20 * np.exp(0.5 * generator.normal(size=18))
+    assert steps_in_alarm([*calm, 64, 64, 64]) != []
+    assert steps_in_alarm([*noisy, 64, 64, 64]) == []
+
+
+@every_row(
+    ("title", "usual", "inside", "outside"),
+    [
+        ("growing logits", 20.0, 59.0, 61.0),
+        ("sharpening attention", 2.0, 4.9, 5.1),
+        ("entropy collapse", 1.8, 1.21, 1.19),
+        ("uniform attention", 0.3, 0.235, 0.225),
+        ("collapsing tokens", 9.7, 7.5, 7.4),
+        ("falling rank", 11.0, 5.1, 4.9),
+        ("growing gradient", 0.5, 1.49, 1.51),
+    ],
+)
+def test_each_rule_has_its_factor(title: str, usual: float, inside: float, outside: float):
+    quantity = RULE[title].quantity
+    history = [usual] * (WINDOW + RUNNING)
+    assert steps_in_alarm(history + [inside] * 3, quantity) == []
+    found = rung(Alarms(), heads([[value] for value in history + [outside] * 3], quantity))
+    assert [[alarm.rule.title for alarm in alarms] for alarms in found[-2:]] == [[title], [title]]
+
+
+# --- false alarms ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.medium
-def test_a_monitor_with_a_reference_rings_writes_and_draws(tmp_path: Path):
-    """Queries that grow tenfold are in alarm from the second call on, in the record, the file and the page's table."""
+@every_row(
+    ("kind", "deviation", "count"),
+    [("walk", 0.1, 1), ("walk", 0.1, 100), ("walk", 0.3, 24), ("noise", 0.3, 100), ("autoregressive", 0.3, 24)],
+)
+def test_noise_rings_at_most_one_run_in_twenty(kind: str, deviation: float, count: int):
+    """Logarithms of all heads walk, or scatter around a level, for 100 records; 20 runs of each."""
+    generator = np.random.default_rng(0)
+    false_alarms = 0
+    for _ in range(20):
+        levels = deviation * generator.normal(size=(100, count))
+        if kind == "walk":
+            levels = levels.cumsum(0)
+        if kind == "autoregressive":
+            for row in range(1, len(levels)):
+                levels[row] += 0.8 * levels[row - 1]
+        false_alarms += any(rung(Alarms(), heads(1e20 * np.exp(levels))))
+    assert false_alarms <= 1
 
-    def monitored(name: str, **more: Any) -> tuple[torch.nn.Module, massieu.Monitor]:
-        torch.manual_seed(0)
-        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        batch = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
-        return model, massieu.Monitor(model, batch, every=10, to=tmp_path / name, **more)
 
-    _, healthy = monitored("healthy.jsonl")
-    for step in (0, 10, 20):
-        healthy(step, loss=1.0)
-    model, monitor = monitored("run.jsonl", reference=tmp_path / "healthy.jsonl")
-    first = monitor(0, loss=1.0)
-    assert first is not None
-    assert first.alarms == []
+@given(st.floats(1e-3, 1e3), st.integers(0, 2**31))
+def test_units_do_not_matter(scale: float, seed: int):
+    """Numbers that are all multiplied ring at the same steps."""
+    levels = np.random.default_rng(seed).normal(size=(40, 3)).cumsum(0)
+    one, other = (
+        [bool(alarms) for alarms in rung(Alarms(), heads(factor * np.exp(levels), "spread"))] for factor in (1.0, scale)
+    )
+    assert one == other
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_an_alarm_names_place_since_when_comparison_remedy_and_page():
+    after = np.array([[20.0, 90.0, 65.0], [21.0, 200.0, 65.0]])
+    found = rung(Alarms("mine"), heads(np.concatenate([np.tile(CALM, (3, 1)).T, after])))
+    [alarm] = found[-1]
+    assert alarm[1:] == ("mine/layer3/largest_logit_max", 200.0, pytest.approx(20.05), 1900, 1800, ("layer3", 1), 2)
+    assert str(alarm) == (
+        "growing logits in layer3, head 1 and 1 more head, since step 1800: largest logit is 200 at step 1900, where its own "
+        "history has 20.1. First lower the learning rate, or clip with massieu.nn.clip_logits. See "
+        "docs/how-to/alarms.md#growing-logits"
+    )
+
+
+def test_an_alarm_of_the_mean_over_heads_names_the_head_that_moved_most():
+    values = [[2.0, 1.0, 3.0]] * 18 + [[1.9, 0.05, 1.5]] * 2
+    [alarm] = rung(Alarms(), heads(values, "entropy"))[-1]
+    assert (alarm.key, alarm.place, alarm.places) == ("massieu/entropy_mean", ("layer3", 1), 1)
+    assert (alarm.value, alarm.usual) == pytest.approx((1.15, 2.0))
+    assert "entropy collapse, most in layer3, head 1, since step 1800: the mean over heads of entropy is 1.15" in str(
+        alarm
+    )
+
+
+def test_each_rule_is_warned_of_once_until_it_is_quiet_again():
+    records = heads([[value] for value in [*CALM, 80, 80, 80, 20, 20, 80, 80, 80]])
+    alarms = Alarms()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for place, record in enumerate(records):
+            alarms(record, 100 * place)
+    sentences = [str(each.message) for each in said]
+    assert [sentence.partition(":")[0] for sentence in sentences] == ["massieu.Monitor"] * 2
+    assert ["since step 1800" in sentences[0], "since step 2300" in sentences[1]] == [True, True]
+
+
+def test_every_rule_has_its_place_on_the_page():
+    text = (Path(massieu.__file__).parents[2] / "docs" / "how-to" / "alarms.md").read_text()
+    for rule in RULES:
+        assert rule.page == f"docs/how-to/alarms.md#{rule.title.replace(' ', '-')}"
+        assert f"\n## {rule.title.capitalize()}\n" in text
+
+
+# --- what is missing -------------------------------------------------------------------------------------------------
+
+
+def test_quantities_that_a_record_lacks_are_left_out_and_other_places_begin_anew():
+    alarms = Alarms()
+    assert rung(alarms, [{}, {}, *heads([[20.0]] * 18), {}, *heads([[20.0, 80.0]] * 3)]) == [[]] * 24
+
+
+def test_a_run_that_goes_back_begins_new_histories():
+    alarms = Alarms()
+    rung(alarms, heads([[value] for value in CALM]))
+    assert rung(alarms, heads([[80.0]] * 5), first=500) == [[]] * 5
+
+
+def test_a_head_that_is_nan_from_the_first_record_is_never_in_alarm():
+    values = np.full((30, 2), math.nan)
+    values[:, 1] = 20.0
+    values[20:, 1] = 90.0
+    found = rung(Alarms(), heads(values))
+    assert [alarms[0].place for alarms in found if alarms] == [("layer3", 1)] * 9
+
+
+# --- in a monitor ----------------------------------------------------------------------------------------------------
+
+
+def monitored(path: Path | None = None, **more: Any) -> tuple[torch.nn.Module, massieu.Monitor, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    batch = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    return model, massieu.Monitor(model, batch, every=10, to=path, **more), batch
+
+
+@pytest.mark.medium
+def test_a_monitor_rings_writes_and_draws_without_a_reference(tmp_path: Path):
+    """One layer's queries grow a thousandfold; alarms are in the record, in the file and in the page's table."""
+    path = tmp_path / "run.jsonl"
+    model, monitor, _ = monitored(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(0, 200, 10):
+            monitor(step, loss=1.0)
     with torch.no_grad():
-        for layer in model.layers:  # pyright: ignore
-            layer.self_attn.in_proj_weight[:8] *= 100  # pyright: ignore
-    with pytest.warns(UserWarning, match="massieu/largest_logit_max is .* at step 20, where the reference run had"):
-        found = [monitor(step, loss=1.0) for step in (10, 20)]
-    keys = [[alarm.key for alarm in record.alarms] for record in found if record is not None]  # pyright: ignore
-    assert keys[0] == []
-    assert {"massieu/largest_logit_max", "massieu/selective_log_partition_max"} <= set(keys[1])
-    assert "massieu/loss" not in keys[1]
-    assert read_run(tmp_path / "run.jsonl").alarms == {20: keys[1]}
-    assert "<code>massieu/largest_logit_max</code>" in render([read_run(tmp_path / "run.jsonl")])
+        model.layers[1].self_attn.in_proj_weight[:8] *= 1000  # pyright: ignore
+    with pytest.warns(UserWarning, match="growing logits in layer1, head"):
+        records = [monitor(step, loss=1.0) for step in (200, 210)]
+    found = [[alarm.rule.title for alarm in record.alarms] for record in records if record is not None]
+    assert found[0] == []
+    assert {"growing logits", "sharpening attention"} <= set(found[1])
+    assert records[1] is not None
+    assert all(alarm.place.layer == "layer1" for alarm in records[1].alarms if alarm.rule.title == "growing logits")
+    keys = read_run(path).alarms[210]
+    assert "massieu/layer1/largest_logit_max" in keys
+    assert set(keys) <= set(records[1])
+    assert "<code>massieu/layer1/largest_logit_max</code>" in render([read_run(path)])
+
+
+@pytest.mark.medium
+def test_training_batches_have_a_history_of_their_own_and_alarms_can_be_switched_off():
+    model, monitor, batch = monitored()
+    _, silent, _ = monitored(alarms=False)
+    silent.model = model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(0, 200, 10):
+            monitor(step)
+            silent(step)
+            with monitor.watch(step) as seen:
+                model(1000 * batch)
+            assert seen.record is not None
+            assert seen.record.alarms == []
+        with torch.no_grad():
+            model.layers[1].self_attn.in_proj_weight[:8] *= 1000  # pyright: ignore
+        assert [record.alarms for step in (200, 210) if (record := silent(step)) is not None] == [[], []]
+
+
+def test_alarms_is_a_truth_value():
+    with pytest.raises(TypeError, match="alarms must be True or False"):
+        monitored(alarms="yes")

@@ -671,7 +671,7 @@ def test_bad_calls():
         ({"optimizer": 3}, r"optimizer must be a torch\.optim\.Optimizer or a list of these, got 3"),
         ({"optimizer": [3]}, r"optimizer must be a torch\.optim\.Optimizer or a list of these, got 3"),
         ({"to": 3}, "to must be a path"),
-        ({"reference": 3}, "reference must be the path"),
+        ({"alarms": 3}, "alarms must be True or False, got 3"),
     ):
         with pytest.raises((TypeError, ValueError, InputError), match=sentence):
             Monitor(model, IDS, **options)

@@ -17,7 +17,7 @@ import pytest
 from tests.support.rows import every_row
 
 from massieu import InputError
-from massieu.probing.monitor.alarms import Alarm
+from massieu.probing.monitor.alarms import RULES, Alarm, Place
 from massieu.probing.monitor.writers import LinesFile, Outlets, writer_for
 from massieu.report.record_lines import read_run
 
@@ -40,7 +40,7 @@ def test_lines_are_strict_json_and_are_read_back(tmp_path: Path):
     write = writer_for(path, SETTINGS)
     write({"massieu/loss": 0.1, "massieu/layer0/entropy_mean": 1 / 3}, 0)
     record = Record(NOT_FINITE)
-    record.alarms = [Alarm("massieu/loss", math.nan, 1.0, 100)]
+    record.alarms = [Alarm(RULES[0], "massieu/loss", math.nan, 1.0, 100, 90, Place("", None), 1)]
     write(record, 100)
 
     def refuse(name: str) -> None:

@@ -21,7 +21,7 @@ from massieu.probing.check import FirstLook, first_look
 from massieu.probing.checkpoint import some
 from massieu.probing.forward import device_of, named_inputs, run
 from massieu.probing.model import check_loaded, model_inputs
-from massieu.probing.monitor.alarms import Alarms
+from massieu.probing.monitor.alarms import Alarms, watched_numbers
 from massieu.probing.monitor.clipping import Clipping, LargestLogits
 from massieu.probing.monitor.layer_norms import LayerNorms
 from massieu.probing.monitor.measured_pass import MeasuredPass, WatchedPasses
@@ -96,7 +96,7 @@ class Monitor:
         top_k: int = 0,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         to: object = (),
-        reference: Any = None,
+        alarms: bool = True,
         prefix: str = "massieu",
         norms: bool = False,
         extreme_activations: bool = False,
@@ -120,14 +120,14 @@ class Monitor:
                 ``monitor(step, gradient_norm=norm)``.
             to: a path (JSON lines), a Weights & Biases run, trackio, a TensorBoard writer, a function of record and step; or
                 a list of these.
-            reference: JSON lines of a run of yours that went well. It switches alarms on, at a factor of three.
+            alarms: compare each record with the run's own history, warn of what leaves it, and list it in the record's
+                ``alarms``: see `massieu.probing.monitor.alarms.RULES`.
             prefix: what all names begin with.
             norms: also norms of weights and gradients by layer: ``massieu/layer3/weight_norm`` and ``…/gradient_norm``. What is
                 in no layer has ``massieu/outside_layers/…``, and all weights together ``massieu/weight_norm``. Where
                 ``gradient_norm`` is given beside the step, the layers' gradients are before that clipping too.
             extreme_activations: also ``massieu/layer3/extreme_activations``, the share of tokens behind the layer with an entry
-                above 100 in magnitude and at least 1,000 times the median magnitude of the row's (arXiv 2402.17762); not in
-                `watch`.
+                above 100 in magnitude and at least 1,000 times the median magnitude of the row's (arXiv 2402.17762).
             on_nan: a function that is called with every record of which a number is NaN or infinite, after it was written; or
                 "raise", so that training stops there.
 
@@ -145,6 +145,7 @@ class Monitor:
         self._extreme_activations, self._on_nan = extreme_activations, on_nan
         whole_number("top_k", top_k, least=0)
         flag("per_head", per_head)
+        flag("alarms", alarms)
         if not isinstance(prefix, str):
             raise InputError(f"prefix must be a string, got {described(prefix)}")
         self._optimizers = optimizers_of(optimizer)
@@ -168,7 +169,8 @@ class Monitor:
             self._find_sites(inputs)
         self.layer_norms = LayerNorms(self.model, self._layer_names()) if norms else None
         self.outlets = Outlets(to, self.settings)
-        self.alarms = None if reference is None else Alarms(reference, prefix, self.settings)
+        self._alarms = Alarms(prefix) if alarms else None
+        self._watch_alarms = Alarms(prefix) if alarms else None
         self._hooks = [
             each.register_step_pre_hook(_norm_taker(self, index)) for index, each in enumerate(self._optimizers)
         ]
@@ -214,7 +216,7 @@ class Monitor:
         start = self._finished_work()
         with undisturbed(self.model):
             measured = self._measured(step, self._inputs(), shown)
-        record = self._told(measured, measured.beside)
+        record = self._told(measured, measured.beside, self._alarms)
         self._period.measured(step, self._finished_work() - start)
         return record
 
@@ -247,7 +249,7 @@ class Monitor:
         # The others wait for a process that did not call its model too.
         measured = over_processes(reading.measured(step, period=self._period.told()))
         if measured.sites:
-            seen.record = self._told(measured, {})
+            seen.record = self._told(measured, {}, self._watch_alarms)
         self._period.watched()
 
     @contextmanager
@@ -410,8 +412,8 @@ class Monitor:
             run(self.model, inputs)
         return None if reading.elsewhere or len(reading.sums) < len(self._places) else reading
 
-    def _told(self, measured: MonitorSums, beside: dict[str, float]) -> MonitorRecord:
-        """The record of what was measured, after it was written."""
+    def _told(self, measured: MonitorSums, beside: dict[str, float], alarms: Alarms | None) -> MonitorRecord:
+        """The record of what was measured, after it was written. Batches that differ have alarms of their own."""
         self._period.agree(measured.period)
         values = self._values(measured.sites)
         for layer, found in measured.stream.items():
@@ -424,8 +426,8 @@ class Monitor:
         self._name_trouble(measured)
         self._name_beyond(measured)
         self._name_collapse(measured)
-        if self.alarms is not None:
-            record.alarms = list(self.alarms(record, measured.step))
+        if alarms is not None:
+            record.alarms = alarms(watched_numbers(measured, values), measured.step)
         self.outlets(record, measured.step)
         self._act_on_nan(record, measured)
         return record

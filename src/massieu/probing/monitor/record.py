@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
+from massieu.probing.monitor.alarms import Alarm
+
 SUMMARY = (
     "loss",
     "gradient_norm",
@@ -36,7 +38,8 @@ class MonitorRecord(dict[str, float]):
         largest_logits: by the name of each attention module the largest logit of each of its heads, shape (H,), before biases
             and caps; as `massieu.nn.clip_logits` takes it.
         where: whose numbers ``massieu/largest_logit_max`` and ``massieu/entropy_min`` are, by these names: ``layer3/head5``.
-        alarms: quantities far from those of the reference run.
+        alarms: what is far outside the run's own history, at most one for each rule: a
+            `massieu.probing.monitor.alarms.Alarm` each.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class MonitorRecord(dict[str, float]):
     ) -> None:
         super().__init__(values)
         self.step, self.largest_logits = step, largest_logits
-        self.alarms: list[object] = []
+        self.alarms: list[Alarm] = []
         self._begin = f"{prefix}/" if prefix else ""
         self.where = {f"{self._begin}{name}": head for name, head in where.items()}
 

@@ -174,12 +174,12 @@ class Outlets:
 
     def __init__(self, to: object, settings: Mapping[str, Any]) -> None:
         targets: Sequence[object] = to if isinstance(to, list | tuple) else () if to is None else (to,)
-        self._writers = [(_name(target), writer_for(target, settings)) for target in targets] if _is_first() else []
+        self._writers = [(_name(target), writer_for(target, settings)) for target in targets] if is_first() else []
         self._failed: set[int] = set()
 
     def __call__(self, record: Mapping[str, float], step: int) -> None:
         """Write a record to every target."""
-        for place, (name, writer) in enumerate(self._writers if _is_first() else ()):
+        for place, (name, writer) in enumerate(self._writers if is_first() else ()):
             try:
                 writer(record, step)
             except Exception as error:
@@ -196,5 +196,5 @@ def _name(target: object) -> str:
     return getattr(target, "__name__", None) or type(target).__name__
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
     return not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0)
