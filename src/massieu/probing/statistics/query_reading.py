@@ -103,6 +103,16 @@ class QueryReading:
         found = ops.attention_moments(call.query, self.key, moments=self.names, log_weight=call.log_weight, **settings)
         return _Computed(found)
 
+    @cached_property
+    def max_score(self) -> Float[Tensor, "B H L"]:
+        """The largest score of the centred keys that a query sees; not of keys that a mask of −100 or the like shuts."""
+        call = self.call.without_shut()
+        if call is self.call:
+            return self.moments.max_score
+        settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
+        settings["log_weight"] = call.log_weight
+        return _Computed(ops.attention_moments(call.query, self.key, moments=("max_score",), **settings)).max_score
+
     @property
     def log_partition(self) -> Float[Tensor, "B H L"]:
         """log Z of the centred keys."""
@@ -117,14 +127,14 @@ class QueryReading:
     def largest_logit(self) -> Float[Tensor, "B H L"]:
         """The largest of scale · query · key over the keys that a query sees, before a soft cap, which would hide it."""
         if self.call.softcap is None:
-            return self.moments.max_score + self.shift
-        call = self.call
+            return self.max_score + self.shift
+        call = self.call.without_shut()
         settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
         return _Computed(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings)).max_score
 
     @cached_property
     def visible(self) -> Int[Tensor, "B_or_1 H_or_1 L"]:
-        """How many keys a query sees."""
+        """How many keys a query sees; see `AttentionCall.visible`."""
         if self.call.is_causal:
             return torch.arange(1, self.call.query.shape[2] + 1, device=self.call.query.device)[None, None]
         if self.call.log_weight is None:

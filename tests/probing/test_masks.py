@@ -1,0 +1,194 @@
+"""Which keys a query sees, whatever a model writes in its masks, against the model's own eager attentions in float64."""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.rows import every_row
+from torch import Tensor, nn
+
+from massieu.probing.attention_call import AttentionCall, AttentionSite
+from massieu.probing.routes import capturing
+from massieu.probing.statistics.query_means import query_statistics
+from massieu.probing.statistics.query_reading import QueryReading, Tokens
+
+
+def call_with(log_weight: Tensor, seed: int = 0) -> AttentionCall:
+    generator = torch.Generator().manual_seed(seed)
+    length, keys = log_weight.shape[-2:]
+    query = torch.randn(1, log_weight.shape[1], length, 4, generator=generator)
+    key, value = (torch.randn(1, log_weight.shape[1], keys, 4, generator=generator) for _ in range(2))
+    output = torch.empty(1, length, log_weight.shape[1], 4)
+    return AttentionCall(
+        AttentionSite("a"), nn.Identity(), query, key, value, log_weight, False, 0.5, None, None, output
+    )
+
+
+def reading_of(call: AttentionCall) -> QueryReading:
+    queries, keys = (
+        Tokens(torch.ones(len(call.query), each.shape[2], dtype=torch.bool), None) for each in (call.query, call.key)
+    )
+    return QueryReading(call, queries, keys, torch.arange(call.query.shape[2]), queries.real.shape == keys.real.shape)
+
+
+SHUT = torch.arange(12) >= 7
+
+
+@pytest.mark.parametrize("least", [-80.0, -100.0, -1e4, -1e9, -torch.inf])
+@pytest.mark.parametrize("bias", [0.0, 1.0, 16.0])
+def test_a_key_behind_a_gap_of_80_nats_is_shut(least, bias):
+    position = bias * torch.linspace(0.0, 1.0, 12).roll(3)[None, None, None].expand(1, 2, 3, -1)
+    lowered = least - bias if least == -80.0 else least  # the gap is then 80 nats at least
+    weight = position + torch.where(SHUT, lowered, 0.0)
+    assert torch.equal(call_with(weight).visible(), ~SHUT.expand(1, 2, 3, -1))
+
+
+def test_the_steps_of_a_bias_by_position_shut_nothing():
+    """ALiBi of 600 keys: the farthest lies 300 nats below the nearest, with all others between."""
+    distance = torch.arange(600.0)[:, None] - torch.arange(600.0)
+    seen = distance >= 0
+    for slope in (0.5, 2**-8):
+        weight = (-slope * distance).masked_fill(~seen, -torch.inf)[None, None]
+        assert torch.equal(call_with(weight).visible()[0, 0], seen)
+        padded = weight + torch.where(torch.arange(600) >= 500, -1e4, 0.0)
+        assert torch.equal(call_with(padded).visible()[0, 0, :500], seen[:500] & (torch.arange(600) < 500))
+
+
+def test_a_row_without_another_key_is_seen_as_the_model_sees_it():
+    weight = torch.full((1, 1, 2, 5), -1e4)
+    weight[:, :, 1, 2:] = torch.nan
+    assert bool(call_with(weight).visible().all())
+
+
+def test_scores_without_a_known_mask_have_no_gaps():
+    call = replace(call_with(torch.tensor([[[[0.0, -200.0, -torch.inf]]]])), grade="scores")
+    assert call.visible().flatten().tolist() == [True, True, False]
+
+
+def test_the_largest_score_is_that_of_a_visible_key_and_weights_are_the_models():
+    weight = torch.where(SHUT, -100.0, 0.0).expand(1, 2, 3, -1)
+    call = call_with(weight)
+    call.key[:, :, SHUT] *= 9
+    scores = 0.5 * call.query.double() @ call.key.double().mT
+    p = torch.softmax(scores + weight.double(), -1)
+    seen = scores[..., ~SHUT]
+    values = query_statistics(reading_of(call)).values
+    expected = {
+        "largest_score": seen.amax(-1),
+        "largest_score_above_mean": seen.amax(-1) - seen.mean(-1),
+        "entropy_fraction": -(p * p.log()).sum(-1) / torch.tensor(7.0).log(),
+        "log_partition": torch.logsumexp(scores + weight.double(), -1),
+        "weight_first": p[..., 0],
+    }
+    for name, right in expected.items():
+        assert torch.allclose(values[name].double(), right, atol=1e-5, rtol=1e-5), name
+
+
+class Biased(nn.Module):
+    """One head under an additive mask, through PyTorch's fused function or step by step."""
+
+    def __init__(self, mask: Tensor, fused: bool) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+        self.mask, self.fused = mask, fused
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        query, key, value = self.project(tokens).unflatten(-1, (1, 12)).transpose(1, 2).chunk(3, -1)
+        if self.fused:
+            output = nn.functional.scaled_dot_product_attention(query, key, value, self.mask)
+        else:
+            output = torch.softmax(query @ key.mT / 2 + self.mask, -1) @ value
+        return self.out(output.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_long_bias_by_position_hides_nothing_on_the_route_that_follows_scores(fused):
+    """50 nats a token over 300 tokens: 15,000 nats in steps, and a mask of −10,000 without any."""
+    torch.manual_seed(0)
+    distance = (torch.arange(300.0)[:, None] - torch.arange(300.0)).abs()
+    padding = torch.where(torch.arange(300) < 280, 0.0, -1e4)
+    for mask, seen in ((-50 * distance, 300), (padding.expand(300, -1), 280)):
+        (call,) = calls_of(Biased(mask[None, None], fused), {"tokens": torch.randn(1, 300, 4)})
+        assert call.route == "tap"
+        assert call.visible().sum(-1).unique().tolist() == [seen]
+
+
+# --- models of transformers ----------------------------------------------------------------------------------------------
+
+_SHIFTED = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": (2,), "num_heads": (2,), "window_size": 4}
+_TEXT = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+@functools.cache
+def model(name: str, **settings: Any) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    lists = {each: list(value) if isinstance(value, tuple) else value for each, value in settings.items()}
+    config = getattr(transformers, f"{name}Config")(**lists)
+    made = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="eager").eval()
+    for parameter in made.parameters():
+        parameter.data.normal_(std=0.2)  # tables of biases begin as zeros
+    return made
+
+
+def images() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
+
+
+def text(real: tuple[int, ...] = (10, 6)) -> dict[str, Tensor]:
+    ids = torch.randint(3, 40, (len(real), max(real)), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(max(real)) < torch.tensor(real)[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def calls_of(model: nn.Module, batch: dict[str, Tensor]) -> list[AttentionCall]:
+    calls: list[AttentionCall] = []
+    with torch.no_grad(), capturing(model, calls.append) as capture:
+        model(**batch)
+    assert not capture.refused
+    return calls
+
+
+def eager_attentions(model: nn.Module, batch: dict[str, Tensor], kind: str) -> list[Tensor]:
+    """The weights that modules of this kind return, of the model in float64."""
+    doubled, found = copy.deepcopy(model).double(), []
+    for module in doubled.modules():
+        if type(module).__name__ == kind:
+            module.register_forward_hook(lambda _, __, output: found.append(output[1]))
+    with torch.no_grad():
+        doubled(**{n: v.double() if v.is_floating_point() else v for n, v in batch.items()}, output_attentions=True)
+    return found
+
+
+MASKED: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Tensor]], str]] = {
+    "−100 of shifted windows": ("Swin", _SHIFTED, images, "SwinAttention"),
+    "−100 of shifted windows, Donut": ("DonutSwin", _SHIFTED, images, "DonutSwinSelfAttention"),
+    "−10,000 of padding": ("MarkupLM", {**_TEXT, "xpath_unit_hidden_size": 4}, text, "MarkupLMSelfAttention"),
+}
+
+
+@pytest.mark.medium
+@every_row("name", MASKED)
+def test_keys_that_a_model_masks_with_a_small_number_are_not_counted(name):
+    architecture, settings, inputs, kind = MASKED[name]
+    built, batch = model(architecture, **settings), inputs()
+    attentions = eager_attentions(built, batch, kind)
+    calls = calls_of(built, batch)
+    assert len(calls) == len(attentions)
+    counts = set()
+    for call, weights in zip(calls, attentions, strict=True):
+        seen = weights > 1e-25
+        entropy = -torch.where(seen, weights * weights.log(), 0.0).sum(-1)
+        right = entropy / seen.sum(-1).clamp_min(2).log()
+        counts |= set(seen.sum(-1).flatten().tolist())
+        found = query_statistics(reading_of(call)).values["entropy_fraction"]
+        assert torch.allclose(found.double(), right, atol=1e-5, rtol=1e-5), call.site.name
+    assert len(counts) > 1  # some keys are masked
