@@ -1,18 +1,16 @@
 """Which keys a query sees, whatever a model writes in its masks, against the model's own eager attentions in float64."""
 
-import copy
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.support.probing import eager
 from tests.support.rows import every_row
 from torch import Tensor, nn
 
 from massieu.probing.attention_call import AttentionCall, AttentionSite
-from massieu.probing.routes import capturing
 from massieu.probing.statistics.query_means import query_statistics
 from massieu.probing.statistics.query_reading import QueryReading, Tokens
 
@@ -112,31 +110,18 @@ def test_a_long_bias_by_position_hides_nothing_on_the_route_that_follows_scores(
     distance = (torch.arange(300.0)[:, None] - torch.arange(300.0)).abs()
     padding = torch.where(torch.arange(300) < 280, 0.0, -1e4)
     for mask, seen in ((-50 * distance, 300), (padding.expand(300, -1), 280)):
-        (call,) = calls_of(Biased(mask[None, None], fused), {"tokens": torch.randn(1, 300, 4)})
+        (call,) = eager.calls(Biased(mask[None, None], fused), {"tokens": torch.randn(1, 300, 4)})
         assert call.route == "tap"
         assert call.visible().sum(-1).unique().tolist() == [seen]
 
 
 # --- models of transformers ----------------------------------------------------------------------------------------------
 
-_SHIFTED = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": (2,), "num_heads": (2,), "window_size": 4}
+_SHIFTED = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 4}
 _TEXT = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40,
     "max_position_embeddings": 32,
 }  # fmt: skip
-
-
-@functools.cache
-def model(name: str, **settings: Any) -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    lists = {each: list(value) if isinstance(value, tuple) else value for each, value in settings.items()}
-    config = getattr(transformers, f"{name}Config")(**lists)
-    made = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="eager").eval()
-    for parameter in made.parameters():
-        parameter.data.normal_(std=0.2)  # tables of biases begin as zeros
-    return made
 
 
 def images() -> dict[str, Tensor]:
@@ -147,25 +132,6 @@ def text(real: tuple[int, ...] = (10, 6)) -> dict[str, Tensor]:
     ids = torch.randint(3, 40, (len(real), max(real)), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(max(real)) < torch.tensor(real)[:, None]).long()
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def calls_of(model: nn.Module, batch: dict[str, Tensor]) -> list[AttentionCall]:
-    calls: list[AttentionCall] = []
-    with torch.no_grad(), capturing(model, calls.append) as capture:
-        model(**batch)
-    assert not capture.refused
-    return calls
-
-
-def eager_attentions(model: nn.Module, batch: dict[str, Tensor], kind: str) -> list[Tensor]:
-    """The weights that modules of this kind return, of the model in float64."""
-    doubled, found = copy.deepcopy(model).double(), []
-    for module in doubled.modules():
-        if type(module).__name__ == kind:
-            module.register_forward_hook(lambda _, __, output: found.append(output[1]))
-    with torch.no_grad():
-        doubled(**{n: v.double() if v.is_floating_point() else v for n, v in batch.items()}, output_attentions=True)
-    return found
 
 
 MASKED: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Tensor]], str]] = {
@@ -179,9 +145,9 @@ MASKED: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Tensor]], st
 @every_row("name", MASKED)
 def test_keys_that_a_model_masks_with_a_small_number_are_not_counted(name):
     architecture, settings, inputs, kind = MASKED[name]
-    built, batch = model(architecture, **settings), inputs()
-    attentions = eager_attentions(built, batch, kind)
-    calls = calls_of(built, batch)
+    built, batch = eager.create(architecture, settings), inputs()
+    attentions = eager.attentions(built, batch, kind, output_attentions=True)
+    calls = eager.calls(built, batch)
     assert len(calls) == len(attentions)
     counts = set()
     for call, weights in zip(calls, attentions, strict=True):
