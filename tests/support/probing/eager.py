@@ -10,13 +10,13 @@ from massieu.probing.attention_call import AttentionCall
 from massieu.probing.routes import capturing
 
 
-def create(name: str, settings: dict[str, Any]) -> nn.Module:
-    """A small model of transformers with random weights and its eager attention."""
+def create(name: str, settings: dict[str, Any], attention: str = "eager") -> nn.Module:
+    """A small model of transformers with random weights."""
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**settings)
-    made = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="eager").eval()
+    made = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation=attention).eval()
     for parameter in made.parameters():
         parameter.data.normal_(std=0.2)  # tables of biases begin as zeros
     return made
