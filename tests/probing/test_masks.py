@@ -1,5 +1,6 @@
 """Which keys a query sees, whatever a model writes in its masks, against the model's own eager attentions in float64."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,15 @@ from tests.support.probing import eager
 from tests.support.rows import every_row
 from torch import Tensor, nn
 
+import massieu
 from massieu.probing.attention_call import AttentionCall, AttentionSite
+from massieu.probing.check import first_look
+from massieu.probing.reading import Options, Reading
 from massieu.probing.statistics.query_means import query_statistics
 from massieu.probing.statistics.query_reading import QueryReading, Tokens
+from massieu.probing.statistics.registry import ATTENTION
+from massieu.probing.tokens import BatchTokens
+from massieu.probing.units import Units
 
 
 def call_with(log_weight: Tensor, seed: int = 0) -> AttentionCall:
@@ -158,3 +165,99 @@ def test_keys_that_a_model_masks_with_a_small_number_are_not_counted(name):
         found = query_statistics(reading_of(call)).values["entropy_fraction"]
         assert torch.allclose(found.double(), right, atol=1e-5, rtol=1e-5), call.site.name
     assert len(counts) > 1  # some keys are masked
+
+
+# --- sequences that the batch's mask does not fit ------------------------------------------------------------------------
+
+_FUNNEL = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "vocab_size": 40, "num_decoder_layers": 1}
+
+
+def read(model: nn.Module, batch: dict[str, Tensor]) -> Reading:
+    reading = Reading(model, first_look(model, batch).sites, Options(frozenset({ATTENTION}), Units(), 32))
+    reading.forward(batch, None, sampled=(), windows=range(len(next(iter(batch.values())))))
+    return reading
+
+
+def assert_means_are_over(reading: Reading, attentions: list[Tensor], real: list[Tensor]) -> None:
+    """Entropy and number of queries of every site, against weights in float64 and the queries that are no padding."""
+    assert len(reading.results) == len(attentions) == len(real)
+    for results, weights, kept in zip(reading.results, attentions, real, strict=True):
+        entropy = -torch.where(weights > 0, weights * weights.log(), 0.0).sum(-1).transpose(0, 1)[:, kept].mean(1)
+        estimate = results.attention.ratio.estimate()
+        index = results.attention.names.index("entropy")
+        assert (estimate.count[index] == int(kept.sum())).all()
+        assert torch.allclose(torch.from_numpy(estimate.value[index]), entropy, atol=1e-5)
+
+
+def pooled(real: Tensor) -> Tensor:
+    """Funnel's pooling of a mask: pairs of tokens behind the first, real where both are; the last token goes."""
+    doubled = torch.cat([real[:, :1], real[:, :-1]], 1)
+    padded = nn.functional.pad(doubled, (0, doubled.shape[1] % 2), value=True)
+    return padded.unflatten(1, (-1, 2)).all(-1)
+
+
+@pytest.mark.medium
+@every_row("blocks", [[1, 2], [1, 1], [2, 1, 1]])
+def test_queries_of_a_pooled_sequence_are_real_where_the_model_says_so(blocks):
+    """Also where no later layer of the block shows it."""
+    model = eager.create("Funnel", {**_FUNNEL, "block_sizes": blocks})
+    batch = text((23, 16, 9))
+    real, expected = batch["attention_mask"].bool(), []
+    for place, layers in enumerate(blocks):
+        expected += [real] * layers if place == 0 else [real := pooled(real)] + [real] * (layers - 1)
+    expected.append(batch["attention_mask"].bool())
+    attentions = eager.attentions(model, batch, "FunnelRelMultiheadAttention", output_attentions=True)
+    assert_means_are_over(read(model, batch), attentions, expected)
+
+
+@pytest.mark.medium
+def test_padding_of_a_mask_of_pairs_is_what_the_model_masks():
+    """A mask of four dimensions, for a decoder that also attends to a sequence with padding of its own."""
+    from transformers.models.maskformer.modeling_maskformer import MaskFormerDetrConfig, MaskFormerDetrDecoder
+
+    torch.manual_seed(0)
+    config = MaskFormerDetrConfig(d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=16)
+    model = MaskFormerDetrDecoder._from_config(config, attn_implementation="eager").eval()
+    real = torch.arange(10) < torch.tensor([10, 4])[:, None]
+    least = torch.finfo(torch.float32).min
+    batch = {
+        "inputs_embeds": torch.randn(2, 10, 16),
+        "attention_mask": torch.where(real, 0.0, least)[:, None, None].expand(-1, 1, 10, -1),
+        "encoder_hidden_states": torch.randn(2, 10, 16),
+        "encoder_attention_mask": (torch.arange(10) < torch.tensor([7, 10])[:, None]).long(),
+    }
+    own = eager.attentions(model, batch, "MaskFormerDetrSelfAttention")
+    cross = eager.attentions(model, batch, "MaskFormerDetrCrossAttention")
+    attentions = [weights for pair in zip(own, cross, strict=True) for weights in pair]
+    assert_means_are_over(read(model, batch), attentions, [real] * 4)
+
+
+@pytest.mark.medium
+def test_a_monitor_says_once_that_the_padding_of_pooled_queries_counts():
+    model, batch = eager.create("Funnel", {**_FUNNEL, "block_sizes": [1, 2]}), text((23, 16, 9))
+    monitor = massieu.Monitor(model, batch, every=1)
+    with pytest.warns(UserWarning, match="does not fit sequences of length 12 inside FunnelModel"):
+        monitor(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor(1)
+
+
+def test_keys_of_another_sequence_are_real_where_the_model_sees_them_whatever_mask_is_as_long():
+    call = call_with(torch.where(SHUT, -torch.inf, 0.0).expand(1, 1, 12, -1))
+    inputs = {"inputs_embeds": torch.zeros(1, 12, 4), "attention_mask": torch.ones(1, 12, dtype=torch.long)}
+    inputs["attention_mask"][:, :2] = 0
+    tokens = BatchTokens(inputs)
+    assert torch.equal(tokens.of(call, decoder=False, keys=True, cross=True).real, ~SHUT[None])
+    assert torch.equal(tokens.of(call, decoder=False, cross=True).real, inputs["attention_mask"].bool())
+    both = BatchTokens({**inputs, "decoder_input_ids": torch.ones(1, 12, dtype=torch.long)})
+    assert torch.equal(both.of(call, decoder=False, keys=True, cross=True).real, inputs["attention_mask"].bool())
+
+
+def test_padding_is_told_by_a_mask_of_pixels_through_what_the_model_masks():
+    call = call_with(torch.where(SHUT, -torch.inf, 0.0).expand(1, 1, 12, -1))
+    inputs = {"pixel_values": torch.zeros(1, 3, 4, 3), "pixel_mask": torch.ones(1, 4, 3)}
+    tokens = BatchTokens(inputs)
+    assert torch.equal(tokens.of(call, decoder=False).real, ~SHUT[None])
+    assert tokens.positions(0, 12, 99, False, False, torch.Generator()).max() == 6
+    assert bool(BatchTokens({"pixel_values": inputs["pixel_values"]}).of(call, decoder=False).real.all())
