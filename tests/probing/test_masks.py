@@ -243,6 +243,17 @@ def test_a_monitor_says_once_that_the_padding_of_pooled_queries_counts():
         monitor(1)
 
 
+@pytest.mark.medium
+def test_padding_that_no_pass_tells_is_said():
+    """Embeddings in place of tokens: nothing else can stand at their padding. Without padding there is nothing to say."""
+    model = eager.create("Funnel", {**_FUNNEL, "block_sizes": [1, 1]})
+    mask = text((23, 16, 9))["attention_mask"]
+    embedded = {"inputs_embeds": torch.randn(3, 23, 16), "attention_mask": mask}
+    assert read(model, embedded).untold == {12}
+    assert not read(model, embedded | {"attention_mask": torch.ones_like(mask)}).untold
+    assert not read(model, text((23, 16, 9))).untold
+
+
 def test_keys_of_another_sequence_are_real_where_the_model_sees_them_whatever_mask_is_as_long():
     call = call_with(torch.where(SHUT, -torch.inf, 0.0).expand(1, 1, 12, -1))
     inputs = {"inputs_embeds": torch.zeros(1, 12, 4), "attention_mask": torch.ones(1, 12, dtype=torch.long)}

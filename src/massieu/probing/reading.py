@@ -118,6 +118,7 @@ class Reading(RunningParts):
         self._trouble = FirstTrouble()
         self.broken = False  # the current batch has numbers that are not finite
         self.read_queries = 0
+        self.untold: set[int] = set()  # lengths of sequences whose padding counted as tokens
         self._tokens = BatchTokens({})
         self._pooled = PooledLengths(model, sites)
         self._rows = 0
@@ -169,6 +170,7 @@ class Reading(RunningParts):
                 with self.tracer.watching() if traced else nullcontext():
                     output = output_tensor(self.model, run(self.model, prepared))
                 self.unexplained |= capture.unexplained
+            self.untold.update(self._tokens.untold())
             self._look_for_trouble(output)
             if self._wants(EXPANSION):
                 with self._timed("expansion"), self._computing(EXPANSION):

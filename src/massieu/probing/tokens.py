@@ -120,7 +120,9 @@ class BatchTokens:
         known = self.by_length.get(side)
         if known is not None and len(known) == batch:
             return known
-        self.unknown.add(side)
+        mask = self.mask(decoder=decoder)
+        if mask is None or not bool(mask.all()):
+            self.unknown.add(side)
         return torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
 
     def untold(self) -> list[int]:
@@ -132,8 +134,10 @@ class BatchTokens:
                 lengths.add(side.length)
         return sorted(lengths)
 
-    def _rows(self) -> int:
-        return len(next(value for value in self.inputs.values() if isinstance(value, Tensor) and value.dim()))
+    def _rows(self) -> int | None:
+        tensors = (value for value in self.inputs.values() if isinstance(value, Tensor) and value.dim())
+        first = next(tensors, None)
+        return None if first is None else len(first)
 
     def _restarts(self, call: AttentionCall, real: Bool[Tensor, "B L"]) -> Bool[Tensor, "B L"] | None:
         """Where ``position_ids`` go back and attention does not: what packed rows of several documents do."""
