@@ -4,16 +4,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from scripts.models_page import FOLDER, page, power_of_ten, stored
+from tests.support.probing import eager
+from tests.support.rows import every_row
 from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from massieu.probing.attention_call import AttentionCall
+from massieu.probing.attention_call import AttentionCall, explicit_attention
 from massieu.probing.check import first_look
+from massieu.probing.interface import EAGER, _own_function
 from massieu.probing.layout import BatchLayout, batch_layout
 from massieu.probing.routes import capturing
 
@@ -77,18 +81,61 @@ def test_values_for_each_query_head_beside_grouped_keys_are_read(monkeypatch):
     calls: list[AttentionCall] = []
     model.set_attn_implementation("eager")
 
-    def eager(module, query, key, value, mask, scaling, **_):
+    def grouped(module, query, key, value, mask, scaling, **_):
         key = key.repeat_interleave(2, dim=1)
         weights = (query @ key.mT * scaling + (0 if mask is None else mask)).softmax(-1)
         return (weights @ value).transpose(1, 2).contiguous(), weights
 
-    monkeypatch.setattr(sys.modules[LlamaModel.__module__], "eager_attention_forward", eager)
+    monkeypatch.setattr(sys.modules[LlamaModel.__module__], "eager_attention_forward", grouped)
     batch = {"input_ids": torch.arange(8)[None]}
     with torch.no_grad(), capturing(model, calls.append):
         model(**batch)
     (call,) = calls
     assert call.key.shape[1] == call.value.shape[1] == 4
     assert first_look(model, batch).check.passed
+
+
+# Their files define two eager functions each: one that knows grouped keys or takes no scale, and one that does not.
+_SEVERAL: dict[str, tuple[dict[str, Any], str]] = {
+    "Llama4Vision": (
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28,
+         "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        "Llama4VisionAttention",
+    ),
+    "Phi4Multimodal": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+         "intermediate_size": 32, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2,
+         "vision_config": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
+                           "image_size": 28, "crop_size": 28},
+         "audio_config": {"hidden_size": 16, "num_blocks": 1, "num_attention_heads": 2, "intermediate_size": 16}},
+        "Phi4MultimodalAttention",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.medium
+@every_row("architecture", _SEVERAL)
+def test_of_several_eager_functions_in_a_file_it_is_the_modules_own(architecture):
+    settings, kind = _SEVERAL[architecture]
+    model = eager.create(architecture, settings)
+    batch = {"input_ids": torch.arange(3, 12)[None]}
+    if architecture == "Llama4Vision":
+        batch = {"pixel_values": torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))}
+    (call,), (right,) = eager.calls(model, batch), eager.attentions(model, batch, kind)
+    assert first_look(model, batch).check.passed
+    scores, weight = explicit_attention(call, torch.float64)
+    assert torch.allclose(torch.softmax(scores + weight, -1), right, atol=1e-5)
+
+
+def test_a_class_without_a_forward_of_its_own_has_the_eager_function_of_its_base_class(monkeypatch):
+    """Whatever eager functions stand in the file of the class itself."""
+    monkeypatch.setattr(sys.modules[__name__], "other_eager_attention_forward", print, raising=False)
+
+    class Derived(LlamaAttention):
+        pass
+
+    attention = Derived(small_llama().config, 0)
+    assert _own_function(attention, EAGER) is sys.modules[LlamaAttention.__module__].eager_attention_forward
 
 
 def test_an_error_is_rounded_up_to_a_power_of_ten():

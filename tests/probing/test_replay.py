@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.probing import zoo
+from tests.support.probing import eager, zoo
 from tests.support.rows import every_row
 from torch import Tensor, nn
 
@@ -67,6 +67,38 @@ def test_maps_among_the_weights_are_those_that_basis_vectors_read_off(name):
         assert weight.untyped_storage().data_ptr() in owned, "a map takes no memory of its own"
         torch.testing.assert_close(bias, results[0], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(weight, (results[1:] - results[0]).permute(1, 2, 0), rtol=1e-9, atol=1e-9)
+
+
+_WITH_ALIBI: dict[str, dict[str, Any]] = {
+    "Bloom": {"hidden_size": 16, "n_layer": 1, "n_head": 4, "vocab_size": 40},
+    "Falcon": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 40, "alibi": True,
+               "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True},
+}  # fmt: skip
+
+
+@pytest.mark.medium
+@every_row("architecture, padded", [(name, padded) for name in _WITH_ALIBI for padded in (False, True)])
+def test_a_bias_by_position_of_items_and_heads_in_one_dimension_is_replayed(architecture, padded):
+    """Queries at moved states are those of the fused weight (head by head query, key, value), for the batch and each item."""
+    attention = "sdpa" if architecture == "Falcon" else "eager"
+    model: Any = eager.create(architecture, _WITH_ALIBI[architecture], attention).double()
+    mask = (torch.arange(9) >= torch.tensor([0, 4, 2])[:, None]).long()
+    ids = torch.randint(3, 40, (3, 9), generator=torch.Generator().manual_seed(0))
+    read = first_read(model, {"input_ids": ids, **({"attention_mask": mask} if padded else {})})
+    block, positions = model.h[0], torch.tensor([5, 6, 8])
+    fused = block.self_attention.query_key_value
+    weight, bias = fused.weight.unflatten(0, (4, 3, 4))[:, 0], fused.bias.unflatten(0, (4, 3, 4))[:, 0]
+    with torch.no_grad(), capturing(model, lambda call: None) as capture:
+        for part in (read, *(read.item(row) for row in range(3))):
+            assert part.residual is not None
+            moved = part.residual[:, positions] + torch.randn(4, 1, 3, 16).double()
+            states = block.input_layernorm(moved)
+            right = torch.einsum("hbsd,hkd->bhsk", states, weight) + bias[:, None]
+            for whole in (False, True):
+                replay = Replay(capture, part, whole=whole)
+                assert replay.why_not(positions) is None
+                torch.testing.assert_close(replay.own_queries(moved, positions), right)
+            assert affine_projections(capture, part) is not None
 
 
 def test_a_weight_that_is_nearly_the_map_is_not_taken_for_it():

@@ -17,6 +17,7 @@ import massieu
 from massieu.cli.commands import app
 from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.check import first_look
+from massieu.probing.examples import _numbers
 from massieu.probing.reading import Options, Reading
 from massieu.probing.statistics import registry
 from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
@@ -123,6 +124,53 @@ def test_a_constant_added_to_the_keys_moves_no_headline(causal):
             assert difference <= 1e-5 * (1 + float(value.abs().max())), name
     for name in ("log_partition", "largest_score"):
         assert float((plain.values[name] - moved.values[name]).abs().max()) > 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@every_row(
+    "size, dtype",
+    [(1e2, torch.float32), *((n, t) for n in (3e4, 3e6, 3e8) for t in (torch.float32, torch.bfloat16, torch.float16))],
+)
+def test_weights_of_single_keys_are_right_where_scores_are_huge(size, dtype, causal):
+    """Queries and keys as large as training has broken them: the scores' rounding in float32 is up to 30 nats."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 24, 16, generator=generator).to(dtype) for _ in range(3))
+    restarts = torch.zeros(2, 24, dtype=torch.bool)
+    restarts[1, 9] = True
+    special = torch.rand(2, 24, generator=generator) < 0.3
+    scale = size / 16
+    call = AttentionCall(
+        AttentionSite("a"), torch.nn.Identity(), query, key, value, None, causal, scale, None, None,
+        torch.empty(2, 24, 4, 16),
+    )  # fmt: skip
+    scores = scale * query.double() @ key.double().mT
+    p = torch.softmax(scores + (torch.full((24, 24), -torch.inf).triu(1) if causal else 0.0), -1)
+    begin = torch.zeros(2, 24, dtype=torch.long)
+    begin[1, 9:] = 9
+    expected = {
+        "weight_first": p.gather(3, begin[:, None, :, None].expand(-1, 4, -1, -1))[..., 0],
+        "weight_special": (p * special[:, None, None]).sum(-1),
+        "weight_diagonal": p.diagonal(dim1=-2, dim2=-1),
+    }
+    tokens = Tokens(torch.ones(2, 24, dtype=torch.bool), special, None, restarts)
+    values = query_statistics(QueryReading(call, tokens, tokens, torch.arange(24), True)).values
+    for name, right in expected.items():
+        assert float(values[name].max()) <= 1, name
+        assert torch.allclose(values[name].double(), right, atol=1e-5), name
+    assert torch.allclose(values["weight_previous"][..., 1:].double(), p.diagonal(-1, dim1=-2, dim2=-1), atol=1e-5)
+
+
+def test_the_strongest_keys_of_an_example_have_weights_of_one_at_most():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 24, 16, generator=generator) for _ in range(3))
+    call = AttentionCall(
+        AttentionSite("a"), torch.nn.Identity(), query, key, value, None, False, 3e7, None, None,
+        torch.empty(1, 24, 4, 16),
+    )  # fmt: skip
+    right = torch.softmax(3e7 * query.double() @ key.double().mT, -1).topk(3)
+    found = _numbers(call)
+    assert np.allclose(found["top_weights"][..., :3], right.values[0], atol=1e-5)
+    assert (found["top_keys"][..., 0] == right.indices[0, ..., 0].numpy()).all()
 
 
 def test_every_statistic_is_either_headline_or_says_why_not():

@@ -7,6 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+GAP = 80.0
+"""Nats without a log-weight between them that tell a mask from a bias by position; e^−80 is nothing beside a float's digits."""
+
 
 @dataclass(frozen=True)
 class AttentionSite:
@@ -64,14 +67,34 @@ class AttentionCall:
     route: Literal["interface", "tap"] = "tap"
 
     def visible(self) -> Bool[Tensor, "B_or_1 H_or_1 L N"]:
-        """Which keys each query can see."""
+        """Which keys each query can see: what is counted, what fractions refer to, and where a largest score is looked for.
+
+        A key is shut where its log-weight is −∞. It is shut too where its log-weight lies below the row's largest by a gap of
+        80 nats or more with no log-weight in it: some models write −100 or −10,000 in their masks. A bias by position
+        (ALiBi) falls in steps without such a gap, so all its keys are visible. Scores, weights and log-weights keep the
+        model's own numbers.
+        """
         length, keys = self.query.shape[2], self.key.shape[2]
         if self.is_causal:
             return torch.ones(length, keys, dtype=torch.bool, device=self.query.device).tril()[None, None]
         if self.log_weight is None:
             return torch.ones(1, 1, length, keys, dtype=torch.bool, device=self.query.device)
-        seen = self.log_weight if self.log_weight.dtype == torch.bool else self.log_weight > -torch.inf
+        if self.log_weight.dtype == torch.bool:
+            seen = self.log_weight
+        elif self.grade == "scores":  # log-weights that hold the scores too may have such gaps without a mask
+            seen = ~self.log_weight.isneginf()
+        else:
+            seen = above_gap(self.log_weight)
         return seen.expand(*seen.shape[:2], length, keys)
+
+    def without_shut(self) -> "AttentionCall":
+        """The same call with log-weights of −∞ for all keys that are shut, for what is looked for among visible keys."""
+        if self.log_weight is None or self.log_weight.dtype == torch.bool or self.grade == "scores":
+            return self
+        shut = ~above_gap(self.log_weight)
+        if bool((shut == self.log_weight.isneginf()).all()):
+            return self
+        return replace(self, log_weight=self.log_weight.masked_fill(shut, -torch.inf))
 
     def rows(self, index: slice | Tensor) -> "AttentionCall":
         """The same call for some items of the batch."""
@@ -102,8 +125,29 @@ def explicit_attention(
     scores = call.scale * call.query.to(dtype) @ key.mT
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
+        # Not `visible`: a key that a mask of −100 shuts has a weight all the same, if a tiny one.
+        weight = call.log_weight.expand_as(scores).to(dtype)
+        return scores.masked_fill(weight.isneginf(), -torch.inf), weight
     hidden = ~call.visible()
     weight = torch.zeros_like(scores)
-    if call.log_weight is not None and call.log_weight.dtype != torch.bool:
-        weight = call.log_weight.expand_as(scores).to(dtype)
     return scores.masked_fill(hidden, -torch.inf), weight.masked_fill(hidden, -torch.inf)
+
+
+def above_gap(log_weight: Float[Tensor, "B H L N"]) -> Bool[Tensor, "B H L N"]:
+    """Where log-weights are not separated from their row's largest by `GAP` nats or more without a log-weight in it.
+
+    NaN is not separated from anything.
+    """
+    unseen = log_weight.isneginf()
+    finite = torch.where(log_weight.isfinite(), log_weight, torch.inf)
+    if bool((finite.amin(-1) > log_weight.amax(-1) - GAP).all()):
+        return ~unseen
+    # The lowest log-weight that is reached from the row's largest in steps of less than the gap.
+    lowest = log_weight.amax(-1, keepdim=True)
+    while True:
+        near = log_weight > lowest - GAP
+        reached = torch.where(near, log_weight, torch.inf).amin(-1, keepdim=True).minimum(lowest)
+        if not bool((reached < lowest).any()):
+            return ~unseen & ~(log_weight < lowest)
+        lowest = reached

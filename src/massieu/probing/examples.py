@@ -107,7 +107,7 @@ def _numbers(call: AttentionCall) -> dict[str, np.ndarray]:
     selective = selective_log_partition(reading).masked_fill(blind, torch.nan)
     if call.grade == "scores":
         selective = torch.full_like(selective, torch.nan)
-    keys, weights = _strongest(call, reading.raw_log_partition)
+    keys, weights = _strongest(call)
     found = {
         "selective_log_partition": selective,
         "entropy": reading.moments.entropy.masked_fill(blind, torch.nan),
@@ -117,15 +117,13 @@ def _numbers(call: AttentionCall) -> dict[str, np.ndarray]:
     return {name: values[0].cpu().numpy() for name, values in found.items()}
 
 
-def _strongest(
-    call: AttentionCall, log_partition: Float[Tensor, "B H L"]
-) -> tuple[Int[Tensor, "B H L K"], Float[Tensor, "B H L K"]]:
+def _strongest(call: AttentionCall) -> tuple[Int[Tensor, "B H L K"], Float[Tensor, "B H L K"]]:
     """The keys with the largest weights of each query, and these; so many queries at once as memory allows."""
     at_once = max(1, _SCORES // (call.query.shape[1] * call.key.shape[2]))
     parts = []
     for positions in torch.arange(call.query.shape[2], device=call.query.device).split(at_once):
         scores, weight = explicit_attention(call.at(positions))
-        logits = scores + weight
-        parts.append(logits.topk(min(STRONGEST, logits.shape[-1]), dim=-1))
-    keys, largest = (torch.cat(found, dim=2) for found in zip(*((p.indices, p.values) for p in parts), strict=True))
-    return keys, torch.exp(largest - log_partition[..., None])
+        weights = torch.softmax(scores + weight, -1)  # of the same scores: another log Z has another rounding
+        parts.append(weights.topk(min(STRONGEST, weights.shape[-1]), dim=-1))
+    keys, weights = (torch.cat(found, dim=2) for found in zip(*((p.indices, p.values) for p in parts), strict=True))
+    return keys, weights

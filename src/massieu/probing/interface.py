@@ -10,6 +10,7 @@ mask at all, and a model outside the interface ignores the request with no more 
 registered, calls are counted, and every site is checked against the model's own output (`check.self_check_error`).
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -59,21 +60,44 @@ _UNDERSTOOD = (
 )
 
 
+_EAGER_ENDING = "eager_attention_forward"  # of the names of eager functions; a file may have several of them
+
+
 def _own_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
-    """The attention function the model would have used: from the file that defines the module, or a base class of it."""
-    for cls in type(module).__mro__:
-        file = sys.modules.get(cls.__module__)
-        eager = (
-            next((vars(file)[n] for n in vars(file) if n.endswith("eager_attention_forward")), None) if file else None
-        )
-        if eager is None:
-            continue
-        if implementation == EAGER:
-            return eager
-        registry = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)
-        if registry is not None:
-            return registry.get_interface("sdpa", eager)
+    """The attention function the model would have used: the one that the module's code, or a base class's, speaks of.
+
+    Of code that speaks of none, it is the first in the file that defines it.
+    """
+    classes = type(module).__mro__
+    for names_of in (_named_in_code, _named_in_file):
+        for cls in classes:
+            namespace, names = names_of(cls)
+            if not names:
+                continue
+            eager = namespace[names[0]]
+            if implementation == EAGER:
+                return eager
+            registry = namespace.get("ALL_ATTENTION_FUNCTIONS")
+            if registry is not None:
+                return registry.get_interface("sdpa", eager)
     raise InputError(f"{type(module).__name__} has no attention function of its own to delegate to")
+
+
+def _named_in_code(cls: type) -> tuple[dict[str, Any], list[str]]:
+    """The eager functions that a class's own methods speak of, and where these names are looked up."""
+    for method in filter(inspect.isfunction, vars(cls).values()):
+        code = inspect.unwrap(method)
+        names = [name for name in code.__code__.co_names if name.endswith(_EAGER_ENDING) and name in code.__globals__]
+        if names:
+            return code.__globals__, names
+    return {}, []
+
+
+def _named_in_file(cls: type) -> tuple[dict[str, Any], list[str]]:
+    """The eager functions in the file that defines a class."""
+    file = sys.modules.get(cls.__module__)
+    namespace = {} if file is None else vars(file)
+    return namespace, [name for name in namespace if name.endswith(_EAGER_ENDING)]
 
 
 def _log_weight(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

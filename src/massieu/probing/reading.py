@@ -21,6 +21,7 @@ from massieu.probing.model import model_inputs
 from massieu.probing.nonfinite import FirstTrouble, at_real, in_batch, in_call, kind_of
 from massieu.probing.packed import dense_inside
 from massieu.probing.per_token import PER_TOKEN, TokenWriter
+from massieu.probing.pooled import PooledLengths
 from massieu.probing.repeated import RepeatedTokens
 from massieu.probing.replaced.effect import Effects
 from massieu.probing.routes import capturing
@@ -117,7 +118,9 @@ class Reading(RunningParts):
         self._trouble = FirstTrouble()
         self.broken = False  # the current batch has numbers that are not finite
         self.read_queries = 0
+        self.untold: set[int] = set()  # lengths of sequences whose padding counted as tokens
         self._tokens = BatchTokens({})
+        self._pooled = PooledLengths(model, sites)
         self._rows = 0
         self._windows: Sequence[int] = ()
         self._numbers: RowNumbers | None = None
@@ -159,6 +162,7 @@ class Reading(RunningParts):
         self._example = example
         before = sum(self.seconds.values())
         with self._timed("forward"):
+            self._pooled.look_ahead(self._tokens)
             steps = self.options.groups - {ATTENTION} and self._sampled_rows
             traced = steps or not self.tracer.sublayers
             with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
@@ -166,6 +170,7 @@ class Reading(RunningParts):
                 with self.tracer.watching() if traced else nullcontext():
                     output = output_tensor(self.model, run(self.model, prepared))
                 self.unexplained |= capture.unexplained
+            self.untold.update(self._tokens.untold())
             self._look_for_trouble(output)
             if self._wants(EXPANSION):
                 with self._timed("expansion"), self._computing(EXPANSION):
@@ -311,8 +316,9 @@ class Reading(RunningParts):
             return None
         self.tracer.attention(call)
         results = self.results[info.index]
-        queries = self._tokens.of(call, decoder=info.in_decoder)
-        keys = self._tokens.of(call, decoder=info.in_decoder and info.kind != "cross", keys=True)
+        cross = info.kind == "cross"
+        queries = self._tokens.of(call, decoder=info.in_decoder, cross=cross)
+        keys = self._tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
         self.broken = self.broken or in_call(call, queries.real, keys.real)
         if info.index == 0:
             self.read_queries += int(queries.real.sum())

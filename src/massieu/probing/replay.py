@@ -22,7 +22,7 @@ from massieu.probing.wiring import AttentionRead, along_batch
 # Masks matter only behind the query; a cache must not see the same tokens twice.
 _LEFT_OUT = {"attention_mask", "mask", "position_bias", "encoder_attention_mask", "causal_mask"}
 _LEFT_OUT |= {"attn_mask", "key_padding_mask"}
-_LEFT_OUT |= {"past_key_values", "past_key_value"}
+_LEFT_OUT |= {"past_key_values", "past_key_value", "layer_past"}
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # half precisions: see `tolerance`
 
 
@@ -55,6 +55,12 @@ def _at_positions(value: Tensor, positions: Tensor, length: int) -> Tensor:
     elif value.dim() <= 2 and value.shape[-1:] == (length,):
         return value.index_select(-1, positions)
     return value
+
+
+def _between(value: Tensor, positions: Tensor) -> Tensor:
+    """A bias of scores (…, L or 1, L) between some positions."""
+    value = value[..., positions]
+    return value if value.shape[-2] == 1 else value[..., positions, :]
 
 
 def _repeated(value: Tensor, copies: int) -> Tensor:
@@ -98,6 +104,8 @@ class Replay:
             states = _repeated(state, copies).index_copy(1, positions, states)
 
         def given(value: Tensor) -> Tensor:
+            if self.read.has_heads(value):
+                return _repeated(value if self.whole else _between(value, positions), copies)
             value = self.read.turned(value)
             if same_tensor(value, state):  # as query, key and value, in some models
                 return self.read.turned(states)

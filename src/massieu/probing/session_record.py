@@ -223,6 +223,11 @@ class SessionRecord:
             many := self.given.batches.report.many_unknown()
         ):
             found.append(many)
+        if self.reading.untold:
+            lengths = " and ".join(str(each) for each in sorted(self.reading.untold))
+            found.append(
+                f"the masks do not fit sequences of length {lengths} inside the model; their padding counts too"
+            )
         nonfinite = self._nonfinite()
         for entry in self._unavailable():
             of = "" if entry.of == "model" else f" of the {entry.of}"

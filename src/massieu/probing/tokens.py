@@ -4,8 +4,8 @@ Attention is told which tokens there are by the batch's masks. Where a model att
 are about (frames of audio, patches), padding is what no query sees.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -35,21 +35,42 @@ def drawn_for(seed: int, window: int, purpose: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash((seed, window, purpose)) % 2**63)
 
 
+class Side(NamedTuple):
+    """A sequence of a model by its length, on the decoder's side or the other."""
+
+    decoder: bool
+    length: int
+
+
 def real_tokens(
-    call: AttentionCall, inputs: dict[str, Any], *, decoder: bool, keys: bool = False
-) -> Bool[Tensor, "B L"]:
-    """Which of a call's queries, or of its keys, are no padding.
+    call: AttentionCall, inputs: dict[str, Any], *, decoder: bool, keys: bool = False, cross: bool = False
+) -> Bool[Tensor, "B L"] | None:
+    """Which of a call's queries, or of its keys, are no padding; None where there is padding and nothing tells where.
+
+    The batch's mask tells it where it fits. Where it does not fit, or has more than two dimensions, it is what the model
+    itself masks: padding is a key that no query sees.
 
     Args:
         decoder: they are tokens of the decoder.
+        cross: the queries attend to another sequence, whose keys tell nothing of them.
     """
     batch, length = call.query.shape[0], call.key.shape[2] if keys else call.query.shape[2]
     mask = real_mask(inputs, decoder=decoder)
-    if mask is not None and tuple(mask.shape) == (batch, length):
+    # Without a decoder's own tokens, a mask is of the queries, and may be as long as the sequence that they attend to.
+    fits = mask is not None and tuple(mask.shape) == (batch, length)
+    if mask is not None and fits and not (keys and cross and not decoder_given(inputs)):
         return mask.to(call.query.device)
-    if mask is not None and call.key.shape[2] == length:
+    if mask is None and not _is_masked(inputs, decoder=decoder):
+        return torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
+    if keys or (call.key.shape[2] == length and not cross):
         return call.visible().any(dim=2).any(dim=1).expand(batch, -1)
-    return torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
+    return None
+
+
+def _is_masked(inputs: dict[str, Any], *, decoder: bool) -> bool:
+    """Whether a model is given another mask than `real_mask` reads, such as one of pixels or of pairs of tokens."""
+    names = [name for name, value in inputs.items() if isinstance(value, Tensor) and name.endswith(("mask", "lengths"))]
+    return any(name.startswith(("decoder", "tgt")) == decoder for name in names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +82,8 @@ class BatchTokens:
         special: special tokens of ``input_ids``; None where that is not known.
         target_special: those of ``decoder_input_ids``.
         frames: which frames of audio are real, where the text side is audio.
+        by_length: which tokens are real of sequences that the masks do not fit, as far as calls have shown it.
+        unknown: such sequences of which nothing was known when their queries were asked for.
         follows: the decoder reads the same text behind a start token.
     """
 
@@ -69,10 +92,12 @@ class BatchTokens:
     follows: bool = False
     target_special: Bool[Tensor, "B T"] | None = None
     frames: Bool[Tensor, "B F"] | None = None
+    by_length: dict[Side, Bool[Tensor, "B L"]] = field(default_factory=dict)
+    unknown: set[Side] = field(default_factory=set)
 
-    def of(self, call: AttentionCall, *, decoder: bool, keys: bool = False) -> Tokens:
+    def of(self, call: AttentionCall, *, decoder: bool, keys: bool = False, cross: bool = False) -> Tokens:
         """Tokens asked about, or attended to, in one attention call."""
-        real = real_tokens(call, self.inputs, decoder=decoder, keys=keys)
+        real = self._real(call, decoder, keys, cross)
         if self.frames is not None and not decoder and self.frames.shape == real.shape:
             real = real & self.frames  # of a row too short for a frame, wav2vec 2.0 attends to padding
         special = self._special(decoder)
@@ -83,6 +108,36 @@ class BatchTokens:
         return Tokens(
             real, special.to(real.device) if special is not None and fits else None, ids if known else None, restarts
         )
+
+    def _real(self, call: AttentionCall, decoder: bool, keys: bool, cross: bool) -> Bool[Tensor, "B L"]:
+        real = real_tokens(call, self.inputs, decoder=decoder, keys=keys, cross=cross)
+        batch, length = call.query.shape[0], call.query.shape[2]
+        side = Side(decoder, length)
+        if real is not None:
+            if not keys and self._rows() == batch:
+                self.by_length[side] = real
+            return real
+        known = self.by_length.get(side)
+        if known is not None and len(known) == batch:
+            return known
+        mask = self.mask(decoder=decoder)
+        if mask is None or not bool(mask.all()):
+            self.unknown.add(side)
+        return torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
+
+    def untold(self) -> list[int]:
+        """Lengths of sequences with padding of which it was not known where, so that all tokens counted as real."""
+        lengths = set[int]()
+        for side in self.unknown:
+            real = self.by_length.get(side)
+            if real is None or not bool(real.all()):
+                lengths.add(side.length)
+        return sorted(lengths)
+
+    def _rows(self) -> int | None:
+        tensors = (value for value in self.inputs.values() if isinstance(value, Tensor) and value.dim())
+        first = next(tensors, None)
+        return None if first is None else len(first)
 
     def _restarts(self, call: AttentionCall, real: Bool[Tensor, "B L"]) -> Bool[Tensor, "B L"] | None:
         """Where ``position_ids`` go back and attention does not: what packed rows of several documents do."""
@@ -148,6 +203,8 @@ class BatchTokens:
             real = mask[row]
         elif self.frames is not None and not decoder and self.frames.shape[1] == length:
             real = self.frames[row]
+        elif Side(decoder, length) in self.by_length:
+            real = self.by_length[Side(decoder, length)][row]
         elif mask is not None and ids is None and not bool(mask[row].all()):
             return torch.empty(0, dtype=torch.long, device=device)
         else:

@@ -45,6 +45,8 @@ class AttentionRead:
         bias: bias of the output projection.
         update: result of the output projection, bias included.
         tokens_first: the module is given and gives (L, B, D), so that arguments and keywords hold the tokens that way round.
+        along_heads: the module is given a tensor as scores are where batch and heads are one dimension (BLOOM's bias by
+            position). It is told by the number of items, which item by item can no longer be seen.
         writes_linearly: the projection's result enters the stream as it is (no norm, gate or scale in between), so
             that it is the sum of what each head writes.
     """
@@ -60,12 +62,15 @@ class AttentionRead:
     update: Float[Tensor, "B L D"] | None = None
     writes_linearly: bool = False
     tokens_first: bool = False
+    along_heads: bool = False
 
     def item(self, row: int) -> "AttentionRead":
         """The same read for one item of the batch."""
         batch, part = self.state.shape[0], slice(row, row + 1)
 
         def pick(value: Tensor) -> Tensor:
+            if self.has_heads(value):
+                return value.unflatten(0, (batch, -1))[row]
             value = self.turned(value)
             return self.turned(value[part] if along_batch(value, batch) else value)
 
@@ -76,6 +81,10 @@ class AttentionRead:
         keywords = {name: mapped(value, pick) for name, value in self.keywords.items()}
         call = self.call.rows(part) if self.call.query.shape[0] == batch else self.call
         return replace(self, call=call, keywords=keywords, **parts)
+
+    def has_heads(self, value: Tensor) -> bool:
+        """Whether a tensor's first dimension is that of each item's heads."""
+        return self.along_heads and _has_heads(self.call, value)
 
     def turned(self, value: Tensor) -> Tensor:
         """From the way round that the module has its tokens to (B, L, D), and back."""
@@ -103,6 +112,14 @@ def along_batch(value: Tensor, batch: int) -> bool:
     """Whether a tensor has a row for each item of the batch; a table of numbers by position has two dimensions too."""
     rows = value.dim() > 2 or (value.dim() == 2 and not (value.is_floating_point() or value.is_complex()))
     return rows and value.shape[0] == batch
+
+
+def _has_heads(call: AttentionCall, value: Tensor) -> bool:
+    """Whether a tensor is as scores are where batch and heads are one dimension: (batch · heads, 1 or L, L)."""
+    batch, heads, length = call.query.shape[:3]
+    if call.key.shape[2] != length or heads == 1 or value.dim() != 3:
+        return False
+    return value.shape[0] == batch * heads and value.shape[1] in (1, length) and value.shape[2] == length
 
 
 class StreamTracer(TorchFunctionMode):
@@ -225,7 +242,11 @@ class StreamTracer(TorchFunctionMode):
         turn = self._turn(self._block)
         residual = turn(residual) if known else None
         turned = bool(self._block.tokens_first)
-        self._pending = AttentionRead(call, turn(state), residual, norm, arguments, keywords, tokens_first=turned)
+        values = (*arguments, *keywords.values())
+        with_heads = not turned and any(isinstance(value, Tensor) and _has_heads(call, value) for value in values)
+        self._pending = AttentionRead(
+            *(call, turn(state), residual, norm, arguments, keywords), tokens_first=turned, along_heads=with_heads
+        )
 
     # What the function mode sees -----------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class LargestLogits(WatchedPasses):
         """Keep the largest logits of a call, as the statistic ``largest_score`` defines them."""
         if info.grade != "full":
             return
+        call = call.without_shut()
         settings: Any = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
         found = ops.attention_moments(call.query, call.key, moments=("max_score",), **settings).max_score
         assert found is not None

@@ -65,7 +65,7 @@ class WatchedPasses:
             self.elsewhere = True
             return
         if not call.repeated:
-            self.take(call, info, self.tokens.of(call, decoder=info.in_decoder))
+            self.take(call, info, self.tokens.of(call, decoder=info.in_decoder, cross=info.kind == "cross"))
 
     def take(self, call: AttentionCall, info: SiteInfo, queries: Tokens) -> None:
         """Look at the call of a known site."""
@@ -127,7 +127,8 @@ class MeasuredPass(WatchedPasses):
 
     def take(self, call: AttentionCall, info: SiteInfo, queries: Tokens) -> None:
         """Add the queries of a call to the sums of its site."""
-        keys = self.tokens.of(call, decoder=info.in_decoder and info.kind != "cross", keys=True)
+        cross = info.kind == "cross"
+        keys = self.tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
         positions = torch.arange(call.query.shape[2], device=call.query.device)
         names = tuple(name for name in QUANTITIES if info.grade == "full" or name not in SPLIT)
         sums = self.sums.get(call.site)

@@ -162,6 +162,7 @@ class Monitor:
         self._said: dict[str, set[int]] = {}
         self._beyond: set[tuple[str, int]] = set()
         self._collapsed: set[str] = set()
+        self._untold: set[int] = set()
         with undisturbed(self.model):
             inputs = self._inputs()
             if any(isinstance(value, Tensor) and not value.numel() for value in inputs.values()):
@@ -303,6 +304,7 @@ class Monitor:
             raise InputError("a compiled model cannot be watched: call the monitor, which runs a batch uncompiled")
         with capturing(self.model, reading.attention) as capture, reading.of_training(capture):
             yield
+        self._name_untold(reading)
         if reading.elsewhere:
             self._warn(
                 f"{type(self.model).__name__} computes attention in other places than before, which watch and clip leave out; "
@@ -410,7 +412,19 @@ class Monitor:
         reading = MeasuredPass(self.model, self._look, self._places, inputs, share, self._extreme_activations)
         with reading.hooks(), capturing(self.model, reading.attention):
             run(self.model, inputs)
+        self._name_untold(reading)
         return None if reading.elsewhere or len(reading.sums) < len(self._places) else reading
+
+    def _name_untold(self, reading: WatchedPasses) -> None:
+        """Warn, once for each length, of padding that counts as tokens because nothing in one pass tells where it is."""
+        new = set(reading.tokens.untold()) - self._untold
+        self._untold |= new
+        if new:
+            lengths = " and ".join(str(each) for each in sorted(new))
+            self._warn(
+                f"the batch's mask does not fit sequences of length {lengths} inside {type(self.model).__name__}; "
+                "where a layer shortens the text, its queries that are padding count too"
+            )
 
     def _told(self, measured: MonitorSums, beside: dict[str, float], alarms: Alarms | None) -> MonitorRecord:
         """The record of what was measured, after it was written. Batches that differ have alarms of their own."""

@@ -98,7 +98,7 @@ def largest_weight(reading: QueryReading) -> Tensor:
 )
 def largest_score_above_mean(reading: QueryReading) -> Tensor:
     """How far is the largest score above the average score, before the softmax?"""
-    return reading.moments.max_score - reading.moments.prior_mean_score
+    return reading.max_score - reading.moments.prior_mean_score
 
 
 @_of_scores(

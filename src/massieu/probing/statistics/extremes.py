@@ -109,7 +109,7 @@ def _places(
         asked, inverse = np.unique(queries[chosen], return_inverse=True)
         part = call.rows(slice(int(item), int(item) + 1)).at(torch.from_numpy(asked).to(call.query.device))
         scores, weight = explicit_attention(part)
-        logits = scores if by_score else scores + weight
+        logits = scores.masked_fill(~part.visible(), -torch.inf) if by_score else scores + weight
         keys = logits[0].argmax(-1).cpu().numpy()[heads[chosen], inverse]
         positions = places.positions[torch.from_numpy(queries[chosen]).to(places.positions.device)].cpu().numpy()
         found[chosen, 0] = places.windows[item // max(len(call.query) // places.rows, 1)]

@@ -4,7 +4,7 @@ Keys are first centred on the mean of the real keys of their sequence. Softmax c
 unchanged by it (S25), and the difference log Z − mean score then loses no digits; raw log Z gets the shift back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,9 @@ from massieu import ops
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.moments import NAMES, MomentsResult
 from massieu.probing.attention_call import AttentionCall
+
+ROUNDING = 1e-3
+"""Largest rounding of a score, in nats and so relative of a weight, with which weights are formed in float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +105,16 @@ class QueryReading:
         found = ops.attention_moments(call.query, self.key, moments=self.names, log_weight=call.log_weight, **settings)
         return _Computed(found)
 
+    @cached_property
+    def max_score(self) -> Float[Tensor, "B H L"]:
+        """The largest score of the centred keys that a query sees; not of keys that a mask of −100 or the like shuts."""
+        call = self.call.without_shut()
+        if call is self.call:
+            return self.moments.max_score
+        settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
+        settings["log_weight"] = call.log_weight
+        return _Computed(ops.attention_moments(call.query, self.key, moments=("max_score",), **settings)).max_score
+
     @property
     def log_partition(self) -> Float[Tensor, "B H L"]:
         """log Z of the centred keys."""
@@ -115,16 +128,16 @@ class QueryReading:
     @cached_property
     def largest_logit(self) -> Float[Tensor, "B H L"]:
         """The largest of scale · query · key over the keys that a query sees, before a soft cap, which would hide it."""
-        call = self.call
-        if call.softcap is None and call.key.dtype not in (torch.float16, torch.bfloat16):
-            return self.moments.max_score + self.shift
+        if self.call.softcap is None and self.call.key.dtype not in (torch.float16, torch.bfloat16):
+            return self.max_score + self.shift
         # The keys as they are: half precision has rounded their differences from the mean.
+        call = self.call.without_shut()
         settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
         return _Computed(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings)).max_score
 
     @cached_property
     def visible(self) -> Int[Tensor, "B_or_1 H_or_1 L"]:
-        """How many keys a query sees."""
+        """How many keys a query sees; see `AttentionCall.visible`."""
         if self.call.is_causal:
             return torch.arange(1, self.call.query.shape[2] + 1, device=self.call.query.device)[None, None]
         if self.call.log_weight is None:
@@ -146,24 +159,54 @@ class QueryReading:
         """Valid queries that see several keys. With one key the weight is 1 and the entropy 0, whatever the head does."""
         return self.valid & (self.visible >= 2)
 
+    @cached_property
+    def _precise(self) -> "_Precise":
+        """What weights of single keys are formed of: in float32, or where its rounding would show, in float64.
+
+        A weight is exp(s − log Z). Its two parts are formed in different ways, so each has a rounding of its own, which is
+        about ε·β·|q||k| and is relative to the weight. Of scores of some millions it would be more than the weight itself.
+        """
+        call = self.call
+        dtype = torch.promote_types(call.query.dtype, torch.float32)
+        query, key = call.query.to(dtype), self.key.to(dtype)
+        single = _Precise(replace(call, query=query), key, self.log_partition)
+        if not query.numel() or not key.numel():
+            return single
+        largest = call.scale * query.norm(dim=-1).amax() * key.norm(dim=-1).amax()
+        largest = torch.maximum(largest, torch.where(self.real, self.log_partition.abs(), 0.0).amax())
+        if bool(torch.finfo(dtype).eps * largest <= ROUNDING):
+            return single
+        weight = call.log_weight
+        if weight is not None and weight.dtype != torch.bool:
+            weight = weight.double()
+        call = replace(call, query=call.query.double(), key=call.key.double(), log_weight=weight)
+        settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap, "log_weight": weight}
+        found = ops.attention_moments(call.query, call.key, moments=("log_partition",), **settings)
+        return _Precise(call, call.key, _Computed(found).log_partition)
+
+    def _share(self, scores: Float[Tensor, "B H L *S"]) -> Float[Tensor, "B H L *S"]:
+        """Weights of keys by their scores, log-weights included. What rounding leaves above 1 is 1."""
+        log_partition = self._precise.log_partition
+        log_partition = log_partition if scores.dim() == log_partition.dim() else log_partition[..., None]
+        return torch.exp(scores - log_partition).clamp(max=1.0).to(self.log_partition.dtype)
+
     def weight_at_first(self) -> Float[Tensor, "B H L"]:
         """Attention of every query on the first real token of its document."""
         first = self.keys.first_of_document(self.positions)
         if first.shape[1] == 1:
             return self.weight_at(first)[..., 0]
-        call = self.call
-        chosen = self.key.gather(2, first[:, None, :, None].expand(-1, self.key.shape[1], -1, self.key.shape[3]))
-        product = _paired_product(_grouped(call.query, self.key), chosen[:, :, None]).flatten(1, 2)
-        scores = _weighted(call, _score(call, product)[..., None], first[..., None])[..., 0]
-        return torch.exp(scores - self.log_partition)
+        call, key = self._precise.call, self._precise.key
+        chosen = key.gather(2, first[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
+        product = _paired_product(_grouped(call.query, key), chosen[:, :, None]).flatten(1, 2)
+        return self._share(_weighted(call, _score(call, product)[..., None], first[..., None])[..., 0])
 
     def weight_at(self, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
         """Attention of every query of a sequence on the same few keys."""
-        return torch.exp(_at_keys(self.call, self.key, index) - self.log_partition[..., None])
+        return self._share(_at_keys(self._precise.call, self._precise.key, index))
 
     def weight_before(self, offset: int) -> Float[Tensor, "B H L"]:
         """Attention on the key ``offset`` places before each query; on the first one where there is none."""
-        return torch.exp(_at_offset(self.call, self.key, self.positions, offset) - self.log_partition)
+        return self._share(_at_offset(self._precise.call, self._precise.key, self.positions, offset))
 
     def weight_special(self) -> Float[Tensor, "B H L"]:
         """Attention on all special tokens together."""
@@ -173,8 +216,16 @@ class QueryReading:
             return torch.zeros_like(self.log_partition)
         order = special.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
         hidden = ~special.gather(1, order)[:, None, None]
-        scores = _at_keys(self.call, self.key, order).masked_fill(hidden, -torch.inf)
-        return torch.exp(scores - self.log_partition[..., None]).sum(-1)
+        return self.weight_at(order).masked_fill(hidden, 0.0).sum(-1).clamp(max=1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Precise:
+    """A call and its keys, from which scores of single keys are formed, and log Z of the same keys."""
+
+    call: AttentionCall
+    key: Float[Tensor, "B Hk N D"]
+    log_partition: Float[Tensor, "B H L"]
 
 
 @dataclass(frozen=True, eq=False)

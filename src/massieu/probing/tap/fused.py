@@ -13,7 +13,7 @@ from massieu.probing.capture import Capture
 from massieu.probing.tap.calls import FusedCall, Output, read_fused
 from massieu.probing.tap.dims import Dims, Label, broadcast, of
 from massieu.probing.tap.flex import scores_of
-from massieu.probing.tap.scores import HIDES, Path
+from massieu.probing.tap.scores import Path, as_low_as_a_mask
 
 
 def _scaled_dot_product(args: Any, kwargs: Any, owner: nn.Module, path: Path, capture: Capture) -> Output | str:
@@ -89,7 +89,7 @@ def _masked(mask: Tensor, dims: tuple[Dims, Dims, Dims, Dims]) -> tuple[Tensor, 
     if mask.dtype == torch.bool:
         return mask, where
     mask = mask.float() if mask.dtype in (torch.float16, torch.bfloat16) else mask
-    hidden = mask <= HIDES
+    hidden = as_low_as_a_mask(mask)
     if not bool(mask.masked_fill(hidden, 0.0).any()):
         return ~hidden, where
     return mask.masked_fill(hidden, -torch.inf), where

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from massieu.probing.attention_call import above_gap
 from massieu.probing.tap.dims import Dim, Dims, Label, broadcast, merged, of
 
 HIDES = -1e4  # an additive mask of this or less hides a key; a mask with one other value than 0 does from -100 on
@@ -151,10 +152,17 @@ def _hides(value: Tensor | float) -> Tensor | None:
         return None
     least = float(value.min()) if value.numel() else 0.0
     if least <= HIDES:
-        return value <= HIDES
+        return as_low_as_a_mask(value)
     if least <= HIDES_ALONE and bool(((value == 0) | (value == least)).all()):
         return value == least
     return None
+
+
+def as_low_as_a_mask(log_weight: Tensor) -> Tensor:
+    """Which log-weights of rows of keys hide a key; not those to which a bias by position falls in small steps."""
+    hidden = log_weight <= HIDES
+    falls = above_gap(log_weight) & (log_weight.amax(-1, keepdim=True) > HIDES)
+    return hidden & ~falls
 
 
 def _without_keys(coefficient: Tensor, hidden: Tensor | None) -> Tensor | None:
