@@ -20,6 +20,7 @@ from massieu.probing.fresh import reinitialised
 from massieu.probing.generation import GeneratingReading, check_causal
 from massieu.probing.model import LoadedModel, model_inputs, with_target
 from massieu.probing.nonfinite import in_weights, shows_nan
+from massieu.probing.padding import PaddingCheck
 from massieu.probing.per_token import LARGE, PER_TOKEN, TOKENS, TemporaryFolder, TokenWriter, expected_size
 from massieu.probing.reading import Options, Reading, RowNumbers
 from massieu.probing.readout import tokens_through
@@ -83,6 +84,7 @@ class Session(SessionRecord):
     begun: bool = False
     reading: Reading = field(init=False)
     check: SelfCheck = field(init=False)
+    padding: PaddingCheck = field(init=False)
     control: Reading | None = None
     course: Course = field(default_factory=Course)
     tokens: int = 0  # that were read here
@@ -139,6 +141,8 @@ class Session(SessionRecord):
             self.begin(inputs)
             self._begin_beside(inputs)
             self._begin_rows()
+        if self.options.new_tokens is None:
+            self.warnings += self.padding.warnings(inputs)
         first = self.batches == 0
         empty = self.state() if first else {}
         rows = self.reading.layout.rows(module, inputs)
@@ -259,6 +263,7 @@ class Session(SessionRecord):
         module = self.loaded.module
         check_evaluating(module.modules())
         self.broken_weights = in_weights(module)
+        self.padding = PaddingCheck(module)
         look = first_look(module, inputs)
         self.check = look.check
         self.warnings += check_weights(self.loaded, look.sites, inputs)
