@@ -462,6 +462,44 @@ def test_the_terminal_says_it(save, tmp_path):
     assert "warning: 50 % of the text's tokens" in ran.stderr
 
 
+def words_alone(folder: Path, **special: str) -> None:
+    """A tokenizer that puts nothing around a text."""
+    import tokenizers
+    import transformers
+
+    built = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=built, unk_token="[UNK]", **special).save_pretrained(folder)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "rows begin without the BOS token [CLS], which the tokenizer does not add (bos=True adds it)"),
+        (["--bos"], "rows begin with the BOS token [CLS] (bos=True)"),
+        (["--no-bos"], "rows begin without the BOS token [CLS] (bos=False)"),
+    ],
+)
+def test_the_page_and_the_terminal_say_whether_rows_begin_with_a_bos_token(flags, sentence, save, tmp_path):
+    folder = save(gpt2())
+    words_alone(folder, bos_token="[CLS]")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on " * 10)
+    ran = command("probe", folder, "--text", text, "--max-length", 8, "--quick", *flags, "--out", tmp_path / "out")
+    assert ran.exit_code == 0, ran.stderr
+    assert f"note: {sentence}" in ran.stdout
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert sentence[0].upper() + sentence[1:] in page
+
+
+def test_bos_is_for_windows_of_text():
+    with pytest.raises(InputError, match="bos is for text; batches are read as they are"):
+        massieu.probe(zoo.fresh("bert"), [zoo.inputs("bert")], bos=True)
+
+
 # --- models in memory, and strings -----------------------------------------------------------------------------------
 
 

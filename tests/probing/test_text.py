@@ -86,7 +86,7 @@ def _bare() -> Any:
 
 MAKERS = {"bert": _bert, "gpt2": _gpt2, "llama": _llama, "t5": _t5, "bare": _bare}
 AROUND: dict[str, tuple[list[int], list[int], list[int]]] = {
-    "bert": ([2], [3], [3]), "gpt2": ([0], [], [0]), "llama": ([0], [], [1]), "t5": ([], [1], [1]), "bare": ([], [], []),
+    "bert": ([2], [3], [3]), "gpt2": ([], [], [0]), "llama": ([0], [], [1]), "t5": ([], [1], [1]), "bare": ([], [], []),
 }  # fmt: skip
 """The ids that a row must have before and after its text, and the separator of documents."""
 names = st.sampled_from(sorted(MAKERS))
@@ -291,7 +291,35 @@ def test_separators_are_special_and_the_unknown_token_is_not():
 
 def test_the_end_token_is_special_also_where_it_doubles_as_unknown():
     (batch,) = _batches(made("gpt2"), ["the", "the"], max_length=32)
-    assert _special(batch) == [[True, False, True, False]]
+    assert _special(batch) == [[False, True, False]]
+
+
+@every_row(
+    "name, bos, begins, sentence",
+    [
+        ("gpt2", None, [], "without the BOS token <|endoftext|>, which the tokenizer does not add (bos=True adds it)"),
+        ("gpt2", True, [0], "with the BOS token <|endoftext|> (bos=True)"),
+        ("gpt2", False, [], "without the BOS token <|endoftext|> (bos=False)"),
+        ("llama", None, [0], "with the BOS token <s>, which the tokenizer adds"),
+        ("llama", True, [0], "with the BOS token <s> (bos=True)"),
+        ("llama", False, [], "without the BOS token <s> (bos=False)"),
+        ("bert", None, [2], None),
+        ("bert", False, [2], None),
+        ("t5", None, [], None),
+    ],
+)
+def test_the_tokenizers_setting_decides_on_a_bos_token_and_an_argument_overrides_it(name, bos, begins, sentence):
+    tokenizer = made(name)
+    batches = _batches(tokenizer, ["the", "the the"], max_length=32, packing=False, bos=bos)
+    after = AROUND[name][1]
+    rows = [ids for ids, _, _ in _rows(batches)]
+    assert rows == [[*begins, *_ids(tokenizer, text), *after] for text in ("the", "the the")]
+    assert batches.bos_sentence() == (sentence and f"rows begin {sentence}")
+
+
+def test_a_bos_token_that_is_not_there_cannot_be_asked_for():
+    with pytest.raises(InputError, match="bos=True needs a BOS token, and TokenizersBackend has none"):
+        _batches(made("t5"), ["the"], max_length=32, bos=True)
 
 
 @pytest.mark.medium

@@ -129,6 +129,7 @@ def probe(
     batch_size: take.BatchSize = 8,
     query_sample: take.QuerySample = None,
     no_packing: take.NoPacking = False,
+    bos: take.Bos = None,
     generate: take.Generate = None,
     replace: take.Replace = None,
     replace_per: take.ReplacePer = take.Per.ALL,
@@ -171,6 +172,7 @@ def probe(
                 max_tokens=max_tokens,
                 batch_size=batch_size,
                 packing=not no_packing,
+                bos=bos,
                 query_sample=query_sample,
                 generate=generate,
                 replace=replace or (),
@@ -242,6 +244,7 @@ def compare(
     max_tokens: take.MaxTokens = None,
     batch_size: Annotated[int | None, option("N", "Windows per batch [8].")] = None,
     no_packing: take.NoPacking = False,
+    bos: take.Bos = None,
     device: Device = None,
     dtype: Dtype = None,
     statistics: take.Statistics = None,
@@ -257,7 +260,7 @@ def compare(
     with context.obj.loading():
         limits = limits_of(fail_above, chosen)
     given: dict[str, Any] = {"text": text, "column": column, "source": source, "target": target}
-    given |= {"max_length": max_length, "max_tokens": max_tokens}
+    given |= {"max_length": max_length, "max_tokens": max_tokens, "bos": bos}
     given |= {"batch_size": batch_size, "packing": False if no_packing else None, "device": device, "dtype": dtype}
     given |= {"statistics": chosen, "seed": seed, "trust_remote_code": trust_remote_code or None}
     given = {name: value for name, value in given.items() if value is not None}

@@ -51,6 +51,7 @@ def probe(
     max_tokens: int | None = None,
     batch_size: int = 8,
     packing: bool = True,
+    bos: bool | None = None,
     query_sample: int | None = None,
     generate: int | None = None,
     replace: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -94,6 +95,8 @@ def probe(
         max_tokens: stop after this many tokens.
         batch_size: windows in a batch; it changes no number beyond rounding.
         packing: cut the text into full windows; False keeps one document per row, with padding.
+        bos: whether rows of text begin with the BOS token; None leaves it to the tokenizer's own setting. The page and
+            the terminal say which.
         query_sample: at most this many queries per window for the per-query statistics (long inputs).
         generate: each document is a prompt, and the model writes at most this many tokens after it, by its own ``generate``
             with a cache. The attention statistics are then those of the query that each new token came of.
@@ -163,7 +166,7 @@ def probe(
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
     loading |= {"trust_remote_code": trust_remote_code, "device_map": device_map}
     settings = {"statistics": None if statistics is None else list(statistics), "column": column, "packing": packing}
-    settings |= {"source": source, "target": target}
+    settings |= {"source": source, "target": target, "bos": bos}
     settings |= {**sizes, "query_sample": query_sample, "generate": generate, "quick": quick, **loading}
     if generate is not None:
         wanted, groups, packing = _while_generating(wanted, statistics), frozenset({ATTENTION}), False
@@ -196,10 +199,11 @@ def probe(
             "target": target,
             "generate": generate,
             "max_tokens": max_tokens,
+            "bos": bos,
         }
         loaded, given = of_images(model, tokenizer_or_batches, images, texts, settings_of_text, sizes, loading, tell)
     else:
-        asked = (text, texts, source, target, column, packing, generate)
+        asked = (text, texts, source, target, column, packing, generate, bos)
         loaded, given = of_text(model, tokenizer_or_batches, asked, sizes, loading, sharing, tell)
     units = Units(mode="window" if given.packing else "document")
     options = Options(

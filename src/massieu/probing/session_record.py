@@ -162,7 +162,8 @@ class SessionRecord:
             source = f"{self.reading.new_tokens:,} tokens that the model wrote after prompts from {source}"
         asked = {"source": source, "max_length": self.given.max_length, "packing": self.given.packing}
         found = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
-        return record.TextRecord(**asked, **counted, **found)
+        bos = batches.bos_sentence() if isinstance(batches, TextBatches) else None
+        return record.TextRecord(**asked, **counted, **found, bos=bos)
 
     def _error_unit(self) -> record.ErrorUnitRecord:
         name, number = self.reading.results[0].attention.ratio.error_unit()

@@ -30,13 +30,15 @@ def of_text(
     tell: Callable[[ProbeProgress], None],
 ) -> tuple[LoadedModel, Input]:
     """The model, and its batches: those that were given, or made of text."""
-    text, texts, source, target, column, packing, generate = asked
+    text, texts, source, target, column, packing, generate, bos = asked
     by_name, max_length = not isinstance(model, nn.Module), sizes["max_length"]
     pairs, documents = given_pairs(text, texts, source, target), None
     if pairs is None:
         said, documents = _documents(text, texts, column, check=by_name)
     else:
         said, packing = _check_pairs(*pairs, column, check=by_name), False
+        if bos is not None:
+            raise InputError("bos is for windows of text; the tokenizer marks the two sides of a pair by itself")
     tell(ProbeProgress("loading the model"))
     loaded = load_given(model, tokenizer_or_batches, needs_tokenizer=tokenizer_or_batches is None, **loading)
     if generate is not None:
@@ -44,12 +46,14 @@ def of_text(
     if tokenizer_or_batches is not None and not callable(tokenizer_or_batches):
         if text is not None or texts is not None or pairs is not None:
             raise InputError("give either batches or text, not both")
+        if bos is not None:
+            raise InputError("bos is for text; batches are read as they are")
         return loaded, Input(_batches(tokenizer_or_batches), "batches", True, max_length, loaded.tokenizer)
     tokenizer = _tokenizer(loaded, tokenizer_or_batches, max_length)
     tokenizer = tokenizer if sharing is None else sharing.tokenizer(tokenizer, loaded.name)
     if pairs is None:
         assert documents is not None
-        batches = TextBatches(tokenizer, documents, **sizes, packing=packing)
+        batches = TextBatches(tokenizer, documents, **sizes, packing=packing, bos=bos)
     else:
         check_pair_model(loaded.module, tokenizer, loaded.name)
         batches = PairBatches(tokenizer, pairs[1], loaded.module, loaded.name, **sizes)

@@ -52,7 +52,12 @@ class ModelRecord(Entry):
 
 @dataclass
 class TextRecord(Entry):
-    """What was read; ``dropped`` is a sentence, ``unknown_share`` that of tokens which the tokenizer does not know."""
+    """What was read; ``unknown_share`` is that of tokens which the tokenizer does not know.
+
+    Attributes:
+        dropped: what of the text was not read, as a sentence.
+        bos: whether rows begin with the BOS token and who says so, as a sentence.
+    """
 
     source: str | None = field(default=None, metadata=NEEDED)
     max_length: int | None = None
@@ -61,6 +66,7 @@ class TextRecord(Entry):
     windows: int | None = field(default=None, metadata=NEEDED)
     documents: int | None = None
     dropped: str | None = None
+    bos: str | None = None
     unknown_share: float | None = None
 
 

@@ -23,7 +23,7 @@ Model = str | Path | nn.Module | ProbeResult
 _OF_THIS_CALL = ("model", "tokenizer_or_batches", "revision", "progress", "sharing", "generate")
 _OF_THIS_CALL += ("distributed", "running", "resume", "store_every", "per_token")  # of one probe, not of several
 _OPTIONS = tuple(name for name in inspect.signature(probe).parameters if name not in _OF_THIS_CALL)
-_OF_THE_TEXT = ("max_length", "max_tokens", "packing", "source", "target")
+_OF_THE_TEXT = ("max_length", "max_tokens", "packing", "bos", "source", "target")
 """Options that a stored result says when they are not given."""
 
 
@@ -64,7 +64,7 @@ def compare(
             weights, text and options, is not probed again.
         progress: Called after every batch.
         options: What else `massieu.probe` takes, the same for all models. Beside a stored result, its own ``max_length``,
-            ``max_tokens``, ``packing``, ``source`` and ``target`` hold where they are not given.
+            ``max_tokens``, ``packing``, ``bos``, ``source`` and ``target`` hold where they are not given.
 
     Raises:
         InputError: fewer than two models; models of different shapes or tokenizers; two models on different texts; an
