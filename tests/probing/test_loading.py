@@ -462,6 +462,42 @@ def test_the_terminal_says_it(save, tmp_path):
     assert "warning: 50 % of the text's tokens" in ran.stderr
 
 
+@pytest.mark.medium
+@every_row(
+    "stored, flags, sentence",
+    [
+        (torch.bfloat16, [], "the checkpoint's weights are bfloat16, and were read and measured in float32"),
+        (
+            torch.float32,
+            ["--dtype", "bfloat16"],
+            "the checkpoint's weights are float32, and were read and measured in bfloat16",
+        ),
+        (torch.bfloat16, ["--dtype", "bfloat16"], None),
+        (torch.float32, [], None),
+    ],
+)
+def test_a_checkpoint_that_is_read_in_another_type_is_said(stored, flags, sentence, tmp_path):
+    model = bert(1).to(stored)
+    folder = tmp_path / f"{stored}{len(flags)}"
+    model.save_pretrained(folder)
+    tokenizer(folder)
+    file = folder / "config.json"  # what the configuration says is not what counts
+    file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": "float16"}))
+    text, out = tmp_path / "text.txt", folder / "out"
+    text.write_text("the cat sat on " * 10)
+    ran = command("probe", folder, "--text", text, "--max-length", 8, "--quick", *flags, "--out", out)
+    assert ran.exit_code == 0, ran.stderr
+    page = (out / "report.html").read_text()
+    if sentence is None:
+        assert "read and measured in" not in ran.stdout + page
+    else:
+        assert f"note: {sentence}" in ran.stdout
+        assert "The checkpoint&#39;s" + sentence.removeprefix("the checkpoint's") in page
+    (folder / TABLE).unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    assert load_model(folder).stored_dtype == str(stored).removeprefix("torch.")
+
+
 def words_alone(folder: Path, **special: str) -> None:
     """A tokenizer that puts nothing around a text."""
     import tokenizers

@@ -21,6 +21,7 @@ from massieu.probing.checkpoint import (
     quiet,
     sentence,
     some,
+    stored_dtype,
     weights_are,
 )
 from massieu.probing.forward import decoder_given, device_of, dtype_of
@@ -49,6 +50,7 @@ class LoadedModel:
         missing: weights of the model that the checkpoint does not have: they are random numbers.
         reshaped: weights of another shape in the checkpoint (its shape, the model's): they too are random numbers.
         unexpected: weights of the checkpoint that the model does not have.
+        stored_dtype: floating-point type of most weights in the files; None where it is not known or they are quantised.
         doubts: warnings about what was left out of the checkpoint.
         whole: the model with its head, where it has one here.
     """
@@ -61,6 +63,7 @@ class LoadedModel:
     tokenizer_problem: str | None = None
     from_files: bool = False
     weights: str | None = None
+    stored_dtype: str | None = None
     missing: tuple[str, ...] = ()
     reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     unexpected: tuple[str, ...] = ()
@@ -77,6 +80,7 @@ class LoadedModel:
             architecture=type(self.module).__name__,
             parameters=packed.numbers_in(self.module),
             dtype=str(dtype_of(self.module)).removeprefix("torch."),
+            stored_dtype=self.stored_dtype,
             device=", ".join(dict.fromkeys(map(str, placement))) or str(device_of(self.module) or "cpu"),
             hidden_size=getattr(config, "hidden_size", None),
             missing_weights=self._listed((*self.missing, *self.reshaped), _RANDOM),
@@ -151,6 +155,7 @@ def load_model(
         named = {**checkpoint.options, "trust_remote_code": trust_remote_code}
         with _one_sentence(shown):
             config = transformers.AutoConfig.from_pretrained(checkpoint.place, **named)
+            stored = _stored_dtype(checkpoint, config)
             options = {**named, "output_loading_info": True, "ignore_mismatched_sizes": True}
             if getattr(config, "quantization_config", None) is not None and device_map is None:
                 device_map = {"": str(target)}  # packed weights are made where they are to stay
@@ -186,12 +191,21 @@ def load_model(
         tokenizer_problem=problem,
         from_files=True,
         weights=checkpoint.format_as(kind) if adapter is None else f"{checkpoint.format_as(kind)}, with an adapter",
+        stored_dtype=stored,
         missing=tuple(sorted(own(dict.fromkeys(report["missing_keys"])))),
         reshaped=own({key: (tuple(found), tuple(needed)) for key, found, needed in sorted(report["mismatched_keys"])}),
         unexpected=tuple(sorted(report["unexpected_keys"])),
         doubts=() if checkpoint.gguf is None else checkpoint.gguf.doubts(module),
         whole=whole_module,
     )
+
+
+def _stored_dtype(checkpoint: Checkpoint, config: Any) -> str | None:
+    """The type of a checkpoint's weights, of a name on the hub as its configuration says; None where they are quantised."""
+    if checkpoint.gguf is not None or getattr(config, "quantization_config", None) is not None:
+        return None
+    said = getattr(config, "dtype", None)
+    return stored_dtype(checkpoint.files) or (None if said is None else str(said).removeprefix("torch."))
 
 
 def _names_in(whole: Any, trunk: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -32,6 +32,8 @@ class Entry:
 class ModelRecord(Entry):
     """The model: where it is from, what it is, and what its files lacked; ``hash`` is of its files of weights.
 
+    Most weights in its files are of ``stored_dtype``; they were read in ``dtype``.
+
     Of a module in memory it is of weights, configuration and plain attributes.
     """
 
@@ -42,12 +44,20 @@ class ModelRecord(Entry):
     architecture: str | None = None
     parameters: int | None = None
     dtype: str | None = None
+    stored_dtype: str | None = None
     device: str | None = None
     layers: int | None = field(default=None, metadata=NEEDED)
     heads: int | None = field(default=None, metadata=NEEDED)
     hidden_size: Any = None
     missing_weights: str | None = None
     unexpected_weights: str | None = None
+
+    @property
+    def dtype_sentence(self) -> str | None:
+        """That the weights were read in another type than the checkpoint's; None where they were not."""
+        if None in (self.stored_dtype, self.dtype) or self.stored_dtype == self.dtype:
+            return None
+        return f"the checkpoint's weights are {self.stored_dtype}, and were read and measured in {self.dtype}"
 
 
 @dataclass
