@@ -69,7 +69,7 @@ def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
     assert run("probe").exit_code == 0
     assert probed.model is None
     assert probed.options == {
-        "text": None, "column": None, "statistics": None, "max_length": 256, "max_tokens": None, "batch_size": 8,
+        "text": None, "column": None, "statistics": None, "max_length": None, "max_tokens": None, "batch_size": 8,
         "packing": True, "query_sample": None, "device": None, "dtype": None, "seed": 0, "revision": None,
         "trust_remote_code": False, "generate": None, "device_map": None, "distributed": False,
         "running": Path("massieu-results/all-MiniLM-L6-v2/running"), "resume": False, "store_every": 5.0,

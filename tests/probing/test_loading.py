@@ -536,6 +536,42 @@ def test_bos_is_for_windows_of_text():
         massieu.probe(zoo.fresh("bert"), [zoo.inputs("bert")], bos=True)
 
 
+# --- what is said before the weights are read ------------------------------------------------------------------------
+
+
+@pytest.mark.medium
+def test_the_default_window_is_as_long_as_the_model_allows_and_that_is_said(save, tmp_path):
+    folder = save(bert(1))  # of 64 positions
+    tokenizer(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on " * 100)
+    ran = command("probe", folder, "--text", text, "--quick", "--out", tmp_path / "out")
+    assert ran.exit_code == 0, ran.stderr
+    sentence = "windows have 64 tokens in place of the default 256: the model has no more positions"
+    assert f"note: {sentence}" in ran.stdout
+    assert sentence.capitalize() in (tmp_path / "out" / "report.html").read_text()
+    assert massieu.ProbeResult.load(tmp_path / "out").run.settings["max_length"] == 64
+
+
+@pytest.mark.medium
+def test_what_the_configuration_decides_is_said_before_the_weights_are_read(save, tmp_path, monkeypatch):
+    import transformers
+
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", read)
+    folder, bare = save(bert(1)), save(bert(1))
+    tokenizer(folder)
+    for model, options, words in (
+        (folder, {"texts": "cat", "max_length": 65}, "max_length 65 is more than the 64 positions"),
+        (folder, {"texts": [("cat", "cat")]}, "source and target need an encoder–decoder"),
+        (bare, {"texts": "cat"}, "has no vocabulary beside its special tokens"),
+    ):
+        with pytest.raises(InputError, match=words):
+            massieu.probe(model, **options)
+
+
 # --- models in memory, and strings -----------------------------------------------------------------------------------
 
 

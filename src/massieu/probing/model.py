@@ -93,6 +93,20 @@ class LoadedModel:
         return f"{weights_are(names)} {what}: {some(names)}" if names else "none"
 
 
+@dataclass(frozen=True, eq=False)
+class AnnouncedModel:
+    """A checkpoint before its weights are read: what its configuration and its tokenizer's files say.
+
+    Attributes:
+        tokenizer_problem: why there is no tokenizer, where one was looked for.
+    """
+
+    name: str
+    config: Any
+    tokenizer: Any
+    tokenizer_problem: str | None
+
+
 def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,6 +127,7 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     tokenizer: bool = True,
     head: bool | Literal["if any"] = False,
+    check: Callable[[AnnouncedModel], None] | None = None,
 ) -> LoadedModel:
     """Load a model's trunk and its tokenizer from a folder, a GGUF file or a hub name; None is the default model.
 
@@ -127,6 +142,7 @@ def load_model(
         device_map: which layers go where, as for ``from_pretrained`` of transformers: "auto" fills one device after another.
         tokenizer: whether to read the tokenizer too.
         head: whether to keep the head of a language model; "if any" where the checkpoint names one.
+        check: called before the weights are read, and may refuse the model.
 
     Raises:
         InputError: no such model or device, unknown dtype, or files that are not a model of ``transformers``.
@@ -155,6 +171,12 @@ def load_model(
         named = {**checkpoint.options, "trust_remote_code": trust_remote_code}
         with _one_sentence(shown):
             config = transformers.AutoConfig.from_pretrained(checkpoint.place, **named)
+        read, problem = _tokenizer(given, named) if tokenizer else (None, None)
+        if tokenizer and read is None and adapter is not None:  # it is seldom saved beside an adapter
+            read, problem = _tokenizer(checkpoint, named)
+        if check is not None:
+            check(AnnouncedModel(shown, config, read, problem))
+        with _one_sentence(shown):
             stored = _stored_dtype(checkpoint, config)
             options = {**named, "output_loading_info": True, "ignore_mismatched_sizes": True}
             if getattr(config, "quantization_config", None) is not None and device_map is None:
@@ -168,9 +190,6 @@ def load_model(
             auto = getattr(transformers, kind_of_model)
             whole, report = auto.from_pretrained(checkpoint.place, config=config, dtype=kind, **options)
             module = whole if adapter is None else adapter.applied(whole)
-        read, problem = _tokenizer(given, named) if tokenizer else (None, None)
-        if tokenizer and read is None and adapter is not None:  # it is seldom saved beside an adapter
-            read, problem = _tokenizer(checkpoint, named)
     whole_module: Any = module
     if is_pretrained(module) and (adapter is not None or head):
         module = _trunk(module)
@@ -355,10 +374,16 @@ def longest(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     table = getattr(getattr(module, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)  # of the RoBERTa family, whose tokens' positions come behind it
+    positions = longest_by(config)
+    return positions if positions is None or padding is None else positions - padding - 1
+
+
+def longest_by(config: Any) -> int | None:
+    """Rows of the position table that a configuration names; a few of them may be no token's. None without such a table."""
     for name in ("max_position_embeddings", "n_positions"):
         positions = getattr(config, name, None)
         if isinstance(positions, int) and positions > 0:
-            return positions if padding is None else positions - padding - 1
+            return positions
     return None
 
 

@@ -47,7 +47,7 @@ def probe(
     source: str | None = None,
     target: str | None = None,
     statistics: Sequence[str] | None = None,
-    max_length: int = 256,
+    max_length: int | None = None,
     max_tokens: int | None = None,
     batch_size: int = 8,
     packing: bool = True,
@@ -91,7 +91,8 @@ def probe(
         source, target: for an encoder–decoder, in place of ``column``: the columns of the texts that the encoder and the
             decoder read, each pair in a row of its own. ``texts`` may then be pairs of strings, without such names.
         statistics: names of statistics or groups; None is all of them.
-        max_length: tokens in a window, or in each side of a pair.
+        max_length: tokens in a window, or in each side of a pair; None is 256, or as many as the model has positions for if
+            these are fewer.
         max_tokens: stop after this many tokens.
         batch_size: windows in a batch; it changes no number beyond rounding.
         packing: cut the text into full windows; False keeps one document per row, with padding.
@@ -207,9 +208,10 @@ def probe(
         loaded, given = of_text(model, tokenizer_or_batches, asked, sizes, loading, sharing, tell)
     units = Units(mode="window" if given.packing else "document")
     options = Options(
-        groups, units, max_length, query_sample, seed=seed, statistics=wanted, quick=quick, new_tokens=generate,
+        groups, units, given.max_length, query_sample, seed=seed, statistics=wanted, quick=quick, new_tokens=generate,
         replace=replacing, per_token=rows,
     )  # fmt: skip
+    settings["max_length"] = course.settings["max_length"] = given.max_length
     with interruptible() as interruption:
         if resume and not course.found():
             tell(ProbeProgress(f"nothing is stored in {running}: reading from the beginning"))

@@ -42,13 +42,18 @@ QUICK = (
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """What the text side gives: batches, and what to say about them afterwards."""
+    """What the text side gives: batches, and what to say about them afterwards.
+
+    Attributes:
+        window: why windows are shorter than the default, as a sentence; None where they are not.
+    """
 
     batches: Iterable[Any]
     source: str
     packing: bool
     max_length: int
     tokenizer: Any
+    window: str | None = None
 
 
 class SessionRecord:
@@ -163,7 +168,7 @@ class SessionRecord:
         asked = {"source": source, "max_length": self.given.max_length, "packing": self.given.packing}
         found = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
         bos = batches.bos_sentence() if isinstance(batches, TextBatches) else None
-        return record.TextRecord(**asked, **counted, **found, bos=bos)
+        return record.TextRecord(**asked, **counted, **found, bos=bos, window=self.given.window)
 
     def _error_unit(self) -> record.ErrorUnitRecord:
         name, number = self.reading.results[0].attention.ratio.error_unit()

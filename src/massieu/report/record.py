@@ -66,6 +66,7 @@ class TextRecord(Entry):
 
     Attributes:
         dropped: what of the text was not read, as a sentence.
+        window: that windows are shorter than the default, and why, as a sentence.
         bos: whether rows begin with the BOS token and who says so, as a sentence.
     """
 
@@ -76,6 +77,7 @@ class TextRecord(Entry):
     windows: int | None = field(default=None, metadata=NEEDED)
     documents: int | None = None
     dropped: str | None = None
+    window: str | None = None
     bos: str | None = None
     unknown_share: float | None = None
 
