@@ -45,10 +45,16 @@ def gpt2(layers: int = 1) -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
 
 
-def llama(layers: int = 1) -> Any:
+def llama(layers: int = 1, **settings: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": layers}, num_key_value_heads=1))
+    return LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": layers}, num_key_value_heads=1, **settings))
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=99))
 
 
 @pytest.fixture
@@ -115,6 +121,27 @@ def test_weights_that_the_measurement_needs_must_be_there(save, make, change, co
     assert str(folder) in str(raised.value)
     for word in words:
         assert word in str(raised.value), raised.value
+
+
+@pytest.mark.medium
+@every_row(
+    "make, table, head",
+    [
+        (bert, "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+        (gpt2, "transformer.wte.weight", "lm_head.weight"),
+        (lambda: llama(tie_word_embeddings=True), "model.embed_tokens.weight", "lm_head.weight"),
+        (t5, "shared.weight", "lm_head.weight"),
+    ],
+)
+def test_embeddings_that_are_stored_as_the_tied_heads_are_read(save, make, table, head):
+    model = make().eval()
+    loaded = load_model(save(model, renamed(table, head)), tokenizer=False)
+    assert table.partition(".")[2] not in loaded.missing
+    ids = torch.arange(6)[None]
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if make is t5 else {})
+    with torch.no_grad():
+        assert torch.equal(loaded.module(**inputs)[0], model.base_model(**inputs)[0])
+    check_weights(loaded, first_look(loaded.module, inputs).sites, inputs)
 
 
 @pytest.mark.medium

@@ -29,6 +29,7 @@ from massieu.probing.layout import separable
 from massieu.probing.module_hash import module_hash
 from massieu.probing.offload import offloaded
 from massieu.probing.target_labels import IGNORED, is_tokens, predicts_labels, shifted_labels
+from massieu.probing.tokenizers import embedded
 from massieu.probing.unwrap import is_pretrained, tokenizer_of, unwrapped
 from massieu.report.record import ModelRecord
 
@@ -189,7 +190,12 @@ def load_model(
             kind_of_model = "AutoModelForCausalLM" if head else "AutoModel" if adapter is None else adapter.auto
             auto = getattr(transformers, kind_of_model)
             whole, report = auto.from_pretrained(checkpoint.place, config=config, dtype=kind, **options)
-            module = whole if adapter is None else adapter.applied(whole)
+            tied = None if head or adapter is not None else _class_with_head(whole, report["missing_keys"])
+            if tied is not None:
+                whole, report = tied.from_pretrained(checkpoint.place, config=config, dtype=kind, **options)
+                module = _trunk(whole)
+            else:
+                module = whole if adapter is None else adapter.applied(whole)
     whole_module: Any = module
     if is_pretrained(module) and (adapter is not None or head):
         module = _trunk(module)
@@ -225,6 +231,20 @@ def _stored_dtype(checkpoint: Checkpoint, config: Any) -> str | None:
         return None
     said = getattr(config, "dtype", None)
     return stored_dtype(checkpoint.files) or (None if said is None else str(said).removeprefix("torch."))
+
+
+def _class_with_head(trunk: Any, missing: Collection[str]) -> Any:
+    """The class that reads a trunk's embeddings where the files hold them as the head's, to which they are tied; else None."""
+    config = trunk.config
+    if not getattr(config, "tie_word_embeddings", False) or embedded(trunk) is None:
+        return None
+    table = trunk.get_input_embeddings().weight
+    names = {name for name, parameter in trunk.named_parameters(remove_duplicate=False) if parameter is table}
+    if not names & set(missing):
+        return None
+    named_class = next(iter(getattr(config, "architectures", None) or ()), "")
+    found = getattr(require_extra("transformers", "probe"), named_class, None)
+    return None if found is type(trunk) else found
 
 
 def _names_in(whole: Any, trunk: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]]:
