@@ -602,6 +602,40 @@ def test_what_the_configuration_decides_is_said_before_the_weights_are_read(save
 # --- models in memory, and strings -----------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
+def test_a_tokenizer_may_be_named(save, tmp_path):
+    folder, words = save(bert(1)), tmp_path / "words"
+    tokenizer(folder)
+    words.mkdir()
+    tokenizer(words)
+    (words / "vocab.txt").unlink()
+    bare = save(bert(1))  # as Trainer saves checkpoints that it was given no tokenizer for
+    model = load_model(folder, tokenizer=False).module
+    how: dict[str, Any] = {
+        "texts": "the cat sat on the mat " * 9,
+        "max_length": 16,
+        "statistics": ["entropy"],
+        "quick": True,
+    }
+    expected = massieu.probe(folder, **how).heads
+    for given in (words, str(words), str(folder)):
+        assert massieu.probe(model, given, **how).heads.equals(expected)
+    assert (
+        massieu.compare(model, model, tokenizer_or_batches=str(words), **how).differences["difference"].abs().max() == 0
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat " * 9)
+    shared = ("--text", text, "--max-length", 16, "--quick", "--statistics", "entropy")
+    ran = command("probe", bare, *shared, "--tokenizer", words, "--out", tmp_path / "out")
+    assert ran.exit_code == 0, ran.stderr
+    ran = command("compare", bare, bare, *shared[:4], "--tokenizer", words, "--out", tmp_path / "compared")
+    assert ran.exit_code == 0, ran.stderr
+    with pytest.raises(InputError, match="has no tokenizer that can be loaded"):
+        massieu.probe(model, tmp_path / "out", **how)
+    with pytest.raises(InputError, match="there is no such folder or file"):
+        massieu.probe(model, "no/such", **how)
+
+
 def test_a_buffer_on_the_meta_device_is_named():
     model = zoo.fresh("llama")
     model.rotary_emb.inv_freq = model.rotary_emb.inv_freq.to("meta")  # not part of its state: loading leaves it behind

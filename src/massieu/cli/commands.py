@@ -143,6 +143,7 @@ def probe(
     seed: Annotated[int, option("N", "Random seed of samples and controls.")] = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    tokenizer: take.Tokenizer = None,
     format: Annotated[take.TableFormat, option(None, "File format of the tables.")] = take.TableFormat.PARQUET,
     resume: take.Resume = False,
     store_every: take.StoreEvery = 5.0,
@@ -162,6 +163,7 @@ def probe(
         with joined(), terminal.progress_shown() if leads() else nullcontext() as show:
             result = run_probe(
                 model,
+                tokenizer_or_batches=tokenizer,
                 text=text,
                 column=column,
                 images=images,
@@ -250,6 +252,7 @@ def compare(
     statistics: take.Statistics = None,
     seed: Annotated[int | None, option("N", "Random seed of samples and controls [0].")] = None,
     trust_remote_code: TrustRemoteCode = False,
+    tokenizer: take.Tokenizer = None,
     fail_above: take.FailAbove = None,
     json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
@@ -263,6 +266,7 @@ def compare(
     given |= {"max_length": max_length, "max_tokens": max_tokens, "bos": bos}
     given |= {"batch_size": batch_size, "packing": False if no_packing else None, "device": device, "dtype": dtype}
     given |= {"statistics": chosen, "seed": seed, "trust_remote_code": trust_remote_code or None}
+    given |= {"tokenizer_or_batches": tokenizer}
     given = {name: value for name, value in given.items() if value is not None}
     ends = [short_name(name) if names is None else name for name in ((names or models)[0], (names or models)[-1])]
     asked = Asked(models, names, given, RESULTS / "-".join(ends) if out is None else out, limits, json)

@@ -75,6 +75,7 @@ QuerySample = Annotated[int | None, option("N", _SAMPLE)]
 NoPacking = Annotated[
     bool, option(None, "One document per window instead of filling windows with several.", "--no-packing")
 ]
+Tokenizer = Annotated[str | None, option("NAME", "Tokenizer: a folder or a name on the hub [the model's own].")]
 Bos = Annotated[bool | None, option(None, _BOS, "--bos/--no-bos")]
 Generate = Annotated[int | None, option("N", "Let the model generate N tokens after each document, and measure those.")]
 _FILES = "Text to read: files (.txt .md .rst .py .jsonl .json .csv .tsv .parquet, also .gz), folders, or - for standard input."

@@ -273,6 +273,24 @@ def _tokenizer(checkpoint: Checkpoint, options: dict[str, Any]) -> tuple[Any, st
         return None, sentence(error)
 
 
+def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """A tokenizer from its folder, the folder of a model, a GGUF file or a name on the hub.
+
+    Raises:
+        InputError: there is no such place, or no tokenizer in it.
+    """
+    place = Path(name)
+    with quiet():
+        if place.is_dir() and not list(place.glob("*.gguf")):
+            checkpoint = Checkpoint(place)  # a tokenizer's own folder has no configuration of a model
+        else:
+            checkpoint = find_checkpoint(name, None)
+        tokenizer, problem = _tokenizer(checkpoint, {**checkpoint.options, "trust_remote_code": trust_remote_code})
+    if tokenizer is None:
+        raise InputError(f"{name} has no tokenizer that can be loaded ({problem})")
+    return tokenizer
+
+
 def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     """A module that is already in memory, without what wraps it; of a transformers model with a head, its trunk.
 

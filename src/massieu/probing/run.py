@@ -13,7 +13,7 @@ from massieu.errors import InputError
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.course import STORE_EVERY, course_for
 from massieu.probing.forward import named_inputs
-from massieu.probing.model import dummy_inputs
+from massieu.probing.model import dummy_inputs, load_tokenizer
 from massieu.probing.per_token import check_per_token
 from massieu.probing.reading import Options
 from massieu.probing.replaced.effect import Replace
@@ -80,10 +80,11 @@ def probe(
     Args:
         model: a folder (of a model, or of an adapter to one), a GGUF file, a hub name, any module in memory, or None for the
             MiniLM sentence encoder. What wraps a module is taken off: DDP, ``torch.compile``, PEFT, SentenceTransformer.
-        tokenizer_or_batches: for a model in memory, its tokenizer, or an iterable of batches as its forward takes them: a
-            tensor, a tuple (arguments in order) or a mapping (by name). Padding is known from a mask (B, L) in a mapping:
-            ``attention_mask`` is True at real tokens, ``key_padding_mask``, ``src_key_padding_mask`` and
-            ``tgt_key_padding_mask`` are True at padding. Not needed for a folder or hub name.
+        tokenizer_or_batches: for a model in memory, its tokenizer, the folder or hub name of that, or an iterable of batches as
+            its forward takes them: a tensor, a tuple (arguments in order) or a mapping (by name). Padding is known from a
+            mask (B, L) in a mapping: ``attention_mask`` is True at real tokens, ``key_padding_mask``,
+            ``src_key_padding_mask`` and ``tgt_key_padding_mask`` are True at padding. A model loaded by name brings its own
+            tokenizer.
         text: files, folders or ``"-"``; None is the English reference text that every Python ships.
         texts: the text itself, in place of ``text``: a string, a document in each string, or a ``Dataset`` or
             ``IterableDataset`` of the package `datasets`.
@@ -168,6 +169,9 @@ def probe(
     loading |= {"trust_remote_code": trust_remote_code, "device_map": device_map}
     settings = {"statistics": None if statistics is None else list(statistics), "column": column, "packing": packing}
     settings |= {"source": source, "target": target, "bos": bos}
+    if isinstance(tokenizer_or_batches, str | Path) and images is None:
+        settings |= {"tokenizer": str(tokenizer_or_batches)}
+        tokenizer_or_batches = load_tokenizer(tokenizer_or_batches, trust_remote_code=trust_remote_code)
     settings |= {**sizes, "query_sample": query_sample, "generate": generate, "quick": quick, **loading}
     if generate is not None:
         wanted, groups, packing = _while_generating(wanted, statistics), frozenset({ATTENTION}), False

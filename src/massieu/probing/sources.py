@@ -104,6 +104,8 @@ def of_images(
         raise InputError(
             f"images are read in place of text: leave out {', '.join(given)} (texts may be given, one for each image)"
         )
+    if isinstance(processor, str | Path):
+        processor = processor_of(processor, None, loading["trust_remote_code"])
     if processor is not None and not callable(processor):
         raise InputError("give either batches or images, not both")
     said, pictures = given_images(images)
@@ -201,8 +203,8 @@ def _check_announced(announced: AnnouncedModel, tokenizer: Any, max_length: int 
 def _no_tokenizer(name: str, problem: str | None) -> InputError:
     reason = f" ({problem})" if problem else ""
     return InputError(
-        f"{name} has no tokenizer{reason}, so it cannot read text; give batches of its inputs from Python: "
-        "massieu.probe(model, batches)"
+        f"{name} has no tokenizer{reason}, so it cannot read text; name one (--tokenizer, or the second argument of "
+        "massieu.probe), or give batches of its inputs from Python: massieu.probe(model, batches)"
     )
 
 

@@ -21,7 +21,7 @@ def check_vocabulary(tokenizer: Any, name: str) -> None:
         raise InputError(
             f"the tokenizer of {name} has no vocabulary beside its special tokens, so it cannot read text: its files "
             f"({', '.join(getattr(tokenizer, 'vocab_files_names', {}).values())}) are missing; "
-            "save it beside the model with save_pretrained"
+            "save it beside the model with save_pretrained, or name one with --tokenizer"
         )
 
 

@@ -14,6 +14,7 @@ from massieu.errors import InputError
 from massieu.interruption import interruptible
 from massieu.probing.compare.comparison import Comparison
 from massieu.probing.compare.kept import Kept, key_of
+from massieu.probing.model import load_tokenizer
 from massieu.probing.result import ProbeResult
 from massieu.probing.run import probe
 from massieu.probing.session import ProbeProgress
@@ -88,6 +89,10 @@ def compare(
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
         raise InputError(f"compare has no argument {unknown!r}; those of probe that it takes are {', '.join(_OPTIONS)}")
+    if isinstance(tokenizer_or_batches, str | Path):
+        tokenizer_or_batches = load_tokenizer(
+            tokenizer_or_batches, trust_remote_code=options.get("trust_remote_code", False)
+        )
     given = _named(_each(models, revisions), names)
     to_read = [each for each in given if not isinstance(each.model, ProbeResult)]
     stored = [each for each in given if isinstance(each.model, ProbeResult)]
