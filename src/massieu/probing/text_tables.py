@@ -72,9 +72,10 @@ def _values(fields: Any, where: str, columns: Sequence[str]) -> tuple[Any, ...]:
     return tuple(fields[column] for column in columns)
 
 
-def _field(fields: Any, where: str, column: str) -> str:
+def _field(fields: Any, where: str, column: str) -> str | None:
+    """The text in a field; None where it holds null."""
     [value] = _values(fields, where, [column])
-    return text_in(value, f"{where}: the field {column!r}")
+    return None if value is None else text_in(value, f"{where}: the field {column!r}")
 
 
 def text_in(value: Any, what: str) -> str:
@@ -97,9 +98,11 @@ def _objects(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, Any]]:
 
 
 def read_jsonl(stream: BinaryIO, name: str, column: str | None) -> Rows:
-    """An object in each line."""
+    """An object in each line; lines whose field is null are passed over."""
     for number, where, held in _objects(stream, name):
-        yield number, _field(held, where, column or TEXT)
+        text = _field(held, where, column or TEXT)
+        if text is not None:
+            yield number, text
 
 
 def jsonl_fields(stream: BinaryIO, name: str, columns: Sequence[str]) -> Fields:
@@ -134,7 +137,7 @@ def json_fields(stream: BinaryIO, name: str, columns: Sequence[str]) -> Fields:
 
 
 def read_json(stream: BinaryIO, name: str, column: str | None) -> Rows:
-    """A list of strings, a list of objects, or an object of columns; it is held in memory as a whole."""
+    """A list of strings, a list of objects, or an object of columns, held in memory as a whole; null is passed over."""
     held = _held(stream, name)
     of_column = isinstance(held, dict)
     if of_column:
@@ -148,12 +151,16 @@ def read_json(stream: BinaryIO, name: str, column: str | None) -> Rows:
         )
     for number, entry in enumerate(held, 1):
         where = f"{name}:{number}"
+        if entry is None:
+            continue
         if of_column or (isinstance(entry, str) and column is None):
             yield number, text_in(entry, where)
         elif isinstance(entry, str):
             raise InputError(f"{where} is a string, so it has no column {column!r}; leave the column out")
         else:
-            yield number, _field(entry, where, column or TEXT)
+            text = _field(entry, where, column or TEXT)
+            if text is not None:
+                yield number, text
 
 
 def read_separated(stream: BinaryIO, name: str, column: str | None, *, by: str) -> Rows:
