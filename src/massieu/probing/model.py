@@ -35,6 +35,7 @@ from massieu.report.record import ModelRecord
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _RANDOM = "not read from the checkpoint but random, and nothing here depends on them"
+_MORE_POSITIONS = 2  # rows that a table of positions may have beyond them, as OPT's
 READABLE = (
     "BERT, RoBERTa, ModernBERT, GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT and others"
 )
@@ -414,6 +415,21 @@ def longest(module: nn.Module) -> int | None:
     padding = getattr(table, "padding_idx", None)  # of the RoBERTa family, whose tokens' positions come behind it
     positions = longest_by(config)
     return positions if positions is None or padding is None else positions - padding - 1
+
+
+def table_of_positions(module: nn.Module) -> int | None:
+    """As `longest`, for models that look positions up in a table, beyond which they cannot read; None for all others."""
+    rows = longest_by(getattr(module, "config", None))
+    if rows is None:
+        return None
+    tokens = _token_table(module)
+    tables = [each for each in module.modules() if isinstance(each, nn.Embedding) and each is not tokens]
+    sizes = {each.num_embeddings for each in tables}
+    return longest(module) if any(rows <= size <= rows + _MORE_POSITIONS for size in sizes) else None
+
+
+def _token_table(module: Any) -> nn.Module | None:
+    return module.get_input_embeddings() if embedded(module) is not None else None
 
 
 def longest_by(config: Any) -> int | None:

@@ -19,6 +19,7 @@ from massieu.probing.model import (
     load_model,
     longest,
     longest_by,
+    table_of_positions,
 )
 from massieu.probing.pair_batches import PairBatches, check_pair_configuration, check_pair_model
 from massieu.probing.pairs import Pairs, check_pairs, given_pairs
@@ -70,7 +71,7 @@ def of_text(
             _batches(tokenizer_or_batches), "batches", True, max_length or DEFAULT_LENGTH, loaded.tokenizer
         )
     tokenizer = _tokenizer(loaded, tokenizer_or_batches)
-    length, window = _length(loaded, max_length)
+    length, window = _length(loaded, max_length, generate)
     sizes = sizes | {"max_length": length}
     tokenizer = tokenizer if sharing is None else sharing.tokenizer(tokenizer, loaded.name)
     if pairs is None:
@@ -221,20 +222,21 @@ def _tokenizer(loaded: LoadedModel, tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _length(loaded: LoadedModel, max_length: int | None) -> tuple[int, str | None]:
+def _length(loaded: LoadedModel, max_length: int | None, generate: int | None) -> tuple[int, str | None]:
     """Tokens in a window, and in a sentence why they are fewer than the default.
 
     Raises:
         InputError: more were asked for than the model has positions.
     """
     most = longest(loaded.module)
-    if max_length is None:
-        if most is None or most >= DEFAULT_LENGTH:
-            return DEFAULT_LENGTH, None
-        return (
-            most,
-            f"windows have {most} tokens in place of the default {DEFAULT_LENGTH}: the model has no more positions",
-        )
-    if most is not None and max_length > most:
-        raise _too_long(max_length, most, loaded.name)
-    return max_length, None
+    if max_length is not None:
+        if most is not None and max_length > most:
+            raise _too_long(max_length, most, loaded.name)
+        return max_length, None
+    reason = "the model has no more positions"
+    if generate is not None and (positions := table_of_positions(loaded.module)) is not None:
+        most = max(positions - generate + 1, 1)
+        reason += " beside those of the new tokens"
+    if most is None or most >= DEFAULT_LENGTH:
+        return DEFAULT_LENGTH, None
+    return most, f"windows have {most} tokens in place of the default {DEFAULT_LENGTH}: {reason}"
