@@ -126,7 +126,15 @@ def repeated(tensor: Tensor, call: AttentionCall) -> Tensor:
 
 
 def needs_scores(rule: Any, call: AttentionCall) -> None:
-    if call.grade == "scores" or call.moving:
+    """Raises:
+    InputError: the scores are not the product of queries and keys with a bias that does not depend on them.
+    """
+    if call.moving and call.grade == "full":
+        raise InputError(
+            f"{rule.name} needs scores that depend on queries and keys by their product alone, and those of {call.site.name} "
+            "have further terms computed from them, as of relative positions"
+        )
+    if call.grade == "scores":
         raise InputError(
             f"{rule.name} needs the queries and keys of {call.site.name}, of which only the scores are known"
         )
