@@ -57,6 +57,11 @@ def check_causal(sites: Sequence[SiteInfo], inputs: dict[str, Any], name: str) -
         raise InputError(
             f"generate needs batches of input_ids as prompts for {name}, and these have {', '.join(inputs)}"
         )
+    behind = next((info for info in sites if info.prefix), None)
+    if behind is not None:
+        raise InputError(
+            f"{name} attends to {behind.prefix} keys of a prefix before its text, and generation behind a prefix is not read"
+        )
     other = [info.site.name for info in sites if info.kind != "causal"]
     if other and inputs["input_ids"].shape[1] > 1:
         raise InputError(

@@ -27,7 +27,7 @@ from massieu.probing.readout import tokens_through
 from massieu.probing.repeated import RepeatedTokens
 from massieu.probing.replaced.effect import Effects
 from massieu.probing.running import State
-from massieu.probing.session_record import Input, SessionRecord
+from massieu.probing.session_record import Input, SessionRecord, behind_prefix
 from massieu.probing.sharing import Sharing
 from massieu.probing.statistics.registry import (
     AGAIN,
@@ -358,6 +358,9 @@ class Session(SessionRecord):
                 if ids is not None:
                     kept = ids[row] if mask is None else ids[row][mask[row]]
                     names[side] = token_strings(tokenizer, kept.tolist())
+        for prefix in {info.prefix for info in self.reading.sites} - {0}:
+            virtual = [f"[virtual {number}]" for number in range(1, prefix + 1)]
+            names |= {behind_prefix(side, prefix): [*virtual, *tokens] for side, tokens in names.items()}
         others = token_names(self.loaded.module, inputs, row)
         if "text" in names and len(others.get("image", [])) == inputs["input_ids"].shape[1]:
             names, others = {}, {}  # a site's tokens are known by their number, which would be both

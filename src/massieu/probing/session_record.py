@@ -56,6 +56,11 @@ class Input:
     window: str | None = None
 
 
+def behind_prefix(side: str, prefix: int) -> str:
+    """What the keys of a side's tokens are called, with those of a prefix before them."""
+    return f"{side} behind {prefix} virtual tokens"
+
+
 class SessionRecord:
     """What has been read, in the tables and the record of the run."""
 
@@ -185,9 +190,14 @@ class SessionRecord:
             name=info.site.name,
             **{name: getattr(info, name) for name in _OF_SITE},
             query_tokens=side,
-            key_tokens="text" if decoder and info.kind == "cross" else side,
+            key_tokens=self._key_side(info, side),
             unavailable=self.reading.results[info.index].unavailable,
         )
+
+    def _key_side(self, info: SiteInfo, side: str) -> str:
+        if info.prefix:
+            return behind_prefix(side, info.prefix)
+        return "text" if info.in_decoder and info.kind == "cross" else side
 
     def _side(self, info: SiteInfo) -> str:
         """Whether a site attends to the patches of an image rather than to a text: it has as many tokens as patches."""

@@ -75,7 +75,8 @@ def own_places(call: AttentionCall) -> Int[Tensor, " L"] | None:
         visible = call.visible()
         behind = visible & (torch.arange(keys, device=places.device) > places[:, None])
         own = visible[:, :, torch.arange(length, device=places.device), places]
-        if bool(behind.any()) or bool((visible.any(-1) & ~own).any()):
+        padding = ~visible[:, :, :, keys - length :].any(2)  # whose own key nobody sees
+        if bool(behind.any()) or bool((visible.any(-1) & ~own & ~padding).any()) or not bool(own.any()):
             return None
     return places
 
