@@ -215,8 +215,31 @@ def test_a_lightning_module_around_a_model(library):
 
 
 @pytest.mark.medium
+@installed("peft")
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens_are_not_called_by_the_texts(kind):
+    import peft
+    import tokenizers
+    import transformers
+
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "cat": 1, "sat": 2}, unk_token="[UNK]"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=built, unk_token="[UNK]")
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 32}
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    model = peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    result = massieu.probe(model, tokenizer, texts="cat sat sat cat", max_length=8, statistics=["entropy"])
+    (example,), (site,) = result.details["examples"], result.run.sites
+    text, virtual = ["cat", "sat", "sat", "cat"], [f"[virtual {number}]" for number in (1, 2, 3)]
+    assert example["tokens"][site.key_tokens] == [*virtual, *text]
+    assert example["tokens"][site.query_tokens] == (text if kind == "PrefixTuningConfig" else [*virtual, *text])
+    assert len(example["sites"]["0"]["entropy"][0]) == len(example["tokens"][site.query_tokens])
+
+
+@pytest.mark.medium
+@installed("peft")
 def test_the_keys_of_prefix_tuning_stand_before_the_text():
-    peft = pytest.importorskip("peft")
+    import peft
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

@@ -48,6 +48,7 @@ from massieu.probing.text_digest import TextDigest
 from massieu.probing.token_names import token_names
 from massieu.probing.tokenizers import check_ids
 from massieu.probing.tokens import BatchTokens, is_sampled, sampled_before
+from massieu.probing.unwrap import prompt_tokens
 from massieu.probing.weights import check_weights
 
 Marks = tuple[Tensor | None, Tensor | None]
@@ -358,6 +359,8 @@ class Session(SessionRecord):
                 if ids is not None:
                     kept = ids[row] if mask is None else ids[row][mask[row]]
                     names[side] = token_strings(tokenizer, kept.tolist())
+        learned = [f"[virtual {number}]" for number in range(1, prompt_tokens(self.loaded.module) + 1)]
+        names |= {side: [*learned, *tokens] for side, tokens in names.items() if side == "text"}
         for prefix in {info.prefix for info in self.reading.sites} - {0}:
             virtual = [f"[virtual {number}]" for number in range(1, prefix + 1)]
             names |= {behind_prefix(side, prefix): [*virtual, *tokens] for side, tokens in names.items()}
