@@ -50,7 +50,7 @@ def _padding_tokens(config: Any) -> list[tuple[int, bool]]:
     if config is None:
         return []
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    marks: set[int] = set()
+    marks: set[Any] = set()
     for name in _MARKS_OF_TEXT:
         value = getattr(config, name, None)
         marks |= set(value) if isinstance(value, list | tuple) else {value}
