@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from massieu.errors import InputError, require_extra
-from massieu.probing.checkpoint import counted
+from massieu.probing.checkpoint import counted, sentence
 from massieu.probing.documents import Document, pieces
+from massieu.probing.text_tables import Conversation
 
 UNKNOWN_SHARE = 0.05
 """Above this share of unknown tokens a run warns."""
@@ -148,6 +149,7 @@ class TextBatches:
             raise InputError(f"bos=True needs a BOS token, and {type(tokenizer).__name__} has none")
         self._tokenizer, self._documents = tokenizer, documents
         self._bos = bos
+        self._conversations: bool | None = None
         self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
         self._packing = packing
         self._special = special_ids(tokenizer)
@@ -168,6 +170,8 @@ class TextBatches:
 
     def bos_sentence(self) -> str | None:
         """Whether rows begin with the BOS token, and who decided it; None before the first row, or without such a token."""
+        if self._conversations:
+            return "conversations are written by the tokenizer's chat template, which puts their special tokens itself"
         identifier = self._tokenizer.bos_token_id
         if identifier is None or self._around is None:
             return None
@@ -241,15 +245,32 @@ class TextBatches:
         number, begun = 0, False
         for document in self._documents() if callable(self._documents) else self._documents:
             begun = begun and document.continues
-            for piece in pieces(document.text):
+            text = document.text
+            is_conversation = isinstance(text, Conversation)
+            if isinstance(text, Conversation):
+                text = _by_template(self._tokenizer, text)
+            for piece in pieces(text):
                 ids = _encode(self._tokenizer, piece)
                 if not ids:
                     continue
+                self._check_kind(is_conversation)
                 if self._around is None:
-                    self._around = _around(self._tokenizer, piece, ids, self._bos)
+                    # A template writes all special tokens itself.
+                    self._around = ([], []) if is_conversation else _around(self._tokenizer, piece, ids, self._bos)
                 number += not begun
                 begun = True
                 yield number, document.name, ids
+
+    def _check_kind(self, is_conversation: bool) -> None:
+        """Raises:
+        InputError: conversations and other texts are mixed, or ``bos`` is given with conversations.
+        """
+        if self._conversations is None:
+            self._conversations = is_conversation
+        if self._conversations != is_conversation:
+            raise InputError("the text mixes conversations with other texts; read them one after the other")
+        if is_conversation and self._bos is not None:
+            raise InputError("bos is for plain text; a chat template puts the special tokens of conversations itself")
 
     def _length_for_text(self) -> int:
         """Tokens of the text that a row has room for."""
@@ -320,6 +341,24 @@ def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list
     # Windows are cut here, not by the tokenizer: `verbose` would warn that a text is longer than the model reads.
     off = ("truncation", "padding", "return_attention_mask", "return_token_type_ids", "verbose")
     return tokenizer(text, add_special_tokens=add_special_tokens, **dict.fromkeys(off, False))["input_ids"]
+
+
+def _by_template(tokenizer: Any, conversation: Conversation) -> str:
+    """A conversation as the tokenizer's chat template writes it.
+
+    Raises:
+        InputError: it has none, or the template does not take these messages.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(
+            f"the text holds conversations, and {type(tokenizer).__name__} has no chat template to write them with; give them "
+            "as plain text, or a tokenizer that has one"
+        )
+    template_error = require_extra("jinja2", "probe").TemplateError
+    try:
+        return tokenizer.apply_chat_template(conversation.messages, tokenize=False)
+    except template_error as error:
+        raise InputError(f"the tokenizer's chat template does not take these messages: {sentence(error)}") from error
 
 
 def _around(tokenizer: Any, text: str, ids: list[int], bos: bool | None) -> tuple[list[int], list[int]]:

@@ -21,6 +21,30 @@ Fields = Iterator[tuple[int, tuple[Any, ...]]]
 """What stands in some columns, each with its line or its row."""
 
 
+class Conversation(str):
+    """Messages that the tokenizer's chat template makes a text of. As a string it is a line for each, role and content.
+
+    Attributes:
+        messages: each with its "role" and "content".
+    """
+
+    messages: list[dict[str, str]]
+
+    @classmethod
+    def of(cls, value: Any) -> "Conversation | None":
+        """A list of messages as a conversation; None where the value is something else."""
+        if not isinstance(value, list) or not value:
+            return None
+        for message in value:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                return None
+            if not isinstance(message.get("content"), str):
+                return None
+        conversation = cls("\n".join(f"{message['role']}: {message['content']}" for message in value))
+        conversation.messages = value
+        return conversation
+
+
 def check_characters(text: str, what: str) -> None:
     """A text must be made of whole characters.
 
@@ -73,9 +97,9 @@ def _values(fields: Any, where: str, columns: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _field(fields: Any, where: str, column: str) -> str | None:
-    """The text in a field; None where it holds null."""
+    """The text or the conversation in a field; None where it holds null."""
     [value] = _values(fields, where, [column])
-    return None if value is None else text_in(value, f"{where}: the field {column!r}")
+    return None if value is None else _document_in(value, f"{where}: the field {column!r}")
 
 
 def text_in(value: Any, what: str) -> str:
@@ -88,6 +112,19 @@ def text_in(value: Any, what: str) -> str:
         raise InputError(f"{what} does not hold text but {json.dumps(value, default=repr)[:40]}")
     check_characters(value, what)
     return value
+
+
+def _document_in(value: Any, what: str) -> str:
+    """A value that is text or a list of messages.
+
+    Raises:
+        InputError: as `text_in`.
+    """
+    conversation = Conversation.of(value)
+    if conversation is None:
+        return text_in(value, what)
+    check_characters(conversation, what)
+    return conversation
 
 
 def _objects(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, Any]]:
@@ -153,8 +190,8 @@ def read_json(stream: BinaryIO, name: str, column: str | None) -> Rows:
         where = f"{name}:{number}"
         if entry is None:
             continue
-        if of_column or (isinstance(entry, str) and column is None):
-            yield number, text_in(entry, where)
+        if of_column or (isinstance(entry, str | list) and column is None):
+            yield number, _document_in(entry, where)
         elif isinstance(entry, str):
             raise InputError(f"{where} is a string, so it has no column {column!r}; leave the column out")
         else:
@@ -286,6 +323,7 @@ def _dataset_rows(fields: Callable[[], Fields], column: str) -> Rows:
     for number, (text,) in fields():
         if text is None:
             continue
+        text = Conversation.of(text) or text
         if not isinstance(text, str):
             kind = type(text).__name__
             raise InputError(f"row {number} of the data set: the column {column!r} does not hold text but {kind}")
