@@ -42,12 +42,12 @@ def test_everything_is_passed_on(probed, tmp_path):
     arguments = (
         "probe", "some/model", "--text", "a.txt", "b", "-", "--column", "body", "--out", tmp_path / "out", "--source", "en",
         "--target", "de", "--max-length",
-        64, "--max-tokens", 1000, "--batch-size", 4, "--query-sample", 16, "--no-packing", "--device", "cpu", "--dtype",
-        "bfloat16", "--statistics", "entropy", "--statistics", "climb, maps",
+        64, "--max-tokens", 1000, "--batch-size", 4, "--query-sample", 16, "--no-packing", "--no-bos", "--device", "cpu",
+        "--dtype", "bfloat16", "--statistics", "entropy", "--statistics", "climb, maps",
         "--seed", 7, "--revision", "v1", "--trust-remote-code", "--format",
         "csv", "--generate", 9, "--device-map", "auto", "--resume", "--store-every", 0.5,
         "--replace", "off", "--replace", "top_k(8)", "--replace-per", "head", "--replace-windows", 3, "--quick",
-        "--images", "photos", "--images", "more", "--per-token", "entropy, largest_score",
+        "--tokenizer", "words/", "--images", "photos", "--images", "more", "--per-token", "entropy, largest_score",
     )  # fmt: skip
     ran = run(*arguments)
     assert ran.exit_code == 0, ran.output
@@ -58,7 +58,7 @@ def test_everything_is_passed_on(probed, tmp_path):
         "seed": 7, "revision": "v1", "trust_remote_code": True, "generate": 9, "device_map": "auto",
         "images": ["photos", "more"], "source": "en", "target": "de", "replace": ["off", "top_k(8)"],
         "replace_per": "head", "replace_windows": 3, "quick": True,
-        "per_token": ["entropy", "largest_score"],
+        "per_token": ["entropy", "largest_score"], "bos": False, "tokenizer_or_batches": "words/",
         "distributed": False, "running": tmp_path / "out" / "running", "resume": True, "store_every": 0.5,
     }  # fmt: skip
     assert probed.result.saved == [(tmp_path / "out", "csv")]
@@ -69,12 +69,12 @@ def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
     assert run("probe").exit_code == 0
     assert probed.model is None
     assert probed.options == {
-        "text": None, "column": None, "statistics": None, "max_length": 256, "max_tokens": None, "batch_size": 8,
+        "text": None, "column": None, "statistics": None, "max_length": None, "max_tokens": None, "batch_size": 8,
         "packing": True, "query_sample": None, "device": None, "dtype": None, "seed": 0, "revision": None,
         "trust_remote_code": False, "generate": None, "device_map": None, "distributed": False,
         "running": Path("massieu-results/all-MiniLM-L6-v2/running"), "resume": False, "store_every": 5.0,
         "images": None, "source": None, "target": None, "replace": (), "replace_per": "all", "replace_windows": 16,
-        "quick": False, "per_token": False,
+        "quick": False, "per_token": False, "bos": None, "tokenizer_or_batches": None,
     }  # fmt: skip
 
 

@@ -221,6 +221,26 @@ def test_between_the_times_of_storing_nothing_is_stored(tmp_path):
 
 
 @pytest.mark.medium
+def test_a_model_whose_passes_leave_something_on_it_is_resumed(tmp_path):
+    gpt2: Any = type(model("gpt2"))
+
+    class Noting(gpt2):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            self.longest_pass = max(getattr(self, "longest_pass", 0), output[0].shape[1])
+            return output
+
+    noting = model("gpt2")
+    noting.__class__ = Noting
+    given = [*batches("gpt2", 1, length=8), *batches("gpt2", 1, length=12)]
+    how: dict[str, Any] = {"statistics": ["entropy"], "running": tmp_path / "r", "store_every": 1e-9}
+    massieu.probe(noting, given[:1], **how)
+    noting(**given[1])
+    resumed = massieu.probe(noting, given, resume=True, **how)
+    assert tables(resumed).equals(tables(massieu.probe(model("gpt2"), given, statistics=["entropy"])))
+
+
+@pytest.mark.medium
 def test_an_interrupted_reading_is_stored_at_once_and_resumed(tmp_path):
     given, names = batches("gpt2", 4), ["entropy"]
     few = frozenset({ATTENTION})

@@ -177,3 +177,22 @@ def test_nan_while_writing_is_said():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
     result = massieu.probe(model, [BATCH], generate=2)
     assert result.trouble is not None and "v_proj" in result.trouble
+
+
+@pytest.mark.medium
+def test_a_model_that_has_no_positions_left_says_how_many_it_has():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 12}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=39)).eval()
+    model.generation_config.eos_token_id = None
+    assert model.generate(IDS[:1], max_new_tokens=4, do_sample=False).shape[1] == 13
+    with pytest.raises(IndexError):
+        model.generate(IDS[:1], max_new_tokens=5, do_sample=False)
+    how: dict[str, Any] = {"statistics": ["entropy"]}
+    assert massieu.probe(model, [BATCH], generate=4, **how).run.text.tokens == 24
+    with pytest.raises(InputError, match="has 12 positions: after a prompt of 9 tokens there is room for 4 new ones"):
+        massieu.probe(model, [BATCH], generate=5, **how)
+    llama = writer()  # rotary positions have no end
+    llama.config.max_position_embeddings = 12
+    assert massieu.probe(llama, [BATCH], generate=5, **how).complete

@@ -45,10 +45,16 @@ def gpt2(layers: int = 1) -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
 
 
-def llama(layers: int = 1) -> Any:
+def llama(layers: int = 1, **settings: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": layers}, num_key_value_heads=1))
+    return LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": layers}, num_key_value_heads=1, **settings))
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=99))
 
 
 @pytest.fixture
@@ -115,6 +121,27 @@ def test_weights_that_the_measurement_needs_must_be_there(save, make, change, co
     assert str(folder) in str(raised.value)
     for word in words:
         assert word in str(raised.value), raised.value
+
+
+@pytest.mark.medium
+@every_row(
+    "make, table, head",
+    [
+        (bert, "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+        (gpt2, "transformer.wte.weight", "lm_head.weight"),
+        (lambda: llama(tie_word_embeddings=True), "model.embed_tokens.weight", "lm_head.weight"),
+        (t5, "shared.weight", "lm_head.weight"),
+    ],
+)
+def test_embeddings_that_are_stored_as_the_tied_heads_are_read(save, make, table, head):
+    model = make().eval()
+    loaded = load_model(save(model, renamed(table, head)), tokenizer=False)
+    assert table.partition(".")[2] not in loaded.missing
+    ids = torch.arange(6)[None]
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if make is t5 else {})
+    with torch.no_grad():
+        assert torch.equal(loaded.module(**inputs)[0], model.base_model(**inputs)[0])
+    check_weights(loaded, first_look(loaded.module, inputs).sites, inputs)
 
 
 @pytest.mark.medium
@@ -462,7 +489,151 @@ def test_the_terminal_says_it(save, tmp_path):
     assert "warning: 50 % of the text's tokens" in ran.stderr
 
 
+@pytest.mark.medium
+@every_row(
+    "stored, flags, sentence",
+    [
+        (torch.bfloat16, [], "the checkpoint's weights are bfloat16, and were read and measured in float32"),
+        (
+            torch.float32,
+            ["--dtype", "bfloat16"],
+            "the checkpoint's weights are float32, and were read and measured in bfloat16",
+        ),
+        (torch.bfloat16, ["--dtype", "bfloat16"], None),
+        (torch.float32, [], None),
+    ],
+)
+def test_a_checkpoint_that_is_read_in_another_type_is_said(stored, flags, sentence, tmp_path):
+    model = bert(1).to(stored)
+    folder = tmp_path / f"{stored}{len(flags)}"
+    model.save_pretrained(folder)
+    tokenizer(folder)
+    file = folder / "config.json"  # what the configuration says is not what counts
+    file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": "float16"}))
+    text, out = tmp_path / "text.txt", folder / "out"
+    text.write_text("the cat sat on " * 10)
+    ran = command("probe", folder, "--text", text, "--max-length", 8, "--quick", *flags, "--out", out)
+    assert ran.exit_code == 0, ran.stderr
+    page = (out / "report.html").read_text()
+    if sentence is None:
+        assert "read and measured in" not in ran.stdout + page
+    else:
+        assert f"note: {sentence}" in ran.stdout
+        assert "The checkpoint&#39;s" + sentence.removeprefix("the checkpoint's") in page
+    (folder / TABLE).unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    assert load_model(folder).stored_dtype == str(stored).removeprefix("torch.")
+
+
+def words_alone(folder: Path, **special: str) -> None:
+    """A tokenizer that puts nothing around a text."""
+    import tokenizers
+    import transformers
+
+    built = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=built, unk_token="[UNK]", **special).save_pretrained(folder)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "rows begin without the BOS token [CLS], which the tokenizer does not add (bos=True adds it)"),
+        (["--bos"], "rows begin with the BOS token [CLS] (bos=True)"),
+        (["--no-bos"], "rows begin without the BOS token [CLS] (bos=False)"),
+    ],
+)
+def test_the_page_and_the_terminal_say_whether_rows_begin_with_a_bos_token(flags, sentence, save, tmp_path):
+    folder = save(gpt2())
+    words_alone(folder, bos_token="[CLS]")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on " * 10)
+    ran = command("probe", folder, "--text", text, "--max-length", 8, "--quick", *flags, "--out", tmp_path / "out")
+    assert ran.exit_code == 0, ran.stderr
+    assert f"note: {sentence}" in ran.stdout
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert sentence[0].upper() + sentence[1:] in page
+
+
+def test_bos_is_for_windows_of_text():
+    with pytest.raises(InputError, match="bos is for text; batches are read as they are"):
+        massieu.probe(zoo.fresh("bert"), [zoo.inputs("bert")], bos=True)
+
+
+# --- what is said before the weights are read ------------------------------------------------------------------------
+
+
+@pytest.mark.medium
+def test_the_default_window_is_as_long_as_the_model_allows_and_that_is_said(save, tmp_path):
+    folder = save(bert(1))  # of 64 positions
+    tokenizer(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on " * 100)
+    ran = command("probe", folder, "--text", text, "--quick", "--out", tmp_path / "out")
+    assert ran.exit_code == 0, ran.stderr
+    sentence = "windows have 64 tokens in place of the default 256: the model has no more positions"
+    assert f"note: {sentence}" in ran.stdout
+    assert sentence.capitalize() in (tmp_path / "out" / "report.html").read_text()
+    assert massieu.ProbeResult.load(tmp_path / "out").run.settings["max_length"] == 64
+
+
+@pytest.mark.medium
+def test_what_the_configuration_decides_is_said_before_the_weights_are_read(save, tmp_path, monkeypatch):
+    import transformers
+
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", read)
+    folder, bare = save(bert(1)), save(bert(1))
+    tokenizer(folder)
+    for model, options, words in (
+        (folder, {"texts": "cat", "max_length": 65}, "max_length 65 is more than the 64 positions"),
+        (folder, {"texts": [("cat", "cat")]}, "source and target need an encoder–decoder"),
+        (bare, {"texts": "cat"}, "has no vocabulary beside its special tokens"),
+    ):
+        with pytest.raises(InputError, match=words):
+            massieu.probe(model, **options)
+
+
 # --- models in memory, and strings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.medium
+def test_a_tokenizer_may_be_named(save, tmp_path):
+    folder, words = save(bert(1)), tmp_path / "words"
+    tokenizer(folder)
+    words.mkdir()
+    tokenizer(words)
+    (words / "vocab.txt").unlink()
+    bare = save(bert(1))  # as Trainer saves checkpoints that it was given no tokenizer for
+    model = load_model(folder, tokenizer=False).module
+    how: dict[str, Any] = {
+        "texts": "the cat sat on the mat " * 9,
+        "max_length": 16,
+        "statistics": ["entropy"],
+        "quick": True,
+    }
+    expected = massieu.probe(folder, **how).heads
+    for given in (words, str(words), str(folder)):
+        assert massieu.probe(model, given, **how).heads.equals(expected)
+    assert (
+        massieu.compare(model, model, tokenizer_or_batches=str(words), **how).differences["difference"].abs().max() == 0
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat " * 9)
+    shared = ("--text", text, "--max-length", 16, "--quick", "--statistics", "entropy")
+    ran = command("probe", bare, *shared, "--tokenizer", words, "--out", tmp_path / "out")
+    assert ran.exit_code == 0, ran.stderr
+    ran = command("compare", bare, bare, *shared[:4], "--tokenizer", words, "--out", tmp_path / "compared")
+    assert ran.exit_code == 0, ran.stderr
+    with pytest.raises(InputError, match="has no tokenizer that can be loaded"):
+        massieu.probe(model, tmp_path / "out", **how)
+    with pytest.raises(InputError, match="there is no such folder or file"):
+        massieu.probe(model, "no/such", **how)
 
 
 def test_a_buffer_on_the_meta_device_is_named():
@@ -488,8 +659,8 @@ def test_dynamically_quantised_models_are_refused():
         ({"text": "a\0b"}, "there is no text"),
         ({"texts": []}, "texts is empty"),
         ({"texts": ["", " \n"]}, "texts is empty"),
-        ({"texts": ["a", 3]}, "texts takes strings, got int at place 2"),
-        ({"texts": ["a", b"b"]}, "texts takes strings, got bytes at place 2"),
+        ({"texts": ["a", 3]}, "got int at place 2"),
+        ({"texts": ["a", b"b"]}, "got bytes at place 2"),
         ({"texts": "\ud800"}, "half of a surrogate pair"),
         ({"text": "a.txt", "texts": "b"}, "either text .* or texts"),
     ],

@@ -98,6 +98,39 @@ def test_what_changes_no_number_is_not_in_the_hash():
     assert module_hash(model) == module_hash(fresh)
 
 
+class Counting(nn.Module):
+    """Its passes leave numbers on it, and one of its numbers is a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.length, self.passes, self.scale, self.window = nn.Linear(4, 4), 0, 0, 1.0, 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.length = x.shape[0]
+        self.count()
+        return self.linear(x) * self.scale
+
+    def count(self) -> None:
+        self.passes += 1
+
+    def stretch(self, scale: float) -> None:
+        self.scale = scale
+
+
+def test_what_a_pass_leaves_is_no_setting_and_what_a_caller_sets_is():
+    torch.manual_seed(0)
+    model = Counting()
+    before = module_hash(model)
+    model(torch.ones(2, 4))
+    assert (model.length, model.passes) == (2, 1)
+    assert module_hash(model) == before
+    model.stretch(2.0)
+    assert module_hash(model) != before
+    model.stretch(1.0)
+    model.window = 4
+    assert module_hash(model) != before
+
+
 @pytest.mark.parametrize("kept", [lambda one: one, lambda one: [3, (one, 2)], lambda one: {"left": [one]}])
 def test_tensors_that_are_no_buffers_are_in_it_if_asked_for(kept):
     one, other = Own(table=kept(torch.ones(3))), Own(table=kept(torch.zeros(3)))

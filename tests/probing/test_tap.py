@@ -6,13 +6,16 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
+import polars
 import pytest
 import torch
 from tests.support.rows import every_row
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import massieu
 from massieu.errors import InputError
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.capture import Capture
@@ -445,3 +448,25 @@ def test_an_interruption_while_the_tap_is_off_the_stack_leaves_the_callers_modes
             _interrupt()
         assert torch.overrides._get_current_function_mode() is outer
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("architecture", ["Deberta", "DebertaV2"])
+@pytest.mark.parametrize("terms", [["c2p"], ["p2c"], ["p2c", "c2p"]], ids="+".join)
+def test_relative_positions_in_one_term_or_two_are_a_bias(architecture, terms):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 30,
+        "max_position_embeddings": 24, "relative_attention": True, "position_biased_input": False,
+    }  # fmt: skip
+    config = getattr(transformers, f"{architecture}Config")(**sizes, pos_att_type=terms, initializer_range=1.0)
+    model = getattr(transformers, f"{architecture}Model")(config).eval()
+    ids = torch.randint(3, 30, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions[0].double()
+    heads = massieu.probe(model, [{"input_ids": ids}], statistics=["entropy"], quick=True).heads
+    found = heads.filter(polars.col("statistic") == "entropy").sort("head")["value"].to_numpy()
+    expected = torch.special.entr(weights).sum(-1).mean((0, 2))
+    assert found == pytest.approx(expected.numpy(), rel=1e-5)

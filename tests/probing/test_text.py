@@ -17,7 +17,15 @@ from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.probing import documents as module
-from massieu.probing.documents import PIECE, Document, check_sources, pieces, read_documents, reference_documents
+from massieu.probing.documents import (
+    PIECE,
+    Document,
+    check_sources,
+    pieces,
+    read_documents,
+    reference_documents,
+    string_documents,
+)
 from massieu.probing.text import Batch, TextBatches, token_strings
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -86,7 +94,7 @@ def _bare() -> Any:
 
 MAKERS = {"bert": _bert, "gpt2": _gpt2, "llama": _llama, "t5": _t5, "bare": _bare}
 AROUND: dict[str, tuple[list[int], list[int], list[int]]] = {
-    "bert": ([2], [3], [3]), "gpt2": ([0], [], [0]), "llama": ([0], [], [1]), "t5": ([], [1], [1]), "bare": ([], [], []),
+    "bert": ([2], [3], [3]), "gpt2": ([], [], [0]), "llama": ([0], [], [1]), "t5": ([], [1], [1]), "bare": ([], [], []),
 }  # fmt: skip
 """The ids that a row must have before and after its text, and the separator of documents."""
 names = st.sampled_from(sorted(MAKERS))
@@ -291,7 +299,35 @@ def test_separators_are_special_and_the_unknown_token_is_not():
 
 def test_the_end_token_is_special_also_where_it_doubles_as_unknown():
     (batch,) = _batches(made("gpt2"), ["the", "the"], max_length=32)
-    assert _special(batch) == [[True, False, True, False]]
+    assert _special(batch) == [[False, True, False]]
+
+
+@every_row(
+    "name, bos, begins, sentence",
+    [
+        ("gpt2", None, [], "without the BOS token <|endoftext|>, which the tokenizer does not add (bos=True adds it)"),
+        ("gpt2", True, [0], "with the BOS token <|endoftext|> (bos=True)"),
+        ("gpt2", False, [], "without the BOS token <|endoftext|> (bos=False)"),
+        ("llama", None, [0], "with the BOS token <s>, which the tokenizer adds"),
+        ("llama", True, [0], "with the BOS token <s> (bos=True)"),
+        ("llama", False, [], "without the BOS token <s> (bos=False)"),
+        ("bert", None, [2], None),
+        ("bert", False, [2], None),
+        ("t5", None, [], None),
+    ],
+)
+def test_the_tokenizers_setting_decides_on_a_bos_token_and_an_argument_overrides_it(name, bos, begins, sentence):
+    tokenizer = made(name)
+    batches = _batches(tokenizer, ["the", "the the"], max_length=32, packing=False, bos=bos)
+    after = AROUND[name][1]
+    rows = [ids for ids, _, _ in _rows(batches)]
+    assert rows == [[*begins, *_ids(tokenizer, text), *after] for text in ("the", "the the")]
+    assert batches.bos_sentence() == (sentence and f"rows begin {sentence}")
+
+
+def test_a_bos_token_that_is_not_there_cannot_be_asked_for():
+    with pytest.raises(InputError, match="bos=True needs a BOS token, and TokenizersBackend has none"):
+        _batches(made("t5"), ["the"], max_length=32, bos=True)
 
 
 @pytest.mark.medium
@@ -459,7 +495,7 @@ BAD_FILES: dict[str, tuple[str, bytes | None, str]] = {
     "JSON number": ("a.jsonl", b"3\n", r"a\.jsonl:1 is not a JSON object with a field 'text'"),
     "JSON without column": ("a.jsonl", b'{"body": "x", "id": 1}', r"a\.jsonl:1 has no column 'text'; .* 'body', 'id'"),
     "JSON empty": ("a.jsonl", b"{}", r"its columns are none"),
-    "JSON null": ("a.jsonl", b'{"text": null}', r"a\.jsonl:1: the field 'text' does not hold text but null"),
+    "JSON null alone": ("a.jsonl", b'{"text": null}', r"the text is empty"),
     "JSON surrogate": ("a.jsonl", b'{"text": "\\ud83d"}', r"a\.jsonl:1: .* half of a surrogate pair"),
     "JSON not UTF-8": ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}', r"a\.jsonl is not UTF-8 text: .* offset 24 "),
     "JSON without text": ("a.jsonl", b'{"text": " "}\n', r"the text is empty"),
@@ -524,3 +560,47 @@ def test_standard_input_is_left_for_reading_and_checked_then():
     empty = [Document("standard input", "")]
     with pytest.raises(InputError, match="the text is empty"):
         list(TextBatches(made("bert"), empty, max_length=8))
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}|{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def _chat() -> Any:
+    tokenizer = _llama()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_a_conversation_is_what_the_chat_template_writes_and_has_one_bos_token(tmp_path):
+    tokenizer = _chat()
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps({"messages": CHAT[:1]}))
+    (tmp_path / "a.json").write_text(json.dumps([CHAT, CHAT[:1]]))
+    expected = [
+        [0, *_ids(tokenizer, "user|the cat"), 1, *_ids(tokenizer, "assistant|sat"), 1],
+        [0, *_ids(tokenizer, "user|the cat"), 1],
+    ]
+    for documents in (
+        list(read_documents([path], column="messages")),
+        list(read_documents([tmp_path / "a.json"])),
+        string_documents([CHAT, CHAT[:1]]),
+    ):
+        batches = TextBatches(tokenizer, documents, max_length=64, packing=False)
+        assert [ids for ids, _, _ in _rows(batches)] == expected
+        assert "written by the tokenizer's chat template" in (batches.bos_sentence() or "")
+
+
+def test_conversations_that_cannot_be_written_are_named():
+    chat = _chat()
+    chat.chat_template = "{{ raise_exception('roles must alternate') }}"
+    for tokenizer, texts, bos, words in (
+        (made("llama"), [CHAT], None, "has no chat template to write them with"),
+        (chat, [CHAT], None, "does not take these messages: roles must alternate"),
+        (_chat(), [CHAT, "the cat"], None, "mixes conversations with other texts"),
+        (_chat(), [CHAT], True, "bos is for plain text"),
+    ):
+        with pytest.raises(InputError, match=words):
+            list(TextBatches(tokenizer, string_documents(texts), max_length=64, packing=False, bos=bos))

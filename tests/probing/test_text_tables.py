@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.rows import every_row
 
 import massieu
 from massieu.errors import InputError
@@ -84,6 +85,22 @@ def test_folders_leave_settings_out_unless_a_column_is_named(tmp_path):
         check_sources([tmp_path])
 
 
+@every_row(
+    "name, content",
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n{"text": "b"}\n'),
+        ("a.json", b'[{"text": "a"}, {"text": null}, {"text": "b"}]'),
+        ("a.json", b'["a", null, "b"]'),
+        ("a.json", b'{"text": ["a", null, "b"]}'),
+    ],
+)
+def test_rows_whose_text_is_null_are_passed_over_as_in_parquet(name, content, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = [(document.name.rpartition(":")[2], document.text) for document in read_documents([path])]
+    assert found == [("1", "a"), ("3", "b")]
+
+
 BAD: dict[str, tuple[str, bytes, str | None, str]] = {
     "csv column": ("a.csv", b"id,body\n1,x\n", None, r"a\.csv has no column 'text'; its columns are 'id', 'body'"),
     "csv twice": ("a.csv", b"text,text\n1,x\n", None, r"a\.csv has 2 columns 'text'; one is needed"),
@@ -100,7 +117,7 @@ BAD: dict[str, tuple[str, bytes, str | None, str]] = {
     "json field": ("a.json", b'[{"body": "a"}]', "text", r"a\.json:1 has no column 'text'; its columns are 'body'"),
     "json strings": ("a.json", b'["a"]', "body", r"a\.json:1 is a string, so it has no column 'body'"),
     "json number": ("a.json", b'["a", 3]', None, r"a\.json:2 is not a JSON object"),
-    "json null": ("a.json", b'{"text": ["a", null]}', None, r"a\.json:2 does not hold text but null"),
+    "json null": ("a.json", b'{"text": [null, null]}', None, r"the text is empty"),
     "json half pair": ("a.json", b'["\\ud800"]', None, r"half of a surrogate pair"),
     "json bytes": ("a.json", b'["a\xff"]', None, r"not UTF-8 text: the byte at offset 3"),
     "json bytes behind a mark": ("a.json", b'\xef\xbb\xbf["a\xff"]', None, r"the byte at offset 6"),

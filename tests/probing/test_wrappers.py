@@ -212,3 +212,60 @@ def test_a_lightning_module_around_a_model(library):
     assert entropies(Forward(model=model).eval())["value"].equals(expected["value"])
     with pytest.raises(InputError, match="Around has no forward of its own and 2 submodules with parameters"):
         unwrapped(Around(model=model, other=nn.Linear(2, 2)))
+
+
+@pytest.mark.medium
+@installed("peft")
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens_are_not_called_by_the_texts(kind):
+    import peft
+    import tokenizers
+    import transformers
+
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "cat": 1, "sat": 2}, unk_token="[UNK]"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=built, unk_token="[UNK]")
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 32}
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    model = peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    result = massieu.probe(model, tokenizer, texts="cat sat sat cat", max_length=8, statistics=["entropy"])
+    (example,), (site,) = result.details["examples"], result.run.sites
+    text, virtual = ["cat", "sat", "sat", "cat"], [f"[virtual {number}]" for number in (1, 2, 3)]
+    assert example["tokens"][site.key_tokens] == [*virtual, *text]
+    assert example["tokens"][site.query_tokens] == (text if kind == "PrefixTuningConfig" else [*virtual, *text])
+    assert len(example["sites"]["0"]["entropy"][0]) == len(example["tokens"][site.query_tokens])
+
+
+@pytest.mark.medium
+@installed("peft")
+def test_the_keys_of_prefix_tuning_stand_before_the_text():
+    import peft
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 32}
+    base = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, attn_implementation="eager"))
+    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        weights = model(**batch, output_attentions=True).attentions[0].double()
+    assert weights.shape[-2:] == (12, 15)
+    result = massieu.probe(model, [batch], statistics=["entropy", "weight_first", "weight_previous"], quick=True)
+    (site,) = result.run.sites
+    assert (site.kind, site.query_tokens, site.key_tokens) == ("causal", "text", "text behind 3 virtual tokens")
+    heads = result.heads
+    for name, expected in (
+        ("entropy", torch.special.entr(weights).sum(-1).mean((0, 2))),
+        ("weight_first", weights[..., 0].mean((0, 2))),
+    ):
+        rows = heads.filter(heads["statistic"] == name).sort("head")
+        assert rows["value"].to_list() == pytest.approx(expected.tolist(), rel=1e-5)
+    assert heads.filter(heads["statistic"] == "weight_previous")["value"].drop_nulls().is_empty()
+    padded = {**batch, "attention_mask": (torch.arange(12) < torch.tensor([[12], [11]])).long()}
+    (site,) = massieu.probe(model, [padded], statistics=["entropy"], quick=True).run.sites
+    assert site.kind == "causal"
+    with torch.no_grad(), massieu.replaced(model, "window(20)"):
+        torch.testing.assert_close(model(**padded).logits[0], model(**batch).logits[0])
+    with pytest.raises(massieu.InputError, match="3 keys of a prefix before its text"):
+        massieu.probe(model, [batch], generate=2)

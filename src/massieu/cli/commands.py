@@ -124,11 +124,12 @@ def probe(
     source: take.Source = None,
     target: take.Target = None,
     out: Annotated[Path | None, option("DIR", f"Folder for the page and the tables [{RESULTS}/<model>].")] = None,
-    max_length: take.MaxLength = 256,
+    max_length: take.MaxLength = None,
     max_tokens: take.MaxTokens = None,
     batch_size: take.BatchSize = 8,
     query_sample: take.QuerySample = None,
     no_packing: take.NoPacking = False,
+    bos: take.Bos = None,
     generate: take.Generate = None,
     replace: take.Replace = None,
     replace_per: take.ReplacePer = take.Per.ALL,
@@ -142,6 +143,7 @@ def probe(
     seed: Annotated[int, option("N", "Random seed of samples and controls.")] = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
+    tokenizer: take.Tokenizer = None,
     format: Annotated[take.TableFormat, option(None, "File format of the tables.")] = take.TableFormat.PARQUET,
     resume: take.Resume = False,
     store_every: take.StoreEvery = 5.0,
@@ -161,6 +163,7 @@ def probe(
         with joined(), terminal.progress_shown() if leads() else nullcontext() as show:
             result = run_probe(
                 model,
+                tokenizer_or_batches=tokenizer,
                 text=text,
                 column=column,
                 images=images,
@@ -171,6 +174,7 @@ def probe(
                 max_tokens=max_tokens,
                 batch_size=batch_size,
                 packing=not no_packing,
+                bos=bos,
                 query_sample=query_sample,
                 generate=generate,
                 replace=replace or (),
@@ -238,15 +242,17 @@ def compare(
         Path | None,
         option("DIR", f"Folder for the page, the tables and the results [{RESULTS}/<first>-<last>]."),
     ] = None,
-    max_length: Annotated[int | None, option("N", "Tokens per window [256].")] = None,
+    max_length: take.MaxLength = None,
     max_tokens: take.MaxTokens = None,
     batch_size: Annotated[int | None, option("N", "Windows per batch [8].")] = None,
     no_packing: take.NoPacking = False,
+    bos: take.Bos = None,
     device: Device = None,
     dtype: Dtype = None,
     statistics: take.Statistics = None,
     seed: Annotated[int | None, option("N", "Random seed of samples and controls [0].")] = None,
     trust_remote_code: TrustRemoteCode = False,
+    tokenizer: take.Tokenizer = None,
     fail_above: take.FailAbove = None,
     json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
@@ -257,9 +263,10 @@ def compare(
     with context.obj.loading():
         limits = limits_of(fail_above, chosen)
     given: dict[str, Any] = {"text": text, "column": column, "source": source, "target": target}
-    given |= {"max_length": max_length, "max_tokens": max_tokens}
+    given |= {"max_length": max_length, "max_tokens": max_tokens, "bos": bos}
     given |= {"batch_size": batch_size, "packing": False if no_packing else None, "device": device, "dtype": dtype}
     given |= {"statistics": chosen, "seed": seed, "trust_remote_code": trust_remote_code or None}
+    given |= {"tokenizer_or_batches": tokenizer}
     given = {name: value for name, value in given.items() if value is not None}
     ends = [short_name(name) if names is None else name for name in ((names or models)[0], (names or models)[-1])]
     asked = Asked(models, names, given, RESULTS / "-".join(ends) if out is None else out, limits, json)

@@ -69,15 +69,18 @@ class Per(StrEnum):
 _SAMPLE = "Measure only N queries of each window; saves time on long windows [all]."
 _RULES = "Replace the attention and measure how the output changes, for example 'top_k(8)' or 'off(mean)'; repeatable."
 _PER_TOKEN = "Also write these statistics for every token to DIR/tokens; 'all' for all attention statistics."
+_BOS = "Begin each window with the BOS token, or without it [as the tokenizer is set]."
 _RESUME = "Continue an interrupted run from what it stored in DIR."
 QuerySample = Annotated[int | None, option("N", _SAMPLE)]
 NoPacking = Annotated[
     bool, option(None, "One document per window instead of filling windows with several.", "--no-packing")
 ]
+Tokenizer = Annotated[str | None, option("NAME", "Tokenizer: a folder or a name on the hub [the model's own].")]
+Bos = Annotated[bool | None, option(None, _BOS, "--bos/--no-bos")]
 Generate = Annotated[int | None, option("N", "Let the model generate N tokens after each document, and measure those.")]
 _FILES = "Text to read: files (.txt .md .rst .py .jsonl .json .csv .tsv .parquet, also .gz), folders, or - for standard input."
 Text = Annotated[list[str] | None, option("PATH ...", _FILES)]
-MaxLength = Annotated[int, option("N", "Tokens per window.")]
+MaxLength = Annotated[int | None, option("N", "Tokens per window [256, or the model's positions if fewer].")]
 MaxTokens = Annotated[int | None, option("N", "Stop after this many tokens.")]
 BatchSize = Annotated[int, option("N", "Windows per batch.")]
 Images = Annotated[

@@ -26,7 +26,14 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
     unknown = text.unknown_share
     strange = "" if unknown is None else f", {100 * unknown:.3g} % of them unknown to the tokenizer"
     typer.echo(f"{model.name}: {text.tokens:,} tokens in {text.windows:,} windows of {text.source}{strange}")
-    for note in (text.dropped, model.missing_weights, model.unexpected_weights):
+    for note in (
+        text.dropped,
+        text.window,
+        text.bos,
+        model.dtype_sentence,
+        model.missing_weights,
+        model.unexpected_weights,
+    ):
         if note not in (None, "none"):
             typer.echo(f"note: {note}")
     if any(site.route == "tap" or site.grade != "full" for site in result.run.sites):

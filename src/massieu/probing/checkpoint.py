@@ -5,7 +5,9 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ ADAPTER = "adapter_config.json"
 _INDEX = ".index.json"
 _WEIGHTS = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
 """Names of a whole model's weights, in the order in which transformers looks for them."""
+_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SECONDS = 10.0  # until a hub that does not answer counts as out of reach
 
 _log = logging.getLogger("massieu")
@@ -241,6 +244,24 @@ def file_hash(files: Iterable[Path]) -> str | None:
         return f"sha256:{digests[0][1]}" if digests else None
     joined = "\n".join(f"{name} {digest}" for name, digest in digests)
     return f"sha256:{hashlib.sha256(joined.encode()).hexdigest()}"
+
+
+def stored_dtype(files: Iterable[Path]) -> str | None:
+    """The floating-point type of most numbers in files of weights, from their tables of contents; None without such files."""
+    counts = Counter[str]()
+    for file in files:
+        if file.suffix == ".safetensors":
+            safetensors: Any = require_extra("safetensors", "probe")
+            with safetensors.safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    entry = opened.get_slice(name)
+                    counts[_SAFETENSORS_DTYPES.get(entry.get_dtype(), "")] += math.prod(entry.get_shape())
+        elif file.suffix == ".bin":
+            for entry in torch.load(file, map_location="meta", weights_only=True).values():
+                if isinstance(entry, torch.Tensor) and entry.is_floating_point():
+                    counts[str(entry.dtype).removeprefix("torch.")] += entry.numel()
+    del counts[""]
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def sentence(error: BaseException) -> str:

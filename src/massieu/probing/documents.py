@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TextIO
 
 from massieu.errors import InputError
 from massieu.probing.text_tables import (
+    Conversation,
     Rows,
     check_characters,
     dataset_rows,
@@ -108,15 +109,19 @@ def reference_documents() -> Iterator[Document]:
 
 
 def string_documents(texts: Sequence[str] | str) -> list[Document]:
-    """Strings as documents.
+    """Strings, or conversations as lists of messages, as documents.
 
     Raises:
         InputError: no text in them; something that is no string; half of a surrogate pair.
     """
     listed = [texts] if isinstance(texts, str) else list(texts)
+    listed = [Conversation.of(text) or text for text in listed]
     for number, text in enumerate(listed, 1):
         if not isinstance(text, str):
-            raise InputError(f"texts takes strings, got {type(text).__name__} at place {number}")
+            raise InputError(
+                f"texts takes strings, or lists of messages with a role and a content, got {type(text).__name__} at place "
+                f"{number}"
+            )
         check_characters(text, f"the string at place {number} of texts")
     if not any(text.strip() for text in listed):
         raise InputError("texts is empty: there is nothing to read in it")

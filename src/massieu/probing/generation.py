@@ -19,7 +19,7 @@ from massieu.probing.checkpoint import some
 from massieu.probing.examples import ExampleWindow
 from massieu.probing.forward import uncompiled
 from massieu.probing.layout import BatchLayout
-from massieu.probing.model import model_inputs
+from massieu.probing.model import model_inputs, table_of_positions
 from massieu.probing.nonfinite import in_call
 from massieu.probing.reading import Options, Reading, RowNumbers
 from massieu.probing.routes import capturing
@@ -57,10 +57,30 @@ def check_causal(sites: Sequence[SiteInfo], inputs: dict[str, Any], name: str) -
         raise InputError(
             f"generate needs batches of input_ids as prompts for {name}, and these have {', '.join(inputs)}"
         )
+    behind = next((info for info in sites if info.prefix), None)
+    if behind is not None:
+        raise InputError(
+            f"{name} attends to {behind.prefix} keys of a prefix before its text, and generation behind a prefix is not read"
+        )
     other = [info.site.name for info in sites if info.kind != "causal"]
     if other and inputs["input_ids"].shape[1] > 1:
         raise InputError(
             f"{name} attends to later tokens too ({some(other)}), so it cannot generate text token by token"
+        )
+
+
+def check_room(model: nn.Module, prompt: int, most: int) -> None:
+    """That a model has positions for a prompt and what it writes; of the last new token, which nothing comes of, none is read.
+
+    Raises:
+        InputError: its table of positions has fewer rows.
+    """
+    positions = table_of_positions(model)
+    if positions is not None and prompt + most - 1 > positions:
+        room = max(positions - prompt + 1, 0)  # nothing is read of the last one
+        raise InputError(
+            f"{type(model).__name__} has {positions} positions: after a prompt of {prompt} tokens there is room for {room} new "
+            f"ones, and generate is {most}; generate fewer, or give shorter prompts (max_length)"
         )
 
 
@@ -106,6 +126,7 @@ class GeneratingReading(Reading):
         prompts = model_inputs(self.model, inputs)
         ids = prompts["input_ids"]
         real = prompts.get("attention_mask", torch.ones_like(ids)).bool()
+        check_room(self.model, int(real.sum(dim=1).max()), self.most)
         marks = torch.zeros_like(real) if special is None else special.to(real.device)
         ids, self._real, self._special = (_left_padded(value, real) for value in (ids, real, marks))
         self._windows, self._rows, self._pass = windows, len(ids), 0

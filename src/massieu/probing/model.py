@@ -21,6 +21,7 @@ from massieu.probing.checkpoint import (
     quiet,
     sentence,
     some,
+    stored_dtype,
     weights_are,
 )
 from massieu.probing.forward import decoder_given, device_of, dtype_of
@@ -28,11 +29,13 @@ from massieu.probing.layout import separable
 from massieu.probing.module_hash import module_hash
 from massieu.probing.offload import offloaded
 from massieu.probing.target_labels import IGNORED, is_tokens, predicts_labels, shifted_labels
+from massieu.probing.tokenizers import embedded
 from massieu.probing.unwrap import is_pretrained, tokenizer_of, unwrapped
 from massieu.report.record import ModelRecord
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _RANDOM = "not read from the checkpoint but random, and nothing here depends on them"
+_MORE_POSITIONS = 2  # rows that a table of positions may have beyond them, as OPT's
 READABLE = (
     "BERT, RoBERTa, ModernBERT, GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT and others"
 )
@@ -49,6 +52,7 @@ class LoadedModel:
         missing: weights of the model that the checkpoint does not have: they are random numbers.
         reshaped: weights of another shape in the checkpoint (its shape, the model's): they too are random numbers.
         unexpected: weights of the checkpoint that the model does not have.
+        stored_dtype: floating-point type of most weights in the files; None where it is not known or they are quantised.
         doubts: warnings about what was left out of the checkpoint.
         whole: the model with its head, where it has one here.
     """
@@ -61,6 +65,7 @@ class LoadedModel:
     tokenizer_problem: str | None = None
     from_files: bool = False
     weights: str | None = None
+    stored_dtype: str | None = None
     missing: tuple[str, ...] = ()
     reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     unexpected: tuple[str, ...] = ()
@@ -77,6 +82,7 @@ class LoadedModel:
             architecture=type(self.module).__name__,
             parameters=packed.numbers_in(self.module),
             dtype=str(dtype_of(self.module)).removeprefix("torch."),
+            stored_dtype=self.stored_dtype,
             device=", ".join(dict.fromkeys(map(str, placement))) or str(device_of(self.module) or "cpu"),
             hidden_size=getattr(config, "hidden_size", None),
             missing_weights=self._listed((*self.missing, *self.reshaped), _RANDOM),
@@ -87,6 +93,20 @@ class LoadedModel:
         if not self.from_files:
             return None
         return f"{weights_are(names)} {what}: {some(names)}" if names else "none"
+
+
+@dataclass(frozen=True, eq=False)
+class AnnouncedModel:
+    """A checkpoint before its weights are read: what its configuration and its tokenizer's files say.
+
+    Attributes:
+        tokenizer_problem: why there is no tokenizer, where one was looked for.
+    """
+
+    name: str
+    config: Any
+    tokenizer: Any
+    tokenizer_problem: str | None
 
 
 def _device(name: str | None) -> torch.device:
@@ -109,6 +129,7 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     tokenizer: bool = True,
     head: bool | Literal["if any"] = False,
+    check: Callable[[AnnouncedModel], None] | None = None,
 ) -> LoadedModel:
     """Load a model's trunk and its tokenizer from a folder, a GGUF file or a hub name; None is the default model.
 
@@ -123,6 +144,7 @@ def load_model(
         device_map: which layers go where, as for ``from_pretrained`` of transformers: "auto" fills one device after another.
         tokenizer: whether to read the tokenizer too.
         head: whether to keep the head of a language model; "if any" where the checkpoint names one.
+        check: called before the weights are read, and may refuse the model.
 
     Raises:
         InputError: no such model or device, unknown dtype, or files that are not a model of ``transformers``.
@@ -151,6 +173,13 @@ def load_model(
         named = {**checkpoint.options, "trust_remote_code": trust_remote_code}
         with _one_sentence(shown):
             config = transformers.AutoConfig.from_pretrained(checkpoint.place, **named)
+        read, problem = _tokenizer(given, named) if tokenizer else (None, None)
+        if tokenizer and read is None and adapter is not None:  # it is seldom saved beside an adapter
+            read, problem = _tokenizer(checkpoint, named)
+        if check is not None:
+            check(AnnouncedModel(shown, config, read, problem))
+        with _one_sentence(shown):
+            stored = _stored_dtype(checkpoint, config)
             options = {**named, "output_loading_info": True, "ignore_mismatched_sizes": True}
             if getattr(config, "quantization_config", None) is not None and device_map is None:
                 device_map = {"": str(target)}  # packed weights are made where they are to stay
@@ -162,10 +191,12 @@ def load_model(
             kind_of_model = "AutoModelForCausalLM" if head else "AutoModel" if adapter is None else adapter.auto
             auto = getattr(transformers, kind_of_model)
             whole, report = auto.from_pretrained(checkpoint.place, config=config, dtype=kind, **options)
-            module = whole if adapter is None else adapter.applied(whole)
-        read, problem = _tokenizer(given, named) if tokenizer else (None, None)
-        if tokenizer and read is None and adapter is not None:  # it is seldom saved beside an adapter
-            read, problem = _tokenizer(checkpoint, named)
+            tied = None if head or adapter is not None else _class_with_head(whole, report["missing_keys"])
+            if tied is not None:
+                whole, report = tied.from_pretrained(checkpoint.place, config=config, dtype=kind, **options)
+                module = _trunk(whole)
+            else:
+                module = whole if adapter is None else adapter.applied(whole)
     whole_module: Any = module
     if is_pretrained(module) and (adapter is not None or head):
         module = _trunk(module)
@@ -186,12 +217,35 @@ def load_model(
         tokenizer_problem=problem,
         from_files=True,
         weights=checkpoint.format_as(kind) if adapter is None else f"{checkpoint.format_as(kind)}, with an adapter",
+        stored_dtype=stored,
         missing=tuple(sorted(own(dict.fromkeys(report["missing_keys"])))),
         reshaped=own({key: (tuple(found), tuple(needed)) for key, found, needed in sorted(report["mismatched_keys"])}),
         unexpected=tuple(sorted(report["unexpected_keys"])),
         doubts=() if checkpoint.gguf is None else checkpoint.gguf.doubts(module),
         whole=whole_module,
     )
+
+
+def _stored_dtype(checkpoint: Checkpoint, config: Any) -> str | None:
+    """The type of a checkpoint's weights, of a name on the hub as its configuration says; None where they are quantised."""
+    if checkpoint.gguf is not None or getattr(config, "quantization_config", None) is not None:
+        return None
+    said = getattr(config, "dtype", None)
+    return stored_dtype(checkpoint.files) or (None if said is None else str(said).removeprefix("torch."))
+
+
+def _class_with_head(trunk: Any, missing: Collection[str]) -> Any:
+    """The class that reads a trunk's embeddings where the files hold them as the head's, to which they are tied; else None."""
+    config = trunk.config
+    if not getattr(config, "tie_word_embeddings", False) or embedded(trunk) is None:
+        return None
+    table = trunk.get_input_embeddings().weight
+    names = {name for name, parameter in trunk.named_parameters(remove_duplicate=False) if parameter is table}
+    if not names & set(missing):
+        return None
+    named_class = next(iter(getattr(config, "architectures", None) or ()), "")
+    found = getattr(require_extra("transformers", "probe"), named_class, None)
+    return None if found is type(trunk) else found
 
 
 def _names_in(whole: Any, trunk: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -218,6 +272,24 @@ def _tokenizer(checkpoint: Checkpoint, options: dict[str, Any]) -> tuple[Any, st
         return transformers.AutoTokenizer.from_pretrained(checkpoint.place, **options), None
     except Exception as error:  # tokenizers raises Exception itself; the reason is told when text is to be read
         return None, sentence(error)
+
+
+def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """A tokenizer from its folder, the folder of a model, a GGUF file or a name on the hub.
+
+    Raises:
+        InputError: there is no such place, or no tokenizer in it.
+    """
+    place = Path(name)
+    with quiet():
+        if place.is_dir() and not list(place.glob("*.gguf")):
+            checkpoint = Checkpoint(place)  # a tokenizer's own folder has no configuration of a model
+        else:
+            checkpoint = find_checkpoint(name, None)
+        tokenizer, problem = _tokenizer(checkpoint, {**checkpoint.options, "trust_remote_code": trust_remote_code})
+    if tokenizer is None:
+        raise InputError(f"{name} has no tokenizer that can be loaded ({problem})")
+    return tokenizer
 
 
 def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
@@ -341,10 +413,31 @@ def longest(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     table = getattr(getattr(module, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)  # of the RoBERTa family, whose tokens' positions come behind it
+    positions = longest_by(config)
+    return positions if positions is None or padding is None else positions - padding - 1
+
+
+def table_of_positions(module: nn.Module) -> int | None:
+    """As `longest`, for models that look positions up in a table, beyond which they cannot read; None for all others."""
+    rows = longest_by(getattr(module, "config", None))
+    if rows is None:
+        return None
+    tokens = _token_table(module)
+    tables = [each for each in module.modules() if isinstance(each, nn.Embedding) and each is not tokens]
+    sizes = {each.num_embeddings for each in tables}
+    return longest(module) if any(rows <= size <= rows + _MORE_POSITIONS for size in sizes) else None
+
+
+def _token_table(module: Any) -> nn.Module | None:
+    return module.get_input_embeddings() if embedded(module) is not None else None
+
+
+def longest_by(config: Any) -> int | None:
+    """Rows of the position table that a configuration names; a few of them may be no token's. None without such a table."""
     for name in ("max_position_embeddings", "n_positions"):
         positions = getattr(config, name, None)
         if isinstance(positions, int) and positions > 0:
-            return positions if padding is None else positions - padding - 1
+            return positions
     return None
 
 

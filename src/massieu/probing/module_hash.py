@@ -1,7 +1,11 @@
 """A digest of a module in memory: its weights, and the settings beside them that its numbers depend on."""
 
+import dis
 import hashlib
+import inspect
 from collections.abc import Iterator
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,14 +36,36 @@ def module_hash(module: nn.Module, *, held: bool = False) -> str:
 
 
 def settings_hash(module: nn.Module) -> str:
-    """SHA-256 over each part's class and plain settings: what a model's numbers depend on beside its weights."""
+    """SHA-256 over each part's class and plain settings: what a model's numbers depend on beside its weights.
+
+    What a part's own forward assigns, as the length of the last batch or a count of passes, is no setting.
+    """
     digest = hashlib.sha256()
     known: Known = {}
     for name, part in module.named_modules():
         digest.update(f"{name} {_class(part)}\n".encode())
+        left_by_passes = _assigned_by(type(part), "forward")
         for attribute, said in settings_of(part, known).items():
+            if attribute in left_by_passes:
+                continue
             digest.update(f"{name}.{attribute} {said}\n".encode())
     return digest.hexdigest()
+
+
+@cache
+def _assigned_by(kind: type, method: str, callers: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Names of attributes that a method of a class assigns, by its byte code and that of the methods that it calls."""
+    names: set[str] = set()
+    versions = [inspect.unwrap(vars(each)[method]) for each in kind.__mro__ if method in vars(each)]
+    functions = [each for each in versions if isinstance(each, FunctionType)]
+    for instruction in (each for function in functions for each in dis.get_instructions(function)):
+        if instruction.opname == "STORE_ATTR":
+            names.add(instruction.argval)
+        elif instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            called = instruction.argval
+            if isinstance(getattr(kind, called, None), FunctionType) and called not in callers | {method}:
+                names |= _assigned_by(kind, called, callers | {method})
+    return frozenset(names)
 
 
 def _tensors(value: Any, place: str, above: set[int]) -> Iterator[tuple[str, Tensor]]:

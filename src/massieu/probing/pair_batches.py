@@ -39,6 +39,21 @@ class _Row:
         return self.source, self.target
 
 
+def check_pair_configuration(config: Any, name: str) -> None:
+    """Raises:
+    InputError: a model of this configuration has no decoder beside an encoder.
+    """
+    if not getattr(config, "is_encoder_decoder", False):
+        raise _no_pairs(name)
+
+
+def _no_pairs(name: str) -> InputError:
+    return InputError(
+        f"source and target need an encoder–decoder that reads text on both sides, and {name} is none; "
+        "name one column of text instead"
+    )
+
+
 def check_pair_model(model: nn.Module, tokenizer: Any, name: str) -> None:
     """That a model has an encoder that reads tokens, and a decoder beside it, and that the target's language is known.
 
@@ -49,10 +64,7 @@ def check_pair_model(model: nn.Module, tokenizer: Any, name: str) -> None:
     taken = inspect.signature(model.forward).parameters
     decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if not decodes or not {"input_ids", "decoder_input_ids"} <= set(taken):
-        raise InputError(
-            f"source and target need an encoder–decoder that reads text on both sides, and {name} is none; "
-            "name one column of text instead"
-        )
+        raise _no_pairs(name)
     decoder_tokens(model, [0, 1], name)
     if getattr(tokenizer, "tgt_lang", "") is None:
         raise InputError(

@@ -18,6 +18,7 @@ from massieu.probing.documents import (
     opened,
 )
 from massieu.probing.text_tables import (
+    Conversation,
     Fields,
     dataset_fields,
     is_dataset,
@@ -73,6 +74,8 @@ def given_pairs(
     of_strings = texts is not None and not isinstance(texts, str) and not is_dataset(texts)
     if source is None and target is None:
         if not of_strings or not isinstance(texts, Sequence) or not texts or not isinstance(texts[0], tuple | list):
+            return None
+        if Conversation.of(texts[0]) is not None:
             return None
         return _in_words(len(texts)), partial(_of_sequence, texts)
     columns = _columns(source, target)

@@ -354,7 +354,7 @@ class Reading(RunningParts):
             order = torch.randperm(len(places), generator=drawn)[: self.options.climb_queries].sort().values
             part = call.rows(slice(row, row + 1))
             asked = places[order.to(places.device)]
-            itself = results.info.kind != "cross"
+            itself = results.info.itself
             window = HeadWindow(part, keys.real[row], asked, drawn.initial_seed(), itself)
             if len(window.queries) and bool(window.real.any()):
                 results.windowed[group].update(window, self._sampled_number(row))

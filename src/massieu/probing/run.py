@@ -13,7 +13,7 @@ from massieu.errors import InputError
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.course import STORE_EVERY, course_for
 from massieu.probing.forward import named_inputs
-from massieu.probing.model import dummy_inputs
+from massieu.probing.model import dummy_inputs, load_tokenizer
 from massieu.probing.per_token import check_per_token
 from massieu.probing.reading import Options
 from massieu.probing.replaced.effect import Replace
@@ -47,10 +47,11 @@ def probe(
     source: str | None = None,
     target: str | None = None,
     statistics: Sequence[str] | None = None,
-    max_length: int = 256,
+    max_length: int | None = None,
     max_tokens: int | None = None,
     batch_size: int = 8,
     packing: bool = True,
+    bos: bool | None = None,
     query_sample: int | None = None,
     generate: int | None = None,
     replace: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -79,10 +80,11 @@ def probe(
     Args:
         model: a folder (of a model, or of an adapter to one), a GGUF file, a hub name, any module in memory, or None for the
             MiniLM sentence encoder. What wraps a module is taken off: DDP, ``torch.compile``, PEFT, SentenceTransformer.
-        tokenizer_or_batches: for a model in memory, its tokenizer, or an iterable of batches as its forward takes them: a
-            tensor, a tuple (arguments in order) or a mapping (by name). Padding is known from a mask (B, L) in a mapping:
-            ``attention_mask`` is True at real tokens, ``key_padding_mask``, ``src_key_padding_mask`` and
-            ``tgt_key_padding_mask`` are True at padding. Not needed for a folder or hub name.
+        tokenizer_or_batches: for a model in memory, its tokenizer, the folder or hub name of that, or an iterable of batches as
+            its forward takes them: a tensor, a tuple (arguments in order) or a mapping (by name). Padding is known from a
+            mask (B, L) in a mapping: ``attention_mask`` is True at real tokens, ``key_padding_mask``,
+            ``src_key_padding_mask`` and ``tgt_key_padding_mask`` are True at padding. A model loaded by name brings its own
+            tokenizer.
         text: files, folders or ``"-"``; None is the English reference text that every Python ships.
         texts: the text itself, in place of ``text``: a string, a document in each string, or a ``Dataset`` or
             ``IterableDataset`` of the package `datasets`.
@@ -90,10 +92,13 @@ def probe(
         source, target: for an encoder–decoder, in place of ``column``: the columns of the texts that the encoder and the
             decoder read, each pair in a row of its own. ``texts`` may then be pairs of strings, without such names.
         statistics: names of statistics or groups; None is all of them.
-        max_length: tokens in a window, or in each side of a pair.
+        max_length: tokens in a window, or in each side of a pair; None is 256, or as many as the model has positions for if
+            these are fewer.
         max_tokens: stop after this many tokens.
         batch_size: windows in a batch; it changes no number beyond rounding.
         packing: cut the text into full windows; False keeps one document per row, with padding.
+        bos: whether rows of text begin with the BOS token; None leaves it to the tokenizer's own setting. The page and
+            the terminal say which.
         query_sample: at most this many queries per window for the per-query statistics (long inputs).
         generate: each document is a prompt, and the model writes at most this many tokens after it, by its own ``generate``
             with a cache. The attention statistics are then those of the query that each new token came of.
@@ -163,7 +168,10 @@ def probe(
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
     loading |= {"trust_remote_code": trust_remote_code, "device_map": device_map}
     settings = {"statistics": None if statistics is None else list(statistics), "column": column, "packing": packing}
-    settings |= {"source": source, "target": target}
+    settings |= {"source": source, "target": target, "bos": bos}
+    if isinstance(tokenizer_or_batches, str | Path) and images is None:
+        settings |= {"tokenizer": str(tokenizer_or_batches)}
+        tokenizer_or_batches = load_tokenizer(tokenizer_or_batches, trust_remote_code=trust_remote_code)
     settings |= {**sizes, "query_sample": query_sample, "generate": generate, "quick": quick, **loading}
     if generate is not None:
         wanted, groups, packing = _while_generating(wanted, statistics), frozenset({ATTENTION}), False
@@ -196,16 +204,18 @@ def probe(
             "target": target,
             "generate": generate,
             "max_tokens": max_tokens,
+            "bos": bos,
         }
         loaded, given = of_images(model, tokenizer_or_batches, images, texts, settings_of_text, sizes, loading, tell)
     else:
-        asked = (text, texts, source, target, column, packing, generate)
+        asked = (text, texts, source, target, column, packing, generate, bos)
         loaded, given = of_text(model, tokenizer_or_batches, asked, sizes, loading, sharing, tell)
     units = Units(mode="window" if given.packing else "document")
     options = Options(
-        groups, units, max_length, query_sample, seed=seed, statistics=wanted, quick=quick, new_tokens=generate,
+        groups, units, given.max_length, query_sample, seed=seed, statistics=wanted, quick=quick, new_tokens=generate,
         replace=replacing, per_token=rows,
     )  # fmt: skip
+    settings["max_length"] = course.settings["max_length"] = given.max_length
     with interruptible() as interruption:
         if resume and not course.found():
             tell(ProbeProgress(f"nothing is stored in {running}: reading from the beginning"))

@@ -20,13 +20,14 @@ from massieu.probing.fresh import reinitialised
 from massieu.probing.generation import GeneratingReading, check_causal
 from massieu.probing.model import LoadedModel, model_inputs, with_target
 from massieu.probing.nonfinite import in_weights, shows_nan
+from massieu.probing.padding import PaddingCheck
 from massieu.probing.per_token import LARGE, PER_TOKEN, TOKENS, TemporaryFolder, TokenWriter, expected_size
 from massieu.probing.reading import Options, Reading, RowNumbers
 from massieu.probing.readout import tokens_through
 from massieu.probing.repeated import RepeatedTokens
 from massieu.probing.replaced.effect import Effects
 from massieu.probing.running import State
-from massieu.probing.session_record import Input, SessionRecord
+from massieu.probing.session_record import Input, SessionRecord, behind_prefix
 from massieu.probing.sharing import Sharing
 from massieu.probing.statistics.registry import (
     AGAIN,
@@ -47,6 +48,7 @@ from massieu.probing.text_digest import TextDigest
 from massieu.probing.token_names import token_names
 from massieu.probing.tokenizers import check_ids
 from massieu.probing.tokens import BatchTokens, is_sampled, sampled_before
+from massieu.probing.unwrap import prompt_tokens
 from massieu.probing.weights import check_weights
 
 Marks = tuple[Tensor | None, Tensor | None]
@@ -83,6 +85,7 @@ class Session(SessionRecord):
     begun: bool = False
     reading: Reading = field(init=False)
     check: SelfCheck = field(init=False)
+    padding: PaddingCheck = field(init=False)
     control: Reading | None = None
     course: Course = field(default_factory=Course)
     tokens: int = 0  # that were read here
@@ -139,6 +142,8 @@ class Session(SessionRecord):
             self.begin(inputs)
             self._begin_beside(inputs)
             self._begin_rows()
+        if self.options.new_tokens is None:
+            self.warnings += self.padding.warnings(inputs)
         first = self.batches == 0
         empty = self.state() if first else {}
         rows = self.reading.layout.rows(module, inputs)
@@ -259,6 +264,7 @@ class Session(SessionRecord):
         module = self.loaded.module
         check_evaluating(module.modules())
         self.broken_weights = in_weights(module)
+        self.padding = PaddingCheck(module)
         look = first_look(module, inputs)
         self.check = look.check
         self.warnings += check_weights(self.loaded, look.sites, inputs)
@@ -353,6 +359,11 @@ class Session(SessionRecord):
                 if ids is not None:
                     kept = ids[row] if mask is None else ids[row][mask[row]]
                     names[side] = token_strings(tokenizer, kept.tolist())
+        learned = [f"[virtual {number}]" for number in range(1, prompt_tokens(self.loaded.module) + 1)]
+        names |= {side: [*learned, *tokens] for side, tokens in names.items() if side == "text"}
+        for prefix in {info.prefix for info in self.reading.sites} - {0}:
+            virtual = [f"[virtual {number}]" for number in range(1, prefix + 1)]
+            names |= {behind_prefix(side, prefix): [*virtual, *tokens] for side, tokens in names.items()}
         others = token_names(self.loaded.module, inputs, row)
         if "text" in names and len(others.get("image", [])) == inputs["input_ids"].shape[1]:
             names, others = {}, {}  # a site's tokens are known by their number, which would be both

@@ -42,13 +42,23 @@ QUICK = (
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """What the text side gives: batches, and what to say about them afterwards."""
+    """What the text side gives: batches, and what to say about them afterwards.
+
+    Attributes:
+        window: why windows are shorter than the default, as a sentence; None where they are not.
+    """
 
     batches: Iterable[Any]
     source: str
     packing: bool
     max_length: int
     tokenizer: Any
+    window: str | None = None
+
+
+def behind_prefix(side: str, prefix: int) -> str:
+    """What the keys of a side's tokens are called, with those of a prefix before them."""
+    return f"{side} behind {prefix} virtual tokens"
 
 
 class SessionRecord:
@@ -162,7 +172,8 @@ class SessionRecord:
             source = f"{self.reading.new_tokens:,} tokens that the model wrote after prompts from {source}"
         asked = {"source": source, "max_length": self.given.max_length, "packing": self.given.packing}
         found = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
-        return record.TextRecord(**asked, **counted, **found)
+        bos = batches.bos_sentence() if isinstance(batches, TextBatches) else None
+        return record.TextRecord(**asked, **counted, **found, bos=bos, window=self.given.window)
 
     def _error_unit(self) -> record.ErrorUnitRecord:
         name, number = self.reading.results[0].attention.ratio.error_unit()
@@ -179,9 +190,14 @@ class SessionRecord:
             name=info.site.name,
             **{name: getattr(info, name) for name in _OF_SITE},
             query_tokens=side,
-            key_tokens="text" if decoder and info.kind == "cross" else side,
+            key_tokens=self._key_side(info, side),
             unavailable=self.reading.results[info.index].unavailable,
         )
+
+    def _key_side(self, info: SiteInfo, side: str) -> str:
+        if info.prefix:
+            return behind_prefix(side, info.prefix)
+        return "text" if info.in_decoder and info.kind == "cross" else side
 
     def _side(self, info: SiteInfo) -> str:
         """Whether a site attends to the patches of an image rather than to a text: it has as many tokens as patches."""

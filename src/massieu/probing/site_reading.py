@@ -176,7 +176,7 @@ class SiteReading(RunningParts):
             positions = positions.to(call.query.device)
             part = call.rows(item).at(positions) if len(positions) < length else call
             asked, attended = _part(queries, item, positions), _part(keys, item, slice(None))
-            reading = QueryReading(part, asked, attended, positions, self.info.kind != "cross", moments)
+            reading = QueryReading(part, asked, attended, positions, self.info.itself, moments)
             found = query_statistics(reading, names)
             self.attention.update(found, positions, count, own)
             if seen is not None:
@@ -201,7 +201,7 @@ class SiteReading(RunningParts):
         if self.maps is not None or MAPS in self.unavailable:
             return
         maps = "the query and the key side read different streams"
-        if self.info.kind != "cross":
+        if self.info.itself:
             maps = head_maps(capture, read)
         if isinstance(maps, HeadMaps):
             self.maps = map_statistics(maps)
@@ -214,7 +214,7 @@ class SiteReading(RunningParts):
         if self.copying is not None or name in self.unavailable:
             return
         maps = "the query and the key side read different streams"
-        if self.info.kind != "cross":
+        if self.info.itself:
             maps = write_maps(capture, read)
         if isinstance(maps, str):
             self.unavailable[name] = maps

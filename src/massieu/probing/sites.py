@@ -31,6 +31,7 @@ class SiteInfo:
         value_sets: how many sets of values the same attention weights are applied to; differential attention has two.
         route, grade, moving: of its calls, as `AttentionCall` has them.
         tokens_first: its module is given tokens as (L, B, D); None where that cannot be known.
+        prefix: keys that stand before those of its own tokens, as prefix tuning puts there.
     """
 
     index: int
@@ -48,6 +49,12 @@ class SiteInfo:
     grade: str = "full"
     moving: bool = False
     tokens_first: bool | None = False
+    prefix: int = 0
+
+    @property
+    def itself(self) -> bool:
+        """Whether its keys are those of its queries' tokens, one for one."""
+        return self.kind != "cross" and not self.prefix
 
 
 @dataclass(eq=False)
@@ -189,16 +196,40 @@ def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
         decoder = seen.decoder_tokens and stack in decoders
         read: dict[str, Any] = {name: getattr(call, name) for name in ("route", "grade", "moving")}
         read |= {"value_sets": sets[call.site], "tokens_first": order}
+        if kinds[call.site] == "causal":
+            read["prefix"] = call.key.shape[2] - call.query.shape[2]
         found.append(SiteInfo(len(found), call.site, block, layer, kinds[call.site], *sizes, decoder, **read))
     return found
 
 
 def _kind(call: AttentionCall, cross: set[nn.Module]) -> str:
-    if call.module in cross or call.key.shape[2] != call.query.shape[2]:
+    length, keys = call.query.shape[2], call.key.shape[2]
+    if call.module in cross or (keys != length and not _behind_a_prefix(call)):
         return "cross"
+    if keys != length:
+        return "causal"
     if call.is_causal or call.key.shape[2] < 2:  # a mask for it would have as many entries as there are pairs
         return "causal" if call.is_causal else "self"
     return "self" if bool(call.visible().triu(1).any()) else "causal"
+
+
+def _behind_a_prefix(call: AttentionCall) -> bool:
+    """Whether queries see keys that stand before all of theirs, and of theirs their own and earlier ones."""
+    length, keys = call.query.shape[2], call.key.shape[2]
+    if call.is_causal or length < 2 or keys < length:
+        return False
+    visible = call.visible()
+    own = visible[..., keys - length :]
+    # Each query sees its own key, unless that is padding, which nobody sees; all see the prefix, and none a later key.
+    own_seen = own.diagonal(dim1=-2, dim2=-1)
+    padding = ~own.any(-2)
+    sees_any = visible.any(-1)
+    return (
+        not bool(own.triu(1).any())
+        and bool((own_seen | padding).all())
+        and bool(own_seen.any())
+        and bool(visible[..., : keys - length][sees_any].all())
+    )
 
 
 def _list_items(model: nn.Module) -> list[str]:

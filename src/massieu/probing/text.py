@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from massieu.errors import InputError, require_extra
-from massieu.probing.checkpoint import counted
+from massieu.probing.checkpoint import counted, sentence
 from massieu.probing.documents import Document, pieces
+from massieu.probing.text_tables import Conversation
 
 UNKNOWN_SHARE = 0.05
 """Above this share of unknown tokens a run warns."""
@@ -110,8 +111,8 @@ class TextBatches:
     the tail that does not fill a window is left out, unless it is all there is. Without packing, a row is one document,
     cut at ``max_length`` tokens and padded to the longest row of its batch.
 
-    A row begins with the BOS token where the tokenizer has one, also if the tokenizer leaves putting it to its user (as
-    GPT-2's does); but one that puts anything else in front, or has a CLS token, knows what its rows begin with.
+    A row begins with what the tokenizer puts before a text: its BOS token if it is set to (Llama's is, GPT-2's and SmolLM2's
+    are not), unless ``bos`` says otherwise.
 
     Documents longer than 65,536 characters are tokenised in pieces that end at a space. Only a SentencePiece tokenizer
     that puts a space before any text shows it: one token at the beginning of a piece may differ.
@@ -124,6 +125,10 @@ class TextBatches:
         max_tokens: Stop with the row that reaches this many tokens.
         batch_size: Rows in a batch; the last batch may have fewer.
         packing: Whether rows are windows of the stream; False gives each document its row.
+        bos: Whether rows begin with the BOS token; None leaves it to the tokenizer.
+
+    Raises:
+        InputError: ``bos`` is True, and the tokenizer has no BOS token.
 
     Iterating raises:
         InputError: there is no token in the text, or ``max_length`` leaves no room beside the special tokens.
@@ -138,8 +143,13 @@ class TextBatches:
         max_tokens: int | None = None,
         batch_size: int = 8,
         packing: bool = True,
+        bos: bool | None = None,
     ) -> None:
+        if bos and tokenizer.bos_token_id is None:
+            raise InputError(f"bos=True needs a BOS token, and {type(tokenizer).__name__} has none")
         self._tokenizer, self._documents = tokenizer, documents
+        self._bos = bos
+        self._conversations: bool | None = None
         self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
         self._packing = packing
         self._special = special_ids(tokenizer)
@@ -157,6 +167,21 @@ class TextBatches:
     def around(self) -> tuple[list[int], list[int]]:
         """Special tokens that a row begins and ends with; none are known before the first row."""
         return ([], []) if self._around is None else self._around
+
+    def bos_sentence(self) -> str | None:
+        """Whether rows begin with the BOS token, and who decided it; None before the first row, or without such a token."""
+        if self._conversations:
+            return "conversations are written by the tokenizer's chat template, which puts their special tokens itself"
+        identifier = self._tokenizer.bos_token_id
+        if identifier is None or self._around is None:
+            return None
+        token = self._tokenizer.bos_token
+        begins = identifier in self._around[0]
+        if self._bos is not None:
+            return f"rows begin {'with' if begins else 'without'} the BOS token {token} (bos={self._bos})"
+        if begins:
+            return f"rows begin with the BOS token {token}, which the tokenizer adds"
+        return f"rows begin without the BOS token {token}, which the tokenizer does not add (bos=True adds it)"
 
     def __iter__(self) -> Iterator[Batch]:
         self._report = TextReport(unknown=None if self._unknown is None else 0)
@@ -220,15 +245,32 @@ class TextBatches:
         number, begun = 0, False
         for document in self._documents() if callable(self._documents) else self._documents:
             begun = begun and document.continues
-            for piece in pieces(document.text):
+            text = document.text
+            is_conversation = isinstance(text, Conversation)
+            if isinstance(text, Conversation):
+                text = _by_template(self._tokenizer, text)
+            for piece in pieces(text):
                 ids = _encode(self._tokenizer, piece)
                 if not ids:
                     continue
+                self._check_kind(is_conversation)
                 if self._around is None:
-                    self._around = _around(self._tokenizer, piece, ids)
+                    # A template writes all special tokens itself.
+                    self._around = ([], []) if is_conversation else _around(self._tokenizer, piece, ids, self._bos)
                 number += not begun
                 begun = True
                 yield number, document.name, ids
+
+    def _check_kind(self, is_conversation: bool) -> None:
+        """Raises:
+        InputError: conversations and other texts are mixed, or ``bos`` is given with conversations.
+        """
+        if self._conversations is None:
+            self._conversations = is_conversation
+        if self._conversations != is_conversation:
+            raise InputError("the text mixes conversations with other texts; read them one after the other")
+        if is_conversation and self._bos is not None:
+            raise InputError("bos is for plain text; a chat template puts the special tokens of conversations itself")
 
     def _length_for_text(self) -> int:
         """Tokens of the text that a row has room for."""
@@ -301,8 +343,30 @@ def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list
     return tokenizer(text, add_special_tokens=add_special_tokens, **dict.fromkeys(off, False))["input_ids"]
 
 
-def _around(tokenizer: Any, text: str, ids: list[int]) -> tuple[list[int], list[int]]:
-    """Special tokens before and after a row, found where a text's own tokens stand among those of its full encoding."""
+def _by_template(tokenizer: Any, conversation: Conversation) -> str:
+    """A conversation as the tokenizer's chat template writes it.
+
+    Raises:
+        InputError: it has none, or the template does not take these messages.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(
+            f"the text holds conversations, and {type(tokenizer).__name__} has no chat template to write them with; give them "
+            "as plain text, or a tokenizer that has one"
+        )
+    template_error = require_extra("jinja2", "probe").TemplateError
+    try:
+        return tokenizer.apply_chat_template(conversation.messages, tokenize=False)
+    except template_error as error:
+        raise InputError(f"the tokenizer's chat template does not take these messages: {sentence(error)}") from error
+
+
+def _around(tokenizer: Any, text: str, ids: list[int], bos: bool | None) -> tuple[list[int], list[int]]:
+    """Special tokens before and after a row, found where a text's own tokens stand among those of its full encoding.
+
+    Args:
+        bos: Whether the BOS token is among those before; None leaves it to the tokenizer.
+    """
     full = _encode(tokenizer, text, add_special_tokens=True)
     places = range(len(full) - len(ids) + 1)
     place = next((i for i in places if full[i : i + len(ids)] == ids), None)
@@ -311,8 +375,10 @@ def _around(tokenizer: Any, text: str, ids: list[int]) -> tuple[list[int], list[
             f"{type(tokenizer).__name__} cannot be used: it splits text differently when it adds special tokens"
         )
     before, after = full[:place], full[place + len(ids) :]
-    if not before and tokenizer.bos_token_id is not None and tokenizer.cls_token_id is None:
-        before = [tokenizer.bos_token_id]
+    if bos is True and tokenizer.bos_token_id not in before:
+        before = [tokenizer.bos_token_id, *before]
+    if bos is False:
+        before = [token for token in before if token != tokenizer.bos_token_id]
     return before, after
 
 

@@ -21,6 +21,30 @@ Fields = Iterator[tuple[int, tuple[Any, ...]]]
 """What stands in some columns, each with its line or its row."""
 
 
+class Conversation(str):
+    """Messages that the tokenizer's chat template makes a text of. As a string it is a line for each, role and content.
+
+    Attributes:
+        messages: each with its "role" and "content".
+    """
+
+    messages: list[dict[str, str]]
+
+    @classmethod
+    def of(cls, value: Any) -> "Conversation | None":
+        """A list of messages as a conversation; None where the value is something else."""
+        if not isinstance(value, list) or not value:
+            return None
+        for message in value:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                return None
+            if not isinstance(message.get("content"), str):
+                return None
+        conversation = cls("\n".join(f"{message['role']}: {message['content']}" for message in value))
+        conversation.messages = value
+        return conversation
+
+
 def check_characters(text: str, what: str) -> None:
     """A text must be made of whole characters.
 
@@ -72,9 +96,10 @@ def _values(fields: Any, where: str, columns: Sequence[str]) -> tuple[Any, ...]:
     return tuple(fields[column] for column in columns)
 
 
-def _field(fields: Any, where: str, column: str) -> str:
+def _field(fields: Any, where: str, column: str) -> str | None:
+    """The text or the conversation in a field; None where it holds null."""
     [value] = _values(fields, where, [column])
-    return text_in(value, f"{where}: the field {column!r}")
+    return None if value is None else _document_in(value, f"{where}: the field {column!r}")
 
 
 def text_in(value: Any, what: str) -> str:
@@ -89,6 +114,19 @@ def text_in(value: Any, what: str) -> str:
     return value
 
 
+def _document_in(value: Any, what: str) -> str:
+    """A value that is text or a list of messages.
+
+    Raises:
+        InputError: as `text_in`.
+    """
+    conversation = Conversation.of(value)
+    if conversation is None:
+        return text_in(value, what)
+    check_characters(conversation, what)
+    return conversation
+
+
 def _objects(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, Any]]:
     for number, line in enumerate(_lines(stream, name), 1):
         if line.strip("\ufeff \t\r\n"):
@@ -97,9 +135,11 @@ def _objects(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, Any]]:
 
 
 def read_jsonl(stream: BinaryIO, name: str, column: str | None) -> Rows:
-    """An object in each line."""
+    """An object in each line; lines whose field is null are passed over."""
     for number, where, held in _objects(stream, name):
-        yield number, _field(held, where, column or TEXT)
+        text = _field(held, where, column or TEXT)
+        if text is not None:
+            yield number, text
 
 
 def jsonl_fields(stream: BinaryIO, name: str, columns: Sequence[str]) -> Fields:
@@ -134,7 +174,7 @@ def json_fields(stream: BinaryIO, name: str, columns: Sequence[str]) -> Fields:
 
 
 def read_json(stream: BinaryIO, name: str, column: str | None) -> Rows:
-    """A list of strings, a list of objects, or an object of columns; it is held in memory as a whole."""
+    """A list of strings, a list of objects, or an object of columns, held in memory as a whole; null is passed over."""
     held = _held(stream, name)
     of_column = isinstance(held, dict)
     if of_column:
@@ -148,12 +188,16 @@ def read_json(stream: BinaryIO, name: str, column: str | None) -> Rows:
         )
     for number, entry in enumerate(held, 1):
         where = f"{name}:{number}"
-        if of_column or (isinstance(entry, str) and column is None):
-            yield number, text_in(entry, where)
+        if entry is None:
+            continue
+        if of_column or (isinstance(entry, str | list) and column is None):
+            yield number, _document_in(entry, where)
         elif isinstance(entry, str):
             raise InputError(f"{where} is a string, so it has no column {column!r}; leave the column out")
         else:
-            yield number, _field(entry, where, column or TEXT)
+            text = _field(entry, where, column or TEXT)
+            if text is not None:
+                yield number, text
 
 
 def read_separated(stream: BinaryIO, name: str, column: str | None, *, by: str) -> Rows:
@@ -279,6 +323,7 @@ def _dataset_rows(fields: Callable[[], Fields], column: str) -> Rows:
     for number, (text,) in fields():
         if text is None:
             continue
+        text = Conversation.of(text) or text
         if not isinstance(text, str):
             kind = type(text).__name__
             raise InputError(f"row {number} of the data set: the column {column!r} does not hold text but {kind}")

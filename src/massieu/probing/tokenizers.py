@@ -8,15 +8,9 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 
 
-def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> None:
-    """That a tokenizer has a vocabulary, and one that the model has embeddings for.
-
-    Tokens that were added to the vocabulary may lie beyond the embeddings as long as the text has none of them
-    (`check_ids`): Gemma 3's text models come with a token for images that only their larger siblings embed.
-
-    Raises:
-        InputError: it has no vocabulary, as one that was made without its files; or a larger one than the model; or is no
-            tokenizer.
+def check_vocabulary(tokenizer: Any, name: str) -> None:
+    """Raises:
+    InputError: it is no tokenizer, or one without a vocabulary, as one that was made without its files.
     """
     if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "all_special_ids"):
         raise InputError(f"{type(tokenizer).__name__} is not a tokenizer of transformers")
@@ -27,8 +21,20 @@ def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> None:
         raise InputError(
             f"the tokenizer of {name} has no vocabulary beside its special tokens, so it cannot read text: its files "
             f"({', '.join(getattr(tokenizer, 'vocab_files_names', {}).values())}) are missing; "
-            "save it beside the model with save_pretrained"
+            "save it beside the model with save_pretrained, or name one with --tokenizer"
         )
+
+
+def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> None:
+    """That a tokenizer has a vocabulary, and one that the model has embeddings for.
+
+    Tokens that were added to the vocabulary may lie beyond the embeddings as long as the text has none of them
+    (`check_ids`): Gemma 3's text models come with a token for images that only their larger siblings embed.
+
+    Raises:
+        InputError: as `check_vocabulary`; or its vocabulary is larger than the model's.
+    """
+    check_vocabulary(tokenizer, name)
     rows = embedded(model)
     if rows is not None and tokenizer.vocab_size > rows:
         raise InputError(

@@ -48,6 +48,19 @@ def is_pretrained(module: nn.Module) -> bool:
     return _is(module, "transformers.modeling_utils", "PreTrainedModel")
 
 
+def prompt_tokens(module: Any) -> int:
+    """Learned tokens that a ``PeftModel`` puts before the text, as prompt tuning does; 0 where it puts none.
+
+    Prefix tuning puts keys there, and no tokens.
+    """
+    if not _is(module, "peft", "PeftModel"):
+        return 0
+    settings = module.active_peft_config
+    if not settings.is_prompt_learning or settings.peft_type == "PREFIX_TUNING":
+        return 0
+    return settings.num_virtual_tokens
+
+
 def tokenizer_of(module: Any) -> Any:
     """The tokenizer that a ``SentenceTransformer`` brings; None for every other module."""
     return module.tokenizer if _is(module, "sentence_transformers", "SentenceTransformer") else None

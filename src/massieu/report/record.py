@@ -32,6 +32,8 @@ class Entry:
 class ModelRecord(Entry):
     """The model: where it is from, what it is, and what its files lacked; ``hash`` is of its files of weights.
 
+    Most weights in its files are of ``stored_dtype``; they were read in ``dtype``.
+
     Of a module in memory it is of weights, configuration and plain attributes.
     """
 
@@ -42,6 +44,7 @@ class ModelRecord(Entry):
     architecture: str | None = None
     parameters: int | None = None
     dtype: str | None = None
+    stored_dtype: str | None = None
     device: str | None = None
     layers: int | None = field(default=None, metadata=NEEDED)
     heads: int | None = field(default=None, metadata=NEEDED)
@@ -49,10 +52,23 @@ class ModelRecord(Entry):
     missing_weights: str | None = None
     unexpected_weights: str | None = None
 
+    @property
+    def dtype_sentence(self) -> str | None:
+        """That the weights were read in another type than the checkpoint's; None where they were not."""
+        if None in (self.stored_dtype, self.dtype) or self.stored_dtype == self.dtype:
+            return None
+        return f"the checkpoint's weights are {self.stored_dtype}, and were read and measured in {self.dtype}"
+
 
 @dataclass
 class TextRecord(Entry):
-    """What was read; ``dropped`` is a sentence, ``unknown_share`` that of tokens which the tokenizer does not know."""
+    """What was read; ``unknown_share`` is that of tokens which the tokenizer does not know.
+
+    Attributes:
+        dropped: what of the text was not read, as a sentence.
+        window: that windows are shorter than the default, and why, as a sentence.
+        bos: whether rows begin with the BOS token and who says so, as a sentence.
+    """
 
     source: str | None = field(default=None, metadata=NEEDED)
     max_length: int | None = None
@@ -61,6 +77,8 @@ class TextRecord(Entry):
     windows: int | None = field(default=None, metadata=NEEDED)
     documents: int | None = None
     dropped: str | None = None
+    window: str | None = None
+    bos: str | None = None
     unknown_share: float | None = None
 
 

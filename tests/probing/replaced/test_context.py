@@ -97,6 +97,39 @@ def test_the_models_own_attention_is_its_own(name):
         assert torch.equal(ran(model, given), stock)
 
 
+def _deberta() -> tuple[Any, list[str]]:
+    from transformers import DebertaV2Config, DebertaV2Model
+
+    positions: dict[str, Any] = {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "max_position_embeddings": 24,
+    }
+    return DebertaV2Model(DebertaV2Config(hidden_size=32, **SIZES, **positions)), ["query_proj", "pos_query_proj"]
+
+
+def _xlnet() -> tuple[Any, list[str]]:
+    from transformers import XLNetConfig, XLNetModel
+
+    config = XLNetConfig(vocab_size=40, d_model=32, n_layer=2, n_head=4, d_inner=48)
+    return XLNetModel(config), ["rel_attn.q", "r_w_bias", "r_r_bias", "r_s_bias"]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("make", [_deberta, _xlnet])
+def test_a_scale_multiplies_what_relative_positions_add_to_the_scores(make):
+    model, linear_in_the_scores = make()
+    shuffled(model)
+    with torch.no_grad(), massieu.replaced(model, "scale(1.5)"):
+        found = model(IDS, attention_mask=MASK)[0]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(f"{part}." in f"{name}." for part in linear_in_the_scores):
+                parameter *= 1.5
+        expected = model(IDS, attention_mask=MASK)[0]
+    torch.testing.assert_close(found[MASK.bool()], expected[MASK.bool()], rtol=1e-4, atol=1e-4)
+
+
 def test_a_head_that_is_off_is_its_columns_of_the_projection_left_out():
     model, given = models()["bert"]
     shuffled(model)

@@ -299,9 +299,14 @@ def test_what_a_rule_does_not_know_is_refused():
             parse(text)(call(kind))
     scores = call("plain")
     vars(scores)["grade"] = "scores"
-    for text in ("scale(2)", "steps(2)", "implicit", "conditional_mean"):
+    for text in ("steps(2)", "implicit", "conditional_mean"):
         with pytest.raises(InputError, match="of site, of which only the scores are known"):
             parse(text)(scores)
+    moving = call("plain")
+    vars(moving)["moving"] = True
+    for text in ("steps(2)", "implicit", "conditional_mean"):
+        with pytest.raises(InputError, match="those of site have further terms computed from them"):
+            parse(text)(moving)
     empty = call("plain")
     vars(empty)["value"] = empty.value[..., :0]
     for text in ("scale(2)", "top_k(2)", "resample(2)", "joint"):

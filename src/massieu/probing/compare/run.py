@@ -14,6 +14,7 @@ from massieu.errors import InputError
 from massieu.interruption import interruptible
 from massieu.probing.compare.comparison import Comparison
 from massieu.probing.compare.kept import Kept, key_of
+from massieu.probing.model import load_tokenizer
 from massieu.probing.result import ProbeResult
 from massieu.probing.run import probe
 from massieu.probing.session import ProbeProgress
@@ -23,7 +24,7 @@ Model = str | Path | nn.Module | ProbeResult
 _OF_THIS_CALL = ("model", "tokenizer_or_batches", "revision", "progress", "sharing", "generate")
 _OF_THIS_CALL += ("distributed", "running", "resume", "store_every", "per_token")  # of one probe, not of several
 _OPTIONS = tuple(name for name in inspect.signature(probe).parameters if name not in _OF_THIS_CALL)
-_OF_THE_TEXT = ("max_length", "max_tokens", "packing", "source", "target")
+_OF_THE_TEXT = ("max_length", "max_tokens", "packing", "bos", "source", "target")
 """Options that a stored result says when they are not given."""
 
 
@@ -64,7 +65,7 @@ def compare(
             weights, text and options, is not probed again.
         progress: Called after every batch.
         options: What else `massieu.probe` takes, the same for all models. Beside a stored result, its own ``max_length``,
-            ``max_tokens``, ``packing``, ``source`` and ``target`` hold where they are not given.
+            ``max_tokens``, ``packing``, ``bos``, ``source`` and ``target`` hold where they are not given.
 
     Raises:
         InputError: fewer than two models; models of different shapes or tokenizers; two models on different texts; an
@@ -88,6 +89,10 @@ def compare(
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
         raise InputError(f"compare has no argument {unknown!r}; those of probe that it takes are {', '.join(_OPTIONS)}")
+    if isinstance(tokenizer_or_batches, str | Path):
+        tokenizer_or_batches = load_tokenizer(
+            tokenizer_or_batches, trust_remote_code=options.get("trust_remote_code", False)
+        )
     given = _named(_each(models, revisions), names)
     to_read = [each for each in given if not isinstance(each.model, ProbeResult)]
     stored = [each for each in given if isinstance(each.model, ProbeResult)]

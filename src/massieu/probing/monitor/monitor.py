@@ -44,6 +44,7 @@ from massieu.probing.monitor.training import (
 from massieu.probing.monitor.trouble import trouble
 from massieu.probing.monitor.undisturbed import undisturbed
 from massieu.probing.monitor.writers import Outlets
+from massieu.probing.padding import PaddingCheck
 from massieu.probing.routes import capturing
 from massieu.probing.unwrap import unwrapped
 
@@ -168,6 +169,7 @@ class Monitor:
             if any(isinstance(value, Tensor) and not value.numel() for value in inputs.values()):
                 raise InputError("the batch is empty: give one with at least one item and two tokens")
             self._find_sites(inputs)
+            self._warn_of_padding(inputs)
         self.layer_norms = LayerNorms(self.model, self._layer_names()) if norms else None
         self.outlets = Outlets(to, self.settings)
         self._alarms = Alarms(prefix) if alarms else None
@@ -388,6 +390,10 @@ class Monitor:
                 f"{len(self._look.silent)} modules look like attention but were not seen attending, so they are not "
                 f"measured: {some(self._look.silent, 5)}"
             )
+
+    def _warn_of_padding(self, inputs: dict[str, Any]) -> None:
+        for sentence in PaddingCheck(self.model).warnings(inputs):
+            self._warn(sentence)
 
     def _measured(self, step: int, inputs: dict[str, Any], beside: Mapping[str, float]) -> MonitorSums:
         # Once, before the passes, of which processes may need different numbers.

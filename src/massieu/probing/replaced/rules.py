@@ -7,7 +7,7 @@ and grouped keys are the model's own; a query that sees no key gets 0. All but `
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -199,13 +199,19 @@ class Window:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Attention at c times its inverse temperature."""
+    """Attention at c times its inverse temperature.
+
+    Terms of the scores that are computed from queries or keys, as of relative positions in DeBERTa and XLNet, are multiplied
+    with their product; masks and biases of positions alone are not, where they are known apart.
+    """
 
     name: ClassVar[str] = "scale"
     factor: float
 
     def __call__(self, call: AttentionCall) -> Outputs:
-        needs_scores(self, call)
+        if (call.grade == "scores" or call.moving) and call.log_weight is not None:
+            hidden = call.log_weight == -torch.inf
+            call = replace(call, log_weight=(call.log_weight * self.factor).masked_fill(hidden, -torch.inf))
         if call.softcap is not None:  # inside the cap, the scores would change in another way
             return by_weights(call, self, None, factor=self.factor)
         return attention_of(call, scale=call.scale * self.factor).output.transpose(1, 2)

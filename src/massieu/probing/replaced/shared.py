@@ -75,7 +75,8 @@ def own_places(call: AttentionCall) -> Int[Tensor, " L"] | None:
         visible = call.visible()
         behind = visible & (torch.arange(keys, device=places.device) > places[:, None])
         own = visible[:, :, torch.arange(length, device=places.device), places]
-        if bool(behind.any()) or bool((visible.any(-1) & ~own).any()):
+        padding = ~visible[:, :, :, keys - length :].any(2)  # whose own key nobody sees
+        if bool(behind.any()) or bool((visible.any(-1) & ~own & ~padding).any()) or not bool(own.any()):
             return None
     return places
 
@@ -126,7 +127,15 @@ def repeated(tensor: Tensor, call: AttentionCall) -> Tensor:
 
 
 def needs_scores(rule: Any, call: AttentionCall) -> None:
-    if call.grade == "scores" or call.moving:
+    """Raises:
+    InputError: the scores are not the product of queries and keys with a bias that does not depend on them.
+    """
+    if call.moving and call.grade == "full":
+        raise InputError(
+            f"{rule.name} needs scores that depend on queries and keys by their product alone, and those of {call.site.name} "
+            "have further terms computed from them, as of relative positions"
+        )
+    if call.grade == "scores":
         raise InputError(
             f"{rule.name} needs the queries and keys of {call.site.name}, of which only the scores are known"
         )

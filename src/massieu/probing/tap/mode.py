@@ -224,7 +224,7 @@ class Tap(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, noted: Any, result: Any) -> None:
         # Products that lost their way, as of queries with positions, are numbers like others beside scores.
-        noted = sorted(noted, key=lambda each: isinstance(each[1], Scores) and each[1].broken is not None)
+        noted = sorted(noted, key=lambda each: _lostness(each[1]))
         tensor, note = noted[0]
         if isinstance(note, Output):
             self._follow_output(func, args, tensor, note, result)
@@ -391,6 +391,15 @@ class Tap(TorchFunctionMode):
         for path, reason in self._open.values():
             self._refuse(path, reason)
         self._open.clear()
+
+
+def _lostness(note: Any) -> int:
+    """How far a product is from scores: 0 where it may be scores itself, more the less is known of what became of it."""
+    if not isinstance(note, Scores):
+        return 0
+    if note.broken is not None:
+        return 2
+    return 0 if note.affine else 1
 
 
 def _version(tensor: Tensor) -> int:

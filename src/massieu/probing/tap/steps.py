@@ -30,7 +30,9 @@ def scores_after(
     if dims is not None:
         return replace(note, dims=dims)
     second = _second(args, kwargs, tensor)
-    if any(isinstance(other, Scores) and other.broken is None for other in others):
+    products = [other for other in others if isinstance(other, Scores) and other.broken is None]
+    # Beside scores that are known, a product of which entries were picked, as for relative positions, is a bias.
+    if any(other.affine or not note.affine for other in products):
         return replace(note, broken="two products of activations make its scores")
     if func in f.SUBTRACTING and others and args[0] is tensor:
         return note  # a softmax does not see what is taken from all scores of a row
