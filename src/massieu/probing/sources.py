@@ -1,12 +1,13 @@
 """What a probe reads: the model that was given, and its batches, made of text, pairs, images or as they are."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from massieu.errors import InputError
+from massieu.errors import InputError, require_extra
 from massieu.probing.check import check_readable
 from massieu.probing.documents import Document, check_sources, given_documents, read_documents, reference_documents
 from massieu.probing.generation import check_generates
@@ -190,6 +191,8 @@ def _check_announced(announced: AnnouncedModel, tokenizer: Any, max_length: int 
         InputError: it has no tokenizer, or one without a vocabulary; it has fewer positions than windows have tokens; it is no
             encoder–decoder, and pairs are to be read.
     """
+    if not _may_attend(announced.config):
+        return  # that it has no attention matters more than its tokenizer, and is said once it is there
     tokenizer = announced.tokenizer if tokenizer is None else tokenizer
     if tokenizer is None:
         raise _no_tokenizer(announced.name, announced.tokenizer_problem)
@@ -199,6 +202,16 @@ def _check_announced(announced: AnnouncedModel, tokenizer: Any, max_length: int 
     most = longest_by(announced.config)
     if max_length is not None and most is not None and max_length > most:
         raise _too_long(max_length, most, announced.name)
+
+
+def _may_attend(config: Any) -> bool:
+    """Whether the file of a configuration's model in transformers knows of attention; True where there is no such file."""
+    named = require_extra("transformers", "probe").MODEL_MAPPING.get(type(config), None)
+    if named is None:
+        return True
+    kind = named[0] if isinstance(named, tuple) else named
+    names = vars(sys.modules[kind.__module__])
+    return any(name == "ALL_ATTENTION_FUNCTIONS" or name.endswith("Attention") for name in names)
 
 
 def _no_tokenizer(name: str, problem: str | None) -> InputError:
