@@ -33,6 +33,8 @@ for tier, count in EXAMPLES.items():
 settings.load_profile("test")
 
 QUICK = "not medium and not slow"
+LONGEST = ("test_site.py", "test_examples.py")
+"""Files with the longest tests. They begin first, so that no process is left alone with one at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # And `nohup` starts it deaf to a lost terminal.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
