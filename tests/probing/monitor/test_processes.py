@@ -103,6 +103,16 @@ def test_logits_are_clipped_by_the_largest_of_all_processes(processes: list[Any]
         assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(clipped, weights, strict=True))
 
 
+def test_sharded_training_steps_are_watched_and_clipped(processes: list[Any]):
+    record, largest, factors = work.watched_and_clipped(work.plain().train(), work.IDS)
+    for process in processes:
+        shown, logits, scaled = process["watched_fully_sharded"]
+        check_equal(shown, record)
+        for found, expected in ((logits, largest), (scaled, factors)):
+            assert found.keys() == expected.keys()
+            assert all(torch.allclose(found[name], expected[name], rtol=1e-5) for name in expected)
+
+
 def test_sharded_gradients_count_as_a_whole(processes: list[Any]):
     expected = work.explicit_norm(*work.gradients())
     for process in processes:

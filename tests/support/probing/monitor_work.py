@@ -206,6 +206,28 @@ def clipped(rank: int, size: int) -> tuple[dict[str, Tensor], list[Tensor]]:
     return found.largest_logits, [parameter.detach() for parameter in model.module.parameters()]
 
 
+def watched_and_clipped(model: Any, own: Tensor) -> tuple[dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
+    """The record of a training step that is watched, and what `clip` found and did in the next."""
+    monitor = Monitor(model, own, every=1)
+    with monitor.watch(0) as seen:
+        model(own).square().mean().backward()
+    with monitor.clip(0, 1.0) as found:
+        model(own).square().mean().backward()
+    assert seen.record is not None
+    shown = {name: value for name, value in seen.record.items() if "gradient_norm" not in name}
+    return shown, found.largest_logits, found.factors
+
+
+def watched_fully_sharded(rank: int, size: int) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = plain().train()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return watched_and_clipped(model, share(rank, size))
+
+
 def clipped_by_one() -> tuple[dict[str, Tensor], list[Tensor]]:
     model = plain().train()
     with Monitor(model, IDS).clip(0, 1.0) as found:
@@ -252,7 +274,7 @@ WORK: dict[str, Callable[[int, int], Any]] = {
     each.__name__: each
     for each in (
         data_parallel, fully_sharded, fully_sharded_alone, tensor_parallel, uneven_shares, at_different_steps,
-        watched_by_some, clipped, sharded_gradients,
+        watched_by_some, clipped, watched_fully_sharded, sharded_gradients,
     )
 }  # fmt: skip
 
