@@ -83,6 +83,20 @@ def test_below_the_bound_training_is_the_same_bit_for_bit():
     assert torch.equal(*trained)
 
 
+def test_queries_of_padding_are_left_out():
+    """Their logits are above all others."""
+    model, states = encoder(), BATCHES[0].clone()
+    states[1, 4:] *= 100
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    given = {"src": states, "src_key_padding_mask": padding}
+    with Monitor(model, given).clip(0, 1e9) as found:
+        model(**given)
+    expected = torch.maximum(largest(model, states[:1]), largest(model, states[1:, :4]))
+    assert torch.allclose(found.largest_logits["layers.0.self_attn"], expected, rtol=1e-5)
+    assert bool((largest(model, states) > 2 * expected).any())
+
+
 def test_only_steps_that_are_due_are_clipped():
     model = encoder()
     monitor, before = Monitor(model, BATCHES[0]), copy.deepcopy(model.state_dict())

@@ -643,8 +643,9 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpointed", "reentrant"])
 @pytest.mark.filterwarnings("error:massieu")
-def test_micro_batches_that_are_watched_are_one_batch(reentrant):
+def test_micro_batches_that_are_watched_are_one_batch(reentrant, monkeypatch):
     """Their backward passes too are within the block; padding is at the end, where causal queries cannot see it."""
+    monkeypatch.setattr("massieu.probing.monitor.measured_pass.CLOUD", 4)  # tokens are drawn, by the row's number
     model = Checkpointed(reentrant).train()
     padded = torch.zeros(2, 12, dtype=torch.bool)
     padded[1, 8:] = True
@@ -656,6 +657,20 @@ def test_micro_batches_that_are_watched_are_one_batch(reentrant):
             model(IDS[row : row + 1], key_padding_mask=padded[row : row + 1]).square().mean().backward()
     assert seen.record is not None
     assert seen.record.keys() == without_training(expected).keys() | {"massieu/gradient_norm"}
+    for name, value in without_training(seen.record).items():
+        assert value == pytest.approx(expected[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_the_interface_computes_again_is_not_counted_again(reentrant):
+    """Attention of transformers is told of every call, those of the backward pass too."""
+    model, batch = zoo.fresh("llama").train(), zoo.inputs("llama", padded=True)
+    expected = recorded(Monitor(model, batch))
+    monitor = Monitor(model, batch)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+    with monitor.watch(0) as seen:
+        model(**batch).last_hidden_state.square().mean().backward()
+    assert seen.record is not None
     for name, value in without_training(seen.record).items():
         assert value == pytest.approx(expected[name], rel=1e-5), name
 
