@@ -662,6 +662,7 @@ def test_micro_batches_that_are_watched_are_one_batch(reentrant, monkeypatch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("error:massieu")
 def test_what_the_interface_computes_again_is_not_counted_again(reentrant):
     """Attention of transformers is told of every call, those of the backward pass too."""
     model, batch = zoo.fresh("llama").train(), zoo.inputs("llama", padded=True)
