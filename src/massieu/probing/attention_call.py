@@ -1,6 +1,7 @@
 """What one attention call was given and gave, whichever way it was read: the one thing that statistics are computed from."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -84,14 +85,19 @@ class AttentionCall:
         elif self.grade == "scores":  # log-weights that hold the scores too may have such gaps without a mask
             seen = ~self.log_weight.isneginf()
         else:
-            seen = above_gap(self.log_weight)
+            seen = self._above_gap
         return seen.expand(*seen.shape[:2], length, keys)
+
+    @cached_property
+    def _above_gap(self) -> Bool[Tensor, "B H L N"]:
+        assert self.log_weight is not None
+        return above_gap(self.log_weight)
 
     def without_shut(self) -> "AttentionCall":
         """The same call with log-weights of −∞ for all keys that are shut, for what is looked for among visible keys."""
         if self.log_weight is None or self.log_weight.dtype == torch.bool or self.grade == "scores":
             return self
-        shut = ~above_gap(self.log_weight)
+        shut = ~self._above_gap
         if bool((shut == self.log_weight.isneginf()).all()):
             return self
         return replace(self, log_weight=self.log_weight.masked_fill(shut, -torch.inf))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -114,6 +115,26 @@ def test_what_is_not_finite_is_said_and_nothing_is_changed():
         model(BATCHES[0] * torch.nan)
     assert found.factors == {}
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_what_is_not_finite_again_is_not_said_again():
+    monitor = Monitor(encoder(), BATCHES[0])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(3):
+            with monitor.clip(step, 1.0):
+                monitor.model(BATCHES[0] * torch.nan)
+    assert len([each for each in said if "not finite" in str(each.message)]) == 1
+
+
+@pytest.mark.filterwarnings("error:massieu")
+def test_heads_without_a_real_query_have_no_logit_to_clip():
+    model = encoder()
+    monitor = Monitor(model, BATCHES[0])
+    with monitor.clip(0, 1.0) as found:
+        model(BATCHES[0], src_key_padding_mask=torch.ones(2, 6, dtype=torch.bool))
+    assert bool(found.largest_logits["layers.0.self_attn"].isneginf().all())
+    assert found.factors == {}
 
 
 def test_bad_calls():

@@ -4,16 +4,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from massieu import ops
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.check import FirstLook
 from massieu.probing.monitor.measured_pass import WatchedPasses
-from massieu.probing.monitor.processes import head_shard, is_distributed
+from massieu.probing.monitor.processes import gathered, head_shard
 from massieu.probing.sites import SiteInfo
-from massieu.probing.statistics.query_reading import Tokens
+from massieu.probing.statistics.query_reading import Tokens, largest_logits
 
 
 @dataclass
@@ -41,26 +39,18 @@ class LargestLogits(WatchedPasses):
         """Keep the largest logits of a call, as the statistic ``largest_score`` defines them."""
         if info.grade != "full":
             return
-        call = call.without_shut()
-        settings: Any = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
-        found = ops.attention_moments(call.query, call.key, moments=("max_score",), **settings).max_score
-        assert found is not None
-        largest = found.masked_fill(~queries.real[:, None], -torch.inf).amax((0, 2))
+        largest = largest_logits(call).masked_fill(~queries.real[:, None], -torch.inf).amax((0, 2))
         place = call.site.module_name, head_shard(call.module) * info.heads
         known = self._largest.get(place)
         self._largest[place] = largest if known is None else torch.maximum(known, largest)
 
-    def over_processes(self) -> dict[str, Tensor]:
+    def over_processes(self, step: int) -> dict[str, Tensor]:
         """By module, of all processes, every one of which has to call; float64 on the CPU."""
         places = list(self._largest)
         values = torch.cat([self._largest[place].double() for place in places]).cpu() if places else torch.empty(0)
         own = dict(zip(places, values.split([len(self._largest[place]) for place in places]), strict=True))
-        parts: list[Any] = [own]
-        if is_distributed():
-            parts = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, own)
         joined: dict[str, dict[int, Tensor]] = {}
-        for part in parts:
+        for part in gathered(step, own):
             for (module, first), largest in part.items():
                 shards = joined.setdefault(module, {})
                 shards[first] = torch.maximum(shards[first], largest) if first in shards else largest

@@ -1,5 +1,6 @@
 """Forward passes that a monitor measures: attention call by call, and the stream behind each layer."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from massieu.probing.watching import hooked
 CLOUD = 64  # tokens of a window whose spread is measured
 
 
-class WatchedPasses:
+class WatchedPasses(ABC):
     """Forward passes whose attention calls are looked at: which known site each is of, and which tokens it has.
 
     Attributes:
@@ -67,9 +68,9 @@ class WatchedPasses:
         if not call.repeated:
             self.take(call, info, self.tokens.of(call, decoder=info.in_decoder, cross=info.kind == "cross"))
 
+    @abstractmethod
     def take(self, call: AttentionCall, info: SiteInfo, queries: Tokens) -> None:
         """Look at the call of a known site."""
-        raise NotImplementedError
 
 
 class MeasuredPass(WatchedPasses):
@@ -115,10 +116,12 @@ class MeasuredPass(WatchedPasses):
         """Listen to what leaves the blocks."""
         blocks = dict(self.model.named_modules())
         self._layers: dict[nn.Module, list[str]] = {}
+        self._infos_of_block: dict[nn.Module, list[SiteInfo]] = {}
         for info in self.look.sites:
             if info.block not in blocks:  # of a model that has changed
                 continue
             layer = self.names[info.site].partition("layer")[0] + f"layer{info.layer}"
+            self._infos_of_block.setdefault(blocks[info.block], []).append(info)
             known = self._layers.setdefault(blocks[info.block], [])
             if layer not in known:
                 known.append(layer)
@@ -148,8 +151,7 @@ class MeasuredPass(WatchedPasses):
         state = output[0] if isinstance(output, tuple) else output
         if not isinstance(state, Tensor) or state.dim() != 3 or visit >= len(layers):
             return
-        blocks = dict(self.model.named_modules())
-        infos = [info for info in self.look.sites if blocks.get(info.block) is module]
+        infos = self._infos_of_block[module]
         if any(info.tokens_first for info in infos):
             state = state.transpose(0, 1)
         if self._rows is None or state.shape[0] != self._rows:
@@ -174,13 +176,12 @@ class MeasuredPass(WatchedPasses):
                 cloud = Cloud(state[row].index_select(0, chosen.to(state.device)), dtype)
                 self.clouds.setdefault(layers[visit], []).append(cloud)
 
-    def measured(
-        self, step: int, beside: Mapping[str, float] | None = None, period: ToldPeriod | None = None
-    ) -> MonitorSums:
+    def measured(self, step: int, beside: Mapping[str, float], period: ToldPeriod) -> MonitorSums:
+        """What the passes have shown."""
         sites = [self.sums[site].numbers() for site in self.infos if site in self.sums]
         layers = dict.fromkeys([*self.clouds, *self.extremes])
         stream = {
             layer: stream_numbers(self.clouds.get(layer, [])) + self.extremes.get(layer, StreamNumbers())
             for layer in layers
         }
-        return MonitorSums(step, sites, stream, self.share or BatchShare(), dict(beside or {}), period or ToldPeriod())
+        return MonitorSums(step, sites, stream, self.share or BatchShare(), dict(beside), period)

@@ -163,6 +163,7 @@ class Monitor:
         self._said: dict[str, set[int]] = {}
         self._beyond: set[tuple[str, int]] = set()
         self._collapsed: set[str] = set()
+        self._unclipped: set[str] = set()
         self._untold: set[int] = set()
         with undisturbed(self.model):
             inputs = self._inputs()
@@ -250,7 +251,7 @@ class Monitor:
         with self._watching(reading):
             yield seen
         # The others wait for a process that did not call its model too.
-        measured = over_processes(reading.measured(step, period=self._period.told()))
+        measured = over_processes(reading.measured(step, {}, self._period.told()))
         if measured.sites:
             seen.record = self._told(measured, {}, self._watch_alarms)
         self._period.watched()
@@ -288,12 +289,17 @@ class Monitor:
         reading = LargestLogits(self.model, self._look, {})
         with self._watching(reading):
             yield found
-        found.largest_logits = reading.over_processes()
-        unknown = [name for name, largest in found.largest_logits.items() if not bool(largest.isfinite().all())]
-        if unknown:
-            self._warn(f"at step {step} the largest logits of {some(unknown, 5)} are not finite; nothing is clipped")
-            return
-        found.factors = clip_logits(self.model, bound, found.largest_logits)
+        found.largest_logits = reading.over_processes(step)
+        # A head none of whose queries sees a key has no logit.
+        above = {name: largest.clamp(min=0) for name, largest in found.largest_logits.items()}
+        unknown = [name for name, largest in above.items() if not bool(largest.isfinite().all())]
+        if not unknown:
+            found.factors = clip_logits(self.model, bound, above)
+        elif new := [name for name in unknown if name not in self._unclipped]:
+            self._unclipped.update(new)
+            self._warn(
+                f"at step {step} the largest logits of {some(new, 5)} are not finite; nothing is clipped while some are"
+            )
 
     @contextmanager
     def _watching(self, reading: WatchedPasses) -> Iterator[None]:

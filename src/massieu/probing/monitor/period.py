@@ -27,7 +27,7 @@ class ToldPeriod:
         share: of all time that records take; None where it is not known, or nothing follows from it.
     """
 
-    every: int = 1
+    every: int
     share: float | None = None
 
     def numbers(self) -> dict[str, float]:
@@ -54,7 +54,9 @@ class Period:
         clock: seconds.
     """
 
-    def __init__(self, every: int | None, budget: float = 0.01, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, every: int | None, budget: float = BUDGET, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.fixed, self.budget, self.every = every is not None, budget, FIRST if every is None else every
         self._clock = clock
         self._costs: deque[float] = deque(maxlen=REMEMBERED)
@@ -69,6 +71,8 @@ class Period:
 
     def arrived(self, step: int) -> None:
         """Training has come to this step."""
+        if self.fixed:
+            return
         now = self._clock()
         if self._last is not None and step > self._last[0]:
             self._took((now - self._last[1]) / (step - self._last[0]), step - self._last[0])

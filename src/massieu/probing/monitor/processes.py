@@ -4,7 +4,7 @@ import statistics
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Timer
 from typing import Any
 
@@ -48,9 +48,9 @@ class MonitorSums:
     step: int
     sites: list[SiteNumbers]
     stream: dict[str, StreamNumbers]
-    share: BatchShare = field(default_factory=BatchShare)
-    beside: dict[str, float] = field(default_factory=dict)
-    period: ToldPeriod = field(default_factory=ToldPeriod)
+    share: BatchShare
+    beside: dict[str, float]
+    period: ToldPeriod
 
 
 def is_distributed() -> bool:
@@ -76,11 +76,23 @@ def batch_share(step: int, inputs: Mapping[str, Any], rows: int) -> BatchShare:
     if not is_distributed():
         return BatchShare()
     own = (batch_name(inputs), rows)
-    shares: list[Any] = [None] * dist.get_world_size()
-    with _answers(step):
-        dist.all_gather_object(shares, own)
+    shares = gathered(step, own)
     distinct = list(dict.fromkeys(shares))
     return BatchShare(own[0], sum(count for _, count in distinct[: distinct.index(own)]))
+
+
+def gathered(step: int, own: Any) -> list[Any]:
+    """What every process of the default group gives, in the order of ranks; all of them have to call.
+
+    Raises:
+        InputError: not all of them call.
+    """
+    if not is_distributed():
+        return [own]
+    parts: list[Any] = [None] * dist.get_world_size()
+    with _answers(step):
+        dist.all_gather_object(parts, own)
+    return parts
 
 
 def over_processes(own: MonitorSums) -> MonitorSums:
@@ -94,9 +106,7 @@ def over_processes(own: MonitorSums) -> MonitorSums:
     """
     if not is_distributed():
         return own
-    parts: list[Any] = [None] * dist.get_world_size()
-    with _answers(own.step):
-        dist.all_gather_object(parts, own)
+    parts = gathered(own.step, own)
     if len(steps := {part.step for part in parts}) > 1:
         raise InputError(f"all processes must call the monitor at the same steps, got steps {sorted(steps)}")
     places = dict.fromkeys(site.place for part in parts for site in part.sites)

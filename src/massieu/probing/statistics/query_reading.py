@@ -131,9 +131,7 @@ class QueryReading:
         if self.call.softcap is None and self.call.key.dtype not in (torch.float16, torch.bfloat16):
             return self.max_score + self.shift
         # The keys as they are: half precision has rounded their differences from the mean.
-        call = self.call.without_shut()
-        settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
-        return _Computed(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings)).max_score
+        return largest_logits(self.call)
 
     @cached_property
     def visible(self) -> Int[Tensor, "B_or_1 H_or_1 L"]:
@@ -239,6 +237,13 @@ class _Computed:
         if value is None:
             raise LookupError(f"the moment {name!r} is read and was not declared (moments=)")
         return value
+
+
+def largest_logits(call: AttentionCall) -> Float[Tensor, "B H L"]:
+    """The largest of scale · query · key over the keys that each query sees, before a soft cap; −∞ where it sees none."""
+    call = call.without_shut()
+    settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
+    return _Computed(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings)).max_score
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:
