@@ -1,6 +1,7 @@
 """Attention with log Z, and losses, on CUDA, beside the best of PyTorch's own kernels and of other libraries.
 
     python benchmarks/on_cuda.py
+    python benchmarks/on_cuda.py --only "bfloat16, causal, L = 4096" --only linear --seconds 1
 
 Half precision, 16 heads. Times are by CUDA events; all sides take turns. About twenty minutes and 60 GiB on the device,
 estimated, not measured. What is measured is kept: interrupted, it goes on from there when it is called again. Liger and
@@ -68,7 +69,7 @@ def _ours(is_causal: bool) -> Attention:
 def _attention(
     dtype: str, length: int, size: int, is_causal: bool, key_heads: int, backward: bool, device: torch.device
 ) -> Sides:
-    peers, lost = stock_attention(device, dtype, is_causal)
+    peers, lost = stock_attention(device, dtype, is_causal, key_heads < HEADS)
     batch = max(1, LENGTHS[-2] // length)
     inputs = draw(dtype, device, HEADS, key_heads, length, size, batch)
     work = both_work if backward else forward_work
@@ -83,10 +84,13 @@ def _losses(dtype: torch.dtype, tokens: int, width: int, words: int, device: tor
     found: dict[str, Callable[..., Any]] = {
         "F.cross_entropy of the logits": lambda h, w, y: F.cross_entropy(h @ w.mT, y)
     }
-    found["F.linear_cross_entropy"] = F.linear_cross_entropy
-    options = importlib.import_module("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions()
-    found["F.linear_cross_entropy in chunks"] = partial(F.linear_cross_entropy, options=options)
     lost = {}
+    if hasattr(F, "linear_cross_entropy"):
+        found["F.linear_cross_entropy"] = F.linear_cross_entropy
+        options = importlib.import_module("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions()
+        found["F.linear_cross_entropy in chunks"] = partial(F.linear_cross_entropy, options=options)
+    else:
+        lost["F.linear_cross_entropy"] = f"not in PyTorch {torch.__version__}"
     for package, module, function in (
         ("liger_kernel", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
         ("cut_cross_entropy", "cut_cross_entropy", "linear_cross_entropy"),
@@ -158,7 +162,10 @@ def accuracy(device: torch.device) -> list[dict[str, Any]]:
             for is_causal in (False, True):
                 peers, _ = stock_attention(device, dtype, is_causal)
                 ours, share = errors_of(_ours(is_causal), dtype, device, is_causal=is_causal, size=size)
-                theirs = [errors_of(run, dtype, device, is_causal=is_causal, size=size)[0] for run in peers.values()]
+                theirs = [
+                    errors_of(run, dtype, device, is_causal=is_causal, size=size, grouped=False)[0]
+                    for run in peers.values()
+                ]
                 rounding = torch.finfo(getattr(torch, dtype)).eps
                 bars = {part: 2 * min(errors[part] for errors in theirs) + rounding for part in theirs[0]}
                 row = {
@@ -182,21 +189,25 @@ def _earlier(path: Path, device: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="PART", help="print only cases with this in their name, and write nothing")
+    parser.add_argument("--only", metavar="PART", action="append", help="only cases with this in their name; several")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for a case (default: %(default)s)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/on_cuda.py needs a CUDA device, and PyTorch finds none here", file=sys.stderr)
         return 2
     device, name = torch.device("cuda"), torch.cuda.get_device_name()
-    if arguments.only is not None:
-        for case in harness.steps(each for each in cases() if arguments.only in each):
-            print(compare(case, cases()[case], device)[0])
-        return 0
-    return measure(device, name, cases())
+    chosen = {each: case for each, case in cases().items() if any(part in each for part in arguments.only or [""])}
+    return measure(device, name, chosen, arguments.seconds, whole=not arguments.only)
 
 
-def measure(device: torch.device, name: str, chosen: dict[str, Case], seconds: float = SECONDS) -> int:
-    """Measure what an earlier run has not, and write after each case; 130 if it is interrupted."""
+def measure(
+    device: torch.device, name: str, chosen: dict[str, Case], seconds: float = SECONDS, whole: bool = True
+) -> int:
+    """Measure what an earlier run has not, and write after each case; 130 if it is interrupted.
+
+    Args:
+        whole: whether no case is missing once these are measured.
+    """
     before = _earlier(harness.RESULTS / "on_cuda.json", name)
     rows, lost = before.get("rows", []), before.get("lost", {})
     done = {row["name"] for row in rows}
@@ -214,7 +225,7 @@ def measure(device: torch.device, name: str, chosen: dict[str, Case], seconds: f
                 rows.append(asdict(row) | {"met": row.met})
                 lost |= missing
             save(complete=False)
-        save(complete=True, accuracy=accuracy(device))
+        save(complete=whole, accuracy=accuracy(device))
     except KeyboardInterrupt:
         print(f"interrupted: {len(rows)} of {len(chosen)} cases are kept", file=sys.stderr)
         return 130

@@ -205,7 +205,7 @@ def on_cuda(content: Json) -> str:
         "share of log Z's gradient",
         "",
     ]
-    whole = "" if content["complete"] else " The run was interrupted: some rows are missing."
+    whole = "" if content["complete"] else " Some of the planned rows were not measured."
     beside = "compared with the fastest of PyTorch's own kernels or of the libraries"
     parts = [f"On one {content['device']}, times by CUDA events, {beside}.{whole}\n"]
     parts += [comparisons.compared(content["rows"])]

@@ -290,7 +290,7 @@ def test_the_cases_of_cuda_run(few):
     assert "CUDA: not measured" not in text
     assert "On one some device" in text
     assert "| 16 key heads, causal | SDPA | 1 s / 1.02 s | 0.98 [0.98, 0.98] | ≤ 1.05 |" in text
-    assert "some rows are missing" not in text
+    assert "planned rows" not in text
     assert "**9 of 10 bars are met.**" in text
 
 
@@ -308,7 +308,7 @@ def test_an_interrupted_run_on_cuda_goes_on(few, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted: 1 of 3 cases are kept\n"
     kept = page.read(harness.RESULTS)["on_cuda"]
     assert (len(kept["rows"]), kept["complete"]) == (1, False)
-    assert "some rows are missing" in page.page({"on_cuda": kept})
+    assert "Some of the planned rows were not measured" in page.page({"on_cuda": kept})
     assert on_cuda._earlier(harness.RESULTS / "on_cuda.json", "another device") == {}
     assert on_cuda.measure(torch.device("cpu"), "some device", few, 0.0) == 0
     done = page.read(harness.RESULTS)["on_cuda"]

@@ -144,6 +144,8 @@ class Measure(Hooks):
     ) -> Float[Tensor, "*shape_batch_query_event"]:
         """Independent draws from p_eta, `shape` of them (a number or a shape) for each `eta`. No gradient flows through.
 
+        They are made on the generator's device, where it has another one, and moved to that of `eta`.
+
         Raises:
             ValueError: a `shape` that is none, or an `eta` of NaN.
             MissingFormError: the measure has no sampler.
@@ -156,8 +158,11 @@ class Measure(Hooks):
             return eta.new_empty((*size, *eta.shape))
         if some(eta.isnan()):
             raise ValueError(f"{type(self).__name__}: no law to sample from, eta is NaN")
+        place = eta.device
+        if generator is not None and generator.device != place:
+            measure, eta = measure.to(generator.device), eta.to(generator.device)
         with torch.no_grad():
-            return measure._sample(eta, tuple(size), generator)
+            return measure._sample(eta, tuple(size), generator).to(place)
 
     @final
     def log_prob(

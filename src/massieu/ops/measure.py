@@ -32,13 +32,13 @@ def draw(
 
 
 def stock_attention(
-    device: torch.device, dtype: str, is_causal: bool = True
+    device: torch.device, dtype: str, is_causal: bool = True, grouped: bool = False
 ) -> tuple[dict[str, Attention], dict[str, str]]:
-    """PyTorch's own attention by kernel, with those that do not run here and their reason."""
+    """PyTorch's own attention by kernel, with those that do not run here, grouped where that is asked, and their reason."""
 
     def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        grouped = key.shape[1] != query.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=grouped)
+        shared = key.shape[1] != query.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=shared)
 
     def pinned(kernel: SDPBackend) -> Attention:
         def run(*tensors: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def stock_attention(
     given |= {"SDPA": stock, "FlexAttention": _flex_attention(is_causal)}
     found, lost = {}, {}
     for name, run in given.items():
-        query, key, value, grad, _ = draw(dtype, device, 2, 2, 256)
+        query, key, value, grad, _ = draw(dtype, device, 2, 1 if grouped else 2, 256)
         leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
         try:
             torch.autograd.grad(run(*leaves), leaves, grad)
@@ -84,14 +84,21 @@ def _flex_attention(is_causal: bool) -> Attention:
 
 
 def errors_of(
-    run: Attention, dtype: str, device: torch.device, trained: bool = True, is_causal: bool = True, size: int = 64
+    run: Attention,
+    dtype: str,
+    device: torch.device,
+    trained: bool = True,
+    is_causal: bool = True,
+    size: int = 64,
+    grouped: bool = True,
 ) -> tuple[dict[str, float], float | None]:
-    """Relative errors by part of grouped attention, and the share of log Z's gradient where there is a log Z.
+    """Relative errors by part of attention, and the share of log Z's gradient where there is a log Z.
 
     Args:
         trained: whether it has a gradient. Without one there are the errors of the results alone.
+        grouped: whether two heads share keys and values, which not every kernel of PyTorch allows.
     """
-    *tensors, grad_output, grad_log_z = draw(dtype, device, 4, 2, 192, size)
+    *tensors, grad_output, grad_log_z = draw(dtype, device, 4, 2 if grouped else 4, 192, size)
     wide = [tensor.double().cpu() for tensor in tensors]
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Results:

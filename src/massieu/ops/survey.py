@@ -182,7 +182,7 @@ def _measure(
     learning = [name for name, backend in own.items() if _takes(backend, dtype, device, training=True)]
     runs = {**peers, **{name: _backend(name) for name in own}}
     trained = [*peers, *learning]
-    precise = {name: errors_of(run, dtype, device, name in trained) for name, run in runs.items()}
+    precise = {name: errors_of(run, dtype, device, name in trained, grouped=name in own) for name, run in runs.items()}
     length = sizes["length"]
     inputs = draw(dtype, device, sizes["heads"], sizes["heads"], length, sizes["head_size"])
     forward = turns({name: forward_work(run, inputs) for name, run in runs.items()}, device, seconds)

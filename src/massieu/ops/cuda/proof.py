@@ -179,10 +179,13 @@ class Errors(NamedTuple):
     def beyond(self, dtype: torch.dtype) -> str | None:
         """Which error is beyond what its dtype explains; None if none is."""
         rounding = torch.finfo(dtype).eps
-        # A result rounds once, and the weights that go into a product; gradients do it twice.
-        bars = {"log_partition": 16 * torch.finfo(torch.float32).eps + 0.1 * rounding, "output": 4 * rounding}
+        # What float32 does to scores, weights and sums. Kernels multiply float32 in three products of ten bits each, which
+        # leave out 2^-22 of a product, two roundings of it; and their exponential is off by as much.
+        single = 16 * torch.finfo(torch.float32).eps
+        # In half precision a result rounds once, and the weights that go into a product; gradients do it twice.
+        bars = {"log_partition": single + 0.1 * rounding, "output": single + 4 * rounding}
         for name, error in zip(self._fields[:-1], self[:-1], strict=True):
-            bar = bars.get(name, 8 * rounding)
+            bar = bars.get(name, 2 * single + 8 * rounding)
             if error is not None and not error <= bar:
                 return f"its {name} is off by {error:.1e} of its size, of which rounding explains {bar:.1e}"
         share, room = self.share_of_log_partition_gradient, min(0.3, 0.01 + 40 * rounding)
