@@ -43,6 +43,9 @@ OURS = "ours"
 HEADS, SECONDS = 16, 3.0
 LENGTHS, SIZES = (1024, 4096, 16384, 65536), (64, 128)
 TOKENS, WIDTH, VOCABULARIES = 8192, 1024, (50257, 152064)
+TRAINED = 8, 1024
+"""Rows and tokens of a training step's batch."""
+TRAINED_MODEL = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,44 @@ def accuracy(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
+def training(device: torch.device, seconds: float = SECONDS) -> list[dict[str, Any]]:
+    """A monitor's call, a watched step and a clipped step, each beside a training step of the shape of GPT-2 small."""
+    import transformers
+
+    import massieu
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(use_cache=False, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **TRAINED_MODEL)
+    model = transformers.GPT2LMHeadModel(config).to(device)
+    ids = torch.randint(config.vocab_size, TRAINED, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    monitor = massieu.Monitor(model, ids, every=1)
+
+    def called() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            monitor(0)
+
+    def watched() -> None:
+        with monitor.watch(0):
+            step()
+
+    def clipped() -> None:
+        with monitor.clip(0, 1e9):
+            step()
+
+    works = {"a step": step, "a call of the monitor": called, "a watched step": watched, "a clipped step": clipped}
+    times = {name: statistics.median(found) for name, found in turns(works, device, seconds).items()}
+    return [{"name": name, "seconds": found, "steps": found / times["a step"]} for name, found in times.items()]
+
+
 def _earlier(path: Path, device: str) -> dict[str, Any]:
     """What an interrupted run on the same device and release of PyTorch has left."""
     content = json.loads(path.read_text()) if path.exists() else {}
@@ -225,7 +266,7 @@ def measure(
                 rows.append(asdict(row) | {"met": row.met})
                 lost |= missing
             save(complete=False)
-        save(complete=whole, accuracy=accuracy(device))
+        save(complete=whole, accuracy=accuracy(device), training=training(device, seconds))
     except KeyboardInterrupt:
         print(f"interrupted: {len(rows)} of {len(chosen)} cases are kept", file=sys.stderr)
         return 130

@@ -274,6 +274,8 @@ def few(monkeypatch, tmp_path) -> dict:
     }
     monkeypatch.setattr(on_cuda, "LENGTHS", (16, 32, 64, 128))
     monkeypatch.setattr(on_cuda, "SIZES", (16,))
+    monkeypatch.setattr(on_cuda, "TRAINED", (1, 8))
+    monkeypatch.setattr(on_cuda, "TRAINED_MODEL", {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 32})
     return chosen | {"loss": on_cuda.Case(partial(on_cuda._losses, torch.bfloat16, 8, 16, 32), 1.1)}
 
 
@@ -289,6 +291,7 @@ def test_the_cases_of_cuda_run(few):
     assert "## CUDA\n" in text
     assert "CUDA: not measured" not in text
     assert "On one some device" in text
+    assert "| a call of the monitor | 1.02 s | " in text
     assert "| 16 key heads, causal | SDPA | 1 s / 1.02 s | 0.98 [0.98, 0.98] | ≤ 1.05 |" in text
     assert "planned rows" not in text
     assert "**9 of 10 bars are met.**" in text
@@ -304,6 +307,7 @@ def test_an_interrupted_run_on_cuda_goes_on(few, monkeypatch, capsys):
 
     monkeypatch.setattr(on_cuda, "turns", interrupted)
     monkeypatch.setattr(on_cuda, "accuracy", lambda device: [])
+    monkeypatch.setattr(on_cuda, "training", lambda device, seconds: [])
     assert on_cuda.measure(torch.device("cpu"), "some device", few, 0.0) == 130
     assert capsys.readouterr().err == "interrupted: 1 of 3 cases are kept\n"
     kept = page.read(harness.RESULTS)["on_cuda"]

@@ -120,8 +120,11 @@ class Plan:
         items, rows = max(1, self.capacity // (key_heads * group * length * keys)), length
         weight = problem.log_weight
         if problem.band is not None or (weight is not None and weight.shape[3] > 1):
-            # Short blocks skip more of what a causal mask hides; longer ones multiply faster.
-            rows = min(rows, max(128, min(256, length // 8)))
+            # Short blocks skip more of what a causal mask hides; longer ones multiply faster, and a device waits for
+            # each operation to begin: there a tile is as full as it may be.
+            short = max(128, min(256, length // 8))
+            full = self.capacity // (key_heads * group * keys)
+            rows = min(rows, short if problem.query.device.type == "cpu" else max(short, full))
         rows = min(rows, max(1, self.capacity // (group * keys)))
         for part in slices(batch, items if rows == length else 1):
             for some in slices(length, rows):

@@ -90,9 +90,10 @@ def distinct_positions(
     places = real.nonzero()[:, 0]
     places = places[torch.randperm(len(places), generator=generator).to(places.device)]
     if tokens is not None:
-        seen: dict[int, int] = {}
+        # Read in one go: each look at a single number of a GPU waits for it.
+        known, seen = tokens.tolist(), dict[int, int]()
         for place in places.tolist():
-            seen.setdefault(int(tokens[place]), place)
+            seen.setdefault(known[place], place)
         places = torch.tensor(list(seen.values()), dtype=torch.long, device=real.device)
     return places[:most].sort().values
 
