@@ -20,8 +20,8 @@ TRANSFORMS = {
     "jacfwd": lambda f: lambda matrix, shift: jacfwd(lambda s: f(matrix, s))(shift),
     "jacrev": lambda f: lambda matrix, shift: jacrev(lambda s: f(matrix, s))(shift),
     "hessian": lambda f: lambda matrix, shift: hessian(lambda s: f(matrix, s).sin().sum())(shift),
-    "vmap": lambda f: lambda matrix, shift: vmap(f)(
-        torch.stack([matrix, matrix.sin()]), torch.stack([shift, shift.sin()])
+    "vmap": lambda f: (
+        lambda matrix, shift: vmap(f)(torch.stack([matrix, matrix.sin()]), torch.stack([shift, shift.sin()]))
     ),
 }
 """Each makes of a function of a matrix and a vector another one."""
@@ -33,9 +33,7 @@ def times(vector, matrix):
 
 def solved(solver):
     """(2 + M)⁻¹ s."""
-    return lambda matrix, shift: (
-        linear_solve(lambda x, m: 2 * x + times(x, m), shift, (matrix,), solver=solver).value
-    )
+    return lambda matrix, shift: linear_solve(lambda x, m: 2 * x + times(x, m), shift, (matrix,), solver=solver).value
 
 
 def cramer(matrix, shift):
@@ -130,8 +128,6 @@ def test_triples(nesting):
 
 
 @pytest.mark.slow
-@every_row(
-    "nesting", [["hessian", "hessian"], ["jacfwd"] * 4, ["jacrev", "jacfwd", "jacfwd", "jacfwd"]], ids="-".join
-)
+@every_row("nesting", [["hessian", "hessian"], ["jacfwd"] * 4, ["jacrev", "jacfwd", "jacfwd", "jacfwd"]], ids="-".join)
 def test_fourth_order(nesting):
     assert_same("fixed point", nesting)

@@ -14,7 +14,7 @@ from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, MissingFormError, Spin
 
 _ROUNDINGS = 16
-"""How many roundings of its dtype a point may lie outside the range of a map and still count as inside."""
+"""How many roundings a point may lie outside the range of a map and still count as inside."""
 
 
 class Activation(Value):
@@ -62,9 +62,10 @@ class Activation(Value):
 
     @final
     def conjugate(self, y: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
-        """L*(y) = sup x·y − L(x): finite on the closed range of the map, within roundings of y's dtype; +inf elsewhere.
+        """L*(y) = sup x·y − L(x): finite on the closed range of the map; +inf elsewhere.
 
-        Raises as the call.
+        A point that lies outside by roundings counts as inside: of float32 in float64 too, since what a map gave in
+        float32 may have been widened. Raises as the call.
         """
         activation, y, rounding = self._admit(y)
         return activation._conjugate(y, rounding)
@@ -99,7 +100,8 @@ class Activation(Value):
         self._check_device(x=x)
         need_batch(name, "x", x.shape, *self._shape)
         activation, promoted = self._promoted(x, numbers_follow=True)
-        return activation, promoted, _ROUNDINGS * torch.finfo(x.dtype).eps
+        rounding = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
+        return activation, promoted, _ROUNDINGS * rounding
 
     @property
     def _shape(self) -> tuple[torch.Size | tuple[int, ...], tuple[int | str]]:
