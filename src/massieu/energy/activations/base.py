@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu import duality
 from massieu.energy.base import is_potential
-from massieu.foundation.arguments import described, floating
+from massieu.foundation.arguments import check_one_device, described, floating
 from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, MissingFormError, Spin
 
@@ -97,7 +97,10 @@ class Activation(Value):
         name = type(self).__name__
         if floating(f"x of {name}", x).ndim == 0:
             raise ValueError(f"{name} needs x of shape (*batch, *query, d), got a scalar")
-        self._check_device(x=x)
+        for own in self._tensors():
+            # One number is on all devices, if it has a value.
+            if own.numel() > 1 or own.is_meta:
+                check_one_device(x=x, **{name: own})
         need_batch(name, "x", x.shape, *self._shape)
         activation, promoted = self._promoted(x, numbers_follow=True)
         rounding = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
