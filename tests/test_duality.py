@@ -425,8 +425,8 @@ class TestDerivatives:
         close(torch.func.jacrev(found)(points), torch.func.jacrev(inside)(points), 1e-9)
 
     @pytest.mark.medium
-    def test_third_order_in_both_modes_nested(self):
-        """Spins without their closed form: d³ atanh(m)/dm³ = (2 + 6m²)/(1 − m²)³."""
+    def test_third_and_fourth_order_in_both_modes_nested(self):
+        """Spins without their closed form: d³ atanh(m)/dm³ = (2 + 6m²)/(1 − m²)³, and then 24(m + m³)/(1 − m²)⁴."""
         measure, m = Grid(draw(2, 2)), 0.4
 
         def along(t: Tensor) -> Tensor:
@@ -437,6 +437,9 @@ class TestDerivatives:
         t = torch.tensor(m, dtype=torch.float64)
         for derivative in (forward(reverse(forward(along))), reverse(forward(reverse(along)))):
             close(derivative(t), third)
+        fourth = 24 * (m + m**3) / (1 - m**2) ** 4
+        for derivative in (forward(reverse(forward(reverse(along)))), forward(forward(forward(forward(along))))):
+            close(derivative(t), fourth)
         mapped = torch.func.vmap(reverse(reverse(along)))(tensor(m, -0.3))
         close(mapped, 2 * tensor(m, -0.3) / (1 - tensor(m, -0.3) ** 2) ** 2)
 

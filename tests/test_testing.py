@@ -128,6 +128,38 @@ class WrongEntropy(Coordinates):
         return -super()._entropy(eta)
 
 
+class DetachedMean(Coordinates):
+    """Right at every eta; no gradient of the mean reaches the rate."""
+
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
+
+    def _mean(self, eta):
+        return self._align(self.rate.detach(), eta) * eta.exp()
+
+
+class DetachedRate(Coordinates):
+    def _log_partition(self, eta):
+        return (self._align(self.rate.detach(), eta) * torch.expm1(eta)).sum(-1)
+
+
+class ClosedDomain(Coordinates):
+    """A is infinite at eta = rate, which is said to be inside."""
+
+    _log_partition = Exponential._log_partition
+    _domain = Exponential._domain
+
+    def _in_domain(self, eta):
+        return (eta <= self._align(self.rate, eta)).all(-1)
+
+
+class OneQueryAlways(Coordinates):
+    """Of batch (), but what it returns for a single eta has a dimension of its own."""
+
+    def _log_partition(self, eta):
+        return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1) * torch.ones(1, dtype=eta.dtype)
+
+
 class NotConvex(Coordinates):
     def _log_partition(self, eta):
         return torch.sin(eta).sum(-1)
@@ -214,6 +246,10 @@ BROKEN = [
     (WrongSampler, "samples", "covariance of samples"),
     (MixesQueries, "batching", "one by one|vmap"),
     (WrongShape, "shapes", "shape of log_partition"),
+    (OneQueryAlways, "shapes", r"shape of log_partition: got \(1,\), expected \(\)"),
+    (DetachedMean, "parameters", "parameters: the derivative of mean in what the measure holds"),
+    (DetachedRate, "parameters", "parameters: the derivative of log_partition in what the measure holds"),
+    (ClosedDomain, "domain", "A is infinite at eta = .* a boundary where it is infinite is no part of the domain"),
     (CancellingLogPartition, "single precision", "float32 = float64"),
     (NoSecondDerivative, "fisher", "Fisher = second derivative"),
     (NoSecondDerivative, "second derivatives", "gradgradcheck of the log-partition"),

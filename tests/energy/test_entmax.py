@@ -247,6 +247,21 @@ def test_transforms_agree_to_third_order():
 
 
 @pytest.mark.medium
+def test_fourth_order_of_two_scores_by_forward_mode():
+    """At α = 3/2 the larger of two weights is (1 + d√(2 − d²))/2, where 2d is the difference of the scores."""
+
+    def larger(score):
+        half = score / 2
+        return 0.5 + 0.5 * half * (2 - half.square()).sqrt()
+
+    def fourth(function):
+        return jacfwd(jacfwd(jacfwd(jacfwd(function))))(torch.tensor(0.3, dtype=torch.float64))
+
+    found = fourth(lambda score: entmax(torch.stack([score, 0 * score]), 1.5)[0])
+    assert torch.allclose(found, fourth(larger), rtol=1e-10)
+
+
+@pytest.mark.medium
 def test_plain_operations_have_the_same_derivatives_also_at_alpha_one():
     """Nested forward mode leaves the custom function; one level keeps it."""
     scores = draw(5, seed=15)

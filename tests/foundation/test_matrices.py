@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.support.rows import some_slow
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import hessian, vmap
+from torch.func import grad, hessian, vmap
 
 from massieu.energy import SpinModel
 from massieu.foundation import matrices
@@ -26,6 +26,15 @@ def test_values_and_derivatives():
     for function, inputs in ((matrices.solve, (matrix, right)), (matrices.log_determinant, (matrix,))):
         assert gradcheck(function, inputs)
         assert gradgradcheck(function, inputs)
+
+
+def test_a_root_has_the_derivatives_that_transforms_take():
+    """d⁴√x/dx⁴ = −15/16·x^(−7/2), and one order more."""
+    root = lambda x: matrices.square_root(x.reshape(1, 1), owner="this").sum()  # noqa: E731
+    point = torch.tensor(2.0, dtype=torch.float64)
+    fourth = hessian(hessian(root))
+    torch.testing.assert_close(fourth(point), torch.tensor(-15 / 16 * 2**-3.5).double())
+    torch.testing.assert_close(grad(fourth)(point), torch.tensor(105 / 32 * 2**-4.5).double())
 
 
 def test_signs_of_determinants():

@@ -163,6 +163,12 @@ def test_its_derivatives_and_a_weight_of_zeros():
     assert (module(none) == 0).all() and none.grad.isfinite().all()
 
 
+def test_a_weight_with_a_nan_has_no_spectral_norm():
+    weight = torch.eye(3)
+    weight[0, 1] = torch.nan
+    assert SigmaReparametrization()(weight).isnan().all()
+
+
 def test_a_layer_trains_its_gain_alone_as_a_norm():
     torch.manual_seed(0)
     layer = nn.Linear(6, 4)

@@ -22,6 +22,9 @@ from massieu.testing.checks import no_values
 SIZE = 8
 HEADS = torch.tensor([0.5, 0.25])
 """A number for each of two heads."""
+LAYER_NORM = activations.LayerNorm.create(0.8, torch.zeros(SIZE))
+SPINS, FEW_SPINS = (measures.Spin.create(torch.zeros(size)) for size in (SIZE, 3))
+BITS, FEW_BITS, TWO_BITS = (measures.Bernoulli.create(torch.full((size,), 0.5)) for size in (SIZE, 3, 2))
 
 
 @dataclass
@@ -53,13 +56,11 @@ def stack(device: Any = None, dtype: Any = None) -> nn.Module:
 
 
 def machine(**place: Any) -> nn.Module:
-    bits = measures.Bernoulli.create(torch.full((SIZE,), 0.5))
-    return modules.RestrictedBoltzmannMachine(bits, measures.Spin.create(torch.zeros(3)), **place)
+    return modules.RestrictedBoltzmannMachine(BITS, FEW_SPINS, **place)
 
 
 def machines(**place: Any) -> nn.Module:
-    bits = [measures.Bernoulli.create(torch.full((size,), 0.5)) for size in (SIZE, 3, 2)]
-    return modules.StackedBoltzmannMachine(bits, **place)
+    return modules.StackedBoltzmannMachine([BITS, FEW_BITS, TWO_BITS], **place)
 
 
 def fitted(points: Tensor, log_weight: Tensor) -> measures.Measure:
@@ -73,12 +74,10 @@ def hopfield(**options: Any) -> nn.Module:
 
 CASES = {
     "Activation": Case(
-        lambda **place: modules.Activation(activations.LayerNorm.create(0.8, torch.zeros(SIZE)), **place),
+        lambda **place: modules.Activation(LAYER_NORM, **place),
         "LayerNorm log_gain=-0.223144 trained",
     ),
-    "Activation, a measure": Case(
-        lambda **place: modules.Activation(measures.Spin.create(torch.zeros(SIZE)), **place), "Spin field=["
-    ),
+    "Activation, a measure": Case(lambda **place: modules.Activation(SPINS, **place), "Spin field=["),
     "Attention": Case(
         lambda **options: modules.Attention(SIZE, 2, batch_first=True, **options),
         "embed_dim=8 num_heads=2 SoftmaxHeads",
@@ -225,18 +224,25 @@ def test_a_dtype_is_that_of_all_numbers(name: str):
 
 @every_row("name", NAMES)
 def test_from_meta_to_memory_to_the_start(name: str):
-    """The same draws as at the construction, and the numbers that were given, not what was in memory or learned."""
-    wanted = made(name).state_dict()
-    module = made(name, device="meta").to_empty(device="cpu")
-    for attempt in range(2):
-        with torch.no_grad():
-            for held in module.state_dict(keep_vars=True).values():
-                held.fill_(torch.nan if attempt else 7)
-        torch.manual_seed(0)
-        module.reset_parameters()  # pyright: ignore[reportCallIssue]
-        found = module.state_dict()
-        assert list(found) == list(wanted)
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    """The same draws as at the construction, and the numbers that were given, not what was in memory or learned.
+
+    A number, or a tensor that was made elsewhere, has its value where `torch.device("meta")` makes all tensors, too.
+    """
+    wanted = made(name)
+    with torch.device("meta"):
+        inside = made(name)
+    for module in (made(name, device="meta"), inside):
+        module.to_empty(device="cpu")
+        for attempt in range(2):
+            with torch.no_grad():
+                for held in module.state_dict(keep_vars=True).values():
+                    held.fill_(torch.nan if attempt else 7)
+            torch.manual_seed(0)
+            module.reset_parameters()  # pyright: ignore[reportCallIssue]
+            found = module.state_dict()
+            assert list(found) == list(wanted.state_dict())
+            assert all(torch.equal(found[key], one) for key, one in wanted.state_dict().items())
+        assert torch.equal(output(module), output(wanted))
 
 
 @pytest.mark.medium

@@ -73,3 +73,26 @@ def test_no_argument_ends_in_an_error_of_pytorchs(name):
 def test_a_kernel_made_without_create_is_told_how():
     with pytest.raises(TypeError, match=r"a kernel's number must be a tensor, got float: make the kernel by create"):
         regression.conditional_mean_attention(H, H, H, kernel=regression.ExponentialKernel(0.5), ridge=1.0)  # pyright: ignore
+
+
+POINTS = n(1, 1, 4, 2)
+KERNELS = {
+    "Gaussian": regression.GaussianKernel.create(1.0),
+    "exponential": regression.ExponentialKernel.create(0.5),
+    "linear": regression.LinearKernel.create(),
+    "of features": regression.FeatureKernel.create(lambda x: x),
+}
+
+
+@every_row("name", KERNELS)
+def test_points_of_a_kernel_are_real(name):
+    kernel = KERNELS[name]
+    for wrong in (POINTS.to(torch.complex128), POINTS.round().long()):
+        for call in (
+            lambda wrong=wrong: kernel(wrong, POINTS),
+            lambda wrong=wrong: kernel(POINTS, wrong),
+            lambda wrong=wrong: kernel(wrong, wrong),
+            lambda wrong=wrong: kernel.diagonal(wrong),
+        ):
+            with pytest.raises(TypeError, match="a kernel's points must be a floating-point tensor, got a tensor of"):
+                call()

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from massieu.duality.newton import STEPS, Solution, over, solve, times
 from massieu.errors import ConvergenceError
-from massieu.foundation.transforms import some, unwrapped, values_are_readable
+from massieu.foundation.transforms import derivative_orders, some, unwrapped, values_are_readable
 from massieu.measures import Measure
 from massieu.solve import Status
 
-_ORDERS = 3
-"""Orders of derivatives that are right."""
 _GROWTH = 0.25 * math.log(2)
 """What A* may still grow by where its limit is finite: half of the least growth towards a face without mass."""
 _OUTSIDE = "mu lies outside the convex hull of the support"
@@ -56,8 +54,9 @@ def natural(
     from mu by rounding, 1e-13 of the spread. `torch.compile` loops until all is done; around a `torch.func` transform it
     copies the steps, a fixed 48, with NaN where that was not enough, which takes about a minute to compile.
 
-    Derivatives in mu and in the measure's tensors are right to third order. If the family is not minimal (points within
-    an affine subspace), they are those of the eta of least norm, along the subspace.
+    Derivatives in mu and in the measure's tensors are right to third order, and by nested `torch.func` transforms to any.
+    If the family is not minimal (points within an affine subspace), they are those of the eta of least norm, along the
+    subspace.
 
     On the boundary of the support's convex hull eta is not finite: +inf in every entry, or, in closed forms, ±inf in those
     that diverge. No gradient flows from there. Newton's method counts as boundary what is within 1e-10 of the spread of
@@ -226,7 +225,7 @@ def _attach(measure: Measure, mu: Tensor, solution: Solution) -> Tensor:
 
     # What rounding left of either equation stays: an inverse of large entries would make it large.
     left, unmatched = missing(eta).detach(), (eta - _image(measure, base, dual)).detach()
-    for _ in range(_ORDERS):
+    for _ in range(derivative_orders()):
         eta = eta + times(inverse, missing(eta) - left)
         if null is not None:
             dual = dual + times(inverse, eta - _image(measure, base, dual) - unmatched)

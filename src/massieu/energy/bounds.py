@@ -251,10 +251,12 @@ def _lambert(log_argument: float) -> float:
 
 def _kept_points(memory: Atoms) -> Tensor:
     """The points; what a mask leaves out is moved to one that is kept, or to 0 if there is none."""
-    kept = memory.log_weight > -torch.inf
+    kept = memory.log_weight != -torch.inf
     first = kept.to(torch.int8).argmax(-1)[..., None, None].expand(*kept.shape[:-1], 1, memory.points.shape[-1])
     stand_in = memory.points.gather(-2, first).masked_fill(~kept.any(-1)[..., None, None], 0.0)
-    return torch.where(kept.unsqueeze(-1), memory.points, stand_in)
+    points = torch.where(kept.unsqueeze(-1), memory.points, stand_in)
+    # A weight of NaN says neither that a pattern is there nor that it is not.
+    return points.masked_fill(memory.log_weight.isnan().unsqueeze(-1), torch.nan)
 
 
 def _scores(hopfield: HopfieldEnergy, memory: Atoms, state: Tensor) -> Tensor:
@@ -282,6 +284,6 @@ def _leads(scores: Tensor) -> Tensor:
 
 def _missed(hopfield: HopfieldEnergy, lead: Tensor) -> Tensor:
     """(N − 1)e^(−β·lead): 0 for the only pattern, +inf for one left out."""
-    kept = (stored(hopfield).log_weight > -torch.inf).sum(-1)
+    kept = (stored(hopfield).log_weight != -torch.inf).sum(-1)
     others = align((kept - 1).clamp_min(1), lead.ndim)
     return others * (-align(promoted(hopfield.scale), lead.ndim) * lead).exp()

@@ -86,8 +86,9 @@ def _solve(scores: Tensor, alpha: Alpha, log_weight: Tensor | None, dim: int) ->
         return log_softmax(scores).exp(), logsumexp(scores)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     top = torch.where(empty, 0.0, scores.detach().amax(-1, keepdim=True))
-    # What is left out stands far below, where weight and gradient are exactly 0.
-    distance = torch.where(empty, 0.0, (scores - top).clamp_min(-_FAR))
+    # What is left out stands far below, where weight and gradient are exactly 0; a clamp has gradient 0 at NaN too.
+    distance = torch.where(empty, 0.0, scores - top)
+    distance = torch.where(distance < -_FAR, -_FAR, distance)
     weights, excess = _differentiable(distance, order)
     value = torch.where(empty, -torch.inf, top + excess)
     return torch.where(empty, 0.0, weights), value.squeeze(-1)
@@ -182,7 +183,7 @@ class _Entmax(torch.autograd.Function):
 
 def _surprise(weights: Tensor) -> tuple[Tensor, Tensor]:
     """−log p, 0 where p is 0; and where it is not."""
-    positive = weights >= torch.finfo(weights.dtype).tiny
+    positive = ~(weights < torch.finfo(weights.dtype).tiny)  # of NaN the derivative is NaN
     return -torch.log(torch.where(positive, weights, 1.0)), positive
 
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.numerics import TAYLOR_RADIUS, second_phi_series
-from massieu.foundation.transforms import repeat
+from massieu.foundation.transforms import derivative_orders, repeat
 
 _CONVEX_STEPS = 16
 """Enough for α ≤ 2, where Newton's method is monotone; 8 are the most that were seen."""
 _STEPS = 60
 """For other α: as many as bisection to rounding takes, and some."""
-_DERIVATIVE_STEPS = 2
 _UNDERFLOW = -1000.0
 """e_a(D) ≤ e^D is 0 in every dtype below."""
 _SERIES_RADIUS = 0.1
@@ -33,12 +32,12 @@ def solve(distance: Tensor, a: float | Tensor) -> tuple[Tensor, Tensor]:
 
 
 def solve_differentiably(distance: Tensor, a: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The same by plain operations, with derivatives in `distance` and `a` that are right to third order.
+    """The same by plain operations, with derivatives in `distance` and `a` of every order that is taken.
 
-    Two Newton steps at the solution change nothing but the derivatives: each doubles the order that is right.
+    Newton steps at the solution change nothing but the derivatives: n of them make 2ⁿ − 1 orders right.
     """
     unknown = _largest(distance.detach(), a.detach() if isinstance(a, Tensor) else a)
-    for _ in range(_DERIVATIVE_STEPS):
+    for _ in range(derivative_orders().bit_length()):
         power, slope = _stretched(distance, a, unknown, smooth=True)
         total = power.sum(-1, keepdim=True)
         unknown = unknown + total / slope.sum(-1, keepdim=True) * (total.log() - unknown)

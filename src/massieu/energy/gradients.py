@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from massieu.foundation.arguments import floating, number
 from massieu.foundation.values import promoted_dtype
@@ -16,7 +17,8 @@ def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[
     """How far a map is from a gradient: ‖J − Jᵀ‖/‖J‖ of its Jacobian J at each state, between 0 and 2 (Frobenius norm).
 
     Zero for every gradient, such as attention over keys = values by softmax or entmax; rounding makes it 1e-16 in float64.
-    Other weights that are normalised by their sum are far from it. In one dimension every map is a gradient.
+    Other weights that are normalised by their sum are far from it. In one dimension every map is a gradient. NaN where the
+    state, the function or its Jacobian is not finite.
 
     Args:
         function: A map of items, each on its own, that `torch.func` can differentiate.
@@ -35,9 +37,16 @@ def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[
     """
     if floating("state", state).ndim == 0:
         raise ValueError("state must have at least one dimension, got a scalar")
-    matrix = jacobian(function, state.to(promoted_dtype(state)))
+    state = state.to(promoted_dtype(state))
+    matrix = jacobian(function, state)
+    # A linear map has its Jacobian at a NaN too.
+    known = (state.isfinite() & function(state).isfinite()).all(-1) & matrix.isfinite().all((-2, -1))
+    # In units of the largest entry, so that no square is beyond the dtype's range.
+    largest = pad(matrix.detach().abs().flatten(-2), (0, 1)).amax(-1)
+    matrix = matrix / torch.where(largest > 0, largest, 1.0)[..., None, None]
     size = torch.linalg.matrix_norm(matrix)
-    return torch.linalg.matrix_norm(matrix - matrix.mT) / torch.where(size == 0, 1.0, size)
+    asymmetry = torch.linalg.matrix_norm(matrix - matrix.mT) / torch.where(size == 0, 1.0, size)
+    return torch.where(known, asymmetry, torch.nan)
 
 
 def is_conservative(
@@ -46,6 +55,7 @@ def is_conservative(
     """Whether the Jacobian at each state is symmetric within `tolerance`, relative to its size.
 
     A sample of states shows that a map is *not* a gradient; that it is one follows where all of a neighbourhood passes.
+    False where the state, the function or its Jacobian is not finite.
 
     Args:
         function: As for `jacobian_asymmetry`.

@@ -163,7 +163,7 @@ class HopfieldEnergy(Energy):
         points: Tensor | None = getattr(self.memory, "points", None)
         if points is None:
             return torch.zeros_like(promoted(self.scale))
-        kept = self.memory.log_weight > -torch.inf
+        kept = self.memory.log_weight != -torch.inf
         ceiling = self.reference.lagrangian(points).masked_fill(~kept, -torch.inf).amax(-1)
         return torch.where(kept.any(-1), ceiling, 0.0)
 

@@ -87,10 +87,11 @@ class LogSumReLU(Energy):
 
     def _step(self, state: Tensor) -> Tensor:
         energy, _, rise = self._rises(state)
-        weight = torch.where(rise > 0, align(energy.atoms.log_weight, state.ndim, 1).exp(), 0.0)
+        # 0 · rise is 0, or NaN where the state is.
+        weight = torch.where(rise > 0, align(energy.atoms.log_weight, state.ndim, 1).exp(), 0.0 * rise)
         total = weight.sum(-1, keepdim=True)
-        centroid = times(weight, energy.atoms.points) / torch.where(total > 0, total, 1.0)
-        return torch.where(total > 0, centroid, state.to(centroid.dtype))
+        centroid = times(weight, energy.atoms.points) / torch.where(total == 0, 1.0, total)
+        return torch.where(total == 0, state.to(centroid.dtype), centroid)
 
     def _rises(self, state: Tensor) -> tuple[Self, Tensor, Tensor]:
         """The energy in the common dtype, scale (*batch, 1…, 1) and w_n relu(1 − scale·‖x − x_n‖²/2)."""

@@ -126,13 +126,19 @@ def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype | None 
 def positive(name: str, value: object) -> Tensor:
     """A positive number or floating-point tensor as a tensor; a number is held in float64, for what it meets to convert.
 
+    Where `torch.device("meta")` makes tensors without values, a number keeps its own.
+
     Raises:
         TypeError: it is neither.
         ValueError: it is not positive and finite.
     """
     if not isinstance(value, Tensor) and not _is_number(value):
         raise TypeError(f"{name} must be a number or a floating-point tensor, got {described(value)}")
-    given = floating(name, value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)  # pyright: ignore[reportArgumentType]
+    if isinstance(value, Tensor):
+        given = floating(name, value)
+    else:
+        on_meta = not torch.compiler.is_compiling() and torch.get_default_device().type == "meta"
+        given = torch.tensor(float(value), dtype=torch.float64, device="cpu" if on_meta else None)  # pyright: ignore[reportArgumentType]
     check_range(name, given, above=0)
     return given
 

@@ -1,7 +1,8 @@
 """Decisions on positive definiteness that do not hang on a last bit, and linear algebra with right second derivatives.
 
 Within `torch.func.vmap`, `torch.linalg.solve`, `lu_solve`, `det`, `slogdet` and `logdet` have wrong derivatives of second
-order (torch 2.13), and say nothing; those of `solve`, `log_determinant` and `square_root` are right.
+order (torch 2.13), and say nothing; those of `solve`, `log_determinant` and `square_root` are right. Forward mode within
+forward mode gives half of the second derivative of `torch.linalg.solve`.
 """
 
 import math
@@ -10,10 +11,7 @@ import torch
 from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 
-from massieu.foundation.transforms import every, unwrapped
-
-_ORDERS = 3
-"""Orders of derivatives of a matrix's root that are right."""
+from massieu.foundation.transforms import derivative_orders, every, unwrapped
 
 
 def eigenvalue_rounding(size: int, dtype: torch.dtype) -> float:
@@ -83,7 +81,8 @@ def log_determinant(matrix: Float[Tensor, "*lead n n"]) -> Float[Tensor, "*lead"
 def square_root(matrix: Float[Tensor, "*lead n n"], *, owner: str) -> Float[Tensor, "*lead n n"]:
     """The symmetric root, with derivatives that do not pass through eigenvectors, which repeated eigenvalues do not have.
 
-    Each chord step S + L(Σ − S²), L the inverse of X ↦ SX + XS at the solution, makes one more order right.
+    Each chord step S + L(Σ − S²), L the inverse of X ↦ SX + XS at the solution, makes one more order right: as many as
+    `torch.func` transforms take, and three at least.
 
     Raises:
         ValueError: the matrix is not finite, or not positive definite; the message begins with `owner`, whose covariance it is.
@@ -102,7 +101,7 @@ def square_root(matrix: Float[Tensor, "*lead n n"], *, owner: str) -> Float[Tens
     root = (vectors * roots.unsqueeze(-2)) @ vectors.mT
     sums = roots.unsqueeze(-1) + roots.unsqueeze(-2)
     left = (matrix - root @ root).detach()
-    for _ in range(_ORDERS):
+    for _ in range(derivative_orders()):
         missing = matrix - root @ root - left
         root = root + vectors @ ((vectors.mT @ missing @ vectors) / sums) @ vectors.mT
     return root

@@ -25,6 +25,9 @@ from torch.utils import _pytree as pytree
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+_ORDERS = 3
+"""Orders of derivatives that are right wherever they are taken."""
+
 
 def in_functorch() -> bool:
     """Whether this call is inside a `torch.func` transform."""
@@ -37,6 +40,18 @@ def in_nested_forward_mode() -> bool:
     While compiling it is not known, and False.
     """
     return not torch.compiler.is_compiling() and _transforms().count("Jvp") > 1
+
+
+def derivative_orders() -> int:
+    """How many orders of derivatives a solution by plain operations has to make right, at least 3.
+
+    One for each `torch.func` transform around this call that takes a derivative, and one for a plain backward pass around
+    them all. While compiling the transforms are not known.
+    """
+    if torch.compiler.is_compiling():
+        return _ORDERS
+    taken = sum(name in ("Grad", "Jvp") for name in _transforms())
+    return max(_ORDERS, taken + 1)
 
 
 def may_be_differentiated(*tensors: Tensor) -> bool:

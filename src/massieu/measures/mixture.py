@@ -322,7 +322,7 @@ class Mixture(Measure):
         discrete = torch.tensor([part._reference == "counting" for part in self._parts()], device=terms.device)
         masses = logsumexp(terms.masked_fill(~discrete, -torch.inf))
         densities = logsumexp(terms.masked_fill(discrete, -torch.inf))
-        return torch.where(masses > -torch.inf, masses, densities)
+        return torch.where(masses == -torch.inf, densities, masses)
 
     def _nearest(self, point: Tensor) -> Tensor | None:
         """Of the components without a density: those with one hold every point."""

@@ -77,7 +77,7 @@ class Activation(HeldValue):
         Args:
             activation: Its tensors are copied; numbers take PyTorch's default dtype. A measure stands for its mean map.
             trained: False makes all tensors buffers.
-            device, dtype: Of its tensors; by default as they are.
+            device, dtype: Of its tensors; by default as they are, on PyTorch's default device if they are on the CPU.
 
         Raises:
             TypeError: something else is given.

@@ -19,7 +19,7 @@ from massieu.foundation.transforms import every, some, unwrapped, values_are_rea
 from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Bernoulli, DomainError, Measure, Spin
 from massieu.nn.activation import HeldValue
-from massieu.nn.modules import Device, Resettable
+from massieu.nn.modules import Device, Resettable, place_of
 
 _MEMORY = 0.01
 """Of the running mean of hidden activities: the weight of the newest batch."""
@@ -60,7 +60,8 @@ class RestrictedBoltzmannMachine(Resettable):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Weights start as small normal numbers, biases as 0, by default of the dtype and on the device of the measures.
+        """Weights start as small normal numbers, biases as 0, by default of the dtype and on the device of the measures, or,
+        where these are on the CPU, on PyTorch's default device.
 
         Weights between layers that are both bounded from below alone (Poisson, Exponential, Gamma) start negative, as a
         normaliser needs.
@@ -69,7 +70,8 @@ class RestrictedBoltzmannMachine(Resettable):
             TypeError, ValueError: as `BoltzmannMachine.create`; kinds of units that have no normaliser together.
         """
         super().__init__()
-        shape, like = (_units(visible, "visible"), _units(hidden, "hidden")), _like(visible, hidden).to(device, dtype)
+        shape, like = (_units(visible, "visible"), _units(hidden, "hidden")), _like(visible, hidden)
+        like = like.to(place_of(like, device), dtype)
         place = {"device": like.device, "dtype": like.dtype}
         self.visible, self.hidden = HeldValue(visible, **place), HeldValue(hidden, **place)
         BoltzmannMachine.create(self.visible.value(), self.hidden.value(), like.new_zeros(shape))

@@ -80,7 +80,9 @@ class EnergyTransformer(Resettable):
         self.key_weight = nn.Parameter(torch.empty(num_heads, hidden_size, embed_dim, **place))
         self.query_weight = nn.Parameter(torch.empty(num_heads, hidden_size, embed_dim, **place))
         self.memories = nn.Parameter(torch.empty(quantity, embed_dim, **place))
-        start = LayerNorm.create(1.0, torch.zeros(embed_dim, device="cpu"), eps=eps)
+        with torch.device("cpu"):
+            # Numbers to start from have values wherever the module is made.
+            start = LayerNorm.create(1.0, torch.zeros(embed_dim), eps=eps)
         self.normalisation = Activation(start, **place)
         self._draw()
 

@@ -101,8 +101,6 @@ def register_number(
     if tuple(floating(name, value).shape) not in ((), (heads,)):
         raise ValueError(f"{name} must be one number or one for each of {heads} heads, got shape {tuple(value.shape)}")
     check_range(name, value, above=above)
-    if device is None and value.device.type == "cpu":
-        device = torch.get_default_device()
     hold(module, name, value, isinstance(value, nn.Parameter), device, dtype)
 
 
@@ -110,7 +108,7 @@ def hold(
     module: nn.Module, name: str, start: Tensor, trained: bool, device: Device = None, dtype: torch.dtype | None = None
 ) -> None:
     """Register a tensor as a buffer or a parameter, and remember it for a reset. A Parameter stays the same object."""
-    moved = start.to(device, dtype if start.is_floating_point() else None)
+    moved = start.to(place_of(start, device), dtype if start.is_floating_point() else None)
     if not trained:
         module.register_buffer(name, moved)
     else:
@@ -120,6 +118,11 @@ def hold(
         module.register_parameter(name, own)
     start = start.detach()
     vars(module).setdefault("_given", {})[name] = start if start.is_meta else start.to("cpu", copy=True)
+
+
+def place_of(start: Tensor, device: Device) -> Device:
+    """The device that is asked for, else the tensor's own; for one of the CPU, where modules are made by default."""
+    return torch.get_default_device() if device is None and start.device.type == "cpu" else device
 
 
 class Resettable(nn.Module):

@@ -89,4 +89,4 @@ class NormalizedHeads(Heads):
 
     @staticmethod
     def _where_seen(potential: Tensor, shares: Tensor) -> Tensor:
-        return torch.where((shares > 0).any(-1, keepdim=True), potential, 0.0)
+        return torch.where((shares == 0).all(-1, keepdim=True), 0.0, potential)

@@ -45,11 +45,11 @@ class SigmaReparametrization(Resettable):
         # Squares must neither overflow nor vanish.
         size = wide.detach().abs().amax((-2, -1), keepdim=True)
         unit = wide / torch.where(size > 0, size, 1.0)
-        # What is not finite stays so in the result; eigenvalues of it there are none.
+        # Of a matrix that is not finite there are no eigenvalues, and no result.
         finite = torch.where(unit.isfinite(), unit, 0.0)
         gram = finite @ finite.mT if weight.shape[-2] <= weight.shape[-1] else finite.mT @ finite
         largest = torch.linalg.eigvalsh(gram)[..., -1, None, None]
-        largest = torch.where(size > 0, largest, 1.0)
+        largest = torch.where(size == 0, 1.0, largest + 0.0 * size)
         return (self.gain.to(wide) * unit / largest.sqrt()).to(weight.dtype)
 
     def extra_repr(self) -> str:

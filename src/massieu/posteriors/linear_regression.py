@@ -199,7 +199,7 @@ class NoisyLinearRegression(LinearRegression):
     @property
     def noise(self) -> Float[Tensor, "*batch"]:
         """E of the noise variance, rate/(shape − 1); infinite where shape ≤ 1."""
-        return torch.where(self.shape > 1, self.rate / (self.shape - 1), torch.inf)
+        return torch.where(self.shape <= 1, torch.inf, self.rate / (self.shape - 1))
 
     @property
     def covariance(self) -> Float[Tensor, "*batch p p"]:

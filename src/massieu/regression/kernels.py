@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_range, described, real_tensor
+from massieu.foundation.arguments import check_range, described, floating, real_tensor
 from massieu.foundation.values import Value, static_field
+
+_POINTS = "a kernel's points"
 
 
 class Kernel(Value):
@@ -70,7 +72,7 @@ class FeatureKernel(Kernel):
         return self.features(points).square().sum(-1)
 
     def features(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N F"]:
-        return self.map(points)
+        return self.map(floating(_POINTS, points))
 
 
 class LinearKernel(Kernel):
@@ -90,13 +92,13 @@ class LinearKernel(Kernel):
         return cls()
 
     def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
-        return left @ right.mT
+        return self.features(left) @ self.features(right).mT
 
     def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
-        return points.square().sum(-1)
+        return self.features(points).square().sum(-1)
 
     def features(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N D"]:
-        return points
+        return floating(_POINTS, points)
 
 
 class ExponentialKernel(Kernel):
@@ -131,10 +133,12 @@ class ExponentialKernel(Kernel):
 
     def log(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
         """log κ(left_i, right_n) for all pairs."""
+        left, right = floating(_POINTS, left), floating(_POINTS, right)
         return _per_head(self._scale(left), left) * left @ right.mT
 
     def log_diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
         """log κ(x, x) of each point."""
+        points = floating(_POINTS, points)
         return _per_head(self._scale(points), points).squeeze(-1) * points.square().sum(-1)
 
     def normalized(self, points: Float[Tensor, "B H N D"]) -> "GaussianKernel":
@@ -170,6 +174,7 @@ class GaussianKernel(Kernel):
         return cls(_positive("lengthscale", lengthscale))
 
     def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
+        left, right = floating(_POINTS, left), floating(_POINTS, right)
         # Distances do not see a common shift, and squares lose digits far from the origin.
         centre = right.detach().mean(-2, keepdim=True)
         width = _per_head(self.lengthscale, left)
@@ -180,6 +185,7 @@ class GaussianKernel(Kernel):
         return (left @ right.mT).exp()
 
     def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
+        points = floating(_POINTS, points)
         return points.new_ones(points.shape[:-1]).masked_fill(points.isnan().any(-1), torch.nan)
 
 

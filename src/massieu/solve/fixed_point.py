@@ -36,8 +36,8 @@ def fixed_point(
     not act on each other in `function`.
 
     Inside `torch.compile(fullgraph=True)`, where nothing can be raised, items without a fixed point become NaN if `throw`.
-    Compiled inside a `torch.func` transform, or in forward mode within forward mode, derivatives are right to third order
-    and need n² numbers for an item of n.
+    Compiled inside a `torch.func` transform, derivatives are right to third order. There, and in forward mode within
+    forward mode, they need n² numbers for an item of n.
 
     Args:
         function: ``function(z, *parameters)``, of z's shape and dtype.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor  # pyright: ignore[reportMissingModuleSource]
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -117,11 +118,19 @@ def _captured(image: Tensor) -> Tensor | None:
     if torch.compiler.is_compiling():
         return image if image.requires_grad else None
     for layer in layers(image):
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(layer).tangent is not None:
+        if _has_tangent(layer):
             return image
         if layer.requires_grad:
             return next(_leaves(layer.grad_fn), image)
     return None
+
+
+def _has_tangent(layer: Tensor) -> bool:
+    """Whether forward mode gave this layer a tangent."""
+    # PyTorch refuses to look for one in the batch of a `vmap`. The batch's tangent is that of the layer below.
+    if forward_ad._current_level < 0 or is_batchedtensor(layer):
+        return False
+    return forward_ad.unpack_dual(layer).tangent is not None
 
 
 def _leaves(node: Any) -> Iterator[Tensor]:

@@ -12,13 +12,17 @@ from torch import Tensor
 from massieu.errors import ConvergenceError
 from massieu.foundation.arguments import floating, instance
 from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
-from massieu.foundation.transforms import in_functorch, in_nested_forward_mode, may_be_differentiated, some, unwrapped
+from massieu.foundation.transforms import (
+    derivative_orders,
+    in_functorch,
+    in_nested_forward_mode,
+    may_be_differentiated,
+    some,
+    unwrapped,
+)
 from massieu.solve.linear import ANY_MATRIX, SOLVERS, LinearSolver, LinearSolveResult, Product, dense
 from massieu.solve.problem import pose, refuse_captured
 from massieu.solve.status import CONVERGED, names
-
-_ORDERS = 3
-"""Orders of derivatives that are right where a custom function cannot be used."""
 
 
 def linear_solve(
@@ -36,8 +40,8 @@ def linear_solve(
     symmetric solvers use `product` itself.
 
     Inside `torch.compile(fullgraph=True)`, where nothing can be raised, items that were not solved become NaN if `throw`, and
-    a result is differentiated once. Compiled inside a `torch.func` transform, or in forward mode within forward mode,
-    derivatives are right to third order and need n² numbers for an item of n.
+    a result is differentiated once. Compiled inside a `torch.func` transform, derivatives are right to third order. There, and
+    in forward mode within forward mode, they need n² numbers for an item of n.
 
     Args:
         product: Linear in its first argument, of whose shape and dtype it returns a tensor. Items must not act on each other.
@@ -212,6 +216,6 @@ def chord(missing: Callable[[Tensor], Tensor], value: Tensor, inverse: Tensor) -
     """
     with torch.no_grad():
         left = missing(value).detach()
-    for _ in range(_ORDERS):
+    for _ in range(derivative_orders()):
         value = value + (inverse.detach() @ (missing(value) - left).unsqueeze(-1)).squeeze(-1)
     return value

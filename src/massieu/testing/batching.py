@@ -13,11 +13,17 @@ from massieu.testing.subject import DERIVED, FUNCTIONS, Subject
 
 
 def check_shapes(subject: Subject) -> None:
-    measure, eta, lead, event = subject.measure, subject.eta, subject.lead, subject.measure.event_shape
-    for name, shape in zip(DERIVED, (lead, eta.shape, (*eta.shape, *event), lead), strict=True):
-        actual = tuple(getattr(measure, name)(eta).shape)
-        if actual != tuple(shape):
-            raise AssertionError(f"shape of {name}: got {actual}, expected {tuple(shape)}")
+    measure, eta, event = subject.measure, subject.eta, subject.measure.event_shape
+    # One query dimension; none, where a tensor of too many dimensions shows; and two.
+    for points in (eta, eta.select(subject.queries, 0), torch.stack([eta, eta], subject.queries)):
+        batch = points.shape[: points.ndim - len(event)]
+        shapes = batch, points.shape, (*points.shape, *event), batch
+        for name, shape in zip(DERIVED, shapes, strict=True):
+            actual = tuple(getattr(measure, name)(points).shape)
+            if actual != tuple(shape):
+                raise AssertionError(
+                    f"shape of {name}: got {actual}, expected {tuple(shape)} for eta of shape {tuple(points.shape)}"
+                )
     try:
         measure.log_partition(torch.cat([eta, eta], -1))
     except ValueError:

@@ -1,14 +1,20 @@
 """Mean, Fisher information and cumulants are the derivatives of the log-partition, which is convex."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
+from torch.utils import _pytree as pytree
 
+from massieu.measures.base import Measure
 from massieu.testing.checks import EXACT, agree, at_most, expand
-from massieu.testing.subject import Subject
+from massieu.testing.subject import FUNCTIONS, Subject
 
 ORDER = 6
 """Of the highest cumulant."""
+_OF_PARAMETERS = 1e-6
+"""Relative tolerance of a derivative in a measure's own tensors."""
 
 
 def check_mean(subject: Subject) -> None:
@@ -50,6 +56,44 @@ def check_second_derivatives(subject: Subject) -> None:
         torch.autograd.gradgradcheck(subject.measure.log_partition, (ends,), eps=1e-6 * float(subject.reach.min()))
     except GradcheckError as error:
         raise AssertionError(f"gradgradcheck of the log-partition: {error}") from error
+
+
+def check_parameters(subject: Subject) -> None:
+    """Gradients reach what the measure holds: against finite differences along a drawn change of all its tensors."""
+    leaves, structure = pytree.tree_flatten(subject.measure)
+    ways = [_change(subject, leaf) for leaf in leaves]
+
+    def at(t: Tensor) -> Measure:
+        moved = [leaf if way is None else leaf + t * way for leaf, way in zip(leaves, ways, strict=True)]
+        return pytree.tree_unflatten(moved, structure)
+
+    for name, function in FUNCTIONS.items():
+        weight = subject.noise(subject.results[name])
+
+        def total(t: Tensor, function: Any = function, weight: Tensor = weight) -> Tensor:
+            found = function(at(t), subject.eta, subject.middle)
+            return torch.where(found.isfinite(), weight * found, 0.0).sum()
+
+        step = torch.tensor(1e-3, dtype=torch.float64, device=subject.eta.device)
+        near, far = total(step) - total(-step), total(2 * step) - total(-2 * step)
+        expected = (8 * near - far) / (12 * step)
+        start = torch.zeros_like(step, requires_grad=True)
+        value = total(start)
+        found = torch.autograd.grad(value, start)[0] if value.requires_grad else torch.zeros_like(step)
+        size = 1 + (weight * subject.results[name]).nan_to_num(posinf=0.0).abs().sum() + expected.abs()
+        law = f"parameters: the derivative of {name} in what the measure holds = finite difference"
+        agree(law, found[None], found[None], expected[None], _OF_PARAMETERS * size)
+
+
+def _change(subject: Subject, leaf: Any) -> Tensor | None:
+    """A small change of the finite numbers of a tensor, symmetric for square matrices, which may have to be; or None."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return None
+    finite = leaf.isfinite()
+    way = subject.noise(leaf) * torch.where(finite, leaf.abs(), 0.0).clamp_min(0.1)
+    if leaf.ndim > 1 and leaf.shape[-1] == leaf.shape[-2]:
+        way = (way + way.mT) / 2
+    return torch.where(finite, 0.1 * way, 0.0)
 
 
 def check_convexity(subject: Subject) -> None:

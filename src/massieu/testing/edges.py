@@ -14,6 +14,10 @@ from massieu.testing.batching import can_be_sliced
 from massieu.testing.checks import EXACT, agree, expand, no_values
 from massieu.testing.subject import DERIVED, FUNCTIONS, Subject
 
+_OUTSIDE = 1e8
+_HALVINGS = 120
+"""From a distance that is far outside to neighbouring numbers."""
+
 
 def check_domain(subject: Subject) -> None:
     """Finite inside, `DomainError` in the measure's own words outside."""
@@ -36,7 +40,32 @@ def check_domain(subject: Subject) -> None:
             assert found is not None
             if not bool(found.all()):
                 _must_raise(subject, torch.where(expand(found, points), eta, points))
+                _check_boundary(subject)
                 return
+
+
+def _check_boundary(subject: Subject) -> None:
+    """A is finite at the last points inside, along each axis: where it is not, the boundary is no part of the domain."""
+    measure, eta = subject.measure, subject.eta
+    for axis in subject.basis():
+        for sign in (1, -1):
+            inside, outside = eta.new_zeros(subject.lead), eta.new_full(subject.lead, _OUTSIDE)
+            for _ in range(_HALVINGS):
+                middle = (inside + outside) / 2
+                found = measure._in_domain(eta + sign * expand(middle, eta) * axis)
+                assert found is not None
+                inside, outside = torch.where(found, middle, inside), torch.where(found, outside, middle)
+            points = eta + sign * expand(inside, eta) * axis
+            try:
+                values = measure.log_partition(points)
+            except DomainError as error:
+                raise AssertionError(f"domain: A of what is said to be inside raised DomainError: {error}") from error
+            if bool((values == torch.inf).any()):
+                last = points[values == torch.inf][0]
+                raise AssertionError(
+                    f"domain: A is infinite at eta = {last.tolist()}, the last that is said to be inside; a boundary "
+                    "where it is infinite is no part of the domain"
+                )
 
 
 def _must_raise(subject: Subject, points: Tensor) -> None:

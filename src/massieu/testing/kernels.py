@@ -43,7 +43,8 @@ class KernelCase(SuiteCase):
 def kernel_checks(case: KernelCase) -> Checks:
     """Named checks of a kernel: symmetry, positive definiteness, features, derivatives.
 
-    * pairs: κ of all pairs against the oracle; symmetric; positive: no eigenvalue of a Gram matrix is negative;
+    * pairs: κ of all pairs against the oracle; symmetric; pair by pair: other keys do not matter; positive: no eigenvalue
+      of a Gram matrix is negative;
     * diagonal; features: φ(a)·φ(b) is κ(a, b); logarithms: those of a kernel that has `log` and `log_diagonal`;
     * heads: numbers one a head are those numbers, head by head;
     * conditional mean: by products with the Gram matrix alone as by its inverse;
@@ -83,6 +84,12 @@ def _symmetric(trial: Trial[KernelCase]) -> None:
     points = trial.points
     gram = trial.value(points, points)
     trial.same("symmetric: κ(a, b) = κ(b, a)", gram, gram.mT)
+
+
+def _pair_by_pair(trial: Trial[KernelCase]) -> None:
+    kernel, points = trial.value, trial.points
+    alone = torch.cat([kernel(points, points[..., n : n + 1, :]) for n in range(points.shape[-2])], -1)
+    trial.same("pair by pair: κ(a, b) of one key alone = beside others", alone, kernel(points, points))
 
 
 def _positive(trial: Trial[KernelCase]) -> None:
@@ -152,6 +159,7 @@ def _missing_heads(case: KernelCase) -> str | None:
 _LAWS: tuple[Law[Any, Any], ...] = (
     Law("pairs", _pairs, without("oracle")),
     Law("symmetric", _symmetric),
+    Law("pair by pair", _pair_by_pair),
     Law("positive", _positive),
     Law("diagonal", _diagonal),
     Law("features", _features, _missing_features),

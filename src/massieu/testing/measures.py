@@ -58,6 +58,7 @@ LAWS: tuple[Law[MeasureCase, Subject], ...] = (
     Law("mean", derivatives.check_mean),
     Law("fisher", derivatives.check_fisher),
     Law("second derivatives", derivatives.check_second_derivatives),
+    Law("parameters", derivatives.check_parameters),
     Law("convexity", derivatives.check_convexity),
     Law("cumulants", derivatives.check_cumulants),
     Law("kl", divergence.check_kl),

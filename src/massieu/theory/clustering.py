@@ -69,7 +69,7 @@ class ClusteringEnergy(Energy):
         pull = ops.attention(rate * tokens, tokens, tokens, scale=1.0).output.reshape(state.shape)
         length = pull.norm(dim=-1, keepdim=True)
         # Where the others cancel a token exactly, every direction is as good as the one it has.
-        return torch.where(length > 0, pull / torch.where(length > 0, length, 1.0), state)
+        return torch.where(length == 0, state, pull / torch.where(length == 0, 1.0, length))
 
     def _need(self, state: Tensor) -> Tensor:
         batch = tuple(self.scale.shape)

@@ -84,7 +84,7 @@ def path_length(first_move: Float[Tensor, "*lead"], lipschitz: Float[Tensor, "*l
     """Upper bound on the path of a contraction from x to its fixed point: ‖T(x) − x‖/(1 − L), for a factor L < 1.
 
     The fixed point is at most this far, too. For L ≥ 1 the path of a Hopfield memory is still of finite length, and has
-    one end (B5.5), but no bound is known: +inf.
+    one end (B5.5), but no bound is known: +inf. NaN where a number is NaN.
 
     Example:
         >>> import torch
@@ -93,4 +93,6 @@ def path_length(first_move: Float[Tensor, "*lead"], lipschitz: Float[Tensor, "*l
         2.0
     """
     first_move, gap = promoted(floating("first_move", first_move)), 1 - promoted(floating("lipschitz", lipschitz))
-    return torch.where(gap > 0, first_move / torch.where(gap > 0, gap, 1.0), torch.inf)
+    unbounded = gap <= 0
+    length = first_move / torch.where(unbounded, 1.0, gap)
+    return torch.where(unbounded & ~first_move.isnan(), torch.inf, length)

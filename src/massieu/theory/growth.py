@@ -11,6 +11,10 @@ from massieu.measures import Atoms
 from massieu.measures.moments import cumulants_of_moments
 from massieu.ops.bessel import bessel_ratios
 
+_SMALLEST = 1e-10
+_LARGEST = 1e-3
+"""Between these sizes a perturbation is more than rounding, and its density normalisable on the grid."""
+
 
 def cumulant_growth(
     order: int, step: float | Float[Tensor, "*lead"], variance: float | Float[Tensor, "*lead"]
@@ -48,7 +52,8 @@ def measured_cumulant_growth(order: int, step: float, variance: float, *, size: 
     `size` up to size³. The layer is `Atoms` on a grid of the trapezoidal rule, exact to rounding for such densities.
 
     Raises:
-        ValueError: `order` is not in 3 … 6, where the perturbed density falls off on the grid; a number is not finite.
+        ValueError: `order` is not in 3 … 6, where the perturbed density falls off on the grid; a number is not finite; `size`
+            is not in 1e-10 … 1e-3: below, the difference is rounding, above, the density of order 6 does not fall off.
         TypeError: `order` is no integer, or the others are no numbers.
 
     Example:
@@ -59,8 +64,9 @@ def measured_cumulant_growth(order: int, step: float, variance: float, *, size: 
         True
     """
     whole_number("order", order, least=3, most=6)
-    for name, value in (("step", step), ("variance", variance), ("size", size)):
-        number(name, value)
+    number("step", step)
+    number("variance", variance)
+    number("size", size, least=_SMALLEST, most=_LARGEST)
     z = torch.arange(-14.0, 14.0, 0.1, dtype=torch.float64)
     before, after = [], []
     for sign in (1.0, -1.0):

@@ -24,7 +24,7 @@ from massieu.foundation.arguments import (
     number,
     whole_number,
 )
-from massieu.ops.bessel import bessel_ratios, log_sphere_partition
+from massieu.ops.bessel import bessel_ratios, log_sphere_partition, sphere_slack
 
 _SCALES = (1e-3, 1e6)
 _REFINEMENTS, _POINTS = 4, 65
@@ -73,7 +73,9 @@ def ridge_multipliers(
     """
     number("operator_ridge", operator_ridge, above=0)
     multipliers = sphere_multipliers(degree, dimension, scale)
-    log_mass = log_sphere_partition(_scale(scale, dimension, degree).square(), dimension).unsqueeze(-1)
+    scale = _scale(scale, dimension, degree)
+    unit = scale.detach().clamp_min(1)
+    log_mass = log_sphere_partition((scale / unit).square(), dimension, unit).unsqueeze(-1)
     return multipliers / (multipliers + operator_ridge * (-log_mass).exp())  # Λ itself overflows from β = 700 on
 
 
@@ -307,6 +309,7 @@ def asymptotic_scale(
     number("noise_variance", noise_variance, above=0)
     check_values(keys=keys, power=power)
     power = _power(power)
+    _check_sphere(power.shape[-1] - 1, dimension)
     n = torch.arange(power.shape[-1], dtype=torch.float64, device=power.device)
     roughness = ((n * (n + dimension - 2)).square() * power).sum()
     log_c = math.log(2) + 0.5 * math.log(math.pi) - (dimension - 1) * math.log(2) - math.lgamma(dimension / 2)
@@ -315,9 +318,14 @@ def asymptotic_scale(
 
 
 def _log_mean_square(scale: Tensor, dimension: int) -> Tensor:
-    """log E w² for w = e^{βk·q}/Λ(β)."""
-    once, twice = (log_sphere_partition((factor * scale).square(), dimension) for factor in (1, 2))
-    return twice - 2 * once
+    """log E w² for w = e^{βk·q}/Λ(β): log Λ(2β) − 2 log Λ(β)."""
+    large = scale > 1
+    small, far = torch.where(large, 1.0, scale), torch.where(large, scale, 1.0)
+    once, twice = (log_sphere_partition((factor * small).square(), dimension) for factor in (1, 2))
+    # For large β both logarithms are nearly 2β, and what each lacks of it is the whole result.
+    unit = far.detach()
+    short, long = (sphere_slack((factor * far / unit).square(), dimension, unit) for factor in (1, 2))
+    return torch.where(large, 2 * short - long, twice - 2 * once)
 
 
 def _keys(keys: Tensor | float) -> Tensor:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from massieu import duality
 from massieu.energy.base import is_potential
-from massieu.foundation.arguments import described, floating
+from massieu.foundation.arguments import check_one_device, described, floating
 from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, MissingFormError, Spin
 
 _ROUNDINGS = 16
-"""How many roundings of its dtype a point may lie outside the range of a map and still count as inside."""
+"""How many roundings a point may lie outside the range of a map and still count as inside."""
 
 
 class Activation(Value):
@@ -62,9 +62,10 @@ class Activation(Value):
 
     @final
     def conjugate(self, y: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
-        """L*(y) = sup x·y − L(x): finite on the closed range of the map, within roundings of y's dtype; +inf elsewhere.
+        """L*(y) = sup x·y − L(x): finite on the closed range of the map; +inf elsewhere.
 
-        Raises as the call.
+        A point that lies outside by roundings counts as inside: of float32 in float64 too, since what a map gave in
+        float32 may have been widened. Raises as the call.
         """
         activation, y, rounding = self._admit(y)
         return activation._conjugate(y, rounding)
@@ -96,10 +97,14 @@ class Activation(Value):
         name = type(self).__name__
         if floating(f"x of {name}", x).ndim == 0:
             raise ValueError(f"{name} needs x of shape (*batch, *query, d), got a scalar")
-        self._check_device(x=x)
+        for own in self._tensors():
+            # One number is on all devices, if it has a value.
+            if own.numel() > 1 or own.is_meta:
+                check_one_device(x=x, **{name: own})
         need_batch(name, "x", x.shape, *self._shape)
         activation, promoted = self._promoted(x, numbers_follow=True)
-        return activation, promoted, _ROUNDINGS * torch.finfo(x.dtype).eps
+        rounding = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
+        return activation, promoted, _ROUNDINGS * rounding
 
     @property
     def _shape(self) -> tuple[torch.Size | tuple[int, ...], tuple[int | str]]:

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from massieu import duality, measures
 from massieu.energy.activations.base import Activation
@@ -137,21 +138,28 @@ class _Normalisation(Activation):
         (radius, softening), offset = self._scales(y), self._offset(y)
         deviation = y if offset is None else y - offset
         inner = self._centred(deviation)
-        gap = radius.square() - inner.square().sum(-1)
+        # In units of the radius, whose square may be beyond the dtype's range.
+        gap = 1 - (inner / radius.unsqueeze(-1)).square().sum(-1)
         # What rounding may have made of a point of the range: of the point itself, and of what its bias moved.
-        slack = rounding * (radius + y.detach().norm(dim=-1) + deviation.detach().norm(dim=-1))
-        outside = (gap < -2 * radius * slack) | ((deviation - inner).detach().norm(dim=-1) > slack)
+        sizes = _length(y.detach(), 0.0) + _length(deviation.detach(), 0.0)
+        slack = rounding * (1 + sizes / radius)
+        outside = (gap < -2 * slack) | (_length((deviation - inner).detach(), 0.0) / radius > slack)
         # On the sphere itself the root has no derivative.
         within = ~(gap <= 0) & (softening > 0)
-        value = -torch.where(within, softening * gap, 1.0).sqrt()
+        value = -radius * torch.where(within, softening * gap, 1.0).sqrt()
         return torch.where(within, value, 0.0 * gap).masked_fill(outside, torch.inf)
 
 
 def _length(u: Tensor, softening: float) -> Tensor:
     """√(‖u‖² + s²), with derivative 0 where both are 0."""
-    square = u.square().sum(-1) + softening
+    # Squares of very large and very small numbers are beyond the dtype's range: those are measured in units of the largest.
+    largest = pad(u.detach().abs(), (0, 1), value=math.sqrt(softening)).amax(-1)
+    limit = math.sqrt(torch.finfo(u.dtype).max) / 2**10
+    extreme = ((largest > limit) | (largest < 1 / limit)) & (largest > 0) & largest.isfinite()
+    unit = torch.where(extreme, largest, 1.0)
+    square = (u / unit.unsqueeze(-1)).square().sum(-1) + softening / unit / unit
     origin = square == 0
-    return torch.where(origin, 0.0, torch.where(origin, 1.0, square).sqrt())
+    return torch.where(origin, 0.0, unit * torch.where(origin, 1.0, square).sqrt())
 
 
 class SphereProjection(_Normalisation):
