@@ -372,7 +372,7 @@ def _standard_error(query, key, weight, visible, features: int, rounding: Roundi
     """(E[exp((q + k)·(q + k′)) − 1]/m)^½ over two keys drawn by the attention weights."""
     tilted = rounding(rounding(query @ key.mT) + weight)
     visible = visible.expand(tilted.shape)
-    both = query.unsqueeze(-2) + key
+    both = query.unsqueeze(-2) + key.unsqueeze(-3)
     pairs = rounding(both @ both.mT) + tilted.unsqueeze(-1) + tilted.unsqueeze(-2)
     seen = (visible.unsqueeze(-1) & visible.unsqueeze(-2)).flatten(-2)
     _, level = normalised(F.pad(tilted, (0, 1)), F.pad(visible, (0, 1)), rounding)
@@ -428,9 +428,9 @@ def streaming(draws: Draws) -> Case:
         output = output.reshape(*shape.lead, value.shape[-1])
         return {"output": output, "log_partition": level, "level": level}
 
-    names = learned(draws, "query", "scale")
+    names, steps = learned(draws, "query", "scale"), max(1, -(-shape.keys // block_size))
     draws.say(learned=",".join(names))
-    return Case(draws.leaves, draws.views, kernel, explicit, names)
+    return Case(draws.leaves, draws.views, kernel, explicit, names, steps=steps)
 
 
 def partial(draws: Draws) -> Case:

@@ -127,6 +127,8 @@ def law(
 
 def normalised(tilted: Tensor, visible: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     """Probabilities and log Z, of one more or less visible entry in the last dimension; both 0 where none is."""
+    if tilted.shape[-1] == 0:
+        return tilted, tilted.sum(-1)
     empty = ~visible.any(-1, keepdim=True)
     top = tilted.detach().masked_fill(~visible, -math.inf).amax(-1, keepdim=True).masked_fill(empty, 0.0)
     weights = rounding((tilted - top).where(visible, 0.0).exp()).where(visible, 0.0)

@@ -13,7 +13,7 @@ Tensors = dict[str, Tensor]
 
 DRAWS = 6
 GRADIENT = "gradient"
-STAGES = 8
+STAGES = 16
 """A kernel has a few more roundings on its way than the formula, and adds up in another order."""
 
 
@@ -41,6 +41,9 @@ class Case:
 
     coarse: bool = False
     """Whether queries are multiplied by a scale before their scores are formed, and rounded to their dtype again."""
+
+    steps: int = 1
+    """How many times a running result is rounded, one block after the other."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,9 +98,10 @@ def _spread(case: Case, size: float, exact: Tensors, cotangents: Tensors) -> Ten
     largest = {name: torch.zeros_like(part, dtype=torch.float64) for name, part in exact.items()}
     for seed in range(DRAWS):
         for name, part in _explicit(case, Rounding(size, seed), cotangents).items():
-            move = torch.where(part == exact[name], 0.0, part.detach() - exact[name]).abs()
+            move = (part.detach() - exact[name]).nan_to_num(0.0).abs()
             largest[name] = torch.maximum(largest[name], move)
-    return {name: STAGES * (move + move.square().mean().nan_to_num().sqrt()) for name, move in largest.items()}
+    stages = STAGES * case.steps**0.5
+    return {name: stages * (move + move.square().mean().nan_to_num().sqrt()) for name, move in largest.items()}
 
 
 def _evaluate(
@@ -109,13 +113,12 @@ def _evaluate(
     total = dict(results)
     learned = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     parts = {name: part for name, part in results.items() if name not in (*case.constant, *case.unchecked)}
-    for order in range(1, 1 + case.order):
+    for order in range(1, 1 + case.order if learned else 1):
         loss = _loss(parts, kept, f"{order}", cotangents is None)
-        if not learned or not loss.requires_grad:
-            break
-        gradients = torch.autograd.grad(
-            loss, list(learned.values()), create_graph=order < case.order, allow_unused=True, materialize_grads=True
-        )
+        gradients = [torch.zeros_like(leaf) for leaf in learned.values()]
+        if loss.requires_grad:
+            options = {"create_graph": order < case.order, "allow_unused": True, "materialize_grads": True}
+            gradients = torch.autograd.grad(loss, list(learned.values()), **options)
         parts = {f"{GRADIENT} {order} of {name}": part for name, part in zip(learned, gradients, strict=True)}
         total |= parts
     return total, kept
