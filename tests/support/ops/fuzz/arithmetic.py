@@ -18,7 +18,17 @@ class Rounding:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        return _Moved.apply(numbers, self) if self.size else numbers  # pyright: ignore[reportReturnType]
+        return _Moved.apply(numbers, self, True) if self.size else numbers  # pyright: ignore[reportReturnType]
+
+    def cotangents(self, numbers: Tensor) -> Tensor:
+        """The same numbers, and only what comes back is moved: of terms that cancel, each has its rounding."""
+        return _Moved.apply(numbers, self, False) if self.size else numbers  # pyright: ignore[reportReturnType]
+
+    def bent(self, numbers: Tensor, softcap: float) -> Tensor:
+        """softcap·tanh(numbers/softcap), whose slope is formed as 1 − tanh²: it has an error of a rounding of 1."""
+        ratio = self(numbers / softcap)
+        slope_error = (self.factors(ratio.shape) - 1) * (ratio - ratio.detach())
+        return self(softcap * (torch.tanh(ratio) + slope_error))
 
     def factors(self, shape: torch.Size) -> Tensor:
         signs = 2.0 * torch.randint(2, shape, generator=self.generator) - 1
@@ -27,10 +37,10 @@ class Rounding:
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, numbers: Tensor, rounding: Rounding) -> Tensor:
+    def forward(ctx: Any, numbers: Tensor, rounding: Rounding, forwards: bool) -> Tensor:
         ctx.rounding = rounding
-        return numbers * rounding.factors(numbers.shape)
+        return numbers * rounding.factors(numbers.shape) if forwards else numbers.clone()
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
-        return ctx.rounding(cotangents[0]), None
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.rounding(cotangents[0]), None, None

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from massieu import ops
 from tests.support.ops.fuzz.arithmetic import Rounding
 from tests.support.ops.fuzz.attention_law import (
     AttentionDraw,
@@ -22,6 +21,8 @@ from tests.support.ops.fuzz.attention_law import (
 )
 from tests.support.ops.fuzz.case import Case, Tensors
 from tests.support.ops.fuzz.draws import DTYPES, Draws
+
+from massieu import ops
 
 REFUSED = "cannot be used here"
 """What the error of a backend says that refuses a problem: then the call takes the one that it prefers."""
@@ -71,7 +72,12 @@ def _draw_call(draws: Draws, value: bool = True, softcap: bool = True) -> tuple[
 
 
 def _case(
-    draws: Draws, drawn: AttentionDraw, dtype: torch.dtype, kernel: Callable[[Tensors], Tensors], explicit: Callable[[Tensors, Rounding], Tensors], **others
+    draws: Draws,
+    drawn: AttentionDraw,
+    dtype: torch.dtype,
+    kernel: Callable[[Tensors], Tensors],
+    explicit: Callable[[Tensors, Rounding], Tensors],
+    **others,
 ) -> Case:
     names = learned(draws, *ATTENTION_TENSORS, "vector")
     draws.say(learned=",".join(names))
@@ -100,7 +106,7 @@ def attention(draws: Draws) -> Case:
 
 
 def _output(drawn: AttentionDraw, law: Law, views: Tensors, rounding: Rounding) -> torch.Tensor:
-    keys, sink = law.probability.split([drawn.shape.keys, 1], -1)
+    keys, sink = law.attention.probability.split([drawn.shape.keys, 1], -1)
     output = rounding(rounding(keys) @ rounding(views["value"]).unsqueeze(-3))
     if "sink_value" in views:
         output = output + sink * per_query(drawn.shape, views["sink_value"], drawn.shape.value_size)
@@ -108,7 +114,7 @@ def _output(drawn: AttentionDraw, law: Law, views: Tensors, rounding: Rounding) 
 
 
 def _level(drawn: AttentionDraw, law: Law) -> torch.Tensor:
-    return law.hide(law.log_partition).reshape(drawn.shape.lead)
+    return law.hide(law.attention.log_partition).reshape(drawn.shape.lead)
 
 
 def log_partition(draws: Draws) -> Case:
@@ -177,18 +183,17 @@ MOMENTS = (
 
 
 def _moments(law: Law, rounding: Rounding) -> Tensors:
-    p, prior, scores = law.probability, law.prior, law.scores
+    p, prior, scores = law.attention.probability, law.prior.probability, law.scores
     top = scores.detach().masked_fill(~law.visible, -math.inf).amax(-1, keepdim=True)
     relative = rounding(scores - top.masked_fill(law.empty.unsqueeze(-1), 0.0)).where(law.visible, 0.0)
-    log_p = rounding(law.tilted - law.log_partition.unsqueeze(-1)).where(law.visible, 0.0)
     return {
-        "log_partition": law.hide(law.log_partition),
-        "entropy": -(p * log_p).sum(-1),
+        "log_partition": law.hide(law.attention.log_partition),
+        "entropy": -(p * law.attention.log_probability).sum(-1),
         "mean_score": (p * scores).sum(-1),
         "score_variance": _variance(p, relative, rounding),
         "max_weight": p.amax(-1),
         "collision": p.square().sum(-1),
-        "prior_log_partition": law.hide(law.prior_log_partition),
+        "prior_log_partition": law.hide(law.prior.log_partition),
         "prior_mean_score": (prior * scores).sum(-1),
         "prior_score_variance": _variance(prior, rounding(relative), rounding),
         "max_score": scores.masked_fill(~law.visible, -math.inf).amax(-1),
@@ -205,7 +210,12 @@ def _wrong_positions(drawn: AttentionDraw, law: Law, position: torch.Tensor, dty
     scores = F.pad(scores, (1, 0), value=-math.inf).reshape(*drawn.shape.lead, keys + 1)
     largest = scores.amax(-1)
     at_place = scores.gather(-1, position.unsqueeze(-1) + 1).squeeze(-1)
-    room = 64 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (1 + scores.where(scores > -math.inf, 0.0).abs().amax(-1)) * drawn.shape.size
+    room = (
+        64
+        * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        * (1 + scores.where(scores > -math.inf, 0.0).abs().amax(-1))
+        * drawn.shape.size
+    )
     right = (at_place >= largest - room) | ((largest == -math.inf) & (position == -1))
     return [] if bool(right.all()) else [f"max_position: {int((~right).sum())} of {right.numel()} wrong"]
 
@@ -223,10 +233,12 @@ def attention_received(draws: Draws) -> Case:
 
     def explicit(views: Tensors, rounding: Rounding) -> Tensors:
         law = drawn.law(views, rounding)
-        total = rounding(law.probability[..., :-1].sum(-2))
+        total = rounding(law.attention.probability[..., :-1].sum(-2))
         lengths = (drawn.positions.documents or ([], [drawn.shape.keys]))[1]
         wholes = [rounding(part.sum(-1, keepdim=True)) for part in total.split(lengths, -1)]
-        parts = [part / whole.where(whole != 0, 1.0) for part, whole in zip(total.split(lengths, -1), wholes, strict=True)]
+        parts = [
+            part / whole.where(whole != 0, 1.0) for part, whole in zip(total.split(lengths, -1), wholes, strict=True)
+        ]
         form = (*drawn.shape.lead[:-1], drawn.shape.keys)
         return {"total": total.reshape(form), "share": torch.cat(parts, -1).reshape(form)}
 
@@ -252,7 +264,7 @@ def fisher_vp(draws: Draws) -> Case:
         law = drawn.law(views, rounding)
         # Rounded as numbers about the mean of those that may be seen: the covariance knows no other origin.
         key = F.pad(views["key"], (0, 0, 0, 1)).unsqueeze(-3)
-        p = law.probability
+        p = law.attention.probability
         deviation = rounding(key.unsqueeze(-3) - (p @ key).unsqueeze(-2))
         vector = drawn.shape.apart(rounding(views["vector"]))
         change = rounding(torch.einsum("...lnd,...ld->...ln", deviation, vector))
@@ -282,8 +294,8 @@ def resample_attention(draws: Draws) -> Case:
 
     def explicit(views: Tensors, rounding: Rounding) -> Tensors:
         law = drawn.law(views, rounding)
-        size = rounding(1 / law.probability.square().sum(-1).where(~law.empty, 1.0)).where(~law.empty, 0.0)
-        offspring = rounding(law.probability[..., :-1].sum(-2))
+        size = rounding(1 / law.attention.probability.square().sum(-1).where(~law.empty, 1.0)).where(~law.empty, 0.0)
+        offspring = rounding(law.attention.probability[..., :-1].sum(-2))
         return {
             "effective_size": size.reshape(drawn.shape.lead),
             "offspring": offspring.reshape(*drawn.shape.lead[:-1], drawn.shape.keys),
@@ -298,7 +310,7 @@ def resample_attention(draws: Draws) -> Case:
 def _wrong_draws(drawn: AttentionDraw, law: Law, views: Tensors, results: Tensors) -> list[str]:
     """A draw is a key that may be seen, −1 if there is none, and its sample the value of that key."""
     shape, index = drawn.shape, results["indices"]
-    law_of_keys = law.probability[..., :-1].reshape(*shape.lead, shape.keys)
+    law_of_keys = law.attention.probability[..., :-1].reshape(*shape.lead, shape.keys)
     none = law.empty.reshape(shape.lead).unsqueeze(-1)
     padded = F.pad(law_of_keys, (1, 0))
     chance = padded.gather(-1, index + 1)
@@ -335,11 +347,19 @@ def random_feature_log_partition(draws: Draws) -> Case:
 
     names = learned(draws, "query", "key", "log_weight")
     draws.say(learned=",".join(names))
-    return Case(draws.leaves, draws.views, kernel, explicit, names, order_of(draws, dtype), constant=("standard_error",))
+    return Case(
+        draws.leaves, draws.views, kernel, explicit, names, order_of(draws, dtype), constant=("standard_error",)
+    )
 
 
 def _features(
-    shape: AttentionShape, scale: float | None, features: int, seed: int, dtype: torch.dtype, views: Tensors, rounding: Rounding
+    shape: AttentionShape,
+    scale: float | None,
+    features: int,
+    seed: int,
+    dtype: torch.dtype,
+    views: Tensors,
+    rounding: Rounding,
 ) -> Tensors:
     """log Ẑ, and (Var Ẑ)^½/Z from both keys of every pair."""
     scale = shape.size**-0.5 if scale is None else scale
@@ -361,7 +381,7 @@ def _features(
     seen = visible.unsqueeze(-2).expand(tilted.shape).flatten(-2)
     flat, seen = F.pad(tilted.flatten(-2), (0, 1)), F.pad(seen, (0, 1))
     empty = ~seen.any(-1)
-    level = normalised(flat, seen, rounding)[1] - math.log(features)
+    level = normalised(flat, seen, rounding).log_partition - math.log(features)
     return {
         "log_partition": level.masked_fill(empty, -math.inf).reshape(shape.lead),
         "standard_error": _standard_error(query, key, weight, visible, features, rounding).reshape(shape.lead),
@@ -375,8 +395,8 @@ def _standard_error(query, key, weight, visible, features: int, rounding: Roundi
     both = query.unsqueeze(-2) + key.unsqueeze(-3)
     pairs = rounding(both @ both.mT) + tilted.unsqueeze(-1) + tilted.unsqueeze(-2)
     seen = (visible.unsqueeze(-1) & visible.unsqueeze(-2)).flatten(-2)
-    _, level = normalised(F.pad(tilted, (0, 1)), F.pad(visible, (0, 1)), rounding)
-    _, level_of_pairs = normalised(F.pad(rounding(pairs.flatten(-2)), (0, 1)), F.pad(seen, (0, 1)), rounding)
+    *_, level = normalised(F.pad(tilted, (0, 1)), F.pad(visible, (0, 1)), rounding)
+    *_, level_of_pairs = normalised(F.pad(rounding(pairs.flatten(-2)), (0, 1)), F.pad(seen, (0, 1)), rounding)
     excess = torch.expm1(rounding(level_of_pairs) - 2 * rounding(level))
     return (rounding(excess).clamp_min(0) / features).sqrt().where(visible.any(-1), 0.0)
 
@@ -423,7 +443,7 @@ def streaming(draws: Draws) -> Case:
             given["log_weight"] = weight
         law = drawn.law(given, rounding)
         value = views["values"].expand(*shape.batch, *views["values"].shape) if has_values else points
-        output = rounding(rounding(law.probability[..., :-1]) @ rounding(value).unsqueeze(-3))
+        output = rounding(rounding(law.attention.probability[..., :-1]) @ rounding(value).unsqueeze(-3))
         level = _level(drawn, law)
         output = output.reshape(*shape.lead, value.shape[-1])
         return {"output": output, "log_partition": level, "level": level}
@@ -439,7 +459,11 @@ def partial(draws: Draws) -> Case:
     level_shape = (*shape[:dim], parts, *shape[dim:])
     size = draws.choice([1, 3])
     hidden = draws.choice([0.0, 0.3, 0.7])
-    draws.add("level", level_shape, lambda *s: (2 * draws.normal(*s)).masked_fill(draws.normal(*s).abs() < hidden, -math.inf).to(dtype))
+    draws.add(
+        "level",
+        level_shape,
+        lambda *s: (2 * draws.normal(*s)).masked_fill(draws.normal(*s).abs() < hidden, -math.inf).to(dtype),
+    )
     draws.add_numbers("mean", (*level_shape, size), dtype)
     by_merge = draws.chance(0.5)
     draws.say(by_merge=by_merge, dim=dim)
@@ -455,7 +479,7 @@ def partial(draws: Draws) -> Case:
     def explicit(views: Tensors, rounding: Rounding) -> Tensors:
         level = F.pad(views["level"].movedim(dim, -1), (0, 1))
         visible = (level > -math.inf) & (torch.arange(parts + 1) < parts)
-        p, total = normalised(rounding(level.where(visible, 0.0)), visible, rounding)
+        p, _, total = normalised(rounding(level.where(visible, 0.0)), visible, rounding)
         mean = (p[..., :-1].unsqueeze(-1) * rounding(views["mean"]).movedim(dim, -2)).sum(-2)
         return {"log_partition": total.masked_fill(~visible.any(-1), -math.inf), "mean": rounding(mean)}
 

@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from massieu.ops import Documents
 from tests.support.ops.fuzz.arithmetic import Rounding
 from tests.support.ops.fuzz.draws import Draws
 from torch import Tensor
+
+from massieu.ops import Documents
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,10 @@ class Law:
     """Scores, log-weights and probabilities (*batch, Hk, G, L, N + 1): the last key is the sink, hidden if there is none."""
 
     scores: Tensor
-    tilted: Tensor
-    """Scores with their log-weights, finite."""
     visible: Tensor
-    probability: Tensor
-    log_partition: Tensor
-    """0 where nothing is visible."""
-    prior: Tensor
-    prior_log_partition: Tensor
+    attention: "Normalised"
+    prior: "Normalised"
+    """Of the log-weights alone."""
 
     @property
     def empty(self) -> Tensor:
@@ -99,14 +97,20 @@ class Law:
 
 
 def law(
-    shape: AttentionShape, positions: Positions, softcap: float | None, views: dict, scale: float | None, sink: float | None, rounding: Rounding
+    shape: AttentionShape,
+    positions: Positions,
+    softcap: float | None,
+    views: dict,
+    scale: float | None,
+    sink: float | None,
+    rounding: Rounding,
 ) -> Law:
     """From the tensors of a call by name, or numbers for scale and sink."""
     query, key = shape.apart(rounding(views["query"])), rounding(views["key"]).unsqueeze(-3)
     factor = per_query(shape, views["scale"]) if "scale" in views else (shape.size**-0.5 if scale is None else scale)
     scores = rounding(rounding(query @ key.mT) * factor)
     if softcap is not None:
-        scores = rounding(softcap * torch.tanh(scores / softcap))
+        scores = rounding.bent(scores, softcap)
     visible = positions.visible(shape.length, shape.keys).expand(scores.shape)
     weight = torch.zeros_like(scores)
     if "log_weight" in views:
@@ -120,20 +124,36 @@ def law(
         level = per_query(shape, views["sink"]).squeeze(-1).expand(scores.shape[:-1])
     scores, weight = F.pad(scores, (0, 1)), torch.cat([weight, level.where(level > -math.inf, 0.0).unsqueeze(-1)], -1)
     visible = torch.cat([visible, (level > -math.inf).unsqueeze(-1)], -1)
-    tilted = rounding(scores + weight)
-    probability, log_partition = normalised(tilted, visible, rounding)
-    return Law(scores, tilted, visible, probability, log_partition, *normalised(weight, visible, rounding))
+    attention = normalised(rounding(scores + weight), visible, rounding)
+    return Law(scores, visible, attention, normalised(weight, visible, rounding))
 
 
-def normalised(tilted: Tensor, visible: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Probabilities and log Z, of one more or less visible entry in the last dimension; both 0 where none is."""
+class Normalised(NamedTuple):
+    """Probabilities, their logarithms and log Z; all 0 for what is hidden, and where nothing is visible."""
+
+    probability: Tensor
+    log_probability: Tensor
+    log_partition: Tensor
+
+
+def normalised(tilted: Tensor, visible: Tensor, rounding: Rounding) -> Normalised:
+    """Of the visible entries in the last dimension.
+
+    All is relative to the largest entry, which is left out of the sum: so small logarithms keep their digits in float64.
+    """
     if tilted.shape[-1] == 0:
-        return tilted, tilted.sum(-1)
+        return Normalised(tilted, tilted, tilted.sum(-1))
     empty = ~visible.any(-1, keepdim=True)
-    top = tilted.detach().masked_fill(~visible, -math.inf).amax(-1, keepdim=True).masked_fill(empty, 0.0)
-    weights = rounding((tilted - top).where(visible, 0.0).exp()).where(visible, 0.0)
-    total = rounding(weights.sum(-1, keepdim=True)).where(~empty, 1.0)
-    return rounding(weights / total), (rounding(total.log()) + top).squeeze(-1)
+    place = tilted.detach().masked_fill(~visible, -math.inf).argmax(-1, keepdim=True)
+    top = rounding.cotangents(tilted.gather(-1, place))
+    relative = rounding(rounding.cotangents(tilted) - top).where(visible, 0.0)
+    weights = rounding(relative.exp()).where(visible, 0.0)
+    others = torch.ones_like(visible).scatter(-1, place, False)
+    log_total = rounding(torch.log1p(rounding(weights.where(others, 0.0).sum(-1, keepdim=True))))
+    log_probability = rounding(relative - log_total).where(visible, 0.0)
+    probability = rounding(log_probability.exp()).where(visible, 0.0)
+    level = rounding(log_total + top).where(~empty, 0.0).squeeze(-1)
+    return Normalised(probability, log_probability, level)
 
 
 def per_query(shape: AttentionShape, given: Tensor, size: int = 1) -> Tensor:
@@ -168,9 +188,13 @@ class AttentionDraw:
         return law(self.shape, self.positions, self.softcap, views, self.scale, self.sink, rounding)
 
 
-def draw_attention(draws: Draws, dtype: torch.dtype, value: bool = True, four: bool = False, long: bool = True) -> AttentionDraw:
+def draw_attention(
+    draws: Draws, dtype: torch.dtype, value: bool = True, four: bool = False, long: bool = True
+) -> AttentionDraw:
     """Shapes, query, key and, if wanted, value; everything else as it is by default."""
-    batch = draws.choice([(2,), (1,), (3,)]) if four else draws.choice([(), (1,), (2,), (2,), (3,), (2, 1), (1, 2), (2, 2)])
+    batch = (
+        draws.choice([(2,), (1,), (3,)]) if four else draws.choice([(), (1,), (2,), (2,), (3,), (2, 1), (1, 2), (2, 2)])
+    )
     length, keys = draws.length(), draws.length()
     key_heads, group = draws.choice([1, 1, 2, 3]), draws.choice([1, 1, 2, 3])
     if long and draws.chance(0.08):

@@ -77,9 +77,7 @@ def _exact(leaf: Tensor) -> Tensor:
 
 def _leaves(case: Case, change: Callable[[Tensor], Tensor]) -> Tensors:
     """Copies, which require gradients where they are learned."""
-    return {
-        name: change(leaf).clone().requires_grad_(name in case.learned) for name, leaf in case.leaves.items()
-    }
+    return {name: change(leaf).clone().requires_grad_(name in case.learned) for name, leaf in case.leaves.items()}
 
 
 def _views(case: Case, leaves: Tensors) -> Tensors:

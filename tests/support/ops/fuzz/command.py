@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from massieu import ops
 from tests.support.ops.fuzz import attention_kernels, loss_kernels
 from tests.support.ops.fuzz.case import Case, errors
 from tests.support.ops.fuzz.draws import Draws
+
+from massieu import ops
 
 GENERATORS: dict[str, Callable[[Draws], Case]] = {
     "Partial": attention_kernels.partial,

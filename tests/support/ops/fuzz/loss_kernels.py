@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from massieu import ops
 from tests.support.ops.fuzz.arithmetic import Rounding
 from tests.support.ops.fuzz.attention_kernels import learned, order_of
 from tests.support.ops.fuzz.attention_law import normalised
@@ -14,16 +13,27 @@ from tests.support.ops.fuzz.case import Case, Tensors
 from tests.support.ops.fuzz.draws import DTYPES, Draws
 from torch import Tensor
 
+from massieu import ops
+
 IGNORED = -100
 
 
-def _case(draws: Draws, dtype: torch.dtype, kernel: Callable[[Tensors], Tensors], explicit: Callable, *names: str, **others: Any) -> Case:
+def _case(
+    draws: Draws,
+    dtype: torch.dtype,
+    kernel: Callable[[Tensors], Tensors],
+    explicit: Callable,
+    *names: str,
+    **others: Any,
+) -> Case:
     chosen = learned(draws, *names)
     draws.say(learned=",".join(chosen))
     return Case(draws.leaves, draws.views, kernel, explicit, chosen, order_of(draws, dtype), **others)
 
 
-def _draw_head(draws: Draws, dtype: torch.dtype, lead: tuple[int, ...], words: int, prefix: str = "", hidden: bool = True) -> None:
+def _draw_head(
+    draws: Draws, dtype: torch.dtype, lead: tuple[int, ...], words: int, prefix: str = "", hidden: bool = True
+) -> None:
     """Hidden states, a vocabulary's weight, and a bias that hides some words, but never the first."""
     size, spread = draws.choice([1, 2, 5, 16]), draws.choice([0.1, 1.0, 2.0])
     draws.add_numbers(f"{prefix}hidden", (*lead, size), dtype, spread)
@@ -57,7 +67,9 @@ def _draw_targets(draws: Draws, lead: tuple[int, ...], words: int) -> None:
     draws.add("target", lead, make)
 
 
-def _logits(views: Tensors, softcap: float | None, temperature: Any, rounding: Rounding, prefix: str = "") -> tuple[Tensor, Tensor]:
+def _logits(
+    views: Tensors, softcap: float | None, temperature: Any, rounding: Rounding, prefix: str = ""
+) -> tuple[Tensor, Tensor]:
     """Finite logits (*lead, V), and which words are visible."""
     hidden, weight = rounding(views[f"{prefix}hidden"]), rounding(views[f"{prefix}weight"])
     logits = rounding(hidden @ weight.mT)
@@ -67,7 +79,7 @@ def _logits(views: Tensors, softcap: float | None, temperature: Any, rounding: R
         visible = (bias > -math.inf).expand(logits.shape)
         logits = rounding(logits + bias.where(bias > -math.inf, 0.0))
     if softcap is not None:
-        logits = rounding(softcap * rounding(torch.tanh(rounding(logits / softcap))))
+        logits = rounding.bent(logits, softcap)
     return rounding(logits / temperature), visible
 
 
@@ -88,12 +100,10 @@ def token_statistics(draws: Draws) -> Case:
     def explicit(views: Tensors, rounding: Rounding) -> Tensors:
         temperature = views["temperature"].reshape(()) if "temperature" in views else number
         logits, visible = _logits(views, softcap, temperature, rounding)
-        p, level = normalised(logits, visible, rounding)
+        p, log_p, level = normalised(logits, visible, rounding)
         counted = views["target"] != IGNORED
-        own = logits.gather(-1, views["target"].where(counted, 0).unsqueeze(-1)).squeeze(-1)
-        log_p = rounding(logits - level.unsqueeze(-1)).where(visible, 0.0)
         numbers = {
-            "log_probability": rounding(own - level),
+            "log_probability": log_p.gather(-1, views["target"].where(counted, 0).unsqueeze(-1)).squeeze(-1),
             "entropy": -rounding(p * log_p).sum(-1),
             "log_partition": level,
             "largest_probability": p.amax(-1).detach(),
@@ -112,7 +122,10 @@ def _wrong_ranks(views: Tensors, rank: Tensor, dtype: torch.dtype) -> list[str]:
     logits, visible = _logits(views, None, 1.0, Rounding())
     counted = views["target"] != IGNORED
     own = logits.gather(-1, views["target"].where(counted, 0).unsqueeze(-1))
-    size = torch.linalg.vector_norm(views["hidden"], dim=-1, keepdim=True) * torch.linalg.vector_norm(views["weight"], dim=-1).amax()
+    size = (
+        torch.linalg.vector_norm(views["hidden"], dim=-1, keepdim=True)
+        * torch.linalg.vector_norm(views["weight"], dim=-1).amax()
+    )
     room = 8 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (1 + size + logits.abs())
     most, least = (((logits > own + sign * room) & visible).sum(-1) for sign in (-1, 1))
     # The target itself is within its own room.
@@ -150,11 +163,9 @@ def token_divergence(draws: Draws) -> Case:
         views = views | biases(views)
         logits, visible = _logits(views, softcap, temperature, rounding)
         others, _ = _logits(views, other_softcap, temperature, rounding, "other_")
-        p, level = normalised(logits, visible, rounding)
-        q, other_level = normalised(others, visible, rounding)
-        # Of the top logits, so that the constant that a law does not see is not rounded.
-        c = (logits - level.unsqueeze(-1)) - (others - other_level.unsqueeze(-1))
-        c = c.where(visible, 0.0)
+        p, log_p, _ = normalised(logits, visible, rounding)
+        q, log_q, _ = normalised(others, visible, rounding)
+        c = log_p - log_q
         kept = views["target"] != IGNORED if has_target else torch.ones(lead, dtype=torch.bool)
         # Terms that are all at least 0, as p − q sums to 0.
         forward = rounding(p * (torch.expm1(-c) + c)).sum(-1)
@@ -189,15 +200,14 @@ def linear_cross_entropy(draws: Draws) -> Case:
 
     def explicit(views: Tensors, rounding: Rounding) -> Tensors:
         logits, visible = _logits(views, softcap, 1.0, rounding)
-        _, level = normalised(logits, visible, rounding)
-        surprise = rounding(level.unsqueeze(-1) - logits).where(visible, 0.0)
+        _, log_p, level = normalised(logits, visible, rounding)
         factor = views["class_weight"] if "class_weight" in views else torch.ones(words, dtype=torch.float64)
         counted = torch.ones(lead, dtype=torch.bool) if probabilities else views["target"] != IGNORED
         place = None if probabilities else views["target"].where(counted, 0)
         share = views["target"] if place is None else F.one_hot(place, words).double()
         part = torch.ones(lead, dtype=torch.float64) if place is None else factor[place]
         target = rounding((1 - smoothing) * share + smoothing / words) * factor
-        loss = rounding(target * surprise).sum(-1) + z_loss * part * rounding(level.square())
+        loss = rounding(-target * log_p).sum(-1) + z_loss * part * rounding(level.square())
         loss, part = (numbers.where(counted, 0.0) for numbers in (rounding(loss), part))
         return {"loss": _reduced(loss, part, reduction, lengths, rounding), "log_partition": level}
 
@@ -240,7 +250,9 @@ def info_nce(draws: Draws) -> Case:
     number = draws.choice([1.0, 0.5, 2])
     if draws.chance(0.5):
         of_dtype = draws.choice([dtype, torch.float32])
-        draws.add("temperature", draws.choice([(), (1,)]), lambda *s: (0.3 + draws.normal(*s).abs()).to(of_dtype), plain=True)
+        draws.add(
+            "temperature", draws.choice([(), (1,)]), lambda *s: (0.3 + draws.normal(*s).abs()).to(of_dtype), plain=True
+        )
     draws.say(symmetric=symmetric, temperature=number)
 
     def kernel(views: Tensors) -> Tensors:
@@ -262,7 +274,17 @@ def info_nce(draws: Draws) -> Case:
         pairs, of_keys, visible = _pair_weights(views, scores, positive, kind)
         losses, levels = zip(
             _excess(scores, pairs + of_keys, visible, positive, rounding),
-            *([_excess(*(part[:, :keys].mT for part in (scores, pairs, _of_pairs(visible, views, kind))), positive, rounding)] if symmetric else []),
+            *(
+                [
+                    _excess(
+                        *(part[:, :keys].mT for part in (scores, pairs, _of_pairs(visible, views, kind))),
+                        positive,
+                        rounding,
+                    )
+                ]
+                if symmetric
+                else []
+            ),
             strict=True,
         )
         loss = torch.stack(losses).mean(-1).mean()
@@ -291,12 +313,18 @@ def _of_pairs(visible: Tensor, views: Tensors, kind: str) -> Tensor:
     return torch.ones_like(visible) if kind == "keys" else visible
 
 
-def _excess(scores: Tensor, weight: Tensor, visible: Tensor, positive: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+def _excess(
+    scores: Tensor, weight: Tensor, visible: Tensor, positive: Tensor, rounding: Rounding
+) -> tuple[Tensor, Tensor]:
     """log Z − the positive's score, 0 where nothing is visible, and log Z."""
-    _, level = normalised(rounding(scores + weight), visible, rounding)
+    tilted = rounding(scores + weight)
+    # A hidden positive attracts all the same, and has no log-weight.
+    place = positive.unsqueeze(1)
+    own, weight_of_own, seen = (part.gather(1, place).squeeze(1) for part in (scores, weight, visible))
+    _, log_p, level = normalised(tilted, visible, rounding)
+    excess = torch.where(seen, weight_of_own - log_p.gather(1, place).squeeze(1), level - own)
     empty = ~visible.any(-1)
-    own = scores.gather(1, positive.unsqueeze(1)).squeeze(1)
-    return rounding(level - own).where(~empty, 0.0), level.masked_fill(empty, -math.inf)
+    return rounding(excess).where(~empty, 0.0), level.masked_fill(empty, -math.inf)
 
 
 def n_pairs(draws: Draws) -> Case:
@@ -346,8 +374,8 @@ def nca(draws: Draws) -> Case:
         scores = rounding(rounding(2 * point @ rounding(point).mT) - norm) - norm.unsqueeze(1)
         other = ~torch.eye(count, dtype=torch.bool)
         alike = other & (views["labels"].unsqueeze(1) == views["labels"])
-        _, everyone = normalised(scores, other, rounding)
-        _, peers = normalised(scores, alike, rounding)
+        *_, everyone = normalised(scores, other, rounding)
+        *_, peers = normalised(scores, alike, rounding)
         counted = alike.any(1)
         loss = rounding(everyone - peers).where(counted, 0.0).sum() / counted.sum()
         return {"loss": rounding(loss), "log_partition": everyone}
