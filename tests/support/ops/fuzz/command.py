@@ -2,9 +2,12 @@
 
 import argparse
 import collections
+import contextlib
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 from tests.support.ops.fuzz import attention_kernels, loss_kernels
 from tests.support.ops.fuzz.case import Case, errors
@@ -85,12 +88,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--kernel", choices=sorted(GENERATORS), help="this kernel alone")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no new case after so many seconds")
+    parser.add_argument(
+        "--compiled", action="store_true", help="by FlexAttention too: minutes of compilations on a device"
+    )
     given = parser.parse_args(arguments)
     for name in uncovered():
         print(f"not covered: {name}")
+    with contextlib.ExitStack() as stack:
+        if not given.compiled:
+            stack.enter_context(without_flex())
+        return run(given)
+
+
+def without_flex() -> contextlib.AbstractContextManager[object]:
+    """Leave FlexAttention out of what "auto" prefers."""
+    module = importlib.import_module("massieu.ops.attention")
+    eager = tuple(backend for backend in module.BACKENDS if backend.name != "flex")
+    return mock.patch.object(module, "BACKENDS", eager)
+
+
+def run(given: argparse.Namespace) -> int:
+    """The cases, one after the other."""
     start, counts, wrong = time.monotonic(), collections.Counter(), 0
     indices = range(given.first, given.first + given.cases)
     for found in failures(given.seed, indices, given.device, given.kernel):
+        if time.monotonic() - start > given.seconds:
+            break
         if isinstance(found, str):
             counts[found] += 1
             continue
