@@ -24,6 +24,7 @@ def test_random_calls(kernel):
     assert not wrong, wrong[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("part", ["output", "gradient 1 of query", "log_partition"])
 def test_an_error_of_a_billionth_is_noticed(part):
     """In float64, in a result or in a gradient: a bound that excuses it would be no bound."""

@@ -149,10 +149,12 @@ def normalised(tilted: Tensor, visible: Tensor, rounding: Rounding) -> Normalise
     relative = rounding(rounding.cotangents(tilted) - top).where(visible, 0.0)
     weights = rounding(relative.exp()).where(visible, 0.0)
     others = torch.ones_like(visible).scatter(-1, place, False)
-    log_total = rounding(torch.log1p(rounding(weights.where(others, 0.0).sum(-1, keepdim=True))))
+    rest = rounding(weights.where(others, 0.0).sum(-1, keepdim=True))
+    log_total = rounding(torch.log1p(rest))
     log_probability = rounding(relative - log_total).where(visible, 0.0)
     probability = rounding(log_probability.exp()).where(visible, 0.0)
-    level = rounding(log_total + top).where(~empty, 0.0).squeeze(-1)
+    # A log Z near 0 is as far off as Z is.
+    level = rounding(rounding(1 + rest).log() + top).where(~empty, 0.0).squeeze(-1)
     return Normalised(probability, log_probability, level)
 
 

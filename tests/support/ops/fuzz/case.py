@@ -99,7 +99,12 @@ def _spread(case: Case, size: float, exact: Tensors, cotangents: Tensors) -> Ten
             move = (part.detach() - exact[name]).nan_to_num(0.0).abs()
             largest[name] = torch.maximum(largest[name], move)
     stages = STAGES * case.steps**0.5
-    return {name: stages * (move + move.square().mean().nan_to_num().sqrt()) for name, move in largest.items()}
+    return {name: stages * (move + _typical(move)) for name, move in largest.items()}
+
+
+def _typical(moves: Tensor) -> Tensor:
+    """Root mean square of those that are not 0, as all are of a leaf that is not in the view."""
+    return moves.square().sum().div((moves > 0).sum().clamp_min(1)).sqrt()
 
 
 def _evaluate(
