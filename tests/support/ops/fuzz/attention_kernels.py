@@ -186,9 +186,11 @@ def _moments(law: Law, rounding: Rounding) -> Tensors:
     p, prior, scores = law.attention.probability, law.prior.probability, law.scores
     top = scores.detach().masked_fill(~law.visible, -math.inf).amax(-1, keepdim=True)
     relative = rounding(scores - top.masked_fill(law.empty.unsqueeze(-1), 0.0)).where(law.visible, 0.0)
+    # An entropy is the difference of log Z and a mean, each as large as the scores' spread.
+    spread = 1 + relative.detach().abs().amax(-1)
     return {
         "log_partition": law.hide(law.attention.log_partition),
-        "entropy": -(p * law.attention.log_probability).sum(-1),
+        "entropy": -(p * law.attention.log_probability).sum(-1) + (rounding(spread) - spread),
         "mean_score": (p * scores).sum(-1),
         "score_variance": _variance(p, relative, rounding),
         "max_weight": p.amax(-1),

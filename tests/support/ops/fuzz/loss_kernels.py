@@ -368,8 +368,7 @@ def nca(draws: Draws) -> Case:
         return ops.nca(views["embedding"], views["labels"], return_log_partition=True)._asdict()
 
     def explicit(views: Tensors, rounding: Rounding) -> Tensors:
-        # About the mean, whose rounding every number shares.
-        point = rounding(views["embedding"] - views["embedding"].mean(0).detach())
+        point = rounding(views["embedding"] - rounding(views["embedding"].mean(0).detach()))
         norm = rounding(point.square().sum(-1))
         scores = rounding(rounding(2 * point @ rounding(point).mT) - norm) - norm.unsqueeze(1)
         other = ~torch.eye(count, dtype=torch.bool)
@@ -416,7 +415,8 @@ def binary_nce(draws: Draws) -> Case:
             logit = density.where(~sure, 0.0) - level - noise.where(~sure, 0.0) - math.log(ratio)
             logit = rounding(sign * rounding(logit))
             both = torch.stack([torch.zeros_like(logit), -logit], -1)
-            return rounding(torch.logsumexp(both, -1)).where(~sure, 0.0).sum()
+            _, log_p, _ = normalised(both, torch.ones_like(both, dtype=torch.bool), rounding)
+            return rounding(-log_p[..., 0]).where(~sure, 0.0).sum()
 
         loss = surprise("data", 1) / views["data_log_noise"].numel()
         return {"loss": rounding(loss + surprise("noise", -1) / views["data_log_noise"].numel())}
