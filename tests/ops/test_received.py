@@ -289,6 +289,24 @@ def test_queries_that_see_no_key_give_nothing(backend):
     assert (total[:, :, 5:] == 0).all() and (total[:, :, :5] > 0).all()
 
 
+@every_row("backend", ["fused", "blocks", "reference"])
+@every_row("hides", ["mask", "mask of pairs", "window"])
+def test_queries_that_see_the_sink_alone_give_nothing(hides, backend):
+    """Their log Z is finite, and what they hold, NaN too, is nobody's."""
+    query, key = inputs(20, 20, 2, 2)
+    options = {"sink": 0.3}
+    keep = (torch.arange(20) != 7).unsqueeze(1)
+    shut = 7 if hides != "window" else 19
+    if hides == "window":
+        options |= {"window": 1, "query_offset": 2}
+    else:
+        options["log_weight"] = keep if hides == "mask" else keep.expand(20, 20)
+    wanted = explicit.received(query, key, **options)
+    query[:, :, shut] = math.nan
+    found = ops.attention_received(query, key, **options, backend=backend).total
+    torch.testing.assert_close(found, wanted)
+
+
 def test_extremes():
     query, key = inputs(16, 16, dtype=torch.float32)
     for size in (0.0, 1e-20, 60.0, 1e4):

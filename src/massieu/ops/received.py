@@ -124,7 +124,7 @@ def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBacken
         lost = lost if shut is None else lost & ~shut
         level = level.masked_fill(silent, -torch.inf)
         query = query.masked_fill(silent.unsqueeze(-1), 0.0)
-    if weight is not None and weight.shape[4] == 1 < weight.shape[3]:
+    if weight is not None and weight.shape[4] == 1 != weight.shape[3]:
         # Booleans of queries have said all that they say: which are shut.
         if weight.is_floating_point():
             level = (level + weight.squeeze(4)).masked_fill(silent, -torch.inf)
