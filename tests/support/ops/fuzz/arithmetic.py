@@ -30,6 +30,10 @@ class Rounding:
         slope_error = (self.factors(ratio.shape) - 1) * (ratio - ratio.detach())
         return self(softcap * (torch.tanh(ratio) + slope_error))
 
+    def of_one(self, like: Tensor) -> Tensor:
+        """What is added to a logarithm whose argument, near 1, is rounded."""
+        return self.factors(like.shape) - 1
+
     def factors(self, shape: torch.Size) -> Tensor:
         signs = 2.0 * torch.randint(2, shape, generator=self.generator) - 1
         return 1 + self.size * signs.double()

@@ -207,6 +207,7 @@ def linear_cross_entropy(draws: Draws) -> Case:
         share = views["target"] if place is None else F.one_hot(place, words).double()
         part = torch.ones(lead, dtype=torch.float64) if place is None else factor[place]
         target = rounding((1 - smoothing) * share + smoothing / words) * factor
+        log_p = log_p + rounding.of_one(log_p)
         loss = rounding(-target * log_p).sum(-1) + z_loss * part * rounding(level.square())
         loss, part = (numbers.where(counted, 0.0) for numbers in (rounding(loss), part))
         return {"loss": _reduced(loss, part, reduction, lengths, rounding), "log_partition": level}
@@ -324,7 +325,8 @@ def _excess(
     _, log_p, level = normalised(tilted, visible, rounding)
     excess = torch.where(seen, weight_of_own - log_p.gather(1, place).squeeze(1), level - own)
     empty = ~visible.any(-1)
-    return rounding(excess).where(~empty, 0.0), level.masked_fill(empty, -math.inf)
+    excess = rounding(excess) + rounding.of_one(excess)
+    return excess.where(~empty, 0.0), level.masked_fill(empty, -math.inf)
 
 
 def n_pairs(draws: Draws) -> Case:
