@@ -364,7 +364,7 @@ def _features(
     rounding: Rounding,
 ) -> Tensors:
     """log Ẑ, and (Var Ẑ)^½/Z from both keys of every pair."""
-    scale = shape.size**-0.5 if scale is None else scale
+    scale = float(shape.size**-0.5 if scale is None else scale)
     query = shape.apart(rounding(views["query"])) * math.copysign(abs(scale) ** 0.5, scale)
     key = rounding(views["key"]).unsqueeze(-3) * abs(scale) ** 0.5
     working = torch.promote_types(dtype, torch.float32)
@@ -426,8 +426,11 @@ def streaming(draws: Draws) -> Case:
     folder = tempfile.TemporaryDirectory()
 
     def kernel(views: Tensors) -> Tensors:
-        atoms = [views[name].detach().cpu() if name in views else None for name in ("points", "values", "weight")]
-        store = ops.AtomStore.write(f"{folder.name}/atoms", [ops.AtomBlock(*atoms)])
+        points, *others = (
+            views[name].detach().cpu() if name in views else None for name in ("points", "values", "weight")
+        )
+        assert points is not None
+        store = ops.AtomStore.write(f"{folder.name}/atoms", [ops.AtomBlock(points, *others)])
         options = {"scale": views.get("scale", drawn.scale), "block_size": block_size}
         found = ops.streaming.attention(views["query"], store, **options)
         level = ops.streaming.log_partition(views["query"], store, **options)

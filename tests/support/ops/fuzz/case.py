@@ -130,8 +130,9 @@ def _evaluate(
         loss = _loss(parts, kept, f"{order}", cotangents is None)
         gradients = [torch.zeros_like(leaf) for leaf in learned.values()]
         if loss.requires_grad:
-            options = {"create_graph": order < case.order, "allow_unused": True, "materialize_grads": True}
-            gradients = torch.autograd.grad(loss, list(learned.values()), **options)
+            gradients = torch.autograd.grad(
+                loss, list(learned.values()), create_graph=order < case.order, allow_unused=True, materialize_grads=True
+            )
         parts = {f"{GRADIENT} {order} of {name}": part for name, part in zip(learned, gradients, strict=True)}
         total |= parts
     return total, kept

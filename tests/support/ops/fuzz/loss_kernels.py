@@ -273,21 +273,11 @@ def info_nce(draws: Draws) -> Case:
         scores = rounding(rounding(rounding(views["query"]) @ rounding(columns).mT) / temperature)
         positive = views["positive"] if has_positive else torch.arange(queries)
         pairs, of_keys, visible = _pair_weights(views, scores, positive, kind)
-        losses, levels = zip(
-            _excess(scores, pairs + of_keys, visible, positive, rounding),
-            *(
-                [
-                    _excess(
-                        *(part[:, :keys].mT for part in (scores, pairs, _of_pairs(visible, views, kind))),
-                        positive,
-                        rounding,
-                    )
-                ]
-                if symmetric
-                else []
-            ),
-            strict=True,
-        )
+        directions = [_excess(scores, pairs + of_keys, visible, positive, rounding)]
+        if symmetric:
+            seen = _of_pairs(visible, views, kind)[:, :keys].mT
+            directions.append(_excess(scores[:, :keys].mT, pairs[:, :keys].mT, seen, positive, rounding))
+        losses, levels = zip(*directions, strict=True)
         loss = torch.stack(losses).mean(-1).mean()
         return {"loss": rounding(loss), "log_partition": torch.stack(levels) if symmetric else levels[0]}
 
