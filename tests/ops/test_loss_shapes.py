@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.ops import explicit
+from tests.support.ops.layouts import LAYOUTS
 from tests.support.ops.views import (
-    LAYOUTS,
     few,
     layouts,
     leaf_and_view,

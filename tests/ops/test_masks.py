@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.support.ops import explicit as matrices
 from tests.support.ops.explicit import log_partition_room
 from tests.support.rows import every_row
 
@@ -216,3 +217,42 @@ def test_scales_that_are_not_positive(backend, mask, scale):
     wanted = explicit(query * scale * 8**0.5, key, value, mask)
     assert close(found, wanted)
     assert close(*(torch.autograd.grad(finite_sum(*r), inputs) for r in (found, wanted)))
+
+
+EVERY_SHAPE = [(), (1,), (9,), (1, 1), (1, 9), (6, 1), (6, 9), (4, 1, 1), (4, 1, 9), (4, 6, 1), (2, 1, 1, 1), (2, 1, 6, 1),
+               (2, 4, 1, 1), (1, 4, 6, 1), (2, 4, 6, 1), (2, 1, 1, 9), (2, 4, 6, 9)]  # fmt: skip
+
+
+@pytest.mark.medium
+@every_row("sink", [None, 0.0, "heads"])
+@every_row("boolean", [True, False])
+@every_row("shape", EVERY_SHAPE)
+def test_a_mask_of_any_shape_is_what_it_broadcasts_to(shape, boolean, sink):
+    """In every kernel and backend; with a sink, a query that is shut has a log Z all the same."""
+    query, key, value = tensors()
+    keep = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) > -0.4
+    weight = keep if boolean else torch.full(shape, 0.7, dtype=torch.float64).masked_fill(~keep, -math.inf)
+    sink = torch.linspace(-1, 1, 4, dtype=torch.float64) if sink == "heads" else sink
+    given, wide = {"log_weight": weight, "sink": sink}, {"log_weight": weight.expand(2, 4, 6, 9), "sink": sink}
+    output, level = matrices.attention(query, key, value, **wide)
+    for backend in ("fused", "blocks", "reference"):
+        found = ops.attention(query, key, value, **given, backend=backend)
+        assert close(found, (output, level))
+        assert close([ops.log_partition(query, key, **given, backend=backend)], [level])
+        total = ops.attention_received(query, key, **given, backend=backend).total
+        assert close([total], [matrices.received(query, key, **wide)])
+    moments = matrices.moments(query, key, value, **wide)
+    for backend in ("blocks", "reference"):
+        found = ops.attention_moments(query, key, value, **given, backend=backend)._asdict()
+        assert close([found[name] for name in moments], moments.values())
+        product = ops.fisher_vp(query, key, query, **given, backend=backend)
+        assert close([product], [matrices.fisher_vp(query, key, query, **wide)])
+
+
+@every_row("window", [None, (1, 0)])
+@every_row("keys", [1, 9])
+def test_a_mask_of_no_queries(keys, window):
+    query, key, _ = tensors(length=0)
+    keep = torch.ones(4, 0, keys, dtype=torch.bool)
+    found = ops.attention_received(query, key, log_weight=keep, window=window, sink=0.0)
+    assert torch.equal(found.total, torch.zeros(2, 4, 9, dtype=torch.float64))

@@ -111,6 +111,17 @@ def test_densities_of_zero():
     assert ops.binary_nce(known * torch.nan, known, known, known).isnan()
 
 
+@every_row("logit", [-700.0, -40.0, -1.0, 0.0, 1.0, 15.0, 40.0, 300.0])
+def test_second_derivatives_keep_their_digits(logit):
+    """σ(1 − σ) of a datum whose logit is far from 0: e^−|logit|/(1 + e^−|logit|)² in every term."""
+    density, none = torch.tensor([logit], dtype=torch.float64, requires_grad=True), torch.zeros(1, dtype=torch.float64)
+    for loss in (ops.binary_nce(density, none, none, none), ops.binary_nce(none, none, density, none)):
+        (slope,) = torch.autograd.grad(loss, density, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope, density)
+        tail = math.exp(-abs(logit))
+        assert math.isclose(curvature.item(), tail / (1 + tail) ** 2, rel_tol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_half_precision_is_promoted(dtype):
     """Numbers that each dtype holds exactly, far out too: the logits are formed in float32."""

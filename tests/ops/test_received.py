@@ -46,10 +46,13 @@ def weights(name, length, keys):
 
 
 @every_row("weight", WEIGHTS)
-@every_row("position", ["causal", "offset window"])
-def test_it_is_the_sum_of_weights(position, weight):
-    query, key = inputs(51, 40)
-    options = POSITIONS[position] | {"log_weight": weights(weight, 51, 40)}
+@every_row(
+    "position, length, softcap",
+    [("causal", 51, None), ("offset", 33, 1.5), ("long offset", 33, None), ("offset window", 51, None)],
+)
+def test_it_is_the_sum_of_weights(position, length, softcap, weight):
+    query, key = inputs(length, 40)
+    options = POSITIONS[position] | {"log_weight": weights(weight, length, 40), "softcap": softcap}
     found, wanted = ops.attention_received(query, key, **options), explicit.received(query, key, **options)
     torch.testing.assert_close(found.total, wanted)
     torch.testing.assert_close(found.share, wanted / wanted.sum(-1, keepdim=True))
@@ -287,6 +290,25 @@ def test_queries_that_see_no_key_give_nothing(backend):
     # Keys that come after every query.
     total = ops.attention_received(query[:, :, :5], key, is_causal=True, backend=backend).total
     assert (total[:, :, 5:] == 0).all() and (total[:, :, :5] > 0).all()
+
+
+@every_row("backend", ["fused", "blocks", "reference"])
+@every_row("hides", ["mask", "mask of pairs", "window"])
+def test_queries_that_see_the_sink_alone_give_nothing(hides, backend):
+    """Their log Z is finite, and what they hold, NaN too, or a sink of NaN, is nobody's."""
+    query, key = inputs(20, 20, 2, 2)
+    sink = torch.full((2, 2, 20, 1), 0.3, dtype=torch.float64)
+    options = {"sink": sink}
+    keep = (torch.arange(20) != 7).unsqueeze(1)
+    shut = 7 if hides != "window" else 19
+    if hides == "window":
+        options |= {"window": 1, "query_offset": 2}
+    else:
+        options["log_weight"] = keep if hides == "mask" else keep.expand(20, 20)
+    wanted = explicit.received(query, key, **options)
+    query[:, :, shut] = sink[:, :, shut] = math.nan
+    found = ops.attention_received(query, key, **options, backend=backend).total
+    torch.testing.assert_close(found, wanted)
 
 
 def test_extremes():

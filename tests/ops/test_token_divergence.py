@@ -3,6 +3,7 @@
 import math
 import sys
 
+import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,6 +99,38 @@ def test_models_that_hardly_differ_keep_their_digits(apart):
         assert ((one.double() - other).abs() <= 2 * size * other.sqrt() + size**2 + 1e-5 * other).all()
     textbook = _exact(*tensors)[0].float()
     assert textbook.shape == found.divergence.shape
+
+
+@every_row("apart", [1e-1, 1e-3, 1e-5], ids=str)
+@every_row("spread", [0.5, 3.0, 12.0], ids=str)
+@every_row("words", [2, 5])
+def test_near_equal_models_to_the_rounding_of_their_logits(words, spread, apart):
+    """In float64, against 60 digits. What is lost is what the docstring says: δ·Σ|∂KL/∂logit|, and the square of δ."""
+    hidden, weight = spread * draw(1, 4, seed=words), draw(words, 4, seed=2)
+    other = weight + apart * draw(words, 4, seed=3)
+    with mpmath.workdps(60):
+        log_p, log_q = (_log_law(hidden[0], columns) for columns in (weight, other))
+        exact = _slopes(log_p, log_q), _slopes(log_q, log_p)
+    size = 1 + float((hidden.abs() @ torch.maximum(weight.abs(), other.abs()).mT).max())
+    rounding = 8 * torch.finfo(torch.float64).eps * size
+    found = ops.token_divergence(hidden, weight, hidden, other)
+    for number, (wanted, slope) in zip(found, exact, strict=True):
+        assert abs(mpmath.mpf(number.item()) - wanted) <= rounding * slope + rounding**2
+
+
+def _log_law(row, columns):
+    """Logarithms of the softmax of row·column, in mpmath's precision."""
+    logits = [mpmath.fdot(zip(row.tolist(), column.tolist(), strict=True)) for column in columns]
+    level = mpmath.log(mpmath.fsum(mpmath.exp(logit) for logit in logits))
+    return [logit - level for logit in logits]
+
+
+def _slopes(log_p, log_q):
+    """KL(p ‖ q), and the sum of the sizes of its derivatives in either model's logits."""
+    pairs = list(zip(log_p, log_q, strict=True))
+    divergence = mpmath.fsum(mpmath.exp(a) * (a - b) for a, b in pairs)
+    own = mpmath.fsum(mpmath.exp(a) * abs(a - b - divergence) for a, b in pairs)
+    return divergence, own + mpmath.fsum(abs(mpmath.exp(b) - mpmath.exp(a)) for a, b in pairs)
 
 
 def test_equal_models_are_no_distance_apart():

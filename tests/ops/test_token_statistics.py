@@ -113,6 +113,34 @@ def test_a_temperature_has_its_gradient():
     assert_equal(found, wanted, (hidden, weight, bias, temperature))
 
 
+@pytest.mark.medium
+def test_a_hidden_word_has_no_part_in_the_temperatures_derivatives():
+    """−∞/T is −∞ at every T: as if the word were not there, to second order."""
+    hidden, weight, bias, _ = inputs()
+    gone = torch.arange(7) % 3 == 2
+    target = torch.tensor([0, 1, 3, 4, 6, 0])
+    place = torch.cumsum(~gone, 0) - 1
+    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    arguments = (hidden, weight, bias, temperature)
+
+    def derivatives(numbers):
+        loss = sum((part * torch.linspace(-1, 2, 6, dtype=torch.float64)).sin().sum() for part in numbers[:3])
+        first = torch.autograd.grad(loss, arguments, create_graph=True)
+        return *first, *torch.autograd.grad(sum(part.sin().sum() for part in first), arguments)
+
+    banned = bias.masked_fill(gone, -math.inf)
+    found = ops.token_statistics(hidden, weight, target, bias=banned, temperature=temperature)
+    seen = logits_of(hidden, weight[~gone], bias[~gone], temperature)
+    for one, other in zip(derivatives(found), derivatives(explicit(seen, place[target])), strict=True):
+        torch.testing.assert_close(one, other)
+
+    def function(hidden, weight, bias, temperature):
+        options = {"bias": bias.masked_fill(gone, -math.inf), "temperature": temperature}
+        return ops.token_statistics(hidden, weight, target, **options)[:3]
+
+    check_derivatives(function, arguments, forward=True)
+
+
 def sure(gaps, dtype=torch.float32):
     """One token for each gap: its first word leads a hundred others by it."""
     gaps = torch.tensor(gaps, dtype=dtype)

@@ -86,6 +86,25 @@ def test_the_z_loss_of_a_token_has_its_words_factor():
     assert_equal(soft, wanted, (hidden, weight, bias))
 
 
+@every_row("reduction", ["sum", "mean"])
+def test_a_word_of_factor_two_counts_as_two_tokens(reduction):
+    """The z-loss too, which Liger's kernel leaves unweighted: with it the two calls would not agree."""
+    hidden, weight, bias, target = (tensor.detach() for tensor in inputs())
+    factor, options = torch.ones(7, dtype=torch.float64), {"bias": bias, "z_loss": 0.3, "reduction": reduction}
+    factor[target[1]] = 2.0
+    twice = torch.arange(5).repeat_interleave(factor[target].long())
+    once = linear_cross_entropy(hidden, weight, target, class_weight=factor, **options)
+    torch.testing.assert_close(once, linear_cross_entropy(hidden[twice], weight, target[twice], **options))
+    logits = hidden @ weight.mT + bias
+    tokens = F.cross_entropy(logits, target, reduction="none") + 0.3 * logits.logsumexp(-1).square()
+    wanted = tokens[twice].sum() if reduction == "sum" else tokens[twice].mean()
+    torch.testing.assert_close(once, wanted)
+    # Liger's: the weighted loss, and the plain mean of (log Z)² beside it, to be had from two calls.
+    plain = linear_cross_entropy(hidden, weight, target, bias=bias, class_weight=factor, return_log_partition=True)
+    liger = plain.loss + 0.3 * plain.log_partition.square().mean()
+    assert reduction == "sum" or abs(liger - once) > 1e-3
+
+
 @every_row("softcap", [None, 2.0])
 def test_a_hidden_word_without_a_share_adds_nothing(softcap):
     """F.cross_entropy has NaN there: 0·−∞."""

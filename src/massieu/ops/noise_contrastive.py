@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -63,8 +62,19 @@ def binary_nce(
     with without_autocast(data_log_density.device):
         count, share = data_log_density.numel(), math.log(noise_log_density.numel() / data_log_density.numel())
         told, untold = (density.to(dtype) - level - known.to(dtype) - share for density, known in (data, noise))
-        # A softplus is linear beyond a threshold in PyTorch, which float64 would notice.
-        return -(F.logsigmoid(told).sum() + F.logsigmoid(-untold).sum()) / count
+        return (_surprise(told).sum() + _surprise(-untold).sum()) / count
+
+
+def _surprise(logit: Tensor) -> Tensor:
+    """−log σ(logit), with the digits of every derivative.
+
+    PyTorch's softplus is linear beyond a threshold, which float64 notices; its logsigmoid has the second derivative
+    σ·(σ − 1), of which nothing is left where σ rounds to 1. Each branch has a finite argument where the other is taken.
+    """
+    likely = logit > 0
+    tail = torch.exp(-logit.where(likely, 0.0)).log1p()
+    unlikely = logit.where(~likely, 0.0)
+    return torch.where(likely, tail, unlikely.exp().log1p() - unlikely)
 
 
 def _checked(name: str, density: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:

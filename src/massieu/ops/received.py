@@ -114,13 +114,18 @@ def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBacken
         # No query sees what comes after the last of them.
         early = _received(problem.narrow(slice(length), slice(seen)), log_z, backend)
         return F.pad(early, (0, keys - seen))
-    weight, query = problem.log_weight, problem.query
-    level, lost, silent = -log_z, None, ~log_z.isfinite()
+    weight, query, level, lost = problem.log_weight, problem.query, -log_z, None
+    # With a sink a query that sees no key has a log Z all the same.
+    silent, shut = ~log_z.isfinite(), problem.idle()
+    silent = silent if shut is None else silent | shut
     if not may_look(silent.device) or not values_are_readable(silent) or some(silent):
         # Such queries give nothing here; a log Z that is no number is shown to the keys in the end.
-        lost, level = silent & (log_z != -torch.inf), level.masked_fill(silent, -torch.inf)
+        lost = log_z.isnan() | (log_z == torch.inf)
+        lost = lost if shut is None else lost & ~shut
+        level = level.masked_fill(silent, -torch.inf)
         query = query.masked_fill(silent.unsqueeze(-1), 0.0)
-    if weight is not None and weight.shape[4] == 1 < weight.shape[3]:
+    if weight is not None and weight.shape[4] == 1 != weight.shape[3]:
+        # Booleans of queries have said all that they say: which are shut.
         if weight.is_floating_point():
             level = (level + weight.squeeze(4)).masked_fill(silent, -torch.inf)
         weight = None

@@ -109,7 +109,7 @@ class AttentionProblem:
             kept = weight.detach() if weight.dtype == torch.bool else weight.detach() != -torch.inf
         if band is None:
             return ~kept.any(-1)
-        if kept.shape[3] > 1:
+        if kept.shape[3] != 1:
             hidden = hidden_by_position(band, 0, length, keys, kept.device)
             return ~(kept & ~hidden).any(-1)  # pyright: ignore[reportOptionalOperand]
         # One mask of keys for all queries: how many are kept below either end of each query's band.

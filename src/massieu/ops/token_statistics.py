@@ -138,12 +138,18 @@ def scores(
     dtype, scale = working_dtype(row), 1.0
     if isinstance(temperature, Tensor):
         warmth = temperature.reshape(()).to(dtype)
-        row, bias = row.to(dtype) / warmth, None if bias is None else bias.to(dtype) / warmth
+        row, bias = row.to(dtype) / warmth, None if bias is None else _divided(bias.to(dtype), warmth)
     elif temperature != 1:
         scale = 1 / float(temperature)
         bias, softcap = None if bias is None else bias.to(dtype) * scale, None if softcap is None else softcap * scale
     row = multiplied(row, weight)
     return ScorePlan(row, weight, bias, words, bias_in_score=True, softcap=softcap, scale=scale)
+
+
+def _divided(bias: Tensor, warmth: Tensor) -> Tensor:
+    """−∞ stays what it is at every temperature, of which it has no derivative."""
+    hidden = bias == -torch.inf
+    return (bias.masked_fill(hidden, 0.0) / warmth).masked_fill(hidden, -torch.inf)
 
 
 @torch.no_grad()

@@ -96,7 +96,9 @@ def linear_cross_entropy(
         softcap: c above 0: the logits are c·tanh((hidden·weight_v + bias_v)/c), as in Gemma 2.
         ignore_index: tokens with this target have loss 0 and no gradient, and count in no mean.
         label_smoothing: share in [0, 1] of the target spread over all words, as in F.cross_entropy.
-        z_loss: adds z_loss·(log Z)² for each token that counts, times its target word's factor, which keeps log Z near 0.
+        z_loss: adds z_loss·(log Z)² for each token that counts, times its target word's factor, which keeps log Z near 0. So
+            a word of factor 2 counts as two tokens in either part. Liger's kernel does not weight this part: for its
+            number add ``z_loss * log_partition.square().mean()`` of the tokens that count to a weighted loss without it.
         reduction: "none", "sum", or "mean" over the tokens that count; NaN without any, or where their factors are all 0, as in
             F.cross_entropy.
         return_log_partition: return `CrossEntropyResult(loss, log_partition)`; both have their gradients.
