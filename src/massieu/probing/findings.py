@@ -119,9 +119,7 @@ def stands_out(cell: Cell, *nulls: Cell) -> bool:
     return all(abs(value - null) > STANDARD_ERRORS * np.hypot(error, np.nan_to_num(other)) for null, other, _ in known)
 
 
-def _unannounced(
-    identity: str, title: str, statistic: str, what: str, cell: Cell, *nulls: Cell, whole: str
-) -> Finding:
+def _unannounced(identity: str, title: str, statistic: str, what: str, cell: Cell, *nulls: Cell, whole: str) -> Finding:
     """A finding that was looked for, but whose number is not significant; ``whole`` is said of the number in passing."""
     near = next((null for null in nulls if not stands_out(cell, null)), nulls[-1])
     if not np.isfinite(cell[0]):
@@ -196,7 +194,9 @@ def _sharpness(heads: _Lookup) -> Finding:
         place, cell = above
         raw = heads.get(place, "largest_score")
         whole = heads.over_all(place, "largest_score_above_mean")
-        sentence += f" The largest score is {_text(cell)} nats above the mean score{_in_brackets(heads.name(place), whole)}."
+        sentence += (
+            f" The largest score is {_text(cell)} nats above the mean score{_in_brackets(heads.name(place), whole)}."
+        )
         if raw[2]:
             sentence += f" Its raw max logit is {number(raw[0])} on average and depends on the key origin."
     # Next to no entropy, within its own error, is a finding; the number to print is the other head's.
@@ -291,7 +291,9 @@ def _collapse(layers: _Lookup) -> Finding:
         sentence += f"{_in_brackets(whole)}."
         if cell[0] < 0:
             levels = f"from {number(before[0])} to {number(after[0])}" if before[2] else ""
-            sentence = f"Effective rank falls most at {place[0]}: {_text(cell)} directions{_in_brackets(whole, levels)}."
+            sentence = (
+                f"Effective rank falls most at {place[0]}: {_text(cell)} directions{_in_brackets(whole, levels)}."
+            )
             sentence += _given_back(layers, place, "effective_rank_change", cell, "directions")
         told.append((sentence, cell, fresh, "directions", "effective_rank_change"))
     if volumes is not None:
