@@ -7,7 +7,11 @@ import torch
 from scripts.small_models import configurations
 from torch import Tensor, nn
 
+from massieu.probing.model import model_inputs
+
 MASKS = ("middle", "both sides")
+NOT_A_NUMBER = "the model's own attention is NaN"
+"""What is said of a mask under which a model has no numbers of its own."""
 CAP = 2.0  # of scores that are several times as large
 CAPS = dict.fromkeys(("attn_logit_softcapping", "attention_logit_cap", "conf_attention_logit_cap", "softcap"), CAP)
 """Fields of configurations that cap the scores of attention, as a variant in which each is low."""
@@ -32,9 +36,11 @@ def odd_mask(name: str, rows: int, length: int) -> Tensor:
 
 def masked_inputs(model: nn.Module, inputs: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The inputs once more under each odd mask, by the mask's name; nothing for a model that takes no mask."""
-    shapes = {name: shape for name, shape in _shapes(model, inputs).items() if _accepted(model, inputs, name, shape)}
-    for odd in MASKS if shapes else ():
-        yield odd, inputs | {name: _filled(odd, shape) for name, shape in shapes.items()}
+    for odd in MASKS:
+        masks = {name: _filled(odd, shape) for name, shape in _shapes(model, inputs).items()}
+        accepted = {name: mask for name, mask in masks.items() if runs(model, inputs | {name: mask})}
+        if accepted:
+            yield odd, inputs | accepted
 
 
 def _filled(odd: str, shape: tuple[int, ...]) -> Tensor:
@@ -60,11 +66,12 @@ def _shapes(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, tuple[int,
     return {name: shape for name, shape in shapes.items() if name in parameters}
 
 
-def _accepted(model: nn.Module, inputs: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the model runs with a mask of this name in which everything is real."""
+def runs(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
+    """Whether the model runs on these inputs, with and without a cache."""
     try:
         with torch.no_grad():
-            model(**inputs | {name: torch.ones(shape, dtype=torch.long)})
+            model(**inputs)
+            model(**model_inputs(model, inputs))
     except Exception:
         return False
     return True
