@@ -264,7 +264,7 @@ def _stack(*steps: tuple[str, float, float, float]):
     ],
 )
 def test_a_fall_that_the_step_behind_it_takes_back_is_told_with_it(what, following, told):
-    """In post-norm models the LayerNorm behind a feed-forward layer restores what the layer's outliers hid."""
+    """As the LayerNorm behind a feed-forward layer of MiniLM does, a post-norm model."""
     frame = _stack(("attention", 33.0, 32.0, 0.5), ("feed-forward", 32.0, 4.0, 0.5), following)
     sentence = findings(TableBuilder().frame(), frame)[3].sentence
     assert "Effective rank falls most at feed-forward: −28.0 ± 0.5 directions" in sentence

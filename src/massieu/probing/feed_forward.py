@@ -19,7 +19,6 @@ from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.feed_forward import DERIVATIVE_TOKENS, MEASURES, PROBES, Sampled, shuffled
 from massieu.probing.statistics.layer_groups import Row, rows_beside_control
 from massieu.probing.statistics.registry import STATISTICS
-from massieu.probing.unexpected import unexpected
 from massieu.probing.units import Units
 from massieu.probing.wiring import Step, StreamTracer
 
@@ -105,7 +104,8 @@ class FeedForwardStatistics:
             try:
                 self._measure(index, part)
             except Exception as error:  # of whatever class a module raises when it is differentiated
-                self.failed[index] = unexpected(error)
+                kind = type(error).__name__
+                self.failed[index] = f"the layer cannot be run and differentiated on single tokens ({kind})"
 
     def _measure(self, index: int, part: FeedForwardPart) -> None:
         numbers = sorted(self._tokens[index])
