@@ -6,6 +6,7 @@ with the model's own results, by a formula that shares no code with the probe.
 """
 
 import argparse
+import copy
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,21 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 import torch
 import transformers
 from scripts.small_inputs import small_model
+from scripts.small_masks import CAPS, NOT_A_NUMBER, capped, masked_inputs, runs
 from scripts.small_models import MODEL_MAPPING_NAMES, TooLong, Unbuilt, architecture, configurations
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import massieu
 from massieu.errors import InputError
 from massieu.probing.attention_call import AttentionCall
+from massieu.probing.check import first_look
 from massieu.probing.routes import capturing
 
 ROWS = 2  # of every batch
 OTHER_HEADS = {"levit": {16}, "bridgetower": {1}, "dots3_note_text": {64}}  # numbers of heads that follow from widths
-BUILDING, SECONDS = 90, 210  # of a busy machine; the slowest take 20 s of an idle one to be built
+BUILDING, SECONDS = 90, 400  # of a busy machine; the slowest take 20 s of an idle one to be built
 MEMORY = 12 << 30
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def recomputed_error(call: AttentionCall) -> float:
@@ -73,7 +76,10 @@ def recomputed_error(call: AttentionCall) -> float:
         pairs.append((call.weights.double()[seen], weights[seen]))
     if not pairs:
         return float("nan")
-    return max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in pairs if a.numel())
+    # of a call in which no query sees a key there is nothing to compare
+    return max(
+        (float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in pairs if a.numel()), default=0.0
+    )
 
 
 def _per_query_head(tensor: Tensor, call: AttentionCall) -> Tensor:
@@ -145,18 +151,7 @@ def survey(model_type: str) -> dict[str, Any]:
     except InputError as error:
         return row | {"outcome": "refused", "reason": str(error), "refused": refused}
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        mine = [
-            f"{Path(f.filename).name}:{f.lineno}"
-            for f in traceback.extract_tb(error.__traceback__)
-            if "massieu" in f.filename
-        ]
-        return row | {
-            "outcome": "crashed",
-            "reason": said,
-            "place": f"{Path(place.filename).name}:{place.lineno}; {' '.join(mine[-4:])}",
-        }
+        return row | {"outcome": "crashed"} | _crash(error)
     wrong = [error for error in errors if not error <= 1e-4]
     row |= {
         "outcome": "unverified" if wrong or doubts else "read",
@@ -175,9 +170,101 @@ def survey(model_type: str) -> dict[str, Any]:
             - set(refused)
         ),
         "refused": refused,
+        "odd": odd_errors(model, model_type, inputs, sorted(call.site.name for call in calls)),
         "seconds": round(time.perf_counter() - started, 1),
     }
     return row
+
+
+def _crash(error: Exception) -> dict[str, str]:
+    """What an exception said, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if "massieu" in frame.filename]
+    return {
+        "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        "place": f"{Path(frames[-1].filename).name}:{frames[-1].lineno}; {' '.join(mine[-4:])}",
+    }
+
+
+def odd_errors(
+    model: nn.Module, model_type: str, inputs: dict[str, Tensor], sites: list[str]
+) -> dict[str, float | str]:
+    """Errors of attention in float64 under odd masks, and of a copy with low soft caps under all masks, by name.
+
+    Each is the larger of two: with the model's own choice of attention, and with eager attention. It is a sentence where
+    not all of the sites are read. A model that does not run in float64 is measured in float32.
+    """
+    cases = [("usual mask", model, inputs), *((name, model, given) for name, given in masked_inputs(model, inputs))]
+    if capped(model):
+        with_caps, same = small_model(model_type, CAPS)
+        cases.append(("caps", with_caps, same))
+        cases += [(f"caps, {name}", with_caps, given) for name, given in masked_inputs(with_caps, same)]
+    return {name: _worst(each, given, sites) for name, each, given in cases}
+
+
+def _worst(model: nn.Module, inputs: dict[str, Tensor], sites: list[str]) -> float | str:
+    """The larger error of the model's own choice of attention and of eager attention, in float64; or why there is none."""
+    errors: list[float] = []
+    doubled, given = (
+        copy.deepcopy(model).double(),
+        {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()},
+    )
+    if hasattr(doubled, "set_experts_implementation"):
+        doubled.set_experts_implementation("eager")  # their grouped products know no float64
+    with in_float64():
+        doubles = runs(doubled, given)
+    try:
+        with in_float64() if doubles else nullcontext():
+            if not doubles:
+                doubled, given = copy.deepcopy(model), inputs
+            for attention in ("its own", "eager"):
+                if attention == "eager":
+                    doubled.set_attn_implementation("eager")
+                    if not runs(doubled, given):  # some do not run on it, for reasons of their own
+                        break
+                calls = _calls(doubled, given)
+                if sorted(call.site.name for call in calls) != sites:
+                    return f"{len(calls)} of {len(sites)} sites are read"
+                if any(bool(call.output.isnan().any() | call.query.isnan().any()) for call in calls):
+                    return NOT_A_NUMBER
+                errors += map(recomputed_error, calls)
+    except InputError as error:
+        return str(error)
+    except Exception as error:
+        return "crashed: " + " ".join(_crash(error).values())
+    return max(errors, key=lambda error: (error != error, error))
+
+
+def _calls(model: nn.Module, inputs: dict[str, Tensor]) -> list[AttentionCall]:
+    """Every call of attention, of a pass whose self-check holds."""
+    calls: list[AttentionCall] = []
+    with torch.no_grad(), capturing(model, calls.append):
+        model(**inputs)
+    first_look(model, inputs)
+    return calls
+
+
+class _Doubled(TorchFunctionMode):
+    """What a model asks for in float32 by name, such as its softmax, it gets in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """All floating-point numbers that are made here are of float64."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Doubled():
+            yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 @contextmanager

@@ -21,7 +21,12 @@ _REASONS = {
     "is random": "its output is random, so that nothing can be compared",
     "self-check failed": "the self-check finds it misread",
 }
-_HEAD = "| architecture | route | grade | sites | error | {older} | remarks |\n|---|---|---|---|---|---|---|\n"
+_HEAD = (
+    "| architecture | route | grade | sites | error | float64 | odd masks | caps | {older} | remarks |\n"
+    "|---|---|---|---|---|---|---|---|---|---|\n"
+)
+LARGEST = 1e-6
+"""Error in float64 beyond which an architecture is not read under a mask or a cap."""
 _TEXT = """# Models that can be read
 
 This page lists which architectures of transformers `massieu.probe` can read, and how well. Look up your model's
@@ -42,7 +47,14 @@ reason; {without} of them have no attention at all. None is read wrongly, and no
   configuration allows it.
 - **Error** is the largest difference between attention recomputed in float64 and the model's own result, over all
   sites, relative to the largest entry. It is rounded up to a power of ten.
-- **{older}** is the same on the oldest supported release of transformers: `same`, what differs, or `–` if that
+- **float64** is the error of the model in float64, where softmax and norms that its code forms in float32 are formed in
+  float64 too. The model's own choice of attention and eager attention are both read; the larger error stands here.
+- **Odd masks** is that error under two more masks of the second row: a hole in the middle, and padding on both sides.
+  Decoder's tokens, sound and images have such masks too if the model takes them. Of the architectures that are read,
+  {masked} take a mask, and {read_masked} of these are read to {largest} under both; remarks say why the rest are not.
+- **Caps** is that error with low soft caps of the scores, under all three masks, for the {capped} architectures whose
+  configuration has such caps. {read_capped} of these are read to {largest}.
+- **{older}** is the route and grade on the oldest supported release of transformers: `same`, what differs, or `–` if that
   release does not have the architecture.
 
 Weights are random and four times their usual size, so that attention is far from uniform. If the model takes a mask,
@@ -60,7 +72,7 @@ python -m scripts.model_survey --out docs/models/transformers-{newest}.json
 python -m scripts.models_page
 ```
 
-The survey takes about ten minutes on two cores, and downloads nothing from the hub.
+The survey takes about twenty minutes on two cores, and downloads nothing from the hub.
 
 """
 
@@ -98,20 +110,43 @@ def _beside(row: dict[str, Any], older: dict[str, Any] | None) -> str:
     return "same" if _short(older) == _short(row) else _short(older)
 
 
+def _odd(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What a row has of the usual mask in float64, of odd masks, and of caps: errors, or sentences, by name."""
+    given = row.get("odd", {})
+    usual = {name: value for name, value in given.items() if name == "usual mask"}
+    caps = {name: value for name, value in given.items() if name.startswith("caps")}
+    masks = {name: value for name, value in given.items() if name not in usual and name not in caps}
+    return usual, masks, caps
+
+
+def within(errors: dict[str, Any]) -> bool:
+    """Whether there are errors, and all of them are read and small."""
+    return bool(errors) and all(not isinstance(error, str) and error <= LARGEST for error in errors.values())
+
+
+def _largest(errors: dict[str, Any]) -> str:
+    numbers = [error for error in errors.values() if not isinstance(error, str)]
+    if len(numbers) < len(errors):
+        return "not read"
+    return power_of_ten(max(numbers)) if numbers else "–"
+
+
 def _remarks(row: dict[str, Any]) -> str:
     said = [f"`{name}`: {reason}" for name, reason in row.get("refused", {}).items()]
     if row["outcome"] == "refused" and not said:
         said = [next((short for part, short in _REASONS.items() if part in row["reason"]), row["reason"])]
     if row.get("unread"):
         said.append(f"not read: {', '.join(f'`{name}`' for name in row['unread'])}")
+    said += [f"{name}: {why}" for errors in _odd(row) for name, why in errors.items() if isinstance(why, str)]
     return "; ".join(said).replace("|", "\\|")
 
 
 def _line(row: dict[str, Any], older: dict[str, Any] | None) -> str:
     if row["outcome"] == "read":
         cells = [_cell(row["routes"]), _cell(row["grades"]), str(row["sites"]), power_of_ten(row["error"])]
+        cells += [_largest(errors) for errors in _odd(row)]
     else:
-        cells = [row["outcome"], "–", "–", "–"]
+        cells = [row["outcome"], *["–"] * 6]
     return f"| `{row['architecture']}` | {' | '.join([*cells, _beside(row, older), _remarks(row)])} |\n"
 
 
@@ -121,6 +156,7 @@ def page(newest: dict[str, Any], oldest: dict[str, Any]) -> str:
     built = [row for row in rows if row["outcome"] != "not built"]
     count = Counter(row["outcome"] for row in rows)
     without = sum("has no attention" in row.get("reason", "") for row in built)
+    _, masks, caps = zip(*(_odd(row) for row in rows if row["outcome"] == "read"), strict=True)
     names = {"newest": newest["transformers"], "older": oldest["transformers"]}
     numbers = {
         "total": len(rows),
@@ -128,6 +164,11 @@ def page(newest: dict[str, Any], oldest: dict[str, Any]) -> str:
         "read": count["read"],
         "refused": count["refused"],
         "without": without,
+        "masked": sum(map(bool, masks)),
+        "read_masked": sum(map(within, masks)),
+        "capped": sum(map(bool, caps)),
+        "read_capped": sum(map(within, caps)),
+        "largest": power_of_ten(LARGEST),
     }
     text = _TEXT.format(**names, **numbers)
     for kind, title in _FAMILIES.items():

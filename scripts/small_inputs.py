@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 _ROWS = 2
 _PADDED = 3  # tokens of the second row that are padding
 _MELS = 16
+_AS_IT_IS: Mapping[str, Any] = {}
 
 
 def _field(model: nn.Module, default: Any, *names: str) -> Any:
@@ -183,8 +185,8 @@ def inputs_for(model: nn.Module) -> dict[str, Tensor]:
     raise Unbuilt(f"its forward takes none of the inputs that are made: {said}")
 
 
-def small_model(model_type: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A small model of an architecture and inputs that its forward takes.
+def small_model(model_type: str, fields: Mapping[str, Any] = _AS_IT_IS) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A small model of an architecture and inputs that its forward takes; fields are set in all its configurations.
 
     Raises:
         Unbuilt: none of the variants is built and runs, with what the first said.
@@ -192,7 +194,7 @@ def small_model(model_type: str) -> tuple[nn.Module, dict[str, Tensor]]:
     said: Unbuilt | None = None
     for variant in VARIANTS:
         try:
-            model = built(model_type, variant)
+            model = built(model_type, variant | fields)
             return model, inputs_for(model)
         except Unbuilt as error:
             said = said or error

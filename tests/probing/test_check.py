@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.probing import zoo
 from tests.support.probing.plain import Gpt, gpt
 from tests.support.rows import every_row
 from torch import Tensor, nn
@@ -96,6 +97,18 @@ def test_a_float32_model_is_held_to_its_own_rounding(monkeypatch):
     misread(monkeypatch, lambda call: replace(call, scale=1.002 * call.scale))
     with pytest.raises(InputError, match=r"self-check failed at blocks.*allowed 1e-04"):
         first_look(gpt(), {"ids": IDS})
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["llama", "modernbert", "gemma2"])
+def test_a_float64_model_that_forms_its_softmax_in_float32_is_read(name, monkeypatch):
+    model = zoo.fresh(name).double()
+    model.set_attn_implementation("eager")
+    batch = zoo.inputs(name)
+    assert first_look(model, batch).check.passed
+    misread(monkeypatch, lambda call: replace(call, scale=1.01 * call.scale))
+    with pytest.raises(InputError, match="self-check failed"):
+        first_look(model, batch)
 
 
 def test_a_float32_block_beside_one_in_bfloat16_is_held_to_its_own_rounding(monkeypatch):

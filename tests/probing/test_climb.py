@@ -191,6 +191,21 @@ def test_random_control_has_the_length_of_the_write_and_no_preference(case):
     assert abs(shares.mean() - 0.5) <= 5 * 0.5 / np.sqrt(number)
 
 
+def test_without_a_norm_between_a_random_step_or_its_opposite_sharpens(case):
+    """S is convex in the query, so that the mean over ±Δ lies above S(r) (Jensen) where queries are affine in the stream.
+
+    BERT's are; GPT-2's and Llama's lie behind a norm, and there some pairs of steps flatten both ways.
+    """
+    _, layer, _ = case
+    generator = torch.Generator().manual_seed(3)
+    lowest = []
+    for _ in range(8):
+        step = torch.randn(layer.residual.shape, generator=generator).double() * layer.residual.std()
+        both = layer.change(step)[0] + layer.change(-step)[0]
+        lowest.append(float(both.min()))
+    assert (min(lowest) >= -1e-12) == (layer.name == "bert")
+
+
 def test_ascent_along_the_heads_own_gradient_always_climbs():
     """S12(a): with W_O W_V = W_QᵀW_K the whole step raises raw log Z of a bare head at every query (convexity)."""
     model = zoo.fresh("bert", num_hidden_layers=2).double()

@@ -1,8 +1,10 @@
 """The findings: what is picked on one half of the text is printed from the other."""
 
 import numpy as np
+import pytest
 from tests.support.rows import every_row
 
+from massieu.foundation.numbers import number, with_error
 from massieu.probing.findings import _Lookup, findings, stands_out
 from massieu.probing.long_table import TableBuilder
 
@@ -54,7 +56,7 @@ def test_a_sink_is_counted_and_named():
     card = findings(table.frame(), TableBuilder().frame())[0]
     said = "1 of 2 heads (1 head without a number) put more than half of their attention on the first token."
     assert card.sentence.startswith(said)
-    assert "The strongest, layer 1 head 0, puts 1.000 ± 0.010 there." in card.sentence
+    assert "The strongest, layer 1 head 0, puts 1.000 ± 0.010 there (0.900 over the whole text)." in card.sentence
     assert (card.value, card.standard_error, card.count, card.heads) == (1.0, 0.01, 10, [(1, 0)])
     assert card.control == "No control."
 
@@ -95,7 +97,7 @@ def test_a_change_within_its_own_error_is_not_announced():
     card = findings(TableBuilder().frame(), _change(-30.0, -20.0, 20.0, statistic="effective_rank_change"))[3]
     assert (card.value, card.standard_error, card.heads) == (None, None, [])
     assert "Nothing significant." in card.sentence
-    assert "−20 ± 20: it is within two standard errors of 0." in card.sentence
+    assert "−20 ± 20 (−20 over the whole text): it is within two standard errors of 0." in card.sentence
     card = findings(TableBuilder().frame(), _change(-30.0, -20.0, 9.0, statistic="effective_rank_change"))[3]
     assert (card.value, card.standard_error) == (-20.0, 9.0)
 
@@ -139,7 +141,7 @@ def test_a_head_that_its_write_does_not_sharpen_beyond_the_error_is_not_announce
     assert card(0.049).value == 0.2
     assert card(0.051).value is None
     assert (
-        "the effect on layer 1 head 0, 0.20 ± 0.05: it is within two standard errors of its control"
+        "layer 1 head 0, 0.20 ± 0.05 (0.300 over the whole text): it is within two standard errors of its control"
         in card(0.051).sentence
     )
     # Where there is a test, paired by window, it decides in place of the two errors.
@@ -190,3 +192,85 @@ def test_next_to_no_entropy_leaves_the_number_to_the_flattest_head():
         card = findings(table.frame(), TableBuilder().frame())[1]
         assert (card.value, card.unit) == (shown, unit)
         assert "The sharpest head, layer 1 head 0, has 0.004" in card.sentence
+
+
+# Numbers of one place each: the statistic, the whole text's number, and that of the half from which a card prints it.
+_PRINTED = [
+    ("weight_first", 0, 0.8125, 0.875),
+    ("entropy_fraction", 1, 0.3125, 0.25),
+    ("own_write_step_selective", 2, 0.5625, 0.625),
+    ("update_step_selective", 2, 0.5625, 0.625),
+    ("effective_rank_change", 3, -7.125, -7.625),
+    ("log_determinant_change", 3, -1.125, -1.625),
+]
+
+
+@every_row("statistic, card, whole, second", _PRINTED)
+@pytest.mark.parametrize("error", [0.01, 9.0], ids=["announced", "not announced"])
+def test_beside_a_number_from_half_of_the_text_stands_the_one_that_the_map_shows(error, statistic, card, whole, second):
+    table = TableBuilder()
+    for suffix, value in (("", whole), ("/first_half", second), ("/second_half", second)):
+        table.add("block.1", 1, f"{statistic}{suffix}", np.array([value]), error, 10)
+        if statistic == "log_determinant_change":
+            table.add("block.1", 1, f"effective_rank_change{suffix}", np.array([9 * value]), 99.0, 10)
+    heads, layers = (table.frame(), TableBuilder().frame()) if card < 3 else (TableBuilder().frame(), table.frame())
+    sentence = findings(heads, layers)[card].sentence
+    if error < 1 or statistic != "log_determinant_change":
+        assert f"{number(whole)} over the whole text" in sentence
+    if error < 1:
+        assert with_error(second, error) in sentence
+
+
+def test_without_halves_the_number_is_the_whole_texts_and_stands_alone():
+    table = TableBuilder()
+    for suffix in ("", "/first_half"):
+        table.add("block.1", 1, f"weight_first{suffix}", np.array([0.9]), 0.01, 10)
+    assert "puts 0.900 ± 0.010 there." in findings(table.frame(), TableBuilder().frame())[0].sentence
+
+
+def test_of_random_steps_the_card_says_what_was_measured():
+    """No law makes them sharpen: behind a norm these, of SmolLM2, lower S on average and sharpen fewer than half."""
+    table, name = TableBuilder(), "own_write_step_selective"
+    for suffix in ("", "/first_half", "/second_half"):
+        table.add("block.1", 1, f"{name}{suffix}", np.array([0.9, 0.1]), 0.01, 10)
+    table.add("block.1", 1, f"{name}/mismatched", np.array([0.0, 0.0]), 0.0, 10)
+    table.add("block.1", 1, f"{name}/random", np.array([-0.012, -0.010]), 0.0, 10)
+    table.add("block.1", 1, "own_write_step_sharpens/random", np.array([0.40, 0.42]), 0.0, 10)
+    control = findings(table.frame(), TableBuilder().frame())[2].control
+    assert control is not None
+    assert control.endswith("A random step of equal length: −0.011 nats; it sharpens 41 % of queries.")
+    assert "convex" not in control
+
+
+def _stack(*steps: tuple[str, float, float, float]):
+    """A table of sublayers, each with its effective rank before and after, and the error of the change."""
+    table = TableBuilder()
+    for name, before, after, error in steps:
+        table.add(name, 1, "effective_rank/before", np.array([before]), 0.1, 10)
+        table.add(name, 1, "effective_rank/after", np.array([after]), 0.1, 10)
+        for suffix in ("", "/first_half", "/second_half"):
+            table.add(name, 1, f"effective_rank_change{suffix}", np.array([after - before]), error, 10)
+    return table.frame()
+
+
+@every_row(
+    "what, following, told",
+    [
+        ("a norm restores the directions", ("norm", 4.0, 33.0, 0.5), True),
+        ("it restores fewer than half", ("norm", 4.0, 18.0, 0.5), False),
+        ("within its error", ("norm", 4.0, 33.0, 15.0), False),
+        ("it takes more away", ("norm", 4.0, 3.0, 0.5), False),
+        ("another stream begins", ("norm", 5.0, 33.0, 0.5), False),
+    ],
+)
+def test_a_fall_that_the_step_behind_it_takes_back_is_told_with_it(what, following, told):
+    """As the LayerNorm behind a feed-forward layer of MiniLM does, a post-norm model."""
+    frame = _stack(("attention", 33.0, 32.0, 0.5), ("feed-forward", 32.0, 4.0, 0.5), following)
+    sentence = findings(TableBuilder().frame(), frame)[3].sentence
+    assert "Effective rank falls most at feed-forward: −28.0 ± 0.5 directions" in sentence
+    assert ("The step behind it, norm, gives back 29.0 ± 0.5 directions." in sentence) is told, what
+
+
+def test_a_fall_at_the_last_step_stands_alone():
+    sentence = findings(TableBuilder().frame(), _stack(("feed-forward", 32.0, 4.0, 0.5)))[3].sentence
+    assert sentence.endswith("(−28 over the whole text, from 32 to 4).")

@@ -12,7 +12,7 @@ from tests.support.rows import every_row
 from torch import Tensor, nn
 
 import massieu
-from massieu.probing.attention_call import AttentionCall, AttentionSite
+from massieu.probing.attention_call import AttentionCall, AttentionSite, explicit_attention
 from massieu.probing.check import first_look
 from massieu.probing.reading import Options, Reading
 from massieu.probing.statistics.query_means import query_statistics
@@ -272,3 +272,22 @@ def test_padding_is_told_by_a_mask_of_pixels_through_what_the_model_masks():
     assert torch.equal(tokens.of(call, decoder=False).real, ~SHUT[None])
     assert tokens.positions(0, 12, 99, False, False, torch.Generator()).max() == 6
     assert bool(BatchTokens({"pixel_values": inputs["pixel_values"]}).of(call, decoder=False).real.all())
+
+
+@pytest.mark.medium
+def test_an_eager_function_adds_a_boolean_mask():
+    """So it does in all of transformers: True is then a bias of one nat, and nothing is shut, as in Grounding DINO's text."""
+    settings = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 9,
+    }
+    model = eager.create("Bert", settings)
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    batch = {"input_ids": torch.arange(12).view(2, 6) % 9, "attention_mask": mask}
+    (call,), (right,) = eager.calls(model, batch), eager.attentions(model, batch, "BertSelfAttention")
+    scores, weight = explicit_attention(call, torch.float64)
+    assert torch.allclose(torch.softmax(scores + weight, -1), right, atol=1e-5)
+    assert bool(call.visible().all())

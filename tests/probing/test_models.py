@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from scripts.models_page import FOLDER, page, power_of_ten, stored
+from scripts.models_page import FOLDER, page, power_of_ten, stored, within
+from scripts.small_masks import NOT_A_NUMBER, odd_mask
 from tests.support.probing import eager
 from tests.support.rows import every_row
 from transformers import LlamaConfig, LlamaModel
@@ -161,6 +162,22 @@ def test_no_stored_row_is_wrong_or_a_crash(release):
     assert sum(row["outcome"] == "read" for row in rows) >= 250
 
 
+def test_all_that_is_read_is_read_in_float64_under_odd_masks_and_caps():
+    """To 1e-6 of the model's own and of eager attention, wherever the model itself has numbers."""
+    rows = [row for row in stored()["architectures"] if row["outcome"] == "read"]
+    assert len(rows) >= 451
+    assert {row["architecture"]: row["odd"] for row in rows if not _read_where_finite(row["odd"])} == {}
+
+
+def _read_where_finite(odd: dict[str, Any]) -> bool:
+    return within({name: value for name, value in odd.items() if value != NOT_A_NUMBER})
+
+
+def test_odd_masks_leave_the_first_row_whole():
+    assert odd_mask("middle", 2, 12).tolist() == [[1] * 12, [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]]
+    assert odd_mask("both sides", 2, 12).tolist() == [[1] * 12, [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]
+
+
 @pytest.mark.slow
 def test_architectures_are_read_as_the_page_says(tmp_path):
     """Built and read again here; on a release that is not stored, none may be wrong and none may crash."""
@@ -177,6 +194,9 @@ def test_architectures_are_read_as_the_page_says(tmp_path):
     bad = {n: row for n, row in found.items() if row["outcome"] not in ("read", "refused", "not built")}
     assert not bad
     assert {n: row["error"] for n, row in found.items() if row["outcome"] == "read" and not row["error"] <= 1e-4} == {}
+    assert {
+        n: row["odd"] for n, row in found.items() if row["outcome"] == "read" and not _read_where_finite(row["odd"])
+    } == {}
     if (FOLDER / "models" / f"transformers-{release}.json").exists():
         expected = {row["architecture"]: row for row in stored(release)["architectures"]}
         said = ("outcome", "routes", "grades", "sites")

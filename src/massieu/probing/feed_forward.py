@@ -104,7 +104,8 @@ class FeedForwardStatistics:
             try:
                 self._measure(index, part)
             except Exception as error:  # of whatever class a module raises when it is differentiated
-                self.failed[index] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                kind = type(error).__name__
+                self.failed[index] = f"the layer cannot be run and differentiated on single tokens ({kind})"
 
     def _measure(self, index: int, part: FeedForwardPart) -> None:
         numbers = sorted(self._tokens[index])

@@ -1,8 +1,9 @@
 """The four findings at the top of the page: a sentence each, with its number, error, control, count and limits.
 
 Heads and sublayers are picked on one half of the text and their numbers printed from the other half, so that the
-largest of many noisy numbers is not taken at its word. A number within two standard errors of its null is not announced:
-the finding then has no value, and its sentence gives the reason.
+largest of many noisy numbers is not taken at its word. Maps and tables show the whole text's number, which stands in
+brackets. A number within two standard errors of its null is not announced: the finding then has no value, and its
+sentence gives the reason.
 """
 
 from collections.abc import Sequence
@@ -48,6 +49,22 @@ class _Lookup:
     def get(self, place: Place, statistic: str) -> Cell:
         return self.cells.get((*place, statistic), _MISSING)
 
+    def over_all(self, place: Place, statistic: str) -> str:
+        """Says which number maps and tables show, beside one from the second half of the text; nothing if it is that one."""
+        value = self.get(place, statistic)[0]
+        if (*place, f"{statistic}/second_half") not in self.cells or not np.isfinite(value):
+            return ""
+        return f"{number(value)} over the whole text"
+
+    def step_after(self, place: Place, level: str) -> Place | None:
+        """The sublayer that begins where this one ends, told by the level there; None if there is none."""
+        places = list(self.order)
+        number_of = places.index(place) + 1
+        if number_of == len(places):
+            return None
+        end, start = self.get(place, f"{level}/after")[0], self.get(places[number_of], f"{level}/before")[0]
+        return places[number_of] if np.isclose(start, end, rtol=1e-9) else None
+
     def name(self, place: Place) -> str:
         sites = {site for site, head in self.order if head is not None and self.layers[site] == self.layers[place[0]]}
         where = f"layer {self.layers[place[0]]}" if len(sites) == 1 else place[0]
@@ -75,6 +92,12 @@ def _text(cell: Cell) -> str:
     return with_error(cell[0], cell[1] or None)
 
 
+def _in_brackets(*parts: str) -> str:
+    """What is said of a number in passing; nothing where there is nothing to say."""
+    told = ", ".join(part for part in parts if part)
+    return f" ({told})" if told else ""
+
+
 def _signed(value: float) -> str:
     return f"{value:+.2g}".replace("-", MINUS)
 
@@ -96,8 +119,8 @@ def stands_out(cell: Cell, *nulls: Cell) -> bool:
     return all(abs(value - null) > STANDARD_ERRORS * np.hypot(error, np.nan_to_num(other)) for null, other, _ in known)
 
 
-def _unannounced(identity: str, title: str, statistic: str, what: str, cell: Cell, *nulls: Cell) -> Finding:
-    """A finding that was looked for, but whose number is not significant."""
+def _unannounced(identity: str, title: str, statistic: str, what: str, cell: Cell, *nulls: Cell, whole: str) -> Finding:
+    """A finding that was looked for, but whose number is not significant; ``whole`` is said of the number in passing."""
     near = next((null for null in nulls if not stands_out(cell, null)), nulls[-1])
     if not np.isfinite(cell[0]):
         why = "it has no number in the second half of the text."
@@ -109,7 +132,7 @@ def _unannounced(identity: str, title: str, statistic: str, what: str, cell: Cel
         why = f"its own test finds no difference from its control, {_text(near)}."
     else:
         why = f"it is within two standard errors of its control, {_text(near)}."
-    number_of = f", {_text(cell)}" if np.isfinite(cell[0]) else ""
+    number_of = f", {_text(cell)}{_in_brackets(whole)}" if np.isfinite(cell[0]) else ""
     return Finding(
         identity, title, f"Nothing significant. The largest is {what}{number_of}: {why}", statistic=statistic
     )
@@ -126,12 +149,14 @@ def _sink(heads: _Lookup) -> Finding:
     null = heads.get(strongest, "weight_first/reinitialised")
     if not stands_out(cell, null):
         of = f"of {counted(len(places), 'head')}{heads.without('weight_first')}"
-        return _unannounced("sink", title, "weight_first", f"the weight of {heads.name(strongest)}, {of}", cell, null)
+        what, whole = f"the weight of {heads.name(strongest)}, {of}", heads.over_all(strongest, "weight_first")
+        return _unannounced("sink", title, "weight_first", what, cell, null, whole=whole)
     norm = heads.get(strongest, "first_value_norm_ratio")
     sentence = (
         f"{len(mostly)} of {counted(len(places), 'head')}{heads.without('weight_first')} put more than half of their "
         "attention on the first token. "
         f"The strongest, {heads.name(strongest)}, puts {_text(cell)} there"
+        + _in_brackets(heads.over_all(strongest, "weight_first"))
     )
     if norm[2]:
         sentence += f"; the first token's value has {_text(norm)} times the mean norm"
@@ -154,22 +179,26 @@ def _sharpness(heads: _Lookup) -> Finding:
     (sharpest, low), (flattest, high) = sharp, flat
     null = heads.get(sharpest, "entropy_fraction/reinitialised")
     if not stands_out(low, null):
-        what = f"the sharpness of {heads.name(sharpest)}"
-        return _unannounced("sharpness", title, "entropy_fraction", what, low, null)
+        what, whole = f"the sharpness of {heads.name(sharpest)}", heads.over_all(sharpest, "entropy_fraction")
+        return _unannounced("sharpness", title, "entropy_fraction", what, low, null, whole=whole)
     keys = heads.get(sharpest, "effective_keys")
+    on_average = f"{number(keys[0])} effective keys on average" if keys[2] else ""
+    whole_low, whole_high = (heads.over_all(place, "entropy_fraction") for place in (sharpest, flattest))
     sentence = (
         f"The sharpest head, {heads.name(sharpest)}, has {_text(low)} of the largest possible entropy"
-        + (f" ({number(keys[0])} effective keys on average)" if keys[2] else "")
-        + f"; the flattest, {heads.name(flattest)}, has {_text(high)}."
+        f"{_in_brackets(whole_low, on_average)}; "
+        f"the flattest, {heads.name(flattest)}, has {_text(high)}{_in_brackets(whole_high)}."
     )
     above = heads.extreme("largest_score_above_mean", largest=True)
     if above is not None and stands_out(above[1], heads.get(above[0], "largest_score_above_mean/reinitialised")):
         place, cell = above
         raw = heads.get(place, "largest_score")
-        sentence += f" The largest score is {_text(cell)} nats above the mean score ({heads.name(place)}"
+        whole = heads.over_all(place, "largest_score_above_mean")
         sentence += (
-            f"; its raw max logit is {number(raw[0])} on average and depends on the key origin)." if raw[2] else ")."
+            f" The largest score is {_text(cell)} nats above the mean score{_in_brackets(heads.name(place), whole)}."
         )
+        if raw[2]:
+            sentence += f" Its raw max logit is {number(raw[0])} on average and depends on the key origin."
     # Next to no entropy, within its own error, is a finding; the number to print is the other head's.
     shown, unit = (low, "of log n") if stands_out(low, _ZERO) else (high, "of log n, the flattest head")
     fresh = _mean([heads.get(p, "entropy_fraction/reinitialised")[0] for p in (sharpest, flattest)])
@@ -203,10 +232,13 @@ def _climb(heads: _Lookup) -> Finding:
             told.append((verb, place, cell))
     if not told:
         null = heads.get(highest[0], f"{name}/{control}")
-        return _unannounced("climb", title, name, f"the effect on {heads.name(highest[0])}", highest[1], _ZERO, null)
+        what, whole = f"the effect on {heads.name(highest[0])}", heads.over_all(highest[0], name)
+        return _unannounced("climb", title, name, what, highest[1], _ZERO, null, whole=whole)
     shown = told[0][2]
     ends = (
-        f"{verb}: {heads.name(place)}, {_text(cell)} nats of selective log Z per step." for verb, place, cell in told
+        f"{verb}: {heads.name(place)}, {_text(cell)} nats of selective log Z per step"
+        f"{_in_brackets(heads.over_all(place, name))}."
+        for verb, place, cell in told
     )
     of = f"{len(sharpening)} of {counted(len(places), 'head')}{heads.without(name)}"
     if control == "mismatched":
@@ -222,12 +254,24 @@ def _climb(heads: _Lookup) -> Finding:
     return Finding(
         "climb", title, sentence, shown[0], shown[1], "nats",
         (f"Other heads' writes (mismatched): {_signed(middle)} nats on average. " if control == "mismatched" else "")
-        + f"A random step of equal length: {_signed(random)} nats; by convexity alone it sharpens {share:.0%} of queries.",
+        + f"A random step of equal length: {_signed(random)} nats; it sharpens {100 * share:.0f} % of queries.",
         shown[2],
         "Keys and values are held fixed while the query moves. A change common to all scores is left out, since softmax "
         "does not depend on it. No equilibrium is claimed.",
         name, [heads.pair(p) for p in (sharpening + flattening)[:12]],
     )  # fmt: skip
+
+
+def _given_back(layers: _Lookup, place: Place, statistic: str, fall: Cell, unit: str) -> str:
+    """Says that the next step takes most of a fall back, as the norm behind a feed-forward layer does in post-norm models."""
+    following = layers.step_after(place, statistic.removesuffix("_change"))
+    if following is None or not fall[0] < 0:
+        return ""
+    second = f"{statistic}/second_half"
+    rise = layers.get(following, second if (*following, second) in layers.cells else statistic)
+    if not rise[0] > -MOSTLY * fall[0] or not stands_out(rise, _ZERO):
+        return ""
+    return f" The step behind it, {following[0]}, gives back {_text(rise)} {unit}."
 
 
 def _collapse(layers: _Lookup) -> Finding:
@@ -242,23 +286,31 @@ def _collapse(layers: _Lookup) -> Finding:
     before, after = layers.get(place, "effective_rank/before"), layers.get(place, "effective_rank/after")
     told = []
     if stands_out(cell, _ZERO, fresh):
-        sentence = f"Effective rank falls at no sublayer; it rises least at {place[0]}: {_text(cell)} directions."
+        whole = layers.over_all(place, "effective_rank_change")
+        sentence = f"Effective rank falls at no sublayer; it rises least at {place[0]}: {_text(cell)} directions"
+        sentence += f"{_in_brackets(whole)}."
         if cell[0] < 0:
-            sentence = f"Effective rank falls most at {place[0]}: {_text(cell)} directions"
-            sentence += f" (from {number(before[0])} to {number(after[0])})." if before[2] else "."
+            levels = f"from {number(before[0])} to {number(after[0])}" if before[2] else ""
+            sentence = (
+                f"Effective rank falls most at {place[0]}: {_text(cell)} directions{_in_brackets(whole, levels)}."
+            )
+            sentence += _given_back(layers, place, "effective_rank_change", cell, "directions")
         told.append((sentence, cell, fresh, "directions", "effective_rank_change"))
     if volumes is not None:
         where, volume = volumes
         same = layers.get(where, "log_determinant_change/reinitialised")
         if stands_out(volume, _ZERO, same):
+            whole = layers.over_all(where, "log_determinant_change")
             sentence = (
                 f"Volume {'shrinks most' if volume[0] < 0 else 'grows least'} at {where[0]}: {_text(volume)} nats of "
+                f"log-determinant per direction{_in_brackets(whole)}."
             )
-            sentence += "log-determinant per direction."
+            sentence += _given_back(layers, where, "log_determinant_change", volume, "nats")
             told.append((sentence, volume, same, "nats per direction", "log_determinant_change"))
     if not told:
         what = f"the change of effective rank at {place[0]}"
-        return _unannounced("collapse", title, "effective_rank_change", what, cell, _ZERO, fresh)
+        whole = layers.over_all(place, "effective_rank_change")
+        return _unannounced("collapse", title, "effective_rank_change", what, cell, _ZERO, fresh, whole=whole)
     _, shown, control, unit, statistic = told[0]
     return Finding(
         "collapse", title, " ".join(sentence for sentence, *_ in told), shown[0], shown[1], unit,

@@ -137,6 +137,8 @@ def _call_from(
         causal = bool(getattr(module, "is_causal", True) if declared is None else declared)
     if causal and keys > length:
         key, value = key[:, :, :length], value[:, :, :length]
+    if implementation == EAGER and mask is not None:
+        mask = mask.to(query.dtype)  # eager functions add it, so that True is a bias of 1 and shuts nothing
     weight = _log_weight(mask, keywords.get("position_bias"), query.dtype)
     if causal and weight is not None:
         keep = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()

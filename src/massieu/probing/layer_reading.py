@@ -106,6 +106,10 @@ class LayerReading(RunningParts):
     def _read_reaction(self, tap: Regressions, step: Step, each: SampledRow) -> None:
         positions = each.positions(step, False)
         if step.read is not None and step.sublayer.kind == "attention":
+            query = step.read.call.query
+            if (query.shape[0], query.shape[2]) != step.before.shape[:2]:
+                self.failed[TAP] = _OTHER_TOKENS
+                return
             self._squares[each.row] = (step.sublayer.layer, positions, _squares(step, each.row, positions))
         known = self._squares.get(each.row)
         if step.sublayer.kind != "feed_forward" or known is None or known[0] != step.sublayer.layer:
@@ -125,8 +129,10 @@ class LayerReading(RunningParts):
         regressions = {RESIDUAL: self.residual, TAP: self.tap}.get(group)
         if regressions is not None:
             regressions.measure()
-            if not regressions.results:
-                self.failed[group] = _NOTHING[group]
+            if regressions.results:
+                self.failed.pop(group, None)  # some layers may have numbers where others have none
+            else:
+                self.failed.setdefault(group, _NOTHING[group])
         if group == FEED_FORWARD and self.feed_forward is not None:
             self.feed_forward.measure()
             if self.feed_forward.failed and not self.feed_forward.results:
@@ -142,6 +148,7 @@ _NOTHING = {
     RESIDUAL: "the queries of no attention site could be followed back to the stream",
     TAP: "no feed-forward step was seen after an attention step of the same layer",
 }
+_OTHER_TOKENS = "the queries are not the stream's tokens one for one, as where attention works in windows of an image"
 
 
 def _squares(step: Step, row: int, positions: Int[Tensor, " S"]) -> Float[Tensor, " S"]:

@@ -432,12 +432,21 @@ def _token_table(module: Any) -> nn.Module | None:
     return module.get_input_embeddings() if embedded(module) is not None else None
 
 
+_POSITIONS = (
+    ("max_position_embeddings",),
+    ("n_positions",),
+    ("max_seq_len",),  # of MPT's biases by position
+    ("max_encoder_position_embeddings", "max_decoder_position_embeddings"),  # LED: both sides read the same text
+)
+
+
 def longest_by(config: Any) -> int | None:
     """Rows of the position table that a configuration names; a few of them may be no token's. None without such a table."""
-    for name in ("max_position_embeddings", "n_positions"):
-        positions = getattr(config, name, None)
-        if isinstance(positions, int) and positions > 0:
-            return positions
+    for names in _POSITIONS:
+        rows = [getattr(config, name, None) for name in names]
+        lengths = [each for each in rows if isinstance(each, int) and each > 0]
+        if lengths:
+            return min(lengths)
     return None
 
 

@@ -49,6 +49,7 @@ from massieu.probing.statistics.repeated import copying_score
 from massieu.probing.statistics.windowed import HeadWindow
 from massieu.probing.token_names import frames_of
 from massieu.probing.tokens import BatchTokens, drawn_for
+from massieu.probing.unexpected import unexpected
 from massieu.probing.wiring import Step, StreamTracer
 from massieu.report.record import Trouble
 
@@ -275,9 +276,7 @@ class Reading(RunningParts):
         except InputError:
             raise
         except Exception as error:
-            message = " ".join(str(error).split())[:200]
-            reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
-            self.failed.update(dict.fromkeys(parts, reason))
+            self.failed.update(dict.fromkeys(parts, unexpected(error)))
 
     def _wants(self, group: str) -> bool:
         return group in self.options.groups and group not in self.failed

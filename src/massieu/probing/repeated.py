@@ -89,7 +89,31 @@ class RepeatedTokens:
             first = int(ids[0, 0])
             around = ([first] if first in special and bool((ids[:, 0] == first).all()) else []), []
         vocabulary = [number for number in range(rows) if number not in special]
-        return cls.drawn(vocabulary, *around, longest(loaded.module), seed)
+        drawn = cls.drawn(vocabulary, *around, longest(loaded.module), seed)
+        others = sorted(
+            name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()
+        )
+        if (
+            others
+            and isinstance(drawn, RepeatedTokens)
+            and not drawn._run_alone(loaded.module, "attention_mask" in inputs)
+        ):
+            return f"the model does not run on tokens alone, without {' and '.join(others)}"
+        return drawn
+
+    def _run_alone(self, model: Any, masked: bool) -> bool:
+        """Whether a model that was given more than tokens also runs on one of these sequences."""
+        try:
+            with torch.no_grad():
+                run(model, model_inputs(model, self._inputs(slice(1), masked)))
+        except Exception:  # of whatever class the model raises
+            return False
+        return True
+
+    def _inputs(self, rows: slice, masked: bool) -> dict[str, Tensor]:
+        """Some of the sequences, with a mask in which all tokens are real if the model is given masks."""
+        ids = self.ids[rows]
+        return {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {})
 
     def read(self, model: Any, results: Sequence[SiteReading], masked: bool) -> None:
         """Run a model on all sequences, and put what is found at each site into its results.
@@ -102,10 +126,9 @@ class RepeatedTokens:
         """
         by_site = {each.info.site: each for each in results}
         for first in range(0, SEQUENCES, _AT_ONCE):
-            ids = self.ids[first : first + _AT_ONCE]
-            inputs = {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {})
+            inputs = self._inputs(slice(first, first + _AT_ONCE), masked)
             prepared = model_inputs(model, inputs)
-            numbers = range(first, first + len(ids))
+            numbers = range(first, first + len(inputs["input_ids"]))
 
             def look(call: AttentionCall, read: Any = prepared, numbers: Sequence[int] = numbers) -> None:
                 if call.site in by_site and not call.repeated:

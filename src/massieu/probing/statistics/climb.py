@@ -97,7 +97,8 @@ def slope_common(along: _Slopes) -> Tensor:
 @_selective(
     "{who} sharpens attention, whole step (share of queries)",
     formula="share with S(r + Δ) > S(r)",
-    caveat="By convexity even a random step of this size sharpens more often than not: compare with the control.",
+    caveat="Compare with the control: where no norm or cap lies between stream and query, S is convex in r, and at least half "
+    "of random steps sharpen; behind a norm that need not hold.",
 )
 def step_sharpens(change: _Changes) -> Tensor:
     """For what share of queries does the whole step of {step} sharpen the head's attention?"""

@@ -63,7 +63,7 @@ class Scores:
         dims = None
         if isinstance(value, Tensor):
             if value.numel() == 1:
-                value = float(value) if kind != "hide" else bool(value)
+                value = float(value.detach()) if kind != "hide" else bool(value)
             else:
                 while value.dim() > len(self.dims) and value.shape[0] == 1:
                     value = value[0]
