@@ -36,6 +36,26 @@ def test_a_page_is_written_beside_the_run(tmp_path: Path):
     assert "No alarm is recorded." in page
 
 
+def test_a_page_for_a_device_goes_to_the_device(tmp_path: Path):
+    link = tmp_path / "page.html"
+    link.symlink_to("/dev/null")
+    ran = _run(_written(tmp_path / "run.jsonl"), "--out", link)
+    assert ran.output == f"page: {link}\n"
+    assert link.is_char_device()
+
+
+def test_a_page_keeps_its_mode_and_a_link_its_target(tmp_path: Path):
+    page, link = tmp_path / "inner" / "page.html", tmp_path / "link.html"
+    page.parent.mkdir()
+    page.write_text("old")
+    page.chmod(0o600)
+    link.symlink_to(page)
+    assert _run(_written(tmp_path / "run.jsonl"), "--out", link).exit_code == 0
+    assert link.is_symlink()
+    assert "massieu monitor</title>" in page.read_text()
+    assert page.stat().st_mode & 0o7777 == 0o600
+
+
 def test_other_runs_and_a_reference_beside_a_run_with_alarms(tmp_path: Path):
     run, other, healthy = (
         _written(tmp_path / f"{name}.jsonl", factor) for name, factor in (("a", 5), ("b", 1), ("c", 1))
