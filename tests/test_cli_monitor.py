@@ -77,6 +77,17 @@ def test_other_runs_and_a_reference_beside_a_run_with_alarms(tmp_path: Path):
     assert "No alarm is recorded." in (tmp_path / "b.html").read_text()
 
 
+def test_keys_of_others_cannot_steer_the_terminal(tmp_path: Path):
+    run = _written(tmp_path / "run.jsonl")
+    key = "massieu/layer\x1b]0;owned\x07\x9b2J"
+    with run.open("a") as file:
+        file.write(json.dumps({"step": 600, key: 1.0, "alarms": [key]}) + "\n")
+    ran = _run(run)
+    assert ran.exit_code == 0
+    assert r"in alarm from step 600: massieu/layer\u001b]0;owned\u0007\u009b2J" in ran.output
+    assert not set("\x1b\x07\x9b") & set(ran.output)
+
+
 def test_a_line_that_was_cut_off_is_left_out_with_one_sentence(tmp_path: Path):
     run = _written(tmp_path / "run.jsonl")
     with run.open("a") as file:

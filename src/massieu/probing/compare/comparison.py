@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import massieu
 from massieu.errors import InputError, require_extra
+from massieu.foundation.printable import visible
 from massieu.probing import stored
 from massieu.probing.compare.changes import Change, changes_of, examples_of
 from massieu.probing.compare.files import DIFFERENCES, PAGE, RECORD, VALUES, read_files, record_bytes
@@ -304,7 +305,7 @@ class Comparison:
             lines += [f"  {each.sentence(model)}" for each in self.changed(4, model)] or [
                 f"  {model}: no head is named"
             ]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
 
 def _steps(names: Sequence[str]) -> list[float]:
