@@ -283,7 +283,11 @@ def test_files_that_cannot_be_read_are_named_in_one_sentence(save):
 
 CRAFTED: dict[str, tuple[str, object, str]] = {
     "layers": ("num_hidden_layers", 10**7, r"num_hidden_layers = 10,000,000, and at most 10,000 layers can be read"),
-    "parameters": ("intermediate_size", 10**12, r"asks for more than 100,000,000 parameters, and its files .* hold [0-9,]+ b"),
+    "parameters": (
+        "intermediate_size",
+        10**12,
+        r"asks for more than 100,000,000 parameters, and its files .* hold [0-9,]+ b",
+    ),
     "kind": ("hidden_act", 3, "hidden_act"),
     "type": ("dtype", "x", "has no attribute 'x'"),
     "padding": ("pad_token_id", 10**7, "Padding_idx"),

@@ -30,11 +30,13 @@ _ARRAYS = (np.ndarray, np.generic)  # a tuple: compiled code cannot make a union
 
 
 def described(value: object) -> str:
-    """What was given, for an error's message: a number or short text as it is, a tensor's dtype, else the type."""
+    """What was given, for an error's message: a number or short text as it is, a tensor's or array's dtype, else the type."""
     if isinstance(value, Tensor):
         if not _is_dense(value):
             return "a nested tensor" if value.is_nested else f"a {str(value.layout).removeprefix('torch.')} tensor"
         return f"a tensor of {value.dtype}"
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} and shape {value.shape}"
     parts = value if isinstance(value, tuple) else (value,)
     plain = all(isinstance(part, int | float | str | None) for part in parts)
     return text if plain and len(text := repr(value)) <= _LONGEST else type(value).__name__

@@ -476,7 +476,9 @@ def dummy_inputs(module: nn.Module) -> dict[str, Tensor]:
     if main != "input_ids" or vocabulary is None:
         raise InputError(f"{type(module).__name__} reads {main!r}; give batches of it to probe or describe the model")
     if vocabulary < 1:
-        raise InputError(f"the configuration of {type(module).__name__} says vocab_size = {vocabulary}: it reads no token")
+        raise InputError(
+            f"the configuration of {type(module).__name__} says vocab_size = {vocabulary}: it reads no token"
+        )
     length = max(min(16, getattr(config, "max_position_embeddings", 16) or 16), 1)
     ids = torch.randint(0, vocabulary, (1, length), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
