@@ -4,7 +4,8 @@ What a right call is comes from the examples in the docstrings: they are run, an
 and constructor are recorded on the way. A hostile call is such a call with one argument replaced by a value that is no use, or
 left out, or with one too many. Each runs under a limit of time and memory in a process of its own, which is started again after
 a call that does not end. What stands behind other doors is left out: the constructors of values, which check nothing because
-transforms call them (`create` does), and the methods that heads and methods of solution have for the modules that use them.
+transforms call them (`create` does), those of estimators (`fit` does, by scikit-learn's rules) and of what only holds; and the
+methods that heads and methods of solution have for the modules that use them.
 
 A call is clear if it ends in one of these ways:
 
@@ -44,6 +45,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from sklearn.base import BaseEstimator
 from torch import Tensor, nn
 
 import massieu
@@ -59,6 +61,8 @@ MEMORY = 4 << 30
 """Bytes that a process may have beside those that it begins with."""
 CALLS_OF_A_NAME = 4
 """Recorded calls of one function, at most."""
+HOLDERS = ("AtomStore", "Case", "Claim", "Comparison", "ProbeResult")
+"""Classes that are not made by calling them, or hold what a suite is to try, right or wrong."""
 CLEAR = ("result", "explained")
 """The outcomes of a call that a user can work with."""
 
@@ -130,7 +134,7 @@ def _is_ours(code: types.CodeType, owner: type) -> bool:
 def _is_hook(owner: type, attribute: str) -> bool:
     """Whether a method is for other classes of the package, which have checked what they give it."""
     if attribute == "__init__":
-        return issubclass(owner, Value)
+        return owner.__name__.endswith(HOLDERS) or issubclass(owner, Value | BaseEstimator | BaseException)
     by_class = isinstance(inspect.getattr_static(owner, attribute), classmethod | staticmethod)
     return issubclass(owner, Heads | Method | LinearSolver) and not by_class
 
@@ -190,7 +194,7 @@ def _run_example(name: str, value: Any, watch: Callable[..., None]) -> None:
     sys.setprofile(watch)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            runner.run(example, out=lambda _: None)
+            runner.run(example, out=lambda _: None, clear_globs=False)
     finally:
         sys.setprofile(None)
 
@@ -320,7 +324,7 @@ def _is_explained(error: Exception, call: Call) -> bool:
     last = frames[-1]
     message = str(error)
     file = last.tb_frame.f_code.co_filename
-    if file.endswith("sklearn/utils/validation.py"):
+    if any(each.tb_frame.f_code.co_filename.endswith("sklearn/utils/validation.py") for each in frames):
         return True
     if not file.startswith(str(PACKAGE)) or not _raises(last):
         return _is_about_binding(message, call)
@@ -330,6 +334,8 @@ def _is_explained(error: Exception, call: Call) -> bool:
 
 def _is_about_binding(message: str, call: Call) -> bool:
     """Whether Python could not bind the arguments of the call itself."""
+    if "unexpected keyword argument 'nonsense'" in message:  # handed on to another function
+        return True
     words = r"missing \d+ required|got an unexpected keyword argument|takes .* positional arguments? but"
     function = call.name.rpartition(".")[2]
     return re.search(rf"\b({function}|{function}\.__init__|__init__)\(\) ({words})", message) is not None
@@ -337,12 +343,13 @@ def _is_about_binding(message: str, call: Call) -> bool:
 
 def _known_names(frames: Iterable[types.TracebackType], call: Call) -> set[str]:
     """The arguments of the call and of the functions of ours that it went through, and their parts in words."""
-    names = set(call.arguments)
+    names: set[str] = set()
     for each in frames:
         code = each.tb_frame.f_code
         if code.co_filename.startswith(str(PACKAGE)):
             names |= set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    names -= {"self", "cls", "name", "value", "error", "message", "a", "of", "is"}
+    names -= {"self", "cls", "name", "value", "error", "message"}  # of the functions that check
+    names |= set(call.arguments)
     return names | {f"{name}s" for name in names}
 
 
@@ -395,7 +402,7 @@ def fits(value: Any, annotation: Any) -> bool:
         return True  # Any, type variables and names: nothing is known
     if issubclass(kind, Tensor) or hasattr(kind, "array_type"):
         return _is_numbers(value)
-    if kind is object:
+    if kind in (object, Any):
         return True
     if kind is bool:
         return isinstance(value, bool)

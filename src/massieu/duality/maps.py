@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.duality.newton import STEPS, Solution, over, solve, times
 from massieu.errors import ConvergenceError
+from massieu.foundation.doors import MEASURE, door
 from massieu.foundation.transforms import some, unwrapped, values_are_readable
 from massieu.measures import Measure
 from massieu.solve import Status
@@ -46,6 +47,7 @@ def natural(
 def natural(measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool) -> Tensor | DualResult: ...
 
 
+@door(measure=MEASURE)
 def natural(
     measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool = True
 ) -> Float[Tensor, "*batch_query_event"] | DualResult:
@@ -121,6 +123,7 @@ def conjugate(
 def conjugate(measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool) -> Tensor | DualResult: ...
 
 
+@door(measure=MEASURE)
 def conjugate(
     measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool = True
 ) -> Float[Tensor, "*batch_query"] | DualResult:

@@ -7,11 +7,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.arguments import floating, number
+from massieu.foundation.doors import door, function
 from massieu.foundation.values import promoted_dtype
 
 Map = Callable[[Float[Tensor, "*lead d"]], Float[Tensor, "*lead d"]]
 
 
+@door(function=function)
 def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
     """How far a map is from a gradient: ‖J − Jᵀ‖/‖J‖ of its Jacobian J at each state, between 0 and 2 (Frobenius norm).
 
@@ -40,6 +42,7 @@ def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[
     return torch.linalg.matrix_norm(matrix - matrix.mT) / torch.where(size == 0, 1.0, size)
 
 
+@door(function=function)
 def is_conservative(
     function: Map, state: Float[Tensor, "*lead d"], *, tolerance: float | None = None
 ) -> Bool[Tensor, "*lead"]:

@@ -290,6 +290,13 @@ def instance(name: str, value: object, kind: type[Kind], words: str) -> Kind:
     return value
 
 
+def number_or_tensor(name: str, value: object) -> object:
+    """The value, if it is a number or a floating-point tensor; else a TypeError."""
+    if not _is_number(value) and not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a number or a floating-point tensor, got {described(value)}")
+    return floating(name, value) if isinstance(value, Tensor) else value
+
+
 def of_class(name: str, value: Kind, kind: str) -> Kind:
     """The value, if its class or a base of it has that name, as for classes of rooms above; else a TypeError."""
     if all(base.__name__ != kind for base in type(value).__mro__):
@@ -306,7 +313,7 @@ def device(name: str, value: object) -> torch.device:
         raise TypeError(f"{name} must be a torch.device or the name of one, such as 'cpu', got {described(value)}")
     try:
         return torch.device(value)
-    except RuntimeError:
+    except (RuntimeError, ValueError, OverflowError):
         raise ValueError(f"{name} must name a device, such as 'cpu' or 'cuda:0', got {described(value)}") from None
 
 

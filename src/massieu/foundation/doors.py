@@ -9,19 +9,24 @@ Compiled code is not checked, and pays nothing; elsewhere an argument costs a fi
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
+from torch import Tensor
 
+from massieu.errors import InputError
 from massieu.foundation.arguments import (
     described,
     device,
     flag,
+    floating,
     floating_dtype,
     generator,
     number,
+    number_or_tensor,
     of_class,
     whole_number,
 )
@@ -41,6 +46,16 @@ def function(name: str, value: object) -> Callable[..., Any]:
         raise TypeError(f"{name} must be a function, got {described(value)}")
     return value
 
+
+def path(name: str, value: object) -> str | os.PathLike[str]:
+    """The value, if it is the name of a file or folder; else a TypeError."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} must be a path, got {described(value)}")
+    return value
+
+
+MEASURE = partial(of_class, kind="Measure")
+MODULE = partial(of_class, kind="Module")
 
 _FLAGS = (
     "add_bias_kv", "add_zero_attn", "average_attn_weights", "batch_first", "check_attraction", "clean_context", "divergence",
@@ -64,7 +79,8 @@ _FUNCTIONS = (
 )  # fmt: skip
 _OBJECTS = {
     "atoms": "Atoms", "background": "Gaussian", "hopfield": "HopfieldEnergy", "likelihood": "Measure",
-    "operator": "Operator", "prior": "Posterior", "solver": "LinearSolver", "store": "AtomStore",
+    "operator": "Operator", "output": "Module", "prior": "Posterior", "projection": "Module", "solver": "LinearSolver",
+    "space": "Module", "store": "AtomStore",
 }  # fmt: skip
 
 NAMED: Mapping[str, Check] = {
@@ -72,7 +88,12 @@ NAMED: Mapping[str, Check] = {
     "dtype": floating_dtype,
     "generator": generator,
     "query_offset": whole_number,
+    "alpha": number_or_tensor,
+    "checkpoint": path,
     "ignore_index": whole_number,
+    "log_partition": number_or_tensor,
+    "left": floating,
+    "right": floating,
     **dict.fromkeys(_FLAGS, flag),
     **dict.fromkeys(_COUNTS, count),
     **dict.fromkeys(_NUMBERS, number),
@@ -82,6 +103,24 @@ NAMED: Mapping[str, Check] = {
 """What an argument of this name is, wherever it stands. None goes where it is the default."""
 
 
+def sequence(name: str, value: object) -> Iterable[Any]:
+    """The value, if it is an iterable of several things, and no text; else a TypeError."""
+    if (
+        isinstance(value, str | bytes)
+        or not isinstance(value, Iterable)
+        or (isinstance(value, Tensor) and not value.ndim)
+    ):
+        raise TypeError(f"{name} must be a list or another iterable, got {described(value)}")
+    return value
+
+
+def text(name: str, value: object) -> str:
+    """The value, if it is a string; else a TypeError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {described(value)}")
+    return value
+
+
 class _Argument(NamedTuple):
     place: int
     name: str
@@ -89,7 +128,11 @@ class _Argument(NamedTuple):
     check: Check
 
 
-def door(target: Target | None = None, /, **checks: Check | None) -> Any:
+@overload
+def door(target: Target, /) -> Target: ...
+@overload
+def door(**checks: Check | None) -> Callable[[Target], Target]: ...
+def door(target: Any = None, /, **checks: Check | None) -> Any:
     """A function whose arguments are checked by their names, or a class whose public methods and constructor are.
 
     Args:
@@ -105,6 +148,26 @@ def door(target: Target | None = None, /, **checks: Check | None) -> Any:
         return _checked(target, {**NAMED, **checks})
     check_methods(target, {**NAMED, **checks}, ("__init__", "__call__"))
     return target
+
+
+def input_door(**checks: Check | None) -> Callable[[Target], Target]:
+    """As `door` for a function of the rooms where bad input is an `InputError`; only what is named here is checked.
+
+    Raises:
+        InputError: as the checks do, when the function is called.
+    """
+
+    def as_input(check: Check) -> Check:
+        def checked(name: str, value: Any) -> None:
+            try:
+                check(name, value)
+            except (TypeError, ValueError) as error:
+                raise InputError(str(error)) from None
+
+        return checked
+
+    named = {name: as_input(check) for name, check in checks.items() if check is not None}
+    return lambda target: _checked(target, named)
 
 
 def check_methods(
@@ -123,7 +186,7 @@ def _checked_member(member: Any, checks: Mapping[str, Check | None]) -> Any:
     return _checked(member, checks)
 
 
-def _checked(target: Callable[..., Any], checks: Mapping[str, Check | None]) -> Callable[..., Any]:
+def _checked(target: Target, checks: Mapping[str, Check | None]) -> Target:
     arguments = tuple(_arguments_of(target, checks))
     if not arguments:
         return target
@@ -134,7 +197,7 @@ def _checked(target: Callable[..., Any], checks: Mapping[str, Check | None]) -> 
             _check(arguments, given, named)
         return target(*given, **named)
 
-    return call
+    return call  # pyright: ignore[reportReturnType]
 
 
 def _arguments_of(target: Callable[..., Any], checks: Mapping[str, Check | None]) -> Iterator[_Argument]:

@@ -1,5 +1,6 @@
 """Attention whose tokens are spins: attention couples them, and they all move at once."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 
 from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
-from massieu.foundation.arguments import choice, whole_number
+from massieu.foundation.arguments import choice, of_class, whole_number
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, attention_weights, log_weight_of, merge_heads, split_heads, with_positions
 from massieu.nn.modules import (
@@ -142,6 +144,7 @@ class SpinAttention(Iterating, Resettable):
             coupling, _ = attention_weights(query, key, scale=self.coupling_scale, log_weight=log_weight)
             return KineticSpins.create(drive, coupling, scale=self.scale, exact=self.exact)
 
+    @door(model=partial(of_class, kind="KineticSpins"))
     def state(self, model: KineticSpins) -> Float[Tensor, "B H L D"]:
         """θ, the spins' local fields once they have moved; a ConvergenceError as for a call."""
         adjoint = Implicit(lost="nan" if self.throw else "zero")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import number_or_tensor
 from massieu.nn.heads import Mask
 from massieu.nn.modules import Device, Iterating, Number, Resettable, register_number, settings
 from massieu.ops import Documents
@@ -74,6 +75,9 @@ class Heads(Resettable, ABC):
         """Keep each number, to be one or one a head, as the attribute of its name."""
         super().__init__()
         self._numbers = tuple(numbers)
+        for name, value in numbers.items():
+            if value is not None:
+                number_or_tensor(name, value)
         for name, value in numbers.items():
             setattr(self, name, value)
 

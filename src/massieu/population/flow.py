@@ -15,7 +15,8 @@ from torch import Tensor
 
 from massieu.errors import InputError
 from massieu.foundation import arguments
-from massieu.foundation.arguments import described, whole_number
+from massieu.foundation.arguments import described, flag, whole_number
+from massieu.foundation.doors import door
 from massieu.foundation.settings import fingerprint
 from massieu.ops.sharded.agreement import Call, together
 from massieu.ops.sharded.collectives import Group
@@ -99,6 +100,7 @@ class Flow:
         self.generators = list({id(each): each for each in found}.values())
         self.group = group
 
+    @door(progress=flag)
     def run(
         self, particles: Float[Tensor, "n d"], *, checkpoint: str | Path | None = None, progress: bool = True
     ) -> FlowResult:

@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import Float64
 
 from massieu.errors import InputError, require_extra
+from massieu.foundation.arguments import flag
+from massieu.foundation.doors import input_door, text
 from massieu.foundation.printable import visible
 from massieu.probing import stored
 from massieu.probing.long_table import COLUMNS
@@ -297,6 +299,7 @@ class ProbeResult:
         write_whole(path := Path(path), page, "the page")
         return path
 
+    @input_door(statistic=text, error=flag, attention=text)
     def matrix(
         self, statistic: str, *, error: bool = False, attention: str | None = None
     ) -> Float64[np.ndarray, "layers heads"]:

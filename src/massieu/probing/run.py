@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
+from massieu.foundation.arguments import flag
+from massieu.foundation.doors import function, input_door, text
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.course import STORE_EVERY, course_for
 from massieu.probing.forward import named_inputs
@@ -35,6 +37,9 @@ from massieu.probing.units import Units
 from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 
 
+@input_door(
+    trust_remote_code=flag, distributed=flag, resume=flag, quick=flag, packing=flag, revision=text, progress=function
+)
 @torch.inference_mode(False)  # slopes need derivatives, wherever the caller stands
 def probe(
     model: str | Path | nn.Module | None = None,
@@ -266,6 +271,7 @@ class Description:
         return plain(vars(self))
 
 
+@input_door(trust_remote_code=flag, revision=text)
 @torch.inference_mode(False)
 def describe(
     model: str | Path | nn.Module | None = None,

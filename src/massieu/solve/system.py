@@ -12,6 +12,7 @@ from torch import Tensor
 from massieu.errors import ConvergenceError
 from massieu.foundation.arguments import floating, instance
 from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import in_functorch, in_nested_forward_mode, may_be_differentiated, some, unwrapped
 from massieu.solve.linear import ANY_MATRIX, SOLVERS, LinearSolver, LinearSolveResult, Product, dense
 from massieu.solve.problem import pose, refuse_captured
@@ -21,6 +22,7 @@ _ORDERS = 3
 """Orders of derivatives that are right where a custom function cannot be used."""
 
 
+@door
 def linear_solve(
     product: Callable[..., Tensor],
     right: Float[Tensor, "*items n"],

@@ -5,10 +5,12 @@ import math
 from collections.abc import Sequence
 
 from massieu.foundation.arguments import whole_number
+from massieu.foundation.doors import count, door
 
 _MOST_SEQUENCES = 1_000_000
 
 
+@door(k=count, n=count)
 def finite_extension_bound(k: int, n: int) -> float:
     """Bound k(k − 1)/(2n) on the total variation between k of n exchangeable tokens and a mixture of independent ones (Z1).
 
@@ -27,6 +29,7 @@ def finite_extension_bound(k: int, n: int) -> float:
     return k * (k - 1) / (2 * n)
 
 
+@door(k=count)
 def urn_total_variation(counts: Sequence[int], k: int) -> float:
     """Exact total variation between k draws without and with replacement from an urn of coloured balls.
 

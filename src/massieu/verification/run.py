@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from massieu.errors import InputError
+from massieu.foundation.doors import function, input_door
 from massieu.foundation.numbers import counted
 from massieu.foundation.threads import one_thread
 from massieu.report.encode import plain
@@ -92,6 +93,7 @@ class Verification(Sequence[Claim]):
         return write_page(self.claims, self.summary, Path(path))
 
 
+@input_door(progress=function)
 def verify(
     ids: Iterable[str] | str | None = None,
     *,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import massieu
 from massieu.errors import InputError, require_extra
+from massieu.foundation.arguments import number
+from massieu.foundation.doors import count, input_door, sequence, text
 from massieu.foundation.printable import visible
 from massieu.probing import stored
 from massieu.probing.compare.changes import Change, changes_of, examples_of
@@ -74,12 +76,17 @@ class Comparison:
     date: str = ""
 
     @classmethod
+    @input_door(results=sequence, names=sequence)
     def of(cls, results: Sequence[ProbeResult], names: Sequence[str]) -> "Comparison":
         """Compare results that are there: each with the first.
 
         Raises:
             InputError: fewer than two; models of different shapes; two models on different texts.
         """
+        if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+            raise InputError("names must be a list of strings, one for each result")
+        if not all(isinstance(each, ProbeResult) for each in results):
+            raise InputError("results must be a list of ProbeResult objects")
         if len(results) < 2:
             raise InputError(f"a comparison needs at least two models, got {len(results)}")
         polars = require_extra("polars", "probe")
@@ -118,6 +125,7 @@ class Comparison:
         """Whether every model was compared by paired errors."""
         return all(each.paired for each in self.pairings)
 
+    @input_door(level=number)
     def named(self, level: float = LEVEL) -> "polars.DataFrame":
         """The rows of ``differences`` that are named at a false discovery rate: ``q_value`` below the level.
 
@@ -128,6 +136,7 @@ class Comparison:
             raise InputError(f"level must be between 0 and 1, got {level}")
         return self.differences.filter(self.differences["q_value"] < level)
 
+    @input_door(number=count, model=text)
     def changed(self, number: int = 6, model: str | None = None) -> list[Change]:
         """The heads that changed most, each with the statistic in which it did.
 
