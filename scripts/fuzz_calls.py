@@ -296,7 +296,7 @@ def outcome_of(call: Call, hostile: Hostile, value: Any) -> tuple[str, str]:
         if inspect.isgenerator(result):
             next(result, None)
     except Exception as error:
-        kind = "explained" if _is_explained(error, call) else "internal"
+        kind = "explained" if _is_explained(error, call, hostile.argument) else "internal"
         return kind, f"{type(error).__name__}: {str(error)[:300]} [{_place(error)}]"
     annotation = _annotation(call.function, hostile.argument)
     if hostile.value >= 0 and not fits(value, annotation):
@@ -316,7 +316,7 @@ def _by_place(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[
     return placed, named
 
 
-def _is_explained(error: Exception, call: Call) -> bool:
+def _is_explained(error: Exception, call: Call, argument: str) -> bool:
     """Whether a user can work with an error: it is meant, and says which argument."""
     if not isinstance(error, TypeError | ValueError):
         return False
@@ -329,7 +329,7 @@ def _is_explained(error: Exception, call: Call) -> bool:
     if not file.startswith(str(PACKAGE)) or not _raises(last):
         return _is_about_binding(message, call)
     words = set(re.findall(r"\w+", message))
-    return bool(words & _known_names(frames, call)) and "\n" not in message.strip()
+    return bool(words & (_known_names(frames, call) | {argument})) and "\n" not in message.strip()
 
 
 def _is_about_binding(message: str, call: Call) -> bool:
@@ -440,6 +440,7 @@ def _work(room: str, count: int, seed: int, done: int, pipe: Connection) -> None
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         calls, values = record_calls(room), hostile_values()
+        torch.linalg.eigvalsh(torch.eye(2, device="meta"))  # PyTorch imports much for the first tensor on meta
         pipe.send(len({call.name for call in calls}))
         resource.setrlimit(resource.RLIMIT_AS, (_memory_in_use() + MEMORY,) * 2)
         for hostile in plans(calls, len(values), count, seed)[done:]:

@@ -291,10 +291,8 @@ def instance(name: str, value: object, kind: type[Kind], words: str) -> Kind:
 
 
 def number_or_tensor(name: str, value: object) -> object:
-    """The value, if it is a number or a floating-point tensor; else a TypeError."""
-    if not _is_number(value) and not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a number or a floating-point tensor, got {described(value)}")
-    return floating(name, value) if isinstance(value, Tensor) else value
+    """The value, if it is a finite number or a floating-point tensor; else a TypeError or ValueError."""
+    return floating(name, value) if isinstance(value, Tensor) else number(name, value)
 
 
 def of_class(name: str, value: Kind, kind: str) -> Kind:

@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -54,7 +55,18 @@ def path(name: str, value: object) -> str | os.PathLike[str]:
     return value
 
 
+def seed(name: str, value: object) -> int:
+    """The value, if it is a whole number of at most 64 bits; else a TypeError or ValueError."""
+    if not isinstance(value, int | Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, got {described(value)}")
+    whole = int(value)
+    if not -(2**63) <= whole < 2**64:
+        raise ValueError(f"{name} must be below 2⁶⁴, got {whole}")
+    return whole
+
+
 MEASURE = partial(of_class, kind="Measure")
+METHOD = partial(of_class, kind="Method")
 MODULE = partial(of_class, kind="Module")
 
 _FLAGS = (

@@ -25,7 +25,7 @@ class GibbsState(NamedTuple):
     hidden: Float[Tensor, "*chains H"]
 
 
-@door
+@door(visible=floating)
 def gibbs_init(
     visible: Float[Tensor, "*chains V"], sample_hidden: Conditional, generator: torch.Generator | None = None
 ) -> GibbsState:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
-from massieu.foundation.arguments import choice, of_class, whole_number
+from massieu.foundation.arguments import choice, flag, instance, of_class, whole_number
 from massieu.foundation.doors import door
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, attention_weights, log_weight_of, merge_heads, split_heads, with_positions
@@ -28,6 +28,7 @@ from massieu.solve import Auto, Implicit, Method
 _AUTO = Auto()
 
 
+@door(bias=flag)
 class SpinAttention(Iterating, Resettable):
     """Tokens as kinetic mean-field spins coupled by attention: θ_i = x_i + Σ_j J_ij φ(θ_j), output φ(θ) (B16).
 
@@ -98,6 +99,7 @@ class SpinAttention(Iterating, Resettable):
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.order: Order = choice("order", order, "first", "second")
         self.exact, self.steps = exact, steps
+        instance("method", method, Method, "a Method, such as Auto(), Picard(), Anderson() or Newton()")
         self.method, self.max_steps, self.throw = method, max_steps, throw
 
     def extra_repr(self) -> str:

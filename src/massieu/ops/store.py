@@ -81,7 +81,7 @@ class AtomStore:
             ValueError: shapes do not fit each other or the first block, there are no blocks, or `path` is taken.
         """
         path = Path(check_path("path", path))
-        if isinstance(blocks, AtomBlock) or not isinstance(blocks, Iterable):
+        if isinstance(blocks, AtomBlock | str | Tensor) or not isinstance(blocks, Iterable):
             raise TypeError(f"blocks must be a list or generator of AtomBlock, got {type(blocks).__name__}")
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ValueError(f"a store is written to a new directory, and {path} is already there")

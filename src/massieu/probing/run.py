@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.foundation.arguments import flag
 from massieu.foundation.doors import function, input_door, text
+from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.course import STORE_EVERY, course_for
 from massieu.probing.forward import named_inputs
@@ -38,7 +39,21 @@ from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 
 
 @input_door(
-    trust_remote_code=flag, distributed=flag, resume=flag, quick=flag, packing=flag, revision=text, progress=function
+    seed=check_seed,
+    max_length=count,
+    max_tokens=count,
+    batch_size=count,
+    query_sample=count,
+    generate=count,
+    replace_windows=count,
+    store_every=number,
+    trust_remote_code=flag,
+    distributed=flag,
+    resume=flag,
+    quick=flag,
+    packing=flag,
+    revision=text,
+    progress=function,
 )
 @torch.inference_mode(False)  # slopes need derivatives, wherever the caller stands
 def probe(

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from massieu.foundation.arguments import whole_number
-from massieu.foundation.doors import count, door
+from massieu.foundation.doors import count, door, sequence
 
 _MOST_SEQUENCES = 1_000_000
 
@@ -29,7 +29,7 @@ def finite_extension_bound(k: int, n: int) -> float:
     return k * (k - 1) / (2 * n)
 
 
-@door(k=count)
+@door(counts=sequence, k=count)
 def urn_total_variation(counts: Sequence[int], k: int) -> float:
     """Exact total variation between k draws without and with replacement from an urn of coloured balls.
 

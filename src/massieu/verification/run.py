@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from massieu.errors import InputError
 from massieu.foundation.doors import function, input_door
+from massieu.foundation.doors import seed as check_seed
 from massieu.foundation.numbers import counted
 from massieu.foundation.threads import one_thread
 from massieu.report.encode import plain
@@ -93,7 +94,7 @@ class Verification(Sequence[Claim]):
         return write_page(self.claims, self.summary, Path(path))
 
 
-@input_door(progress=function)
+@input_door(progress=function, seed=check_seed)
 def verify(
     ids: Iterable[str] | str | None = None,
     *,

@@ -87,8 +87,10 @@ class Comparison:
             raise InputError("names must be a list of strings, one for each result")
         if not all(isinstance(each, ProbeResult) for each in results):
             raise InputError("results must be a list of ProbeResult objects")
+        if len(names) != len(results):
+            raise InputError(f"names must be as many as results, got {len(names)} names and {len(results)} results")
         if len(results) < 2:
-            raise InputError(f"a comparison needs at least two models, got {len(results)}")
+            raise InputError(f"a comparison of results needs at least two models, got {len(results)}")
         polars = require_extra("polars", "probe")
         names = [name.encode("utf-8", "replace").decode("utf-8") for name in names]  # a file's name may hold anything
         first, steps = results[0], _steps(names)
