@@ -81,10 +81,10 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
         from massieu.report.folder import reserved
 
     with reserved(asked.folder, FILES, ROOM):
-        with terminal.progress_shown() as show:
+        with terminal.progress_shown() as progress:
             try:
                 found = compare(
-                    *asked.models, revisions=asked.revisions, out=asked.folder, progress=show, **asked.options
+                    *asked.models, revisions=asked.revisions, out=asked.folder, progress=progress, **asked.options
                 )
             except KeyboardInterrupt:
                 _say_stored(asked)

@@ -17,7 +17,7 @@ from torch import Tensor
 from massieu.energy.activations import Identity
 from massieu.energy.base import promoted, times
 from massieu.energy.hopfield import HopfieldEnergy
-from massieu.foundation.arguments import check_one_device, choice, floating, instance, number, whole_number
+from massieu.foundation.arguments import check_one_device, choice, floating, instance, number, real, whole_number
 from massieu.foundation.doors import door
 from massieu.foundation.values import align, need_batch, promoted_dtype
 from massieu.measures import Atoms
@@ -177,7 +177,7 @@ def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query
     return RetrievalBoundResult(weight, 2 * align(largest_norm(hopfield), lead.ndim) * weight)
 
 
-@door(radius=number)
+@door(radius=real)
 def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
     """What is guaranteed in the ball of `radius` around each pattern: convergence, one fixed point, its distance (B5.7).
 
@@ -203,7 +203,7 @@ def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
     return BasinResult(exists, exists & (4 * scale * norm.square() * weight < 1), distance)
 
 
-@door(scale=number, radius=number, failure=number)
+@door(scale=real, radius=real, failure=real)
 def capacity(
     dimension: int, *, scale: float | None = None, radius: float = 1.0, failure: float = 0.001
 ) -> CapacityResult:

@@ -290,9 +290,18 @@ def instance(name: str, value: object, kind: type[Kind], words: str) -> Kind:
     return value
 
 
+def real(name: str, value: object) -> object:
+    """The value, if it is a number of any size that a tensor can hold; else a TypeError or ValueError."""
+    if not _is_number(value):
+        raise TypeError(f"{name} must be a number, got {described(value)}")
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ValueError(f"{name} must be below 2⁶³, got {value}")
+    return value
+
+
 def number_or_tensor(name: str, value: object) -> object:
-    """The value, if it is a finite number or a floating-point tensor; else a TypeError or ValueError."""
-    return floating(name, value) if isinstance(value, Tensor) else number(name, value)
+    """The value, if it is a number or a floating-point tensor; else a TypeError or ValueError."""
+    return floating(name, value) if isinstance(value, Tensor) else real(name, value)
 
 
 def of_class(name: str, value: Kind, kind: str) -> Kind:

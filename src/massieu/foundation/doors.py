@@ -26,9 +26,9 @@ from massieu.foundation.arguments import (
     floating,
     floating_dtype,
     generator,
-    number,
     number_or_tensor,
     of_class,
+    real,
     whole_number,
 )
 
@@ -108,7 +108,7 @@ NAMED: Mapping[str, Check] = {
     "right": floating,
     **dict.fromkeys(_FLAGS, flag),
     **dict.fromkeys(_COUNTS, count),
-    **dict.fromkeys(_NUMBERS, number),
+    **dict.fromkeys(_NUMBERS, real),
     **dict.fromkeys(_FUNCTIONS, function),
     **{name: partial(of_class, kind=kind) for name, kind in _OBJECTS.items()},
 }

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_shape, check_values, floating, number, of_class
+from massieu.foundation.arguments import check_shape, check_values, floating, number, of_class, real
 from massieu.foundation.doors import door
 
 LogDensity = Callable[[Float[Tensor, "chains *event"]], Float[Tensor, " chains"]]
@@ -87,7 +87,7 @@ def langevin_noise(state: LangevinState, generator: torch.Generator | None = Non
 
 
 @door(
-    state=partial(of_class, kind="LangevinState"), noise=partial(of_class, kind="LangevinNoiseResult"), step_size=number
+    state=partial(of_class, kind="LangevinState"), noise=partial(of_class, kind="LangevinNoiseResult"), step_size=real
 )
 def langevin_step(
     state: LangevinState, noise: LangevinNoiseResult, log_density: LogDensity, *, step_size: float

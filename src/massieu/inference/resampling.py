@@ -77,4 +77,4 @@ def _check_weights(log_weight: Tensor) -> None:
 
 def check_method(method: str) -> None:
     """Raise a ValueError unless `method` is known."""
-    choice("method", method, *get_args(Resampling))
+    choice("resampling", method, *get_args(Resampling))

@@ -16,6 +16,7 @@ from massieu.foundation.arguments import (
     expanded,
     floating,
     number,
+    real,
     whole_number,
 )
 from massieu.foundation.doors import door
@@ -53,7 +54,7 @@ class DoublyStochasticResult(NamedTuple):
     potentials: SinkhornResult
 
 
-@door(scale=number)
+@door(scale=real)
 def sinkhorn(
     query: Float[Tensor, "B H n k"],
     key: Float[Tensor, "B H n k"],
@@ -118,7 +119,7 @@ def sinkhorn(
     return SinkhornResult(f, g, residual, found.steps)
 
 
-@door(scale=number)
+@door(scale=real)
 def doubly_stochastic_attention(
     query: Float[Tensor, "B H n k"],
     key: Float[Tensor, "B H n k"],

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.foundation.arguments import flag
-from massieu.foundation.doors import function, input_door, text
+from massieu.foundation.arguments import flag, real
+from massieu.foundation.doors import count, function, input_door, text
 from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.course import STORE_EVERY, course_for
@@ -46,7 +46,7 @@ from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
     query_sample=count,
     generate=count,
     replace_windows=count,
-    store_every=number,
+    store_every=real,
     trust_remote_code=flag,
     distributed=flag,
     resume=flag,

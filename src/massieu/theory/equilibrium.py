@@ -7,14 +7,12 @@ by the `Renormalisation` to the law's own moments gives the law back.
 Shim, arXiv 2205.01080, Theorem 1, is stated informally; this is its formal statement as proved in S13.
 """
 
-from functools import partial
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation import matrices
-from massieu.foundation.arguments import check_one_device, floating, instance, number, of_class, whole_number
+from massieu.foundation.arguments import check_one_device, floating, instance, number, real, whole_number
 from massieu.foundation.doors import door
 from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
@@ -48,7 +46,6 @@ def equilibrium(location: Float[Tensor, "*batch d"], covariance: Float[Tensor, "
     return _gaussian((precision @ location.unsqueeze(-1)).squeeze(-1), precision)
 
 
-@door(law=partial(of_class, kind="Gaussian"))
 def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
     """The law of k = Mη for η of this law: N(Mm, MCMᵀ); item 1 of S13 for M = Σ.
 
@@ -72,7 +69,7 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
     return _gaussian(*pushed(AffineMap(matrix, torch.zeros_like(matrix[..., 0])), ParticleMoments(mean, covariance)))
 
 
-@door(law=partial(of_class, kind="Gaussian"), keys=partial(of_class, kind="Gaussian"), step=number)
+@door(step=real)
 def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
     """The Gaussian law of hidden states after a layer η + step·∇A(η) over Gaussian keys N(μ, K).
 
@@ -101,7 +98,7 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
     return _gaussian(*pushed(AffineMap(matrix, offset), ParticleMoments(*parts)))
 
 
-@door(keys=partial(of_class, kind="Gaussian"), step=number)
+@door(step=real)
 def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
     """How much a layer adds to a population's differential entropy: log det(1 + step·K), in nats (item 3 of S13).
 
@@ -122,7 +119,7 @@ def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
     return matrices.log_determinant(_layer_matrix(keys, step))
 
 
-@door(law=partial(of_class, kind="Gaussian"), keys=partial(of_class, kind="Gaussian"), step=number)
+@door(step=real)
 def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*batch d d"]:
     """The linear part of a layer and renormalisation, in whitened coordinates: an orthogonal matrix.
 
@@ -148,7 +145,6 @@ def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*
     return whiten.matrix(after) @ layer @ matrices.square_root(covariance, owner="whitened_map")
 
 
-@door(keys=partial(of_class, kind="Gaussian"))
 def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: int) -> Float[Tensor, "*batch_query"]:
     """Root-mean-square error of attention at η over `count` random keys, to leading order in 1/count (S15).
 

@@ -1,14 +1,21 @@
 """Attention's flow of a Gaussian law in continuous time, to the end or up to its blow-up (S20, N6)."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
-from massieu.foundation.arguments import check_finite, check_values, floating, instance, number, of_class, whole_number
+from massieu.foundation.arguments import (
+    check_finite,
+    check_values,
+    floating,
+    instance,
+    number,
+    real,
+    whole_number,
+)
 from massieu.foundation.doors import door
 from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
@@ -56,7 +63,7 @@ class BlowUpError(ArithmeticError):
         self.time, self.law = time, law
 
 
-@door(law=partial(of_class, kind="Gaussian"), time=number)
+@door(time=real)
 def gaussian_flow(
     law: Gaussian,
     *,

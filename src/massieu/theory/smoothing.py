@@ -22,6 +22,7 @@ from massieu.foundation.arguments import (
     check_values,
     doubles,
     number,
+    real,
     whole_number,
 )
 from massieu.foundation.doors import count, door
@@ -59,7 +60,7 @@ def sphere_multipliers(
     return torch.stack(products, -1)
 
 
-@door(operator_ridge=number)
+@door(operator_ridge=real)
 def ridge_multipliers(
     degree: int, dimension: int, scale: Float[Tensor, "*lead"] | float, operator_ridge: float
 ) -> Float[Tensor, "*lead degree+1"]:
@@ -226,7 +227,7 @@ class SmoothingErrorResult(NamedTuple):
         return self.smoothing + self.sampling
 
 
-@door(noise_variance=number)
+@door(noise_variance=real)
 def smoothing_error(
     keys: Float[Tensor, "*lead"] | float,
     power: Float[Tensor, "n"],
@@ -264,7 +265,7 @@ def smoothing_error(
     return SmoothingErrorResult(((1 - one).square() * power).sum(-1), sampling)
 
 
-@door(noise_variance=number)
+@door(noise_variance=real)
 def optimal_scale(
     keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
 ) -> Float[Tensor, "*lead"]:
@@ -298,7 +299,7 @@ def optimal_scale(
     return (0.5 * (low + high)).exp()
 
 
-@door(noise_variance=number)
+@door(noise_variance=real)
 def asymptotic_scale(
     keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
 ) -> Float[Tensor, "*lead"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import massieu
 from massieu.errors import InputError, require_extra
-from massieu.foundation.arguments import number
+from massieu.foundation.arguments import real
 from massieu.foundation.doors import count, input_door, sequence, text
 from massieu.foundation.printable import visible
 from massieu.probing import stored
@@ -127,7 +127,7 @@ class Comparison:
         """Whether every model was compared by paired errors."""
         return all(each.paired for each in self.pairings)
 
-    @input_door(level=number)
+    @input_door(level=real)
     def named(self, level: float = LEVEL) -> "polars.DataFrame":
         """The rows of ``differences`` that are named at a false discovery rate: ``q_value`` below the level.
 
