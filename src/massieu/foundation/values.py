@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from massieu.foundation.arguments import check_one_device
 from massieu.foundation.doors import check_methods
+from massieu.foundation.guesses import explain_constructor
 
 
 def static_field(**keywords: Any) -> Any:
@@ -56,6 +57,8 @@ class Value(ABC):  # noqa: B024 - what is abstract is up to the families
             )
         _register(dataclasses.dataclass(frozen=True, eq=False)(cls))
         if cls.__module__.startswith("massieu."):  # what users' own classes call their arguments is up to them
+            if hasattr(cls, "create"):
+                explain_constructor(cls)
             check_methods(cls)  # not the constructor, which transforms call with what they like
 
     def to(self, *where: torch.dtype | torch.device | str) -> Self:
