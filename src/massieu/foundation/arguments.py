@@ -100,6 +100,8 @@ def real_tensor(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     if tensor.is_complex():
         raise TypeError(f"{name} must be real, got a tensor of {tensor.dtype}")
     check_dense(name, tensor)
+    if tensor.is_floating_point() and tensor.dtype not in FLOATS:
+        floating(name, tensor)  # raises: nothing is computed in 8 bits
     return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
 
 

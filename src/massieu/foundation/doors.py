@@ -133,6 +133,17 @@ def text(name: str, value: object) -> str:
     return value
 
 
+def any_of(words: str, *kinds: Any) -> Check:
+    """A check that a value is an instance of one of some classes, which `words` name for the message."""
+
+    def check(name: str, value: object) -> object:
+        if not isinstance(value, kinds):
+            raise TypeError(f"{name} must be {words}, got {described(value)}")
+        return value
+
+    return check
+
+
 class _Argument(NamedTuple):
     place: int
     name: str

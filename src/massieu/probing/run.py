@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.foundation.arguments import flag, real
-from massieu.foundation.doors import count, function, input_door, text
+from massieu.foundation.doors import any_of, count, function, input_door, text
 from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.course import STORE_EVERY, course_for
@@ -286,7 +286,9 @@ class Description:
         return plain(vars(self))
 
 
-@input_door(trust_remote_code=flag, revision=text)
+@input_door(
+    model=any_of("a name, a path or a torch.nn.Module", str, Path, nn.Module), trust_remote_code=flag, revision=text
+)
 @torch.inference_mode(False)
 def describe(
     model: str | Path | nn.Module | None = None,

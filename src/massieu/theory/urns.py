@@ -45,7 +45,7 @@ def urn_total_variation(counts: Sequence[int], k: int) -> float:
         >>> round(urn_total_variation([1, 1], k=2), 3)  # two balls: with replacement half of the draws agree
         0.5
     """
-    balls = [count for count in counts if whole_number("every count", count, least=0)]
+    balls = [count for count in counts if whole_number("each of counts", count, least=0)]
     total = sum(balls)
     _check_sizes(k, total)
     if len(balls) == total:
