@@ -36,6 +36,26 @@ def test_a_page_is_written_beside_the_run(tmp_path: Path):
     assert "No alarm is recorded." in page
 
 
+def test_a_page_for_a_device_goes_to_the_device(tmp_path: Path):
+    link = tmp_path / "page.html"
+    link.symlink_to("/dev/null")
+    ran = _run(_written(tmp_path / "run.jsonl"), "--out", link)
+    assert ran.output == f"page: {link}\n"
+    assert link.is_char_device()
+
+
+def test_a_page_keeps_its_mode_and_a_link_its_target(tmp_path: Path):
+    page, link = tmp_path / "inner" / "page.html", tmp_path / "link.html"
+    page.parent.mkdir()
+    page.write_text("old")
+    page.chmod(0o600)
+    link.symlink_to(page)
+    assert _run(_written(tmp_path / "run.jsonl"), "--out", link).exit_code == 0
+    assert link.is_symlink()
+    assert "massieu monitor</title>" in page.read_text()
+    assert page.stat().st_mode & 0o7777 == 0o600
+
+
 def test_other_runs_and_a_reference_beside_a_run_with_alarms(tmp_path: Path):
     run, other, healthy = (
         _written(tmp_path / f"{name}.jsonl", factor) for name, factor in (("a", 5), ("b", 1), ("c", 1))
@@ -55,6 +75,17 @@ def test_other_runs_and_a_reference_beside_a_run_with_alarms(tmp_path: Path):
     # A reference is drawn, and no more: the other run, five times as far from it, is in no alarm.
     assert _run(other, "--reference", run).output == f"page: {tmp_path / 'b.html'}\n"
     assert "No alarm is recorded." in (tmp_path / "b.html").read_text()
+
+
+def test_keys_of_others_cannot_steer_the_terminal(tmp_path: Path):
+    run = _written(tmp_path / "run.jsonl")
+    key = "massieu/layer\x1b]0;owned\x07\x9b2J"
+    with run.open("a") as file:
+        file.write(json.dumps({"step": 600, key: 1.0, "alarms": [key]}) + "\n")
+    ran = _run(run)
+    assert ran.exit_code == 0
+    assert r"in alarm from step 600: massieu/layer\u001b]0;owned\u0007\u009b2J" in ran.output
+    assert not set("\x1b\x07\x9b") & set(ran.output)
 
 
 def test_a_line_that_was_cut_off_is_left_out_with_one_sentence(tmp_path: Path):

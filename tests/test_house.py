@@ -205,6 +205,11 @@ def test_a_circle_would_be_seen():
 # --- what PyTorch gets wrong, and one function of ours gets right ---------------------------------------------------
 
 
+def test_the_command_line_prints_through_what_makes_control_characters_visible():
+    assert _callers("typer.echo(") == {"massieu.cli.streams"}
+    assert {name for name in _callers(" print(") if name.startswith("massieu.cli")} == {"massieu.cli.streams"}
+
+
 def test_least_squares_are_solved_in_one_place():
     """The default driver of `torch.linalg.lstsq` reads memory that nobody wrote."""
     assert _callers("torch.linalg.lstsq(") == {"massieu.foundation.matrices"}

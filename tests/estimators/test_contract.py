@@ -85,6 +85,27 @@ def test_nan_and_sparse_tables_are_refused(estimator: Any):
         clone(estimator).fit(sparse.csr_array(TABLE), TARGET)
 
 
+NUMBERS = [
+    (ConditionalMeanRegressor, "lengthscale"),
+    (ConditionalMeanRegressor, "ridge"),
+    (AttentionRegressor, "scale"),
+    (HopfieldMemory, "scale"),
+    (BoltzmannEstimator, "learning_rate"),
+]
+
+
+@pytest.mark.parametrize("value", [np.ones(3), np.array(1.0), [1.0, 2.0], "half", None, True], ids=repr)
+@pytest.mark.parametrize(("kind", "name"), NUMBERS, ids=[f"{kind.__name__}.{name}" for kind, name in NUMBERS])
+def test_a_width_for_each_column_is_one_sentence(kind: Any, name: str, value: Any):
+    with pytest.raises(TypeError, match=f"{name} must be 'auto' or one number for all columns, got "):
+        kind(**{name: value}).fit(TABLE, TARGET)
+
+
+def test_a_number_of_numpy_is_a_number():
+    found = [AttentionRegressor(scale=scale).fit(TABLE, TARGET).predict(TABLE) for scale in (2.0, np.float64(2.0))]
+    assert np.array_equal(*found)
+
+
 @pytest.mark.medium
 def test_names_of_features():
     transformer = clone(QUICK).set_output(transform="polars").fit(TABLE)

@@ -4,13 +4,16 @@ import math
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support.rows import every_row
 
-from massieu.foundation.files import LEFT, remove_left, replacing
+from massieu.foundation.files import LEFT, overwriting, remove_left, replacing
 from massieu.foundation.numbers import bound, number, whole, with_error
 from massieu.foundation.threads import one_thread
 
@@ -24,6 +27,83 @@ def test_a_file_is_replaced_at_once(tmp_path, durable):
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert os.listdir(tmp_path) == ["page"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o400, 0o755])
+def test_a_replaced_file_keeps_its_mode_and_is_never_more_open(tmp_path, mode):
+    path = tmp_path / "page"
+    path.write_text("old")
+    path.chmod(mode)
+    with replacing(path) as aside:
+        aside.write_text("new")
+        assert aside.stat().st_mode & 0o077 == 0
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o7777 == mode
+
+
+def test_an_earlier_file_keeps_its_owner(tmp_path):
+    path = tmp_path / "page"
+    path.write_text("old")
+    owner = (1234, 1235) if os.geteuid() == 0 else (os.geteuid(), os.getegid())  # only root may give a file away
+    os.chown(path, *owner)
+    with replacing(path) as aside:
+        aside.write_text("new")
+    assert (path.stat().st_uid, path.stat().st_gid) == owner
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_that_a_user_names_is_kept_and_its_target_written(tmp_path, there):
+    target, link = tmp_path / "inner" / "target", tmp_path / "page"
+    target.parent.mkdir()
+    if there:
+        target.write_text("old")
+    link.symlink_to(Path("inner") / "target")
+    with overwriting(link) as aside:
+        aside.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert os.listdir(target.parent) == ["target"]
+
+
+def test_a_link_in_a_folder_of_ours_is_replaced_and_not_followed(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "page"
+    target.write_text("old")
+    link.symlink_to(target)
+    with replacing(link) as aside:
+        aside.write_text("new")
+    assert not link.is_symlink()
+    assert target.read_text() == "old"
+
+
+def test_a_fifo_is_written_to(tmp_path):
+    fifo = tmp_path / "page"
+    os.mkfifo(fifo)
+    with fifo_content(fifo) as content, overwriting(fifo) as aside:
+        aside.write_text("new")
+    assert content == [b"new"]
+    assert fifo.is_fifo()
+
+
+@contextmanager
+def fifo_content(fifo: Path) -> Iterator[list[bytes]]:
+    """What is written to a FIFO inside, read by a thread."""
+    content: list[bytes] = []
+    reader = threading.Thread(target=lambda: content.append(fifo.read_bytes()), daemon=True)
+    reader.start()
+    yield content
+    reader.join(10)
+
+
+def test_a_device_is_written_to(tmp_path):
+    main, terminal = os.openpty()
+    link = tmp_path / "page"
+    link.symlink_to(os.ttyname(terminal))
+    with overwriting(link) as aside:
+        aside.write_text("new")
+    assert os.read(main, 10) == b"new"
+    assert link.is_symlink()
+    os.close(main)
+    os.close(terminal)
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

@@ -1,5 +1,6 @@
 """GGUF files: weights, tokenizer and record, and a real decoder through and through."""
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -11,6 +12,7 @@ from tests.support import needs
 
 import massieu
 from massieu.errors import InputError
+from massieu.probing.checkpoint import find_checkpoint
 from massieu.probing.documents import reference_documents
 from massieu.probing.model import load_model
 from massieu.probing.text import TextBatches
@@ -22,6 +24,47 @@ PARTS = {
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
+
+
+def _string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def _crafted(settings: bytes = b"", tensors: bytes = b"", counts: tuple[int, int] = (0, 1)) -> bytes:
+    """A GGUF file of version 3 that says it has so many tensors and settings."""
+    return b"GGUF" + struct.pack("<IQQ", 3, *counts) + settings + tensors
+
+
+def _array(kind: int, count: int) -> bytes:
+    return _string(b"a") + struct.pack("<IIQ", 9, kind, count)
+
+
+_U8, _STRING, _ARRAY = 0, 8, 9
+LIES = {
+    "numbers": _crafted(_array(_U8, 1 << 60)),
+    "strings": _crafted(_array(_STRING, 1 << 60)),
+    "arrays": _crafted(_array(_ARRAY, 1 << 60)),
+    "settings": _crafted(counts=(0, 1 << 63)),
+    "tensors": _crafted(counts=(1 << 63, 0)),
+    "name": _crafted(struct.pack("<Q", 1 << 62)),
+    "deep": _crafted(_array(_ARRAY, 1) + struct.pack("<IQ", _ARRAY, 1) * 2000),
+    "dimensions": _crafted(tensors=_string(b"t") + struct.pack("<I", 1 << 31), counts=(1, 0)),
+    "shape": _crafted(tensors=_string(b"t") + struct.pack("<IQQIQ", 2, 1 << 40, 1 << 40, 0, 0), counts=(1, 0)),
+    "place": _crafted(tensors=_string(b"t") + struct.pack("<IQIQ", 1, 1, 0, 1 << 62), counts=(1, 0)),
+    "unknown": _crafted(_string(b"a") + struct.pack("<I", 99)),
+}
+
+
+@pytest.mark.parametrize("content", LIES.values(), ids=LIES)
+def test_a_file_that_claims_more_than_it_holds_is_one_sentence_before_it_is_read(content, tmp_path, monkeypatch):
+    """The reader would take its word: an array of 2⁶⁰ numbers fills the memory first."""
+    monkeypatch.setattr(gguf, "GGUFReader", None)
+    file = tmp_path / "crafted.gguf"
+    file.write_bytes(content)
+    words = r"crafted.gguf \(\d+[\d,]* bytes\) cannot be read as weights, .* something else: (its |')"
+    with pytest.raises(InputError, match=words) as raised:
+        find_checkpoint(file, None)
+    assert "\n" not in str(raised.value)
 
 
 def _llama() -> torch.nn.Module:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import massieu
 from massieu.errors import InputError, MissingExtraError
-from massieu.probing import checkpoint
+from massieu.probing import checkpoint, model_size
 from massieu.probing.check import first_look
 from massieu.probing.model import LoadedModel, load_model
 from massieu.probing.weights import check_weights
@@ -279,6 +279,50 @@ def test_files_that_cannot_be_read_are_named_in_one_sentence(save):
             massieu.describe(folder)
         assert "\n" not in str(raised.value), place
         assert str(folder) in str(raised.value), place
+
+
+CRAFTED: dict[str, tuple[str, object, str]] = {
+    "layers": ("num_hidden_layers", 10**7, r"num_hidden_layers = 10,000,000, and at most 10,000 layers can be read"),
+    "parameters": (
+        "intermediate_size",
+        10**12,
+        r"asks for more than 100,000,000 parameters, and its files .* hold [0-9,]+ b",
+    ),
+    "kind": ("hidden_act", 3, "hidden_act"),
+    "type": ("dtype", "x", "has no attribute 'x'"),
+    "padding": ("pad_token_id", 10**7, "Padding_idx"),
+    "positions": ("max_position_embeddings", 0, "cannot be run, its configuration may not fit it"),
+    "heads": ("num_attention_heads", -1, "cannot be run, its configuration may not fit it"),
+    "vocabulary": ("vocab_size", 0, "cannot load the model"),
+    "text": ("num_hidden_layers", "x", "num_hidden_layers"),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("name", "value", "words"), CRAFTED.values(), ids=CRAFTED)
+def test_a_crafted_configuration_is_one_sentence(save, name, value, words):
+    folder = save(bert(), **{name: value})
+    with pytest.raises(InputError, match=words) as raised:
+        massieu.describe(folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_mark_beyond_every_integer_of_a_tensor_is_no_token(save):
+    folder = save(bert(), eos_token_id=10**19)
+    assert len(massieu.describe(folder).sites) == SIZES["num_hidden_layers"]
+
+
+def test_a_model_of_countless_modules_is_stopped_while_it_is_made(monkeypatch):
+    monkeypatch.setattr(model_size, "MOST_MODULES", 10)
+    made: list[nn.Module] = []
+
+    def make() -> None:
+        made.extend(nn.Sequential(nn.Identity()) for _ in range(1000))
+
+    with pytest.raises(InputError, match="asks for more than 10 modules"), model_size.bounded("it", ()):
+        make()
+    assert len(made) == 10
+    make()  # the bound ends with the block
 
 
 @pytest.mark.medium

@@ -21,6 +21,7 @@ from massieu.probing.documents import (
     PIECE,
     Document,
     check_sources,
+    files_of,
     pieces,
     read_documents,
     reference_documents,
@@ -522,6 +523,85 @@ def test_a_bad_parquet_column_is_named(tmp_path):
     with pytest.raises(InputError, match=r"a\.parquet: the column 'id' does not hold text but Int64"):
         check_sources([path], column="id")
     check_sources([path], column="body")
+
+
+def _broken_at_its_end(folder: Path) -> Path:
+    """Four million characters of text; behind them a byte that is no UTF-8."""
+    path = folder / "long.txt"
+    path.write_bytes(b"the cat sat on a mat. " * 190_000 + b"\xff")
+    return path
+
+
+def test_of_a_long_text_only_what_a_limit_of_tokens_may_need_is_looked_through(tmp_path):
+    path = _broken_at_its_end(tmp_path)
+    check_sources([path], max_tokens=300)
+    check_sources([path, path], max_tokens=300)
+    for sources in ([path], [path, tmp_path / "missing.txt"]):
+        with pytest.raises(InputError, match=r"is not UTF-8|no such file"):
+            check_sources(sources, max_tokens=None if len(sources) == 1 else 300)
+
+
+def test_the_whole_text_that_a_limit_of_tokens_may_need_is_looked_through(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"the cat sat on a mat. " * 1000 + b"\xff")
+    with pytest.raises(InputError, match="is not UTF-8"):
+        check_sources([path], max_tokens=1)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_reading_stops_at_the_limit_of_tokens(tmp_path, packing):
+    documents = read_documents([_broken_at_its_end(tmp_path)])
+    batches = TextBatches(_bert(), documents, max_length=32, max_tokens=32, packing=packing)
+    assert sum(batch.inputs["attention_mask"].sum().item() for batch in batches) == 32
+    assert "text after the first 32 tokens was not read (max_tokens)" in str(batches.report.dropped)
+
+
+def _with_own_files(folder: Path) -> Path:
+    """A user's text beside a result, a comparison and a training run of ours."""
+    record = json.dumps(
+        {"schema_version": 1, "files": {"heads.parquet": "", "heads.csv": "", "tokens/part-1.parquet": ""}}
+    )
+    compared = json.dumps({"schema_version": 1, "files": {"values.parquet": "", "differences.parquet": ""}})
+    _write(
+        folder,
+        {
+            "notes.txt": "text",
+            "run.json": record,
+            "heads.parquet": "no text",
+            "tokens/part-1.parquet": "no text",
+            "massieu-results/one/comparison.json": compared,
+            "massieu-results/one/values.parquet": "no text",
+            "massieu-results/one/notes.md": "text",
+            "training.jsonl": '{"massieu":"0.1","monitor":{}}\n{"step":1,"massieu/loss":2.0}\n',
+        },
+    )
+    return folder
+
+
+@pytest.mark.parametrize("column", [None, "text"])
+def test_what_massieu_wrote_into_a_folder_of_text_is_not_read(tmp_path, column):
+    folder = _with_own_files(tmp_path)
+    _write(folder, {"tokens/own.jsonl": '{"text": "of the user"}', "lists/heads.json": '["of the user"]'})
+    found = files_of(folder, column)
+    names = ["notes.txt", "lists/heads.json", "massieu-results/one/notes.md", "tokens/own.jsonl"]
+    assert [str(path.relative_to(folder)) for path in found] == [
+        name for name in names if column or name[-4:] != "json"
+    ]
+
+
+@pytest.mark.parametrize("name", ["heads.parquet", "tokens/part-1.parquet", "training.jsonl"])
+def test_a_file_of_ours_that_is_named_is_one_sentence(tmp_path, name):
+    with pytest.raises(InputError, match=r"was written by massieu and is no text; name the text"):
+        files_of(_with_own_files(tmp_path) / name, None)
+
+
+@pytest.mark.parametrize("folder", ["massieu-results/two", "massieu-results/two/tokens"])
+def test_a_folder_of_ours_that_is_named_holds_no_text(tmp_path, folder):
+    _with_own_files(tmp_path / "massieu-results" / "two")
+    (tmp_path / "massieu-results" / "two" / "notes.txt").unlink()
+    (tmp_path / "massieu-results" / "two" / "massieu-results" / "one" / "notes.md").unlink()
+    with pytest.raises(InputError, match="holds no text other than what massieu has written; files that can be read"):
+        files_of(tmp_path / folder, None)
 
 
 def test_a_folder_without_text_names_what_could_be_read(tmp_path):

@@ -65,7 +65,7 @@ ONE, TWO = torch.ones(1, dtype=torch.float64), torch.eye(2)
         (lambda: smoothing_error(-3, ONE, 0.1, 3, 1.0), ValueError, "keys must be finite and at least 1, got -3"),
         (lambda: optimal_scale(NAN, ONE, 0.1, 3), ValueError, "keys must be finite and at least 1, got nan"),
         (lambda: deconvolution(None, 0), TypeError, "multipliers must be a floating-point tensor"),
-        (lambda: urn_total_variation([1.5, 2], 2), TypeError, "every count must be a whole number, got 1.5"),
+        (lambda: urn_total_variation([1.5, 2], 2), TypeError, "each of counts must be a whole number, got 1.5"),
         (lambda: GaussianTokens.create([0.0], ONE, ONE, ONE, ONE), TypeError, "key_mean must be a floating-point"),
         (lambda: GaussianTokens.create(ONE * NAN, ONE, *(ONE[None],) * 3), ValueError, "key_mean must be finite"),
         (

@@ -27,7 +27,7 @@ from massieu.cli.options import (
 )
 from massieu.cli.output import check_page, kept, result_folder
 from massieu.cli.processes import joined, leads, many, say_first, say_once
-from massieu.cli.streams import OutputLost, say
+from massieu.cli.streams import OutputLost, say, show
 from massieu.errors import InputError, ProcessLostError
 from massieu.interruption import ENDINGS, Interruption, interruptible
 
@@ -90,7 +90,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"massieu {massieu.__version__}")
+        show(f"massieu {massieu.__version__}")
         raise typer.Exit
 
 
@@ -298,7 +298,7 @@ def describe(
     loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
     found = run_describe(model, **loading, trust_remote_code=trust_remote_code)
     if json:
-        typer.echo(dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False))
+        show(dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False))
     else:
         terminal.show_description(found.to_dict())
 
@@ -310,7 +310,7 @@ def report(
     """Draw the page of a stored result again."""
     from massieu.probing.result import ProbeResult
 
-    typer.echo(f"page: {ProbeResult.redraw(results)}")
+    show(f"page: {ProbeResult.redraw(results)}")
 
 
 @app.command(
@@ -326,7 +326,7 @@ def monitor(
     """Draw the curves and alarms of a training run."""
     from massieu.cli.monitor import draw
 
-    typer.echo(f"page: {draw(runs, out, reference)}")
+    show(f"page: {draw(runs, out, reference)}")
 
 
 @app.command(
@@ -378,11 +378,11 @@ def verify(
     if html is not None:
         kept(result.report, html)
     if json:
-        typer.echo(result.to_json())
+        show(result.to_json())
     else:
         claims.show(result, in_full=bool(ids), every_row=every_row)
     if html is not None:
-        typer.echo(f"page: {html}", err=json)
+        show(f"page: {html}", err=json)
     if not result.complete:
         say(f"{_interrupted(context.obj)}: the remaining claims were not checked")
         raise typer.Exit(context.obj.status)
@@ -409,7 +409,7 @@ def devices(
 
     found = survey(device, quick, progress=say)
     if json:
-        typer.echo(dumps(plain(found.to_dict()), indent=1, ensure_ascii=False, allow_nan=False))
+        show(dumps(plain(found.to_dict()), indent=1, ensure_ascii=False, allow_nan=False))
     else:
         shown.show(found)
     if not found.complete:

@@ -7,11 +7,9 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from massieu.cli import terminal
 from massieu.cli.output import kept
-from massieu.cli.streams import say
+from massieu.cli.streams import say, show
 from massieu.errors import InputError, require_extra
 
 if TYPE_CHECKING:
@@ -83,10 +81,10 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
         from massieu.report.folder import reserved
 
     with reserved(asked.folder, FILES, ROOM):
-        with terminal.progress_shown() as show:
+        with terminal.progress_shown() as progress:
             try:
                 found = compare(
-                    *asked.models, revisions=asked.revisions, out=asked.folder, progress=show, **asked.options
+                    *asked.models, revisions=asked.revisions, out=asked.folder, progress=progress, **asked.options
                 )
             except KeyboardInterrupt:
                 _say_stored(asked)
@@ -94,7 +92,7 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
         kept(found.save, asked.folder)
     above = found.above(asked.limits)
     if asked.as_json:
-        typer.echo(dumps(found.to_dict() | {"above": above.to_dicts()}, indent=1, ensure_ascii=False, allow_nan=False))
+        show(dumps(found.to_dict() | {"above": above.to_dicts()}, indent=1, ensure_ascii=False, allow_nan=False))
     else:
         _show(found, asked)
     for model, layer, head, statistic, difference in (
@@ -114,18 +112,19 @@ def _say_stored(asked: Asked) -> None:
 
 def _show(found: "Comparison", asked: Asked) -> None:
     for each in found.pairings:
-        typer.echo(each.sentence)
+        show(each.sentence)
     for note in found.notes:
         say(f"warning: {note}")
     for model in found.models[1:]:
         counts = [
             each for each in found.counts() if each["model"] == model and each["scope"] == "head" and each["tested"]
         ]
-        typer.echo(f"\n{typer.style(f'{found.models[0]} → {model}', bold=True)}")
+        show()
+        show(bold=f"{found.models[0]} → {model}")
         for each in sorted(counts, key=lambda each: -each["named"])[:SHOWN]:
-            typer.echo(f"  {each['statistic']}: {each['named']} of {each['tested']} heads differ")
+            show(f"  {each['statistic']}: {each['named']} of {each['tested']} heads differ")
         changed = found.changed(SHOWN, model)
-        typer.echo("  the heads that changed most:" if changed else "  no head differs significantly")
+        show("  the heads that changed most:" if changed else "  no head differs significantly")
         for change in changed:
-            typer.echo(f"    {change.sentence(model).partition(', ')[2]}")
-    typer.echo(f"\npage: {asked.folder / 'report.html'}")
+            show(f"    {change.sentence(model).partition(', ')[2]}")
+    show(f"\npage: {asked.folder / 'report.html'}")

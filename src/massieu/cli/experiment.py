@@ -13,6 +13,7 @@ from massieu.experiments.prompts import PromptReading
 from massieu.experiments.run import RESULTS, load
 from massieu.experiments.study import Study, experiments
 from massieu.foundation.numbers import counted
+from massieu.foundation.printable import visible
 
 _WIDTH = 120
 _OUTCOMES = {"met": "met", "missed": "not met", "open": "open", "described": "–"}
@@ -76,7 +77,9 @@ def say_prompt(done: int, total: int) -> None:
 def show_readings(readings: Sequence[PromptReading], model: str) -> None:
     """How far a language model is from the exact law, by task and number of examples."""
     console = _console()
-    console.print(Text(f"{model}: its next-word law against the exact law, over the words that may follow", "bold"))
+    console.print(
+        Text(visible(f"{model}: its next-word law against the exact law, over the words that may follow"), "bold")
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("task", "examples", "KL(exact ‖ model)", "KL(exact ‖ uniform)", "|Δ entropy|", "share of other words"):
         table.add_column(name, overflow="fold")

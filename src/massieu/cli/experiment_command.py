@@ -7,7 +7,7 @@ import typer
 
 from massieu.cli.options import option
 from massieu.cli.processes import joined, leads
-from massieu.cli.streams import say
+from massieu.cli.streams import say, show
 from massieu.errors import InputError
 
 LIST = "list"
@@ -66,7 +66,7 @@ def _run(
     if leads():
         shown.show(study)
         page, numbers = (folder / f"{study.stem}.{kind}" for kind in ("html", "json"))
-        typer.echo(f"page: {page}\nnumbers: {numbers}")
+        show(f"page: {page}\nnumbers: {numbers}")
     if not complete:
         say("interrupted: finished seeds are stored; run the same command with --resume to continue")
         raise typer.Exit(context.obj.status)
@@ -80,7 +80,7 @@ def _tune(context: typer.Context, name: str, seeds: list[int], quick: bool, fold
     if len(seeds) != 1:
         raise InputError(f"--tune takes one seed, got {len(seeds)}")
     shown.show_tuning(tune(name, seed=seeds[0], quick=quick, out=folder))
-    typer.echo(f"numbers: {folder / f'{name}.tuning.json'}")
+    show(f"numbers: {folder / f'{name}.tuning.json'}")
 
 
 def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder: Path) -> None:
@@ -97,7 +97,7 @@ def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder:
         found = read_prompts(predictor, tokenizer, seeds=range(5 if quick else PROMPTS), progress=shown.say_prompt)
         written = save_readings(found, shown_name, folder)
     shown.show_readings(found, shown_name)
-    typer.echo(f"numbers: {written}")
+    show(f"numbers: {written}")
 
 
 def seeds_in(given: str) -> list[int]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from massieu.errors import InputError, require_extra
+from massieu.foundation.files import is_special, linked_to
 from massieu.report.writing import check_name
 
 PAGE_ROOM = 8_000_000
@@ -40,7 +41,10 @@ def check_page(path: Path) -> None:
         raise InputError(f"{path} is a folder; the page needs the name of a file")
     from massieu.report.folder import tried
 
-    with tried(path.parent, PAGE_ROOM, path.name):
+    if is_special(path):
+        return  # what a device takes is known only when it is written to
+    target = linked_to(path)
+    with tried(target.parent, PAGE_ROOM, target.name):
         pass
 
 

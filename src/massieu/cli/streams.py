@@ -7,6 +7,8 @@ import signal
 import sys
 from typing import Any, TextIO
 
+from massieu.foundation.printable import visible
+
 CANNOT_WRITE = 2
 
 
@@ -74,4 +76,11 @@ def _guarded(stream: TextIO, original: TextIO | None, tell: bool) -> TextIO:
 
 def say(message: str) -> None:
     """One line on standard error."""
-    print(f"massieu: {message}", file=sys.stderr, flush=True)
+    print(f"massieu: {visible(message)}", file=sys.stderr, flush=True)
+
+
+def show(text: str = "", *, bold: str = "", err: bool = False) -> None:
+    """Text on standard output, or on standard error; on a terminal its beginning may be bold."""
+    import typer
+
+    typer.echo(f"{typer.style(visible(bold), bold=True) if bold else ''}{visible(text)}", err=err)

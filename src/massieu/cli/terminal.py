@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from massieu.cli.streams import say
+from massieu.cli.streams import say, show
+from massieu.foundation.printable import visible
 
 if TYPE_CHECKING:
     from massieu.probing.result import ProbeResult
@@ -25,7 +24,7 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
     model, text = result.run.model, result.run.text
     unknown = text.unknown_share
     strange = "" if unknown is None else f", {100 * unknown:.3g} % of them unknown to the tokenizer"
-    typer.echo(f"{model.name}: {text.tokens:,} tokens in {text.windows:,} windows of {text.source}{strange}")
+    show(f"{model.name}: {text.tokens:,} tokens in {text.windows:,} windows of {text.source}{strange}")
     for note in (
         text.dropped,
         text.window,
@@ -35,32 +34,34 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
         model.unexpected_weights,
     ):
         if note not in (None, "none"):
-            typer.echo(f"note: {note}")
+            show(f"note: {note}")
     if any(site.route == "tap" or site.grade != "full" for site in result.run.sites):
-        typer.echo(f"note: attention was read by {result.run.capture.route}")
+        show(f"note: attention was read by {result.run.capture.route}")
     for finding in result.findings:
         if finding.statistic is None:  # what it needs was not asked for
             continue
-        typer.echo(f"\n{typer.style(finding.title, bold=True)}\n  {finding.sentence}")
+        show()
+        show(bold=finding.title)
+        show(f"  {finding.sentence}")
     for card in result.questions:
-        typer.echo(f"\n{typer.style(card.question, bold=True)}")
+        show()
+        show(bold=card.question)
         for answer in card.answers:
-            typer.echo(f"  {answer}")
+            show(f"  {answer}")
     from massieu.report.replacements import replacement_table
 
     replaced = replacement_table(result.run.replacements, shown=12)
     if replaced is not None:
-        typer.echo(
-            f"\n{typer.style('With another attention', bold=True)} (change, {replaced.unit}; {replaced.windows})"
-        )
+        show()
+        show(f" (change, {replaced.unit}; {replaced.windows})", bold="With another attention")
         for row in replaced.rows:
-            typer.echo(f"  {row}")
+            show(f"  {row}")
     if (rows := result.run.per_token) is not None:
-        typer.echo(f"\nper-token values: {rows.rows:,} rows, {rows.bytes / 1e6:,.1f} MB in {folder / 'tokens'}")
-    typer.echo()
+        show(f"\nper-token values: {rows.rows:,} rows, {rows.bytes / 1e6:,.1f} MB in {folder / 'tokens'}")
+    show()
     for warning in result.run.warnings:
         say(f"warning: {warning}")
-    typer.echo(f"page: {folder / 'report.html'}")
+    show(f"page: {folder / 'report.html'}")
 
 
 def list_statistics(statistics: "Iterable[Statistic]") -> None:
@@ -70,14 +71,13 @@ def list_statistics(statistics: "Iterable[Statistic]") -> None:
     longest = sum(widths) + max(len(question) for *_, question in rows) + 4
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else longest
     for name, group, question in rows:
-        start = f"{typer.style(name.ljust(widths[0]), bold=True)}  {group.ljust(widths[1])}"
+        start = f"  {group.ljust(widths[1])}"
         if longest <= room:
-            typer.echo(f"{start}  {question}")
+            show(f"{start}  {question}", bold=name.ljust(widths[0]))
         else:
-            typer.echo(
-                "\n".join((start, *textwrap.wrap(question, room - 4, initial_indent="    ", subsequent_indent="    ")))
-            )
-    typer.echo(f"\n{len(rows)} statistics; 'massieu statistics NAME' explains one, or all of a group")
+            show(start, bold=name.ljust(widths[0]))
+            show(textwrap.fill(question, room - 4, initial_indent="    ", subsequent_indent="    "))
+    show(f"\n{len(rows)} statistics; 'massieu statistics NAME' explains one, or all of a group")
 
 
 def show_statistic(statistic: "Statistic") -> None:
@@ -85,12 +85,12 @@ def show_statistic(statistic: "Statistic") -> None:
     facts = [statistic.group, f"per {statistic.scope}", statistic.unit]
     if statistic.gauge_dependent:
         facts.append("depends on the key origin")
-    typer.echo(f"{typer.style(statistic.name, bold=True)}  {statistic.title} ({', '.join(filter(None, facts))})")
-    typer.echo(f"  {statistic.formula}")
-    typer.echo(f"  {statistic.question}")
-    typer.echo(f"  {statistic.caveat}")
-    typer.echo(f"  claim {statistic.claim}; {statistic.paper}; control: {statistic.control or 'none'}")
-    typer.echo(f"  cost: {statistic.cost}\n")
+    show(f"  {statistic.title} ({', '.join(filter(None, facts))})", bold=statistic.name)
+    show(f"  {statistic.formula}")
+    show(f"  {statistic.question}")
+    show(f"  {statistic.caveat}")
+    show(f"  claim {statistic.claim}; {statistic.paper}; control: {statistic.control or 'none'}")
+    show(f"  cost: {statistic.cost}\n")
 
 
 def show_description(found: dict[str, Any]) -> None:
@@ -109,17 +109,17 @@ def show_description(found: dict[str, Any]) -> None:
         for name in columns:
             drawn.add_column(name, overflow="fold")
         for row in rows:
-            drawn.add_row(*("–" if cell is None else escape(str(cell)) for cell in row))
+            drawn.add_row(*("–" if cell is None else escape(visible(str(cell))) for cell in row))
         console.print(drawn)
 
     table("Model", ("", ""), [(name.replace("_", " "), value) for name, value in found["model"].items()])
-    console.print(f"attention read by: {found['route']}\n", markup=False)
+    console.print(visible(f"attention read by: {found['route']}\n"), markup=False)
     columns = ("layer", "name", "kind", "heads", "key_heads", "head_size", "route", "grade")
     rows = [[site[name] for name in columns] for site in found["sites"]]
     table("Attention sites", [name.replace("_", " ") for name in columns], rows)
     table("Residual steps", ("layer", "name", "kind"), [(s["layer"], s["name"], s["kind"]) for s in found["sublayers"]])
     for reason in found["unavailable"]:
-        console.print(f"not available: {reason}", markup=False)
+        console.print(visible(f"not available: {reason}"), markup=False)
     for warning in found.get("warnings", ()):
         say(f"warning: {warning}")
 
@@ -128,6 +128,7 @@ def show_description(found: dict[str, Any]) -> None:
 def progress_shown() -> "Iterator[Callable[[ProbeProgress], None]]":
     """A progress bar with tokens per second; where standard error is no terminal, one line for each stage."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
@@ -141,7 +142,8 @@ def progress_shown() -> "Iterator[Callable[[ProbeProgress], None]]":
 
         def show(state: "ProbeProgress") -> None:
             count = f"{state.tokens:,} tokens{rate.after(state.tokens)}" if state.tokens else ""
-            bar.update(task, description=state.stage, total=state.total_tokens, completed=state.tokens, count=count)
+            stage = escape(visible(state.stage))
+            bar.update(task, description=stage, total=state.total_tokens, completed=state.tokens, count=count)
 
         yield show
 

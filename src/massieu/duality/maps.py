@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.duality.newton import STEPS, Solution, over, solve, times
 from massieu.errors import ConvergenceError
+from massieu.foundation.doors import MEASURE, door
 from massieu.foundation.transforms import derivative_orders, some, unwrapped, values_are_readable
 from massieu.measures import Measure
 from massieu.solve import Status
@@ -44,6 +45,7 @@ def natural(
 def natural(measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool) -> Tensor | DualResult: ...
 
 
+@door(measure=MEASURE)
 def natural(
     measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool = True
 ) -> Float[Tensor, "*batch_query_event"] | DualResult:
@@ -120,6 +122,7 @@ def conjugate(
 def conjugate(measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool) -> Tensor | DualResult: ...
 
 
+@door(measure=MEASURE)
 def conjugate(
     measure: Measure, mu: Float[Tensor, "*batch_query_event"], *, throw: bool = True
 ) -> Float[Tensor, "*batch_query"] | DualResult:

@@ -17,7 +17,8 @@ from torch import Tensor
 from massieu.energy.activations import Identity
 from massieu.energy.base import promoted, times
 from massieu.energy.hopfield import HopfieldEnergy
-from massieu.foundation.arguments import check_one_device, choice, floating, instance, number, whole_number
+from massieu.foundation.arguments import check_one_device, choice, floating, instance, number, real, whole_number
+from massieu.foundation.doors import door
 from massieu.foundation.values import align, need_batch, promoted_dtype
 from massieu.measures import Atoms
 
@@ -64,7 +65,7 @@ def stored(hopfield: HopfieldEnergy, *, plain: bool = True) -> Atoms:
     Raises:
         TypeError: the memory is not a set of patterns, or, if `plain`, the reference is not the identity.
     """
-    memory = instance("the energy", hopfield, HopfieldEnergy, "a HopfieldEnergy").memory
+    memory = instance("hopfield", hopfield, HopfieldEnergy, "a HopfieldEnergy").memory
     instance("the memory", memory, Atoms, "a set of stored patterns")
     if plain:
         instance("the reference", hopfield.reference, Identity, "the identity, for which alone this is known")
@@ -76,6 +77,7 @@ def largest_norm(hopfield: HopfieldEnergy) -> Float[Tensor, "*batch"]:
     return _kept_points(stored(hopfield, plain=False)).norm(dim=-1).amax(-1)
 
 
+@door
 def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
     """The largest distance D = max ‖x_i − x_j‖ between patterns that are not masked.
 
@@ -102,6 +104,7 @@ def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "
     return torch.stack(rows).amax(0)
 
 
+@door
 def lipschitz(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "exact") -> Float[Tensor, "*batch"]:
     """A Lipschitz constant of the retrieval step: βD²/4 times that of the reference (B5.6).
 
@@ -122,6 +125,7 @@ def lipschitz(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = 
     return constant * promoted(hopfield.scale) * spread.square() / 4
 
 
+@door
 def separation(
     hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query d"] | None = None
 ) -> Float[Tensor, "*batch_query N"] | Float[Tensor, "*batch N"]:
@@ -154,6 +158,7 @@ def separation(
     return torch.cat(rows, -1)
 
 
+@door
 def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query d"]) -> RetrievalBoundResult:
     """Bounds on the error of one retrieval step: on the weight of other patterns and on the distance from pattern i.
 
@@ -172,6 +177,7 @@ def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query
     return RetrievalBoundResult(weight, 2 * align(largest_norm(hopfield), lead.ndim) * weight)
 
 
+@door(radius=real)
 def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
     """What is guaranteed in the ball of `radius` around each pattern: convergence, one fixed point, its distance (B5.7).
 
@@ -197,6 +203,7 @@ def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
     return BasinResult(exists, exists & (4 * scale * norm.square() * weight < 1), distance)
 
 
+@door(scale=real, radius=real, failure=real)
 def capacity(
     dimension: int, *, scale: float | None = None, radius: float = 1.0, failure: float = 0.001
 ) -> CapacityResult:

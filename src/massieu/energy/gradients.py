@@ -8,11 +8,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from massieu.foundation.arguments import floating, number
+from massieu.foundation.doors import door, function
 from massieu.foundation.values import promoted_dtype
 
 Map = Callable[[Float[Tensor, "*lead d"]], Float[Tensor, "*lead d"]]
 
 
+@door(function=function)
 def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
     """How far a map is from a gradient: ‖J − Jᵀ‖/‖J‖ of its Jacobian J at each state, between 0 and 2 (Frobenius norm).
 
@@ -49,6 +51,7 @@ def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[
     return torch.where(known, asymmetry, torch.nan)
 
 
+@door(function=function)
 def is_conservative(
     function: Map, state: Float[Tensor, "*lead d"], *, tolerance: float | None = None
 ) -> Bool[Tensor, "*lead"]:

@@ -11,6 +11,7 @@ from massieu.energy.activations import Activation, Identity, MeasureActivation
 from massieu.energy.base import Energy, Potential, is_potential, promoted
 from massieu.energy.rise import log_partition, rise
 from massieu.foundation.arguments import as_tensor, described, expanded, floating, positive
+from massieu.foundation.guesses import meant
 from massieu.foundation.values import align, check_prefix, need_batch, promoted_dtype
 from massieu.measures import Atoms, Measure
 
@@ -50,6 +51,7 @@ class HopfieldEnergy(Energy):
     scale: Float[Tensor, "*batch"]
 
     @classmethod
+    @meant(beta="`scale` here: the inverse temperature")
     def create(
         cls,
         memory: Potential | Float[Tensor, "*batch N d"],

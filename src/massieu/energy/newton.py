@@ -1,15 +1,20 @@
 """Newton's method on an energy, held to descent (N23)."""
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from massieu.energy.base import Energy, promoted
+from massieu.foundation.arguments import of_class
+from massieu.foundation.doors import door
 
 _ROUNDINGS = 32
 """Energies that differ by less, relative to their size, are equal: forces decide between them."""
 
 
+@door(energy=partial(of_class, kind="Energy"))
 def newton_step(energy: Energy, state: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query d"]:
     """x − (∇²E)⁻¹∇E where the Hessian is positive definite and E falls at least as far as by `energy.step`; else that step.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.foundation.arguments import check_finite, flag, floating, instance, number, whole_number
 from massieu.foundation.arguments import generator as check_generator
+from massieu.foundation.doors import door
 from massieu.measures import Atoms
 from massieu.solve.status import CONVERGED
 
@@ -36,6 +37,7 @@ class RetrievalCurveResult:
     trials: int
 
 
+@door
 @torch.no_grad()
 def retrieval_curve(
     patterns: Float[Tensor, "N d"],

@@ -274,7 +274,7 @@ class TransformerEnergy(Energy):
 
     def _check(self, state: Tensor) -> tuple[int, ...]:
         """The dimensions before the tokens'."""
-        self._check_device(tokens=floating("tokens", state))
+        self._check_device(state=floating("state", state))
         batch, count = self.keep.shape[:-1], self.keep.shape[-1] if self.keep.ndim else "n"
         need_batch("TransformerEnergy", "tokens", state.shape, batch, (count, self.key_weight.shape[-1]))
         if state.shape[-2] == 0:

@@ -30,11 +30,13 @@ _ARRAYS = (np.ndarray, np.generic)  # a tuple: compiled code cannot make a union
 
 
 def described(value: object) -> str:
-    """What was given, for an error's message: a number or short text as it is, a tensor's dtype, else the type."""
+    """What was given, for an error's message: a number or short text as it is, a tensor's or array's dtype, else the type."""
     if isinstance(value, Tensor):
         if not _is_dense(value):
             return "a nested tensor" if value.is_nested else f"a {str(value.layout).removeprefix('torch.')} tensor"
         return f"a tensor of {value.dtype}"
+    if isinstance(value, np.ndarray):
+        return f"ndarray of {value.dtype} and shape {value.shape}"
     parts = value if isinstance(value, tuple) else (value,)
     plain = all(isinstance(part, int | float | str | None) for part in parts)
     return text if plain and len(text := repr(value)) <= _LONGEST else type(value).__name__
@@ -98,6 +100,8 @@ def real_tensor(name: str, value: Any, like: Tensor | None = None) -> Tensor:
     if tensor.is_complex():
         raise TypeError(f"{name} must be real, got a tensor of {tensor.dtype}")
     check_dense(name, tensor)
+    if tensor.is_floating_point() and tensor.dtype not in FLOATS:
+        floating(name, tensor)  # raises: nothing is computed in 8 bits
     return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
 
 
@@ -291,6 +295,47 @@ def instance(name: str, value: object, kind: type[Kind], words: str) -> Kind:
     """The value, if it is of that kind, which `words` name for the message; else a TypeError."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {words}, got {described(value)}")
+    return value
+
+
+def real(name: str, value: object) -> object:
+    """The value, if it is a number of any size that a tensor can hold; else a TypeError or ValueError."""
+    if not _is_number(value):
+        raise TypeError(f"{name} must be a number, got {described(value)}")
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ValueError(f"{name} must be below 2⁶³, got {value}")
+    return value
+
+
+def number_or_tensor(name: str, value: object) -> object:
+    """The value, if it is a number or a floating-point tensor; else a TypeError or ValueError."""
+    return floating(name, value) if isinstance(value, Tensor) else real(name, value)
+
+
+def of_class(name: str, value: Kind, kind: str) -> Kind:
+    """The value, if its class or a base of it has that name, as for classes of rooms above; else a TypeError."""
+    if all(base.__name__ != kind for base in type(value).__mro__):
+        article = "an" if kind[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {kind}, got {described(value)}")
+    return value
+
+
+def device(name: str, value: object) -> torch.device:
+    """The value as a device, if it is one, its name or its number; else a TypeError or ValueError."""
+    if isinstance(value, torch.device):
+        return value
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a torch.device or the name of one, such as 'cpu', got {described(value)}")
+    try:
+        return torch.device(value)
+    except (RuntimeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must name a device, such as 'cpu' or 'cuda:0', got {described(value)}") from None
+
+
+def floating_dtype(name: str, value: object) -> torch.dtype:
+    """The value, if it is a dtype that is computed in; else a TypeError."""
+    if not isinstance(value, torch.dtype) or value not in FLOATS:
+        raise TypeError(f"{name} must be torch.float16, bfloat16, float32 or float64, got {described(value)}")
     return value
 
 

@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,8 +16,9 @@ LEFT = ".massieu-"
 def replacing(path: Path, *, folder: bool = False, durable: bool = True, mark: str = "") -> Iterator[Path]:
     """A place beside `path` to write to, which takes the name `path` when the block ends well.
 
-    An earlier file is replaced at once; a folder must be new, or the earlier one empty. After an error or Ctrl-C nothing
-    is left beside it. A process that is killed leaves what `remove_left` finds.
+    An earlier file is replaced at once, and its mode and owner are kept; a folder must be new, or the earlier one empty. A
+    link is replaced, not followed: for a file that a user names there is `overwriting`. After an error or Ctrl-C nothing is
+    left beside it. A process that is killed leaves what `remove_left` finds.
 
     Args:
         path: The file or folder; the one that holds it must exist.
@@ -29,17 +31,49 @@ def replacing(path: Path, *, folder: bool = False, durable: bool = True, mark: s
     try:
         if folder:
             aside.mkdir()
+        earlier = None if folder else _earlier(path)
+        if earlier is not None:
+            _make_private(aside, earlier)
         yield aside
         if durable:
             for written in sorted(aside.rglob("*")) if folder else [aside]:
                 if written.is_file():
                     _settle(written)
+        if earlier is not None:
+            aside.chmod(stat.S_IMODE(earlier.st_mode))
         os.replace(aside, path)
     except BaseException:
         # The first error is the one to tell.
         with suppress(OSError):
             _remove(aside)
         raise
+
+
+@contextmanager
+def overwriting(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """As `replacing`, for a file that a user names: what has this name stays what it is.
+
+    The file that a link leads to is replaced, and the link is kept. A device or a FIFO is written to directly.
+    """
+    if is_special(path):
+        yield path
+        return
+    with replacing(linked_to(path), durable=durable) as aside:
+        yield aside
+
+
+def is_special(path: Path) -> bool:
+    """Whether a path leads to a device, a FIFO or a socket: it can be written to, and must not be replaced."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def linked_to(path: Path) -> Path:
+    """The place that a link leads to, whether there is a file yet or not; the path itself where it is no link."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
 def remove_left(folder: Path, mark: str = "") -> None:
@@ -50,6 +84,23 @@ def remove_left(folder: Path, mark: str = "") -> None:
     for left in folder.glob(f"{LEFT}{f'{mark}-' if mark else ''}*"):
         with suppress(OSError):
             _remove(left)
+
+
+def _earlier(path: Path) -> os.stat_result | None:
+    """What is known of the file that has a name; None where it is none, or a link."""
+    try:
+        earlier = path.lstat()
+    except OSError:
+        return None
+    return earlier if stat.S_ISREG(earlier.st_mode) else None
+
+
+def _make_private(aside: Path, earlier: os.stat_result) -> None:
+    """Make an empty file that nobody else may read until it is complete, with the earlier one's owner where that is allowed."""
+    os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    if os.name != "nt":
+        with suppress(PermissionError):
+            os.chown(aside, earlier.st_uid, earlier.st_gid)
 
 
 def _settle(path: Path) -> None:

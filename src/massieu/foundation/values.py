@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.foundation.arguments import check_one_device
+from massieu.foundation.doors import check_methods
+from massieu.foundation.guesses import explain_constructor
 
 
 def static_field(**keywords: Any) -> Any:
@@ -54,6 +56,10 @@ class Value(ABC):  # noqa: B024 - what is abstract is up to the families
                 f"{cls.__name__} must check in a classmethod create: transforms would run __post_init__ again"
             )
         _register(dataclasses.dataclass(frozen=True, eq=False)(cls))
+        if cls.__module__.startswith("massieu."):  # what users' own classes call their arguments is up to them
+            if hasattr(cls, "create"):
+                explain_constructor(cls)
+            check_methods(cls)  # not the constructor, which transforms call with what they like
 
     def to(self, *where: torch.dtype | torch.device | str) -> Self:
         """The value on another device, or with its floating-point tensors in another dtype, or both.

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, check_values, described, floating, number, whole_number
+from massieu.foundation.doors import door, function
 from massieu.inference.resampling import Resampling, check_method, effective_sample_size, resample
 
 Path = Callable[[Tensor, float], Tensor]
@@ -66,6 +67,7 @@ class _Particles(NamedTuple):
         return (self.log_partition.unsqueeze(1) + self.log_weight).flatten()
 
 
+@door(path=function, progress=function)
 @torch.no_grad()
 def anneal(
     position: Float[Tensor, "particles *event"],

@@ -5,13 +5,15 @@ Given one group, the units of the other are independent: `sample_hidden(visible,
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_values, floating, whole_number
+from massieu.foundation.arguments import check_values, floating, of_class, whole_number
+from massieu.foundation.doors import count, door, function
 
 Conditional = Callable[[Tensor, torch.Generator | None], Tensor]
 
@@ -23,6 +25,7 @@ class GibbsState(NamedTuple):
     hidden: Float[Tensor, "*chains H"]
 
 
+@door(visible=floating)
 def gibbs_init(
     visible: Float[Tensor, "*chains V"], sample_hidden: Conditional, generator: torch.Generator | None = None
 ) -> GibbsState:
@@ -37,6 +40,7 @@ def gibbs_init(
     return GibbsState(visible, sample_hidden(visible, generator))
 
 
+@door(state=partial(of_class, kind="GibbsState"), steps=count)
 @torch.no_grad()
 def gibbs_step(
     state: GibbsState,
@@ -67,6 +71,7 @@ def gibbs_step(
     return GibbsState(visible, hidden)
 
 
+@door(energy=function)
 def contrastive_divergence(
     energy: Callable[[Tensor], Tensor], data: Float[Tensor, "*items V"], sample: Float[Tensor, "*chains V"]
 ) -> Float[Tensor, ""]:

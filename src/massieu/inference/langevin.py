@@ -5,13 +5,15 @@ drawn apart (`langevin_noise`), so that the step is a function like any other: i
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_shape, check_values, floating, number
+from massieu.foundation.arguments import check_shape, check_values, floating, number, of_class, real
+from massieu.foundation.doors import door
 
 LogDensity = Callable[[Float[Tensor, "chains *event"]], Float[Tensor, " chains"]]
 
@@ -42,6 +44,7 @@ class LangevinResult(NamedTuple):
     """The probability with which the proposal was to be accepted."""
 
 
+@door
 def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDensity) -> LangevinState:
     """Start Langevin chains at `position`.
 
@@ -68,6 +71,7 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
     return state
 
 
+@door(state=partial(of_class, kind="LangevinState"))
 def langevin_noise(state: LangevinState, generator: torch.Generator | None = None) -> LangevinNoiseResult:
     """Draw the noise for one Langevin step from `state`.
 
@@ -82,6 +86,9 @@ def langevin_noise(state: LangevinState, generator: torch.Generator | None = Non
     return LangevinNoiseResult(torch.randn(state.position.shape, **like), torch.rand(state.log_density.shape, **like))
 
 
+@door(
+    state=partial(of_class, kind="LangevinState"), noise=partial(of_class, kind="LangevinNoiseResult"), step_size=real
+)
 def langevin_step(
     state: LangevinState, noise: LangevinNoiseResult, log_density: LogDensity, *, step_size: float
 ) -> LangevinResult:

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.foundation.arguments import check_values, choice, floating
+from massieu.foundation.doors import door
 
 Resampling = Literal["multinomial", "systematic"]
 
@@ -25,6 +26,7 @@ def effective_sample_size(log_weight: Float[Tensor, "*groups size"]) -> Float[Te
     return torch.where(total == -torch.inf, 0.0, (2 * total - torch.logsumexp(2 * log_weight, -1)).exp())
 
 
+@door
 @torch.no_grad()
 def resample(
     log_weight: Float[Tensor, "*groups size"],

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.foundation.arguments import check_finite, check_log_probabilities, check_shape, real_tensor
+from massieu.foundation.arguments import check_finite, check_log_probabilities, check_shape, described, real_tensor
 from massieu.foundation.numerics import log_softmax, logsumexp
 from massieu.measures.base import Measure
 from massieu.measures.hooks import Listed, Reference
@@ -58,7 +58,10 @@ class Atoms(Measure):
         if points.ndim < 2 or 0 in points.shape[-2:]:
             raise ValueError(f"points must have shape (*batch, N, d) with N, d ≥ 1, got {tuple(points.shape)}")
         if not isinstance(log_weight, Tensor):
-            log_weight = torch.as_tensor(0.0 if log_weight is None else log_weight, device=points.device)
+            try:
+                log_weight = torch.as_tensor(0.0 if log_weight is None else log_weight, device=points.device)
+            except (TypeError, ValueError, RuntimeError):
+                raise TypeError(f"log_weight must be numbers or booleans, got {described(log_weight)}") from None
         if log_weight.dtype == torch.bool:
             log_weight = torch.where(log_weight, 0.0, -torch.inf).to(points.dtype)
         log_weight = real_tensor("log_weight", log_weight)

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_shape, real_tensor
+from massieu.foundation.arguments import check_shape, real_tensor, whole_number
 from massieu.foundation.transforms import every, some, values_are_readable
 from massieu.foundation.values import need_batch
 from massieu.measures.hooks import Hooks
@@ -207,7 +207,7 @@ class Measure(Hooks):
         Raises:
             ValueError: `direction` has another shape than `eta`, or `order` is not in 1 … 6.
         """
-        if not 1 <= order <= _HIGHEST_ORDER:
+        if not 1 <= whole_number("order", order) <= _HIGHEST_ORDER:
             raise ValueError(f"order must be between 1 and {_HIGHEST_ORDER}, got {order}")
         measure, eta, direction = self._admit(eta, direction=direction)
         return measure._cumulants(eta, direction, order)

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import real_tensor
+from massieu.foundation.doors import MEASURE, door
 from massieu.foundation.transforms import every, some
 from massieu.foundation.values import longest_batch, spread
 from massieu.measures import listed
@@ -12,6 +13,7 @@ from massieu.measures.base import Measure
 from massieu.measures.hooks import Listed, MissingFormError, Reference
 
 
+@door(measure=MEASURE)
 def affine(
     measure: Measure, weight: Float[Tensor, "*batch e d"], bias: Float[Tensor, "*batch e"] | None = None
 ) -> Measure:

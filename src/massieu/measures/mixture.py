@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import check_log_probabilities, check_shape, real_tensor
+from massieu.foundation.doors import MEASURE, sequence
 from massieu.foundation.numerics import log_softmax, logsumexp
 from massieu.foundation.transforms import some, values_are_readable
 from massieu.foundation.values import longest_batch, spread
@@ -40,7 +41,10 @@ def mixture(log_weight: Float[Tensor, "*batch K"], components: Sequence[Measure]
             raise ValueError("mixture needs several measures, or one with a batch dimension that counts the components")
         parts, count = components, components.batch_shape[-1]
     else:
-        parts, count = tuple(components), len(components)
+        parts = tuple(sequence("components", components))
+        for part in parts:
+            MEASURE("components", part)
+        count = len(parts)
         events = {tuple(part.event_shape) for part in parts}
         if len(events) > 1:
             raise ValueError(f"mixture needs components on one event shape, got {sorted(events)}")

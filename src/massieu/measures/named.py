@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import check_range, real_tensor
+from massieu.foundation.doors import MEASURE, door
 from massieu.foundation.transforms import every
 from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure
@@ -46,6 +47,7 @@ def boosting(
     return Atoms.create(-labels.unsqueeze(-1) * learners, -labels * logits)
 
 
+@door
 def hybrid(atoms: Atoms, background: Gaussian, concentration: Float[Tensor, "*batch"] | float) -> Mixture:
     """Attention with a Gaussian background of weight c: the measure Σ_n w_n δ_{x_n} + c·N(m, Σ) (S18).
 
@@ -66,6 +68,7 @@ def hybrid(atoms: Atoms, background: Gaussian, concentration: Float[Tensor, "*ba
     return mixture(torch.stack([torch.zeros_like(weight), weight.log()], -1), [atoms, background])
 
 
+@door(measure=MEASURE)
 def divergence_kernel(measure: Measure, eta: Float[Tensor, "*batch N event"]) -> Atoms:
     """Atoms whose attention weighs parameter j by exp(−KL(p_{eta_j} ‖ p_query)), the KL divergence of a family (X8).
 

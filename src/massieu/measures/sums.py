@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from massieu.foundation.arguments import number
+from massieu.foundation.arguments import number, real
+from massieu.foundation.doors import MEASURE, door
 from massieu.foundation.values import longest_batch, spread, static_field
 from massieu.measures import listed
 from massieu.measures.base import Measure
@@ -31,6 +32,7 @@ def product(*measures: Measure) -> Measure:
     return Product(measures)
 
 
+@door(measure=MEASURE, exponent=real)
 def power(measure: Measure, exponent: float) -> Measure:
     """The measure with log-partition exponent·A: for a whole exponent, the law of a sum of that many draws.
 

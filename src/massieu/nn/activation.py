@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from massieu.energy import activations
 from massieu.energy.activations import MeasureActivation
+from massieu.foundation.arguments import flag
+from massieu.foundation.doors import door
 from massieu.foundation.values import Value
 from massieu.measures import Measure
 from massieu.nn.modules import Device, Resettable, check_input, hold, settings
@@ -49,6 +51,7 @@ class HeldValue(Resettable):
         return pytree.tree_unflatten(leaves, self._structure)
 
 
+@door(trained=flag)
 class Activation(HeldValue):
     """An activation of `massieu.energy.activations` as a module, with trained gains, radii, factors and biases.
 

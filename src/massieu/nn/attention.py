@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from massieu.foundation.arguments import floating, instance, number, whole_number
+from massieu.foundation.doors import sequence
 from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with_more_keys, with_positions
 from massieu.nn.modules import Device, Resettable, check_heads, check_input, settings
 from massieu.nn.softmax import SoftmaxHeads
@@ -149,6 +150,9 @@ class Attention(Resettable):
         Raises:
             TypeError, ValueError: tensors or masks that do not fit the module or each other; what the strategy has not.
         """
+        if not isinstance(need_moments, bool):
+            sequence("need_moments", need_moments)
+            need_moments = tuple(need_moments)
         asked = {"log_partition": need_log_partition, "moments": bool(need_moments)}
         beside = self._beside(**asked, potential=need_potential, variance=need_variance)
         check_taken(self.heads, attn_mask=attn_mask, is_causal=is_causal)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from massieu import energy
 from massieu.energy.activations import LayerNorm
 from massieu.foundation.arguments import boolean, number, whole_number
+from massieu.foundation.doors import sequence
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.activation import Activation
 from massieu.nn.modules import Device, Number, Resettable, check_heads, check_input, register_number, settings
@@ -171,10 +172,11 @@ class EnergyTransformerStack(Resettable):
             TypeError: something else than a block.
         """
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        if any(not isinstance(block, EnergyTransformer) for block in self.blocks):
-            kinds = ", ".join(sorted({type(block).__name__ for block in self.blocks}))
+        blocks = tuple(sequence("blocks", blocks))
+        if any(not isinstance(block, EnergyTransformer) for block in blocks):
+            kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
             raise TypeError(f"blocks must be EnergyTransformer modules, got {kinds}")
+        self.blocks = nn.ModuleList(blocks)
         sizes = sorted({block.key_weight.shape[-1] for block in self._all()})
         if len(sizes) != 1:
             raise ValueError(f"blocks must take tokens of one size, got {sizes or 'no block'}")

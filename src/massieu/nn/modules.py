@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from massieu.foundation.arguments import FLOATS, check_one_device, check_range, check_shape, floating, number
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import autocasts, every, in_functorch, values_are_readable
 from massieu.solve.status import warn_unconverged
 
@@ -130,6 +131,11 @@ class Resettable(nn.Module):
 
     One call resets the parts of the module too.
     """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if cls.__module__.startswith("massieu."):  # what users' own classes call their arguments is up to them
+            door(cls)
 
     def reset_parameters(self) -> None:
         """Draw again what was drawn at the start, in parts of the module too, and restore the numbers that were given.

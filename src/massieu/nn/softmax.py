@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from massieu import ops
 from massieu.foundation.arguments import floating, number
+from massieu.foundation.doors import door, function
 from massieu.foundation.transforms import without_autocast
 from massieu.measures import Measure
 from massieu.nn.heads import added, attention_weights, per_head, with_positions
@@ -121,6 +122,7 @@ class SoftmaxHeads(Heads):
         return output.to(query.dtype), weights.to(query.dtype), log_partition
 
 
+@door(measure=function)
 class MeasureHeads(Heads):
     """Heads that use any measure over pairs (key, value) in place of softmax: output its mean, with its log Z (S3).
 

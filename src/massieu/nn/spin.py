@@ -1,5 +1,6 @@
 """Attention whose tokens are spins: attention couples them, and they all move at once."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 
 from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
-from massieu.foundation.arguments import choice, whole_number
+from massieu.foundation.arguments import choice, flag, instance, of_class, whole_number
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, attention_weights, log_weight_of, merge_heads, split_heads, with_positions
 from massieu.nn.modules import (
@@ -26,6 +28,7 @@ from massieu.solve import Auto, Implicit, Method
 _AUTO = Auto()
 
 
+@door(bias=flag)
 class SpinAttention(Iterating, Resettable):
     """Tokens as kinetic mean-field spins coupled by attention: θ_i = x_i + Σ_j J_ij φ(θ_j), output φ(θ) (B16).
 
@@ -96,6 +99,7 @@ class SpinAttention(Iterating, Resettable):
         self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.order: Order = choice("order", order, "first", "second")
         self.exact, self.steps = exact, steps
+        instance("method", method, Method, "a Method, such as Auto(), Picard(), Anderson() or Newton()")
         self.method, self.max_steps, self.throw = method, max_steps, throw
 
     def extra_repr(self) -> str:
@@ -142,6 +146,7 @@ class SpinAttention(Iterating, Resettable):
             coupling, _ = attention_weights(query, key, scale=self.coupling_scale, log_weight=log_weight)
             return KineticSpins.create(drive, coupling, scale=self.scale, exact=self.exact)
 
+    @door(model=partial(of_class, kind="KineticSpins"))
     def state(self, model: KineticSpins) -> Float[Tensor, "B H L D"]:
         """θ, the spins' local fields once they have moved; a ConvergenceError as for a call."""
         adjoint = Implicit(lost="nan" if self.throw else "zero")

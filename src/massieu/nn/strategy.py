@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.foundation.arguments import instance, number_or_tensor
 from massieu.nn.heads import Mask
 from massieu.nn.modules import Device, Iterating, Number, Resettable, register_number, settings
 from massieu.ops import Documents
@@ -75,6 +76,9 @@ class Heads(Resettable, ABC):
         super().__init__()
         self._numbers = tuple(numbers)
         for name, value in numbers.items():
+            if value is not None:
+                number_or_tensor(name, value)
+        for name, value in numbers.items():
             setattr(self, name, value)
 
     def bind(self, num_heads: int, head_dim: int, device: Device = None, dtype: torch.dtype | None = None) -> None:
@@ -84,7 +88,9 @@ class Heads(Resettable, ABC):
             ValueError: it is bound already; a number out of its range, or neither one nor one a head.
         """
         if self.num_heads:
-            raise ValueError(f"this {type(self).__name__} is another module's: make one for each module")
+            raise ValueError(
+                f"heads must be new: this {type(self).__name__} is another module's: make one for each module"
+            )
         self.num_heads, self.head_dim = num_heads, head_dim
         device = torch.get_default_device() if device is None else torch.device(device)
         for name in self._numbers:
@@ -120,6 +126,7 @@ class SolvedHeads(Iterating, Heads, ABC):
 
     def __init__(self, method: Method, max_steps: int, throw: bool, **numbers: Number) -> None:
         super().__init__(**numbers)
+        instance("method", method, Method, "a Method, such as Auto(), Picard(), Anderson() or Newton()")
         self.method, self.max_steps, self.throw = method, max_steps, throw
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:

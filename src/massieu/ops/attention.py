@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.foundation.guesses import meant
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, packed, reference, tiles
 from massieu.ops import sink as with_sink
@@ -40,6 +41,12 @@ class AttentionResult(NamedTuple):
     """log Z in nats, float32 or float64; −inf where no key is visible (and there is no sink)."""
 
 
+@meant(
+    attn_mask="`log_weight` here: numbers are added to the scores, and of booleans True keeps a key",
+    mask="`log_weight` here: numbers are added to the scores, and of booleans True keeps a key",
+    dropout_p="not an argument here: `massieu.nn.Attention` drops weights in training",
+    enable_gqa="not needed here: keys may have fewer heads than queries",
+)
 def attention(
     query: Float[Tensor, "*query D"],
     key: Float[Tensor, "*batch Hk N D"],

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.foundation.arguments import described, floating, instance, integers
+from massieu.foundation.arguments import described, floating, instance, integers, whole_number
+from massieu.foundation.doors import sequence
 
 Whole = Int[Tensor, "_"] | Sequence[int]
 """Whole numbers."""
@@ -42,6 +43,8 @@ class Documents:
     """Both, in words that `torch.compile` takes as constants, as it does not take numbers that change between calls."""
 
     def __post_init__(self) -> None:
+        sequence("query_boundaries", self.query_boundaries)
+        sequence("key_boundaries", self.key_boundaries)
         both = self.query_boundaries, self.key_boundaries
         object.__setattr__(self, "text", ";".join(",".join(map(str, one)) for one in both))
 
@@ -115,6 +118,8 @@ class Documents:
 
     def check_fits(self, queries: int, keys: int) -> None:
         """Raise a ValueError if the last boundaries are not those lengths."""
+        whole_number("queries", queries)
+        whole_number("keys", keys)
         for name, last, length in (
             ("queries", self.query_boundaries[-1], queries),
             ("keys", self.key_boundaries[-1], keys),

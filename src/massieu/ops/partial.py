@@ -45,7 +45,7 @@ class Partial(NamedTuple):
         Raises:
             TypeError, ValueError: it is no `AttentionResult`, or its two tensors do not fit each other.
         """
-        instance("what a part is made of", attention, AttentionResult, "an AttentionResult")
+        instance("attention", attention, AttentionResult, "an AttentionResult")
         floating("output", attention.output)
         floating("log_partition", attention.log_partition)
         part = cls(attention.log_partition, attention.output.to(attention.log_partition.dtype))

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from massieu.foundation.arguments import check_values, floating, instance, whole_number
+from massieu.foundation.doors import path as check_path
 from massieu.foundation.files import replacing
 
 
@@ -79,8 +80,8 @@ class AtomStore:
             TypeError: something is not an `AtomBlock` of floating-point tensors.
             ValueError: shapes do not fit each other or the first block, there are no blocks, or `path` is taken.
         """
-        path = Path(path)
-        if isinstance(blocks, AtomBlock) or not isinstance(blocks, Iterable):
+        path = Path(check_path("path", path))
+        if isinstance(blocks, AtomBlock | str | Tensor) or not isinstance(blocks, Iterable):
             raise TypeError(f"blocks must be a list or generator of AtomBlock, got {type(blocks).__name__}")
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ValueError(f"a store is written to a new directory, and {path} is already there")
@@ -103,7 +104,7 @@ class AtomStore:
             ValueError: there is no such file or directory, it holds no safetensors file, one cannot be read, or the
                 tensors of one do not fit each other or those of the first.
         """
-        path = Path(path)
+        path = Path(check_path("path", path))
         files = tuple(sorted(path.glob("*.safetensors"))) if path.is_dir() else (path,)
         if not path.exists():
             raise ValueError(f"there is no store of atoms at {path}")

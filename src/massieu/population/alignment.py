@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_finite, check_values, floating, number, whole_number
+from massieu.foundation.arguments import check_finite, check_values, floating, number, real, whole_number
+from massieu.foundation.doors import door
 
 
 class AlignmentResult(NamedTuple):
@@ -24,6 +25,7 @@ class AlignmentResult(NamedTuple):
     """‖sym(M)‖/‖M‖: √½ for independent entries, 1 for a symmetric matrix."""
 
 
+@door(power=real)
 def precision_alignment(
     score: Float[Tensor, "d d"],
     covariance: Float[Tensor, "d d"],

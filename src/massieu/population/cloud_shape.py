@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import check_values, floating, instance, whole_number
+from massieu.foundation.doors import door
 from massieu.ops.sharded.collectives import Group
 from massieu.population.reading import (
     ObservableReading,
@@ -150,6 +151,7 @@ def gaussian_distance_null(tokens: int) -> tuple[float, float]:
     return _simulated_null(whole_number("tokens", tokens, least=1))
 
 
+@door(seed=whole_number)
 @dataclass(frozen=True)
 class CloudShape:
     """Observable: how far the tokens are from a Gaussian, along the same random directions in every layer.

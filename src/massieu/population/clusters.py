@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_values, number, whole_number
+from massieu.foundation.arguments import check_values, number, real, whole_number
+from massieu.foundation.doors import count, door
 from massieu.foundation.values import promoted_dtype
 from massieu.ops.sharded.collectives import Group
 from massieu.population.reading import ObservableReading, Processes, check_cloud, greatest, shared, summed
@@ -86,6 +87,7 @@ def cluster_count(
     )
 
 
+@door(limit=count, radius=real)
 @dataclass(frozen=True)
 class Clusters:
     """Observable: the number of clusters of tokens, and the largest cluster's share of them.

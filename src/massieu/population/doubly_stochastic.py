@@ -16,8 +16,10 @@ from massieu.foundation.arguments import (
     expanded,
     floating,
     number,
+    real,
     whole_number,
 )
+from massieu.foundation.doors import door
 from massieu.foundation.values import promoted_dtype, static_field
 from massieu.measures import Gaussian
 from massieu.ops.sharded.collectives import Group
@@ -52,6 +54,7 @@ class DoublyStochasticResult(NamedTuple):
     potentials: SinkhornResult
 
 
+@door(scale=real)
 def sinkhorn(
     query: Float[Tensor, "B H n k"],
     key: Float[Tensor, "B H n k"],
@@ -116,6 +119,7 @@ def sinkhorn(
     return SinkhornResult(f, g, residual, found.steps)
 
 
+@door(scale=real)
 def doubly_stochastic_attention(
     query: Float[Tensor, "B H n k"],
     key: Float[Tensor, "B H n k"],

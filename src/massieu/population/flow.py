@@ -15,7 +15,8 @@ from torch import Tensor
 
 from massieu.errors import InputError
 from massieu.foundation import arguments
-from massieu.foundation.arguments import described, whole_number
+from massieu.foundation.arguments import described, flag, whole_number
+from massieu.foundation.doors import door, sequence
 from massieu.foundation.settings import fingerprint
 from massieu.ops.sharded.agreement import Call, together
 from massieu.ops.sharded.collectives import Group
@@ -85,7 +86,9 @@ class Flow:
         group: Processes = None,
     ) -> None:
         self.layers = _repeated(layers, depth)
-        self.observables = (CloudMoments(), CloudShape()) if observables is None else tuple(observables)
+        self.observables = (
+            (CloudMoments(), CloudShape()) if observables is None else tuple(sequence("observables", observables))
+        )
         for each in (*self.layers, *self.observables):
             if not callable(each):
                 raise TypeError(f"layers and observables must be callable, got {type(each).__name__}")
@@ -94,11 +97,12 @@ class Flow:
                 if isinstance(layer, Operator):
                     layer.check_shared()
         known = [getattr(layer, "generator", None) for layer in self.layers]
-        found = [arguments.generator("each of generators", each) for each in generators]
+        found = [arguments.generator("each of generators", each) for each in sequence("generators", generators)]
         found += [each for each in known if isinstance(each, torch.Generator)]
         self.generators = list({id(each): each for each in found}.values())
         self.group = group
 
+    @door(progress=flag)
     def run(
         self, particles: Float[Tensor, "n d"], *, checkpoint: str | Path | None = None, progress: bool = True
     ) -> FlowResult:

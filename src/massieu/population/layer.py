@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.energy.activations import Activation
 from massieu.foundation.arguments import floating, instance, whole_number
+from massieu.foundation.doors import sequence
 from massieu.foundation.values import static_field
 from massieu.measures import Gaussian
 from massieu.ops.sharded.collectives import Group
@@ -148,7 +149,7 @@ class Composition(Operator):
     @classmethod
     def create(cls, operators: Iterable[Operator]) -> Self:
         """The first one acts first; a TypeError if one of them is no operator."""
-        operators = tuple(operators)
+        operators = tuple(sequence("operators", operators))
         for each in operators:
             instance("each of operators", each, Operator, "an Operator")
         return cls(operators)

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import floating, number
+from massieu.foundation.doors import door
 from massieu.population.reading import (
     ObservableReading,
     Processes,
@@ -84,6 +85,7 @@ def covariance_spectrum(
     return spectrum[..., : min(count - 1, dimension)]
 
 
+@door
 def log_determinant(spectrum: Float[Tensor, "*batch rank"], *, floor: float = 1e-12) -> Float[Tensor, "*batch"]:
     """Mean log-eigenvalue, in nats per direction: log det Σ divided by the number of eigenvalues.
 

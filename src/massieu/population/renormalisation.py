@@ -77,6 +77,10 @@ class Renormalisation(Operator):
         Raises:
             ValueError: C + eps·1 is not positive definite.
         """
+        floating("covariance", covariance)
+        if covariance.shape[-2:] != self.covariance.shape[-2:]:
+            wanted_shape = tuple(self.covariance.shape[-2:])
+            raise ValueError(f"covariance must end in the shape {wanted_shape}, got {tuple(covariance.shape)}")
         identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
         own = matrices.square_root(covariance + self.eps * identity, owner="Renormalisation")
         wanted = matrices.square_root(self.covariance.to(covariance.dtype), owner="Renormalisation")

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu import ops
-from massieu.foundation.arguments import number
+from massieu.foundation.arguments import number, real
+from massieu.foundation.doors import door
 from massieu.foundation.values import promoted_dtype
 from massieu.ops.moments import MomentsResult
 from massieu.population.reading import (
@@ -74,6 +75,7 @@ def self_attention_levels(
     return SelfAttentionLevelsResult(*means.unbind(), log_interaction_energy=energy.reshape(points.shape[:-2]))
 
 
+@door(scale=real)
 @dataclass(frozen=True)
 class SelfAttention:
     """Observable: log Z and entropy of the tokens' self-attention; one attention pass. The default scale is d^-½.

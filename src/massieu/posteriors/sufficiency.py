@@ -16,6 +16,7 @@ from massieu.foundation.arguments import (
     real_tensor,
     whole_number,
 )
+from massieu.foundation.doors import door
 from massieu.foundation.values import promoted_dtype
 
 _MOST_SEQUENCES = 1_000_000
@@ -40,6 +41,7 @@ class SufficiencyResult(NamedTuple):
     """The same of I(y; ·) for the given label: it may be 0, since the posterior is not minimal for one label (trap 23)."""
 
 
+@door
 def sufficiency(
     log_prior: Float[Tensor, "K"],
     log_likelihood: Float[Tensor, "K V"],

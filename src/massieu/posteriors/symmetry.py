@@ -17,6 +17,7 @@ from massieu.foundation.arguments import (
     integers,
     whole_number,
 )
+from massieu.foundation.doors import MODULE, door, function
 
 
 class PermutationGapResult(NamedTuple):
@@ -40,6 +41,7 @@ class PermutationGapResult(NamedTuple):
         return tuple(name for name, gap in gaps.items() if gap is not None and gap <= self.rounding)
 
 
+@door(function=function)
 def permutation_gap(
     function: Callable[..., Tensor],
     tokens: Shaped[Tensor, "B L ..."],
@@ -108,6 +110,7 @@ def _permuted(name: str, value: Tensor, order: Int[Tensor, "L"]) -> Tensor:
     return value[..., order, :][..., order] if name == "mask" else value[:, order]
 
 
+@door(model=MODULE)
 def model_permutation_gap(
     model: nn.Module,
     input_ids: Int[Tensor, "B L"],

@@ -5,6 +5,7 @@ import codecs
 import gzip
 import io
 import lzma
+import math
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from massieu.errors import InputError
+from massieu.probing.own_files import is_own_file, own_files
 from massieu.probing.text_tables import (
     Conversation,
     Rows,
@@ -29,10 +31,15 @@ from massieu.probing.text_tables import (
     read_parquet,
     read_separated,
 )
+from massieu.report.record_lines import is_record_of_monitor
 
 STANDARD_INPUT = "-"
 PIECE = 1 << 16  # characters tokenised at a time: bounds the memory that a long document takes
 _BLOCK = 1 << 16  # bytes read at a time
+_CHECKED = 1 << 20
+"""Characters that are looked through before a run in any case."""
+_LONGEST_TOKEN = 32
+"""Characters of a token, more than the mean over any text."""
 _CUT = re.compile(r"(?<=\S) (?=\S)")
 
 
@@ -55,7 +62,8 @@ def read_documents(
     but ``.parquet`` may be packed (``.gz``, ``.bz2``, ``.xz``). Only a ``.json`` file is held in memory as a whole.
 
     Folders are read recursively in alphabetical order, their files before their folders. Files of other kinds and names
-    that begin with a dot are left out; ``.json``, ``.csv`` and ``.tsv`` files too, unless a column is named.
+    that begin with a dot are left out; ``.json``, ``.csv`` and ``.tsv`` files too, unless a column is named. What massieu
+    itself wrote is never read: results, comparisons, and records of training.
 
     Args:
         sources: Files and folders; ``"-"`` is standard input, plain text.
@@ -74,8 +82,28 @@ def read_documents(
                 yield from _read(path, column)
 
 
-def check_sources(sources: Sequence[str | Path], *, column: str | None = None) -> None:
+def checked_characters(max_tokens: int | None) -> float:
+    """How much text to look through before a run that reads so many tokens; without a limit, all of it.
+
+    Tokenizers make far shorter tokens of text; should one not, what is wrong further on is found when it is reached.
+    """
+    return math.inf if max_tokens is None else _CHECKED + _LONGEST_TOKEN * max_tokens
+
+
+def beginning(documents: Iterable[Document], max_tokens: int | None) -> Iterator[Document]:
+    """As much of the documents as so many tokens may need."""
+    wanted = checked_characters(max_tokens)
+    for document in documents:
+        yield document
+        wanted -= len(document.text)
+        if wanted <= 0:
+            return
+
+
+def check_sources(sources: Sequence[str | Path], *, column: str | None = None, max_tokens: int | None = None) -> None:
     """Read everything but standard input once, so that bad input is found before any work is done.
+
+    Where only so many tokens are wanted, as much as these may need is read.
 
     Raises:
         InputError: no such file or folder; unknown kind of file; folder without text; no text inside; not UTF-8 (with
@@ -85,14 +113,21 @@ def check_sources(sources: Sequence[str | Path], *, column: str | None = None) -
     if not sources:
         raise InputError("no text was given; name a file, a folder, or - for standard input")
     tables = False
+    wanted = checked_characters(max_tokens)
     for source in sources:
         if str(source) == STANDARD_INPUT:
             _open_input()
             continue
         files = files_of(source, column)
         tables = tables or any(kind_of_file(path) in OF_COLUMNS for path in files)
-        # All of it is read: what is wrong may come last.
-        if not sum(bool(document.text.strip()) for path in files for document in _read(path, column)):
+        # Up to there all of it is read: what is wrong may come last.
+        empty = wanted > 0
+        for document in (document for path in files for document in _read(path, column)):
+            if wanted <= 0:
+                break
+            wanted -= len(document.text)
+            empty = empty and not document.text.strip()
+        if empty:
             raise InputError(f"the text is empty: there is nothing to read in {source}")
     if column is not None and not tables:
         raise InputError(
@@ -156,24 +191,34 @@ def files_of(named: str | Path, column: str | None) -> list[Path]:
         strings = "; from Python, text itself goes to texts" if len(str(named).split()) > 1 else ""
         raise InputError(f"there is no text {shortened(str(named))}: no such file or folder{strings}")
     if source.is_dir():
-        found = []
-        for folder, folders, names in os.walk(source):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            found += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-        readable = [path for path in found if kind_of_file(path) in _KINDS and path.is_file()]
-        files = [path for path in readable if column is not None or kind_of_file(path) not in _OFTEN_NO_TEXT]
-        if readable and not files:
-            kinds = " ".join(_OFTEN_NO_TEXT)
-            raise InputError(f"the folder {source} holds only {kinds} files; name their column of text, or the files")
-        if not files:
-            raise InputError(f"the folder {source} holds no text; files that can be read end in {_READABLE}")
-        return files
+        return _files_in(source, column)
+    if is_own_file(source):
+        raise InputError(f"{source} was written by massieu and is no text; name the text that is to be read")
     if kind_of_file(source) not in _KINDS:
         raise InputError(
             f"{source} is of an unknown kind; files that can be read end in {_READABLE}; "
             "and - reads plain text from standard input"
         )
     return [source]
+
+
+def _files_in(source: Path, column: str | None) -> list[Path]:
+    found: list[Path] = []
+    own = own_files(source.absolute().parent)  # the source may be a folder inside a result
+    for folder, folders, names in os.walk(source):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        own |= own_files(Path(folder))
+        paths = [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+        found += [path for path in paths if kind_of_file(path) in _KINDS and path.is_file()]
+    readable = [path for path in found if path.absolute() not in own and not is_record_of_monitor(path)]
+    files = [path for path in readable if column is not None or kind_of_file(path) not in _OFTEN_NO_TEXT]
+    if readable and not files:
+        kinds = " ".join(_OFTEN_NO_TEXT)
+        raise InputError(f"the folder {source} holds only {kinds} files; name their column of text, or the files")
+    if not files:
+        written = "" if not found else " other than what massieu has written"
+        raise InputError(f"the folder {source} holds no text{written}; files that can be read end in {_READABLE}")
+    return files
 
 
 def shortened(text: str, length: int = 240) -> str:

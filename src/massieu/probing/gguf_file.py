@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from massieu.errors import InputError, require_extra
+from massieu.probing.gguf_sizes import check_sizes
 
 UNROUNDED = {"F32", "F16", "BF16", "F64"}
 """Types of numbers that are no quantisation."""
@@ -56,7 +57,9 @@ def contents(file: Path) -> Contents:
         InputError: no tensors, or rotary frequencies that transformers would not apply.
         Exception: what the reader raises on a file that is none.
     """
-    reader = require_extra("gguf", "gguf").GGUFReader(file)
+    gguf = require_extra("gguf", "gguf")
+    check_sizes(file, gguf.GGML_QUANT_SIZES)
+    reader = gguf.GGUFReader(file)
     if not reader.tensors:
         raise InputError(f"{file} holds no weights, only a description or a vocabulary")
     architecture = str(reader.fields["general.architecture"].contents())

@@ -26,6 +26,7 @@ from massieu.probing.checkpoint import (
 )
 from massieu.probing.forward import decoder_given, device_of, dtype_of
 from massieu.probing.layout import separable
+from massieu.probing.model_size import bounded, check_depth
 from massieu.probing.module_hash import module_hash
 from massieu.probing.offload import offloaded
 from massieu.probing.target_labels import IGNORED, is_tokens, predicts_labels, shifted_labels
@@ -173,12 +174,13 @@ def load_model(
         named = {**checkpoint.options, "trust_remote_code": trust_remote_code}
         with _one_sentence(shown):
             config = transformers.AutoConfig.from_pretrained(checkpoint.place, **named)
+        check_depth(shown, config)
         read, problem = _tokenizer(given, named) if tokenizer else (None, None)
         if tokenizer and read is None and adapter is not None:  # it is seldom saved beside an adapter
             read, problem = _tokenizer(checkpoint, named)
         if check is not None:
             check(AnnouncedModel(shown, config, read, problem))
-        with _one_sentence(shown):
+        with _one_sentence(shown), bounded(shown, checkpoint.files):
             stored = _stored_dtype(checkpoint, config)
             options = {**named, "output_loading_info": True, "ignore_mismatched_sizes": True}
             if getattr(config, "quantization_config", None) is not None and device_map is None:
@@ -261,7 +263,9 @@ def _one_sentence(shown: str) -> Iterator[None]:
     """What transformers and the libraries below it raise about files they cannot use."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, ImportError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # whatever a configuration or files that are none make of them
         raise InputError(f"cannot load the model {shown}: {sentence(error)}") from error
 
 
@@ -480,6 +484,10 @@ def dummy_inputs(module: nn.Module) -> dict[str, Tensor]:
     vocabulary = getattr(config, "vocab_size", None)
     if main != "input_ids" or vocabulary is None:
         raise InputError(f"{type(module).__name__} reads {main!r}; give batches of it to probe or describe the model")
-    length = min(16, getattr(config, "max_position_embeddings", 16) or 16)
+    if vocabulary < 1:
+        raise InputError(
+            f"the configuration of {type(module).__name__} says vocab_size = {vocabulary}: it reads no token"
+        )
+    length = max(min(16, getattr(config, "max_position_embeddings", 16) or 16), 1)
     ids = torch.randint(0, vocabulary, (1, length), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -12,6 +12,7 @@ from massieu.probing.documents import (
     PARQUET,
     PLAIN,
     STANDARD_INPUT,
+    checked_characters,
     explained,
     files_of,
     kind_of_file,
@@ -94,15 +95,19 @@ def given_pairs(
     return f"{said} {', '.join(map(str, sources))}", partial(_of_files, sources, columns)
 
 
-def check_pairs(pairs: Pairs) -> None:
-    """Read all pairs once, so that bad input is found before any work is done.
+def check_pairs(pairs: Pairs, max_tokens: int | None = None) -> None:
+    """Read all pairs once, or as many as so many tokens may need, so that bad input is found before any work is done.
 
     Raises:
         InputError: what is wrong with the text; no pair has text on both sides.
     """
     whole = [0, 0]
+    wanted = checked_characters(max_tokens)
     for pair in pairs():  # all of it: what is wrong may come last
         whole[pair.whole] += 1
+        wanted -= len(pair.source or "") + len(pair.target or "")
+        if wanted <= 0:
+            break
     if not whole[True]:
         reason = "no row has both a source and a target" if whole[False] else "there is no row in it"
         raise InputError(f"the text holds no pairs: {reason}")

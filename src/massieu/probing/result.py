@@ -12,6 +12,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from massieu.errors import InputError, require_extra
+from massieu.foundation.arguments import flag
+from massieu.foundation.doors import input_door, text
+from massieu.foundation.printable import visible
 from massieu.probing import stored
 from massieu.probing.long_table import COLUMNS
 from massieu.probing.per_token import TOKEN_PARTS, TokenTable
@@ -220,7 +223,8 @@ class ProbeResult:
         loaded, page_fits = folders.read_together(folder, RECORD, lambda: cls._read(folder))
         if not page_fits:
             again = "draw it again with: massieu report"
-            warnings.warn(f"{folder / PAGE} is not the page of the numbers beside it; {again} {folder}", stacklevel=2)
+            message = f"{folder / PAGE} is not the page of the numbers beside it; {again} {folder}"
+            warnings.warn(visible(message), stacklevel=2)
         return loaded
 
     @classmethod
@@ -295,6 +299,7 @@ class ProbeResult:
         write_whole(path := Path(path), page, "the page")
         return path
 
+    @input_door(statistic=text, error=flag, attention=text)
     def matrix(
         self, statistic: str, *, error: bool = False, attention: str | None = None
     ) -> Float64[np.ndarray, "layers heads"]:
@@ -390,7 +395,7 @@ class ProbeResult:
             tolerance = math.nan if check.tolerance is None else check.tolerance
             lines.append(f"  self-check: error {error}, tolerance {tolerance:.0e}")
         lines += [f"  {finding.title}: {finding.sentence}" for finding in self.findings]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
     def _repr_html_(self) -> str:
         from massieu.report import figures

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
+from massieu.foundation.arguments import flag, real
+from massieu.foundation.doors import any_of, count, function, input_door, text
+from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.course import STORE_EVERY, course_for
 from massieu.probing.forward import named_inputs
@@ -35,6 +38,23 @@ from massieu.probing.units import Units
 from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 
 
+@input_door(
+    seed=check_seed,
+    max_length=count,
+    max_tokens=count,
+    batch_size=count,
+    query_sample=count,
+    generate=count,
+    replace_windows=count,
+    store_every=real,
+    trust_remote_code=flag,
+    distributed=flag,
+    resume=flag,
+    quick=flag,
+    packing=flag,
+    revision=text,
+    progress=function,
+)
 @torch.inference_mode(False)  # slopes need derivatives, wherever the caller stands
 def probe(
     model: str | Path | nn.Module | None = None,
@@ -266,6 +286,9 @@ class Description:
         return plain(vars(self))
 
 
+@input_door(
+    model=any_of("a name, a path or a torch.nn.Module", str, Path, nn.Module), trust_remote_code=flag, revision=text
+)
 @torch.inference_mode(False)
 def describe(
     model: str | Path | nn.Module | None = None,

@@ -47,9 +47,9 @@ def of_text(
     by_name, max_length = not isinstance(model, nn.Module), sizes["max_length"]
     pairs, documents = given_pairs(text, texts, source, target), None
     if pairs is None:
-        said, documents = _documents(text, texts, column, check=by_name)
+        said, documents = _documents(text, texts, column, sizes["max_tokens"], check=by_name)
     else:
-        said, packing = _check_pairs(*pairs, column, check=by_name), False
+        said, packing = _check_pairs(*pairs, column, sizes["max_tokens"], check=by_name), False
         if bos is not None:
             raise InputError("bos is for windows of text; the tokenizer marks the two sides of a pair by itself")
     tell(ProbeProgress("loading the model"))
@@ -130,7 +130,11 @@ def of_images(
 
 
 def _documents(
-    text: Sequence[str | Path] | str | Path | None, texts: Iterable[Any] | None, column: str | None, check: bool
+    text: Sequence[str | Path] | str | Path | None,
+    texts: Iterable[Any] | None,
+    column: str | None,
+    max_tokens: int | None,
+    check: bool,
 ) -> tuple[str, Callable[[], Iterable[Document]]]:
     """What the text is, in words, and a function that reads it."""
     if text is not None and texts is not None:
@@ -141,16 +145,16 @@ def _documents(
         return "pydoc_data.topics (the reference text that ships with Python)", reference_documents
     sources = [text] if isinstance(text, str | Path) else list(text)
     if check:
-        check_sources(sources, column=column)
+        check_sources(sources, column=column, max_tokens=max_tokens)
     return ", ".join(map(str, sources)), lambda: read_documents(sources, column=column)
 
 
-def _check_pairs(said: str, pairs: Pairs, column: str | None, check: bool) -> str:
+def _check_pairs(said: str, pairs: Pairs, column: str | None, max_tokens: int | None, check: bool) -> str:
     """Look at pairs that are read in place of documents; what they are, in words."""
     if column is not None:
         raise InputError(f"give either column ({column!r}) or pairs of source and target, not both")
     if check:
-        check_pairs(pairs)
+        check_pairs(pairs, max_tokens)
     return said
 
 

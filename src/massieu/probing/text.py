@@ -236,9 +236,17 @@ class TextBatches:
                 fitting = ids[: self._length_for_text() - len(kept)]
                 kept += fitting
                 cut += len(ids) - len(fitting)
+                if cut and self._is_last(len(kept)):
+                    break  # what follows is not read, however long the document is
             left_out.cut += cut
             left_out.cut_documents += cut > 0
             yield self._row(kept, name, number)
+
+    def _is_last(self, length: int) -> bool:
+        """Whether a row with so many tokens of text reaches `max_tokens`."""
+        assert self._around is not None
+        tokens = self._report.tokens + length + sum(map(len, self._around))
+        return self._max_tokens is not None and tokens >= self._max_tokens
 
     def _encoded(self) -> Iterator[tuple[int, str, list[int]]]:
         """Number and name of a document, tokens of a piece of it; documents without a token are not counted."""

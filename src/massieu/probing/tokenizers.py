@@ -89,4 +89,4 @@ def _placeholders(config: Any) -> list[int]:
     """Tokens that stand for an image or a sound, which models put in the place of before they embed."""
     named = {} if config is None else vars(config)
     values = [value for name, value in named.items() if name.endswith(("_token_id", "_token_index"))]
-    return [value for value in values if type(value) is int]
+    return [value for value in values if type(value) is int and abs(value) < 1 << 63]  # no tensor holds others

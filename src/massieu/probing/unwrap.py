@@ -29,7 +29,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         True
     """
     if not isinstance(module, nn.Module):
-        raise InputError(f"a torch.nn.Module is needed, got {type(module).__name__}")
+        raise InputError(f"model must be a torch.nn.Module, got {type(module).__name__}")
     for _ in range(_MOST):
         inner = _inside(module)
         if inner is module:

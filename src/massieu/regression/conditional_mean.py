@@ -14,6 +14,7 @@ from massieu.foundation.arguments import (
     number,
     whole_number,
 )
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import every, in_functorch, unwrapped, values_are_readable, without_autocast
 from massieu.regression.exact import Cholesky, exact
 from massieu.regression.iterative import iterative
@@ -82,6 +83,7 @@ def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
     return noise_variance / prior_variance
 
 
+@door
 def conditional_mean_attention(
     query: Float[Tensor, "*query D"],
     key: Float[Tensor, "B Hk N D"],

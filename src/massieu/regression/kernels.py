@@ -8,10 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_range, described, floating, real_tensor
+from massieu.foundation.arguments import check_broadcastable, check_range, described, floating, real_tensor
 from massieu.foundation.values import Value, static_field
-
-_POINTS = "a kernel's points"
 
 
 class Kernel(Value):
@@ -38,6 +36,7 @@ class Kernel(Value):
 
     def features(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N F"] | None:
         """φ with κ(a, b) = φ(a)·φ(b), where there is one of finitely many numbers; else None."""
+        _check_points(points)
         return None
 
 
@@ -66,13 +65,14 @@ class FeatureKernel(Kernel):
         return cls(map)
 
     def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
+        _check_pair(left, right)
         return self.features(left) @ self.features(right).mT
 
     def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
-        return self.features(points).square().sum(-1)
+        return self.features(_check_points(points)).square().sum(-1)
 
     def features(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N F"]:
-        return self.map(floating(_POINTS, points))
+        return self.map(_check_points(points))
 
 
 class LinearKernel(Kernel):
@@ -92,13 +92,14 @@ class LinearKernel(Kernel):
         return cls()
 
     def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
-        return self.features(left) @ self.features(right).mT
+        _check_pair(left, right)
+        return left @ right.mT
 
     def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
-        return self.features(points).square().sum(-1)
+        return _check_points(points).square().sum(-1)
 
     def features(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N D"]:
-        return floating(_POINTS, points)
+        return _check_points(points)
 
 
 class ExponentialKernel(Kernel):
@@ -133,17 +134,17 @@ class ExponentialKernel(Kernel):
 
     def log(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
         """log κ(left_i, right_n) for all pairs."""
-        left, right = floating(_POINTS, left), floating(_POINTS, right)
+        _check_pair(left, right)
         return _per_head(self._scale(left), left) * left @ right.mT
 
     def log_diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
         """log κ(x, x) of each point."""
-        points = floating(_POINTS, points)
+        points = _check_points(points)
         return _per_head(self._scale(points), points).squeeze(-1) * points.square().sum(-1)
 
     def normalized(self, points: Float[Tensor, "B H N D"]) -> "GaussianKernel":
         """κ' with κ(a, b) = exp(h(a) + h(b))·κ'(a, b), h half of `log_diagonal`: the Gaussian kernel of variance 1/scale."""
-        scale = self._scale(points)
+        scale = self._scale(_check_points(points))
         _per_head(scale, points)
         return GaussianKernel(scale.rsqrt())
 
@@ -174,7 +175,7 @@ class GaussianKernel(Kernel):
         return cls(_positive("lengthscale", lengthscale))
 
     def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
-        left, right = floating(_POINTS, left), floating(_POINTS, right)
+        _check_pair(left, right)
         # Distances do not see a common shift, and squares lose digits far from the origin.
         centre = right.detach().mean(-2, keepdim=True)
         width = _per_head(self.lengthscale, left)
@@ -185,8 +186,25 @@ class GaussianKernel(Kernel):
         return (left @ right.mT).exp()
 
     def diagonal(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N"]:
-        points = floating(_POINTS, points)
+        points = _check_points(points)
         return points.new_ones(points.shape[:-1]).masked_fill(points.isnan().any(-1), torch.nan)
+
+
+def _check_pair(left: Tensor, right: Tensor) -> None:
+    """Raise where pairs of points cannot be made of two lists."""
+    if left.ndim < 2 or right.ndim < 2 or left.shape[-1] != right.shape[-1]:
+        raise ValueError(
+            f"left and right must have shapes (…, L, D) and (…, N, D), got {tuple(left.shape)} and {tuple(right.shape)}"
+        )
+    if left.dtype != right.dtype:
+        raise TypeError(f"left and right must have one dtype, got {left.dtype} and {right.dtype}")
+    check_broadcastable(left=left[..., :1, :1], right=right[..., :1, :1])
+
+
+def _check_points(points: object) -> Tensor:
+    if floating("points", points).ndim < 2:
+        raise ValueError(f"points must have shape (…, N, D), got {tuple(points.shape)}")  # pyright: ignore[reportAttributeAccessIssue]
+    return points  # pyright: ignore[reportReturnType]
 
 
 def _per_head(number: Tensor, like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.arguments import whole_number
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import values_are_readable
 from massieu.regression.exact import by_features, features_factor, solve_lower
 from massieu.regression.kernels import Kernel
@@ -16,6 +17,7 @@ from massieu.regression.logarithms import Logarithms, lifted
 from massieu.regression.tokens import KeyValuePairs, Prediction, cholesky, need_positive
 
 
+@door
 @dataclass(frozen=True)
 class LowRank:
     """Low-rank solver: the kernel through `rank` keys, those that a pivoted Cholesky decomposition takes first.

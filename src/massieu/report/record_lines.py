@@ -19,7 +19,8 @@ from massieu.report.writing import check_name, explaining
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 COMPARABLE = ("model", "layers", "heads", "batch")
 """Settings without which the numbers of two runs cannot be compared."""
-_BEGINNINGS = (b'{"step"', b'{"massieu"')
+_HEADER = b'{"massieu"'
+_BEGINNINGS = (b'{"step"', _HEADER)
 """How whole lines begin: one that begins so and breaks off was cut when its process ended."""
 _SHOWN = 40
 
@@ -93,6 +94,15 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any], also: Sequence[s
     return ", ".join(f"{name} {one[name]} in place of {other[name]}" for name in names)
 
 
+def is_record_of_monitor(path: Path) -> bool:
+    """Whether a file begins as a monitor's does, with its header; False where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_HEADER)) == _HEADER
+    except OSError:
+        return False
+
+
 def read_header(path: Path) -> dict[str, Any]:
     """The settings in a file's header; empty where it has none."""
     with path.open("rb") as file:
@@ -155,9 +165,10 @@ def _take(run: TrainingRun, found: dict[str, Any], where: str) -> None:
     if not isinstance(alarms, list):
         raise InputError(f'{where}: "alarms" must be a list of keys, not {type(alarms).__name__}')
     record = dict(_numbers(found, where))
-    for later in [known for known in run.records if known > step]:
-        del run.records[later]
-        run.alarms.pop(later, None)
+    # Steps rise in the order of the records: only the last ones can be later than this.
+    while run.records and (latest := next(reversed(run.records))) > step:
+        del run.records[latest]
+        run.alarms.pop(latest, None)
     run.records.setdefault(int(step), {}).update(record)
     if alarms:
         run.alarms[int(step)] = [str(key) for key in alarms]

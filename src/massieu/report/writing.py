@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from massieu.errors import InputError
-from massieu.foundation.files import LEFT, replacing
+from massieu.foundation.files import LEFT, overwriting
 
 _BLOCK = 1 << 20
 
@@ -37,7 +37,7 @@ def check_name(path: str | os.PathLike[str]) -> Path:
 
 
 def write_whole(path: Path, page: str, what: str) -> None:
-    """Write a page, so that an earlier one is replaced at once; folders are made.
+    """Write a page, so that an earlier one is replaced at once; folders are made, devices and FIFOs written to.
 
     A token need not be valid Unicode; on the page, what is not becomes a question mark.
 
@@ -49,7 +49,7 @@ def write_whole(path: Path, page: str, what: str) -> None:
         if os.path.isdir(path):
             raise InputError(f"{path} is a folder; {what} needs the name of a file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, durable=False) as aside:
+        with overwriting(path, durable=False) as aside:
             aside.write_bytes(page.encode("utf-8", "replace"))
 
 

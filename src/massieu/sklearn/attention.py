@@ -9,13 +9,14 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from massieu import ops
-from massieu.foundation.arguments import choice, number
+from massieu.foundation.arguments import choice
 from massieu.sklearn.rows import (
     as_heads,
     best,
     blocks,
     check_spread,
     in_blocks,
+    number_or_auto,
     others,
     sample_of,
     tensor,
@@ -83,9 +84,10 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         return self
 
     def _scales(self) -> list[float]:
-        if self.scale == "auto":
-            return [2.0**power / total_variance(self._keys) for power in _POWERS]
-        return [number("scale", self.scale, above=0)]
+        scale = number_or_auto("scale", self.scale)
+        if scale is not None:
+            return [scale]
+        return [2.0**power / total_variance(self._keys) for power in _POWERS]
 
     def _alone(self, scale: float, index: Tensor) -> float:
         """The error of rows predicted from all others."""

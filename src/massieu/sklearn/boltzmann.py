@@ -13,7 +13,7 @@ from massieu.energy import sites
 from massieu.foundation.arguments import number, whole_number
 from massieu.measures import Measure
 from massieu.nn import RestrictedBoltzmannMachine
-from massieu.sklearn.rows import check_spread, validate_data
+from massieu.sklearn.rows import check_spread, number_or_auto, validate_data
 from massieu.sklearn.units import Columns, Kinds, hidden_layer, learning_rate
 
 DTYPES = [np.float64, np.float32]
@@ -146,7 +146,7 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
         self._n_features_out = len(self.machine_.hidden_bias)
 
     def _train(self, table: np.ndarray, *, epochs: int, batch_size: int) -> None:
-        rate: Any = self._rate if self.learning_rate == "auto" else self.learning_rate
+        rate = number_or_auto("learning_rate", self.learning_rate)
         self._log_partition: tuple[float, float] | None = None
         self.machine_.fit(
             self._units(table),
@@ -154,7 +154,7 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
             batch_size=batch_size,
             chains=whole_number("n_chains", self.n_chains, least=1),
             sweeps=whole_number("n_sweeps", self.n_sweeps, least=1),
-            learning_rate=rate,
+            learning_rate=self._rate if rate is None else rate,
             generator=self._generator(),
             progress=bool(self.verbose),
         )

@@ -8,7 +8,7 @@ from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from massieu.foundation.arguments import choice, number
+from massieu.foundation.arguments import choice
 from massieu.regression import (
     Cholesky,
     ExponentialKernel,
@@ -19,7 +19,17 @@ from massieu.regression import (
     choose_ridge,
     conditional_mean_attention,
 )
-from massieu.sklearn.rows import as_heads, best, blocks, check_spread, sample_of, tensor, total_variance, validate_data
+from massieu.sklearn.rows import (
+    as_heads,
+    best,
+    blocks,
+    check_spread,
+    number_or_auto,
+    sample_of,
+    tensor,
+    total_variance,
+    validate_data,
+)
 from massieu.solve import ConjugateGradients
 
 _ROWS = 1000
@@ -120,10 +130,10 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def _choose(self, keys: Tensor, values: Tensor) -> _Choice:
         if isinstance(self.kernel, Kernel) or choice("kernel", self.kernel, *_KERNELS) == "linear":
             widths = [np.nan]
-        elif self.lengthscale == "auto":
-            widths = [2.0**power * total_variance(keys) ** 0.5 for power in _WIDTHS[self.kernel]]
+        elif (width := number_or_auto("lengthscale", self.lengthscale)) is not None:
+            widths = [width]
         else:
-            widths = [float(number("lengthscale", self.lengthscale, above=0))]
+            widths = [2.0**power * total_variance(keys) ** 0.5 for power in _WIDTHS[self.kernel]]
         found = [self._with_ridge(keys, values, width) for width in widths]
         return best([each.error for each in found], found)[0]
 
@@ -135,8 +145,9 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             ridge, error = best(errors.flatten().tolist(), ridges)
             return error, ridge
 
-        if self.ridge != "auto":
-            error, ridge = tried([float(number("ridge", self.ridge, above=0))])
+        ridge = number_or_auto("ridge", self.ridge)
+        if ridge is not None:
+            error, ridge = tried([ridge])
         else:
             unit = _unit(kernel, as_heads(keys))
             coarse = tried([unit * 10.0**power for power in _RIDGES])

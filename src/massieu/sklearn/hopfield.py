@@ -20,6 +20,7 @@ from massieu.sklearn.rows import (
     blocks,
     check_spread,
     in_blocks,
+    number_or_auto,
     others,
     sample_of,
     tensor,
@@ -87,7 +88,8 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
         self.location_ = rows.mean(0).numpy()
         rows = rows - rows.mean(0)
         index = sample_of(len(rows), _QUERIES)
-        scales = [number("scale", self.scale, above=0)] if self.scale != "auto" else _scales(rows)
+        scale = number_or_auto("scale", self.scale)
+        scales = _scales(rows) if scale is None else [scale]
         scores = [_alone(rows, scale, index) for scale in scales]
         self.scale_, loss = best([-score.mean().item() for score in scores], scales)
         self.leave_one_out_score_ = -loss

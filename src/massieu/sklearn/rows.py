@@ -1,6 +1,7 @@
 """Rows as tokens: blocks of queries, attention of each row to the others, and what a table's spread is."""
 
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -8,6 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from sklearn.utils import validation
 from torch import Tensor
+
+from massieu.foundation.arguments import described, number
 
 Candidate = TypeVar("Candidate")
 
@@ -53,6 +56,19 @@ def sample_of(rows: int, most: int) -> Tensor:
 def others(index: Tensor, rows: int) -> Bool[Tensor, "queries rows"]:
     """Which rows each query of that index sees: all but itself."""
     return index.unsqueeze(-1) != torch.arange(rows)
+
+
+def number_or_auto(name: str, value: object) -> float | None:
+    """The number, above 0, or None for "auto". One number serves all columns: rows are compared by distances.
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    if isinstance(value, str) and value == "auto":
+        return None
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be 'auto' or one number for all columns, got {described(value)}")
+    return number(name, float(value), above=0)
 
 
 def check_spread(name: str, table: np.ndarray) -> None:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import whole_number
+from massieu.foundation.doors import door, function
 from massieu.foundation.transforms import repeat
 from massieu.solve.linear import krylov, orthogonalise
 from massieu.solve.methods import slope
@@ -30,6 +31,7 @@ class _Arnoldi(NamedTuple):
     turn: Tensor  # which column is next
 
 
+@door(function=function)
 def spectral_radius(
     function: Callable[..., Tensor],
     value: Float[Tensor, "*items_item"],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.errors import ConvergenceError
 from massieu.foundation.arguments import described, instance, number, whole_number
+from massieu.foundation.doors import door, function
 from massieu.foundation.transforms import may_be_differentiated, repeat, some, unwrapped
 from massieu.solve.adjoint import BY_THEOREM, Adjoint, Implicit, OneStep, Unrolled, implicit, one_step
 from massieu.solve.attraction import PRODUCTS, spectrum
@@ -17,6 +18,7 @@ from massieu.solve.problem import BoundFunction, FixedPointProblem, pose, refuse
 from massieu.solve.status import CONVERGED, DIVERGED, MAX_STEPS, NOT_ATTRACTING, NOT_FINITE, FixedPointResult, Status
 
 
+@door(function=function)
 def fixed_point(
     function: Callable[..., Tensor],
     start: Float[Tensor, "*items_item"],

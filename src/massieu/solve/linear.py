@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from massieu.foundation.arguments import check_dense, described, number, whole_number
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
@@ -61,6 +62,7 @@ class LinearSolver(ABC):
         """
 
 
+@door
 @dataclass(frozen=True)
 class ConjugateGradients(LinearSolver):
     """Conjugate gradients, for A that you declare symmetric positive definite by this choice (Hestenes & Stiefel 1952).
@@ -141,6 +143,7 @@ class ConjugateGradients(LinearSolver):
         return image
 
 
+@door
 @dataclass(frozen=True)
 class GMRES(LinearSolver):
     """Restarted GMRES, for any A (Saad & Schultz 1986).

@@ -12,6 +12,7 @@ from torch import Tensor
 from massieu.errors import ConvergenceError
 from massieu.foundation.arguments import floating, instance
 from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import (
     derivative_orders,
     in_functorch,
@@ -25,6 +26,7 @@ from massieu.solve.problem import pose, refuse_captured
 from massieu.solve.status import CONVERGED, names
 
 
+@door
 def linear_solve(
     product: Callable[..., Tensor],
     right: Float[Tensor, "*items n"],

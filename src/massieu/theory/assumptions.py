@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_finite, check_one_device, check_shape, floating, number
+from massieu.foundation.arguments import check_finite, check_one_device, check_shape, floating, number, real
+from massieu.foundation.doors import door
 from massieu.measures import Gaussian
 from massieu.theory.equilibrium import entropy_gain, key_law, whitened_map
 from massieu.theory.growth import cumulant_growth
@@ -38,6 +39,7 @@ class EquilibriumResult(NamedTuple):
     """Median over tokens of xᵀKx, nats: attention over many fewer than e to that many keys is not the population's (S15)."""
 
 
+@door(step=real)
 def equilibrium_report(
     particles: Float[Tensor, "*batch n d"], matrix: Float[Tensor, "d d"], step: float = 1.0
 ) -> EquilibriumResult:

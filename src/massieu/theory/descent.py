@@ -8,8 +8,10 @@ from massieu.energy.base import promoted
 from massieu.energy.bounds import largest_norm, stored
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.foundation.arguments import floating, number, whole_number
+from massieu.foundation.doors import count, door
 
 
+@door
 def energy_range(hopfield: HopfieldEnergy) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
     """The range of the Hopfield energy: from 0 to 2M² for ‖ξ‖ ≤ M, where all minima are; E is never below 0 (B5.2).
 
@@ -47,6 +49,7 @@ def least_descent(
     return 0.5 * promoted(state - after).square().sum(-1)
 
 
+@door(steps=count)
 def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*lead"]:
     """Upper bound on the shortest of many full steps: √(2·drop/steps), if E fell by `drop` in total (B5.3).
 
@@ -65,6 +68,7 @@ def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*l
     return (2 * promoted(floating("drop", drop)) / steps).sqrt()
 
 
+@door
 def damped_descent(force: Float[Tensor, "*batch_query d"], damping: float) -> Float[Tensor, "*batch_query"]:
     """Lower bound on the descent of a damped step: γ(1 − γ/2)‖∇E‖², for damping γ in (0, 2) (B5.4).
 

@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation import matrices
-from massieu.foundation.arguments import check_one_device, floating, instance, number, whole_number
+from massieu.foundation.arguments import check_one_device, floating, instance, number, real, whole_number
+from massieu.foundation.doors import door
 from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
 from massieu.population.operator import AffineMap, ParticleMoments, moments, pushed
@@ -68,6 +69,7 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
     return _gaussian(*pushed(AffineMap(matrix, torch.zeros_like(matrix[..., 0])), ParticleMoments(mean, covariance)))
 
 
+@door(step=real)
 def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
     """The Gaussian law of hidden states after a layer η + step·∇A(η) over Gaussian keys N(μ, K).
 
@@ -96,6 +98,7 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
     return _gaussian(*pushed(AffineMap(matrix, offset), ParticleMoments(*parts)))
 
 
+@door(step=real)
 def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
     """How much a layer adds to a population's differential entropy: log det(1 + step·K), in nats (item 3 of S13).
 
@@ -116,6 +119,7 @@ def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
     return matrices.log_determinant(_layer_matrix(keys, step))
 
 
+@door(step=real)
 def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*batch d d"]:
     """The linear part of a layer and renormalisation, in whitened coordinates: an orthogonal matrix.
 

@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation import matrices
-from massieu.foundation.arguments import floating, instance, number
+from massieu.foundation.arguments import floating, instance, number, real
+from massieu.foundation.doors import MEASURE, door
 from massieu.measures import Measure
 
 
@@ -30,6 +31,7 @@ class ExpansionResult(NamedTuple):
     """−ηᵀ∇²A(η)∇A(η): how the entropy of p_η itself, relative to h, starts to change with the step; mostly falling."""
 
 
+@door(measure=MEASURE, step=real)
 def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float) -> ExpansionResult:
     """How much one layer raises the log-partition A at each point, and how it spreads points.
 

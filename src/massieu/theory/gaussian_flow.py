@@ -7,7 +7,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.errors import ConvergenceError
-from massieu.foundation.arguments import check_finite, check_values, floating, instance, number, whole_number
+from massieu.foundation.arguments import (
+    check_finite,
+    check_values,
+    floating,
+    instance,
+    number,
+    real,
+    whole_number,
+)
+from massieu.foundation.doors import door
 from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
 from massieu.population.operator import moments
@@ -54,6 +63,7 @@ class BlowUpError(ArithmeticError):
         self.time, self.law = time, law
 
 
+@door(time=real)
 def gaussian_flow(
     law: Gaussian,
     *,

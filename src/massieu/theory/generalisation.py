@@ -11,7 +11,8 @@ A number out of the range that is named for it raises a ValueError, and what is 
 import math
 from typing import NamedTuple
 
-from massieu.foundation.arguments import number, whole_number
+from massieu.foundation.arguments import number, real, whole_number
+from massieu.foundation.doors import count, door
 
 
 class AttentionLipschitzResult(NamedTuple):
@@ -23,6 +24,7 @@ class AttentionLipschitzResult(NamedTuple):
     """βR³‖W‖: by the score matrix."""
 
 
+@door(radius=real, value_norm=real, scale=real)
 def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) -> AttentionLipschitzResult:
     """Lipschitz constants of attention in its parameters, for any number of tokens of norm at most R (Z10 ii).
 
@@ -43,6 +45,7 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
     return AttentionLipschitzResult(radius, scale * radius**3 * number("value_norm", value_norm, least=0))
 
 
+@door(parameters=count, radius=real, lipschitz=real, accuracy=real)
 def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: float) -> float:
     """Logarithm of a covering number, P log(1 + 2B·Lip/ε) nats: so many functions come within ε of all of a class (Z10 iii).
 
@@ -63,6 +66,7 @@ def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: f
     return whole_number("parameters", parameters, least=1) * math.log1p(2 * radius * lipschitz / accuracy)
 
 
+@door(parameters=count, radius=real, lipschitz=real, loss_range=real, loss_lipschitz=real, failure=real)
 def generalisation_bound(
     parameters: int,
     radius: float,

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_finite, doubles, number, whole_number
+from massieu.foundation.arguments import check_finite, doubles, number, real, whole_number
+from massieu.foundation.doors import count, door
 from massieu.measures import Atoms
 from massieu.measures.moments import cumulants_of_moments
 from massieu.ops.bessel import bessel_ratios
@@ -16,6 +17,7 @@ _LARGEST = 1e-3
 """Between these sizes a perturbation is more than rounding, and its density normalisable on the grid."""
 
 
+@door(order=count)
 def cumulant_growth(
     order: int, step: float | Float[Tensor, "*lead"], variance: float | Float[Tensor, "*lead"]
 ) -> Float[Tensor, "*lead"]:
@@ -45,6 +47,7 @@ def cumulant_growth(
     return 1 + order * step * variance ** (order - 1) / (1 + step * variance)
 
 
+@door(order=count, step=real, variance=real, size=real)
 def measured_cumulant_growth(order: int, step: float, variance: float, *, size: float = 1e-5) -> Float[Tensor, ""]:
     """`cumulant_growth` as measured: a perturbed normal law goes through the layer; quadrature gives its whitened cumulants.
 
@@ -79,6 +82,7 @@ def measured_cumulant_growth(order: int, step: float, variance: float, *, size: 
     return (after[0] - after[1]) / (before[0] - before[1])
 
 
+@door(order=count, step=real, scale=real)
 def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Tensor, ""]:
     """The factor by which a layer and RMSNorm multiply a small harmonic of degree n of a nearly uniform law on the sphere.
 

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import as_tensor, check_finite, check_one_device, check_range, check_shape, floating
+from massieu.foundation.doors import door
 from massieu.foundation.matrices import is_singular, solve
 from massieu.foundation.transforms import every, some, values_are_readable
 from massieu.foundation.values import Value, promoted_dtype
@@ -206,6 +207,7 @@ def precision_matching_score(covariance: Float[Tensor, "*batch d d"]) -> Float[T
     return torch.linalg.inv_ex(covariance).inverse
 
 
+@door
 def denoising_score(
     covariance: Float[Tensor, "*batch d d"], noise_variance: float | Tensor, *, clean_context: bool = False
 ) -> Float[Tensor, "*batch d d"]:

@@ -22,14 +22,17 @@ from massieu.foundation.arguments import (
     check_values,
     doubles,
     number,
+    real,
     whole_number,
 )
+from massieu.foundation.doors import count, door
 from massieu.ops.bessel import bessel_ratios, log_sphere_partition, sphere_slack
 
 _SCALES = (1e-3, 1e6)
 _REFINEMENTS, _POINTS = 4, 65
 
 
+@door
 def sphere_multipliers(
     degree: int, dimension: int, scale: Float[Tensor, "*lead"] | float
 ) -> Float[Tensor, "*lead degree+1"]:
@@ -57,6 +60,7 @@ def sphere_multipliers(
     return torch.stack(products, -1)
 
 
+@door(operator_ridge=real)
 def ridge_multipliers(
     degree: int, dimension: int, scale: Float[Tensor, "*lead"] | float, operator_ridge: float
 ) -> Float[Tensor, "*lead degree+1"]:
@@ -79,6 +83,7 @@ def ridge_multipliers(
     return multipliers / (multipliers + operator_ridge * (-log_mass).exp())  # Λ itself overflows from β = 700 on
 
 
+@door(cut_off=count)
 def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[Tensor, "*lead n"]:
     """Factors that undo `sphere_multipliers`: 1/ρ_n up to degree `cut_off`, and 0 beyond, where noise forbids it (X9).
 
@@ -103,6 +108,7 @@ def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[
     return torch.where(kept, torch.where(kept, multipliers, 1).reciprocal(), 0)
 
 
+@door
 def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int) -> Float[Tensor, "*lead degree+1"]:
     """Zonal harmonics P_n(t) for n = 0 … degree, which depend on t = q·a alone, with P_n(1) = 1.
 
@@ -122,6 +128,7 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
     return torch.stack(values[: degree + 1], -1)
 
 
+@door
 def harmonic_count(degree: int, dimension: int) -> int:
     """How many linearly independent harmonics of this degree there are on the unit sphere of R^d.
 
@@ -135,6 +142,7 @@ def harmonic_count(degree: int, dimension: int) -> int:
     return math.comb(degree + dimension - 1, degree) - lower
 
 
+@door
 def spherical_kernel(
     cosine: Float[Tensor, "*lead"], spectrum: Float[Tensor, "n"], dimension: int
 ) -> Float[Tensor, "*lead"]:
@@ -175,6 +183,7 @@ class SmoothingFloorResult(NamedTuple):
     """What is left then: 0 if and only if f has one degree, so that no C serves every f."""
 
 
+@door
 def smoothing_floor(
     power: Float[Tensor, "*lead n"], dimension: int, scale: Float[Tensor, "*lead"] | float
 ) -> SmoothingFloorResult:
@@ -220,6 +229,7 @@ class SmoothingErrorResult(NamedTuple):
         return self.smoothing + self.sampling
 
 
+@door(noise_variance=real)
 def smoothing_error(
     keys: Float[Tensor, "*lead"] | float,
     power: Float[Tensor, "n"],
@@ -257,6 +267,7 @@ def smoothing_error(
     return SmoothingErrorResult(((1 - one).square() * power).sum(-1), sampling)
 
 
+@door(noise_variance=real)
 def optimal_scale(
     keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
 ) -> Float[Tensor, "*lead"]:
@@ -290,6 +301,7 @@ def optimal_scale(
     return (0.5 * (low + high)).exp()
 
 
+@door(noise_variance=real)
 def asymptotic_scale(
     keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
 ) -> Float[Tensor, "*lead"]:

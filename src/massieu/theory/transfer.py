@@ -30,8 +30,10 @@ from massieu.foundation.arguments import (
     described,
     doubles,
     number,
+    real,
     real_tensor,
 )
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import every
 
 
@@ -158,6 +160,7 @@ class TransferResult(NamedTuple):
         return prediction.to(self.probe.dtype) @ self.probe.mT + self.offset
 
 
+@door
 def transfer(
     self_supervised: Float[Tensor, "p k"],
     downstream: Float[Tensor, "c k"],
@@ -221,6 +224,7 @@ def transfer(
     return TransferResult(condition_number, ratio_bound, probe, offset, rank, lost)
 
 
+@door(condition_number=real, self_supervised_excess=real, density_ratio=real)
 def excess_risk_bound(condition_number: float, self_supervised_excess: float, density_ratio: float = 1.0) -> float:
     """Upper bound on a probe's downstream excess risk: κ²·r times the self-supervised excess L2 risk (Z13).
 

@@ -5,10 +5,12 @@ import math
 from collections.abc import Sequence
 
 from massieu.foundation.arguments import whole_number
+from massieu.foundation.doors import count, door, sequence
 
 _MOST_SEQUENCES = 1_000_000
 
 
+@door(k=count, n=count)
 def finite_extension_bound(k: int, n: int) -> float:
     """Bound k(k − 1)/(2n) on the total variation between k of n exchangeable tokens and a mixture of independent ones (Z1).
 
@@ -27,6 +29,7 @@ def finite_extension_bound(k: int, n: int) -> float:
     return k * (k - 1) / (2 * n)
 
 
+@door(counts=sequence, k=count)
 def urn_total_variation(counts: Sequence[int], k: int) -> float:
     """Exact total variation between k draws without and with replacement from an urn of coloured balls.
 
@@ -42,7 +45,7 @@ def urn_total_variation(counts: Sequence[int], k: int) -> float:
         >>> round(urn_total_variation([1, 1], k=2), 3)  # two balls: with replacement half of the draws agree
         0.5
     """
-    balls = [count for count in counts if whole_number("every count", count, least=0)]
+    balls = [count for count in counts if whole_number("each of counts", count, least=0)]
     total = sum(balls)
     _check_sizes(k, total)
     if len(balls) == total:

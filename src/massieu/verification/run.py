@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from massieu.errors import InputError
+from massieu.foundation.doors import any_of, function, input_door
+from massieu.foundation.doors import seed as check_seed
 from massieu.foundation.numbers import counted
 from massieu.foundation.threads import one_thread
 from massieu.report.encode import plain
@@ -92,6 +94,12 @@ class Verification(Sequence[Claim]):
         return write_page(self.claims, self.summary, Path(path))
 
 
+@input_door(
+    ids=any_of("the name of a claim, or a list of such names", str, list, tuple, set),
+    settings=any_of("a dictionary of numbers by name", Mapping),
+    progress=function,
+    seed=check_seed,
+)
 def verify(
     ids: Iterable[str] | str | None = None,
     *,

@@ -19,7 +19,7 @@ from tests.support.rows import every_row
 from massieu import InputError
 from massieu.probing.monitor.alarms import RULES, Alarm, Place
 from massieu.probing.monitor.writers import LinesFile, Outlets, writer_for
-from massieu.report.record_lines import read_run
+from massieu.report.record_lines import read_run, record_line
 
 SETTINGS = {"every": 100, "prefix": "massieu", "model": "Model", "layers": 2, "heads": [4, 4]}
 NOT_FINITE = {"massieu/loss": math.nan, "massieu/gradient_norm": math.inf, "massieu/learning_rate": -math.inf}
@@ -304,6 +304,33 @@ def test_what_is_no_run_is_named_with_its_line(text: str, said: str, tmp_path: P
     path.write_text(text)
     with pytest.raises(InputError, match=said):
         read_run(path)
+
+
+def _lines_executed(path: Path) -> int:
+    """How many lines of Python reading a run takes."""
+    count = 0
+
+    def counted(frame: object, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return counted
+
+    before = sys.gettrace()
+    sys.settrace(counted)
+    try:
+        read_run(path)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_reading_takes_as_much_longer_as_there_are_records(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    lines = []
+    for count in (200, 800):
+        path.write_text("".join(record_line(step, {"massieu/loss": 1.0}) for step in range(count)))
+        lines.append(_lines_executed(path))
+    assert lines[1] < 4.5 * lines[0]
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path):

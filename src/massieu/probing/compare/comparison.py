@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import massieu
 from massieu.errors import InputError, require_extra
+from massieu.foundation.arguments import real
+from massieu.foundation.doors import count, input_door, sequence, text
+from massieu.foundation.printable import visible
 from massieu.probing import stored
 from massieu.probing.compare.changes import Change, changes_of, examples_of
 from massieu.probing.compare.files import DIFFERENCES, PAGE, RECORD, VALUES, read_files, record_bytes
@@ -73,14 +76,21 @@ class Comparison:
     date: str = ""
 
     @classmethod
+    @input_door(results=sequence, names=sequence)
     def of(cls, results: Sequence[ProbeResult], names: Sequence[str]) -> "Comparison":
         """Compare results that are there: each with the first.
 
         Raises:
             InputError: fewer than two; models of different shapes; two models on different texts.
         """
+        if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+            raise InputError("names must be a list of strings, one for each result")
+        if not all(isinstance(each, ProbeResult) for each in results):
+            raise InputError("results must be a list of ProbeResult objects")
+        if len(names) != len(results):
+            raise InputError(f"names must be as many as results, got {len(names)} names and {len(results)} results")
         if len(results) < 2:
-            raise InputError(f"a comparison needs at least two models, got {len(results)}")
+            raise InputError(f"a comparison of results needs at least two models, got {len(results)}")
         polars = require_extra("polars", "probe")
         names = [name.encode("utf-8", "replace").decode("utf-8") for name in names]  # a file's name may hold anything
         first, steps = results[0], _steps(names)
@@ -117,6 +127,7 @@ class Comparison:
         """Whether every model was compared by paired errors."""
         return all(each.paired for each in self.pairings)
 
+    @input_door(level=real)
     def named(self, level: float = LEVEL) -> "polars.DataFrame":
         """The rows of ``differences`` that are named at a false discovery rate: ``q_value`` below the level.
 
@@ -127,6 +138,7 @@ class Comparison:
             raise InputError(f"level must be between 0 and 1, got {level}")
         return self.differences.filter(self.differences["q_value"] < level)
 
+    @input_door(number=count, model=text)
     def changed(self, number: int = 6, model: str | None = None) -> list[Change]:
         """The heads that changed most, each with the statistic in which it did.
 
@@ -304,7 +316,7 @@ class Comparison:
             lines += [f"  {each.sentence(model)}" for each in self.changed(4, model)] or [
                 f"  {model}: no head is named"
             ]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
 
 def _steps(names: Sequence[str]) -> list[float]:

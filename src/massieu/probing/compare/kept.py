@@ -14,7 +14,7 @@ import massieu
 from massieu.errors import InputError, require_extra
 from massieu.probing.adapter import find_adapter
 from massieu.probing.checkpoint import default_model, file_hash, find_checkpoint, quiet
-from massieu.probing.documents import given_documents, read_documents, reference_documents
+from massieu.probing.documents import beginning, given_documents, read_documents, reference_documents
 from massieu.probing.module_hash import module_hash
 from massieu.probing.pairs import given_pairs
 from massieu.probing.result import ProbeResult
@@ -114,6 +114,6 @@ def _data(data: Any, options: Mapping[str, Any]) -> str:
     else:
         documents = read_documents([text] if isinstance(text, str | Path) else list(text), column=options.get("column"))
     digest = hashlib.sha256()
-    for document in documents:
+    for document in beginning(documents, options.get("max_tokens")):
         digest.update(f"{document.continues}{len(document.text)}:".encode() + document.text.encode("utf-8", "replace"))
     return digest.hexdigest()

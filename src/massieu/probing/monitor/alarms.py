@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from massieu.foundation.printable import visible
 from massieu.probing.monitor.processes import MonitorSums
 from massieu.probing.monitor.quantities import STREAM, Array
 from massieu.probing.monitor.writers import is_first
@@ -243,7 +244,7 @@ class Alarms:
             if title not in self._ringing:
                 self._ringing.add(title)
                 if is_first():
-                    warnings.warn(f"massieu.Monitor: {alarm}", stacklevel=4)
+                    warnings.warn(visible(f"massieu.Monitor: {alarm}"), stacklevel=4)
         return alarms
 
 

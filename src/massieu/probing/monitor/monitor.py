@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described, flag, number, whole_number
+from massieu.foundation.printable import visible
 from massieu.nn import clip_logits
 from massieu.probing.check import FirstLook, first_look
 from massieu.probing.checkpoint import some
@@ -555,7 +556,7 @@ class Monitor:
 
     @staticmethod
     def _warn(sentence: str) -> None:
-        warnings.warn(f"massieu.Monitor: {sentence}", stacklevel=4)
+        warnings.warn(visible(f"massieu.Monitor: {sentence}"), stacklevel=4)
 
 
 class Watch:

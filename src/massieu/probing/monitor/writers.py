@@ -14,6 +14,7 @@ import torch.distributed as dist
 import massieu
 from massieu.errors import InputError
 from massieu.foundation.arguments import described
+from massieu.foundation.printable import visible
 from massieu.report.record_lines import differing, header_line, read_header, record_line
 from massieu.report.writing import check_name, explaining
 
@@ -77,7 +78,8 @@ class LinesFile:
 
     def _compare(self, before: Mapping[str, Any]) -> None:
         if other := differing(before, self._settings, ("prefix",)):
-            warnings.warn(f"massieu.Monitor: {self.path} has records of another run: {other}", stacklevel=5)
+            message = f"massieu.Monitor: {self.path} has records of another run: {other}"
+            warnings.warn(visible(message), stacklevel=5)
 
 
 class WandbRun:
@@ -187,7 +189,7 @@ class Outlets:
                     self._failed.add(place)
                     reason = f"{type(error).__name__}: {error}"
                     said = f"the record of step {step} could not be written to {name} ({reason}); training goes on"
-                    warnings.warn(f"massieu.Monitor: {said}", stacklevel=4)
+                    warnings.warn(visible(f"massieu.Monitor: {said}"), stacklevel=4)
 
 
 def _name(target: object) -> str:

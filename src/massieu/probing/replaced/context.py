@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
+from massieu.foundation.doors import MODULE, any_of, input_door
 from massieu.probing.attention_call import AttentionCall
 from massieu.probing.capture import Capture
 from massieu.probing.check import silent_attention
@@ -23,6 +24,11 @@ from massieu.probing.watching import hooked
 Sites = Iterable[str] | Mapping[str, Iterable[int]]
 
 
+@input_door(
+    model=MODULE,
+    rule=any_of("the name of a rule or a function of an AttentionCall", str, Callable),
+    sites=any_of("names of sites, or a dictionary of heads by name", Iterable),
+)
 @contextmanager
 def replaced(
     model: nn.Module, rule: str | Callable[[AttentionCall], Tensor], *, sites: Sites | None = None
