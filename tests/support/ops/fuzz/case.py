@@ -13,8 +13,9 @@ Tensors = dict[str, Tensor]
 
 DRAWS = 6
 GRADIENT = "gradient"
-STAGES = 16
-"""A kernel has a few more roundings on its way than the formula, and adds up in another order."""
+STAGES = 32
+"""A kernel has a few more roundings on its way than the formula, adds up in another order, and equal numbers are rounded to
+the same side, which draws seldom are."""
 
 
 @dataclass(frozen=True)
