@@ -271,6 +271,12 @@ def test_a_fall_that_the_step_behind_it_takes_back_is_told_with_it(what, followi
     assert ("The step behind it, norm, gives back 29.0 ± 0.5 directions." in sentence) is told, what
 
 
+def test_a_norm_in_front_of_attention_gives_nothing_back_to_the_stream():
+    """As in SmolLM2, a pre-norm model: the attention step begins where the feed-forward one ended, beside the norm."""
+    frame = _stack(("feed-forward", 32.0, 4.0, 0.5), ("norm", 4.0, 33.0, 0.5), ("attention", 4.0, 4.5, 0.5))
+    assert "gives back" not in findings(TableBuilder().frame(), frame)[3].sentence
+
+
 def test_a_fall_at_the_last_step_stands_alone():
     sentence = findings(TableBuilder().frame(), _stack(("feed-forward", 32.0, 4.0, 0.5)))[3].sentence
     assert sentence.endswith("(−28 over the whole text, from 32 to 4).")

@@ -57,13 +57,14 @@ class _Lookup:
         return f"{number(value)} over the whole text"
 
     def step_after(self, place: Place, level: str) -> Place | None:
-        """The sublayer that begins where this one ends, told by the level there; None if there is none."""
-        places = list(self.order)
-        number_of = places.index(place) + 1
-        if number_of == len(places):
-            return None
-        end, start = self.get(place, f"{level}/after")[0], self.get(places[number_of], f"{level}/before")[0]
-        return places[number_of] if np.isclose(start, end, rtol=1e-9) else None
+        """The one sublayer that begins where this one ends, told by the level there.
+
+        None if there is none, or several: a norm in front of attention (pre-norm) begins there beside the attention step, and
+        leaves the stream as it is.
+        """
+        end = self.get(place, f"{level}/after")[0]
+        starts = [each for each in self.order if np.isclose(self.get(each, f"{level}/before")[0], end, rtol=1e-9)]
+        return starts[0] if len(starts) == 1 else None
 
     def name(self, place: Place) -> str:
         sites = {site for site, head in self.order if head is not None and self.layers[site] == self.layers[place[0]]}
