@@ -63,7 +63,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 def test_any_argument_works_or_is_one_sentence(name: str):
     for label, given in wrongs(START).items():
         if name in ("function", "product") and not callable(given):
-            assert f"{name} must be callable" in works_or_says(CALLS[name], given)
+            assert f"{name} must be a function" in works_or_says(CALLS[name], given)
             continue
         try:
             works_or_says(CALLS[name], given)
