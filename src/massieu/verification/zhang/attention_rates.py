@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.measures import Gaussian
 from massieu.theory import masked_gaussian_mean, optimal_scale
-from massieu.verification.claim import Check, at_least, at_most, near_in_standard_errors
+from massieu.verification.claim import Check, at_least, at_most, mean_of_draws
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
@@ -64,10 +64,7 @@ def _fixed_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
     yield has_rate("softmax at a fixed temperature to its limit", rate(_SIZES, torch.stack(errors)), -0.5)
     square = _SIZES[-1] * errors[-1].square()
     leading = ((eta @ limit).exp() * (covariance.trace() + limit.square().sum())).item()
-    spread = square.std() / math.sqrt(repetitions)
-    yield near_in_standard_errors(
-        f"L·(mean squared error) at L = {_SIZES[-1]}, and its limit", square.mean(), leading, spread
-    )
+    yield mean_of_draws(f"L·(mean squared error) at L = {_SIZES[-1]}, and its limit", square, leading)
 
 
 def _best_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
@@ -101,10 +98,7 @@ def _wrong_concepts(repetitions: int, seed: int) -> Iterator[Check]:
     evidence = log_ratio[1:, tokens].cumsum(-1)  # of each wrong concept beside the right one, at every length
     log_mass = _log_wrong_mass(evidence)
     fall = (log_mass[:, long - 1] - log_mass[:, short - 1]) / (long - short)
-    spread = fall.std() / math.sqrt(repetitions)
-    yield near_in_standard_errors(
-        "log of the wrong concepts' mass a token, and −min KL", fall.mean(), -divergence, spread
-    )
+    yield mean_of_draws("log of the wrong concepts' mass a token, and −min KL", fall, -divergence)
     yield at_most(
         f"mean log mass on wrong concepts at L = {long}, over −L·min KL",
         (log_mass[:, -1].mean() / (-long * divergence) - 1).abs(),

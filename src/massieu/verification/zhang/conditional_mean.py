@@ -15,6 +15,7 @@ from massieu.verification.claim import (
     at_least,
     at_most,
     close,
+    mean_of_draws,
     near_in_standard_errors,
 )
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
@@ -287,10 +288,8 @@ def parts_of_the_error(
         variance,
         variance * math.sqrt(2 / (repetitions - 1)) * 1.2,
     )
-    whole, parts = error.square().mean(0), variance / length + (smoothing + parameter).square()
-    yield near_in_standard_errors(
-        "mean square and the parts' sum", whole, parts, error.square().std(0) / math.sqrt(repetitions)
-    )
+    parts = variance / length + (smoothing + parameter).square()
+    yield mean_of_draws("mean square and the parts' sum", error.square(), parts)
     yield at_least("smoothing bias, the largest", smoothing.abs().max(), 0.1)
     yield at_least("parameter error, the largest", parameter.abs().max(), 0.1)
     yield from _without_smoothing(query, place, value, turned, noise)

@@ -17,6 +17,7 @@ from massieu.verification.claim import (
     at_least,
     at_most,
     close,
+    mean_of_draws,
     near_in_standard_errors,
 )
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
@@ -94,13 +95,8 @@ def _gaussian_tokens(normal: Normal, sequences: int, length: int = 5, weight: fl
         ("mean²", each.mean(-1).square()),
         ("largest", each.amax(-1)),
     ):
-        product = residual * function
-        spread = product.std() / math.sqrt(sequences)
-        yield near_in_standard_errors(f"Gaussian tokens: E[residual·{name}] and 0", product.mean(), 0.0, spread)
-    spread = residual.square().std() / math.sqrt(sequences)
-    yield near_in_standard_errors(
-        "Gaussian tokens: least risk and 1 + 1/(κ₀+L)", residual.square().mean(), variance, spread
-    )
+        yield mean_of_draws(f"Gaussian tokens: E[residual·{name}] and 0", residual * function, 0.0)
+    yield mean_of_draws("Gaussian tokens: least risk and 1 + 1/(κ₀+L)", residual.square(), variance)
 
 
 def _categorical_tokens() -> Iterator[Check]:
