@@ -263,6 +263,7 @@ def near_in_standard_errors(
     expected: Tensor | float,
     standard_error: Tensor | float,
     *,
+    bias: Tensor | float = 0.0,
     degrees_of_freedom: float = math.inf,
     skewness: float = 0.0,
 ) -> Check:
@@ -272,6 +273,7 @@ def near_in_standard_errors(
     `massieu.verification.false_alarms`. `mean_of_draws` is for the mean of independent draws.
 
     Args:
+        bias: How far the estimate's own expectation may lie from what is expected.
         degrees_of_freedom: Of the standard error, where it comes from draws as well.
         skewness: Of the estimate, for one that is divided by a standard error from the same draws.
     """
@@ -280,18 +282,27 @@ def near_in_standard_errors(
     _same_shape(name, left, error)
     detail = f"{left.item():.5g} ± {error.item():.2g} against {right.item():.5g}" if left.numel() == 1 else ""
     allowed = allowed_distance(left.numel(), degrees_of_freedom, skewness)
-    distance = ((left - right) / error).abs().max().item()
+    difference = (left - right).abs() - _double(bias)
+    # A NaN stays one, and meets no bound.
+    distance = (difference.clamp_min(0) / error).max().item()
     basis = _basis(left.numel(), degrees_of_freedom, skewness)
     return Check(name, distance, "|z| ≤", allowed.distance, detail, false_alarm=allowed.false_alarm, basis=basis)
 
 
-def mean_of_draws(name: str, draws: Float[Tensor, "draws *event"], expected: Tensor | float) -> Check:
-    """The mean of independent draws lies as near to its expectation, in every entry, as their own spread says."""
+def mean_of_draws(
+    name: str, draws: Float[Tensor, "draws *event"], expected: Tensor | float, bias: Tensor | float = 0.0
+) -> Check:
+    """The mean of independent draws lies as near to its expectation, in every entry, as their own spread says.
+
+    `bias` is how far the draws' own expectation may lie from what is expected.
+    """
     sample = _double(draws)
     count = len(sample)
     error = sample.std(0) / math.sqrt(count)
-    options = {"degrees_of_freedom": count - 1.0, "skewness": skewness_of_mean(sample)}
-    return near_in_standard_errors(name, sample.mean(0), expected, error, **options)
+    skewness = skewness_of_mean(sample)
+    return near_in_standard_errors(
+        name, sample.mean(0), expected, error, bias=bias, degrees_of_freedom=count - 1.0, skewness=skewness
+    )
 
 
 def not_below(name: str, draws: Float[Tensor, "draws"], least: float) -> Check:

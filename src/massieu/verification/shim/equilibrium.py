@@ -36,11 +36,12 @@ _SIZES = [64, 128, 256, 512, 1024, 2048]
     "which is √(3/2d) of its size: a good approximation in many dimensions, exact in none.",
 )
 def gaussian_equilibrium(
-    dimensions: int = 4, repetitions: int = 40, layers: int = 60, seed: int = 0
+    dimensions: int = 4, repetitions: int = 400, layers: int = 60, seed: int = 0
 ) -> Iterator[Check]:
-    # In one dimension all matrices commute; the rates need 20 repetitions.
+    # In one dimension all matrices commute; of fewer repetitions the interval of the rate is wider than a tenth.
     check_at_least(2, dimensions=dimensions)
-    check_at_least(20, repetitions=repetitions, layers=layers)
+    check_at_least(200, repetitions=repetitions)
+    check_at_least(20, layers=layers)
     normal = normal_draws(seed)
     sigma, location = _covariance(normal, dimensions), normal(dimensions)
     yield from _items(normal, location, sigma)
@@ -94,7 +95,7 @@ def _any_gaussian(normal: Normal, location: Tensor, sigma: Tensor) -> Iterator[C
     yield close("any Gaussian: covariance after RN", again.covariance, hidden.covariance, _ROUNDING)
     turn = whitened_map(hidden, keys, 0.5)
     yield close("any Gaussian: W Wᵀ and 1, W the whitened map", turn @ turn.T, identity, _ROUNDING)
-    yield at_least("any Gaussian: largest entry of W − 1", (turn - identity).abs().max(), 1e-3)
+    yield at_least("any Gaussian: largest entry of W − 1", (turn - identity).abs().max(), 1e6 * _ROUNDING)
 
 
 def _finitely_many_keys(normal: Normal, repetitions: int) -> Iterator[Check]:

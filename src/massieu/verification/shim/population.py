@@ -35,7 +35,7 @@ def tokens_as_particles(
     particles: int = 100_000, repetitions: int = 500, populations: int = 20_000, seed: int = 0
 ) -> Iterator[Check]:
     check_at_least(1000, particles=particles, populations=populations)
-    check_at_least(20, repetitions=repetitions)
+    check_at_least(250, repetitions=repetitions)
     normal = normal_draws(seed)
     weights = _drawn(normal)
     yield from _closure(weights, normal, particles)

@@ -23,7 +23,7 @@ from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
 
-_GENEALOGIES, _GENERATIONS = 100, 4
+_GENEALOGIES, _GENERATIONS, _LINES = 200, 2, 40
 
 
 @claim(
@@ -66,7 +66,7 @@ def attention_is_the_mean_of_resampling(
 
     yield from _increment(normal, query, key, beta, generator, resamples)
     yield from _self_normalised(normal, dimensions)
-    yield from _coalescence(normal(tokens, dimensions), generator)
+    yield from _coalescence(normal(_LINES, dimensions), generator)
     yield from _doubly_stochastic(query, key, value, beta)
 
 

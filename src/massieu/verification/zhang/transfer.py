@@ -146,9 +146,11 @@ def _naive(normal: Normal) -> Iterator[Check]:
     kappa, naive = (transfer(g, d, simplex=simplex).condition_number for simplex in (True, False))
     yield close("naive number and ‖DG⁻¹‖", naive, torch.linalg.matrix_norm(d @ torch.linalg.inv(g), 2))
     yield at_most("κ over the naive number", kappa / naive, 1.0)
-    shifted = transfer(g, d + 10.0, simplex=False).condition_number
+    # Large enough for four times κ by the triangle inequality.
+    constant = (4 * kappa + naive) / torch.linalg.matrix_norm(torch.ones_like(d) @ torch.linalg.inv(g), 2)
+    shifted = transfer(g, d + constant, simplex=False).condition_number
     yield at_least("a constant added to D: the naive number over κ", shifted / kappa, 2.0)
-    yield close("a constant added to D: κ", transfer(g, d + 10.0).condition_number, kappa)
+    yield close("a constant added to D: κ", transfer(g, d + constant).condition_number, kappa)
 
 
 def _not_identifiable(normal: Normal, pairs: int) -> Iterator[Check]:
@@ -162,7 +164,8 @@ def _not_identifiable(normal: Normal, pairs: int) -> Iterator[Check]:
     yield at_most(
         "two latents alike in G: ‖Gs − Gs′‖ of posteriors that differ there", ((s - other) @ g.T).abs(), CLOSED_FORM
     )
-    yield at_least("two latents alike in G: largest ‖Ds − Ds′‖", ((s - other) @ d.T).norm(dim=-1).max(), 0.05)
+    apart = ((s - other) @ d.T).norm(dim=-1).max() / (d[:, 2] - d[:, 3]).norm()
+    yield at_least("two latents alike in G: largest ‖Ds − Ds′‖, by ‖d₃ − d₄‖", apart, 0.05)
     direction = torch.tensor([0.0, 0.0, 1.0, -1.0], dtype=torch.float64) / math.sqrt(2)
     yield close("the lost direction", found.lost[:, 0].abs(), direction.abs())
     d[:, 3] = d[:, 2]
