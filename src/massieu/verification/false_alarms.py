@@ -71,7 +71,7 @@ def binomial_tail(trials: int, probability: float, least: int) -> float:
 def _log_tail(distance: Tensor, degrees_of_freedom: float) -> Tensor:
     """log P(|T| > t) of Student's or the normal law at an ascending row of distances."""
     if math.isinf(degrees_of_freedom):
-        return torch.special.erfc(distance / math.sqrt(2)).log()
+        return math.log(2) + torch.special.log_ndtr(-distance)
     # With T = √ν·tan a the density of the angle a is proportional to cos^(ν − 1) a.
     angle = torch.cat([(distance / math.sqrt(degrees_of_freedom)).atan(), distance.new_tensor([math.pi / 2])])
     node, log_weight = quadrature(0.0, 1.0, panels=1)
