@@ -70,7 +70,7 @@ cd "$work/unpacked"
 
 say "every claim at 40 seeds that nobody chose"
 cd "$root"
-.venv/bin/python scripts/claims_at_seeds.py
+make claims
 
 say "every room, as other processors compute"
 make emulated-all
