@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, int | float | str]] = {
     "S19": {"tokens": 4, "resamples": 5000},
     "S20": {"particles": 5000, "repetitions": 250, "populations": 2000},
     "X1": {"keys": 3000, "repetitions": 20},
-    "X2": {"keys": 500, "repetitions": 200},
+    "X2": {"keys": 500, "repetitions": 400},
     "X5": {"layers": 4, "draws": 5},
     "Z6": {"repetitions": 20},
     "Z7": {"keys": 5000, "repetitions": 200},

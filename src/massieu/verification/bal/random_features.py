@@ -36,7 +36,7 @@ _BATCHES, _DRAWN = 101, 5000
     corrected="ReLU features define another normaliser, not an approximation of exp; of the two estimators of attention, "
     "the gradient of log Ẑ is the noisier one.",
 )
-def random_features(atoms: int = 6, features: int = 64, estimates: int = 1000, seed: int = 0) -> Iterator[Check]:
+def random_features(atoms: int = 6, features: int = 64, estimates: int = 2500, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, atoms=atoms, features=features, estimates=estimates)
     normal = normal_draws(seed)
     # Norms of 0.3 and 0.4: ‖q + k‖ ≤ 0.7, where draws see the variance.

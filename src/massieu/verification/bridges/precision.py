@@ -63,7 +63,7 @@ def precision_matching(keys: int = 20_000, repetitions: int = 30, seed: int = 0)
     source="S15 applied to X1; the bracket's (2s − s²)b has the product of both biases in it",
     status="derived",
 )
-def best_temperature(keys: int = 4000, repetitions: int = 500, seed: int = 0) -> Iterator[Check]:
+def best_temperature(keys: int = 4000, repetitions: int = 1000, seed: int = 0) -> Iterator[Check]:
     check_at_least(100, keys=keys)
     check_at_least(100, repetitions=repetitions)
     normal, law = normal_draws(seed), _tokens()

@@ -36,7 +36,7 @@ _SIZES = [64, 128, 256, 512, 1024, 2048]
     "which is √(3/2d) of its size: a good approximation in many dimensions, exact in none.",
 )
 def gaussian_equilibrium(
-    dimensions: int = 4, repetitions: int = 400, layers: int = 60, seed: int = 0
+    dimensions: int = 4, repetitions: int = 800, layers: int = 60, seed: int = 0
 ) -> Iterator[Check]:
     # In one dimension all matrices commute; of fewer repetitions the interval of the rate is wider than a tenth.
     check_at_least(2, dimensions=dimensions)

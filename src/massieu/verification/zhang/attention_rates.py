@@ -27,7 +27,7 @@ _SIZES = [16, 64, 256, 1024]
     source="Z3, S15 and Z7; Bernstein–von Mises, large deviations",
     status="derived",
 )
-def rates_of_attention(repetitions: int = 400, seed: int = 0) -> Iterator[Check]:
+def rates_of_attention(repetitions: int = 800, seed: int = 0) -> Iterator[Check]:
     check_at_least(250, repetitions=repetitions)
     normal = normal_draws(seed)
     yield from _posterior_mean(normal, repetitions)
