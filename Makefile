@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder sample check test slow emulated emulated-all floor core lint types types-changed docs packages bench \
+.PHONY: demo demo-decoder sample check test slow emulated emulated-all claims floor core lint types types-changed docs packages bench \
   release-check clean
 
 # What pytest makes of the test files is kept: the next run reads them in a third of the time.
@@ -116,6 +116,10 @@ emulated-%: $(VENV)/installed packages
 emulated-all: $(PROCESSORS:%=emulated-all-%)
 emulated-all-%: $(VENV)/installed packages
 	env $(EMULATED_$*) $(PYTEST) --dist loadfile -m "not slow"
+
+# At seeds that nobody chose; part of the release check.
+claims: $(VENV)/installed ## every claim at 40 seeds, as a table
+	$(BIN)/python scripts/claims_at_seeds.py
 
 # The oldest transformers that the probe supports, with what it needs in its place; all else is the first environment's.
 FLOOR := .venv-floor

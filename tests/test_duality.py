@@ -167,6 +167,16 @@ class TestAgainstOptimisers:
         np.testing.assert_allclose(eta.numpy(), found.x, atol=1e-5)
         close(conjugate(measure, mu), -found.fun)
 
+    def test_the_last_step_is_taken_where_a_is_near_zero(self):
+        # A of a probability is 0 at 0, where its rounding is that of Z, of order one: the step is no rise of A.
+        log_weight, location, deviation = draw(3).log_softmax(-1), draw(3, seed=1), draw(3, seed=2).exp()
+        measure = mixture(log_weight, Gaussian.create(location[:, None], deviation.square()[:, None]))
+        eta = draw(500, 1, seed=3)
+        # The tilted mixture's mean in closed form.
+        scores = log_weight + eta * location + 0.5 * (eta * deviation).square()
+        mean = (scores.softmax(-1) * (location + eta * deviation.square())).sum(-1, keepdim=True)
+        close(natural(measure, mean), eta, 1e-11)
+
 
 class TestClosedForms:
     def test_gaussian(self):

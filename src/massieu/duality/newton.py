@@ -114,7 +114,8 @@ class _Problem:
         usable = log_partition.isfinite() & slope.isfinite().all(-1) & fisher.isfinite().flatten(-2).all(-1)
         products = vector * self.mu
         value = torch.where(usable, log_partition - products.sum(-1), torch.nan)
-        noise = 16 * self.eps * (log_partition.abs() + products.abs().sum(-1))
+        # A is the logarithm of a sum: where it is near 0, its rounding is still that of the sum, of order one.
+        noise = 16 * self.eps * (1 + log_partition.abs() + products.abs().sum(-1))
         # A matrix that is not finite has no eigenvalues, but an error.
         eigenvalues, eigenvectors = torch.linalg.eigh(torch.where(over(usable, fisher), fisher, 0.0))
         eigenvalues = eigenvalues.clamp_min(_TINY)

@@ -1,7 +1,8 @@
 """A claim, checked: the statement, its source, and rows of numbers beside the bounds they must meet.
 
-A row is a `Check`. Its bound comes from theory, never from the output: 1e-10·(1 + |b|) for closed forms in float64, five
-standard errors for Monte Carlo, the order of the remainder for finite differences. The functions below make checks.
+A row is a `Check`. Its bound comes from theory, never from the output: 1e-10·(1 + |b|) for closed forms in float64, a
+quantile of the normal or Student's law for Monte Carlo, the order of the remainder for finite differences. The functions
+below make checks.
 """
 
 import math
@@ -14,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.verification.false_alarms import allowed_distance, skewness_of_mean
+
 SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"
 BAL = "Bal, Transformer Attention as an Implicit Mixture of Effective Energy-Based Models (2020)"
 ZHANG = "Zhang et al., An Analysis of Attention via the Lens of Exchangeability and Latent Variable Models (arXiv 2212.14852)"
@@ -21,11 +24,11 @@ FOLLOW_UP = "Zhang et al., What and How does In-Context Learning Learn? (arXiv 2
 
 Status = Literal["quoted", "reconstructed", "derived", "abstract only"]
 Comparison = Literal["≤", "≥", "|z| ≤"]
-Verdict = Literal["holds", "fails"]
+Verdict = Literal["holds", "fails", "could not be checked"]
 Standing = Literal["asserted", "ambiguous", "assumption"]
 """How the source has the form that is not true: it asserts it; it can be read so; it assumes it."""
 
-PublishedVerdict = Literal["none", "holds", "fails", "ambiguous", "assumption"]
+PublishedVerdict = Literal["none", "holds", "fails", "ambiguous", "assumption", "could not be checked"]
 
 _HEADINGS = {
     "quoted": "the paper says",
@@ -48,9 +51,6 @@ GRADIENT_BY_DIFFERENCES = 1e-8
 HESSIAN_BY_DIFFERENCES = 1e-6
 """The same for second differences of step 1e-4·(1 + |x|) against a Hessian."""
 
-STANDARD_ERRORS = 5.0
-"""Allowed distance of a Monte Carlo estimate from its expectation (two-sided probability 5.7e-7)."""
-
 
 @dataclass(frozen=True)
 class Check:
@@ -64,6 +64,8 @@ class Check:
         bound: From theory.
         detail: The numbers behind it, such as "0.1224335 against 0.1224335".
         form: "published" for a row of the printed form, or of the reading, that is false; "corrected" for all others.
+        false_alarm: Probability that draws fail the check though what it checks is true; 0 where nothing is left to chance.
+        basis: How that is known, in a few words; empty where nothing is left to chance.
     """
 
     name: str
@@ -72,6 +74,8 @@ class Check:
     bound: float
     detail: str = ""
     form: Literal["corrected", "published"] = "corrected"
+    false_alarm: float = 0.0
+    basis: str = ""
 
     @property
     def holds(self) -> bool:
@@ -111,6 +115,7 @@ class Claim:
         checks: The rows of numbers, those of the published form among them.
         parameters: What the claim ran with, its seed included.
         seconds: How long that took.
+        reason: Why it could not be checked, in a sentence; None where it was.
 
     Example:
         >>> import massieu
@@ -130,25 +135,34 @@ class Claim:
     checks: tuple[Check, ...]
     parameters: dict[str, int | float] = field(default_factory=dict)
     seconds: float = 0.0
+    reason: str | None = None
 
     @property
-    def worst(self) -> Check:
-        """The check of the true form that comes closest to its bound, or lies farthest beyond it."""
-        return max((check for check in self.checks if check.form == "corrected"), key=lambda check: check.strain)
+    def worst(self) -> Check | None:
+        """The check of the true form that comes closest to its bound, or lies farthest beyond it; None without checks."""
+        true_form = [check for check in self.checks if check.form == "corrected"]
+        return max(true_form, key=lambda check: check.strain, default=None)
 
     @property
     def measured(self) -> float:
-        """The number of the worst check."""
-        return self.worst.measured
+        """The number of the worst check; NaN without checks."""
+        return math.nan if self.worst is None else self.worst.measured
 
     @property
     def bound(self) -> float:
-        """The bound of the worst check."""
-        return self.worst.bound
+        """The bound of the worst check; NaN without checks."""
+        return math.nan if self.worst is None else self.worst.bound
+
+    @property
+    def false_alarm(self) -> float:
+        """Probability, at most, that chance alone makes the claim fail: the sum over its checks."""
+        return sum(check.false_alarm for check in self.checks if check.form == "corrected")
 
     @property
     def verdict(self) -> Verdict:
         """Whether every check of the true form holds."""
+        if self.reason is not None:
+            return "could not be checked"
         return _verdict(self.checks, "corrected")
 
     @property
@@ -156,6 +170,8 @@ class Claim:
         """What became of the form that is not true: "holds" or "fails" only where the source asserts it; "none" without one."""
         if self.published is None:
             return "none"
+        if self.reason is not None:
+            return "could not be checked"
         return _verdict(self.checks, "published") if self.standing == "asserted" else self.standing
 
     @property
@@ -170,8 +186,8 @@ class Claim:
 
     @property
     def outcome(self) -> str:
-        """What became of that form, in words; empty where there is none."""
-        if self.published is None:
+        """What became of that form, in words; empty where there is none or nothing was checked."""
+        if self.published is None or self.reason is not None:
             return ""
         rows = _verdict(self.checks, "published")
         expected = "as it should" if rows == "fails" else "with these settings"
@@ -188,10 +204,12 @@ class Claim:
             "published": self.published,
             "corrected": self.corrected,
             "measured": self.measured,
-            "comparison": self.worst.comparison,
+            "comparison": None if self.worst is None else self.worst.comparison,
             "bound": self.bound,
             "verdict": self.verdict,
             "published_verdict": self.published_verdict,
+            "reason": self.reason,
+            "false_alarm": self.false_alarm,
             "checks": [
                 {
                     "name": check.name,
@@ -201,6 +219,8 @@ class Claim:
                     "bound": check.bound,
                     "verdict": "holds" if check.holds else "fails",
                     "detail": check.detail,
+                    "false_alarm": check.false_alarm,
+                    "basis": check.basis,
                 }
                 for check in self.checks
             ],
@@ -238,14 +258,74 @@ def close(name: str, actual: Tensor | float, expected: Tensor | float, tolerance
 
 
 def near_in_standard_errors(
-    name: str, estimate: Tensor | float, expected: Tensor | float, standard_error: Tensor | float
+    name: str,
+    estimate: Tensor | float,
+    expected: Tensor | float,
+    standard_error: Tensor | float,
+    *,
+    bias: Tensor | float = 0.0,
+    degrees_of_freedom: float = math.inf,
+    skewness: float = 0.0,
 ) -> Check:
-    """A Monte Carlo estimate lies within five of its standard errors of its expectation, in every entry."""
+    """A Monte Carlo estimate lies as near to its expectation, in every entry, as its standard error says.
+
+    The bound is the distance that chance exceeds with the probability `FALSE_ALARM`: see
+    `massieu.verification.false_alarms`. `mean_of_draws` is for the mean of independent draws.
+
+    Args:
+        bias: How far the estimate's own expectation may lie from what is expected.
+        degrees_of_freedom: Of the standard error, where it comes from draws as well.
+        skewness: Of the estimate, for one that is divided by a standard error from the same draws.
+    """
     left, right, error = _double(estimate), _double(expected), _double(standard_error)
     _same_shape(name, left, right)
     _same_shape(name, left, error)
     detail = f"{left.item():.5g} ± {error.item():.2g} against {right.item():.5g}" if left.numel() == 1 else ""
-    return Check(name, ((left - right) / error).abs().max().item(), "|z| ≤", STANDARD_ERRORS, detail)
+    allowed = allowed_distance(left.numel(), degrees_of_freedom, skewness)
+    difference = (left - right).abs() - _double(bias)
+    # A NaN stays one, and meets no bound.
+    distance = (difference.clamp_min(0) / error).max().item()
+    basis = _basis(left.numel(), degrees_of_freedom, skewness)
+    return Check(name, distance, "|z| ≤", allowed.distance, detail, false_alarm=allowed.false_alarm, basis=basis)
+
+
+def mean_of_draws(
+    name: str, draws: Float[Tensor, "draws *event"], expected: Tensor | float, bias: Tensor | float = 0.0
+) -> Check:
+    """The mean of independent draws lies as near to its expectation, in every entry, as their own spread says.
+
+    `bias` is how far the draws' own expectation may lie from what is expected.
+    """
+    sample = _double(draws)
+    count = len(sample)
+    error = sample.std(0) / math.sqrt(count)
+    skewness = skewness_of_mean(sample)
+    return near_in_standard_errors(
+        name, sample.mean(0), expected, error, bias=bias, degrees_of_freedom=count - 1.0, skewness=skewness
+    )
+
+
+def not_below(name: str, draws: Float[Tensor, "draws"], least: float) -> Check:
+    """The mean of independent draws lies at `least` or above it, but for the error of that mean."""
+    both_sides = mean_of_draws(name, draws, least)
+    sample = _double(draws)
+    distance = (sample.mean() - least) / (sample.std() / math.sqrt(len(sample)))
+    return replace(both_sides, measured=distance.item(), comparison="≥", bound=-both_sides.bound)
+
+
+def differs(name: str, draws: Float[Tensor, "draws *event"], value: float, expected: Tensor | float) -> Check:
+    """The mean of independent draws lies farther from a value, in one entry at least, than chance brings it.
+
+    Args:
+        expected: What the mean is expected to be: it says how often draws lie nearer to the value all the same.
+    """
+    nearer = mean_of_draws(name, draws, value)
+    sample = _double(draws)
+    error = sample.std(0) / math.sqrt(len(sample))
+    effect = ((_double(expected) - value) / error).abs().max().item()
+    false_alarm = 0.5 * math.erfc((effect - nearer.bound) / math.sqrt(2))
+    basis = f"normal law, {effect - nearer.bound:.1f} standard errors from its mean"
+    return replace(nearer, comparison="≥", false_alarm=false_alarm, basis=basis)
 
 
 def all_raise(name: str, error: type[Exception], *calls: Callable[[], object]) -> Check:
@@ -279,3 +359,18 @@ def _compared(left: Tensor, right: Tensor) -> str:
     if left.numel() == 1 and right.numel() == 1:
         return f"{left.item():.7g} against {right.item():.7g}"
     return f"{left.numel()} numbers"
+
+
+def _basis(numbers: int, degrees_of_freedom: float, skewness: float) -> str:
+    """What a bound in standard errors is a quantile of."""
+    law = (
+        "normal law"
+        if math.isinf(degrees_of_freedom)
+        else f"Student's law, {degrees_of_freedom:.0f} degrees of freedom"
+    )
+    parts = [law]
+    if numbers > 1:
+        parts.append(f"{numbers} numbers")
+    if skewness > 0:
+        parts.append(f"skewness {skewness:.2g}")
+    return ", ".join(parts)

@@ -7,7 +7,7 @@ import pkgutil
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -63,8 +63,15 @@ class ClaimFunction:
             raise TypeError(f"claim {self.id} checks nothing that is true")
         if ("published" in forms) != (self.published is not None):
             raise TypeError(f"claim {self.id}: what is published and a check of it go together")
+        return self._result(checks, parameters, seconds)
+
+    def not_checked(self, reason: str, parameters: Mapping[str, Setting], seconds: float) -> Claim:
+        """The claim without a number, and why."""
+        return replace(self._result((), parameters, seconds), reason=reason)
+
+    def _result(self, checks: tuple[Check, ...], parameters: Mapping[str, Setting], seconds: float) -> Claim:
         stated = (self.id, self.title, self.statement, self.source, self.status)
-        return Claim(*stated, self.published, self.standing, self.corrected, checks, parameters, seconds)
+        return Claim(*stated, self.published, self.standing, self.corrected, checks, dict(parameters), seconds)
 
     def read(self, settings: Mapping[str, Setting | str]) -> dict[str, Setting]:
         """The claim's parameters with these in place of the defaults.

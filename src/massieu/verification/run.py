@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from massieu.foundation.threads import one_thread
 from massieu.report.encode import plain
 from massieu.verification.claim import Claim
 from massieu.verification.registry import ClaimFunction, Setting, claims, find
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,11 +53,14 @@ class Verification(Sequence[Claim]):
     def summary(self) -> str:
         """How many claims hold, and what became of what was printed, in sentences."""
         failing = [claim.id for claim in self.claims if claim.verdict == "fails"]
-        holding = len(self) - len(failing)
+        unchecked = [claim.id for claim in self.claims if claim.verdict == "could not be checked"]
+        holding = len(self) - len(failing) - len(unchecked)
+        parts = [f"{holding} of {_hold(len(self), 'claim')}" if failing or unchecked else _hold(holding, "claim")]
         if failing:
-            sentences = [f"{holding} of {_hold(len(self), 'claim')}, {_fail(len(failing))} ({', '.join(failing)})."]
-        else:
-            sentences = [f"{_hold(holding, 'claim')}."]
+            parts.append(f"{_fail(len(failing))} ({', '.join(failing)})")
+        if unchecked:
+            parts.append(f"{len(unchecked)} could not be checked ({', '.join(unchecked)})")
+        sentences = [f"{', '.join(parts)}."]
         verdicts = Counter(claim.published_verdict for claim in self.claims)
         if wrong := verdicts["fails"]:
             shown = "its check shows" if wrong == 1 else "each check shows"
@@ -109,8 +116,11 @@ def verify(
 ) -> Verification:
     """Check the papers' claims with numbers.
 
-    Ctrl-C ends it early: what was checked until then is returned and marked incomplete. Each claim runs on one thread: its
-    problems are small, and threads that wait for each other on busy cores take minutes for seconds.
+    Ctrl-C ends it early: what was checked until then is returned and marked incomplete. A claim that cannot be computed
+    has the verdict "could not be checked" and a reason, and the others are checked all the same.
+
+    Each claim runs on one thread: its problems are small, and threads that wait for each other on busy cores take minutes
+    for seconds.
 
     Args:
         ids: Numbers such as "S7", in any case; all claims in reading order without it.
@@ -120,7 +130,7 @@ def verify(
 
     Raises:
         InputError: a number is unknown; settings without `ids`; a claim has no such parameter, or its value cannot
-            be read.
+            be read or is refused.
 
     Example:
         >>> import massieu
@@ -157,22 +167,29 @@ def _with_seed(
 
 
 def _check(entry: ClaimFunction, parameters: Mapping[str, Setting]) -> Claim:
-    """The claim with these parameters; what it cannot do with other numbers than its own is the fault of those.
+    """The claim with these parameters, or why it could not be checked with them.
 
     Raises:
-        InputError: it cannot be checked with them.
+        InputError: it refuses a setting that is not its own.
     """
     changed = {name: value for name, value in parameters.items() if value != entry.parameters[name] and name != "seed"}
+    started = time.perf_counter()
     try:
         return entry(**parameters)
-    except InputError:
-        raise
     except Exception as error:
-        if changed and isinstance(error, (ValueError, ArithmeticError, RuntimeError)):
-            told = ", ".join(f"{name}={value}" for name, value in changed.items())
-            raise InputError(f"claim {entry.id} cannot be checked with {told}: {error}") from error
-        error.add_note(f"while claim {entry.id} was checked with {dict(parameters)}")
-        raise
+        # One of its own settings cannot be the user's mistake: with those the sentence is about what was drawn.
+        if changed and isinstance(error, InputError):
+            raise
+        return entry.not_checked(_reason(error), parameters, time.perf_counter() - started)
+
+
+def _reason(error: Exception) -> str:
+    """What stopped a claim, and where: for its reader, and for whoever mends it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
+    last = (own_frames or frames)[-1]
+    message = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {message.rstrip('.')} ({Path(last.filename).name}:{last.lineno})."
 
 
 def _hold(number: int, thing: str) -> str:

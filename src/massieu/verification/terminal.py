@@ -24,6 +24,7 @@ _OUTCOMES = {
     "holds": "holds here too",
     "ambiguous": "ambiguous",
     "assumption": "an assumption",
+    "could not be checked": "",
 }
 
 
@@ -71,6 +72,10 @@ def _in_full(claim: Claim, every_row: bool) -> RenderableType:
         facts.add_row("parameters", Text(", ".join(f"{name}={value}" for name, value in claim.parameters.items())))
     facts.add_row("code", Text(_place(claim), overflow="fold"))
     facts.add_row("seconds", number(claim.seconds))
+    heading = Text.assemble((claim.id, "bold"), f"  {claim.title}  ", _verdict(claim.verdict))
+    if claim.reason is not None:
+        facts.add_row("not checked", Text(claim.reason))
+        return Group(heading, Padding(facts, (1, 2, 1, 2)))
 
     table = _table("check", "numbers", "measured", "bound", "verdict") if every_row else _worst_rows()
     for form in ("corrected", "published"):
@@ -82,7 +87,6 @@ def _in_full(claim: Claim, every_row: bool) -> RenderableType:
             _add_every(table, rows)
         else:
             _add_worst(table, rows)
-    heading = Text.assemble((claim.id, "bold"), f"  {claim.title}  ", _verdict(claim.verdict))
     if claim.outcome:
         heading.append(f"; {claim.outcome}")
     parts = [heading, Padding(facts, (1, 2, 0, 2)), Padding(table, (0, 1))]

@@ -21,6 +21,7 @@ from massieu.verification.claim import (
     at_least,
     at_most,
     close,
+    mean_of_draws,
     near_in_standard_errors,
 )
 from massieu.verification.inputs import check_at_least, normal_draws
@@ -111,9 +112,7 @@ def _chains(machine: _Machine, chains: int, sweeps: int, generator: torch.Genera
     if name != "constant":  # which has no spread
         values += [hidden, (visible.unsqueeze(-1) * hidden.unsqueeze(-2)).flatten(1)]
         wanted += [p @ machine.means(states), (states.T * p @ machine.means(states)).flatten()]
-    found = torch.cat(values, -1)
-    error = found.std(0) / math.sqrt(chains)
-    yield near_in_standard_errors(f"{name}: moments of v and h over chains", found.mean(0), torch.cat(wanted), error)
+    yield mean_of_draws(f"{name}: moments of v and h over chains", torch.cat(values, -1), torch.cat(wanted))
 
 
 def _gradient(machine: _Machine) -> Iterator[Check]:
@@ -186,4 +185,5 @@ def _divergence(
     each = (after.unsqueeze(-1) * machine.means(after).unsqueeze(-2)).flatten(1)
     wanted = (data - data @ transition) @ statistics
     error = each.std(0) / math.sqrt(len(start))
+    # The starts are an equal number of each state, so that the mean spreads less than this says.
     yield near_in_standard_errors(f"{name}: CD-1 by sampling and by T", -slope.flatten(), wanted, error)

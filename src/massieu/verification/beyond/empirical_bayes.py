@@ -29,10 +29,10 @@ _EXACT = 1e-12
     status="quoted",
 )
 def in_context_denoising(
-    tokens: int = 12, dimensions: int = 3, noise: float = 0.8, repetitions: int = 100, seed: int = 0
+    tokens: int = 12, dimensions: int = 3, noise: float = 0.8, repetitions: int = 250, seed: int = 0
 ) -> Iterator[Check]:
     check_at_least(2, tokens=tokens, dimensions=dimensions)
-    check_at_least(20, repetitions=repetitions)
+    check_at_least(200, repetitions=repetitions)
     normal = normal_draws(seed)
     variance = noise**2
     context, noisy = normal(tokens, dimensions), normal(6, dimensions)

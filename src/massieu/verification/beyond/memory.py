@@ -157,30 +157,33 @@ def scores_of_foreignness(atoms: int = 9, dimensions: int = 5, draws: int = 100,
 def newtons_attention(atoms: int = 8, dimensions: int = 5, draws: int = 50, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
-    patterns, scale = normal(atoms, dimensions), 2.0
-    energy = HopfieldEnergy.create(patterns, scale=scale)
-    minimum = energy.retrieve(normal(draws, dimensions), tol=1e-14, max_steps=20_000).state
-    start = minimum + 1e-2 * F.normalize(normal(draws, dimensions), dim=-1)
-    weights = torch.softmax(scale * start @ patterns.T, -1)
-    attended = weights @ patterns
-    centred = patterns - attended.unsqueeze(-2)
-    hessian = torch.eye(dimensions, dtype=torch.float64) - scale * (weights.unsqueeze(-1) * centred).mT @ centred
-    by_hand = start - torch.linalg.solve(hessian, start - attended)
-    convex = torch.linalg.eigvalsh(hessian)[:, 0] > 0.1
-    yield at_least("minima with a Hessian above 0.1", convex.double().sum(), 1.0)
-    newton = newton_step(energy, start)
-    # Where both steps reach the same energy to rounding, either may be taken.
-    lower = convex & (energy(by_hand) < energy(attended) - _ROUNDING)
-    yield close("step and its formula", newton[lower], by_hand[lower])
-    state = start[convex]
-    for _ in range(6):
-        state = newton_step(energy, state)
-    yield at_most("‖∇E‖ after six steps", energy.force(state).norm(dim=-1), 5e-12)
-    yield from _quadratic(energy, start[convex], minimum[convex])
+    patterns = normal(atoms, dimensions)
+    # So warm that the patterns about a minimum are mixed: where one has all the weight, Newton's step and attention agree to
+    # rounding, and either may be taken.
+    warm = 0.5 / torch.linalg.eigvalsh(torch.cov(patterns.T, correction=0))[-1].item()
+    for name, scale in (("warm", warm), ("β = 2", 2.0)):
+        energy = HopfieldEnergy.create(patterns, scale=scale)
+        minimum = energy.retrieve(normal(draws, dimensions), tol=1e-14, max_steps=20_000).state
+        start = minimum + 1e-2 * F.normalize(normal(draws, dimensions), dim=-1)
+        weights = torch.softmax(scale * start @ patterns.T, -1)
+        attended = weights @ patterns
+        centred = patterns - attended.unsqueeze(-2)
+        hessian = torch.eye(dimensions, dtype=torch.float64) - scale * (weights.unsqueeze(-1) * centred).mT @ centred
+        convex = torch.linalg.eigvalsh(hessian)[:, 0] > 0.1
+        yield at_least(f"{name}: minima with a Hessian above 0.1", convex.double().sum(), 1.0)
+        if scale == warm:
+            by_hand = start - torch.linalg.solve(hessian, start - attended)
+            lower = convex & (energy(by_hand) < energy(attended) - _ROUNDING)
+            yield close(f"{name}: step and its formula", newton_step(energy, start)[lower], by_hand[lower])
+        state = start[convex]
+        for _ in range(6):
+            state = newton_step(energy, state)
+        yield at_most(f"{name}: ‖∇E‖ after six steps", energy.force(state).norm(dim=-1), 5e-12)
+        yield from _quadratic(name, energy, start[convex], minimum[convex])
     yield from _guarded(normal, patterns, draws)
 
 
-def _quadratic(energy: HopfieldEnergy, start: Tensor, minimum: Tensor) -> Iterator[Check]:
+def _quadratic(name: str, energy: HopfieldEnergy, start: Tensor, minimum: Tensor) -> Iterator[Check]:
     """‖e⁺‖ ≤ ½K‖e‖²/λ, λ the least curvature at the start, K = β²D³ ≥ ‖∇³E‖: β² times a third central moment of x·u."""
     error = (start - minimum).norm(dim=-1)
     after = (newton_step(energy, start) - minimum).norm(dim=-1)
@@ -188,7 +191,9 @@ def _quadratic(energy: HopfieldEnergy, start: Tensor, minimum: Tensor) -> Iterat
     third = scale**2 * spread**3
     least = torch.linalg.eigvalsh(energy.hessian(start))[:, 0]
     yield at_most(
-        "error by ½‖∇³E‖/λ times the square of the one before", after / (0.5 * third / least * error.square()), 1.0
+        f"{name}: error by ½‖∇³E‖/λ times the square of the one before",
+        after / (0.5 * third / least * error.square()),
+        1.0,
     )
 
 

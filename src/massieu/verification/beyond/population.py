@@ -11,7 +11,7 @@ from massieu.population import AttentionLayer, Composition
 from massieu.theory import BlowUpError, gaussian_flow
 from massieu.verification.claim import Check, at_least, at_most, close
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
-from massieu.verification.rates import has_rate, rate
+from massieu.verification.rates import has_exact_rate
 from massieu.verification.registry import claim
 
 _LAYERS = [8, 16, 32, 64, 128, 256]
@@ -35,8 +35,12 @@ def gaussian_laws_flow(dimensions: int = 3, laws: int = 24, seed: int = 0) -> It
     check_at_least(2, dimensions=dimensions)
     check_at_least(20, laws=laws)
     normal = normal_draws(seed)
-    value, score = (0.4 * normal(dimensions, dimensions) / dimensions**0.5 for _ in range(2))
+    value, score = normal(dimensions, dimensions), normal(dimensions, dimensions)
     start = _law(normal, dimensions, dimensions, laws)
+    thin_laws = [_law(normal, dimensions, rank) for rank in range(1, dimensions)]
+    # d‖C‖/dt ≤ 2‖V‖‖B‖‖C‖², so that no law becomes infinite before the time 1/(2‖V‖‖B‖‖C‖): here twice the time asked for.
+    value = 0.5 * value / _norm(value)
+    score = score / _norm(score) / (2 * max(_norm(_covariance(law)).item() for law in [start, *thin_laws]))
     end = gaussian_flow(start, value=value, score=score, time=1.0)
     errors = []
     for layers in _LAYERS:
@@ -44,9 +48,8 @@ def gaussian_laws_flow(dimensions: int = 3, laws: int = 24, seed: int = 0) -> It
         found = Composition.repeat(layer, layers).gaussian(start)
         off = torch.cat([(found.location - end.location), (_covariance(found) - _covariance(end)).flatten(1)], 1)
         errors.append(off.norm(dim=1))
-    yield has_rate("1/γ layers and the flow: rate in 1/γ", rate(_LAYERS, _alike(torch.stack(errors)), seed=seed), -1.0)
-    for rank in range(1, dimensions):
-        thin = _law(normal, dimensions, rank)
+    yield has_exact_rate("1/γ layers and the flow: rate in 1/γ", _LAYERS, torch.stack(errors), -1.0)
+    for rank, thin in enumerate(thin_laws, 1):
         flowed = gaussian_flow(thin, value=value, score=score, time=1.0)
         layered = AttentionLayer.from_score(score, value, step_size=0.5).gaussian(thin)
         for name, law in (("flow", flowed), ("layer", layered)):
@@ -57,7 +60,9 @@ def gaussian_laws_flow(dimensions: int = 3, laws: int = 24, seed: int = 0) -> It
 
 def _blow_up(normal: Normal, dimensions: int) -> Iterator[Check]:
     same = torch.eye(dimensions).double()
-    score, law = same + 0.5 * normal(dimensions, dimensions), _law(normal, dimensions, dimensions)
+    change = 0.5 * normal(dimensions, dimensions)
+    # Of a trace that is not negative: B + Bᵀ has a positive eigenvalue, and the law a time at which it becomes infinite.
+    score, law = same + change * change.trace().sign(), _law(normal, dimensions, dimensions)
     inverse = torch.linalg.inv(_covariance(law))
     last = 1 / eigenvalues(_covariance(law) @ (score + score.T)).real.max().item()
     before = gaussian_flow(law, value=same, score=score, time=0.8 * last)
@@ -81,13 +86,13 @@ def _law(normal: Normal, dimensions: int, rank: int, *batch: int) -> Gaussian:
     return Gaussian.create(normal(*batch, dimensions), factor=normal(*batch, dimensions, rank) / dimensions**0.5)
 
 
+def _norm(matrix: Tensor) -> Tensor:
+    """The largest spectral norm of the batch."""
+    return torch.linalg.matrix_norm(matrix, 2).max()
+
+
 def _covariance(law: Gaussian) -> Tensor:
     return law.fisher(torch.zeros_like(law.location))
-
-
-def _alike(errors: Tensor) -> Tensor:
-    """By size and repetition, each divided by its geometric mean over sizes: repetitions differ by more than their rates do."""
-    return errors / errors.log().mean(0).exp()
 
 
 # --- N12 -------------------------------------------------------------------------------------------------------------
@@ -124,17 +129,17 @@ def rank_collapse(
             shrunk.append((_apart(skipping) - apart) / apart.amax((-2, -1), keepdim=True))
         yield at_most(f"β = {scale}: diameter beyond (1 − e^(−2βR²)) of the last", torch.stack(beyond), 1e-12)
         yield at_least(f"β = {scale}, with skip: change of two tokens' distance, relative", torch.stack(shrunk), -1e-12)
-    yield from _cubes(normal, tokens, dimensions, draws, seed)
+    yield from _cubes(normal, tokens, dimensions, draws)
 
 
-def _cubes(normal: Normal, tokens: int, dimensions: int, draws: int, seed: int) -> Iterator[Check]:
+def _cubes(normal: Normal, tokens: int, dimensions: int, draws: int) -> Iterator[Check]:
     """Any weights, tokens within ε of a common one: the distance to rank one behind a layer is of the order ε³."""
     sizes = [32, 64, 128, 256, 512, 1024]
     weights = (normal(dimensions, dimensions) / dimensions**0.5 for _ in range(2))
     layer = AttentionLayer.from_score(*weights, residual=False)
     common, around = normal(draws, 1, dimensions), normal(draws, tokens, dimensions)
     behind = torch.stack([_from_rank_one(layer(common + around / size)) for size in sizes])
-    yield has_rate("distance to rank one after a layer: rate in 1/ε", rate(sizes, _alike(behind), seed=seed), -3.0)
+    yield has_exact_rate("distance to rank one after a layer: rate in 1/ε", sizes, behind, -3.0)
 
 
 def _apart(state: Tensor) -> Tensor:

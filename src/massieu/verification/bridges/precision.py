@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.foundation.matrices import least_squares
 from massieu.theory import GaussianTokens, denoising_score
-from massieu.verification.claim import Check, at_least, at_most, close, near_in_standard_errors
+from massieu.verification.claim import Check, at_least, at_most, close, differs, mean_of_draws, near_in_standard_errors
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.oracles import differences
 from massieu.verification.registry import claim
@@ -63,7 +63,7 @@ def precision_matching(keys: int = 20_000, repetitions: int = 30, seed: int = 0)
     source="S15 applied to X1; the bracket's (2s − s²)b has the product of both biases in it",
     status="derived",
 )
-def best_temperature(keys: int = 4000, repetitions: int = 500, seed: int = 0) -> Iterator[Check]:
+def best_temperature(keys: int = 4000, repetitions: int = 1000, seed: int = 0) -> Iterator[Check]:
     check_at_least(100, keys=keys)
     check_at_least(100, repetitions=repetitions)
     normal, law = normal_draws(seed), _tokens()
@@ -85,10 +85,8 @@ def _simulated(
 ) -> Iterator[Check]:
     """The mean over repetitions, beside the limit: what finitely many keys add has the order 1/keys."""
     output = torch.cat(list(_outputs(normal, law, score @ (query - law.key_mean), keys, repetitions)))
-    error = output.std(0) / math.sqrt(repetitions)
     for coordinate in range(len(limit)):
-        pair = output[:, coordinate].mean(), limit[coordinate]
-        yield near_in_standard_errors(f"{name}: output {coordinate + 1} and its limit", *pair, error[coordinate])
+        yield mean_of_draws(f"{name}: output {coordinate + 1} and its limit", output[:, coordinate], limit[coordinate])
 
 
 def _by_regression(normal: Normal, law: GaussianTokens, count: int = 100_000) -> Iterator[Check]:
@@ -137,19 +135,15 @@ def _denoising(normal: Normal, keys: int, repetitions: int) -> Iterator[Check]:
         score = denoising_score(covariance, noise, clean_context=context is covariance)
         yield close(f"denoising, {name}: limit and the best output", law.attention(_QUERY, score), best)
         output = torch.cat(list(_key_outputs(normal, context, score @ _QUERY, keys, repetitions)))
-        error = output.std(0) / math.sqrt(repetitions)
-        yield near_in_standard_errors(f"denoising, {name}: simulated and the best output", output.mean(0), best, error)
+        yield mean_of_draws(f"denoising, {name}: simulated and the best output", output, best)
 
 
 def _simulated_error(normal: Normal, law: GaussianTokens, share: float, keys: int, repetitions: int) -> Iterator[Check]:
     logit, truth = share * law.score @ (_QUERY - law.key_mean), law.conditional_mean(_QUERY)
     output = torch.cat(list(_outputs(normal, law, logit, keys, repetitions)))
     error = (output - truth).square().sum(-1)
-    spread = error.std() / math.sqrt(repetitions)
     expected = law.error(_QUERY, share, keys)
-    yield near_in_standard_errors(
-        f"s = {share:g}: mean squared error over {keys} keys and the formula", error.mean(), expected, spread
-    )
+    yield mean_of_draws(f"s = {share:g}: mean squared error over {keys} keys and the formula", error, expected)
 
 
 def _bias_of_few_keys(normal: Normal, repetitions: int, keys: int = 150, share: float = 0.5) -> Iterator[Check]:
@@ -167,14 +161,12 @@ def _bias_of_few_keys(normal: Normal, repetitions: int, keys: int = 150, share: 
     # What is linear in the weights has mean 0, and most of the variance.
     linear = ((key * eta - 0.5 * eta**2).exp() * (key - eta)).mean(-1)
     part = keys * (error.square() - smoothing - 2 * (eta - x) * linear)
-    mean, spread = part.mean(), part.std() / math.sqrt(repetitions)
     name = f"simulated over {keys} keys"
     # The next order is smaller by E w²/L, times a number of the order of 1 to 5.
-    yield at_most(f"values = keys: |{name} − formula|/formula", (mean - full).abs() / full, 5 * growth / keys)
+    yield mean_of_draws(f"values = keys: {name} and the formula", part, full, 5 * growth / keys * full)
     without = full - growth * 2 * share * (1 - share) * x**2
-    yield at_least(
-        f"values = keys: ({name} − formula without the biases' product)/standard error", (mean - without) / spread, 10
-    )
+    apart = f"values = keys: {name} less the formula without the biases' product, in standard errors"
+    yield differs(apart, part, without, full)
 
 
 def _the_minimum(law: GaussianTokens) -> Iterator[Check]:

@@ -22,9 +22,10 @@ _EXACT = 1e-12
     source="derived (Z3.1)",
     status="derived",
 )
-def sinks_as_priors(tokens: int = 12, dimensions: int = 4, repetitions: int = 40, seed: int = 0) -> Iterator[Check]:
+def sinks_as_priors(tokens: int = 12, dimensions: int = 4, repetitions: int = 120, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, tokens=tokens)
-    check_at_least(20, repetitions=repetitions)
+    # The interval of the rate is a tenth wide.
+    check_at_least(100, repetitions=repetitions)
     normal = normal_draws(seed)
     query, key = normal(2, 3, 5, dimensions), normal(2, 3, tokens, dimensions)
     value, sink, prior = normal(2, 3, tokens, dimensions), normal(3), normal(3, dimensions)

@@ -11,15 +11,7 @@ from massieu.energy import activations
 from massieu.measures import Atoms, Gaussian, Sphere
 from massieu.population import Renormalisation, TraceRenormalisation, pairwise_distance
 from massieu.theory import after_layer, entropy_gain, equilibrium, harmonic_growth, key_law, sample_error, whitened_map
-from massieu.verification.claim import (
-    SHIM,
-    Check,
-    as_published,
-    at_least,
-    at_most,
-    close,
-    near_in_standard_errors,
-)
+from massieu.verification.claim import SHIM, Check, as_published, at_least, at_most, close, mean_of_draws
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
@@ -44,11 +36,12 @@ _SIZES = [64, 128, 256, 512, 1024, 2048]
     "which is √(3/2d) of its size: a good approximation in many dimensions, exact in none.",
 )
 def gaussian_equilibrium(
-    dimensions: int = 4, repetitions: int = 40, layers: int = 60, seed: int = 0
+    dimensions: int = 4, repetitions: int = 800, layers: int = 60, seed: int = 0
 ) -> Iterator[Check]:
-    # In one dimension all matrices commute; the rates need 20 repetitions.
+    # In one dimension all matrices commute; of fewer repetitions the interval of the rate is wider than a tenth.
     check_at_least(2, dimensions=dimensions)
-    check_at_least(20, repetitions=repetitions, layers=layers)
+    check_at_least(200, repetitions=repetitions)
+    check_at_least(20, layers=layers)
     normal = normal_draws(seed)
     sigma, location = _covariance(normal, dimensions), normal(dimensions)
     yield from _items(normal, location, sigma)
@@ -102,7 +95,7 @@ def _any_gaussian(normal: Normal, location: Tensor, sigma: Tensor) -> Iterator[C
     yield close("any Gaussian: covariance after RN", again.covariance, hidden.covariance, _ROUNDING)
     turn = whitened_map(hidden, keys, 0.5)
     yield close("any Gaussian: W Wᵀ and 1, W the whitened map", turn @ turn.T, identity, _ROUNDING)
-    yield at_least("any Gaussian: largest entry of W − 1", (turn - identity).abs().max(), 1e-3)
+    yield at_least("any Gaussian: largest entry of W − 1", (turn - identity).abs().max(), 1e6 * _ROUNDING)
 
 
 def _finitely_many_keys(normal: Normal, repetitions: int) -> Iterator[Check]:
@@ -115,11 +108,10 @@ def _finitely_many_keys(normal: Normal, repetitions: int) -> Iterator[Check]:
         apart = keys.mean(eta.expand(repetitions, 4, 2)) - law.mean(eta)
         errors.append(apart.square().sum(-1).mean(-1).sqrt())
     errors = torch.stack(errors)
-    yield has_rate("N keys: root-mean-square error of ∇A", rate(_SIZES, errors), -0.5)
+    yield has_rate("N keys: size of the error of ∇A, in N", rate(_SIZES, errors), -0.5)
     squares = errors[-1].square()
     expected = sample_error(law, eta, _SIZES[-1]).square().mean()
-    deviation = squares.std() / math.sqrt(repetitions)
-    yield near_in_standard_errors("2048 keys: mean square error and its limit", squares.mean(), expected, deviation)
+    yield mean_of_draws("2048 keys: mean square error and its limit", squares, expected)
 
 
 def _one_number(layers: int) -> Iterator[Check]:
@@ -154,9 +146,8 @@ def _layer_norm(normal: Normal) -> Iterator[Check]:
         half = torch.tensor(width / 2, dtype=torch.float64)
         length = math.sqrt(2) * (torch.lgamma(half) - torch.lgamma(half - 0.5)).exp()
         expected = 2 * width - 2 * math.sqrt(width) * length
-        deviation = squares.std() / math.sqrt(draws)
         name = f"N(0, 1) under LayerNorm∘T, d = {width}"
-        yield near_in_standard_errors(f"{name}: W₂² and its closed form", squares.mean(), expected, deviation)
+        yield mean_of_draws(f"{name}: W₂² and its closed form", squares, expected)
         yield close(f"{name}: W₂² and 3/2 up to 1/d", expected, 1.5, 1 / width)
         share = (expected / width).sqrt()
         detail = f"{share.item():.3f} of its size"

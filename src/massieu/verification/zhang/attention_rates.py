@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.measures import Gaussian
 from massieu.theory import masked_gaussian_mean, optimal_scale
-from massieu.verification.claim import Check, at_least, at_most, near_in_standard_errors
+from massieu.verification.claim import Check, at_most, mean_of_draws
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
 from massieu.verification.rates import has_rate, rate
 from massieu.verification.registry import claim
@@ -27,8 +27,8 @@ _SIZES = [16, 64, 256, 1024]
     source="Z3, S15 and Z7; Bernstein–von Mises, large deviations",
     status="derived",
 )
-def rates_of_attention(repetitions: int = 400, seed: int = 0) -> Iterator[Check]:
-    check_at_least(100, repetitions=repetitions)
+def rates_of_attention(repetitions: int = 800, seed: int = 0) -> Iterator[Check]:
+    check_at_least(250, repetitions=repetitions)
     normal = normal_draws(seed)
     yield from _posterior_mean(normal, repetitions)
     yield from _fixed_temperature(normal, repetitions)
@@ -64,10 +64,7 @@ def _fixed_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
     yield has_rate("softmax at a fixed temperature to its limit", rate(_SIZES, torch.stack(errors)), -0.5)
     square = _SIZES[-1] * errors[-1].square()
     leading = ((eta @ limit).exp() * (covariance.trace() + limit.square().sum())).item()
-    spread = square.std() / math.sqrt(repetitions)
-    yield near_in_standard_errors(
-        f"L·(mean squared error) at L = {_SIZES[-1]}, and its limit", square.mean(), leading, spread
-    )
+    yield mean_of_draws(f"L·(mean squared error) at L = {_SIZES[-1]}, and its limit", square, leading)
 
 
 def _best_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
@@ -80,14 +77,20 @@ def _best_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
         yield has_rate(f"softmax at the best temperature, d = {dimension}", rate(_SIZES, errors), -2 / (dimension + 3))
         last, best = Task(dimension, _SIZES[-1:]), errors[-1].square()
         for name, factor in (("a quarter", 0.25), ("four times", 4.0)):
-            other = last.errors(normal, factor * scales[-1:], count, 32)[0].square()
-            excess = (other.mean() - best.mean()) / ((other.var() + best.var()) / count).sqrt()
-            # Far from the minimum it is 7 to 40; three, one-sided, are one in a thousand.
-            yield at_least(
-                f"d = {dimension}: mean squared error at {name} of the best β, above the best's in standard errors",
-                excess,
-                3.0,
+            other = last.errors(normal, factor * scales[-1:], 4 * count, 32)[0].square()
+            error = (other.var() / len(other) + best.var() / count).sqrt()
+            yield _above(
+                f"d = {dimension}: mean squared error at {name} of the best β", other.mean() - best.mean(), error
             )
+
+
+def _above(name: str, excess: Tensor, error: Tensor) -> Check:
+    """An excess is many standard errors above 0: three are enough, and far from the minimum it is ten and more."""
+    distance = (excess / error).item()
+    false_alarm = 0.5 * math.erfc((distance - 3.0) / math.sqrt(2))
+    basis = "normal law, from the distance measured"
+    name = f"{name}, above the best's in standard errors"
+    return Check(name, distance, "≥", 3.0, false_alarm=false_alarm, basis=basis)
 
 
 def _wrong_concepts(repetitions: int, seed: int) -> Iterator[Check]:
@@ -101,10 +104,7 @@ def _wrong_concepts(repetitions: int, seed: int) -> Iterator[Check]:
     evidence = log_ratio[1:, tokens].cumsum(-1)  # of each wrong concept beside the right one, at every length
     log_mass = _log_wrong_mass(evidence)
     fall = (log_mass[:, long - 1] - log_mass[:, short - 1]) / (long - short)
-    spread = fall.std() / math.sqrt(repetitions)
-    yield near_in_standard_errors(
-        "log of the wrong concepts' mass a token, and −min KL", fall.mean(), -divergence, spread
-    )
+    yield mean_of_draws("log of the wrong concepts' mass a token, and −min KL", fall, -divergence)
     yield at_most(
         f"mean log mass on wrong concepts at L = {long}, over −L·min KL",
         (log_mass[:, -1].mean() / (-long * divergence) - 1).abs(),

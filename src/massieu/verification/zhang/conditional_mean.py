@@ -15,6 +15,7 @@ from massieu.verification.claim import (
     at_least,
     at_most,
     close,
+    mean_of_draws,
     near_in_standard_errors,
 )
 from massieu.verification.inputs import Normal, check_at_least, normal_draws
@@ -242,7 +243,7 @@ def _target(angle: Tensor) -> Tensor:
 def parts_of_the_error(
     repetitions: int = 400, scale: float = 2.0, turn: float = 0.3, noise: float = 0.3, seed: int = 0
 ) -> Iterator[Check]:
-    check_at_least(20, repetitions=repetitions)
+    check_at_least(100, repetitions=repetitions)
     normal = normal_draws(seed)
     angle = torch.tensor([0.0, 0.7, 2.0, 4.0], dtype=torch.float64)
     # Keys uniform on the circle; integrals over it by the trapezoidal rule, exact to rounding.
@@ -277,20 +278,17 @@ def parts_of_the_error(
     yield has_rate("statistical part: slope of log error", slope, -0.5)
     # At the last length.
     error = output - _target(angle)
-    spread = output.std(0) / math.sqrt(repetitions)
     # A ratio of means is biased by O(1/L): less than a standard error here, and allowed one.
-    shift = (error.mean(0) - smoothing - parameter).abs() / spread
-    yield at_most("mean error and smoothing bias + parameter error, in standard errors", shift, 6.0)
+    bias = output.std(0) / math.sqrt(repetitions)
+    yield mean_of_draws("mean error and smoothing bias + parameter error", error, smoothing + parameter, bias)
     yield near_in_standard_errors(
         "L·variance and the delta method's",
         length * output.var(0),
         variance,
         variance * math.sqrt(2 / (repetitions - 1)) * 1.2,
     )
-    whole, parts = error.square().mean(0), variance / length + (smoothing + parameter).square()
-    yield near_in_standard_errors(
-        "mean square and the parts' sum", whole, parts, error.square().std(0) / math.sqrt(repetitions)
-    )
+    parts = variance / length + (smoothing + parameter).square()
+    yield mean_of_draws("mean square and the parts' sum", error.square(), parts)
     yield at_least("smoothing bias, the largest", smoothing.abs().max(), 0.1)
     yield at_least("parameter error, the largest", parameter.abs().max(), 0.1)
     yield from _without_smoothing(query, place, value, turned, noise)
@@ -310,13 +308,9 @@ def _without_smoothing(query: Tensor, place: Tensor, value: Tensor, turned: Tens
     )
     mean = found.output.squeeze(-1)
     expected = torch.stack([_target(turned), 3 - _target(turned)])
-    error = (mean - expected).mean(0)
     # ‖bias‖ ≤ λ/L·‖f‖/(least eigenvalue ½), the eigenvalues 1, ½, ½, ½, ½ of uniform angles.
     bias = 2 * noise**2 / value.shape[2] * (1 + 2 + 3)
-    limit = 5 * mean.std(0) / math.sqrt(len(mean)) + bias
-    yield at_most(
-        "conditional mean attention, two heads: mean error by five standard errors", (error.abs() / limit), 1.0
-    )
+    yield mean_of_draws("conditional mean attention, two heads: mean output and the target", mean, expected, bias)
     # A kernel of any features, of a few repetitions and keys.
     few, first = slice(0, 20), slice(0, 256)
     smooth = conditional_mean_attention(

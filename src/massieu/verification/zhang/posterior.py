@@ -30,10 +30,11 @@ _EXACT = 1e-12
     status="derived",
 )
 def posterior_means_as_attention(
-    tokens: int = 12, dimensions: int = 3, repetitions: int = 40, seed: int = 0
+    tokens: int = 12, dimensions: int = 3, repetitions: int = 120, seed: int = 0
 ) -> Iterator[Check]:
     check_at_least(2, tokens=tokens)
-    check_at_least(20, repetitions=repetitions)
+    # The interval of the rate is a tenth wide.
+    check_at_least(100, repetitions=repetitions)
     normal = normal_draws(seed)
     yield from _gaussian(normal, tokens, dimensions)
     yield from _families(normal, tokens)
