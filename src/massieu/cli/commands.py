@@ -25,11 +25,12 @@ from massieu.cli.options import (
     option,
     short_name,
 )
-from massieu.cli.output import check_page, kept, result_folder
+from massieu.cli.output import check_page, result_folder
 from massieu.cli.processes import joined, leads, many, say_first, say_once
 from massieu.cli.streams import OutputLost, say
 from massieu.errors import InputError, ProcessLostError
 from massieu.interruption import ENDINGS, Interruption, interruptible
+from massieu.report.folder import save_or_elsewhere
 
 if TYPE_CHECKING:
     from massieu.probing.result import ProbeResult
@@ -155,7 +156,7 @@ def probe(
         raise InputError(f"{text[-1]}, given after --text, is a model; put MODEL before --text")
     folder = RESULTS / short_name(model) if out is None else out
     chosen = take.names_in(*statistics or ())
-    with result_folder(folder) if leads() else nullcontext():
+    with result_folder(folder, format.value, per_token is not None) if leads() else nullcontext():
         with context.obj.loading():
             from massieu.probing.course import RUNNING, forget
             from massieu.probing.run import probe as run_probe
@@ -195,7 +196,7 @@ def probe(
                 progress=show,
             )
         if leads():
-            kept(lambda place: result.save(place, format=format.value), folder)
+            save_or_elsewhere(lambda place: result.save(place, format=format.value), folder)
         if leads() and result.complete:
             forget(folder / RUNNING)
     if leads():
@@ -376,7 +377,7 @@ def verify(
 
     result = run_verify(ids or None, seed=seed, settings=read_settings(set or ()), progress=claims.say_progress)
     if html is not None:
-        kept(result.report, html)
+        save_or_elsewhere(result.report, html)
     if json:
         typer.echo(result.to_json())
     else:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from massieu.cli import terminal
-from massieu.cli.output import kept
 from massieu.cli.streams import say
 from massieu.errors import InputError, require_extra
+from massieu.report.folder import save_or_elsewhere
 
 if TYPE_CHECKING:
     from massieu.interruption import Interruption
@@ -77,12 +77,12 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
     for module in ("polars", "jinja2", "plotly.offline", "scipy"):
         require_extra(module, "probe")
     with interruption.loading():
-        from massieu.probing.compare.files import FILES
+        from massieu.probing.compare.files import FILES, RECORD
         from massieu.probing.compare.run import compare
         from massieu.probing.result_files import ROOM
         from massieu.report.folder import reserved
 
-    with reserved(asked.folder, FILES, ROOM):
+    with reserved(asked.folder, RECORD, FILES, ROOM):
         with terminal.progress_shown() as show:
             try:
                 found = compare(
@@ -91,7 +91,7 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
             except KeyboardInterrupt:
                 _say_stored(asked)
                 raise
-        kept(found.save, asked.folder)
+        save_or_elsewhere(found.save, asked.folder)
     above = found.above(asked.limits)
     if asked.as_json:
         typer.echo(dumps(found.to_dict() | {"above": above.to_dicts()}, indent=1, ensure_ascii=False, allow_nan=False))

@@ -40,8 +40,8 @@ PER_TOKEN = "the per-token table"
 """Its name among what could not be computed."""
 TOKENS = "tokens"
 """The folder that parts are in."""
-TOKEN_PARTS = f"{TOKENS}/part-"
-"""Begins the name of each."""
+TOKEN_PARTS = f"{TOKENS}/part-*.parquet"
+"""The names of all parts that a result may have."""
 _PART, _NAME = "part-{:08d}-{:03d}.parquet", re.compile(r"part-(\d{8,})-(\d{3,})\.parquet")
 AT_ONCE = 200_000
 """Rows that are held in memory before they are written."""
@@ -276,29 +276,28 @@ class TokenTable:
         return cls(folder, tuple(path.name for path in _parts_in(folder)), None, keeper)
 
     @classmethod
-    def stored_in(cls, folder: Path, hashes: Mapping[str, str]) -> "TokenTable | None":
-        """Those that a result in this folder was stored with; None where it was stored without, or they were removed.
+    def stored_in(cls, stored: "folders.Stored", hashes: Mapping[str, str]) -> "TokenTable | None":
+        """Those that a result was stored with; None where it was stored without, or they were removed.
 
         Raises:
             MismatchError: some of them are missing.
         """
         own = {name.removeprefix(f"{TOKENS}/"): each for name, each in hashes.items() if name.startswith(f"{TOKENS}/")}
         own = {name: each for name, each in own.items() if _NAME.fullmatch(name)}
-        there = [name for name in own if folders.has(folder, f"{TOKENS}/{name}")]
+        there = [name for name in own if stored.has(f"{TOKENS}/{name}")]
         if not there:
             return None
+        folder = stored.path(TOKENS)
         if missing := sorted(own.keys() - set(there)):
-            raise folders.MismatchError(
-                f"{folder / TOKENS / missing[0]} is missing; restore it, or remove {folder / TOKENS}"
-            )
-        return cls(folder / TOKENS, tuple(sorted(own)), own)
+            raise folders.MismatchError(f"{folder / missing[0]} is missing; restore it, or remove {folder}")
+        return cls(folder, tuple(sorted(own)), own, saved=stored.top.path / TOKENS)
 
     @property
     def paths(self) -> list[Path]:
-        """Where the parts are: in their folder, or about to be moved there."""
-        known = [self.folder] if self.saved is None else [self.folder, self.saved]
-        places = [[folders.place(each.parent, f"{each.name}/{name}") for each in known] for name in self.names]
-        return [next((path for path in found if path.is_file()), found[-1]) for found in places]
+        """Where the parts are: in their folder, or where they were saved since."""
+        if self.saved is None:
+            return [self.folder / name for name in self.names]
+        return [self.folder / name if (self.folder / name).is_file() else self.saved / name for name in self.names]
 
     def size(self) -> tuple[int, int]:
         """Rows and bytes."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from massieu.probing.sharing import Sharing
 from massieu.probing.text import Batch
 from massieu.probing.text_digest import TextDigest
 from massieu.report import page
+from massieu.report.folder import STORE
 
 WINDOWS, LENGTH = 8, 12
 ATTENTION = ["entropy", "largest_weight"]
@@ -294,7 +296,8 @@ def test_sums_are_stored_with_the_result_and_may_be_missing(pair, tmp_path: Path
     (folder / "units.safetensors").write_bytes(content[:-1] + b"\1")
     with pytest.raises(InputError, match=r"units\.safetensors is not the file"):
         ProbeResult.load(folder)
-    (folder / "units.safetensors").unlink()
+    for place in (folder, *(folder / STORE).iterdir()):
+        (place / "units.safetensors").unlink()
     again = ProbeResult.load(folder)
     assert again.units is None
     again.save(folder)
@@ -361,8 +364,8 @@ def test_what_is_there_is_not_probed_again(tmp_path: Path):
     assert {stage.partition(":")[0] for stage in said} == {"c"}
     folders = sorted((tmp_path / "models").iterdir())
     assert len(folders) == 3
-    for path in folders[0].iterdir():  # as a process leaves it that was killed before it had stored anything
-        path.unlink()
+    shutil.rmtree(folders[0])  # as a process leaves it that was killed before it had stored anything
+    folders[0].mkdir()
     said.clear()
     compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
     assert {stage.partition(":")[0] for stage in said} == {"a"}
