@@ -455,8 +455,13 @@ def test_rows_that_are_not_those_of_the_stored_sums_are_refused(tmp_path):
     how["statistics"] = ["entropy", "log_partition"]
     with pytest.raises(Killed):
         probed("gpt2", given, progress=broken_off(2), **how)
-    for path in (tmp_path / "r" / TOKENS).iterdir():
-        path.unlink()
+    parts = sorted((tmp_path / "r" / TOKENS).iterdir())
+    whole = parts[0].read_bytes()
+    parts[0].write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    with pytest.raises(InputError, match=r"part-.* is not as it was when the running sums were stored; begin without"):
+        probed("gpt2", given, resume=True, **how)
+    for part in parts:
+        part.unlink()
     with pytest.raises(InputError, match=r"holds 0 per-token rows, and the stored sums are of [\d,]+; begin without"):
         probed("gpt2", given, resume=True, **how)
     with pytest.raises(InputError, match="another per_token"):
@@ -467,6 +472,23 @@ def test_rows_that_are_not_those_of_the_stored_sums_are_refused(tmp_path):
             **how | {"per_token": ["log_partition"], "statistics": ["entropy", "log_partition"]},
         )
     assert len(rows_of(probed("gpt2", given, **how)))  # from the beginning
+
+
+def write_rows(path: Path) -> None:
+    """A part with no rows."""
+    polars.DataFrame({name: [] for name in module._KEYS}).write_parquet(path)
+
+
+def test_a_file_of_a_parts_name_that_is_none_is_in_the_way(tmp_path):
+    running = tmp_path / "r"
+    (running / TOKENS).mkdir(parents=True)
+    part = running / TOKENS / "part-00000000-000.parquet"
+    polars.DataFrame({"mine": [1]}).write_parquet(part)
+    before = part.read_bytes()
+    with pytest.raises(InputError, match=r"part-.* is in the way: it holds no per-token rows; move it"):
+        probed("gpt2", batches("gpt2", 1), per_token=["entropy"], statistics=["entropy"], running=running)
+    forget(running)
+    assert part.read_bytes() == before
 
 
 class _Sent(Exception):  # noqa: N818 - nothing is wrong
@@ -494,7 +516,7 @@ def test_processes_write_each_window_once(processes, rows_without_a_break, tmp_p
     monkeypatch.setattr(Course, "_exchange", exchange)
     (tmp_path / TOKENS).mkdir()
     for left in (0, 7):  # of an earlier run
-        (tmp_path / TOKENS / f"part-{left:08d}-004.parquet").write_bytes(b"old")
+        write_rows(tmp_path / TOKENS / f"part-{left:08d}-004.parquet")
     for rank in range(processes - 1, 0, -1):
         with pytest.raises(_Sent):
             session(rank, processes, given, tmp_path).read_all(threading.Event())

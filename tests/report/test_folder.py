@@ -370,6 +370,74 @@ def test_a_lock_is_waited_for(tmp_path):
             assert other.enough.is_set()
 
 
+def test_a_full_disk_does_not_keep_a_lock_from_being_taken(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with lock_of_another_thread(tmp_path), pytest.raises(InputError, match="another run is writing"), locked(tmp_path):
+        pass
+    with locked(tmp_path) as alone:
+        assert alone
+
+
+@posix
+def test_a_lock_that_another_user_has_left_is_taken_if_it_can_be_read(tmp_path, monkeypatch):
+    """A lock needs no right to write to the file."""
+    (tmp_path / locking.LOCK).write_text(" (process 7 on elsewhere)")
+    refuse_to_open(monkeypatch, os.O_RDWR)
+    with locked(tmp_path) as alone:
+        assert alone
+        assert (tmp_path / locking.LOCK).read_text() == " (process 7 on elsewhere)"
+
+
+@posix
+def test_a_lock_of_another_user_that_cannot_be_read_is_told(tmp_path, monkeypatch):
+    lock = tmp_path / locking.LOCK
+    lock.touch()
+    refuse_to_open(monkeypatch, os.O_RDWR | os.O_NONBLOCK)
+    monkeypatch.setattr(os, "geteuid", lambda: lock.stat().st_uid + 1)
+    said = rf"the lock {lock} of the user {lock.owner()} cannot be opened; if no run of theirs .* let them remove it"
+    with pytest.raises(InputError, match=said), locked(tmp_path):
+        pass
+    assert lock.exists()
+
+
+def refuse_to_open(monkeypatch: pytest.MonkeyPatch, flags: int) -> None:
+    """As another user's files: with any of the flags they cannot be opened."""
+    whole = os.open
+
+    def refusing(path: Any, given: int, *rest: Any, **named: Any) -> int:
+        if str(path).endswith(locking.LOCK) and given & flags:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return whole(path, given, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
+@posix
+def test_a_lock_on_another_computer_says_how_to_go_on_if_it_is_dead(tmp_path, monkeypatch):
+    with lock_of_another_thread(tmp_path):
+        (tmp_path / locking.LOCK).write_text(" (process 7 on elsewhere)")
+        said = rf"another run \(process 7 on elsewhere\) is writing .*, or remove {tmp_path / locking.LOCK} if that process"
+        with pytest.raises(InputError, match=said), locked(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("content", ["mine", " (proc"])
+def test_a_file_that_is_no_lock_is_not_emptied(tmp_path, content):
+    lock = tmp_path / locking.LOCK
+    lock.write_text(content)
+    if content == "mine":
+        with pytest.raises(InputError, match="is in the way: it is no lock of massieu"), locked(tmp_path):
+            pass
+        assert lock.read_text() == "mine"
+    else:  # of a process that was killed while it wrote
+        with locked(tmp_path):
+            pass
+        assert not lock.exists()
+
+
 @pytest.mark.medium
 @posix
 def test_a_lock_dies_with_its_process(tmp_path):

@@ -158,9 +158,10 @@ def probe(
     chosen = take.names_in(*statistics or ())
     with result_folder(folder, format.value, per_token is not None) if leads() else nullcontext():
         with context.obj.loading():
-            from massieu.probing.course import RUNNING, forget
+            from massieu.probing.course import forget, running_in
             from massieu.probing.run import probe as run_probe
 
+        running = running_in(folder)
         with joined(), terminal.progress_shown() if leads() else nullcontext() as show:
             result = run_probe(
                 model,
@@ -190,7 +191,7 @@ def probe(
                 revision=revision,
                 trust_remote_code=trust_remote_code,
                 distributed=many(),
-                running=folder / RUNNING,
+                running=running,
                 resume=resume,
                 store_every=store_every,
                 progress=show,
@@ -198,18 +199,19 @@ def probe(
         if leads():
             save_or_elsewhere(lambda place: result.save(place, format=format.value), folder)
         if leads() and result.complete:
-            forget(folder / RUNNING)
+            forget(running)
     if leads():
         terminal.summarise(result, folder)
-    _end_probe(result, context.obj)
+    _end_probe(result, context.obj, resumable=not replace)
 
 
-def _end_probe(result: "ProbeResult", interruption: Interruption) -> None:
+def _end_probe(result: "ProbeResult", interruption: Interruption, resumable: bool) -> None:
     """The exit status of a probe whose result was saved."""
     if not result.complete:
+        then = "with --resume to continue" if resumable else "to begin again: with --replace, no run is continued"
         say_first(
             f"{_interrupted(interruption)}: the result holds what was measured so far and is marked incomplete; "
-            "run the same command with --resume to continue"
+            f"run the same command {then}"
         )
     elif interruption.asked.is_set():
         say_first(f"{_interrupted(interruption)} after the last measurement: the result is complete")

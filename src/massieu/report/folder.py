@@ -127,29 +127,43 @@ def save(folder: Path, record: str, files: Mapping[str, bytes], linked: Mapping[
         InputError: the folder cannot be written to, or another run writes there for a long time; something that no
             earlier save has left is in the place of one of the files.
     """
-    folder = check_name(folder)
-    _make(folder)
-    names = [name for name in (*files, *linked) if name != record]
-    new = digest(files[record])
     with (
+        _made(folder) as folder,
         locked(folder, wait=PATIENCE) as alone,
         explaining(f"cannot write to the folder {folder}"),
         Directory.open(folder) as top,
     ):
         earlier = _Earlier.saved_in(top, record)
-        earlier.check_free(top, (record, *names))
-        with top.below(STORE, make=True) as store:
-            if alone:
-                _remove_left(store)
-            _keep_list(store, earlier)
-            if not _is_whole(store, new, record):
-                _write(store, new, files, linked)
-            _write_file(store, files[record], top, record)  # from here on, what it names is the result
-            with explaining(f"the result in {folder} is saved, but its files could not be put in their places"):
-                _publish(top, store, new, names)
-                earlier.remove_stale(top, names)
-            if alone:  # else another may have saved since
-                earlier.remove_saves(store, new)
+        earlier.check_free(top, (record, *files, *linked))
+        try:
+            with top.below(STORE, make=True) as store:
+                _save(top, store, earlier, files, linked, alone)
+        finally:
+            top.remove_empty(STORE)
+
+
+def _save(
+    top: Directory,
+    store: Directory,
+    earlier: "_Earlier",
+    files: Mapping[str, bytes],
+    linked: Mapping[str, Path],
+    alone: bool,
+) -> None:
+    record = earlier.record_name
+    names = [name for name in (*files, *linked) if name != record]
+    new = digest(files[record])
+    if alone:
+        _remove_left(store)
+    _keep_list(store, earlier)
+    if not _is_whole(store, new, record):
+        _write(store, new, files, linked)
+    _write_file(store, files[record], top, record)  # from here on, what it names is the result
+    with explaining(f"the result in {top.path} is saved, but its files could not be put in their places"):
+        _publish(top, store, new, names)
+        earlier.remove_stale(top, names)
+    if alone:  # else another may have saved since
+        earlier.remove_saves(store, new)
 
 
 def _write(store: Directory, new: str, files: Mapping[str, bytes], linked: Mapping[str, Path]) -> None:
