@@ -389,7 +389,7 @@ def test_a_disk_that_fills_costs_no_model_s_result(tmp_path: Path, monkeypatch):
         write(directory, name, content)
 
     monkeypatch.setattr(Directory, "write", full)
-    with pytest.raises(InputError, match="No space left on device; it was saved in .* instead; move it to") as error:
+    with pytest.raises(InputError, match=r"No space left on device; it was saved in .* instead; move it to") as error:
         compared(*models, out=out, names=["a", "b"])
     monkeypatch.setattr(Directory, "write", write)
     source, target = re.search(r"saved in (\S+) instead; move it to (\S+) and", str(error.value)).groups()  # pyright: ignore[reportOptionalMemberAccess]
