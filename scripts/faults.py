@@ -3,6 +3,7 @@
     python scripts/faults.py                               # 300 kills and 300 faults, seeded by the commit
     python scripts/faults.py --kills 20 --faults 0 --only probe
     python scripts/faults.py --seed abc --trial 17         # one of them again
+    TMPDIR=/dev/shm python scripts/faults.py               # several times faster: no disk is waited for
 
 Each trial begins with a folder that holds a former result and files of the user's that look like a result's. The command
 that would make a newer one runs in a process of its own, forked from this one, so that libraries are imported once. It is
@@ -538,16 +539,20 @@ def main() -> int:
 
 def import_all() -> None:
     """Load what the commands need, once for all; none of it starts a thread."""
+    import jinja2  # noqa: F401
     import plotly.offline  # noqa: F401
-    import polars  # noqa: F401
+    import pydantic.type_adapter  # noqa: F401
+    import scipy.stats  # noqa: F401
     import torch
-    import transformers  # noqa: F401
+    import transformers.modeling_gguf_pytorch_utils  # noqa: F401
+    from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
     import massieu.cli.commands
     import massieu.experiments.run
     import massieu.probing.compare.run
     import massieu.probing.run  # noqa: F401
 
+    del AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
     torch.set_num_threads(1)
 
 

@@ -231,6 +231,48 @@ def test_a_crash_while_files_are_written_leaves_the_former_result(tmp_path, monk
     assert_same(ProbeResult.load(tmp_path), made_up(1.0))
 
 
+@pytest.mark.parametrize("format", ["parquet", "csv"])
+def test_a_users_files_are_left_alone_whatever_their_names(tmp_path, format):
+    other = {"parquet": "csv", "csv": "parquet"}[format]
+    mine = ["tokens/part-00000.npy", "tokens/part-00001.bin", f"heads.{other}", "units.safetensors", ".massieu-mine"]
+    (tmp_path / "tokens").mkdir()
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    made_up(1.0).save(tmp_path, format)
+    made_up(2.0).save(tmp_path, format)
+    ProbeResult.redraw(tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in mine} == dict.fromkeys(mine, "mine")
+
+
+@pytest.mark.parametrize("name", ["report.html", "heads.parquet", "run.json"])
+def test_a_users_file_in_the_place_of_a_results_file_is_named_before_anything_is_written(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match=rf"{name} is in the way: no earlier save has left it"):
+        made_up().save(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
+@pytest.mark.parametrize("place", [".massieu_lock", "report.html", "tokens"])
+def test_drawing_a_strangers_result_again_reaches_nothing_outside_it(tmp_path, place):
+    folder, outside = made_up().save(tmp_path / "theirs"), tmp_path / "outside"
+    if place == "tokens":
+        outside.mkdir()
+        (outside / "part-1").write_text("mine")
+        (folder / ".massieu_arrived" / "tokens").mkdir(parents=True)
+        (folder / ".massieu_arrived" / "tokens" / "part-.gone").touch()
+    else:
+        outside.write_text("mine")
+        (folder / place).unlink(missing_ok=True)
+    (folder / place).symlink_to(outside)
+    if place == "tokens":  # of which this result has none
+        ProbeResult.redraw(folder)
+    else:
+        with pytest.raises(InputError, match="is a symbolic link"):
+            ProbeResult.redraw(folder)
+    assert (outside / "part-1" if place == "tokens" else outside).read_text() == "mine"
+
+
 def test_bad_places_to_save_are_one_sentence(tmp_path):
     taken = tmp_path / "taken"
     taken.write_text("")

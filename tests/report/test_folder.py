@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,27 @@ def test_killed_at_any_moment_the_folder_reads_as_one_or_the_other(tmp_path, cop
     assert survived > 20
     assert seen == sorted(seen)  # the former until some moment, the newer from there on
     assert {seen[0], seen[-1]} == {"one former", "one newer"}
+
+
+@pytest.mark.parametrize("function", ["unlink", "rmdir"])
+@pytest.mark.parametrize("failing", range(4))
+def test_what_a_save_could_not_remove_the_next_one_does(tmp_path, monkeypatch, function, failing):
+    save(tmp_path, files("first") | {"tokens/part": b"p"})
+    whole, calls = getattr(os, function), []
+
+    def fails_once(*given: Any, **named: Any) -> None:
+        calls.append(given)
+        if len(calls) == failing + 1:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        whole(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, fails_once)
+        with suppress(InputError):
+            save(tmp_path, files("second") | {"tokens/part": b"q"})
+    save(tmp_path, files("third") | {"tokens/part": b"r"})
+    assert contents(tmp_path) == texts("third") | {"tokens/part": "r"}
+    assert saves(tmp_path) == [folders.digest((tmp_path / RECORD).read_bytes())]
 
 
 def test_what_dead_processes_left_is_removed_and_what_is_not_ours_is_not(tmp_path):

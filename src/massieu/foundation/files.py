@@ -67,15 +67,25 @@ def sync_folder(folder: Path | int) -> None:
     """
     if os.name == "nt":  # opens no folders
         return
-    descriptor = folder if isinstance(folder, int) else os.open(folder, os.O_RDONLY)
+    if isinstance(folder, int):
+        _sync(folder)
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # it may be written to, and not be read
+        return
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
             raise
-    finally:
-        if descriptor is not folder:
-            os.close(descriptor)
 
 
 def _settle_all(path: Path) -> None:

@@ -376,7 +376,8 @@ class _Earlier:
                             place.remove(leaf)
                 for folder in _folders_of(files):
                     content.remove_empty(folder)
-                content.remove(self.record_name)  # the last, since by it the others are known
+                if content.names() == [self.record_name]:  # the last, since by it the others are known
+                    content.remove(self.record_name)
         for name in filter(_SAVE.fullmatch, store.names()):
             store.remove_empty(name)
         for name in self.lists:

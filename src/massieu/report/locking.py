@@ -153,16 +153,18 @@ def _holder(path: Path, descriptor: int) -> str:
 
 def _owned(path: Path) -> str:
     """Of whom a file is, where it is another user's."""
-    try:
-        owner = path.lstat().st_uid
-        if owner == os.geteuid():
-            return ""
-        name = path.owner()
-    except (OSError, AttributeError, NotImplementedError):  # it is gone, or the system has no such users
+    if os.name == "nt":
         return ""
+    try:
+        number = path.lstat().st_uid
+    except OSError:  # it is gone
+        return ""
+    if number == os.geteuid():
+        return ""
+    try:
+        return f" of the user {pwd.getpwuid(number).pw_name}"
     except KeyError:
-        name = f"number {owner}"
-    return f" of the user {name}"
+        return f" of the user number {number}"
 
 
 def _read(descriptor: int) -> str:
@@ -189,6 +191,7 @@ if os.name == "nt":
 
 else:
     import fcntl
+    import pwd
 
     def _lock(descriptor: int, shared: bool = False) -> None:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
