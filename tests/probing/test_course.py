@@ -398,6 +398,16 @@ def test_only_stored_sums_are_removed(tmp_path):
     forget(tmp_path / "not there")
 
 
+def test_sums_that_cannot_be_removed_are_one_sentence(tmp_path, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / FILE).write_bytes(packed({}))
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(InputError, match=r"the result is saved, but the running sums in .* could not be removed: Perm"):
+        forget(tmp_path)
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")

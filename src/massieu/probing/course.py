@@ -291,14 +291,19 @@ def _check_ours(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the running sums, and the per-token rows beside them, of a run whose result is saved."""
-    for path in _stored_in(folder):
-        path.unlink(missing_ok=True)
-    remove_left(folder / TOKENS)
-    forget_rows(folder / TOKENS)
-    remove_left(folder)
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+    """Remove the running sums, and the per-token rows beside them, of a run whose result is saved.
+
+    Raises:
+        InputError: they cannot be removed.
+    """
+    with explaining(f"the result is saved, but the running sums in {folder} could not be removed"):
+        for path in _stored_in(folder):
+            path.unlink(missing_ok=True)
+        remove_left(folder / TOKENS)
+        forget_rows(folder / TOKENS)
+        remove_left(folder)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _stored_in(folder: Path) -> dict[Path, int]:
