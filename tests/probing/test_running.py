@@ -317,6 +317,7 @@ def test_what_is_no_state_is_refused_in_one_sentence():
         unpacked(content.replace(b'format\\":3', b'format\\":7'), "there")
 
 
+@pytest.mark.medium
 def test_a_bit_that_was_flipped_is_noticed():
     """Anywhere in the file. Only what means the same may pass, as a letter of an escaped character."""
     content = packed(ratio(WINDOWS).state() | {"name": "é"})

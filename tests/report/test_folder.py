@@ -151,6 +151,7 @@ def _step(survived: int, where: str) -> Callable[[pytest.MonkeyPatch], list[str]
     return patch
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("copied", [False, True])
 def test_killed_at_any_moment_the_folder_reads_as_one_or_the_other(tmp_path, copied):
     """Also where the former result lies in its folder alone; a later save has all its files in their places."""
