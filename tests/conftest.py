@@ -19,6 +19,11 @@ for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_P
     os.environ.setdefault(name, value)
 
 
+# No test stops the machine, and waiting for its disk takes longer than most of them. What has to be waited for is tested by
+# a function in this one's place.
+os.fsync = lambda descriptor: None
+
+
 # A processor that is emulated for PyTorch is emulated for oneDNN too: PyTorch asks it whether to pack bfloat16 for AMX, and
 # its attention then stops, since the packing was built for AVX-512 alone.
 if oldest_instructions := {"avx2": "AVX2", "default": "SSE41"}.get(os.environ.get("ATEN_CPU_CAPABILITY", "")):

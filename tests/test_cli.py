@@ -161,6 +161,18 @@ def test_an_interrupted_run_is_saved_and_says_so(probed, tmp_path):
     assert "incomplete" in ran.stderr.splitlines()[-1]
 
 
+def test_an_interrupted_run_names_what_can_be_done(probed, tmp_path):
+    """With `--replace` a run cannot be gone on from, so that `--resume` would be refused."""
+    probed.result = StandInResult(complete=False)
+    last = run("probe", "--out", tmp_path).stderr.splitlines()[-1]
+    assert last.endswith("run the same command with --resume to continue")
+    with_replace = ["probe", "--out", tmp_path, "--replace", "off(mean)"]
+    last = run(*with_replace).stderr.splitlines()[-1]
+    assert last.endswith("run the same command to begin again: with --replace, no run is continued")
+    probed.result = StandInResult()
+    assert run(*with_replace).exit_code == 0
+
+
 def test_numbers_that_are_not_finite_are_said_first_and_end_with_3(probed, tmp_path):
     probed.result.trouble = "the model is broken: NaN in the weight a.b"
     ran = run("probe", "--out", tmp_path)

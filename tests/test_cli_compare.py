@@ -52,7 +52,7 @@ def test_two_results_are_compared_and_stored(stored: tuple[Path, Path], tmp_path
     assert "entropy: 1 of 4 heads differ" in ran.output
     assert "layer 1 head 0: " in ran.output
     assert f"page: {tmp_path / 'out' / 'report.html'}" in ran.output
-    names = {"comparison.json", "differences.parquet", "report.html", "values.parquet"}
+    names = {"comparison.json", "differences.parquet", "report.html", "values.parquet", ".massieu"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert Comparison.load(tmp_path / "out").models == ["base", "tuned"]
 

@@ -273,11 +273,11 @@ def test_closed_streams_are_quiet_and_get_nothing_of_a_file(tmp_path, command):
     from tests.probing.test_result import made_up
 
     out = made_up().save(tmp_path / "out")
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     shell = " ".join([*COMMAND, command.format(out=out)])
     ran = subprocess.run(["sh", "-c", f"{shell} <&- >&- 2>&-"], env=ENVIRONMENT, timeout=120, check=False)
     assert ran.returncode == 0
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_standard_input_that_is_closed_is_told(monkeypatch):
@@ -325,9 +325,7 @@ def test_the_package_is_a_command():
 
 def test_the_folder_is_tried_before_the_model_is_read(probed, tmp_path):
     (tmp_path / "out" / "report.html").mkdir(parents=True)
-    assert_bad(
-        run("probe", "--out", tmp_path / "out"), r"report\.html is a folder, where a file of the result has to be"
-    )
+    assert_bad(run("probe", "--out", tmp_path / "out"), r"report\.html is in the way: no earlier save has left it")
     assert_bad(run("probe", "--out", tmp_path / ("x" * 300)), "cannot be made: File name too long")
     assert_bad(run("probe", "y" * 300), "cannot be made: File name too long")
     assert probed.options == {}
@@ -341,7 +339,7 @@ def test_no_room_is_found_before_the_model_is_read(probed, tmp_path):
         ran = run("probe", "--out", tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert_bad(ran, "cannot write 48 MB, which may be needed, to the folder .*out: File too large")
+    assert_bad(ran, r"cannot write 48 MB, which may be needed, to the folder .*out/\.massieu: File too large")
     assert probed.options == {}
     assert not (tmp_path / "out").exists()
 

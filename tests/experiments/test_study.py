@@ -171,6 +171,9 @@ def test_a_run_that_was_stopped_before_its_first_seed_is_begun_again(registered:
     run("made-up", quick=True, out=tmp_path)
     run("made-up", quick=True, out=tmp_path)  # a quick run is made again
     assert registered == [13, 1, 5, 5]
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    run("made-up", quick=True, seeds=[13], out=tmp_path)  # until it is done, the former one stays
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_quick_run_is_one_seed_and_leaves_the_other_files(registered: list[int], tmp_path: Path):
@@ -189,8 +192,11 @@ def test_files_that_are_no_study_are_named(registered: list[int], tmp_path: Path
     assert not registered
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(InputError, match="the experiment's numbers"):
+    with pytest.raises(InputError, match=r"cannot be made: .*file is a file"):
         run("made-up", out=blocked)
+    (tmp_path / "new" / "made-up.html").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"made-up\.html is a folder, where a file is to be written"):
+        run("made-up", out=tmp_path / "new")
     assert not registered  # what is in the way was found first
 
 

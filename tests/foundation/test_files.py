@@ -150,14 +150,24 @@ with files.replacing(pathlib.Path({str(path)!r}), folder={folder}, mark="mine") 
 
 
 def test_what_cannot_be_removed_is_left(tmp_path, monkeypatch):
-    (tmp_path / f"{LEFT}theirs").touch()
+    (tmp_path / f"{LEFT}0123456789abcdef").touch()
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(Path, "unlink", refuse)
     remove_left(tmp_path)
-    assert os.listdir(tmp_path) == [f"{LEFT}theirs"]
+    assert os.listdir(tmp_path) == [f"{LEFT}0123456789abcdef"]
+
+
+def test_files_of_similar_names_are_not_what_a_process_left(tmp_path):
+    mine = [f"{LEFT}notes", f"{LEFT}0123456789abcdef.txt", f"{LEFT}0123456789ABCDEF", f"{LEFT}mine-0123456789abcde"]
+    for name in (*mine, f"{LEFT}0123456789abcdef", f"{LEFT}mine-0123456789abcdef"):
+        (tmp_path / name).touch()
+    remove_left(tmp_path, "mine")
+    assert sorted(os.listdir(tmp_path)) == sorted([*mine, f"{LEFT}0123456789abcdef"])
+    remove_left(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(mine)
 
 
 def test_a_folder_is_there_when_it_is_complete(tmp_path):

@@ -122,11 +122,11 @@ def test_what_does_not_fit_is_named(change, said, tmp_path):
 def test_what_a_killed_process_left_beside_the_file_is_removed(tmp_path):
     folder = tmp_path / "flow"
     folder.mkdir()
-    (folder / ".massieu-process-00000-99").write_bytes(b"half")
-    (folder / ".massieu-process-00001-98").write_bytes(b"of another process")
+    (folder / ".massieu-process-00000-0123456789abcdef").write_bytes(b"half")
+    (folder / ".massieu-process-00001-0123456789abcdef").write_bytes(b"of another process")
     build().run(torch.ones(4, 2), checkpoint=folder)
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".massieu-process-00001-98",
+        ".massieu-process-00001-0123456789abcdef",
         "process-00000-layer-00002.safetensors",
     ]
 

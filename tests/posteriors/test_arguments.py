@@ -24,7 +24,7 @@ ONE, TWO = torch.ones(1, dtype=torch.float64), torch.eye(2)
             ValueError,
             "the function must be deterministic",
         ),
-        (lambda: permutation_gap(3, torch.randn(2, 5, 3)), TypeError, "function must be callable, got 3"),
+        (lambda: permutation_gap(3, torch.randn(2, 5, 3)), TypeError, "function must be a function, got 3"),
         (lambda: permutation_gap(abs, torch.randn(2, 5, 3), positions=[1]), TypeError, "positions must be a tensor"),
     ],
 )

@@ -28,6 +28,7 @@ from massieu.probing.course import Course, forget
 from massieu.probing.model import as_loaded
 from massieu.probing.reading import Options, Reading
 from massieu.probing.result import ProbeResult
+from massieu.probing.running import packed
 from massieu.probing.session import Input, Session
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, EXPANSION, MAPS, STATISTICS, VALUES
 from massieu.probing.units import Units
@@ -292,9 +293,16 @@ def test_what_belongs_to_another_run_is_refused(tmp_path):
         with pytest.raises(InputError, match=message) as error:
             massieu.probe(changed_model, text, resume=True, **how | changed)
         assert "\n" not in str(error.value)
-    (tmp_path / "r" / FILE).write_bytes(b"nothing")
-    with pytest.raises(InputError, match=f"{FILE} cannot be read: it holds no running sums"):
+    whole = (tmp_path / "r" / FILE).read_bytes()
+    (tmp_path / "r" / FILE).write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
+    with pytest.raises(InputError, match=f"{FILE} is damaged: its checksum is not that of its content; begin without"):
         massieu.probe(model("gpt2"), given, resume=True, **how)
+    (tmp_path / "r" / FILE).write_bytes(b"nothing")
+    for resume in (True, False):  # nothing of somebody else's is replaced
+        with pytest.raises(InputError, match=f"{FILE} is in the way: it holds no running sums"):
+            massieu.probe(model("gpt2"), given, resume=resume, **how)
+    assert (tmp_path / "r" / FILE).read_bytes() == b"nothing"
+    (tmp_path / "r" / FILE).write_bytes(whole)
     (tmp_path / "r" / FILE).rename(tmp_path / "r" / "share-2-of-3.safetensors")
     with pytest.raises(InputError, match="the running sums of 3 processes; resume with as many, not with 1 process"):
         massieu.probe(model("gpt2"), given, resume=True, **how)
@@ -326,6 +334,28 @@ def test_a_refused_resumption_leaves_what_is_stored(tmp_path):
     assert (tmp_path / FILE).read_bytes() == before
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
+@pytest.mark.parametrize("name", [FILE, "tokens"])
+def test_links_among_running_sums_are_refused(tmp_path, name):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "outside").write_bytes(packed({}))
+    (tmp_path / "r" / name).symlink_to(tmp_path / "outside")
+    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["symmetric_share"]}
+    for resume in (True, False):
+        with pytest.raises(InputError, match=f"{name} is a symbolic link, and no link among running sums is followed"):
+            massieu.probe(model("gpt2"), batches("gpt2", 1), resume=resume, **how)
+    assert (tmp_path / "outside").read_bytes() == packed({})
+
+
+def test_with_replacements_nothing_is_stored_that_could_not_be_gone_on_from(tmp_path):
+    given = batches("gpt2")
+    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["entropy"]}
+    with pytest.raises(Killed) as error:
+        massieu.probe(model("gpt2"), given, replace="off(mean)", progress=broken_off(2), **how)
+    assert not (tmp_path / "r").exists()
+    assert not getattr(error.value, "__notes__", [])
+
+
 def test_wrong_arguments_of_the_course_are_one_sentence(tmp_path):
     file = tmp_path / "file"
     file.touch()
@@ -351,7 +381,7 @@ def test_what_ends_a_reading_says_what_is_stored(tmp_path):
 
 
 def test_a_run_from_the_beginning_replaces_what_other_numbers_of_processes_have_stored(tmp_path):
-    (tmp_path / "share-3-of-4.safetensors").touch()
+    (tmp_path / "share-3-of-4.safetensors").write_bytes(packed({}))
     (tmp_path / "share-3-of-4 copy.safetensors").touch()
     how: dict[str, Any] = {"running": tmp_path, "store_every": 1e-9, "statistics": ["symmetric_share"]}
     massieu.probe(model("gpt2"), batches("gpt2", 1), **how)
@@ -359,11 +389,23 @@ def test_a_run_from_the_beginning_replaces_what_other_numbers_of_processes_have_
 
 
 def test_only_stored_sums_are_removed(tmp_path):
-    for name in ("share-1-of-2.safetensors", "share-2-of-2.safetensors", "mine.txt"):
-        (tmp_path / name).touch()
+    for name in ("share-1-of-2.safetensors", "share-2-of-2.safetensors"):
+        (tmp_path / name).write_bytes(packed({}))
+    for name in ("mine.txt", "share-1-of-3.safetensors"):
+        (tmp_path / name).write_text("mine")
     forget(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.txt", "share-1-of-3.safetensors"}
     forget(tmp_path / "not there")
+
+
+def test_sums_that_cannot_be_removed_are_one_sentence(tmp_path, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / FILE).write_bytes(packed({}))
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(InputError, match=r"the result is saved, but the running sums in .* could not be removed: Perm"):
+        forget(tmp_path)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

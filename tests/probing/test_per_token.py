@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from massieu.probing.statistics.query_means import Queries
 from massieu.probing.statistics.registry import ATTENTION, measures
 from massieu.probing.units import Units
 from massieu.report import page
+from massieu.report.folder import STORE
 from massieu.report.record import PerTokenRecord, plain
 
 # Pages are no matter of this file.
@@ -321,6 +323,7 @@ def test_a_result_without_rows_takes_those_of_the_earlier_away(result_with_rows,
 def test_rows_that_were_removed_changed_or_lost_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "AT_ONCE", 50)
     probed("gpt2", one_batch(), per_token=["entropy"]).save(tmp_path)
+    shutil.rmtree(tmp_path / STORE)
     parts = sorted((tmp_path / TOKENS).iterdir())
     content = parts[0].read_bytes()
     parts[0].write_bytes(parts[1].read_bytes())
@@ -354,7 +357,7 @@ def test_a_temporary_folder_lives_as_long_as_the_result(tmp_path, monkeypatch):
 
 
 def test_where_files_cannot_be_linked_they_are_copied(result_with_rows, tmp_path, monkeypatch):
-    def unable(*_: Any) -> None:
+    def unable(*_: Any, **__: Any) -> None:
         raise OSError(18, "Invalid cross-device link")
 
     expected = rows_of(result_with_rows)
@@ -378,10 +381,10 @@ def test_a_save_that_is_killed_leaves_the_former_rows_or_the_new_ones(tmp_path, 
         results[0].save(folder := tmp_path / str(after))
         left = itertools.count()
 
-        def fragile(source: Any, target: Any, left: Any = left, after: int = after) -> None:
+        def fragile(source: Any, target: Any, left: Any = left, after: int = after, **folders: Any) -> None:
             if next(left) == after:
                 raise Killed
-            move(source, target)
+            move(source, target, **folders)
 
         monkeypatch.setattr(os, "replace", fragile)
         try:
@@ -390,7 +393,9 @@ def test_a_save_that_is_killed_leaves_the_former_rows_or_the_new_ones(tmp_path, 
         except Killed:
             ended = False
         monkeypatch.setattr(os, "replace", move)
-        found = ProbeResult.load(folder).tokens(1, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of links that were not made yet
+            found = ProbeResult.load(folder).tokens(1, 1)
         (which,) = [place for place, each in enumerate(expected) if found.equals(each)]
         seen.add(which)
         results[1].save(folder)
@@ -450,8 +455,13 @@ def test_rows_that_are_not_those_of_the_stored_sums_are_refused(tmp_path):
     how["statistics"] = ["entropy", "log_partition"]
     with pytest.raises(Killed):
         probed("gpt2", given, progress=broken_off(2), **how)
-    for path in (tmp_path / "r" / TOKENS).iterdir():
-        path.unlink()
+    parts = sorted((tmp_path / "r" / TOKENS).iterdir())
+    whole = parts[0].read_bytes()
+    parts[0].write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    with pytest.raises(InputError, match=r"part-.* is not as it was when the running sums were stored; begin without"):
+        probed("gpt2", given, resume=True, **how)
+    for part in parts:
+        part.unlink()
     with pytest.raises(InputError, match=r"holds 0 per-token rows, and the stored sums are of [\d,]+; begin without"):
         probed("gpt2", given, resume=True, **how)
     with pytest.raises(InputError, match="another per_token"):
@@ -462,6 +472,23 @@ def test_rows_that_are_not_those_of_the_stored_sums_are_refused(tmp_path):
             **how | {"per_token": ["log_partition"], "statistics": ["entropy", "log_partition"]},
         )
     assert len(rows_of(probed("gpt2", given, **how)))  # from the beginning
+
+
+def write_rows(path: Path) -> None:
+    """A part with no rows."""
+    polars.DataFrame({name: [] for name in module._KEYS}).write_parquet(path)
+
+
+def test_a_file_of_a_parts_name_that_is_none_is_in_the_way(tmp_path):
+    running = tmp_path / "r"
+    (running / TOKENS).mkdir(parents=True)
+    part = running / TOKENS / "part-00000000-000.parquet"
+    polars.DataFrame({"mine": [1]}).write_parquet(part)
+    before = part.read_bytes()
+    with pytest.raises(InputError, match=r"part-.* is in the way: it holds no per-token rows; move it"):
+        probed("gpt2", batches("gpt2", 1), per_token=["entropy"], statistics=["entropy"], running=running)
+    forget(running)
+    assert part.read_bytes() == before
 
 
 class _Sent(Exception):  # noqa: N818 - nothing is wrong
@@ -489,7 +516,7 @@ def test_processes_write_each_window_once(processes, rows_without_a_break, tmp_p
     monkeypatch.setattr(Course, "_exchange", exchange)
     (tmp_path / TOKENS).mkdir()
     for left in (0, 7):  # of an earlier run
-        (tmp_path / TOKENS / f"part-{left:08d}-004.parquet").write_bytes(b"old")
+        write_rows(tmp_path / TOKENS / f"part-{left:08d}-004.parquet")
     for rank in range(processes - 1, 0, -1):
         with pytest.raises(_Sent):
             session(rank, processes, given, tmp_path).read_all(threading.Event())

@@ -84,7 +84,7 @@ def test_entropy_is_bounded_by_log_n_minus_selective_log_z(real):
 def test_saved_and_loaded(real, tmp_path):
     folder = real.save(tmp_path / "out")
     assert {p.name for p in folder.iterdir()} == {
-        "heads.parquet", "layers.parquet", "run.json", "details.json", "report.html", "units.safetensors",
+        "heads.parquet", "layers.parquet", "run.json", "details.json", "report.html", "units.safetensors", ".massieu",
     }  # fmt: skip
     again = ProbeResult.load(folder)
     assert again.heads.equals(real.heads)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import warnings
 from html import escape
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +13,17 @@ import numpy as np
 import polars
 import pytest
 from polars.testing import assert_frame_equal
+from tests.support.power_loss import Disk
 
 from massieu.errors import InputError, MissingExtraError
 from massieu.probing import long_table
+from massieu.probing.course import forget
 from massieu.probing.long_table import TableBuilder
 from massieu.probing.result import ProbeResult
+from massieu.probing.running import packed
 from massieu.probing.stored import run_of
 from massieu.report import page
+from massieu.report.folder import STORE
 from massieu.report.record import RunRecord, plain
 
 FILES = ["details.json", "heads.parquet", "layers.parquet", "report.html", "run.json"]
@@ -72,6 +78,12 @@ def assert_same(first: ProbeResult, second: ProbeResult) -> None:
     assert_frame_equal(first.layers, second.layers, check_exact=True)
 
 
+def as_copied(folder: Path) -> Path:
+    """As results of earlier versions lie there, and copies without the folder of saves."""
+    shutil.rmtree(folder / STORE)
+    return folder
+
+
 def forget_hashes(folder: Path) -> None:
     """As results were stored before the record had the other files' hashes."""
     run = json.loads((folder / "run.json").read_text())
@@ -80,7 +92,7 @@ def forget_hashes(folder: Path) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != STORE)
 
 
 # --- Tables ------------------------------------------------------------------------------------------------------
@@ -174,22 +186,25 @@ class Crash(BaseException):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("format", ["parquet", "csv"])
-@pytest.mark.parametrize("survived", range(1, 6))
-def test_a_crash_while_files_are_moved_leaves_the_new_result(tmp_path, monkeypatch, survived, format):
+@pytest.mark.parametrize("survived", range(6))
+def test_a_crash_while_files_are_moved_leaves_one_result_or_the_other(tmp_path, monkeypatch, survived, format):
+    """First the new files are moved, all at once, then the record, then links to the files."""
     made_up(1.0).save(tmp_path)
     moved = []
 
-    def replace(source: Any, target: Any) -> None:
+    def replace(source: Any, target: Any, **folders: Any) -> None:
         if len(moved) == survived:
             raise Crash
         moved.append(target)
-        os.rename(source, target)
+        os.rename(source, target, **folders)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
         with pytest.raises(Crash):
             made_up(2.0).save(tmp_path, format)
-    assert_same(ProbeResult.load(tmp_path), made_up(2.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of links that were not made yet
+        assert_same(ProbeResult.load(tmp_path), made_up(1.0 if survived < 2 else 2.0))
     made_up(3.0).save(tmp_path)
     assert names(tmp_path) == FILES
     assert_same(ProbeResult.load(tmp_path), made_up(3.0))
@@ -216,6 +231,48 @@ def test_a_crash_while_files_are_written_leaves_the_former_result(tmp_path, monk
     assert_same(ProbeResult.load(tmp_path), made_up(1.0))
 
 
+@pytest.mark.parametrize("format", ["parquet", "csv"])
+def test_a_users_files_are_left_alone_whatever_their_names(tmp_path, format):
+    other = {"parquet": "csv", "csv": "parquet"}[format]
+    mine = ["tokens/part-00000.npy", "tokens/part-00001.bin", f"heads.{other}", "units.safetensors", ".massieu-mine"]
+    (tmp_path / "tokens").mkdir()
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    made_up(1.0).save(tmp_path, format)
+    made_up(2.0).save(tmp_path, format)
+    ProbeResult.redraw(tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in mine} == dict.fromkeys(mine, "mine")
+
+
+@pytest.mark.parametrize("name", ["report.html", "heads.parquet", "run.json"])
+def test_a_users_file_in_the_place_of_a_results_file_is_named_before_anything_is_written(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match=rf"{name} is in the way: no earlier save has left it"):
+        made_up().save(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
+@pytest.mark.parametrize("place", [".massieu_lock", "report.html", "tokens"])
+def test_drawing_a_strangers_result_again_reaches_nothing_outside_it(tmp_path, place):
+    folder, outside = made_up().save(tmp_path / "theirs"), tmp_path / "outside"
+    if place == "tokens":
+        outside.mkdir()
+        (outside / "part-1").write_text("mine")
+        (folder / ".massieu_arrived" / "tokens").mkdir(parents=True)
+        (folder / ".massieu_arrived" / "tokens" / "part-.gone").touch()
+    else:
+        outside.write_text("mine")
+        (folder / place).unlink(missing_ok=True)
+    (folder / place).symlink_to(outside)
+    if place == "tokens":  # of which this result has none
+        ProbeResult.redraw(folder)
+    else:
+        with pytest.raises(InputError, match="is a symbolic link"):
+            ProbeResult.redraw(folder)
+    assert (outside / "part-1" if place == "tokens" else outside).read_text() == "mine"
+
+
 def test_bad_places_to_save_are_one_sentence(tmp_path):
     taken = tmp_path / "taken"
     taken.write_text("")
@@ -230,7 +287,7 @@ def test_bad_places_to_save_are_one_sentence(tmp_path):
 def test_bad_folders_to_load_are_one_sentence(tmp_path):
     with pytest.raises(InputError, match="is missing"):
         ProbeResult.load(tmp_path / "none")
-    folder = made_up().save(tmp_path / "result")
+    folder = as_copied(made_up().save(tmp_path / "result"))
     with pytest.raises(InputError, match="is a file"):
         ProbeResult.load(folder / "run.json")
 
@@ -270,19 +327,20 @@ def test_bad_folders_to_load_are_one_sentence(tmp_path):
 # --- Together ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hashed", [True, False])
+@pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("format", ["parquet", "csv"])
 @pytest.mark.parametrize("read_before", [1, 2])
-def test_a_save_in_the_midst_of_a_load_mixes_nothing(tmp_path, monkeypatch, read_before, format, hashed):
+def test_a_save_in_the_midst_of_a_load_mixes_nothing(tmp_path, monkeypatch, read_before, format, copied):
     """Another result arrives once so many of the former one's records were read."""
     made_up(1.0).save(tmp_path)
-    if not hashed:
-        forget_hashes(tmp_path)
+    if copied:
+        as_copied(tmp_path)
     read, newer, loads = [], made_up(2.0), json.loads
 
     def loads_then_arrives(text: Any, **named: Any) -> Any:
         read.append(loads(text, **named))
         if len(read) == read_before:
+            monkeypatch.setattr(json, "loads", loads)
             newer.save(tmp_path, format)
         return read[-1]
 
@@ -298,28 +356,37 @@ def test_the_table_of_another_run_is_noticed(tmp_path, name):
         ProbeResult.load(mine)
 
 
-def test_the_page_of_another_run_is_warned_of_until_it_is_drawn_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("copied", [True, False])
+def test_the_page_of_another_run_is_warned_of_until_it_is_drawn_again(tmp_path, monkeypatch, copied):
     folder = made_up(1.0).save(tmp_path / "mine")
+    if copied:
+        as_copied(folder)
     (folder / "report.html").write_text("another")
-    with pytest.warns(UserWarning, match="mine/report.html is not the page of the numbers beside it; draw it again"):
+    with pytest.warns(UserWarning, match="mine/report.html is not the file that this result was stored with; move it"):
         ProbeResult.load(folder)
     monkeypatch.setattr(page, "render", lambda *given: "<p>another version's drawing</p>")
+    with pytest.raises(InputError, match=r"mine/report\.html is in the way"):
+        ProbeResult.redraw(folder)
+    assert (folder / "report.html").read_text() == "another"
+    (folder / "report.html").unlink()
     assert ProbeResult.redraw(folder).read_text() == "<p>another version's drawing</p>"
     assert_same(ProbeResult.load(folder), made_up(1.0))  # any warning would be an error of this test
+    assert ProbeResult.redraw(folder).read_text() == "<p>another version's drawing</p>"
     (folder / "report.html").unlink()
     assert_same(ProbeResult.load(folder), made_up(1.0))
     assert names(folder) == [name for name in FILES if name != "report.html"]
 
 
-def test_a_result_stored_without_hashes_is_read_and_drawn_as_it_is(tmp_path):
+def test_a_result_stored_without_hashes_is_read_and_not_replaced(tmp_path):
     folder = made_up().save(tmp_path)
     forget_hashes(folder)
-    record = (folder / "run.json").read_bytes()
+    before = {name: (folder / name).read_bytes() for name in FILES}
     assert_same(ProbeResult.load(folder), made_up())
-    (folder / "report.html").unlink()
-    ProbeResult.redraw(folder)
-    assert (folder / "run.json").read_bytes() == record
-    assert names(folder) == FILES
+    with pytest.raises(InputError, match=r"kept no hashes, so nothing in it is replaced; write its page elsewhere"):
+        ProbeResult.redraw(folder)
+    with pytest.raises(InputError, match=r"is in the way: no earlier save has left it"):
+        made_up(2.0).save(folder)
+    assert {name: (folder / name).read_bytes() for name in FILES} == before
 
 
 def test_a_page_that_cannot_be_drawn_costs_no_table(tmp_path, monkeypatch):
@@ -395,3 +462,43 @@ def test_a_matrix_holds_values_or_their_standard_errors():
     values = np.array([[np.pi, np.nan, 1 / 3]] * 2)
     np.testing.assert_allclose(made_up().matrix("entropy"), values)
     np.testing.assert_allclose(made_up().matrix("entropy", error=True), values / 100)
+
+
+# --- Power failures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("former", [True, False])
+def test_after_a_power_failure_there_is_a_result_or_the_sums_it_is_made_of(tmp_path, former):
+    """What was written and not waited for may be lost, and what was removed may be gone before it."""
+    folder, running = tmp_path / "disk" / "out", tmp_path / "disk" / "out" / "running"
+    running.mkdir(parents=True)
+    share = running / "share-1-of-1.safetensors"
+    sums = packed({"sums": np.arange(3.0)})
+    share.write_bytes(sums)
+    if former:
+        made_up(1.0).save(folder)
+    newer, disk = made_up(2.0), Disk(tmp_path / "disk")
+    with disk.watching():
+        newer.save(folder)
+        saved = len(disk.moments)
+        forget(running)
+    found = set()
+    for moment, state in disk.states(tmp_path / "state"):
+        kept = state / "out" / "running" / share.name
+        has_sums = kept.is_file() and kept.read_bytes() == sums
+        value = _value_of(state / "out")
+        assert value == 2.0 or (has_sums and value == (1.0 if former else None)), moment
+        if moment >= saved:
+            assert value == 2.0
+        found.add((value, has_sums))
+    assert found >= {(1.0 if former else None, True), (2.0, True), (2.0, False)}
+
+
+def _value_of(folder: Path) -> float | None:
+    """What the result's first finding says; None where there is no result."""
+    if not (folder / "run.json").exists():
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of links that were not made yet
+        return ProbeResult.load(folder).findings[0].value

@@ -313,8 +313,28 @@ def test_what_is_no_state_is_refused_in_one_sentence():
         with pytest.raises(InputError, match="there") as error:
             unpacked(broken, "there")
         assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match="format 7; this version of massieu reads 2"):
-        unpacked(content.replace(b'format\\":2', b'format\\":7'), "there")
+    with pytest.raises(InputError, match="format 7, and this version of massieu reads 3; begin without resume"):
+        unpacked(content.replace(b'format\\":3', b'format\\":7'), "there")
+
+
+@pytest.mark.medium
+def test_a_bit_that_was_flipped_is_noticed():
+    """Anywhere in the file. Only what means the same may pass, as a letter of an escaped character."""
+    content = packed(ratio(WINDOWS).state() | {"name": "é"})
+    generator = random.Random(0)
+    places = [(place, generator.randrange(8)) for place in range(len(content))]
+    noticed = 0
+    for place, bit in places:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << bit
+        try:
+            state = unpacked(bytes(flipped), "there")
+        except InputError as error:
+            assert str(error).startswith("there")  # noqa: PT017
+            noticed += 1
+        else:
+            assert packed(state) == content
+    assert noticed > 0.98 * len(places)
 
 
 @given(place=st.integers(0, 400), value=st.integers(0, 255))

@@ -20,7 +20,7 @@ from massieu.report.record import Finding, ModelRecord, RunRecord, TextRecord
 
 COMMAND = [sys.executable, "-m", "massieu.cli"]
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-FILES = {"heads.parquet", "layers.parquet", "run.json", "details.json", "report.html", "units.safetensors"}
+FILES = {"heads.parquet", "layers.parquet", "run.json", "details.json", "report.html", "units.safetensors", ".massieu"}
 
 
 def run(*arguments: object) -> Any:

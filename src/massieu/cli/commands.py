@@ -25,11 +25,12 @@ from massieu.cli.options import (
     option,
     short_name,
 )
-from massieu.cli.output import check_page, kept, result_folder
+from massieu.cli.output import check_page, result_folder
 from massieu.cli.processes import joined, leads, many, say_first, say_once
 from massieu.cli.streams import OutputLost, say, show
 from massieu.errors import InputError, ProcessLostError
 from massieu.interruption import ENDINGS, Interruption, interruptible
+from massieu.report.folder import save_or_elsewhere
 
 if TYPE_CHECKING:
     from massieu.probing.result import ProbeResult
@@ -155,11 +156,12 @@ def probe(
         raise InputError(f"{text[-1]}, given after --text, is a model; put MODEL before --text")
     folder = RESULTS / short_name(model) if out is None else out
     chosen = take.names_in(*statistics or ())
-    with result_folder(folder) if leads() else nullcontext():
+    with result_folder(folder, format.value, per_token is not None) if leads() else nullcontext():
         with context.obj.loading():
-            from massieu.probing.course import RUNNING, forget
+            from massieu.probing.course import forget, running_in
             from massieu.probing.run import probe as run_probe
 
+        running = running_in(folder)
         with joined(), terminal.progress_shown() if leads() else nullcontext() as show:
             result = run_probe(
                 model,
@@ -189,26 +191,27 @@ def probe(
                 revision=revision,
                 trust_remote_code=trust_remote_code,
                 distributed=many(),
-                running=folder / RUNNING,
+                running=running,
                 resume=resume,
                 store_every=store_every,
                 progress=show,
             )
         if leads():
-            kept(lambda place: result.save(place, format=format.value), folder)
+            save_or_elsewhere(lambda place: result.save(place, format=format.value), folder)
         if leads() and result.complete:
-            forget(folder / RUNNING)
+            forget(running)
     if leads():
         terminal.summarise(result, folder)
-    _end_probe(result, context.obj)
+    _end_probe(result, context.obj, resumable=not replace)
 
 
-def _end_probe(result: "ProbeResult", interruption: Interruption) -> None:
+def _end_probe(result: "ProbeResult", interruption: Interruption, resumable: bool) -> None:
     """The exit status of a probe whose result was saved."""
     if not result.complete:
+        then = "with --resume to continue" if resumable else "to begin again: with --replace, no run is continued"
         say_first(
             f"{_interrupted(interruption)}: the result holds what was measured so far and is marked incomplete; "
-            "run the same command with --resume to continue"
+            f"run the same command {then}"
         )
     elif interruption.asked.is_set():
         say_first(f"{_interrupted(interruption)} after the last measurement: the result is complete")
@@ -376,7 +379,7 @@ def verify(
 
     result = run_verify(ids or None, seed=seed, settings=read_settings(set or ()), progress=claims.say_progress)
     if html is not None:
-        kept(result.report, html)
+        save_or_elsewhere(result.report, html)
     if json:
         show(result.to_json())
     else:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from massieu.cli import terminal
-from massieu.cli.output import kept
 from massieu.cli.streams import say, show
 from massieu.errors import InputError, require_extra
+from massieu.report.folder import save_or_elsewhere
 
 if TYPE_CHECKING:
     from massieu.interruption import Interruption
@@ -75,12 +75,12 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
     for module in ("polars", "jinja2", "plotly.offline", "scipy"):
         require_extra(module, "probe")
     with interruption.loading():
-        from massieu.probing.compare.files import FILES
+        from massieu.probing.compare.files import FILES, RECORD
         from massieu.probing.compare.run import compare
         from massieu.probing.result_files import ROOM
         from massieu.report.folder import reserved
 
-    with reserved(asked.folder, FILES, ROOM):
+    with reserved(asked.folder, RECORD, FILES, ROOM):
         with terminal.progress_shown() as progress:
             try:
                 found = compare(
@@ -89,7 +89,7 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
             except KeyboardInterrupt:
                 _say_stored(asked)
                 raise
-        kept(found.save, asked.folder)
+        save_or_elsewhere(found.save, asked.folder)
     above = found.above(asked.limits)
     if asked.as_json:
         show(dumps(found.to_dict() | {"above": above.to_dicts()}, indent=1, ensure_ascii=False, allow_nan=False))

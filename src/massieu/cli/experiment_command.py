@@ -66,7 +66,8 @@ def _run(
     if leads():
         shown.show(study)
         page, numbers = (folder / f"{study.stem}.{kind}" for kind in ("html", "json"))
-        show(f"page: {page}\nnumbers: {numbers}")
+        if study.runs:
+            show(f"page: {page}\nnumbers: {numbers}")
     if not complete:
         say("interrupted: finished seeds are stored; run the same command with --resume to continue")
         raise typer.Exit(context.obj.status)

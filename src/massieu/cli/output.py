@@ -1,8 +1,7 @@
-"""Where a command's files go: tried before the work, and a second place if the first fails after it."""
+"""Where a command's files go, tried before the work."""
 
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,18 +14,22 @@ PAGE_ROOM = 8_000_000
 
 
 @contextmanager
-def result_folder(folder: Path) -> Iterator[None]:
+def result_folder(folder: Path, format: str, per_token: bool) -> Iterator[None]:
     """The folder is this run's until the end: made, written to, with room for a result. What draws the page is there.
+
+    Args:
+        format: Of the tables.
+        per_token: Whether the result will have a row for each token.
 
     Raises:
         InputError: it cannot be had; nothing is left behind then.
     """
     for module in ("polars", "jinja2", "plotly.offline", "scipy"):
         require_extra(module, "probe")
-    from massieu.probing.result_files import FILES, ROOM
+    from massieu.probing.result_files import RECORD, ROOM, files_of
     from massieu.report.folder import reserved
 
-    with reserved(folder, FILES, ROOM):
+    with reserved(folder, RECORD, files_of(format, per_token), ROOM):
         yield
 
 
@@ -46,20 +49,3 @@ def check_page(path: Path) -> None:
     target = linked_to(path)
     with tried(target.parent, PAGE_ROOM, target.name):
         pass
-
-
-def kept(save: Callable[[Path], object], place: Path) -> None:
-    """Save what took long to find; where that fails, in a new temporary folder.
-
-    Raises:
-        InputError: it was not saved in its place; the message says where it is.
-    """
-    try:
-        save(place)
-    except InputError as error:
-        try:
-            elsewhere = Path(tempfile.mkdtemp(prefix="massieu-"), place.absolute().resolve().name)
-            save(elsewhere)
-        except (InputError, OSError) as second:
-            raise InputError(f"{error}; nor could it be saved elsewhere: {second}") from error
-        raise InputError(f"{error}; it was saved in {elsewhere} instead") from error

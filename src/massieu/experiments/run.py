@@ -24,7 +24,7 @@ from massieu.report.writing import write_whole
 SEEDS = (5, 6, 7, 8, 9)
 """Of a verdict; settings were chosen on seeds 0 to 4."""
 _ROOM = 1 << 16
-"""Bytes that must fit before tuning begins."""
+"""Bytes that must fit before the work begins."""
 RESULTS = Path(__file__).parent / "results"
 """What was found last, at default size."""
 
@@ -41,6 +41,20 @@ def save(study: Study, folder: Path) -> tuple[Path, Path]:
     write_whole(paths[0], text + "\n", "the experiment's numbers")
     write_whole(paths[1], page_of(study), "the experiment's page")
     return paths
+
+
+def _check_can_save(study: Study, folder: Path) -> None:
+    """What is in the way is found before the work, and without touching what is there.
+
+    Raises:
+        InputError: nothing can be written there.
+        MissingExtraError: jinja2 is not installed.
+    """
+    page_of(study)
+    for kind in ("json", "html"):
+        with tried(folder, _ROOM, f"{study.stem}.{kind}"):
+            if (folder / f"{study.stem}.{kind}").is_dir():
+                raise InputError(f"{folder / f'{study.stem}.{kind}'} is a folder, where a file is to be written")
 
 
 def load(path: Path) -> Study:
@@ -111,7 +125,7 @@ def run(
     wanted = list(seeds)[:1] if quick else list(seeds)
     study.made = _made()
     if out is not None:
-        save(study, out)  # what is in the way of writing is found before anything is lost
+        _check_can_save(study, out)
     for place, seed in enumerate(wanted):
         if seed not in study.runs:
             started = time.process_time()

@@ -1,6 +1,8 @@
 """Files and folders that are complete or not there, at any moment and whatever ends the process."""
 
+import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -10,6 +12,8 @@ from pathlib import Path
 
 LEFT = ".massieu-"
 """Begins the names of what is written aside. What a process that was killed has left is removed by a later one."""
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What file systems say that do not know how to wait for a folder."""
 
 
 @contextmanager
@@ -23,7 +27,8 @@ def replacing(path: Path, *, folder: bool = False, durable: bool = True, mark: s
     Args:
         path: The file or folder; the one that holds it must exist.
         folder: The place is a folder, which is there already; else it is a file, which the block makes.
-        durable: Wait until the content is on the disk. Or a machine that stops may have the name and not the content.
+        durable: Wait until content and name are on the disk. Or a machine that stops may have the name and not the
+            content, or neither after what it replaces was removed.
         mark: A word in the name of the place, for `remove_left`.
     """
     # A short name of its own: that of the file may be as long as names can be.
@@ -36,12 +41,12 @@ def replacing(path: Path, *, folder: bool = False, durable: bool = True, mark: s
             _make_private(aside, earlier)
         yield aside
         if durable:
-            for written in sorted(aside.rglob("*")) if folder else [aside]:
-                if written.is_file():
-                    _settle(written)
+            _settle_all(aside)
         if earlier is not None:
             aside.chmod(stat.S_IMODE(earlier.st_mode))
         os.replace(aside, path)
+        if durable:
+            sync_folder(path.parent)
     except BaseException:
         # The first error is the one to tell.
         with suppress(OSError):
@@ -81,9 +86,50 @@ def remove_left(folder: Path, mark: str = "") -> None:
 
     Only where no other process writes there, or none with this mark. What is another user's may stay; it does no harm.
     """
-    for left in folder.glob(f"{LEFT}{f'{mark}-' if mark else ''}*"):
-        with suppress(OSError):
-            _remove(left)
+    name = re.compile(re.escape(LEFT) + (rf"{re.escape(mark)}-" if mark else r"(?:.+-)?") + r"[0-9a-f]{16}")
+    for left in folder.glob(f"{LEFT}*"):
+        if name.fullmatch(left.name):
+            with suppress(OSError):
+                _remove(left)
+
+
+def sync_folder(folder: Path | int) -> None:
+    """Wait until a folder's entries are on the disk, where the system can do so: after a file was made, renamed, removed.
+
+    Args:
+        folder: Its path, or a descriptor of it.
+    """
+    if os.name == "nt":  # opens no folders
+        return
+    if isinstance(folder, int):
+        _sync(folder)
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # it may be written to, and not be read
+        return
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+
+
+def _settle_all(path: Path) -> None:
+    """A file, or a folder with all that is in it."""
+    if not path.is_dir():
+        _settle(path)
+        return
+    for each in sorted(path.iterdir()):
+        _settle_all(each)
+    sync_folder(path)
 
 
 def _earlier(path: Path) -> os.stat_result | None:

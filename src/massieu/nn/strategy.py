@@ -89,7 +89,7 @@ class Heads(Resettable, ABC):
         """
         if self.num_heads:
             raise ValueError(
-                f"heads must be new: this {type(self).__name__} is another module's: make one for each module"
+                f"heads must be new, and this {type(self).__name__} is another module's; make one for each module"
             )
         self.num_heads, self.head_dim = num_heads, head_dim
         device = torch.get_default_device() if device is None else torch.device(device)

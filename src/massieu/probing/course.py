@@ -20,7 +20,7 @@ from massieu.foundation.files import remove_left, replacing
 from massieu.probing.model import LoadedModel
 from massieu.probing.module_hash import settings_hash
 from massieu.probing.per_token import TOKENS, forget_rows
-from massieu.probing.running import State, packed, unpacked
+from massieu.probing.running import State, is_packed, packed, unpacked
 from massieu.probing.site_reading import Options
 from massieu.report.writing import check_name, explaining
 
@@ -177,12 +177,12 @@ class Course:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_left(path.parent, path.stem)
-            for old, processes in _stored_in(path.parent).items():
-                if processes != self.processes:  # of an earlier run, which this one replaces
-                    old.unlink(missing_ok=True)
             with replacing(path, mark=path.stem) as aside:
                 aside.write_bytes(content)
             self._kept = True
+            for old, processes in _stored_in(path.parent).items():
+                if processes != self.processes:  # of an earlier run, which this one replaces
+                    old.unlink(missing_ok=True)
         except OSError as error:
             note = f"running sums could not be stored in {path.parent}: {error.strerror or error}"
             session.warnings += [note] if note not in session.warnings else []
@@ -238,7 +238,8 @@ def course_for(
     """The course of this process.
 
     Raises:
-        InputError: there is no process group to share the text in, or nowhere to resume from.
+        InputError: there is no process group to share the text in, or nowhere to resume from; something that no run has
+            stored has the name of running sums.
     """
     if resume and folder is None:
         raise InputError("resume=True needs running=, the folder in which the running sums are stored")
@@ -247,6 +248,8 @@ def course_for(
     place = None if folder is None else check_name(folder)
     if place is not None and place.exists() and not place.is_dir():
         raise InputError(f"{place} is a file; running sums need a folder")
+    if place is not None:
+        _check_ours(place)
     rank, processes, group = 0, 1, None
     if distributed:
         if not (dist.is_available() and dist.is_initialized()):
@@ -261,21 +264,52 @@ def course_for(
     return Course(rank, processes, place, resume, every, settings, group)
 
 
+def running_in(folder: Path) -> Path:
+    """The folder of running sums in a result's folder.
+
+    Raises:
+        InputError: it is a symbolic link, and the result's folder may be somebody else's.
+    """
+    place = folder / RUNNING
+    if place.is_symlink():
+        raise InputError(f"{place} is a symbolic link, and no link in a result's folder is followed; remove it")
+    return place
+
+
+def _check_ours(folder: Path) -> None:
+    """That what has the names of running sums is such, since it may be replaced and removed.
+
+    Raises:
+        InputError: it is not; the message names it.
+    """
+    for path in (folder / TOKENS, *folder.glob("*")):
+        named = path.name == TOKENS or _NAME.fullmatch(path.name) is not None
+        if named and path.is_symlink():
+            raise InputError(f"{path} is a symbolic link, and no link among running sums is followed; remove it")
+        if named and path.name != TOKENS and not is_packed(path):
+            raise InputError(f"{path} is in the way: it holds no running sums; move it, or name another folder")
+
+
 def forget(folder: Path) -> None:
-    """Remove the running sums, and the per-token rows beside them, of a run whose result is saved."""
-    for path in _stored_in(folder):
-        path.unlink(missing_ok=True)
-    remove_left(folder / TOKENS)
-    forget_rows(folder / TOKENS)
-    remove_left(folder)
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+    """Remove the running sums, and the per-token rows beside them, of a run whose result is saved.
+
+    Raises:
+        InputError: they cannot be removed.
+    """
+    with explaining(f"the result is saved, but the running sums in {folder} could not be removed"):
+        for path in _stored_in(folder):
+            path.unlink(missing_ok=True)
+        remove_left(folder / TOKENS)
+        forget_rows(folder / TOKENS)
+        remove_left(folder)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _stored_in(folder: Path) -> dict[Path, int]:
     """The files of running sums in a folder, and how many processes there were."""
     named = {path: _NAME.fullmatch(path.name) for path in sorted(folder.glob("*"))}
-    return {path: int(match[1]) for path, match in named.items() if match}
+    return {path: int(match[1]) for path, match in named.items() if match and is_packed(path)}
 
 
 def _broadcast(content: bytes, source: int, group: Any) -> bytes:

@@ -7,7 +7,10 @@ from massieu.probing import result_files as result
 from massieu.probing.compare import files as comparison
 from massieu.report.record_lines import is_record_of_monitor
 
-_RECORDS = {result.RECORD: result.FILES, comparison.RECORD: comparison.FILES}
+_RECORDS = {
+    result.RECORD: [name for format in result.FORMATS for name in result.files_of(format, per_token=True)],
+    comparison.RECORD: list(comparison.FILES),
+}
 """The files that say what else was written beside them, and what that may be called."""
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from massieu.errors import InputError, require_extra
 from massieu.foundation.files import replacing
+from massieu.probing.result_files import TOKENS
 from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.query_means import Queries
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
 
 PER_TOKEN = "the per-token table"
 """Its name among what could not be computed."""
-TOKENS = "tokens"
-"""The folder that parts are in."""
-TOKEN_PARTS = f"{TOKENS}/part-"
-"""Begins the name of each."""
 _PART, _NAME = "part-{:08d}-{:03d}.parquet", re.compile(r"part-(\d{8,})-(\d{3,})\.parquet")
 AT_ONCE = 200_000
 """Rows that are held in memory before they are written."""
 LARGE = 10e9
 """Bytes; a larger table is warned of."""
+_KEYS = ("window", "position", "token_id", "token", "site", "layer", "head")
+"""The columns before the statistics."""
+_END = 8
+"""Bytes at the end of a parquet file: the length of its footer, and the format's name."""
 _KEY_BYTES = 6  # of a row on the disk, compressed, beside the values: measured
 _MANY = 1_000  # tokens, in what is said of the size
 
@@ -99,12 +100,19 @@ class TokenWriter:
         batch: number of the batch that is being read.
         silent: rows are left out: what is read is not this process's own, or was read before.
         share: number of this process and of all: it reads, and writes, one batch in so many.
+        hashes: of the parts that are written, by name. They are stored with the running sums.
     """
 
     def __init__(
-        self, folder: Path, names: Sequence[str], tokenizer: Any = None, share: tuple[int, int] = (0, 1)
+        self,
+        folder: Path,
+        names: Sequence[str],
+        tokenizer: Any = None,
+        share: tuple[int, int] = (0, 1),
+        hashes: dict[str, str] | None = None,
     ) -> None:
         self.folder, self.names, self.tokenizer, self.share = folder, tuple(names), tokenizer, share
+        self.hashes = {} if hashes is None else hashes
         self.batch = 0
         self.silent = False
         self._frames: list[polars.DataFrame] = []
@@ -117,16 +125,25 @@ class TokenWriter:
         """Remove what this process has written from a batch on, earlier or in another run; returns the rows that stay.
 
         Raises:
-            InputError: they cannot be removed or counted.
+            InputError: they cannot be removed or counted, what stays was changed since it was written, or something else
+                has the name of a part.
         """
         with explaining(f"cannot write to the folder {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             rank, processes = self.share
             own = [path for path in _parts_in(self.folder) if _first_batch(path) % processes == rank]
+            if other := next((path for path in own if not _is_part(path)), None):
+                raise InputError(f"{other} is in the way: it holds no per-token rows; move it, or name another folder")
+            kept = [path for path in own if _first_batch(path) < start]
             for path in own:
-                if _first_batch(path) >= start:
+                if path not in kept:
                     path.unlink(missing_ok=True)
-        return sum(_rows_in(path) for path in own if path.exists())
+            for path in kept:
+                if folders.digest_of(path) != self.hashes.get(path.name):
+                    raise InputError(
+                        f"cannot resume: {path} is not as it was when the running sums were stored; begin without resume"
+                    )
+        return sum(map(_rows_in, kept))
 
     def add(self, info: SiteInfo, found: Queries, places: Places, real: Bool[Tensor, "B L"], length: int) -> int:
         """The queries of one call that are no padding: a row for each, of each head; returns how many.
@@ -216,8 +233,10 @@ class TokenWriter:
         rows.write_parquet(content, compression="zstd", row_group_size=AT_ONCE // 4)
         batch, number = self._latest
         self._latest = (self._first, number + 1 if batch == self._first else 0)
-        with replacing(self.folder / _PART.format(*self._latest)) as aside:
+        path = self.folder / _PART.format(*self._latest)
+        with replacing(path) as aside:
             aside.write_bytes(content.getbuffer())
+        self.hashes[path.name] = folders.digest(content.getvalue())
 
     def discard(self) -> None:
         """Forget what is held."""
@@ -276,29 +295,28 @@ class TokenTable:
         return cls(folder, tuple(path.name for path in _parts_in(folder)), None, keeper)
 
     @classmethod
-    def stored_in(cls, folder: Path, hashes: Mapping[str, str]) -> "TokenTable | None":
-        """Those that a result in this folder was stored with; None where it was stored without, or they were removed.
+    def stored_in(cls, stored: "folders.Stored", hashes: Mapping[str, str]) -> "TokenTable | None":
+        """Those that a result was stored with; None where it was stored without, or they were removed.
 
         Raises:
             MismatchError: some of them are missing.
         """
         own = {name.removeprefix(f"{TOKENS}/"): each for name, each in hashes.items() if name.startswith(f"{TOKENS}/")}
         own = {name: each for name, each in own.items() if _NAME.fullmatch(name)}
-        there = [name for name in own if folders.has(folder, f"{TOKENS}/{name}")]
+        there = [name for name in own if stored.has(f"{TOKENS}/{name}")]
         if not there:
             return None
+        folder = stored.path(TOKENS)
         if missing := sorted(own.keys() - set(there)):
-            raise folders.MismatchError(
-                f"{folder / TOKENS / missing[0]} is missing; restore it, or remove {folder / TOKENS}"
-            )
-        return cls(folder / TOKENS, tuple(sorted(own)), own)
+            raise folders.MismatchError(f"{folder / missing[0]} is missing; restore it, or remove {folder}")
+        return cls(folder, tuple(sorted(own)), own, saved=stored.top.path / TOKENS)
 
     @property
     def paths(self) -> list[Path]:
-        """Where the parts are: in their folder, or about to be moved there."""
-        known = [self.folder] if self.saved is None else [self.folder, self.saved]
-        places = [[folders.place(each.parent, f"{each.name}/{name}") for each in known] for name in self.names]
-        return [next((path for path in found if path.is_file()), found[-1]) for found in places]
+        """Where the parts are: in their folder, or where they were saved since."""
+        if self.saved is None:
+            return [self.folder / name for name in self.names]
+        return [self.folder / name if (self.folder / name).is_file() else self.saved / name for name in self.names]
 
     def size(self) -> tuple[int, int]:
         """Rows and bytes."""
@@ -361,7 +379,7 @@ class TokenTable:
 
 def forget_rows(folder: Path) -> None:
     """Remove the parts in a folder, and the folder if nothing else is in it."""
-    for path in _parts_in(folder):
+    for path in filter(_is_part, _parts_in(folder)):
         path.unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
@@ -369,6 +387,20 @@ def forget_rows(folder: Path) -> None:
 
 def _parts_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("part-*.parquet") if _NAME.fullmatch(path.name))
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a file is a parquet file with the columns of per-token rows. Its end alone is read, which names them."""
+    if path.stat().st_size < 2 * _END:
+        return False
+    with path.open("rb") as file:
+        file.seek(-_END, os.SEEK_END)
+        length, magic = int.from_bytes(file.read(4), "little"), file.read(4)
+        if magic != b"PAR1" or length > path.stat().st_size - _END:
+            return False
+        file.seek(-_END - length, os.SEEK_END)
+        footer = file.read(length)
+    return all(name.encode() in footer for name in _KEYS)
 
 
 def _first_batch(path: Path) -> int:

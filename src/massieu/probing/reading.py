@@ -83,9 +83,10 @@ class Reading(RunningParts):
         tokens_through: from embeddings to logits, for the copying score.
         writer: wants the value of each query.
         token_rows: rows that it was given.
+        row_files: the files that it has written them to, by name, and their hashes.
     """
 
-    NOTES = ("seconds", "sampled", "unexplained", "failed", "read_queries", "token_rows")
+    NOTES = ("seconds", "sampled", "unexplained", "failed", "read_queries", "token_rows", "row_files")
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Reading(RunningParts):
         self.tokens_through: Tensor | None = None
         self.writer: TokenWriter | None = None
         self.token_rows = 0
+        self.row_files: dict[str, str] = {}
         self._capture: Capture | None = None
         self.failed: dict[str, str] = {}
         if EXPANSION in options.groups and any(info.tokens_first is None for info in sites):

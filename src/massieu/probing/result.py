@@ -17,7 +17,7 @@ from massieu.foundation.doors import input_door, text
 from massieu.foundation.printable import visible
 from massieu.probing import stored
 from massieu.probing.long_table import COLUMNS
-from massieu.probing.per_token import TOKEN_PARTS, TokenTable
+from massieu.probing.per_token import TokenTable
 from massieu.probing.result_files import (
     DETAILS,
     FORMATS,
@@ -165,9 +165,10 @@ class ProbeResult:
     def save(self, folder: str | os.PathLike[str], format: Literal["parquet", "csv"] = "parquet") -> Path:
         """Write ``heads``, ``layers``, ``run.json``, ``details.json``, ``units.safetensors``, ``report.html`` into a folder.
 
-        The folder is made if need be; an earlier result in it is replaced, other files are left alone. All files are
-        written aside first and appear together: killed at any moment, the folder holds the former result or the
-        new one for `load`, and no half-written file. Where another process saves there, this one waits for it.
+        The folder is made if need be; an earlier result in it is replaced, other files are left alone. Killed at any
+        moment, or after a power failure, the folder holds the former result or the new one for `load`: all files are
+        written into a folder of their own, ``.massieu/<hash>``, and then ``run.json`` is replaced, by which they are found.
+        The names above are links to them, or copies. Where another process saves there, this one waits for it.
         Per-token rows are put into a folder ``tokens`` there.
         Where the page cannot be drawn, everything else is saved before the error is raised.
 
@@ -175,8 +176,8 @@ class ProbeResult:
             The folder.
 
         Raises:
-            InputError: the folder is a file or cannot be written to, another run writes there for more than
-                20 seconds, or the format is unknown.
+            InputError: the folder is a file or cannot be written to, a file that no earlier save has left is in the way,
+                another run writes there for more than 20 seconds, or the format is unknown.
             MissingExtraError: what draws the page is not installed.
         """
         if format not in FORMATS:
@@ -187,21 +188,18 @@ class ProbeResult:
         tables = zip(TABLES, (self.heads, self.layers), strict=True)
         files = {f"{name}.{format}": table_bytes(frame, format) for name, frame in tables}
         files[DETAILS] = details_bytes(self.details)
-        stale = (TOKEN_PARTS, *(f"{name}.{ending}" for name in TABLES for ending in FORMATS if ending != format))
-        parts = {} if self._token_table is None else self._token_table.parts()
-        if self.units is None:
-            stale = (*stale, UNITS)
-        else:
+        if self.units is not None:
             files[UNITS] = self.units.to_bytes()
+        parts = {} if self._token_table is None else self._token_table.parts()
         try:
             files[PAGE] = self._page().encode("utf-8", "replace")
         except Exception as error:
             # The measurement took long; the page can be drawn again.
-            folders.replace(folder, self._with_record(files), (*stale, PAGE), parts)
+            folders.save(folder, RECORD, self._with_record(files), parts)
             error.add_note(f"(all but the page was saved in {folder})")
             raise
         saved = None if self._token_table is None else self._token_table.saved_in(folder)
-        folders.replace(folder, self._with_record(files), stale, parts)
+        folders.save(folder, RECORD, self._with_record(files), parts)
         self._token_table = saved
         return folder
 
@@ -209,8 +207,9 @@ class ProbeResult:
     def load(cls, folder: str | os.PathLike[str]) -> "ProbeResult":
         """Read what `save` wrote.
 
-        The tables and details are checked against the hashes in ``run.json``; while another process replaces them, it is
-        read again. A result that was stored without hashes is read as it is. A page of another result is warned of.
+        The tables and details are checked against the hashes in ``run.json``; if another process saves meanwhile, its
+        result is read. A result that was stored without hashes is read as it is. Nothing is written, and no symbolic link
+        in the folder is followed. A file of another result in the place of one of this is warned of.
 
         Raises:
             InputError: there is no such folder, a file of it is missing, cannot be read or is not of this result, or it
@@ -220,11 +219,13 @@ class ProbeResult:
         folder = check_name(folder)
         if not os.path.isdir(folder):
             raise InputError(f"{folder} is {'a file' if os.path.lexists(folder) else 'missing'}; a result is a folder")
-        loaded, page_fits = folders.read_together(folder, RECORD, lambda: cls._read(folder))
-        if not page_fits:
-            again = "draw it again with: massieu report"
-            message = f"{folder / PAGE} is not the page of the numbers beside it; {again} {folder}"
-            warnings.warn(visible(message), stacklevel=2)
+        loaded, other = folders.read(folder, RECORD, cls._read)
+        if other is not None:
+            warnings.warn(
+                f"{visible(str(folder / other))} is not the file that this result was stored with; move it away, and put "
+                f"the result's own in its place with: massieu report {visible(str(folder))}",
+                stacklevel=2,
+            )
         return loaded
 
     @classmethod
@@ -239,42 +240,49 @@ class ProbeResult:
             MissingExtraError: what draws the page is not installed.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a page that does not fit is replaced
+            warnings.simplefilter("ignore")  # what does not fit is in the way of the save, which says so
             cls.load(folder)
             with locked(folder := Path(folder), wait=folders.PATIENCE):
                 result = cls.load(folder)
-                page = {PAGE: result._page().encode("utf-8", "replace")}
-                record = stored.parse(folders.read(folder, RECORD)[1], str(folder / RECORD))
-                if hashes := record.get("files"):
-                    page[RECORD] = record_bytes(result.run, hashes | {PAGE: folders.digest(page[PAGE])})
-                folders.replace(folder, page)
+                folders.read(folder, RECORD, lambda stored: result._save_page(folder, stored))
         return folder / PAGE
 
+    def _save_page(self, folder: Path, stored: folders.Stored) -> None:
+        """Save a result once more, with its page drawn again."""
+        _, hashes = read_record(stored.record, str(stored.where))
+        if hashes is None:
+            raise InputError(
+                f"{folder} was stored by a version of massieu that kept no hashes, so nothing in it is replaced; "
+                "write its page elsewhere with ProbeResult.load(folder).report(path)"
+            )
+        page = self._page().encode("utf-8", "replace")
+        others = {name: hash for name, hash in hashes.items() if name != PAGE and stored.has(name)}
+        record = record_bytes(self.run, others | {PAGE: folders.digest(page)})
+        linked = {name: stored.path(name) for name in others}
+        folders.save(folder, RECORD, {RECORD: record, PAGE: page}, linked)
+
     @classmethod
-    def _read(cls, folder: Path) -> tuple["ProbeResult", bool]:
-        """What is stored, and whether the page that is there belongs to it."""
-        content = folders.read(folder, RECORD)[1]
-        run, hashes = read_record(content, str(folder / RECORD))
+    def _read(cls, content: folders.Stored) -> tuple["ProbeResult", str | None]:
+        """What is stored, and the first file in the folder that has the place of one of its own."""
+        run, hashes = read_record(content.record, str(content.where))
 
         def file(*names: str) -> tuple[str, bytes]:
-            name, found = folders.read(
-                folder, *([each for each in names if each in hashes] or names if hashes else names)
-            )
+            listed = [each for each in names if each in (hashes or ())]
+            name, found = content.read(*(listed or names))
             if hashes is not None and hashes.get(name) != folders.digest(found):
                 raise folders.MismatchError(
-                    f"{folder / name} is not the file that {RECORD} was stored with: it was changed, or it is of another run"
+                    f"{content.path(name)} is not the file that {RECORD} was stored with: it was changed, or it is of "
+                    "another run"
                 )
             return name, found
 
+        folder = content.own.path
         details, heads, layers = read_numbers(file, folder)
-        page_fits = _page_fits(folder, hashes)
-        if (hashes is None or not page_fits) and folders.read(folder, RECORD)[1] != content:
-            raise folders.MismatchError(f"{folder} was written to while it was read")
         stored.check_together(run, details, heads, str(folder))
-        kept = UNITS in (hashes or ()) and folders.has(folder, UNITS)  # it is large, and only comparisons need it
+        kept = UNITS in (hashes or ()) and content.has(UNITS)  # only comparisons need it
         units = UnitSums.from_bytes(file(UNITS)[1], str(folder / UNITS)) if kept else None
-        tokens = TokenTable.stored_in(folder, hashes or {})
-        return cls(run, details, heads, layers, units, tokens), page_fits
+        tokens = TokenTable.stored_in(content, hashes or {})
+        return cls(run, details, heads, layers, units, tokens), content.other_published(hashes or {})
 
     def _with_record(self, files: dict[str, bytes]) -> dict[str, bytes]:
         hashes = {name: folders.digest(each) for name, each in files.items()}
@@ -411,14 +419,3 @@ class ProbeResult:
         from massieu.report import page
 
         return page.render(self.run, self.details, self.heads, self.layers)
-
-
-def _page_fits(folder: Path, hashes: dict[str, str] | None) -> bool:
-    if hashes is None or PAGE not in hashes:
-        return True
-    try:
-        return folders.digest(folders.read(folder, PAGE)[1]) == hashes[PAGE]
-    except folders.MismatchError:  # who needs no page may remove it
-        return True
-    except InputError:
-        return False

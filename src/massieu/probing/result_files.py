@@ -17,11 +17,19 @@ if TYPE_CHECKING:
 FORMATS = ("parquet", "csv")
 TABLES = ("heads", "layers")
 PAGE = "report.html"
+TOKENS = "tokens"
+"""The folder that parts are in."""
+TOKEN_PARTS = f"{TOKENS}/part-*.parquet"
+"""The names of all parts that a result may have."""
 RECORD, DETAILS, UNITS = "run.json", "details.json", "units.safetensors"
-FILES = (RECORD, DETAILS, UNITS, PAGE, *(f"{name}.{ending}" for name in TABLES for ending in FORMATS))
-"""Every name that a file of a result may have."""
 ROOM = 48_000_000
 """Bytes to have free for a result: the largest page, the tables and the details, and the sums of a thousand heads."""
+
+
+def files_of(format: str, per_token: bool) -> tuple[str, ...]:
+    """The names, or patterns of them, that the files of a result will have, beside the record."""
+    tables = (f"{name}.{format}" for name in TABLES)
+    return (*tables, DETAILS, UNITS, PAGE, *((TOKEN_PARTS,) if per_token else ()))
 
 
 def table_bytes(frame: "polars.DataFrame", format: str) -> bytes:

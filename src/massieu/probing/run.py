@@ -139,7 +139,7 @@ def probe(
         distributed: the processes of the default group of ``torch.distributed`` share the text: each is given all of it,
             reads its batches and gets the result of all. Where a model is loaded by name, each loads its own.
         running: a folder to store running sums in, every ``store_every`` minutes and when Ctrl-C ends the reading, and
-            the rows of ``per_token``.
+            the rows of ``per_token``. With ``replace`` nothing is stored there, since such a run begins at the beginning.
         resume: go on from what is stored in ``running``, by a run of the same model, text and settings; the result is the
             one of a run without a break. Where nothing is stored, the reading begins at the beginning.
         store_every: minutes.
@@ -207,6 +207,7 @@ def probe(
             raise InputError(
                 "replace needs a single process that reads from the beginning: leave out torchrun and resume"
             )
+        running = None  # the windows that are run again are in no running sums, so none could be gone on from
     if REPEATED in groups:
         loading.setdefault("head", "if any")
     if rows:

@@ -5,9 +5,11 @@ fits into a file. Whatever is kept as an attribute of `RunningParts` and has the
 merged with the rest.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -19,9 +21,11 @@ from massieu.errors import InputError
 State = dict[str, Any]
 """Arrays, numbers, texts, lists and None, by name, in dictionaries of the same; keys are strings."""
 
-FORMAT = 2
+FORMAT = 3
 """Of stored states; another one is refused."""
-_HEADER, _NOTES = "plain", "notes"
+_HEADER, _CHECKSUM, _NOTES = "plain", "sha256", "notes"
+_LENGTH_BYTES = 8
+"""At the beginning of a safetensors file: the length of its header."""
 
 
 @runtime_checkable
@@ -146,7 +150,7 @@ def fitting(array: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
-    """A state as the bytes of a safetensors file: its arrays, and in its header the rest as JSON."""
+    """A state as the bytes of a safetensors file: its arrays, and in its header the rest as JSON, and a checksum of both."""
     arrays: dict[str, np.ndarray] = {}
 
     def plain(value: Any) -> Any:
@@ -158,24 +162,51 @@ def packed(state: Mapping[str, Any]) -> bytes:
             return {"of": {key: plain(item) for key, item in value.items()}}
         return {"is": value}
 
-    header = json.dumps({"format": FORMAT, "state": plain(state)}, separators=(",", ":"))
-    return save(arrays, {_HEADER: header})
+    rest = plain(state)
+    header = {"format": FORMAT, _CHECKSUM: _checksum(arrays, rest), "state": rest}
+    # One entry alone: the order of several would differ from call to call.
+    return save(arrays, {_HEADER: json.dumps(header, separators=(",", ":"))})
+
+
+def _checksum(arrays: Mapping[str, np.ndarray], rest: Any) -> str:
+    """A hash of everything that a state is made from again: its arrays, and the rest as JSON can hold it."""
+    digest = hashlib.sha256(json.dumps(rest).encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"\n{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a file's header is that of a stored state, of this format or another."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if length > path.stat().st_size:
+                return False
+            return _HEADER in json.loads(file.read(length))["__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def unpacked(content: bytes, where: str) -> State:
     """The state that `packed` has made such bytes of.
 
     Raises:
-        InputError: it has not; ``where`` is the file's name.
+        InputError: it has not, or a bit of them was changed since; ``where`` is the file's name.
     """
     try:
         arrays = load(content)
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_HEADER])
+        length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+        header = json.loads(json.loads(content[_LENGTH_BYTES : _LENGTH_BYTES + length])["__metadata__"][_HEADER])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{where} cannot be read: it holds no running sums ({error})") from error
     if header.get("format") != FORMAT:
-        raise InputError(f"{where} has format {header.get('format')}; this version of massieu reads {FORMAT}")
+        raise InputError(
+            f"{where} has format {header.get('format')}, and this version of massieu reads {FORMAT}; begin without resume"
+        )
+    if header.get(_CHECKSUM) != _checksum(arrays, header.get("state")):
+        raise InputError(f"{where} is damaged: its checksum is not that of its content; begin without resume")
 
     def original(value: dict[str, Any]) -> Any:
         if "array" in value:

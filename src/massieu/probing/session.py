@@ -233,7 +233,7 @@ class Session(SessionRecord):
                 f"{said}; name fewer statistics in per_token, or read fewer tokens, for a smaller table"
             )
         self.reading.writer = writer = TokenWriter(
-            self.rows_in, names, self.given.tokenizer, (course.rank, course.processes)
+            self.rows_in, names, self.given.tokenizer, (course.rank, course.processes), self.reading.row_files
         )
         # A batch that is read for the wiring alone leaves no rows.
         writer.silent = course.rank > 0 or course.resumes()

@@ -49,7 +49,7 @@ def write_whole(path: Path, page: str, what: str) -> None:
         if os.path.isdir(path):
             raise InputError(f"{path} is a folder; {what} needs the name of a file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with overwriting(path, durable=False) as aside:
+        with overwriting(path) as aside:
             aside.write_bytes(page.encode("utf-8", "replace"))
 
 

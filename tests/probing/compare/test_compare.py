@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from massieu.probing.sharing import Sharing
 from massieu.probing.text import Batch
 from massieu.probing.text_digest import TextDigest
 from massieu.report import page
+from massieu.report.directory import Directory
+from massieu.report.folder import STORE
 
 WINDOWS, LENGTH = 8, 12
 ATTENTION = ["entropy", "largest_weight"]
@@ -294,7 +299,8 @@ def test_sums_are_stored_with_the_result_and_may_be_missing(pair, tmp_path: Path
     (folder / "units.safetensors").write_bytes(content[:-1] + b"\1")
     with pytest.raises(InputError, match=r"units\.safetensors is not the file"):
         ProbeResult.load(folder)
-    (folder / "units.safetensors").unlink()
+    for place in (folder, *(folder / STORE).iterdir()):
+        (place / "units.safetensors").unlink()
     again = ProbeResult.load(folder)
     assert again.units is None
     again.save(folder)
@@ -361,11 +367,49 @@ def test_what_is_there_is_not_probed_again(tmp_path: Path):
     assert {stage.partition(":")[0] for stage in said} == {"c"}
     folders = sorted((tmp_path / "models").iterdir())
     assert len(folders) == 3
-    for path in folders[0].iterdir():  # as a process leaves it that was killed before it had stored anything
-        path.unlink()
+    shutil.rmtree(folders[0])  # as a process leaves it that was killed before it had stored anything
+    folders[0].mkdir()
     said.clear()
     compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
     assert {stage.partition(":")[0] for stage in said} == {"a"}
+
+
+@pytest.mark.medium
+def test_a_disk_that_fills_costs_no_model_s_result(tmp_path: Path, monkeypatch):
+    """What was stored stays; what could not be stored is saved elsewhere, and put in its place it is gone on from."""
+    model, out, spare = made(), tmp_path / "out", tmp_path / "spare"
+    spare.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(spare))
+    models = [model, sharper(model, 1, 1, 20.0)]
+    write = Directory.write
+
+    def full(directory: Directory, name: str, content: bytes) -> None:
+        if f"{out}/models/b-" in str(directory.path):
+            raise OSError(28, "No space left on device")
+        write(directory, name, content)
+
+    monkeypatch.setattr(Directory, "write", full)
+    with pytest.raises(InputError, match=r"No space left on device; it was saved in .* instead; move it to") as error:
+        compared(*models, out=out, names=["a", "b"])
+    monkeypatch.setattr(Directory, "write", write)
+    source, target = re.search(r"saved in (\S+) instead; move it to (\S+) and", str(error.value)).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    shutil.move(source, target)
+    said: list[str] = []
+    found = compared(*models, out=out, names=["a", "b"], progress=lambda state: said.append(state.stage))
+    assert said == []
+    assert_frame_equal(found.differences, compared(*models, names=["a", "b"]).differences)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
+def test_links_among_stored_results_are_refused(tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "models").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(
+        InputError, match=r"models is a symbolic link, and no link in a comparison's folder is followed"
+    ):
+        compared(made(), made(seed=1), out=tmp_path / "out")
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_another_text_or_option_is_another_result():

@@ -19,6 +19,7 @@ from massieu.probing.compare.files import DIFFERENCES, PAGE, RECORD, VALUES, rea
 from massieu.probing.compare.pairs import COLUMNS, Pairing, check_shapes, differences, pairing
 from massieu.probing.long_table import COLUMNS as VALUE_COLUMNS
 from massieu.probing.result import Fragment, ProbeResult
+from massieu.probing.result_files import RECORD as RUN_RECORD
 from massieu.probing.result_files import table_bytes
 from massieu.report import folder as folders
 from massieu.report.record import RunRecord, plain
@@ -222,22 +223,22 @@ class Comparison:
             The folder.
 
         Raises:
-            InputError: the folder is a file or cannot be written to.
+            InputError: the folder is a file or cannot be written to, or a file that no earlier save has left is in the way.
             MissingExtraError: what draws the page is not installed.
         """
         folder = check_name(folder)
         if os.path.lexists(folder) and not os.path.isdir(folder):
             raise InputError(f"{folder} is a file; the comparison needs a folder")
-        if os.path.isfile(folder / "run.json"):
+        if (folder / RUN_RECORD).is_file():
             raise InputError(f"{folder} holds a result of 'massieu probe'; the comparison needs a folder of its own")
         files = {DIFFERENCES: table_bytes(self.differences, "parquet"), VALUES: table_bytes(self.values, "parquet")}
         try:
             files[PAGE] = self._page().encode("utf-8", "replace")
         except Exception as error:
-            folders.replace(folder, files | {RECORD: record_bytes(self._record(), files)}, (PAGE,))
+            folders.save(folder, RECORD, files | {RECORD: record_bytes(self._record(), files)})
             error.add_note(f"(all but the page was saved in {folder})")
             raise
-        folders.replace(folder, files | {RECORD: record_bytes(self._record(), files)})
+        folders.save(folder, RECORD, files | {RECORD: record_bytes(self._record(), files)})
         return folder
 
     @classmethod
@@ -253,7 +254,7 @@ class Comparison:
             raise InputError(
                 f"{folder} is {'a file' if os.path.lexists(folder) else 'missing'}; a comparison is a folder"
             )
-        said, tables = folders.read_together(folder, RECORD, lambda: read_files(folder))
+        said, tables = folders.read(folder, RECORD, read_files)
         where = str(folder / RECORD)
         try:
             made = cls(

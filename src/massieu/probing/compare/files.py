@@ -2,7 +2,6 @@
 
 import io
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from massieu.errors import InputError, require_extra
@@ -14,7 +13,8 @@ if TYPE_CHECKING:
 
 RECORD, PAGE = "comparison.json", "report.html"
 DIFFERENCES, VALUES = "differences.parquet", "values.parquet"
-FILES = (RECORD, DIFFERENCES, VALUES, PAGE)
+FILES = (DIFFERENCES, VALUES, PAGE)
+"""Beside the record."""
 VERSION = 1
 
 
@@ -26,34 +26,25 @@ def record_bytes(record: dict[str, Any], files: dict[str, bytes]) -> bytes:
     )
 
 
-def read_files(folder: Path) -> tuple[dict[str, Any], list["polars.DataFrame"]]:
+def read_files(content: folders.Stored) -> tuple[dict[str, Any], list["polars.DataFrame"]]:
     """The record and the two tables.
 
     Raises:
         InputError: a file is missing, cannot be read, or is not of this comparison.
     """
-    where = str(folder / RECORD)
-    said = stored.parse(_read(folder, RECORD), where)
+    where = str(content.where)
+    said = stored.parse(content.record, where)
     if said.get("schema_version") != VERSION:
         raise InputError(f"{where} has schema_version {said.get('schema_version')}; this version reads {VERSION}")
     hashes = stored.hashes_of(said, where) or {}
     polars = require_extra("polars", "probe")
     tables = []
     for name in (DIFFERENCES, VALUES):
-        content = _read(folder, name)
-        if hashes.get(name) != folders.digest(content):
-            raise folders.MismatchError(f"{folder / name} is not the file that {RECORD} was stored with")
+        _, table = content.read(name)
+        if hashes.get(name) != folders.digest(table):
+            raise folders.MismatchError(f"{content.path(name)} is not the file that {RECORD} was stored with")
         try:
-            tables.append(polars.read_parquet(io.BytesIO(content)))
+            tables.append(polars.read_parquet(io.BytesIO(table)))
         except (polars.exceptions.PolarsError, polars.exceptions.PanicException) as error:
-            raise InputError(f"{folder / name} is not a table: {str(error).splitlines()[0]}") from error
+            raise InputError(f"{content.path(name)} is not a table: {str(error).splitlines()[0]}") from error
     return said, tables
-
-
-def _read(folder: Path, name: str) -> bytes:
-    try:
-        return folders.read(folder, name)[1]
-    except folders.MismatchError as error:
-        raise folders.MismatchError(
-            f"{folder} has no {name}; a folder written by 'massieu compare' is needed"
-        ) from error

@@ -21,7 +21,7 @@ from massieu.probing.result import ProbeResult
 from massieu.probing.result_files import RECORD
 from massieu.probing.run import probe
 from massieu.probing.text_digest import TextDigest
-from massieu.report.folder import has
+from massieu.report.folder import save_or_elsewhere
 
 FOLDER = "models"
 _SHOWN = 12
@@ -42,17 +42,29 @@ class Kept:
         """The complete result that is stored under a key; None where there is none.
 
         Raises:
-            InputError: there is one that cannot be read.
+            InputError: there is one that cannot be read, or a symbolic link.
         """
         for place in sorted(self._folder.glob(f"*-{key[:_SHOWN]}")):
+            self._check_no_link(place)
             # A process that was killed may have made the folder and stored nothing.
-            if has(place, RECORD) and (found := ProbeResult.load(place)).complete:
+            if (place / RECORD).is_file() and (found := ProbeResult.load(place)).complete:
                 return found
         return None
 
-    def keep(self, result: ProbeResult, name: str, key: str) -> Path:
-        """Store a result."""
-        return result.save(self._place(name, key))
+    def keep(self, result: ProbeResult, name: str, key: str) -> None:
+        """Store a result.
+
+        Raises:
+            InputError: it was not stored there; the message says where it is, and how to go on from it.
+        """
+        place = self._place(name, key)
+        self._check_no_link(place)
+        save_or_elsewhere(result.save, place, f"; move it to {place} and run the same again to go on from there")
+
+    def _check_no_link(self, place: Path) -> None:
+        for each in (self._folder, place):
+            if each.is_symlink():
+                raise InputError(f"{each} is a symbolic link, and no link in a comparison's folder is followed")
 
     def _place(self, name: str, key: str) -> Path:
         return self._folder / f"{re.sub('[^A-Za-z0-9._-]+', '-', name)[-60:].strip('.-') or 'model'}-{key[:_SHOWN]}"
