@@ -369,7 +369,7 @@ def verify(
     json: Annotated[bool, option(None, "Print a JSON list instead.", "--json")] = False,
     html: Annotated[Path | None, option("PATH", "Also write a page with every number.")] = None,
 ) -> None:
-    """Check the claims of the papers; exits with 1 if one fails or could not be checked."""
+    """Check the claims of the papers; exits with 1 unless all hold."""
     if html is not None:
         check_page(html)
     with context.obj.loading():

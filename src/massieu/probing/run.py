@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.foundation.arguments import flag, real
+from massieu.foundation.arguments import flag, real, whole_number
 from massieu.foundation.doors import any_of, count, function, input_door, text
 from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
@@ -41,7 +41,7 @@ from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 @input_door(
     seed=check_seed,
     max_length=count,
-    max_tokens=count,
+    max_tokens=whole_number,
     batch_size=count,
     query_sample=count,
     generate=count,
