@@ -41,17 +41,27 @@ def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
     keywords = dict(batch) if isinstance(batch, Mapping) else {}
     if not any(isinstance(value, Tensor) for value in (*given, *keywords.values())):
         raise InputError(
-            f"a batch must be a tensor, a tuple of tensors or a mapping of names to tensors, got {_described(batch)}"
+            f"a batch must be a tensor, a tuple of tensors or a mapping of names to tensors, got {described_batch(batch)}"
         )
+    for value in (*given, *keywords.values()):
+        if isinstance(value, Tensor):
+            _check_readable(module, value)
     signature = inspect.signature(module.forward)
     try:
         bound = signature.bind(*given, **keywords)
     except TypeError as error:
-        raise InputError(f"the forward of {name} does not take the batch {_described(batch)}: {error}") from error
+        raise InputError(f"the forward of {name} does not take the batch {described_batch(batch)}: {error}") from error
     kinds = [signature.parameters[each].kind for each in bound.arguments]
     if not given or all(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds):
         return dict(bound.arguments) if given else keywords
     return {f"{_BY_PLACE}{place}": value for place, value in enumerate(given)}
+
+
+def _check_readable(module: nn.Module, tensor: Tensor) -> None:
+    """Raise an InputError at a tensor of a batch that has no values, where the module has some."""
+    device = device_of(module)
+    if tensor.is_meta and device is not None and device.type != "meta":
+        raise InputError(f"inputs must have values, got a tensor on the meta device for a module on {device}")
 
 
 def called_with(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +72,8 @@ def called_with(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping
     return dict(zip(names, arguments, strict=False)) | dict(keywords)
 
 
-def _described(batch: Any) -> str:
+def described_batch(batch: Any) -> str:
+    """A batch in words, for the message of an error."""
     if isinstance(batch, Tensor):
         return f"of one tensor of shape {tuple(batch.shape)}"
     if isinstance(batch, Mapping):
@@ -84,7 +95,7 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
             return module(*placed, **named)
         except TypeError as error:
             raise InputError(
-                f"the forward of {type(module).__name__} does not take the batch {_described(inputs)}: {sentence(error)}"
+                f"the forward of {type(module).__name__} does not take the batch {described_batch(inputs)}: {sentence(error)}"
             ) from error
 
 
