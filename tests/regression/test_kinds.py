@@ -94,5 +94,7 @@ def test_points_of_a_kernel_are_real(name):
             lambda wrong=wrong: kernel(wrong, wrong),
             lambda wrong=wrong: kernel.diagonal(wrong),
         ):
-            with pytest.raises(TypeError, match="(left|right|points) must be a floating-point tensor, got a tensor of"):
+            with pytest.raises(
+                TypeError, match=r"(left|right|points) must be a floating-point tensor, got a tensor of"
+            ):
                 call()

@@ -119,6 +119,11 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
             size, rest = divmod(input_size, num_heads)
             if rest:
                 raise ValueError(f"input_size must be a multiple of num_heads, got {input_size} and {num_heads}")
+        given = {"input_size": input_size, "hidden_size": hidden_size, "output_size": output_size}
+        given |= {"stored_pattern_size": stored_pattern_size, "pattern_projection_size": pattern_projection_size}
+        for name, asked in given.items():
+            if asked is not None:
+                whole_number(name, asked, least=0)
         sizes = {
             "input_size": input_size,
             "stored_pattern_size": stored_pattern_size or input_size,

@@ -41,7 +41,7 @@ def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
     keywords = dict(batch) if isinstance(batch, Mapping) else {}
     if not any(isinstance(value, Tensor) for value in (*given, *keywords.values())):
         raise InputError(
-            f"a batch must be a tensor, a tuple of tensors or a mapping of names to tensors, got {described_batch(batch)}"
+            f"a batch must be a tensor, a tuple of tensors or a mapping of names to tensors, got {_described(batch)}"
         )
     for value in (*given, *keywords.values()):
         if isinstance(value, Tensor):
@@ -50,7 +50,7 @@ def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
     try:
         bound = signature.bind(*given, **keywords)
     except TypeError as error:
-        raise InputError(f"the forward of {name} does not take the batch {described_batch(batch)}: {error}") from error
+        raise InputError(f"the forward of {name} does not take the batch {_described(batch)}: {error}") from error
     kinds = [signature.parameters[each].kind for each in bound.arguments]
     if not given or all(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds):
         return dict(bound.arguments) if given else keywords
@@ -72,12 +72,15 @@ def called_with(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping
     return dict(zip(names, arguments, strict=False)) | dict(keywords)
 
 
-def described_batch(batch: Any) -> str:
-    """A batch in words, for the message of an error."""
+def _described(batch: Any) -> str:
     if isinstance(batch, Tensor):
         return f"of one tensor of shape {tuple(batch.shape)}"
     if isinstance(batch, Mapping):
-        return f"with {', '.join(map(str, batch)) or 'no names'}"
+        parts = [
+            f"{name} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else str(name)
+            for name, value in batch.items()
+        ]
+        return f"with {', '.join(parts) or 'no names'}"
     parts = [type(value).__name__ for value in batch] if isinstance(batch, tuple | list) else []
     return f"{type(batch).__name__} of {', '.join(parts) or 'nothing'}" if parts else type(batch).__name__
 
@@ -95,8 +98,24 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
             return module(*placed, **named)
         except TypeError as error:
             raise InputError(
-                f"the forward of {type(module).__name__} does not take the batch {described_batch(inputs)}: {sentence(error)}"
+                f"the forward of {type(module).__name__} does not take the batch {_described(inputs)}: {sentence(error)}"
             ) from error
+
+
+def run_first(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """As `run` for inputs that nothing has tried: what the forward says of them is one sentence that names them.
+
+    Raises:
+        InputError: as `run`; or the forward fails, and not for want of memory.
+    """
+    try:
+        return run(module, inputs)
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the forward of {type(module).__name__} fails at the batch {_described(inputs)}: {sentence(error)}"
+        ) from error
 
 
 @contextmanager

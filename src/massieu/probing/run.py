@@ -41,6 +41,7 @@ from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 
 
 @input_door(
+    model=any_of("a name, a path or a torch.nn.Module", str, Path, nn.Module),
     seed=check_seed,
     max_length=count,
     max_tokens=count,

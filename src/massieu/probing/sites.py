@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture import Capture, replayed
-from massieu.probing.checkpoint import sentence
-from massieu.probing.forward import decoder_given, described_batch, run
+from massieu.probing.forward import decoder_given, run_first
 from massieu.probing.layout import tokens_first
 from massieu.probing.routes import capturing
 from massieu.probing.watching import hooked, mapped, same_tensor
@@ -131,26 +130,10 @@ def first_pass(
         found.visits.append(entered[call.module])
 
     with torch.no_grad(), capturing(model, attend) as capture, hooked(model.modules(), before=enter, after=leave):
-        found.output = _first_output(model, prepared)
+        found.output = run_first(model, prepared)
     found.unexplained, found.refused = capture.unexplained, dict(capture.refused)
     found.leave_out(found.refused)
     return found
-
-
-def _first_output(model: nn.Module, prepared: dict[str, Any]) -> Any:
-    """What the forward returns; nothing of it was tried before, so that its errors are most likely about the batch.
-
-    Raises:
-        InputError: it fails, and not for want of memory.
-    """
-    try:
-        return run(model, prepared)
-    except (InputError, torch.OutOfMemoryError):
-        raise
-    except (IndexError, RuntimeError, ValueError) as error:
-        raise InputError(
-            f"the forward of {type(model).__name__} fails at the batch {described_batch(prepared)}: {sentence(error)}"
-        ) from error
 
 
 def _cut(call: AttentionCall, keep: int) -> AttentionCall:
