@@ -495,7 +495,7 @@ def test_a_type_error_inside_the_model_is_one_sentence_with_its_cause():
             return super().forward(ids + None)
 
     with pytest.raises(
-        InputError, match="the forward of Picky does not take the batch with ids of shape .*: unsupported"
+        InputError, match=r"the forward of Picky does not take the batch with ids of shape .*: unsupported"
     ) as caught:
         massieu.probe(Picky().eval(), [ids()])
     assert isinstance(caught.value.__cause__, TypeError)
