@@ -12,7 +12,7 @@ from massieu.energy.activations import MeasureActivation
 from massieu.errors import InputError
 from massieu.foundation.doors import MOST, count, door, input_door
 from massieu.inference import anneal, contrastive_divergence, gibbs_init, resample
-from massieu.measures import Atoms, Gaussian
+from massieu.measures import Atoms, Bernoulli, Gaussian
 from massieu.nn import (
     Attention,
     ConditionalMeanHeads,
@@ -101,6 +101,7 @@ def test_what_ended_in_internal_text_is_one_sentence(call, message):
         call()
 
 
+_BITS = Bernoulli.create(torch.full((2,), 0.5))
 _SPINS = KineticSpins.create(torch.zeros(2, 4), torch.zeros(2, 2))
 _DOCUMENTS = ops.Documents([0, 2], [0, 2])
 
@@ -118,7 +119,10 @@ _DOCUMENTS = ops.Documents([0, 2], [0, 2])
         (lambda: Hopfield(8, output_size=-1), "output_size must be a whole number, at least 0, got -1"),
         (lambda: HopfieldPooling(8, quantity=-1), "quantity must be a whole number, at least 0, got -1"),
         (lambda: Hopfield(8)(torch.zeros(3)), r"input must have shape \(batch, length, 8\), got \(3,\)"),
-        (lambda: RestrictedBoltzmannMachine(Bernoulli.create(2), Bernoulli.create(3)).score_samples(_POINTS, _TWO), r"log_partition must have shape \(\)"),
+        (
+            lambda: RestrictedBoltzmannMachine(_BITS, _BITS).score_samples(_POINTS, _TWO),
+            r"log_partition must have shape \(\)",
+        ),
         (lambda: _SPINS.field(torch.zeros(2, 3)), r"state must have the drive's shape \(2, 4\), got \(2, 3\)"),
         (lambda: MeasureActivation.of(-1, Gaussian.create(0.0, 1.0, dim=2)), "name must be a string, got -1"),
         (lambda: Flow(lambda cloud: cloud, depth=1, group=10**30), "group must be a ProcessGroup or a DeviceMesh"),
