@@ -10,7 +10,9 @@ methods that heads and methods of solution have for the modules that use them.
 A call is clear if it ends in one of these ways:
 
 - with a result, unless the value is of a kind that the annotation of the argument rules out: then it was taken in silence;
-- with a `TypeError` or `ValueError` that a line of this package raises on purpose, and that names an argument;
+- with a `TypeError` or `ValueError` that a line of this package raises on purpose, and that names an argument or quotes the
+  text that was given for it;
+- with an error of a class of this package, of what no argument shows before it is computed, such as `ConvergenceError`;
 - with Python's own sentence about arguments that are missing or too many, or scikit-learn's about a table.
 
 All else is internal text, a value that was taken, or a hang. The seed is the commit's, so that a run can be repeated.
@@ -65,6 +67,8 @@ HOLDERS = ("AtomStore", "Case", "Claim", "Comparison", "ProbeResult")
 """Classes that are not made by calling them, or hold what a suite is to try, right or wrong."""
 CLEAR = ("result", "explained")
 """The outcomes of a call that a user can work with."""
+LEGAL = {("massieu.verify", "ids")}
+"""Arguments that are not left out, and not None: that is a right call, which runs every claim for minutes."""
 
 
 class Call(NamedTuple):
@@ -83,8 +87,8 @@ class Hostile(NamedTuple):
     value: int
 
 
-LEFT_OUT, ONE_TOO_MANY = -1, -2
-"""In place of a value: the argument is not given; an argument is given that does not exist."""
+LEFT_OUT, ONE_TOO_MANY, NONE = -1, -2, 0
+"""In place of a value: the argument is not given; an argument is given that does not exist; the first of the values."""
 
 
 # --- what is public, and how it is called ------------------------------------------------------------------------------
@@ -273,10 +277,13 @@ def plans(calls: Sequence[Call], values: int, count: int, seed: int) -> list[Hos
         number = draw.choice(by_name[draw.choice(names)])
         arguments = [name for name in calls[number].arguments if name != "self"]
         argument = draw.choice([*arguments, ""])
+        value = draw.choice([LEFT_OUT, *range(values)])
+        if (calls[number].name, argument) in LEGAL and value in (LEFT_OUT, NONE):
+            continue
         if not argument:
             planned.append(Hostile(number, "nonsense", ONE_TOO_MANY))
         else:
-            planned.append(Hostile(number, argument, draw.choice([LEFT_OUT, *range(values)])))
+            planned.append(Hostile(number, argument, value))
     return planned
 
 
@@ -296,7 +303,7 @@ def outcome_of(call: Call, hostile: Hostile, value: Any) -> tuple[str, str]:
         if inspect.isgenerator(result):
             next(result, None)
     except Exception as error:
-        kind = "explained" if _is_explained(error, call, hostile.argument) else "internal"
+        kind = "explained" if _is_explained(error, call, hostile.argument, value) else "internal"
         return kind, f"{type(error).__name__}: {str(error)[:300]} [{_place(error)}]"
     annotation = _annotation(call.function, hostile.argument)
     if hostile.value >= 0 and not fits(value, annotation):
@@ -316,9 +323,10 @@ def _by_place(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[
     return placed, named
 
 
-def _is_explained(error: Exception, call: Call, argument: str) -> bool:
+def _is_explained(error: Exception, call: Call, argument: str, value: Any) -> bool:
     """Whether a user can work with an error: it is meant, and says which argument."""
-    if not isinstance(error, TypeError | ValueError):
+    ours = type(error).__module__.startswith("massieu.") and not isinstance(error, TypeError | ValueError)
+    if not (ours or isinstance(error, TypeError | ValueError)):
         return False
     frames = list(_traceback(error))
     last = frames[-1]
@@ -328,6 +336,8 @@ def _is_explained(error: Exception, call: Call, argument: str) -> bool:
         return True
     if not file.startswith(str(PACKAGE)) or not _raises(last):
         return _is_about_binding(message, call)
+    if ours or (isinstance(value, str) and value and repr(value) in message):
+        return True
     words = set(re.findall(r"\w+", message))
     return bool(words & (_known_names(frames, call) | {argument})) and "\n" not in message.strip()
 
@@ -350,6 +360,8 @@ def _known_names(frames: Iterable[types.TracebackType], call: Call) -> set[str]:
             names |= set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     names -= {"self", "cls", "name", "value", "error", "message"}  # of the functions that check
     names |= set(call.arguments)
+    if isinstance(told := call.arguments.get("name"), str):  # what the error is to call another argument
+        names.add(told)
     return names | {f"{name}s" for name in names}
 
 

@@ -1,17 +1,32 @@
 """Doors check arguments by their names, compiled code is not checked, and first guesses are told what is meant."""
 
+import numpy as np
 import pytest
 import torch
 from tests.support.rows import every_row
 
+import massieu
 from massieu import ops
-from massieu.energy import BoltzmannMachine, HopfieldEnergy
+from massieu.energy import BoltzmannMachine, HopfieldEnergy, KineticSpins
+from massieu.energy.activations import MeasureActivation
 from massieu.errors import InputError
 from massieu.foundation.doors import MOST, count, door, input_door
-from massieu.measures import Atoms, Gaussian
-from massieu.nn import Attention, ReLUHeads
+from massieu.inference import anneal, contrastive_divergence, gibbs_init, resample
+from massieu.measures import Atoms, Bernoulli, Gaussian
+from massieu.nn import (
+    Attention,
+    ConditionalMeanHeads,
+    DualLinkHeads,
+    Hopfield,
+    HopfieldPooling,
+    ReLUHeads,
+    RestrictedBoltzmannMachine,
+    SoftmaxHeads,
+)
+from massieu.population import Flow
 from massieu.regression import GaussianKernel
-from massieu.solve import fixed_point
+from massieu.solve import fixed_point, spectral_radius
+from massieu.theory import cumulant_growth, transfer
 
 
 @door(width=count)
@@ -84,6 +99,84 @@ _PAIR = torch.zeros(1, 1, 2, 3)
 def test_what_ended_in_internal_text_is_one_sentence(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+_BITS = Bernoulli.create(torch.full((2,), 0.5))
+_SPINS = KineticSpins.create(torch.zeros(2, 4), torch.zeros(2, 2))
+_DOCUMENTS = ops.Documents([0, 2], [0, 2])
+
+
+@every_row(
+    "call, message",
+    [
+        (lambda: SoftmaxHeads(window=1e30), "window must be a whole number or a pair of them, got 1e"),
+        (lambda: SoftmaxHeads(window=(3, -1)), "window must not be negative"),
+        (lambda: DualLinkHeads(window=object()), "window must be a whole number or a pair of them, got object"),
+        (lambda: SoftmaxHeads(sink=0.0, sink_value=torch.float32), "sink_value must be a floating-point tensor"),
+        (lambda: ConditionalMeanHeads(method=object()), "method must be Cholesky"),
+        (lambda: Attention(8, 2, bias=torch.ones(())), "bias must be True or False"),
+        (lambda: Hopfield(8, stored=()), r"stored must be a torch.nn.Module, got \(\)"),
+        (lambda: Hopfield(8, output_size=-1), "output_size must be a whole number, at least 0, got -1"),
+        (lambda: HopfieldPooling(8, quantity=-1), "quantity must be a whole number, at least 0, got -1"),
+        (lambda: Hopfield(8)(torch.zeros(3)), r"input must have shape \(batch, length, 8\), got \(3,\)"),
+        (
+            lambda: RestrictedBoltzmannMachine(_BITS, _BITS).score_samples(_POINTS, _TWO),
+            r"log_partition must have shape \(\)",
+        ),
+        (lambda: _SPINS.field(torch.zeros(2, 3)), r"state must have the drive's shape \(2, 4\), got \(2, 3\)"),
+        (lambda: MeasureActivation.of(-1, Gaussian.create(0.0, 1.0, dim=2)), "name must be a string, got -1"),
+        (lambda: Flow(lambda cloud: cloud, depth=1, group=10**30), "group must be a ProcessGroup or a DeviceMesh"),
+        (lambda: resample(torch.zeros(3), object()), "method must be 'multinomial' or 'systematic', got object"),
+        (
+            lambda: gibbs_init(_TWO, lambda *_: None),
+            r"sample_hidden\(units, generator\) must be a floating-point tensor",
+        ),
+        (lambda: contrastive_divergence(lambda _: None, _POINTS, _POINTS), r"energy\(units\) must be a floating-point"),
+        (
+            lambda: anneal(_TWO, lambda x, t: -t * x, lambda *_: None, schedule=1),
+            r"move\(position, t, generator\) must be a floating-point tensor, got None",
+        ),
+        (lambda: spectral_radius(lambda _: 1, torch.zeros(1)), "function must return a tensor"),
+        (lambda: cumulant_growth(3, torch.ones(2), torch.ones(3)), "shapes must fit each other, got step"),
+        (lambda: transfer(_POINTS, torch.ones(2, 3)), "self_supervised and downstream must have one number of latents"),
+        (lambda: ops.attention_moments(_PAIR, _PAIR, moments=torch.zeros(0)), "moments must be a collection of names"),
+        (
+            lambda: ops.log_partition(_PAIR, _PAIR, documents=_DOCUMENTS, backend=np.zeros((2, 3))),
+            "backend must be 'auto'",
+        ),
+        (lambda: ops.AtomStore.open("nowhere"), "path must be that of a store of atoms, and there is none at nowhere"),
+        (lambda: massieu.probe(running=print), "running must be a path"),
+        (lambda: massieu.probe(sharing=-1), "sharing must be a Sharing, got -1"),
+        (lambda: massieu.probe(statistics=0), "statistics must be a list"),
+        (lambda: massieu.probe(texts=1e30), "texts must be a string or a list of strings, got 1e"),
+        (lambda: massieu.probe(text=1e30), "text must be a path or a list of paths, got 1e"),
+        (lambda: massieu.probe(column=10**30), "column must be a string"),
+        (lambda: massieu.probe(1e30), "model must be a name, a path or a torch.nn.Module"),
+        (lambda: massieu.probe(torch.nn.Linear(2, 2), replace=torch.zeros(())), "replace must be a rule or a list"),
+    ],
+)
+def test_what_was_taken_or_failed_inside_is_one_sentence(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+@pytest.mark.medium
+def test_what_a_forward_says_of_the_first_batch_is_one_sentence():
+    class Ranked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, tokens):
+            batch, length, _ = tokens.shape  # of two dimensions there are too few
+            return self.attention(tokens, tokens, tokens)[0]
+
+    model = Ranked().eval()
+    for call in (massieu.describe, lambda model, batch: massieu.Monitor(model, batch, every=1)):
+        with pytest.raises(InputError, match=r"the forward of Ranked fails at the batch with tokens of shape \(3, 4\)"):
+            call(model, torch.zeros(3, 4))
+    with pytest.raises(InputError, match="inputs must have values, got a tensor on the meta device"):
+        massieu.describe(model, torch.zeros(1, 3, 4, device="meta"))
 
 
 @every_row(

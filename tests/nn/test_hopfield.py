@@ -312,7 +312,7 @@ def test_wrong_calls_name_what_is_wrong():
     stored, state, projection = patterns(dtype=torch.float32)
     layer = Hopfield(6, 2)
     calls = [
-        ((stored[0],), {}, r"stored must have shape \(batch, length, 6\), got \(7, 6\)"),
+        ((stored[0],), {}, r"input must have shape \(batch, length, 6\), got \(7, 6\)"),
         (((stored, state),), {}, "or \\(stored, states, projections\\), got 2"),
         ((stored, torch.zeros(2, 6)), {}, r"key_padding_mask must have shape \(\(2, 7\)|must have shape \(2, 7\)"),
         (((stored, state[:1], projection),), {}, "one batch size"),

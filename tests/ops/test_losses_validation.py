@@ -184,7 +184,6 @@ PAIRS = {
         (Q, K), T | {"log_weight": torch.ones(5, 5), "negatives": N}, ValueError, r"\(8,\) or \(5, 8\), got \(5, 5\)"
     ),
     "weights' device": ((Q, K), T | {"log_weight": torch.ones(5, device="meta")}, ValueError, "on cpu and .* on meta"),
-    "ids of floats": ((Q, K), T | {"log_weight": FalseNegatives(I.float())}, TypeError, "query_ids .*float32"),
     "ids' number": ((Q, K), T | {"log_weight": FalseNegatives(I[:4])}, ValueError, r"query_ids .*\(5,\).*\(4,\)"),
     "ids of negatives": (
         (Q, K), T | {"log_weight": FalseNegatives(I), "negatives": N}, ValueError, r"key_ids .*\(8,\), got \(5,\)"
@@ -202,6 +201,7 @@ def test_wrong_calls_of_info_nce(name):
 
 
 OTHERS = {
+    "ids of floats": (FalseNegatives, (I.float(),), {}, TypeError, "query_ids .*float32"),
     "n_pairs: numbers": (n_pairs, (Q, K[:4]), {}, ValueError, "got 5 and 4"),
     "n_pairs: negative weight": (n_pairs, (Q, K), {"norm_weight": -1.0}, ValueError, "norm_weight .*-1.0"),
     "n_pairs: infinite weight": (n_pairs, (Q, K), {"norm_weight": math.inf}, ValueError, "inf"),

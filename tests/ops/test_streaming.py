@@ -136,7 +136,7 @@ def test_bad_blocks(tmp_path, block, error, message):
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(ValueError, match="there is no store of atoms at"):
+    with pytest.raises(ValueError, match="there is none at"):
         AtomStore.open(tmp_path / "nothing")
     with pytest.raises(ValueError, match="holds none"):
         AtomStore.open(tmp_path)

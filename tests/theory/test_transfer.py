@@ -177,7 +177,7 @@ def test_the_downstream_risk_keeps_its_bound_where_inputs_shift():
 @every_row(
     ("call", "message"),
     [
-        (lambda: transfer(torch.ones(2, 3), torch.ones(2, 4)), r"same number of latents, got shapes \(2, 3\)"),
+        (lambda: transfer(torch.ones(2, 3), torch.ones(2, 4)), r"one number of latents, got shapes \(2, 3\)"),
         (lambda: transfer(torch.ones(3), torch.ones(2, 3)), "self_supervised must have shape"),
         (lambda: transfer(torch.ones(2, 3), torch.full((1, 3), math.nan)), "downstream must be finite"),
         (

@@ -63,6 +63,9 @@ class Kinetic(Value):
 
     def field(self, state: Tensor) -> Tensor:
         """x_i + Σ_j J_ij m_j, what the means of the spins in `state` do to each."""
+        return self._field(self._checked(state))
+
+    def _field(self, state: Tensor) -> Tensor:
         mean = self.mean(state)
         return self.drive + (self.coupling @ mean if self._spin_dims else (self.coupling @ mean[..., None])[..., 0])
 
@@ -78,7 +81,7 @@ class Kinetic(Value):
                 `second_order_step` tells which.
         """
         if choice("order", order, "first", "second") == "first":
-            return self.field(self._checked(state))
+            return self.field(state)
         found = self.second_order_step(state, max_steps=max_steps, throw=throw)
         if not throw:
             warn_unconverged(found.status, found.residual, f"{type(self).__name__}.step")
@@ -91,7 +94,7 @@ class Kinetic(Value):
 
         Options are those of `massieu.solve.fixed_point`.
         """
-        field = self.field(self._checked(state))
+        field = self.field(state)
         options = {"max_steps": max_steps, "throw": throw, "adjoint": adjoint}
         return fixed_point(_same_time, field, (self, state, field), item_dims=self._spin_dims, **options)
 
@@ -137,11 +140,11 @@ class Kinetic(Value):
 
 
 def _first_order(state: Tensor, model: Kinetic) -> Tensor:
-    return model.field(state)
+    return model._field(state)
 
 
 def _second_order(state: Tensor, model: Kinetic) -> Tensor:
-    return _same_time(state, model, state, model.field(state))
+    return _same_time(state, model, state, model._field(state))
 
 
 def _same_time(state: Tensor, model: Kinetic, before: Tensor, field: Tensor) -> Tensor:

@@ -191,8 +191,9 @@ def check_broadcastable(**given: object) -> None:
     shapes = {name: tuple(value.shape) for name, value in given.items() if isinstance(value, Tensor)}
     longest = max((len(shape) for shape in shapes.values()), default=0)
     for place in range(longest):
-        sizes = {shape[-1 - place] for shape in shapes.values() if len(shape) > place}
-        if len(sizes - {1}) > 1:
+        # No set: sizes that are known only when an exported program runs have no hash.
+        sizes = [shape[-1 - place] for shape in shapes.values() if len(shape) > place and shape[-1 - place] != 1]
+        if any(size != sizes[0] for size in sizes):
             told = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise ValueError(f"shapes must fit each other, got {told}")
     check_one_device(**given)

@@ -111,7 +111,7 @@ def anneal(
     """
     steps = _schedule(schedule)
     number("threshold", threshold, least=0, most=1)
-    check_method(resampling)
+    check_method("resampling", resampling)
     particles = _begin(position, groups)
     time, met = 0.0, []
     for t in progress(steps):
@@ -121,7 +121,9 @@ def anneal(
         worn = worn & (particles.estimates() > -torch.inf)
         met.append((t, effective_sample_size(particles.log_weights()), worn.sum()))
         particles = _resampled(particles, worn, resampling, generator)
-        particles, time = particles._replace(position=move(particles.position, t, generator)), t
+        moved = floating("move(position, t, generator)", move(particles.position, t, generator))
+        check_shape("move(position, t, generator)", moved, particles.position.shape)
+        particles, time = particles._replace(position=moved), t
     estimates, log_weight = particles.estimates(), particles.log_weights()
     log_z = torch.logsumexp(estimates, 0) - math.log(len(estimates))
     if not log_z.isfinite():

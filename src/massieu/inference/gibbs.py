@@ -37,7 +37,7 @@ def gibbs_init(
         >>> gibbs_init(torch.ones(2, 3), lambda visible, generator: visible.sum(-1, keepdim=True)).hidden.tolist()
         [[3.0], [3.0]]
     """
-    return GibbsState(visible, sample_hidden(visible, generator))
+    return GibbsState(visible, _drawn("sample_hidden", sample_hidden, visible, generator))
 
 
 @door(state=partial(of_class, kind="GibbsState"), steps=count)
@@ -66,9 +66,14 @@ def gibbs_step(
     """
     visible, hidden = state
     for _ in range(whole_number("steps", steps, least=1)):
-        visible = sample_visible(hidden, generator)
-        hidden = sample_hidden(visible, generator)
+        visible = _drawn("sample_visible", sample_visible, hidden, generator)
+        hidden = _drawn("sample_hidden", sample_hidden, visible, generator)
     return GibbsState(visible, hidden)
+
+
+def _drawn(name: str, law: Conditional, given: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A draw of units given the others; a TypeError if the law of that name draws none."""
+    return floating(f"{name}(units, generator)", law(given, generator))
 
 
 @door(energy=function)
@@ -101,4 +106,5 @@ def contrastive_divergence(
             f"data and sample must be visible units of one number, of one item or more, got shapes {tuple(data.shape)} "
             f"and {tuple(sample.shape)}"
         )
-    return energy(data).mean() - energy(sample.detach()).mean()
+    of_data, of_sample = (floating("energy(units)", energy(units)) for units in (data, sample.detach()))
+    return of_data.mean() - of_sample.mean()

@@ -50,10 +50,10 @@ def resample(
         >>> resample(torch.tensor([0.0, -torch.inf, -torch.inf])).tolist()  # the one that has all the weight
         [0, 0, 0]
     """
-    check_method(method)
+    check_method("method", method)
     _check_weights(log_weight)
     if not bool(torch.logsumexp(log_weight, -1).isfinite().all()):
-        raise ValueError("each group must have particles of finite log-weights: one is NaN or +inf, or all are −inf")
+        raise ValueError("log_weight must hold a finite number in each group: one is NaN or +inf, or all are −inf")
     share = torch.softmax(log_weight.double(), -1)
     size = share.shape[-1]
     if method == "multinomial":
@@ -75,6 +75,6 @@ def _check_weights(log_weight: Tensor) -> None:
     check_values(log_weight=log_weight)
 
 
-def check_method(method: str) -> None:
-    """Raise a ValueError unless `method` is known."""
-    choice("resampling", method, *get_args(Resampling))
+def check_method(name: str, method: str) -> None:
+    """Raise a ValueError unless the argument of that name is a known method."""
+    choice(name, method, *get_args(Resampling))

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from massieu.foundation.arguments import floating, instance, number, whole_number
+from massieu.foundation.arguments import flag, floating, instance, number, whole_number
 from massieu.foundation.doors import sequence
 from massieu.nn.heads import Mask, log_weight_of, merge_heads, split_heads, with_more_keys, with_positions
 from massieu.nn.modules import Device, Resettable, check_heads, check_input, settings
@@ -65,6 +65,7 @@ class Attention(Resettable):
         check_heads(embed_dim, num_heads)
         number("dropout", dropout, least=0, below=1)
         heads = SoftmaxHeads() if heads is None else instance("heads", heads, Heads, "a strategy, as SoftmaxHeads() is")
+        flag("bias", bias)
         check_taken(heads, dropout=dropout, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, vdim=vdim)
         heads.bind(num_heads, embed_dim // num_heads, device, dtype)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads

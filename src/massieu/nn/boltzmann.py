@@ -146,6 +146,8 @@ class RestrictedBoltzmannMachine(Resettable):
             ValueError: not given, and both layers have too many states.
         """
         level = self.machine().log_partition() if log_partition is None else log_partition
+        if isinstance(level, Tensor):
+            check_shape("log_partition", level, ())
         return -self.energy(data) - level
 
     @torch.no_grad()

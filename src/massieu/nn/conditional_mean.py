@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.foundation.arguments import choice, number
+from massieu.foundation.arguments import choice, described, number
 from massieu.nn.modules import Iterating, hold
 from massieu.nn.strategy import Heads, HeadsResult, Request
 from massieu.regression import ExponentialKernel, GaussianKernel, Kernel, LinearKernel, conditional_mean_attention
-from massieu.regression.conditional_mean import Method
+from massieu.regression.conditional_mean import Method, check_method
 
 _ONE_SYSTEM = "hiding keys from some queries alone would take a system of equations for each; mask by key_padding_mask"
 
@@ -67,9 +67,9 @@ class ConditionalMeanHeads(Iterating, Heads):
         super().__init__()
         self.kernel_name = choice("kernel", kernel, "gaussian", "exponential", "linear")
         if kernel == "linear" and width is not None:
-            raise ValueError(f"the linear kernel has no width, got {width}")
+            raise ValueError(f"the linear kernel has no width, got {described(width)}")
         self._starts = None if width is None else number("width", width, above=0), number("ridge", ridge, above=0)
-        self.method: Method = method
+        self.method: Method = None if method is None else check_method(method)
         self.preconditioner_rank, self.throw = preconditioner_rank, throw
 
     def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu import energy, ops
-from massieu.foundation.arguments import flag, number, whole_number
+from massieu.foundation.arguments import flag, instance, number, whole_number
 from massieu.foundation.transforms import without_autocast
 from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
@@ -111,11 +111,19 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
         if steps is not None:
             whole_number("steps", steps, least=1)
         number("dropout", dropout, least=0, below=1)
+        for name, module in (("state", state), ("stored", stored)):
+            if module is not None:
+                instance(name, module, nn.Module, "a torch.nn.Module")
         size = hidden_size
         if size is None and input_size is not None:
             size, rest = divmod(input_size, num_heads)
             if rest:
                 raise ValueError(f"input_size must be a multiple of num_heads, got {input_size} and {num_heads}")
+        given = {"input_size": input_size, "hidden_size": hidden_size, "output_size": output_size}
+        given |= {"stored_pattern_size": stored_pattern_size, "pattern_projection_size": pattern_projection_size}
+        for name, asked in given.items():
+            if asked is not None:
+                whole_number(name, asked, least=0)
         sizes = {
             "input_size": input_size,
             "stored_pattern_size": stored_pattern_size or input_size,
@@ -192,10 +200,14 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
         shown = f"{settings(self, 'num_heads', 'scale', 'sink', 'dropout')}, steps={self.steps}"
         return f"{shown}, euclidean=True" if self.euclidean else shown
 
-    def _part(self, name: str, tensor: Tensor, batch_first: bool | None = None) -> Float[Tensor, "B H L D"]:
-        """The heads of stored patterns, states or projections, checked."""
+    def _part(
+        self, name: str, tensor: Tensor, batch_first: bool | None = None, argument: str | None = None
+    ) -> Float[Tensor, "B H L D"]:
+        """The heads of stored patterns, states or projections, checked; errors call them as the argument, if it is named."""
         module = {"stored": self.stored, "states": self.state, "projections": self.projection}[name]
-        tokens = check_tokens(name, tensor, module, self.batch_first if batch_first is None else batch_first)
+        tokens = check_tokens(
+            argument or name, tensor, module, self.batch_first if batch_first is None else batch_first
+        )
         heads = split_heads(module(tokens), self.num_heads)
         return heads if name == "projections" else self.space(heads)
 
@@ -207,7 +219,8 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
             kind = f"{len(input)} of them" if isinstance(input, tuple | list) else type(input).__name__
             raise TypeError(f"input must be a floating-point tensor or ({', '.join(names)}), got {kind}")
         given = dict(zip(names, tensors, strict=True))
-        heads = {name: self._part(name, tensor) for name, tensor in given.items()}
+        argument = "input" if isinstance(input, Tensor) else None
+        heads = {name: self._part(name, tensor, argument=argument) for name, tensor in given.items()}
         keys, values = heads["stored"], heads["projections"]
         if any(part.shape[0] != keys.shape[0] for part in heads.values()) or keys.shape[2] != values.shape[2]:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in given.values())
@@ -375,5 +388,6 @@ def _projection(name: str, size: int | None, hidden: int | None, heads: int, pla
 
 def _patterns(quantity: int, size: int, options: dict[str, Any]) -> nn.Parameter:
     """Patterns that train."""
+    whole_number("quantity", quantity, least=0)
     place = {name: options.get(name) for name in ("device", "dtype")}
     return nn.Parameter(nn.init.normal_(torch.empty(1, quantity, size, **place), std=START))

@@ -47,7 +47,7 @@ def replace_attention(model: nn.Module, *, heads: Callable[[nn.MultiheadAttentio
         raise TypeError(f"heads must be a function from the old module to a strategy, got {described(heads)}")
     found = {name: part for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention)}
     if not found:
-        raise ValueError(f"{type(model).__name__} has no torch.nn.MultiheadAttention to replace")
+        raise ValueError(f"the model {type(model).__name__} has no torch.nn.MultiheadAttention to replace")
     for name, part in model.named_modules():
         inner = [each for each in part.children() if isinstance(each, nn.MultiheadAttention)]
         if inner and type(part).__module__.partition(".")[0] == "peft":

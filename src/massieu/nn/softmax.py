@@ -16,6 +16,7 @@ from massieu.measures import Measure
 from massieu.nn.heads import added, attention_weights, per_head, with_positions
 from massieu.nn.modules import Number, hold
 from massieu.nn.strategy import Heads, HeadsResult, Request
+from massieu.ops.shapes import sides_of
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
 """From points (key, value), side by side, and their log-weights to a measure."""
@@ -73,8 +74,10 @@ class SoftmaxHeads(Heads):
         if sink_value is not None and sink is None:
             raise ValueError("sink_value is the value of a sink: give its log-weight as sink, got None")
         self.softcap = None if softcap is None else number("softcap", softcap, above=0)
-        self.sink_value, self.window = sink_value, window
+        self.sink_value = None if sink_value is None else floating("sink_value", sink_value)
+        self.window = window
         if window is not None:
+            sides_of(window)
             reason = "a window needs positions, and added keys have none; use sink"
             self.refused = dict.fromkeys(("add_bias_kv", "add_zero_attn"), reason)
 
@@ -83,7 +86,7 @@ class SoftmaxHeads(Heads):
         if value is None:
             return
         shapes = (self.head_dim,), (self.num_heads, self.head_dim)
-        if tuple(floating("sink_value", value).shape) not in shapes:
+        if tuple(value.shape) not in shapes:
             raise ValueError(f"sink_value must have shape {shapes[0]} or {shapes[1]}, got {tuple(value.shape)}")
         del self.sink_value
         hold(self, "sink_value", value, isinstance(value, nn.Parameter), device, dtype)

@@ -183,6 +183,7 @@ def log_partition(
 def of_problem(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
     """Output, where there are values, and log Z, in the common layout and without the sink."""
     if problem.documents is not None:
+        backends.check_name(backend, BACKENDS)
         if backend in ("auto", "flash") and PACKED_FLASH.refuses(problem) is None:
             return PACKED_FLASH.forward(problem)
         # Documents that are padded to one length are masked, which not every backend takes.

@@ -35,13 +35,18 @@ class Backend(Protocol):
         ...
 
 
+def check_name(asked: str, registry: Sequence[Backend]) -> None:
+    """Raise a ValueError unless there is a backend of that name, or it is "auto"."""
+    choice("backend", asked, "auto", *(backend.name for backend in registry))
+
+
 def choose(asked: str, registry: Sequence[Backend], problem: AttentionProblem, *others: Tensor) -> Backend:
     """The backend of that name, or for "auto" the first that takes the problem.
 
     Raises:
         ValueError: there is no such backend, or it refuses; the message has its reason.
     """
-    choice("backend", asked, "auto", *(backend.name for backend in registry))
+    check_name(asked, registry)
     for backend in registry:
         if asked not in ("auto", backend.name):
             continue

@@ -183,7 +183,7 @@ def _checked(moments: Collection[str] | None) -> tuple[str, ...]:
     if moments is None:
         return NAMES
     if (
-        isinstance(moments, str)
+        isinstance(moments, str | Tensor)
         or not isinstance(moments, Collection)
         or not all(isinstance(one, str) for one in moments)
     ):

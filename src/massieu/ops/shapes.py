@@ -249,13 +249,18 @@ def check_band(is_causal: bool, window: Window, query_offset: int) -> "Band":
     offset = whole_number("query_offset", query_offset, least=0)
     if window is None:
         return (None, offset) if is_causal else None
+    left, right = sides_of(window)
+    return offset - left, offset + (0 if is_causal else right)
+
+
+def sides_of(window: int | tuple[int, int]) -> tuple[int, int]:
+    """How many keys a window has to the left and to the right; a `TypeError` or `ValueError` for what is no window."""
     sides = window if isinstance(window, tuple) else (window, window)
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
         raise TypeError(f"window must be a whole number or a pair of them, got {described(window)}")
-    left, right = sides
-    if left < 0 or right < 0:
+    if min(sides) < 0:
         raise ValueError(f"window must not be negative, got {window}")
-    return offset - left, offset + (0 if is_causal else right)
+    return sides
 
 
 def positions(band: "Band", length: int, keys: int) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class AtomStore:
                 first = block if first is None else first
                 save_file(_written(block), beside / f"{index:08d}.safetensors")
             if first is None:
-                raise ValueError("a store needs at least one block of atoms, got none")
+                raise ValueError("blocks must hold at least one block of atoms, got none")
         return AtomStore.open(path)
 
     @staticmethod
@@ -107,9 +107,11 @@ class AtomStore:
         path = Path(check_path("path", path))
         files = tuple(sorted(path.glob("*.safetensors"))) if path.is_dir() else (path,)
         if not path.exists():
-            raise ValueError(f"there is no store of atoms at {path}")
+            raise ValueError(f"path must be that of a store of atoms, and there is none at {path}")
         if not files:
-            raise ValueError(f"a store of atoms is a directory of .safetensors files, and {path} holds none")
+            raise ValueError(
+                f"path must be that of a store of atoms, a directory of .safetensors files, and {path} holds none"
+            )
         layouts = [_layout(file) for file in files]
         fixed = layouts[0][1:]
         for file, layout in zip(files, layouts, strict=True):

@@ -12,11 +12,13 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from massieu.errors import InputError
 from massieu.foundation import arguments
 from massieu.foundation.arguments import described, flag, whole_number
-from massieu.foundation.doors import door, sequence
+from massieu.foundation.doors import any_of, door, sequence
 from massieu.foundation.settings import fingerprint
 from massieu.ops.sharded.agreement import Call, together
 from massieu.ops.sharded.collectives import Group
@@ -93,6 +95,7 @@ class Flow:
             if not callable(each):
                 raise TypeError(f"layers and observables must be callable, got {type(each).__name__}")
         if group is not None:
+            any_of("a ProcessGroup or a DeviceMesh", ProcessGroup, DeviceMesh)("group", group)
             for layer in self.layers:
                 if isinstance(layer, Operator):
                     layer.check_shared()

@@ -100,7 +100,7 @@ def sufficiency(
     kind = _posteriors(joint, sequences, tokens)
     merged = torch.zeros(int(kind.max()) + 1, concepts, dtype=torch.float64).index_add_(0, kind, joint)
     if len(merged) < 2:
-        raise ValueError("all sequences have one posterior: there is nothing to merge")
+        raise ValueError("log_prior and log_likelihood give all sequences one posterior: there is nothing to merge")
     least_loss, least_label_loss = (float(_merger_losses(law).min()) for law in (merged, merged @ label))
     return SufficiencyResult(
         _information(joint), _information(merged), len(joint), len(merged), least_loss, least_label_loss

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.attention_call import AttentionCall, explicit_attention
 from massieu.probing.checkpoint import some
-from massieu.probing.forward import decoder_given, output_tensor, real_mask, run
+from massieu.probing.forward import decoder_given, output_tensor, real_mask, run, run_first
 from massieu.probing.layout import BatchLayout, batch_layout
 from massieu.probing.model import READABLE, model_inputs
 from massieu.probing.nonfinite import at_real
@@ -98,7 +98,7 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
     if all(mask is None or bool(mask.all()) for mask in masks):
         prepared = model_inputs(model, inputs, items=1)
     with torch.no_grad():
-        stock = output_tensor(model, run(model, prepared))
+        stock = output_tensor(model, run_first(model, prepared))
     seen = first_pass(model, prepared, look=lambda call: _errors(call, prepared), keep=2)
     if not seen.calls:
         raise InputError(_why_nothing_was_read(model, seen.refused))

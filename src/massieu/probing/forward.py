@@ -43,6 +43,9 @@ def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
         raise InputError(
             f"a batch must be a tensor, a tuple of tensors or a mapping of names to tensors, got {_described(batch)}"
         )
+    for value in (*given, *keywords.values()):
+        if isinstance(value, Tensor):
+            _check_readable(module, value)
     signature = inspect.signature(module.forward)
     try:
         bound = signature.bind(*given, **keywords)
@@ -52,6 +55,13 @@ def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
     if not given or all(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds):
         return dict(bound.arguments) if given else keywords
     return {f"{_BY_PLACE}{place}": value for place, value in enumerate(given)}
+
+
+def _check_readable(module: nn.Module, tensor: Tensor) -> None:
+    """Raise an InputError at a tensor of a batch that has no values, where the module has some."""
+    device = device_of(module)
+    if tensor.is_meta and device is not None and device.type != "meta":
+        raise InputError(f"inputs must have values, got a tensor on the meta device for a module on {device}")
 
 
 def called_with(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +76,11 @@ def _described(batch: Any) -> str:
     if isinstance(batch, Tensor):
         return f"of one tensor of shape {tuple(batch.shape)}"
     if isinstance(batch, Mapping):
-        return f"with {', '.join(map(str, batch)) or 'no names'}"
+        parts = [
+            f"{name} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else str(name)
+            for name, value in batch.items()
+        ]
+        return f"with {', '.join(parts) or 'no names'}"
     parts = [type(value).__name__ for value in batch] if isinstance(batch, tuple | list) else []
     return f"{type(batch).__name__} of {', '.join(parts) or 'nothing'}" if parts else type(batch).__name__
 
@@ -86,6 +100,22 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
             raise InputError(
                 f"the forward of {type(module).__name__} does not take the batch {_described(inputs)}: {sentence(error)}"
             ) from error
+
+
+def run_first(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """As `run` for inputs that nothing has tried: what the forward says of them is one sentence that names them.
+
+    Raises:
+        InputError: as `run`; or the forward fails, and not for want of memory.
+    """
+    try:
+        return run(module, inputs)
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the forward of {type(module).__name__} fails at the batch {_described(inputs)}: {sentence(error)}"
+        ) from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.errors import InputError
+from massieu.foundation.arguments import described
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
 from massieu.probing.chains import ModuleCall, chain_between, recording
 from massieu.probing.check import check_evaluating
@@ -73,7 +74,7 @@ def population_layers(model: nn.Module, *, layer: int | None = None, inputs: Any
     check_evaluating(trunk.modules())
     blocks = _blocks(_forward_pass(trunk, inputs))
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer not in blocks):
-        raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {layer!r}")
+        raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {described(layer)}")
     with torch.no_grad():
         found = {number: blocks[number].operator() for number in (blocks if layer is None else [layer])}
     return Composition.create(found.values()) if layer is None else found[layer]

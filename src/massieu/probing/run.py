@@ -1,8 +1,10 @@
 """`probe`: a model and text in, a result out; and `describe`: what would be read, without any text."""
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.foundation.arguments import flag, real, whole_number
-from massieu.foundation.doors import any_of, count, function, input_door, text
+from massieu.foundation.arguments import flag, of_class, real, whole_number
+from massieu.foundation.doors import any_of, count, function, input_door, path, sequence, text
 from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.course import STORE_EVERY, course_for
@@ -39,6 +41,7 @@ from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 
 
 @input_door(
+    model=any_of("a name, a path or a torch.nn.Module", str, Path, nn.Module),
     seed=check_seed,
     max_length=count,
     max_tokens=whole_number,
@@ -54,6 +57,15 @@ from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
     packing=flag,
     revision=text,
     progress=function,
+    running=path,
+    column=text,
+    source=text,
+    target=text,
+    bos=flag,
+    sharing=partial(of_class, kind="Sharing"),
+    statistics=sequence,
+    texts=any_of("a string or a list of strings", str, Iterable),
+    text=any_of("a path or a list of paths", str, os.PathLike, Iterable),
 )
 @torch.inference_mode(False)  # slopes need derivatives, wherever the caller stands
 def probe(

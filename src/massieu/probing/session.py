@@ -120,7 +120,7 @@ class Session(SessionRecord):
         if not self.begun and interrupted.is_set():
             raise KeyboardInterrupt
         if not self.begun:
-            raise InputError("there was no batch to read")
+            raise InputError("there is no batch to read in tokenizer_or_batches, or in the text")
         self.course.check_reached(self)
         self.reading.write_rows()
         complete = not interrupted.is_set()

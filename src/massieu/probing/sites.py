@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from massieu.probing.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture import Capture, replayed
-from massieu.probing.forward import decoder_given, run
+from massieu.probing.forward import decoder_given, run_first
 from massieu.probing.layout import tokens_first
 from massieu.probing.routes import capturing
 from massieu.probing.watching import hooked, mapped, same_tensor
@@ -130,7 +130,7 @@ def first_pass(
         found.visits.append(entered[call.module])
 
     with torch.no_grad(), capturing(model, attend) as capture, hooked(model.modules(), before=enter, after=leave):
-        found.output = run(model, prepared)
+        found.output = run_first(model, prepared)
     found.unexplained, found.refused = capture.unexplained, dict(capture.refused)
     found.leave_out(found.refused)
     return found

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
+from massieu.foundation.arguments import described
 from massieu.probing.check import check_readable
 from massieu.probing.documents import Document, check_sources, given_documents, read_documents, reference_documents
 from massieu.probing.generation import check_generates
@@ -161,7 +162,9 @@ def _check_pairs(said: str, pairs: Pairs, column: str | None, max_tokens: int | 
 def _batches(given: Any) -> Iterable[Any]:
     """Several batches; one batch in their place is a common mistake, which iterating would hide."""
     if isinstance(given, Tensor | Mapping) or not isinstance(given, Iterable):
-        raise InputError(f"batches must be an iterable of batches, got {type(given).__name__}; put one batch in a list")
+        raise InputError(
+            f"tokenizer_or_batches must be an iterable of batches, got {described(given)}; put one batch in a list"
+        )
     return given
 
 

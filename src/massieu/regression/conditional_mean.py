@@ -202,6 +202,14 @@ def _a_query(name: str, number: Ridge, variance: Float[Tensor, "*query"]) -> Rid
     return number.reshape(*number.shape, *[1] * (variance.ndim - 2))
 
 
+def check_method(method: Method) -> Cholesky | ConjugateGradients | LowRank:
+    """The method; a TypeError if it is none."""
+    if not isinstance(method, Cholesky | ConjugateGradients | LowRank):
+        wanted = "Cholesky(), ConjugateGradients(), LowRank() or None"
+        raise TypeError(f"method must be {wanted}, got {described(method)}")
+    return method
+
+
 def _method(method: Method, tokens: KeyValuePairs, is_causal: bool) -> ConjugateGradients | LowRank | None:
     """None for exact factors."""
     # Iterations decide by values, and pivots too.
@@ -209,11 +217,8 @@ def _method(method: Method, tokens: KeyValuePairs, is_causal: bool) -> Conjugate
     if method is None:
         long = readable and not is_causal and tokens.key.shape[2] > LONGEST_GRAM and tokens.features() is None
         return ConjugateGradients() if long and bool((tokens.ridge > 0).all()) else None
-    if isinstance(method, Cholesky):
+    if isinstance(check_method(method), Cholesky):
         return None
-    if not isinstance(method, ConjugateGradients | LowRank):
-        wanted = "Cholesky(), ConjugateGradients(), LowRank() or None"
-        raise TypeError(f"method must be {wanted}, got {described(method)}")
     if is_causal:
         raise ValueError(f"is_causal goes with method=Cholesky() alone, got {method!r}")
     if not readable:

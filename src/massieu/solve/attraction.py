@@ -68,7 +68,7 @@ def spectral_radius(
     with torch.no_grad():
         point = flat.detach()
         evaluate = BoundFunction(problem, tuple(leaf.detach() for leaf in leaves))
-        return spectrum(evaluate, point, evaluate(point), products).radius
+        return spectrum(evaluate, point, problem(point, *evaluate.leaves), products).radius
 
 
 def spectrum(evaluate: BoundFunction, point: Tensor, image: Tensor, products: int, damping: float = 1.0) -> Spectrum:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_finite, doubles, number, real, whole_number
+from massieu.foundation.arguments import check_broadcastable, check_finite, doubles, number, real, whole_number
 from massieu.foundation.doors import count, door
 from massieu.measures import Atoms
 from massieu.measures.moments import cumulants_of_moments
@@ -43,6 +43,7 @@ def cumulant_growth(
     """
     whole_number("order", order, least=3)
     step, variance = doubles("step", step), doubles("variance", variance)
+    check_broadcastable(step=step, variance=variance)
     check_finite(step=step, variance=variance)
     return 1 + order * step * variance ** (order - 1) / (1 + step * variance)
 

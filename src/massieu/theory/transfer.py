@@ -195,7 +195,9 @@ def transfer(
     """
     g, d = _checked("self_supervised", self_supervised), _checked("downstream", downstream)
     if g.shape[1] != d.shape[1]:
-        raise ValueError(f"both need the same number of latents, got shapes {tuple(g.shape)} and {tuple(d.shape)}")
+        raise ValueError(
+            f"self_supervised and downstream must have one number of latents, got shapes {tuple(g.shape)} and {tuple(d.shape)}"
+        )
     rounding = 10 * max(*g.shape, *d.shape) * torch.finfo(torch.float64).eps
     exact = tolerance is None
     tolerance = rounding if tolerance is None else number("tolerance", tolerance, least=0, below=1)

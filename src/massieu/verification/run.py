@@ -146,7 +146,7 @@ def verify(
     chosen = list(claims().values()) if ids is None else [find(id) for id in ([ids] if isinstance(ids, str) else ids)]
     chosen = list(dict.fromkeys(chosen))
     if not chosen:
-        raise InputError("no claim was named; leave the numbers out to check all of them")
+        raise InputError("no claim was named in ids; leave it out to check all of them")
     wanted = [entry.read(_with_seed(entry, settings or {}, seed)) for entry in chosen]
     done: list[Claim] = []
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from massieu import duality
 from massieu.energy.base import is_potential
 from massieu.foundation.arguments import check_one_device, described, floating
+from massieu.foundation.doors import door, text
 from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, MissingFormError, Spin
 
@@ -133,6 +134,7 @@ class MeasureActivation(Activation):
     measure: Any
 
     @classmethod
+    @door(name=text)
     def of(cls, name: str, value: object) -> Activation:
         """An activation as it is, a measure or another potential as one.
 

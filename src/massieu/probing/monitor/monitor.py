@@ -142,7 +142,7 @@ class Monitor:
         number("budget", budget, above=0, below=1)
         flag("norms", norms)
         flag("extreme_activations", extreme_activations)
-        if on_nan not in (None, "raise") and not callable(on_nan):
+        if not (on_nan is None or callable(on_nan) or (isinstance(on_nan, str) and on_nan == "raise")):
             raise InputError(f'on_nan must be a function or "raise", got {described(on_nan)}')
         self._extreme_activations, self._on_nan = extreme_activations, on_nan
         whole_number("top_k", top_k, least=0)

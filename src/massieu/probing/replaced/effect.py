@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
+from massieu.foundation.arguments import described
 from massieu.probing.accumulate import Ratio
 from massieu.probing.checkpoint import sentence
 from massieu.probing.forward import decoder_given, output_tensor, run
@@ -46,8 +47,8 @@ class Replace:
         """Raises:
         InputError: an unknown rule, or nothing of ``per``'s kinds.
         """
-        if not isinstance(rules, str | Iterable | None) and not callable(rules):
-            raise InputError(f"replace must be a rule or a list of rules, got {type(rules).__name__}")
+        if isinstance(rules, Tensor) or not (isinstance(rules, str | Iterable | None) or callable(rules)):
+            raise InputError(f"replace must be a rule or a list of rules, got {described(rules)}")
         listed = [rules] if isinstance(rules, str) or callable(rules) else list(rules or ())
         listed = [each.strip() if isinstance(each, str) else each for each in listed]
         named = tuple(
