@@ -123,9 +123,11 @@ def _show(found: "Comparison", asked: Asked) -> None:
         ]
         typer.echo(f"\n{typer.style(f'{found.models[0]} → {model}', bold=True)}")
         for each in sorted(counts, key=lambda each: -each["named"])[:SHOWN]:
-            typer.echo(f"  {each['statistic']}: {each['named']} of {each['tested']} heads differ")
+            typer.echo(
+                f"  {each['statistic']}: {each['named']} of {each['tested']} heads differ by an effect that matters"
+            )
         changed = found.changed(SHOWN, model)
-        typer.echo("  the heads that changed most:" if changed else "  no head differs significantly")
+        typer.echo("  the heads that changed most:" if changed else "  no head differs by an effect that matters")
         for change in changed:
             typer.echo(f"    {change.sentence(model).partition(', ')[2]}")
     typer.echo(f"\npage: {asked.folder / 'report.html'}")

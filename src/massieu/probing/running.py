@@ -19,7 +19,7 @@ from massieu.errors import InputError
 State = dict[str, Any]
 """Arrays, numbers, texts, lists and None, by name, in dictionaries of the same; keys are strings."""
 
-FORMAT = 2
+FORMAT = 3
 """Of stored states; another one is refused."""
 _HEADER, _NOTES = "plain", "notes"
 

@@ -58,6 +58,7 @@ class Options:
         replace: what is to be put in the place of attention, beside the reading.
         new_tokens: the rows are prompts, and the model writes at most so many tokens after each, whose queries are measured.
         quick: no re-initialised control and no example windows.
+        draws: so many re-initialised models are drawn.
     """
 
     groups: frozenset[str]
@@ -71,6 +72,7 @@ class Options:
     new_tokens: int | None = None
     replace: Replace = NOTHING
     per_token: tuple[str, ...] = ()
+    draws: int = 8
 
     def of_attention(self) -> tuple[str, ...]:
         """The attention's statistics to compute, the entropy always: it tells how many units an error has."""
