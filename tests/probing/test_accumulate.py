@@ -120,6 +120,15 @@ def test_degrees_of_freedom_of_windows_grow_with_the_text(rows, degrees):
     np.testing.assert_array_equal(ratio.estimate().degrees, degrees)
 
 
+@every_row("rows, windows", [(3, 3), (4, 4), (7, 30), (36, 320)])
+def test_sampled_windows_stand_for_the_text_they_are_taken_from(rows, windows):
+    """The first four and then every tenth: an error has the degrees of freedom of a text so long, or one less than rows."""
+    assert Units(sampled=True).windows(rows) == windows
+    ratio = ratio_of(np.ones((rows, 1)), np.ones((rows, 1)), Units(sampled=True))
+    expected = min(max(int(0.35 * windows ** (2 / 3)), 1), rows - 1)
+    np.testing.assert_array_equal(ratio.estimate().degrees, expected)
+
+
 @given(rows=st.integers(1, 400), capacity=st.sampled_from([2, 4, 64]))
 def test_number_of_blocks_stays_between_half_the_capacity_and_the_capacity(rows, capacity):
     ratio = Ratio((), Units("window", capacity))

@@ -171,7 +171,8 @@ class _Part:
             return f"it differs from {beside} by less than {STATISTICS[self.statistic].smallest_in_words}"
         if not self.passes(1.0):
             return "its error is too large to tell it from 0"
-        return f"heads that have learned nothing reach such numbers too; they have {_law(self.nulls[0])}"
+        beside = "".join(f" or from its control, {_law(null)}" for null in self.nulls[1:])
+        return f"this text does not tell it from heads that have learned nothing, {_law(self.nulls[0])}{beside}"
 
     def _nulls(self) -> list[Cell]:
         return [*self.nulls, *([] if self.of_zero is None else [_ZERO])]

@@ -115,8 +115,9 @@ class SiteReading(RunningParts):
     def begun(cls, info: SiteInfo, units: Units, max_length: int, groups: Collection[str] = ()) -> "SiteReading":
         """A site of which nothing is read yet."""
         attention = AttentionStatistics(info.heads, units, max_length)
-        climb, first_value = ClimbStatistics(info.heads, units), Ratio((1, info.heads), units)
-        windowed = {group: WindowStatistics(group, info.heads, units) for group in WINDOWED if group in groups}
+        sample = replace(units, sampled=True)
+        climb, first_value = ClimbStatistics(info.heads, sample), Ratio((1, info.heads), units)
+        windowed = {group: WindowStatistics(group, info.heads, sample) for group in WINDOWED if group in groups}
         results = cls(info, attention, climb, first_value, Extremes(info.heads), windowed=windowed)
         if info.value_sets > 1:
             results.unavailable[VALUES] = f"the same attention weights are applied to {info.value_sets} sets of values"

@@ -13,6 +13,8 @@ from massieu.probing.unit_errors import ratio_error
 
 MINIMUM_DOCUMENTS = 30
 """From this many rows on, unpacked documents are called the error unit. Below, a document and a row are the same thing."""
+SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
+SAMPLE_LEAST = 4  # windows at the beginning that are always sampled, so that short texts have error bars
 FEWEST_UNITS = 4
 """From fewer units of text nothing is announced."""
 GAP = 8
@@ -32,16 +34,24 @@ class Units:
         mode: ``"window"``: rows are windows of packed text, and neighbouring ones may be alike.
             ``"document"``: each row is a document, and rows are independent.
         capacity: The largest number of blocks: even, at least 2.
+        sampled: The rows are the sampled ones of a text, and the text is longer than they are many.
     """
 
     mode: Literal["window", "document"] = "window"
     capacity: int = 64
+    sampled: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("window", "document"):
             raise ValueError(f"mode must be 'window' or 'document', got {self.mode!r}")
         if self.capacity < 2 or self.capacity % 2:
             raise ValueError(f"capacity must be an even number of blocks, 2 or more, got {self.capacity}")
+
+    def windows(self, rows: int) -> int | None:
+        """How many windows of one text so many rows stand for; None where rows are independent."""
+        if self.mode == "document":
+            return None
+        return max(rows, round((rows - SAMPLE_LEAST) / SAMPLE_SHARE)) if self.sampled else rows
 
 
 WINDOWS = Units()
@@ -122,7 +132,7 @@ class BlockSums:
     """
 
     def __init__(self, shape: tuple[int, ...], units: Units) -> None:
-        self.mode, self.capacity = units.mode, units.capacity
+        self.units, self.capacity = units, units.capacity
         self.order = RowOrder()
         self.size = 1  # rows in a full block
         self.rows = np.zeros(0, dtype=np.int64)  # rows in each block, up to the last one with any
@@ -195,14 +205,16 @@ class BlockSums:
     def estimate(self, part: slice = slice(None)) -> Estimate:
         """Of all blocks, or of some."""
         totals, counts = np.moveaxis(self.sums[: len(self.rows)][part], 1, 0)
-        windows = int(self.rows[part].sum()) if self.mode == "window" else None
-        value, error, degrees = ratio_error(totals, counts, windows)
+        whole, rows = int(self.rows.sum()), int(self.rows[part].sum())
+        windows = self.units.windows(whole)
+        # A part of the rows is as large a part of the text.
+        value, error, degrees = ratio_error(totals, counts, windows and windows * rows // whole)
         return Estimate(value, error, counts.sum(0), degrees)
 
     def halves(self) -> tuple[slice, slice]:
         """Two parts of the text that know nothing of each other: alternate documents, or both ends of one text."""
         blocks = len(self.rows)
-        if self.mode == "document":
+        if self.units.mode == "document":
             return slice(0, None, 2), slice(1, None, 2)
         gap = max(blocks // GAP, int(blocks > 3))
         middle = (blocks - gap + 1) // 2
@@ -210,5 +222,5 @@ class BlockSums:
 
     def error_unit(self) -> tuple[str, int]:
         """What a block is, in words, and how many there are."""
-        one = "document" if self.mode == "document" and self.rows.sum() >= MINIMUM_DOCUMENTS else "window"
+        one = "document" if self.units.mode == "document" and self.rows.sum() >= MINIMUM_DOCUMENTS else "window"
         return one if self.size == 1 else f"block of {self.size} consecutive {one}s", int((self.rows > 0).sum())

@@ -10,9 +10,10 @@ from massieu.probing.accumulate import Ratio, block_sums
 from massieu.probing.compare.difference import RESOLUTION, Difference, alone, independent, paired
 from massieu.probing.significance import student_p
 from massieu.probing.unit_sums import SiteSums, UnitSums
-from massieu.probing.units import Units
+from massieu.probing.units import WINDOWS, Units
 
 UNITS, HEADS = 11, 3
+DOCUMENTS = Units("document")
 
 
 def drawn(seed: int, units: int = UNITS, even: bool = True) -> SiteSums:
@@ -24,7 +25,7 @@ def drawn(seed: int, units: int = UNITS, even: bool = True) -> SiteSums:
 def test_units_of_one_size_are_a_paired_t_test():
     first, second = drawn(0), drawn(1)
     second.totals[:] += 0.7 * first.totals
-    found = paired(first, second, correlated=False)
+    found = paired(first, second, DOCUMENTS)
     expected = stats.ttest_rel(second.totals / second.counts, first.totals / first.counts)
     assert np.allclose(found.value / found.standard_error, expected.statistic, rtol=1e-12)
     assert np.allclose(found.p_value(), expected.pvalue, rtol=1e-9)
@@ -33,7 +34,7 @@ def test_units_of_one_size_are_a_paired_t_test():
 
 def test_independent_estimates_are_a_t_test_with_the_fewer_degrees():
     first, second = drawn(0), drawn(1, units=7)
-    found = independent(*alone(first, correlated=False), *alone(second, correlated=False))
+    found = independent(*alone(first, DOCUMENTS), *alone(second, DOCUMENTS))
     expected = stats.ttest_ind(second.totals / second.counts, first.totals / first.counts, equal_var=False)
     assert np.allclose(found.value / found.standard_error, expected.statistic, rtol=1e-12)
     np.testing.assert_allclose(found.p_value(), 2 * stats.t.sf(np.abs(expected.statistic), 6), rtol=1e-9)
@@ -73,7 +74,9 @@ def test_models_that_do_not_differ_are_told_apart_in_a_twentieth_of_texts(correl
         noise[:, place] = 0.3 * noise[:, place - 1] + np.sqrt(1 - 0.09) * noise[:, place]
     lengths = np.exp(spread * generator.standard_normal((units, 4_000)))
     rows = np.ones(units, dtype=np.int64)
-    p = paired(*(SiteSums(lengths * each, lengths, rows) for each in noise), correlated).p_value()
+    p = paired(
+        *(SiteSums(lengths * each, lengths, rows) for each in noise), WINDOWS if correlated else DOCUMENTS
+    ).p_value()
     assert (p < 0.05).mean() < 0.06 + 5 * np.sqrt(0.06 * 0.94 / 4_000)
 
 

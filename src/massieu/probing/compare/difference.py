@@ -8,6 +8,7 @@ from jaxtyping import Float64
 from massieu.probing.significance import student_p
 from massieu.probing.unit_errors import influences, ratio_error, sum_error, weights_of
 from massieu.probing.unit_sums import SiteSums
+from massieu.probing.units import WINDOWS, Units
 
 RESOLUTION = 2.0**-22
 """Relative difference that float32 arithmetic in another order can make: the size of a batch, another device."""
@@ -31,7 +32,7 @@ class Difference:
         return student_p(self.value, np.hypot(self.standard_error, RESOLUTION * self.size), self.degrees)
 
 
-def paired(first: SiteSums, second: SiteSums, correlated: bool = True) -> Difference:
+def paired(first: SiteSums, second: SiteSums, units: Units = WINDOWS) -> Difference:
     """The difference of two ratios over the same units of text, by linearisation.
 
     With s_u, n_u the sums of unit u, N = Σ n_u and m = Σ s_u / N of each model, unit u moves the difference by
@@ -39,7 +40,7 @@ def paired(first: SiteSums, second: SiteSums, correlated: bool = True) -> Differ
     models find hard in a unit drops out. `massieu.probing.unit_errors` has the error and its degrees of freedom.
 
     Args:
-        correlated: the units are windows of one text, neighbours of which may be alike; False: documents.
+        units: what the rows of the text are.
 
     Source: Cochran, *Sampling Techniques* (3rd edition, 1977), sections 6.4 and 6.18.
 
@@ -50,7 +51,7 @@ def paired(first: SiteSums, second: SiteSums, correlated: bool = True) -> Differ
         raise ValueError("the sums of the two models are over different units")
     (value, moved), (other, other_moved) = (influences(each.totals, each.counts) for each in (first, second))
     weights = (weights_of(first.counts) + weights_of(second.counts)) / 2
-    error, degrees = sum_error(other_moved - moved, weights, int(first.rows.sum()) if correlated else None)
+    error, degrees = sum_error(other_moved - moved, weights, units.windows(int(first.rows.sum())))
     return Difference(other - value, error, degrees, np.maximum(abs(value), abs(other)))
 
 
@@ -80,6 +81,6 @@ def independent(
     )
 
 
-def alone(sums: SiteSums, correlated: bool = True) -> tuple[Float64[np.ndarray, " heads"], ...]:
+def alone(sums: SiteSums, units: Units = WINDOWS) -> tuple[Float64[np.ndarray, " heads"], ...]:
     """Of one model: value, standard error and its degrees of freedom."""
-    return ratio_error(sums.totals, sums.counts, int(sums.rows.sum()) if correlated else None)
+    return ratio_error(sums.totals, sums.counts, units.windows(int(sums.rows.sum())))

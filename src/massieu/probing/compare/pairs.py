@@ -11,6 +11,8 @@ from massieu.probing.compare.difference import Difference, alone, independent, p
 from massieu.probing.long_table import schema
 from massieu.probing.result import ProbeResult
 from massieu.probing.significance import benjamini_hochberg
+from massieu.probing.statistics.registry import SAMPLED
+from massieu.probing.units import Units
 from massieu.report.record import Statistic
 
 if TYPE_CHECKING:
@@ -140,15 +142,16 @@ def _difference(
 ) -> tuple[Difference, bool]:
     """The difference and its error, and whether it is paired."""
     sums = [None if result.units is None else result.units.sums.get(key) for result in results]
-    correlated = results[0].run.text.packing is not False
+    groups = {each.name: each.group for each in results[0].run.statistics}
+    sampled = key[0] == "layer" or groups.get(key[2]) in SAMPLED
+    units = Units("document" if results[0].run.text.packing is False else "window", sampled=sampled)
     if sums[0] is not None and sums[1] is not None and sums[0].totals.shape[1] == len(cells[0].heads):
         if how.paired and same_units(sums[0], sums[1]):
-            return paired(sums[0], sums[1], correlated), True
-        return independent(*alone(sums[0], correlated), *alone(sums[1], correlated)), False
+            return paired(sums[0], sums[1], units), True
+        return independent(*alone(sums[0], units), *alone(sums[1], units)), False
     sides = []
     for result, each in zip(results, cells, strict=True):
-        unit, sampled = result.run.error_unit, result.run.sample
-        degrees = (sampled.degrees if key[0] == "layer" else unit.degrees) or 0.0
+        degrees = (result.run.sample if sampled else result.run.error_unit).degrees or 0.0
         sides += [each.value, each.error, np.full(len(each.heads), degrees)]
     return independent(*sides), False
 

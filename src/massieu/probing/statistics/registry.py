@@ -30,6 +30,8 @@ LAYERED = (FEED_FORWARD, FLOW, RESIDUAL, TAP, *AGAIN)
 """Groups of `massieu.probing.layer_reading`."""
 ASKED = frozenset({*WINDOWED, *LAYERED})
 """Groups that answer a question of the papers: the statistics of one are tested together."""
+SAMPLED = frozenset({CLIMB, EXPANSION, *WINDOWED, *LAYERED})
+"""Groups that are measured on the sampled windows."""
 OPT_IN = frozenset({REPLACEMENT, REPEATED, *WINDOWED, *LAYERED})
 """Groups that are computed only where one of them is named."""
 _COSTS = {
