@@ -36,11 +36,11 @@ def main() -> None:
         path.write_text(json.dumps(runs, indent=1) + "\n")
 
 
-def random_run(seed: int) -> tuple[ProbeResult, bool]:
-    """The result of one random model, and whether its questions were measured."""
+def random_run(seed: int, questions: bool = True) -> tuple[ProbeResult, bool]:
+    """The result of one random model, and whether its questions were measured, as they are of every fourth if wanted."""
     drawn = random.Random(seed)
     kind, layers, heads = drawn.choice(("gpt2", "bert", "vit")), drawn.choice((1, 2, 3)), drawn.choice((2, 4, 8))
-    windows, as_text, asked = drawn.choice((40, 80, 160, 400)), drawn.random() < 0.5, seed % 4 == 0
+    windows, as_text, asked = drawn.choice((40, 80, 160, 400)), drawn.random() < 0.5, questions and seed % 4 == 0
     torch.manual_seed(10_000 + seed)
     batches = images(seed, windows) if kind == "vit" else tokens(seed, windows, as_text)
     groups = ["attention", "values", "climb", "maps", "expansion", *(QUESTIONS if asked else ())]

@@ -1,5 +1,7 @@
 """The re-initialised control: which windows its draws read, and that neither batches, processes nor breaks change them."""
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,3 +173,12 @@ def test_heads_with_other_log_weights_are_apart_and_those_that_share_keys_togeth
     monkeypatch.setattr(tables, "arrangement_of", lambda info: seen.append(arrangement(info)) or seen[-1])
     massieu.probe(make(), batches(4, 4), statistics=["entropy"], draws=2)
     assert {(each.alone, each.clusters) for each in seen} == {(apart, clusters)}
+
+
+@pytest.mark.slow
+def test_few_random_models_are_announced(monkeypatch):
+    """20 small random models, probed as if they were trained: at 5 % each, four with a card happen in 1.6 % of cases."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    models = importlib.import_module("control_models")
+    monkeypatch.setattr("massieu.probing.run.DRAWS", 8)
+    assert sum(bool(models.announced(*models.random_run(seed, questions=False))["cards"]) for seed in range(20)) < 4

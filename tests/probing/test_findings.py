@@ -119,7 +119,9 @@ def test_cards_are_announced_jointly():
 def test_what_is_not_announced_says_why(said, reason):
     card = findings(_table("weight_first", [0.9, 0.1], **{"random": 0.05} | said).frame(), EMPTY, MANY)[0]
     assert (card.value, card.heads) == (None, [])
-    assert card.sentence.startswith("Nothing to announce. Of 2 heads, the first is the weight of layer 1 head 0, 0.9")
+    assert card.sentence.startswith(
+        "Nothing to announce. Of 2 heads, the most extreme is the weight of layer 1 head 0, 0.9"
+    )
     assert reason in card.sentence
 
 
@@ -145,7 +147,7 @@ def test_a_write_has_to_sharpen_more_than_others_and_than_random_ones():
     rows = {"random": 0.02, "mismatched": 0.1}
     card = findings(_table(NAME, [0.4, 0.1, 0.1], q=[1e-3, 1.0, 1.0], **rows).frame(), EMPTY, MANY)[2]
     assert (card.value, card.heads) == (0.4, [(1, 0)])
-    assert "1 of 3 heads sharpen their own attention more than other heads' writes do, 0 less" in card.sentence
+    assert "1 of 3 heads sharpens its own attention more than other heads' writes do, 0 less" in card.sentence
     assert "Most: layer 1 head 0, 0.400 ± 0.010 nats" in card.sentence
     assert findings(_table(NAME, [0.4, 0.1], **rows | {"random": 0.38}).frame(), EMPTY, MANY)[2].value is None
 

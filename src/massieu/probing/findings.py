@@ -201,7 +201,7 @@ class _Card:
             return self.told([])
         part = self.parts[0]
         number_of = f", {_text(part.cell)}" if np.isfinite(part.cell[0]) else ""
-        said = f"Nothing to announce. Of {part.among}, the first is {part.what}{number_of}: {part.why_not()}."
+        said = f"Nothing to announce. Of {part.among}, the most extreme is {part.what}{number_of}: {part.why_not()}."
         return Finding(self.id, self.title, said, statistic=part.statistic)
 
 
@@ -223,8 +223,9 @@ def _sink(heads: _Lookup, half_degrees: float) -> _Card:
         sentence = f"The strongest, {heads.name(strongest.place)}, puts {_text(strongest.cell)} there"
         if norm[2]:
             sentence += f"; the first token's value has {_text(norm)} times the mean norm"
+        put, their = ("puts", "its") if len(mostly) == 1 else ("put", "their")
         sentence += (
-            f". {len(mostly)} of {counted(len(places), 'head')}{heads.without(name)} put more than half of their "
+            f". {len(mostly)} of {counted(len(places), 'head')}{heads.without(name)} {put} more than half of {their} "
             "attention on the first token."
         )
         return Finding(
@@ -305,7 +306,8 @@ def _climb(heads: _Lookup, half_degrees: float) -> _Card:
         )
         of = f"{len(sharpening)} of {counted(len(places), 'head')}{heads.without(name)}"
         if control == "mismatched":
-            sentence = f"{of} sharpen their own attention more than other heads' writes do, {len(flattening)} less"
+            verb = "sharpens its" if len(sharpening) == 1 else "sharpen their"
+            sentence = f"{of} {verb} own attention more than other heads' writes do, {len(flattening)} less"
         else:
             sentence = (
                 f"In {of} the layer's update sharpens attention more than a random step does, in {len(flattening)} less"

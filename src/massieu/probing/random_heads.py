@@ -24,7 +24,7 @@ _TAIL = 0.0125  # the first step of Holm's procedure over four cards at 5 %
 _LEAST = 1e-6
 
 
-def scaled(values: Float64[np.ndarray, "*shape"], scale: Scale) -> Float64[np.ndarray, "*shape"]:
+def scaled(values: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndarray, "*shape"]:
     """The numbers on their scale; shares are kept 1e-6 away from 0 and 1, and positive numbers above 1e-12."""
     if scale == "share":
         inside = np.clip(values, _LEAST, 1 - _LEAST)
@@ -33,7 +33,7 @@ def scaled(values: Float64[np.ndarray, "*shape"], scale: Scale) -> Float64[np.nd
 
 
 def scaled_error(
-    values: Float64[np.ndarray, "*shape"], errors: Float64[np.ndarray, "*shape"], scale: Scale
+    values: Float64[np.ndarray, "*shape"], errors: Float64[np.ndarray, "*shape"], scale: str
 ) -> Float64[np.ndarray, "*shape"]:
     """Standard errors on the scale, to first order, with what rounding alone can make."""
     wide = np.hypot(errors, RESOLUTION * np.abs(values))

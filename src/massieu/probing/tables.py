@@ -18,7 +18,7 @@ from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.climb import MOVERS, PARTS, paired
 from massieu.probing.statistics.expansion import CHANGES
 from massieu.probing.statistics.extremes import EXTREMES
-from massieu.probing.statistics.layer_groups import LayerCell, Row
+from massieu.probing.statistics.layer_groups import Row
 from massieu.probing.statistics.registry import ASKED, STATISTICS
 from massieu.probing.statistics.repeated import NAMES
 from massieu.probing.unit_sums import Key, SiteSums
@@ -259,9 +259,9 @@ class LayerTable(TableBuilder):
         super().__init__()
         self._cells: dict[str, dict[tuple[str, int | None], Estimate]] = {}
 
-    def add_row(self, sublayer: Sublayer, name: str, cell: LayerCell, part: str = "") -> None:
+    def add_row(self, sublayer: Sublayer, row: Row, part: str = "") -> None:
         """Add one row, of a part of the text or a control if one is named."""
-        value, error, count, degrees = cell
+        name, value, error, count, degrees = row
         place = sublayer.name, sublayer.layer
         self.add(*place, name + part, value, error, count)
         numbers = (np.array([float(each)]) for each in (value, error, count, degrees))
@@ -296,12 +296,12 @@ def layer_table(reading: Reading, draws: RandomModels | None, wanted: frozenset[
         for part in ("estimate", "first_half", "second_half"):
             suffix = "" if part == "estimate" else f"/{part}"
             for group in reading.layers.groups():
-                for name, *cell in group.rows(sublayer.index, part):
-                    if name.partition("/")[0] in wanted:
-                        table.add_row(sublayer, name, tuple(cell), suffix)
-            for name, *cell in expansion_rows(reading, sublayer, part):
-                if (name in STATISTICS or part == "estimate") and name.partition("/")[0] in wanted:
-                    table.add_row(sublayer, name, tuple(cell), suffix)
+                for row in group.rows(sublayer.index, part):
+                    if row[0].partition("/")[0] in wanted:
+                        table.add_row(sublayer, row, suffix)
+            for row in expansion_rows(reading, sublayer, part):
+                if (row[0] in STATISTICS or part == "estimate") and row[0].partition("/")[0] in wanted:
+                    table.add_row(sublayer, row, suffix)
     table.add_tests(draws)
     return table
 

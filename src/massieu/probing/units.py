@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -68,7 +68,7 @@ class Estimate:
     value: Float64[np.ndarray, "*shape"]
     standard_error: Float64[np.ndarray, "*shape"]
     count: Float64[np.ndarray, "*shape"]
-    degrees: Float64[np.ndarray, "*shape"] | float = 0.0
+    degrees: Float64[np.ndarray, "*#shape"] = field(default_factory=lambda: np.zeros(()))
 
     def __iter__(self) -> Iterator[Float64[np.ndarray, "*shape"]]:
         return iter((self.value, self.standard_error, self.count))

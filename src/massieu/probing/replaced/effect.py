@@ -261,9 +261,9 @@ class Effects:
         for (text, _, info, head), ratio in zip(targets, found, strict=True):
             if text in self.failed:
                 continue
-            found = ratio.estimate()
-            value, error, count = (float(each[0]) for each in found)
-            wide = float(student.ppf(0.975, np.maximum(found.degrees, 1)[0])) * error
+            estimate = ratio.estimate()
+            value, error, count = (float(each[0]) for each in estimate)
+            wide = float(student.ppf(0.975, np.maximum(estimate.degrees, 1)[0])) * error
             records.append(
                 ReplacementRecord(
                     rule=text,

@@ -15,8 +15,6 @@ from massieu.probing.units import FEWEST_UNITS, Estimate, Units
 
 Row = tuple[str, float, float, float, float]
 """Name, value, standard error, count, and degrees of freedom of the error: 0 where nothing may be announced from it."""
-LayerCell = tuple[float, float, float, float]
-"""The same without the name."""
 
 
 class LayerGroup(Protocol):
