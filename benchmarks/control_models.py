@@ -1,6 +1,6 @@
 """How often a model that has learned nothing is announced: random models, probed as if they were trained.
 
-`python benchmarks/control_models.py 200 models.json` probes 200 small random models of three kinds, of several shapes, on
+`python benchmarks/control_models.py 100 models.json` probes 100 small random models of three kinds, of several shapes, on
 text and on random tokens, in 40 to 400 windows, and counts the runs with a card and with a verdict of each question.
 """
 

@@ -1,6 +1,6 @@
 """Whether what is planted in a random model is found, and alone.
 
-`python benchmarks/control_planted.py 60` plants one head in each of 60 small random decoders, in turn one that attends to the
+`python benchmarks/control_planted.py 42` plants one head in each of 42 small random decoders, in turn one that attends to the
 first token and one that attends to the previous one, and counts the runs in which it is announced or named, and no other head.
 """
 

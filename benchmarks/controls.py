@@ -4,7 +4,7 @@
 
 Every row is a fact of which the truth is known, because the numbers were drawn: of the simple way that the probe's replaced
 (one draw of a random model, errors from independent windows, the normal law), and of the probe's own. ``models.json`` are the
-runs of `control_models.py`: 60 random models with the simple tests, then 200 with these. Writes
+runs of `control_models.py`: 60 random models with the simple tests, then 100 with these. Writes
 ``benchmarks/controls.json``; `scripts/controls_page.py` makes the tables and the picture of
 ``docs/explanation/controls.md`` from it. A few minutes.
 """
