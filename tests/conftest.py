@@ -54,6 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_draws() -> Generator[None]:
+    """Tests that are not about the control draw two re-initialised models, not eight."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("massieu.probing.run.DRAWS", 2)
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
 

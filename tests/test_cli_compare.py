@@ -37,10 +37,10 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     batches = [{"input_ids": torch.randint(99, (10, 16))}]
     folder, places = tmp_path_factory.mktemp("stored"), []
     for name in ("base", "tuned"):
-        result = probe(model, batches, statistics=["entropy", "weight_first"])
+        result = probe(model, batches, statistics=["entropy", "weight_first"], packing=False)
         places.append(result.save(folder / name))
         with torch.no_grad():
-            model.encoder.layer[1].attention.self.query.weight[:8] *= 50
+            model.encoder.layer[1].attention.self.query.weight[:8] *= 500
     return places[0], places[1]
 
 

@@ -125,7 +125,7 @@ def test_every_picture_is_used_and_is_made_by_a_script():
     pages = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
     used = {path.rsplit("images/", 1)[1] for path in re.findall(r"\]\(((?:\.\./|docs/)*images/[\w/]+\.png)\)", pages)}
     kept = {str(path.relative_to(IMAGES)) for path in IMAGES.rglob("*.png")}
-    made = {*names(), *PICTURES, "page"}  # the page: scripts/page_picture.py
+    made = {*names(), *PICTURES, "page", "controls"}  # scripts/page_picture.py, scripts/controls_page.py
     assert kept == used
     assert {Path(path).stem for path in kept} == made
     assert not [path for path in kept if (IMAGES / path).stat().st_size > 150_000]

@@ -5,6 +5,7 @@ import io
 import re
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ EXAMPLES = {
     "watch_training.py",
     "training_loops.py",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def eight_draws() -> Iterator[None]:
+    """Pages print what users see: the numbers of eight re-initialised models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("massieu.probing.run.DRAWS", 8)
+        yield
 
 
 def run(script: str, *arguments: object) -> str:

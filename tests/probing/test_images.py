@@ -122,7 +122,7 @@ def test_a_folder_is_what_its_processor_makes_of_it(folder, vit):
     opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
     pixels = processor(opened, return_tensors="pt")["pixel_values"]
     by_hand = [{"pixel_values": pixels}]  # in one batch
-    same(result, massieu.probe(ViTModel.from_pretrained(vit).eval(), by_hand, statistics=["attention"]))
+    same(result, massieu.probe(ViTModel.from_pretrained(vit).eval(), by_hand, packing=False, statistics=["attention"]))
     assert result.run.text is not None
     assert result.run.text.source == f"5 images of {folder}" and result.run.text.documents == 5
     assert result.run.text.tokens == 5 * (1 + (SIDE // PATCH) ** 2)
@@ -172,7 +172,7 @@ def test_without_text_the_vision_tower_alone_is_read(folder, clip):
     processor = CLIPProcessor.from_pretrained(clip)
     opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
     pixels = processor(images=opened, return_tensors="pt")["pixel_values"]
-    same(result, massieu.probe(tower, [{"pixel_values": pixels}], statistics=["entropy"], quick=True))
+    same(result, massieu.probe(tower, [{"pixel_values": pixels}], packing=False, statistics=["entropy"], quick=True))
     assert result.run.model is not None and result.run.model.name.endswith("(vision_model)")
 
 
@@ -185,7 +185,7 @@ def test_with_texts_both_towers_are_read_and_each_has_its_names(folder, clip):
     processor = CLIPProcessor.from_pretrained(clip)
     opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
     made = dict(processor(text=texts, images=opened, padding=True, return_tensors="pt"))
-    same(result, massieu.probe(CLIPModel.from_pretrained(clip).eval(), [made], statistics=["attention"]))
+    same(result, massieu.probe(CLIPModel.from_pretrained(clip).eval(), [made], packing=False, statistics=["attention"]))
     sides = {site.name.split(".")[0]: site.query_tokens for site in result.run.sites}
     assert sides == {"text_model": "text", "vision_model": "image"}
     tokens = result.details["examples"][0]["tokens"]

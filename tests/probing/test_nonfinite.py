@@ -79,7 +79,7 @@ def test_heads_without_a_number_are_not_counted_among_those_with_one():
     model = broken("encoder.layer.2.attention.self.query.bias", entry=2 * 12)  # head 2 of 4
     result = massieu.probe(model, batches(number=1), max_length=20, statistics=["attention"])
     sink = result.findings[0].sentence
-    assert "of 11 heads (1 head without a number)" in sink
+    assert "Of 11 heads (1 head without a number), the most extreme is" in sink
 
 
 def test_a_change_that_is_nan_is_not_one_that_does_not_sharpen():

@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 
 def without_control(frame):
-    return frame.filter(~frame["statistic"].str.contains("/(reinitialised|q_value)$"))
+    return frame.filter(~frame["statistic"].str.contains("/(reinitialised|p_value|q_value)$"))
 
 
 @pytest.mark.medium
@@ -62,8 +62,9 @@ def test_offloaded_to_main_memory():
     assert all(parameter.is_meta for parameter in moved.parameters())
     statistics = ["entropy", "maps", "climb", "expansion"]
     expected, found = (massieu.probe(each, BATCHES[:1], statistics=statistics) for each in (plain, moved))
-    assert_frame_equal(found.heads, expected.heads)
-    assert_frame_equal(found.layers, expected.layers)
+    # Errors over two windows are differences of two numbers in float32.
+    assert_frame_equal(found.heads, expected.heads, rel_tol=1e-4)
+    assert_frame_equal(found.layers, expected.layers, rel_tol=1e-4)
     assert found.run.model.hash == expected.run.model.hash and not found.run.warnings
     assert all(parameter.is_meta for parameter in moved.parameters())
 

@@ -219,9 +219,7 @@ def test_describe_needs_no_text():
 
 def test_describe_makes_no_copy_of_the_model(monkeypatch):
     made = []
-    monkeypatch.setattr(
-        "massieu.probing.session.reinitialised", lambda *given: made.append(given) or (None, "not made")
-    )
+    monkeypatch.setattr("massieu.probing.draws.reinitialised", lambda *given: made.append(given) or (None, "not made"))
     massieu.describe(zoo.model("bert"))
     assert not made
     massieu.probe(zoo.model("bert"), [zoo.inputs("bert")], statistics=["entropy"])

@@ -47,7 +47,7 @@ def whole():
 def test_a_quick_run_has_the_attention_statistics_of_a_whole_one_with_their_errors(whole):
     result = massieu.probe(small_model(), batches(), max_length=24, quick=True)
     quick = rows(result)
-    compared = ("/reinitialised", "/q_value")
+    compared = ("/reinitialised", "/p_value", "/q_value")
     group = measures(ATTENTION)
     assert quick == same(
         {k: v for k, v in whole.items() if k[2].split("/")[0] in group and not k[2].endswith(compared)}

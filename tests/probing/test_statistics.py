@@ -309,7 +309,7 @@ TABLES = Path(__file__).parents[2] / "scripts" / "statistics_table.py"
 
 def test_a_new_statistic_is_in_the_tables_the_page_and_the_lists(own_statistic):
     result = massieu.probe(
-        zoo.model("gpt2"), [zoo.inputs("gpt2")], max_length=20, statistics=[own_statistic, "entropy"]
+        zoo.model("gpt2"), [zoo.inputs("gpt2")] * 2, max_length=20, statistics=[own_statistic, "entropy"]
     )
     values = {
         name: part["value"].to_numpy() for (name,), part in result.heads.partition_by("statistic", as_dict=True).items()

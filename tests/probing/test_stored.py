@@ -227,6 +227,10 @@ def test_a_record_of_the_first_release_is_read_into_attributes_and_written_as_it
         site |= {"route": "interface", "grade": "full"}
     value["text"] |= {"bos": None, "window": None}
     value["model"] |= {"stored_dtype": None}
+    for part in ("error_unit", "sample"):
+        value[part] |= {"degrees": None}
+    for statistic in value["statistics"]:
+        statistic |= {"scale": "number", "smallest": 0.0}
     value |= {"replacements": [], "per_token": None}
     assert list(run.to_dict().items()) == list(value.items())
 

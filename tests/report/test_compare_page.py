@@ -77,15 +77,15 @@ def test_the_maps_hold_both_values_and_the_difference(pair: Comparison):
 
 def test_the_changed_head_is_said_in_words(pair: Comparison):
     page = page_of(pair)
-    assert "1 of " in page
-    assert "heads differ significantly in at least one statistic. The largest change is in layer 0, head 1" in page
+    assert "The largest change is in layer 0, head 1" in page
+    assert "1 of 6 heads differs by an effect that matters in some statistic" in page
     assert page.count('class="changed-head"') == len(pair.changed(8)) == 1
     assert "no sums by unit of the text were stored for base and tuned" in page.lower()
 
 
 def test_nothing_that_differs_is_said_too(small: Results):
     page = page_of(beside(small, {"one": 1.0, "other": 1.0}))
-    assert "No head of other differs significantly" in page
+    assert "No head of other differs by an effect that matters" in page
     assert "No head differs significantly." in page
 
 

@@ -272,32 +272,6 @@ def test_a_missing_package_names_the_command(package: str, monkeypatch: pytest.M
 
 
 @pytest.mark.medium
-def test_a_number_within_its_own_error_has_no_card() -> None:
-    """An older result may hold one; a share (not signed) may well be near 0."""
-    made = encoder(layers=1, heads=2)
-    run = made.run
-    known = {entry["name"]: entry["signed"] for entry in run["statistics"]}
-    change, share = next(name for name in known if known[name]), next(name for name in known if not known[name])
-    card = {"sentence": "Here.", "unit": "directions", "control": "0", "count": 3, "caveat": "", "heads": [[0, 1]]}
-    rows = [
-        ("a", change, -20.0, 20.0), ("b", change, -20.0, 9.9), ("c", change, 2.0, 1.0), ("d", share, 1.0, 1.0),
-        ("e", None, 1.0, None), ("f", change, None, None),
-    ]  # fmt: skip
-    run["findings"] = [
-        card | {"id": name, "title": f"Title {name}", "statistic": about, "value": value, "standard_error": error}
-        for name, about, value, error in rows
-    ]
-    page = Parsed(render(run_of(run, "made up"), *made[1:]))
-    text = " ".join(page.text.split())
-    cards = [int(attributes["data-finding"] or "") for _, attributes in page.tags if "data-finding" in attributes]
-    assert ["abcdef"[place] for place in cards] == ["b", "d", "e"]
-    assert "Title a: The number, −20 ± 20 directions, is within two standard errors of 0." in text
-    assert "Title c: The number, 2.0 ± 1.0 directions, is within" in text
-    assert "Title f: Here." in text
-    assert [bool(finding["cells"]) for finding in page.data()["findings"]] == [False, True, False, True, True, False]
-
-
-@pytest.mark.medium
 def test_counts_stand_with_their_words() -> None:
     made = encoder(layers=1, heads=1)
     run = made.run | {"error_unit": {"unit": "window", "count": 1}}

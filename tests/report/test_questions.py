@@ -25,7 +25,7 @@ def made(q_values: Any, own: Any, null: Any | None = 1.0, group: str = "memory")
     run.statistics = [
         Statistic(
             "asked", "What was asked", group=group, question="Is it so?", caveat="<b>Nothing</b> else.", unit="nats",
-            scope="head", control="mismatched_keys",
+            scope="head", control="mismatched_keys", scale="positive", smallest=0.1,
         )
     ]  # fmt: skip
     rows = Rows()
@@ -34,6 +34,7 @@ def made(q_values: Any, own: Any, null: Any | None = 1.0, group: str = "memory")
         rows.add(site.name, site.layer, "asked", values, 0.1, 100)
         if null is not None:
             rows.add(site.name, site.layer, "asked/mismatched_keys", np.broadcast_to(null, HEADS), 0.1, 100)
+            rows.add(site.name, site.layer, "asked/reinitialised", np.broadcast_to(null, HEADS), 0.1, 100)
         rows.add(site.name, site.layer, "asked/q_value", tested, np.nan, 1)
     return Results(run, {}, rows.table(), empty_table())
 
@@ -41,14 +42,15 @@ def made(q_values: Any, own: Any, null: Any | None = 1.0, group: str = "memory")
 @pytest.mark.parametrize(
     ("q_values", "own", "verdict"),
     [
-        (0.9, 2.0, "no significant difference from its control in any of 8 heads"),
-        (0.01, 2.0, "above its control in 8 of 8 heads"),
-        (0.01, 0.5, "below its control in 8 of 8 heads"),
-        ([0.01] * 4 + [0.5] * 4, 0.5, "below its control in 4 of 8 heads"),
-        ([0.01] * 3 + [0.5] * 5, 0.5, "below its control in 3 of 8 heads"),
-        (0.01, [2.0, 0.5] * 4, "above or below its control in 8 of 8 heads"),
-        ([np.nan] * 4 + [0.05] * 4, 2.0, "no significant difference from its control in any of 4 heads"),
-        (np.nan, 2.0, "not tested against a control"),
+        (0.9, 2.0, "no difference from untrained models in any of 8 heads"),
+        (0.01, 2.0, "above its control and untrained models in 8 of 8 heads"),
+        (0.01, 0.5, "below its control and untrained models in 8 of 8 heads"),
+        ([0.01] * 4 + [0.5] * 4, 0.5, "below its control and untrained models in 4 of 8 heads"),
+        ([0.01] * 3 + [0.5] * 5, 0.5, "below its control and untrained models in 3 of 8 heads"),
+        (0.01, [2.0, 0.5] * 4, "above or below its control and untrained models in 8 of 8 heads"),
+        ([np.nan] * 4 + [0.05] * 4, 2.0, "no difference from untrained models in any of 4 heads"),
+        (np.nan, 2.0, "too little text to test it"),
+        (0.01, 1.05, "no difference from untrained models in any of 8 heads"),
     ],
 )
 def test_the_verdict_is_what_the_test_allows(q_values, own, verdict):
@@ -71,7 +73,7 @@ def test_heads_without_a_number_are_not_counted():
 def test_without_a_control_no_verdict_is_given():
     result = made(np.nan, 2.0, None)
     (card,) = questions_of(result.run, result.heads, result.layers)
-    assert card.answers[0].control is None and card.answers[0].verdict == "not tested against a control"
+    assert card.answers[0].control is None and card.answers[0].verdict == "not compared with an untrained model"
     assert "keys of another head" not in str(card.answers[0])
 
 
@@ -85,7 +87,7 @@ def test_the_page_has_the_card_and_escapes_its_words():
     result = made(0.01, 2.0)
     page = render(result.run, result.details, result.heads, result.layers)
     assert "What the papers ask" in page and QUESTIONS["memory"][0] in page
-    assert "above its control in 8 of 8 heads" in page
+    assert "above its control and untrained models in 8 of 8 heads" in page
     assert "&lt;b&gt;Nothing&lt;/b&gt; else." in page
 
 
@@ -96,11 +98,12 @@ def test_statistics_of_sublayers_are_answered_for_sublayers():
     rows = Rows()
     for place, sublayer in enumerate(run.sublayers):
         rows.add(sublayer.name, sublayer.layer or 0, "moved", float(place), 0.1, 5, heads=False)
-        rows.add(sublayer.name, sublayer.layer or 0, "moved/shuffled_tokens", 0.5, 0.1, 5, heads=False)
+        for control in ("shuffled_tokens", "reinitialised"):
+            rows.add(sublayer.name, sublayer.layer or 0, f"moved/{control}", 0.5, 0.1, 5, heads=False)
         rows.add(sublayer.name, sublayer.layer or 0, "moved/q_value", 0.01 if place else 0.9, np.nan, 1, heads=False)
     (card,) = questions_of(run, empty_table(), rows.table())
     number = len(run.sublayers)
-    assert card.answers[0].verdict == f"above its control in {number - 1} of {number} sublayers"
+    assert card.answers[0].verdict == f"above its control and untrained models in {number - 1} of {number} sublayers"
 
 
 def test_every_question_is_of_a_group_and_its_first_statistic_is_one_of_it():

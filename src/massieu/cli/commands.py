@@ -140,6 +140,7 @@ def probe(
     dtype: Dtype = None,
     statistics: take.Statistics = None,
     quick: take.Quick = False,
+    draws: take.Draws = None,
     per_token: take.PerToken = None,
     seed: Annotated[int, option("N", "Random seed of samples and controls.")] = 0,
     revision: Revision = None,
@@ -183,6 +184,7 @@ def probe(
                 replace_per=replace_per.value,
                 replace_windows=replace_windows,
                 quick=quick,
+                draws=draws,
                 per_token=take.per_token(per_token),
                 device=device,
                 device_map=device_map,
@@ -253,6 +255,7 @@ def compare(
     device: Device = None,
     dtype: Dtype = None,
     statistics: take.Statistics = None,
+    draws: take.Draws = None,
     seed: Annotated[int | None, option("N", "Random seed of samples and controls [0].")] = None,
     trust_remote_code: TrustRemoteCode = False,
     tokenizer: take.Tokenizer = None,
@@ -268,7 +271,7 @@ def compare(
     given: dict[str, Any] = {"text": text, "column": column, "source": source, "target": target}
     given |= {"max_length": max_length, "max_tokens": max_tokens, "bos": bos}
     given |= {"batch_size": batch_size, "packing": False if no_packing else None, "device": device, "dtype": dtype}
-    given |= {"statistics": chosen, "seed": seed, "trust_remote_code": trust_remote_code or None}
+    given |= {"statistics": chosen, "draws": draws, "seed": seed, "trust_remote_code": trust_remote_code or None}
     given |= {"tokenizer_or_batches": tokenizer}
     given = {name: value for name, value in given.items() if value is not None}
     ends = [short_name(name) if names is None else name for name in ((names or models)[0], (names or models)[-1])]

@@ -122,9 +122,9 @@ def _show(found: "Comparison", asked: Asked) -> None:
         show()
         show(bold=f"{found.models[0]} → {model}")
         for each in sorted(counts, key=lambda each: -each["named"])[:SHOWN]:
-            show(f"  {each['statistic']}: {each['named']} of {each['tested']} heads differ")
+            show(f"  {each['statistic']}: {each['named']} of {each['tested']} heads differ by an effect that matters")
         changed = found.changed(SHOWN, model)
-        show("  the heads that changed most:" if changed else "  no head differs significantly")
+        show("  the heads that changed most:" if changed else "  no head differs by an effect that matters")
         for change in changed:
             show(f"    {change.sentence(model).partition(', ')[2]}")
     show(f"\npage: {asked.folder / 'report.html'}")

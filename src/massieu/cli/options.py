@@ -93,6 +93,7 @@ Replace = Annotated[list[str] | None, option("RULE", _RULES)]
 ReplacePer = Annotated[Per, option(None, "Replace all attention at once, or one layer's (site) or one head at a time.")]
 ReplaceWindows = Annotated[int, option("N", "Number of sampled windows for --replace.")]
 Quick = Annotated[bool, option(None, "Attention statistics only, without controls and text examples.", "--quick")]
+Draws = Annotated[int | None, option("N", "Re-initialised models that heads are compared with [8].")]
 Statistics = Annotated[
     list[str] | None, option("NAME,...", "Only these; 'massieu statistics' lists names and groups [all].")
 ]

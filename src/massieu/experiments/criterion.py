@@ -92,7 +92,8 @@ def judge(criterion: Criterion, values: Sequence[float]) -> Judgement:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """A bootstrap interval of the mean. It is to hold 95 %; of five Gaussian numbers it holds the mean in 93 % of cases.
+    """A bootstrap interval of the mean. It is to hold 95 %; of five Gaussian numbers it holds the mean in 93 % of cases, of
+    five lognormal ones in 85 %, and where one of five runs diverges in fewer than half: it describes the runs that were made.
 
     Percentiles of the mean of resampled values are too near to each other by √(n/(n − 1)), and by the ratio of Student's t to
     the normal quantile; both are put into the percentiles that are taken (Hesterberg 2015, "expanded percentiles"). With

@@ -10,7 +10,6 @@ running result of another part of the text.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +18,15 @@ from torch import Tensor
 
 from massieu.foundation.arguments import boolean, check_shape
 from massieu.probing.running import State, fitting
-from massieu.probing.units import WINDOWS, BlockSums, DocumentSums, Estimate, Units
+from massieu.probing.units import WINDOWS, BlockSums, Estimate, Units
 
 
 class Ratio:
     """Σ totals / Σ counts over rows, for an array of statistics, with a standard error over `Units`.
 
-    The standard error is the ratio estimator's, by linearisation: with s_u and n_u the sums of unit u, N = Σ n_u, m the
-    ratio and U the number of units with n_u > 0, se² = U/(U − 1) · Σ (s_u − m n_u)² / N². Its relative error as an
-    estimate is about 1/√(2(U − 1)), and it is too small when the text is so short that a block still resembles its
-    neighbours. Each entry of the array has its own U: a unit in which it has count 0 is no unit of that entry.
+    The standard error is the ratio estimator's, by linearisation; `massieu.probing.unit_errors` says how it takes the
+    likeness of neighbouring windows, and documents of unequal length, into account. Each entry of the array has its own
+    units: one in which it has count 0 is none of its.
 
     Source: Cochran, *Sampling Techniques* (3rd edition, 1977), section 6.4.
 
@@ -40,7 +38,7 @@ class Ratio:
     def __init__(self, shape: tuple[int, ...], units: Units = WINDOWS) -> None:
         self.shape = tuple(shape)
         self.units = units
-        self._sums: Any = (BlockSums if units.mode == "window" else DocumentSums)(self.shape, units.capacity)
+        self._sums = BlockSums(self.shape, units)
 
     def update(
         self,
@@ -107,25 +105,24 @@ class Ratio:
 
     def estimate(self) -> Estimate:
         """Value, standard error and count from the whole text."""
-        return self._sums.estimate(slice(None))
+        return self._sums.estimate()
 
     def value(self) -> Float64[np.ndarray, "*shape"]:
         """Σ totals / Σ counts; NaN where nothing was counted."""
         return self.estimate().value
 
     def first_half(self) -> Estimate:
-        """The same from the first, third, fifth … unit alone.
+        """The same from one half of the text alone: every second document, or the beginning of one text.
 
-        The two halves share no row, so that heads can be picked on one and their values printed from the other. They
-        are made of alternate units, not of the text's beginning and end: both then see the whole text's subjects, and
-        rows of different halves are neighbours only where two blocks meet. (Alternate *windows* would make every row of
-        one half the neighbour of a row of the other.)
+        The two halves share no row, so that heads can be picked on one and their values printed from the other. Between
+        the halves of one text a gap of one block in eight is left out: neighbouring windows are alike, and what was picked
+        for its noise on one side would have some of it on the other.
         """
-        return self._sums.estimate(slice(0, None, 2))
+        return self._sums.estimate(self._sums.halves()[0])
 
     def second_half(self) -> Estimate:
-        """The same from the second, fourth, sixth … unit alone; see `first_half`."""
-        return self._sums.estimate(slice(1, None, 2))
+        """The same from the other half; see `first_half`."""
+        return self._sums.estimate(self._sums.halves()[1])
 
     def error_unit(self) -> tuple[str, int]:
         """What the error unit is, in words, and how many there are."""
@@ -136,7 +133,7 @@ def block_sums(
     ratio: Ratio,
 ) -> tuple[Float64[np.ndarray, "blocks *shape"], Float64[np.ndarray, "blocks *shape"], Int64[np.ndarray, " blocks"]]:
     """Totals, counts and number of rows of each block of consecutive rows, in both modes of `Units`."""
-    kept = ratio._sums.blocks if ratio.units.mode == "document" else ratio._sums
+    kept = ratio._sums
     totals, counts = np.moveaxis(kept.sums[: len(kept.rows)], 1, 0)
     return totals, counts, kept.rows
 

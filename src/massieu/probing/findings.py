@@ -2,17 +2,23 @@
 
 Heads and sublayers are picked on one half of the text and their numbers printed from the other half, so that the
 largest of many noisy numbers is not taken at its word. Maps and tables show the whole text's number, which stands in
-brackets. A number within two standard errors of its null is not announced: the finding then has no value, and its
-sentence gives the reason.
+brackets. A finding is announced where its number differs from the law of
+random models, and from a control of its own where it has one: adjusted for all heads that were looked at, jointly for the four
+findings at 5 % (Holm), and by more than the statistic's smallest effect. Otherwise the finding has no value, and its sentence
+says what is largest and why it is not announced.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from massieu.foundation.numbers import MINUS, counted, number, with_error
-from massieu.report.record import STANDARD_ERRORS, Finding
+from massieu.probing.significance import holm, student_p
+from massieu.probing.statistics.registry import STATISTICS
+from massieu.probing.units import FEWEST_UNITS
+from massieu.report.record import Finding
 
 Place = tuple[str, int | None]
 Cell = tuple[float, float, int]
@@ -67,6 +73,8 @@ class _Lookup:
         return starts[0] if len(starts) == 1 else None
 
     def name(self, place: Place) -> str:
+        if place[1] is None:
+            return place[0]
         sites = {site for site, head in self.order if head is not None and self.layers[site] == self.layers[place[0]]}
         where = f"layer {self.layers[place[0]]}" if len(sites) == 1 else place[0]
         return f"{where} head {place[1]}"
@@ -108,225 +116,331 @@ def _mean(values: Sequence[float] | np.ndarray) -> float:
     return float(np.nanmean(array)) if np.isfinite(array).any() else float("nan")
 
 
-def stands_out(cell: Cell, *nulls: Cell) -> bool:
-    """Whether a number is more than two standard errors of the difference from each null that was measured.
+@dataclass(frozen=True)
+class _Part:
+    """What one sentence of a card is about.
 
-    A number without a standard error, as of a text of one error unit, cannot be told from anything.
+    Attributes:
+        what: the number in words.
+        among: of how many places, in words.
+        cell: of the place that the first half of the text picks, from its second half.
+        nulls: random models, then a control of its own if it has one.
+        p_value: for all places that were looked at together; NaN where there is no test.
+        of_zero: p-value of "it is 0", of a signed number.
+        whole: says which number maps and tables show.
     """
-    value, error, _ = cell
-    if not np.isfinite(value) or not np.isfinite(error):
-        return False
-    known = [null for null in nulls if np.isfinite(null[0])]
-    return all(abs(value - null) > STANDARD_ERRORS * np.hypot(error, np.nan_to_num(other)) for null, other, _ in known)
+
+    what: str
+    among: str
+    statistic: str
+    place: Place
+    cell: Cell
+    nulls: Sequence[Cell]
+    p_value: float
+    of_zero: float | None = None
+    whole: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        table: _Lookup,
+        statistic: str,
+        what: str,
+        *,
+        largest: bool,
+        half_degrees: float,
+        control: str | None = None,
+    ) -> "_Part | None":
+        """The most extreme place of a statistic; None where it was not measured."""
+        found = table.extreme(statistic, largest=largest)
+        if found is None:
+            return None
+        place, cell = found
+        nulls = [table.get(place, f"{statistic}/{each}") for each in ("reinitialised", control) if each is not None]
+        tested = len(table.column(f"{statistic}/p_value")[0])
+        p_value = table.get(place, f"{statistic}/p_value")[0] * tested
+        zero = None
+        if STATISTICS[statistic].signed:
+            zero = float(student_p(*(np.array(each) for each in (*cell[:2], half_degrees))))
+        places = counted(len(table.column(statistic)[0]), "head" if place[1] is not None else "sublayer")
+        among = places + (table.without(statistic) if place[1] is not None else "")
+        whole = table.over_all(place, statistic)
+        return cls(what.format(place=table.name(place)), among, statistic, place, cell, nulls, p_value, zero, whole)
+
+    @property
+    def large(self) -> bool:
+        """Whether it differs from all that it is compared with, 0 included where it is signed, by its smallest effect."""
+        known = [null[0] for null in self._nulls() if np.isfinite(null[0])]
+        return all(bool(STATISTICS[self.statistic].matters(self.cell[0], null)) for null in known)
+
+    def passes(self, level: float) -> bool:
+        """Whether it may be announced at such a level."""
+        known = np.isfinite([*self.cell[:2], *(null[0] for null in self.nulls)]).all()
+        clear = self.of_zero is None or self.of_zero < SIGNIFICANT
+        return bool(known) and clear and self.large and self.p_value <= level
+
+    def why_not(self) -> str:
+        """Why it is not announced, as the end of a sentence."""
+        value, error, _ = self.cell
+        if not np.isfinite(value):
+            return "it has no number in the second half of the text"
+        if not np.isfinite(error):
+            return "it comes from one window, so that it has no error"
+        if not np.isfinite(self.nulls[0][0]):
+            return "it was not compared with an untrained model"
+        if any(not np.isfinite(null[0]) for null in self.nulls):
+            return "its layer has too few heads to compare it with"
+        if not np.isfinite(self.p_value):
+            return f"nothing is announced from fewer than {FEWEST_UNITS} windows or documents"
+        if not self.large:
+            near = next(null for null in self._nulls() if not STATISTICS[self.statistic].matters(value, null[0]))
+            beside = "0" if near == _ZERO else f"its control, {_text(near)},"
+            return f"it differs from {beside} by less than {STATISTICS[self.statistic].smallest_in_words}"
+        if not self.passes(1.0):
+            return "its error is too large to tell it from 0"
+        beside = "".join(f" or from its control, {_law(null)}" for null in self.nulls[1:])
+        return f"this text does not tell it from heads that have learned nothing, {_law(self.nulls[0])}{beside}"
+
+    def _nulls(self) -> list[Cell]:
+        return [*self.nulls, *([] if self.of_zero is None else [_ZERO])]
 
 
-def _unannounced(identity: str, title: str, statistic: str, what: str, cell: Cell, *nulls: Cell, whole: str) -> Finding:
-    """A finding that was looked for, but whose number is not significant; ``whole`` is said of the number in passing."""
-    near = next((null for null in nulls if not stands_out(cell, null)), nulls[-1])
-    if not np.isfinite(cell[0]):
-        why = "it has no number in the second half of the text."
-    elif not np.isfinite(cell[1]):
-        why = "its standard error is not known, since the text has too few windows."
-    elif near == _ZERO:
-        why = "it is within two standard errors of 0."
-    elif stands_out(cell, *nulls):
-        why = f"its own test finds no difference from its control, {_text(near)}."
-    else:
-        why = f"it is within two standard errors of its control, {_text(near)}."
-    number_of = f", {_text(cell)}{_in_brackets(whole)}" if np.isfinite(cell[0]) else ""
-    return Finding(
-        identity, title, f"Nothing significant. The largest is {what}{number_of}: {why}", statistic=statistic
-    )
+@dataclass(frozen=True)
+class _Card:
+    """A finding of which it is not known yet whether it is announced; ``told`` makes it of the parts that are."""
+
+    id: str
+    title: str
+    parts: Sequence[_Part]
+    told: Callable[[Sequence[_Part]], Finding]
+
+    @property
+    def p_value(self) -> float:
+        """The smallest of its parts, adjusted for their number; 1 where none can be announced."""
+        return min([1.0, *(part.p_value * len(self.parts) for part in self.parts if part.passes(1.0))])
+
+    def finding(self, level: float) -> Finding:
+        """Announced where a part's p-value, adjusted for their number, is at most the level."""
+        told = [part for part in self.parts if part.passes(level / len(self.parts))]
+        if told:
+            return self.told(told)
+        if not self.parts:
+            return self.told([])
+        part = self.parts[0]
+        number_of = f", {_text(part.cell)}{_in_brackets(part.whole)}" if np.isfinite(part.cell[0]) else ""
+        said = f"Nothing to announce. Of {part.among}, the most extreme is {part.what}{number_of}: {part.why_not()}."
+        return Finding(self.id, self.title, said, statistic=part.statistic)
 
 
-def _sink(heads: _Lookup) -> Finding:
-    title = "Attention on the first token"
-    places, values = heads.column("weight_first")
-    mostly = [p for p, v in zip(places, values, strict=True) if v > MOSTLY]
-    best = heads.extreme("weight_first", largest=True)
-    if best is None:
-        return _absent("sink", title, "weight_first")
-    strongest, cell = best
-    null = heads.get(strongest, "weight_first/reinitialised")
-    if not stands_out(cell, null):
-        of = f"of {counted(len(places), 'head')}{heads.without('weight_first')}"
-        what, whole = f"the weight of {heads.name(strongest)}, {of}", heads.over_all(strongest, "weight_first")
-        return _unannounced("sink", title, "weight_first", what, cell, null, whole=whole)
-    norm = heads.get(strongest, "first_value_norm_ratio")
-    sentence = (
-        f"{len(mostly)} of {counted(len(places), 'head')}{heads.without('weight_first')} put more than half of their "
-        "attention on the first token. "
-        f"The strongest, {heads.name(strongest)}, puts {_text(cell)} there"
-        + _in_brackets(heads.over_all(strongest, "weight_first"))
-    )
-    if norm[2]:
-        sentence += f"; the first token's value has {_text(norm)} times the mean norm"
-    fresh = _mean([heads.get(p, "weight_first/reinitialised")[0] for p in places])
-    return Finding(
-        "sink", title, sentence + ".", cell[0], cell[1], "of the attention",
-        f"The heads of the re-initialised copy put {fresh:.2g} there on average." if np.isfinite(fresh) else "No control.",
-        cell[2],
-        "Weight on a token is not information from it. A head that reads a small value there is a candidate no-op on "
-        "this text, never a dead head.",
-        "weight_first", [heads.pair(p) for p in (mostly or [strongest])[:12]],
-    )  # fmt: skip
+def _law(cell: Cell) -> str:
+    """Mean and standard deviation of random heads."""
+    spread = f" (standard deviation {number(cell[1])})" if np.isfinite(cell[1]) else ""
+    return f"{number(cell[0])} on average{spread}"
 
 
-def _sharpness(heads: _Lookup) -> Finding:
-    title = "Sharpest and flattest heads"
-    sharp, flat = (heads.extreme("entropy_fraction", largest=largest) for largest in (False, True))
-    if sharp is None or flat is None:
-        return _absent("sharpness", title, "entropy_fraction")
-    (sharpest, low), (flattest, high) = sharp, flat
-    null = heads.get(sharpest, "entropy_fraction/reinitialised")
-    if not stands_out(low, null):
-        what, whole = f"the sharpness of {heads.name(sharpest)}", heads.over_all(sharpest, "entropy_fraction")
-        return _unannounced("sharpness", title, "entropy_fraction", what, low, null, whole=whole)
-    keys = heads.get(sharpest, "effective_keys")
-    on_average = f"{number(keys[0])} effective keys on average" if keys[2] else ""
-    whole_low, whole_high = (heads.over_all(place, "entropy_fraction") for place in (sharpest, flattest))
-    sentence = (
-        f"The sharpest head, {heads.name(sharpest)}, has {_text(low)} of the largest possible entropy"
-        f"{_in_brackets(whole_low, on_average)}; "
-        f"the flattest, {heads.name(flattest)}, has {_text(high)}{_in_brackets(whole_high)}."
-    )
-    above = heads.extreme("largest_score_above_mean", largest=True)
-    if above is not None and stands_out(above[1], heads.get(above[0], "largest_score_above_mean/reinitialised")):
-        place, cell = above
-        raw = heads.get(place, "largest_score")
-        whole = heads.over_all(place, "largest_score_above_mean")
+def _sink(heads: _Lookup, half_degrees: float) -> _Card:
+    title, name = "Attention on the first token", "weight_first"
+    part = _Part.of(heads, name, "the weight of {place}", largest=True, half_degrees=half_degrees)
+
+    def told(parts: Sequence[_Part]) -> Finding:
+        places, values = heads.column(name)
+        mostly = [p for p, v in zip(places, values, strict=True) if v > MOSTLY]
+        (strongest,) = parts
+        norm = heads.get(strongest.place, "first_value_norm_ratio")
+        sentence = f"The strongest, {heads.name(strongest.place)}, puts {_text(strongest.cell)} there"
+        sentence += _in_brackets(strongest.whole)
+        if norm[2]:
+            sentence += f"; the first token's value has {_text(norm)} times the mean norm"
+        put, their = ("puts", "its") if len(mostly) == 1 else ("put", "their")
         sentence += (
-            f" The largest score is {_text(cell)} nats above the mean score{_in_brackets(heads.name(place), whole)}."
+            f". {len(mostly)} of {counted(len(places), 'head')}{heads.without(name)} {put} more than half of {their} "
+            "attention on the first token."
         )
-        if raw[2]:
-            sentence += f" Its raw max logit is {number(raw[0])} on average and depends on the key origin."
-    # Next to no entropy, within its own error, is a finding; the number to print is the other head's.
-    shown, unit = (low, "of log n") if stands_out(low, _ZERO) else (high, "of log n, the flattest head")
-    fresh = _mean([heads.get(p, "entropy_fraction/reinitialised")[0] for p in (sharpest, flattest)])
-    return Finding(
-        "sharpness", title, sentence, shown[0], shown[1], unit,
-        f"The same two heads of the re-initialised copy have {fresh:.2g} on average." if np.isfinite(fresh) else "No control.",
-        shown[2],
-        "It describes where attention goes on this text. A sharp head need not matter to the model, and a flat one may.",
-        "entropy_fraction", [heads.pair(sharpest), heads.pair(flattest)],
-    )  # fmt: skip
+        return Finding(
+            "sink", title, sentence, *strongest.cell[:2], "of the attention",
+            f"Heads of its layer that have learned nothing put {_law(strongest.nulls[0])} there.",
+            strongest.cell[2],
+            "Weight on a token is not information from it. A head that reads a small value there is a candidate no-op on "
+            "this text, never a dead head.",
+            name, [heads.pair(p) for p in (mostly or [strongest.place])[:12]],
+        )  # fmt: skip
+
+    return _card("sink", title, name, [part], told)
 
 
-def _climb(heads: _Lookup) -> Finding:
+def _sharpness(heads: _Lookup, half_degrees: float) -> _Card:
+    title, name, above = "Sharpest and flattest heads", "entropy_fraction", "largest_score_above_mean"
+    sharp, flat = (
+        _Part.of(heads, name, f"the {word} of {{place}}", largest=largest, half_degrees=half_degrees)
+        for word, largest in (("sharpness", False), ("flatness", True))
+    )
+    score = _Part.of(heads, above, "the largest score of {place}", largest=True, half_degrees=half_degrees)
+
+    def told(parts: Sequence[_Part]) -> Finding:
+        said = []
+        for part in parts:
+            keys = heads.get(part.place, "effective_keys")
+            if part.statistic == above:
+                raw = heads.get(part.place, "largest_score")
+                origin = (
+                    f"its raw max logit is {number(raw[0])} on average and depends on the key origin" if raw[2] else ""
+                )
+                said.append(
+                    f"The largest score is {_text(part.cell)} nats above the mean score"
+                    f"{_in_brackets(heads.name(part.place), part.whole, origin)}."
+                )
+            else:
+                few = f"{number(keys[0])} effective keys on average" if keys[2] and part is sharp else ""
+                which = "sharpest" if part is sharp else "flattest"
+                said.append(
+                    f"The {which} head, {heads.name(part.place)}, has {_text(part.cell)} of the largest possible "
+                    f"entropy{_in_brackets(part.whole, few)}."
+                )
+        shown = parts[0]
+        unit = "nats above the mean score" if shown.statistic == above else "of log n"
+        return Finding(
+            "sharpness", title, " ".join(said), *shown.cell[:2],
+            unit if shown is not flat else "of log n, the flattest head",
+            f"Heads of its layer that have learned nothing have {_law(shown.nulls[0])}.",
+            shown.cell[2],
+            "It describes where attention goes on this text. A sharp head need not matter to the model, and a flat one may.",
+            shown.statistic, [heads.pair(part.place) for part in parts],
+        )  # fmt: skip
+
+    return _card("sharpness", title, name, [sharp, flat, score], told)
+
+
+def _climb(heads: _Lookup, half_degrees: float) -> _Card:
     title, name = "Does a head's write sharpen its own attention?", "own_write_step_selective"
     if not heads.column(name)[0]:
         name = "update_step_selective"
-    places, values = heads.column(name)
-    highest, lowest = heads.extreme(name, largest=True), heads.extreme(name, largest=False)
-    if highest is None or lowest is None:
-        return _absent("climb", title, "own_write_step_selective")
-    judged = [(p, v) for p, v in zip(places, values, strict=True) if heads.get(p, f"{name}/q_value")[0] < SIGNIFICANT]
     control = "mismatched" if name.startswith("own") else "random"
-    expected = {p: heads.get(p, f"{name}/{control}")[0] for p in places}
-    sharpening = [p for p, v in judged if v > expected[p]]
-    flattening = [p for p, v in judged if v <= expected[p]]
-    told = []
-    for verb, (place, cell) in (("Most", highest), ("Least", lowest)):
-        null, tested = heads.get(place, f"{name}/{control}"), heads.get(place, f"{name}/q_value")[0]
-        differs = tested < SIGNIFICANT if np.isfinite(tested) else stands_out(cell, null)
-        if differs and stands_out(cell, _ZERO):
-            told.append((verb, place, cell))
-    if not told:
-        null = heads.get(highest[0], f"{name}/{control}")
-        what, whole = f"the effect on {heads.name(highest[0])}", heads.over_all(highest[0], name)
-        return _unannounced("climb", title, name, what, highest[1], _ZERO, null, whole=whole)
-    shown = told[0][2]
-    ends = (
-        f"{verb}: {heads.name(place)}, {_text(cell)} nats of selective log Z per step"
-        f"{_in_brackets(heads.over_all(place, name))}."
-        for verb, place, cell in told
+    most, least = (
+        _Part.of(heads, name, "the effect on {place}", largest=largest, half_degrees=half_degrees, control=control)
+        for largest in (True, False)
     )
-    of = f"{len(sharpening)} of {counted(len(places), 'head')}{heads.without(name)}"
-    if control == "mismatched":
-        sentence = f"{of} sharpen their own attention more than other heads' writes do, {len(flattening)} less"
-    else:
-        sentence = (
-            f"In {of} the layer's update sharpens attention more than a random step does, in {len(flattening)} less"
+
+    def told(parts: Sequence[_Part]) -> Finding:
+        places, values = heads.column(name)
+        expected = {p: heads.get(p, f"{name}/{control}")[0] for p in places}
+        judged = [(p, v) for p, v in zip(places, values, strict=True) if _named(heads, name, p, control)]
+        sharpening = [p for p, v in judged if v > expected[p]]
+        flattening = [p for p, v in judged if v <= expected[p]]
+        ends = (
+            f"{'Most' if part is most else 'Least'}: {heads.name(part.place)}, {_text(part.cell)} nats of selective log Z "
+            f"per step{_in_brackets(part.whole)}."
+            for part in parts
         )
-    sentence += " (false discovery rate 5 %). " + " ".join(ends)
-    middle = _mean(list(expected.values()))
-    random = _mean([heads.get(p, f"{name}/random")[0] for p in places])
-    share = _mean([heads.get(p, f"{name.replace('_selective', '_sharpens')}/random")[0] for p in places])
-    return Finding(
-        "climb", title, sentence, shown[0], shown[1], "nats",
-        (f"Other heads' writes (mismatched): {_signed(middle)} nats on average. " if control == "mismatched" else "")
-        + f"A random step of equal length: {_signed(random)} nats; it sharpens {100 * share:.0f} % of queries.",
-        shown[2],
-        "Keys and values are held fixed while the query moves. A change common to all scores is left out, since softmax "
-        "does not depend on it. No equilibrium is claimed.",
-        name, [heads.pair(p) for p in (sharpening + flattening)[:12]],
-    )  # fmt: skip
+        of = f"{len(sharpening)} of {counted(len(places), 'head')}{heads.without(name)}"
+        if control == "mismatched":
+            verb = "sharpens its" if len(sharpening) == 1 else "sharpen their"
+            sentence = f"{of} {verb} own attention more than other heads' writes do, {len(flattening)} less"
+        else:
+            sentence = (
+                f"In {of} the layer's update sharpens attention more than a random step does, in {len(flattening)} less"
+            )
+        sentence = (
+            f"{' '.join(ends)} {sentence} (by {STATISTICS[name].smallest_in_words} or more, and more than in untrained "
+            "models; false discovery rate 5 %)."
+        )
+        middle = _mean(list(expected.values()))
+        random = _mean([heads.get(p, f"{name}/random")[0] for p in places])
+        share = _mean([heads.get(p, f"{name.replace('_selective', '_sharpens')}/random")[0] for p in places])
+        shown = parts[0]
+        return Finding(
+            "climb", title, sentence, *shown.cell[:2], "nats",
+            (f"Other heads' writes (mismatched): {_signed(middle)} nats on average. " if control == "mismatched" else "")
+            + f"A random step of equal length: {_signed(random)} nats; it sharpens {100 * share:.0f} % of queries. "
+            f"Heads that have learned nothing have {_law(shown.nulls[0])}.",
+            shown.cell[2],
+            "Keys and values are held fixed while the query moves. A change common to all scores is left out, since softmax "
+            "does not depend on it. No equilibrium is claimed.",
+            name, [heads.pair(p) for p in (sharpening + flattening)[:12]],
+        )  # fmt: skip
+
+    return _card("climb", title, "own_write_step_selective", [most, least], told)
 
 
-def _given_back(layers: _Lookup, place: Place, statistic: str, fall: Cell, unit: str) -> str:
+def _named(heads: _Lookup, name: str, place: Place, control: str) -> bool:
+    """Whether a head differs at its false discovery rate, and by the smallest effect."""
+    value = heads.get(place, name)[0]
+    nulls = [heads.get(place, f"{name}/{each}")[0] for each in ("reinitialised", control)]
+    large = all(bool(STATISTICS[name].matters(value, null)) for null in nulls)
+    return large and heads.get(place, f"{name}/q_value")[0] < SIGNIFICANT
+
+
+def _given_back(layers: _Lookup, fall: _Part, half_degrees: float, unit: str) -> str:
     """Says that the next step takes most of a fall back, as the norm behind a feed-forward layer does in post-norm models."""
-    following = layers.step_after(place, statistic.removesuffix("_change"))
-    if following is None or not fall[0] < 0:
+    following = layers.step_after(fall.place, fall.statistic.removesuffix("_change"))
+    if following is None or not fall.cell[0] < 0:
         return ""
-    second = f"{statistic}/second_half"
-    rise = layers.get(following, second if (*following, second) in layers.cells else statistic)
-    if not rise[0] > -MOSTLY * fall[0] or not stands_out(rise, _ZERO):
+    second = f"{fall.statistic}/second_half"
+    rise = layers.get(following, second if (*following, second) in layers.cells else fall.statistic)
+    known = student_p(*(np.array(each) for each in (*rise[:2], half_degrees))) < SIGNIFICANT
+    if not known or not rise[0] > -MOSTLY * fall.cell[0]:
         return ""
     return f" The step behind it, {following[0]}, gives back {_text(rise)} {unit}."
 
 
-def _collapse(layers: _Lookup) -> Finding:
-    title = "Where the tokens of a window come together"
-    ranks, volumes = (
-        layers.extreme(name, largest=False) for name in ("effective_rank_change", "log_determinant_change")
-    )
-    if ranks is None:
-        return _absent("collapse", title, "effective_rank_change")
-    place, cell = ranks
-    fresh = layers.get(place, "effective_rank_change/reinitialised")
-    before, after = layers.get(place, "effective_rank/before"), layers.get(place, "effective_rank/after")
-    told = []
-    if stands_out(cell, _ZERO, fresh):
-        whole = layers.over_all(place, "effective_rank_change")
-        sentence = f"Effective rank falls at no sublayer; it rises least at {place[0]}: {_text(cell)} directions"
-        sentence += f"{_in_brackets(whole)}."
-        if cell[0] < 0:
-            levels = f"from {number(before[0])} to {number(after[0])}" if before[2] else ""
-            sentence = (
-                f"Effective rank falls most at {place[0]}: {_text(cell)} directions{_in_brackets(whole, levels)}."
-            )
-            sentence += _given_back(layers, place, "effective_rank_change", cell, "directions")
-        told.append((sentence, cell, fresh, "directions", "effective_rank_change"))
-    if volumes is not None:
-        where, volume = volumes
-        same = layers.get(where, "log_determinant_change/reinitialised")
-        if stands_out(volume, _ZERO, same):
-            whole = layers.over_all(where, "log_determinant_change")
-            sentence = (
-                f"Volume {'shrinks most' if volume[0] < 0 else 'grows least'} at {where[0]}: {_text(volume)} nats of "
-                f"log-determinant per direction{_in_brackets(whole)}."
-            )
-            sentence += _given_back(layers, where, "log_determinant_change", volume, "nats")
-            told.append((sentence, volume, same, "nats per direction", "log_determinant_change"))
-    if not told:
-        what = f"the change of effective rank at {place[0]}"
-        whole = layers.over_all(place, "effective_rank_change")
-        return _unannounced("collapse", title, "effective_rank_change", what, cell, _ZERO, fresh, whole=whole)
-    _, shown, control, unit, statistic = told[0]
-    return Finding(
-        "collapse", title, " ".join(sentence for sentence, *_ in told), shown[0], shown[1], unit,
-        f"The re-initialised copy changes by {_text(control)} there." if control[2] else "No control.", shown[2],
-        "Measured on at most 64 tokens of each window. The distance between tokens does not say what later layers can "
-        "still read.",
-        statistic, [],
+def _collapse(layers: _Lookup, half_degrees: float) -> _Card:
+    title, rank, volume = (
+        "Where the tokens of a window come together", "effective_rank_change", "log_determinant_change"
     )  # fmt: skip
+    parts = [
+        _Part.of(layers, name, f"the change of {word} at {{place}}", largest=False, half_degrees=half_degrees)
+        for name, word in ((rank, "effective rank"), (volume, "volume"))
+    ]
+
+    def told(parts: Sequence[_Part]) -> Finding:
+        said = []
+        for part in parts:
+            place, cell = part.place, part.cell
+            if part.statistic == volume:
+                verb = "shrinks most" if cell[0] < 0 else "grows least"
+                sentence = f"Volume {verb} at {place[0]}: {_text(cell)} nats of log-determinant per direction"
+                sentence += f"{_in_brackets(part.whole)}.{_given_back(layers, part, half_degrees, 'nats')}"
+                said.append(sentence)
+                continue
+            sentence = f"Effective rank falls at no sublayer; it rises least at {place[0]}: {_text(cell)} directions"
+            sentence += f"{_in_brackets(part.whole)}."
+            if cell[0] < 0:
+                before, after = (layers.get(place, f"effective_rank/{when}") for when in ("before", "after"))
+                levels = f"from {number(before[0])} to {number(after[0])}" if before[2] else ""
+                sentence = f"Effective rank falls most at {place[0]}: {_text(cell)} directions"
+                sentence += (
+                    f"{_in_brackets(part.whole, levels)}.{_given_back(layers, part, half_degrees, 'directions')}"
+                )
+            said.append(sentence)
+        shown = parts[0]
+        return Finding(
+            "collapse", title, " ".join(said), *shown.cell[:2], STATISTICS[shown.statistic].unit,
+            f"Models that have learned nothing change by {_law(shown.nulls[0])} there.", shown.cell[2],
+            "Measured on at most 64 tokens of each window. The distance between tokens does not say what later layers can "
+            "still read.",
+            shown.statistic, [],
+        )  # fmt: skip
+
+    return _card("collapse", title, rank, parts, told)
 
 
-def _absent(identity: str, title: str, statistic: str) -> Finding:
-    return Finding(identity, title, "Not measured in this run.", caveat=f"It needs the statistic {statistic}.")
+def _card(
+    identity: str, title: str, needed: str, parts: Sequence[_Part | None], told: Callable[[Sequence[_Part]], Finding]
+) -> _Card:
+    """The card of the parts that were measured; without its first one, what it would need."""
+    if parts[0] is None:
+        absent = Finding(identity, title, "Not measured in this run.", caveat=f"It needs the statistic {needed}.")
+        return _Card(identity, title, [], lambda _: absent)
+    return _Card(identity, title, [part for part in parts if part is not None], told)
 
 
-def findings(heads: Any, layers: Any) -> list[Finding]:
-    """The four findings, made from the two tables alone."""
+def findings(heads: Any, layers: Any, half_degrees: tuple[float, float] = (1.0, 1.0)) -> list[Finding]:
+    """The four findings, made from the two tables alone.
+
+    Args:
+        half_degrees: degrees of freedom of an error over half the text, and over half its sample.
+    """
     by_head, by_layer = _Lookup(heads), _Lookup(layers)
-    return [_sink(by_head), _sharpness(by_head), _climb(by_head), _collapse(by_layer)]
+    whole, sample = half_degrees
+    cards = [_sink(by_head, whole), _sharpness(by_head, whole), _climb(by_head, sample), _collapse(by_layer, sample)]
+    levels = holm([card.p_value for card in cards], SIGNIFICANT)
+    return [card.finding(level) for card, level in zip(cards, levels, strict=True)]

@@ -4,7 +4,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,8 +102,9 @@ class Reading(RunningParts):
         self.options = options
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
         self.results = [SiteReading.begun(info, options.units, options.max_length, options.groups) for info in sites]
-        self.expansion = ExpansionStatistics(options.units)
-        self.layers = LayerReading(options.groups, options.units, options.seed)
+        sample = replace(options.units, sampled=True)
+        self.expansion = ExpansionStatistics(sample)
+        self.layers = LayerReading(options.groups, sample, options.seed)
         self.tracer = StreamTracer(model, sites, self._on_step)
         self.seconds: dict[str, float] = defaultdict(float)
         self.sampled = Counter[str]()

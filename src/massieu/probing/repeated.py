@@ -23,12 +23,14 @@ from massieu.probing.statistics.registry import moments_of
 from massieu.probing.statistics.repeated import NAMES, WEIGHTS, RepeatedWeights
 from massieu.probing.tokenizers import embedded, special_ids
 from massieu.probing.tokens import BatchTokens
+from massieu.probing.units import Units
 
 SEQUENCES = 16
 LENGTH = 50
 """Tokens that are said twice, where the model takes so many."""
 _AT_ONCE = 4
 _LEAST = 4
+_DRAWN = Units("document")  # sequences are drawn one by one, and know nothing of each other
 _NOT_TWICE = "the queries and the keys at this site are not the same made-up tokens, one for one"
 
 
@@ -156,5 +158,5 @@ class RepeatedTokens:
         usable = (again[:, None] & reading.valid)[None] & weights.isfinite()
         totals = torch.where(usable, weights, 0.0).sum(-1, dtype=torch.float64)
         if results.repeated is None:
-            results.repeated = RepeatedWeights(Ratio((len(WEIGHTS), info.heads)))
+            results.repeated = RepeatedWeights(Ratio((len(WEIGHTS), info.heads), _DRAWN))
         results.repeated.ratio.update(totals.transpose(0, 1), usable.sum(-1).transpose(0, 1), numbers)

@@ -17,6 +17,7 @@ from massieu.foundation.doors import any_of, count, function, input_door, path, 
 from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.course import STORE_EVERY, course_for
+from massieu.probing.draws import DRAWS
 from massieu.probing.forward import named_inputs
 from massieu.probing.model import dummy_inputs, load_tokenizer
 from massieu.probing.per_token import check_per_token
@@ -90,6 +91,7 @@ def probe(
     replace_per: Literal["all", "site", "head"] = "all",
     replace_windows: int = 16,
     quick: bool = False,
+    draws: int | None = None,
     per_token: bool | Sequence[str] = False,
     device: str | None = None,
     dtype: str | None = None,
@@ -128,7 +130,8 @@ def probe(
             these are fewer.
         max_tokens: stop after this many tokens.
         batch_size: windows in a batch; it changes no number beyond rounding.
-        packing: cut the text into full windows; False keeps one document per row, with padding.
+        packing: cut the text into full windows; False keeps one document per row, with padding. Of batches, False says that
+            their rows are documents: independent, where windows of one text are like their neighbours.
         bos: whether rows of text begin with the BOS token; None leaves it to the tokenizer's own setting. The page and
             the terminal say which.
         query_sample: at most this many queries per window for the per-query statistics (long inputs).
@@ -140,6 +143,8 @@ def probe(
         replace_windows: on so many sampled windows.
         quick: the attention's statistics alone, with standard errors: no re-initialised control, no examples, and a
             self-check on one window in place of two.
+        draws: so many re-initialised models are drawn, one at a time, and heads are compared with the law of theirs; None is
+            8. With fewer than 4 the law's tails cannot be seen, and heads have to differ by twice as much.
         per_token: True writes the value of every statistic of the attention at every query, a list of names those alone;
             `massieu.ProbeResult.tokens` reads them. The rows go into ``running``, else into a temporary folder, and
             ``save`` puts them beside the tables. About 4 bytes for each value.
@@ -183,6 +188,9 @@ def probe(
     if not isinstance(quick, bool):
         raise InputError(f"quick must be True or False, got {quick!r}")
     wanted, groups = (select_quick if quick else select)(statistics)
+    draws = DRAWS if draws is None else draws
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 2:
+        raise InputError(f"draws must be a whole number, 2 or more, got {draws!r}; quick leaves the control out")
     rows = check_per_token(per_token, wanted if ATTENTION in groups else ())
     replacing = Replace.create(replace, replace_per, replace_windows)
     if REPLACEMENT in groups:
@@ -204,7 +212,7 @@ def probe(
     if isinstance(tokenizer_or_batches, str | Path) and images is None:
         settings |= {"tokenizer": str(tokenizer_or_batches)}
         tokenizer_or_batches = load_tokenizer(tokenizer_or_batches, trust_remote_code=trust_remote_code)
-    settings |= {**sizes, "query_sample": query_sample, "generate": generate, "quick": quick, **loading}
+    settings |= {**sizes, "query_sample": query_sample, "generate": generate, "quick": quick, "draws": draws, **loading}
     if generate is not None:
         wanted, groups, packing = _while_generating(wanted, statistics), frozenset({ATTENTION}), False
         loading["head"] = True
@@ -246,7 +254,7 @@ def probe(
     units = Units(mode="window" if given.packing else "document")
     options = Options(
         groups, units, given.max_length, query_sample, seed=seed, statistics=wanted, quick=quick, new_tokens=generate,
-        replace=replacing, per_token=rows,
+        replace=replacing, per_token=rows, draws=draws,
     )  # fmt: skip
     settings["max_length"] = course.settings["max_length"] = given.max_length
     with interruptible() as interruption:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from massieu.errors import InputError
 from massieu.probing.check import SelfCheck, check_evaluating, first_look
 from massieu.probing.checkpoint import sentence, some
 from massieu.probing.course import Course
+from massieu.probing.draws import ControlWindow, Draws
 from massieu.probing.examples import LONGEST, ExampleWindow, example_length
-from massieu.probing.forward import named_inputs, run
-from massieu.probing.fresh import reinitialised
+from massieu.probing.forward import named_inputs
 from massieu.probing.generation import GeneratingReading, check_causal
 from massieu.probing.model import LoadedModel, model_inputs, with_target
 from massieu.probing.nonfinite import in_weights, shows_nan
@@ -30,20 +30,7 @@ from massieu.probing.replaced.effect import Effects
 from massieu.probing.running import State
 from massieu.probing.session_record import Input, SessionRecord, behind_prefix
 from massieu.probing.sharing import Sharing
-from massieu.probing.statistics.registry import (
-    AGAIN,
-    ATTENTION,
-    CLIMB,
-    EXPANSION,
-    FEED_FORWARD,
-    FLOW,
-    MAPS,
-    REPEATED,
-    RESIDUAL,
-    TAP,
-    VALUES,
-    WINDOWED,
-)
+from massieu.probing.statistics.registry import ATTENTION, FEED_FORWARD, REPEATED, STATISTICS
 from massieu.probing.text import Batch, TextBatches, token_strings
 from massieu.probing.text_digest import TextDigest
 from massieu.probing.token_names import token_names
@@ -54,14 +41,7 @@ from massieu.probing.weights import check_weights
 
 Marks = tuple[Tensor | None, Tensor | None]
 """Special tokens of the text, and of what a decoder reads beside it."""
-CONTROL_EVERY = 8  # every eighth sampled window, and the second, also runs through the re-initialised copy
 EXAMPLES = 2
-_CONTROLLED = {ATTENTION, VALUES, CLIMB, EXPANSION, REPEATED, FLOW, *WINDOWED}
-
-
-def _controlled_before(rank: int) -> int:
-    """How many sampled windows before this one also run through the re-initialised copy."""
-    return rank if rank < 2 else 1 + -(-rank // CONTROL_EVERY)
 
 
 @dataclass(frozen=True)
@@ -87,7 +67,7 @@ class Session(SessionRecord):
     reading: Reading = field(init=False)
     check: SelfCheck = field(init=False)
     padding: PaddingCheck = field(init=False)
-    control: Reading | None = None
+    draws: Draws | None = None
     course: Course = field(default_factory=Course)
     tokens: int = 0  # that were read here
     read: int = 0  # windows
@@ -103,7 +83,7 @@ class Session(SessionRecord):
     sharing: Sharing | None = None
     rows_in: Path | None = None  # the folder of the per-token rows
     rows_kept: TemporaryFolder | None = None  # where that is a temporary one
-    control_shared: bool = False  # another probe has read it on the same windows
+    draws_shared: bool = False  # another probe has read them on the same windows
 
     def read_all(self, interrupted: threading.Event) -> bool:
         """Read every batch; False when interrupted before the end."""
@@ -124,13 +104,13 @@ class Session(SessionRecord):
         self.course.check_reached(self)
         self.reading.write_rows()
         complete = not interrupted.is_set()
-        if not complete:
+        if complete:
+            self._take_draws(whole=True)
+        else:
             self.course.store(self, now=True)
-        elif self.sharing is not None:
-            self.sharing.keep_control(self.loaded.module, self.options, self.control)
-        if self.control is not None:
-            self.control.model.to_empty(device="meta")  # its numbers are read: its weights need no memory any more
         complete = self.course.gather(self, complete)
+        if complete and self.sharing is not None:
+            self.sharing.keep_draws(self.loaded.module, self.options, self.draws)
         self.reading.measure_layers()
         return complete
 
@@ -155,6 +135,8 @@ class Session(SessionRecord):
         if first:
             self.course.begin(self, empty)
             self._go_on_with_rows()
+        self._keep_for_draws(inputs, special, rows)
+        self._take_draws()
         self.course.pass_by(self, inputs)
         sampled = sum(is_sampled(self.windows + row) for row in range(rows))
         self.recorded += sampled > 0
@@ -176,18 +158,6 @@ class Session(SessionRecord):
         marks, target = special
         self.reading.forward(inputs, marks, ranks, numbers, example, RowNumbers(numbers, ranks), target)
         self.reading.run_again(lambda row: _rows_of(inputs, [row], rows))
-        if self.control is not None and not self.control_shared:
-            places = {
-                row: _controlled_before(rank) for row, rank in ranks.items() if rank % CONTROL_EVERY == 0 or rank == 1
-            }
-            if places and not self.reading.layout.separable:
-                self.control.forward(inputs, marks, places, numbers, None, RowNumbers(numbers, places), target)
-            elif places:
-                chosen, order = list(places), list(places.values())
-                part = _rows_of(inputs, chosen, rows)
-                marks, target = (None if each is None else each[chosen] for each in special)
-                here, windows = RowNumbers(order, dict(enumerate(order))), [numbers[row] for row in chosen]
-                self.control.forward(part, marks, range(len(chosen)), windows, None, here, target)
         self.read += rows
         counted = BatchTokens(inputs).counted()
         # Where there is no text, what the first attention layer asks about, such as patches.
@@ -198,22 +168,22 @@ class Session(SessionRecord):
     def state(self) -> State:
         """All that was measured, per-token rows written; see `massieu.probing.running`."""
         self.reading.write_rows()
-        control = None if self.control is None else self.control.state()
-        return {"tokens": self.tokens, "read": self.read, "reading": self.reading.state(), "control": control}
+        draws = {} if self.draws is None else self.draws.state()
+        return {"tokens": self.tokens, "read": self.read, "reading": self.reading.state(), "draws": draws}
 
     def restore(self, state: State) -> None:
         """Go on from such a state in place of one's own."""
         self.tokens, self.read = state["tokens"], state["read"]
         self.reading.restore(state["reading"])
-        if self.control is not None:
-            self.control.restore(state["control"])
+        if self.draws is not None:
+            self.draws.restore(state["draws"])
 
     def add(self, state: State) -> None:
         """Add what another process has measured on other windows."""
         self.tokens, self.read = self.tokens + state["tokens"], self.read + state["read"]
         self.reading.add(state["reading"])
-        if self.control is not None:
-            self.control.add(state["control"])
+        if self.draws is not None:
+            self.draws.add(state["draws"])
 
     # Rows for each token -----------------------------------------------------------------------------------------------
 
@@ -304,23 +274,25 @@ class Session(SessionRecord):
         if self.options.new_tokens is not None:
             return
         self._begin_effects(inputs)
-        if not self.options.quick and self.options.groups & _CONTROLLED:
-            self._begin_control(inputs)
+        if not self.options.quick and self._compares():
+            self._begin_draws(inputs)
         if REPEATED in self.options.groups:
             self._read_repeated(inputs)
         if FEED_FORWARD in self.options.groups:
             self.reading.find_feed_forward(inputs)
 
     def _read_repeated(self, inputs: dict[str, Any]) -> None:
-        """Measure the model and its re-initialised copy on repeated tokens, before the text."""
+        """Measure the model on repeated tokens before the text, and leave them to its re-initialised copies."""
         self.tell(ProbeProgress("reading repeated tokens"))
         around = self.given.batches.around if isinstance(self.given.batches, TextBatches) else None
         made = RepeatedTokens.of(self.loaded, self.given.tokenizer, around, inputs, self.options.seed)
-        for reading in (self.reading, self.control):
-            if isinstance(made, str):
-                self.reading.failed[REPEATED] = made
-            elif reading is not None and not (reading is self.control and self.control_shared):
-                reading.read_repeated(made, "attention_mask" in inputs)
+        if isinstance(made, str):
+            self.reading.failed[REPEATED] = made
+        else:
+            masked = "attention_mask" in inputs
+            self.reading.read_repeated(made, masked)
+            if self.draws is not None:
+                self.draws.repeated = made, masked
         if REPEATED not in self.reading.failed:
             through = tokens_through(self.loaded, _rows_of(inputs, [0], len(inputs["input_ids"])))
             if isinstance(through, str):
@@ -353,17 +325,38 @@ class Session(SessionRecord):
         self.reading.seconds["replaced attention"] = time.perf_counter() - started
         return effects.complete
 
-    def _begin_control(self, inputs: dict[str, Any]) -> None:
-        module, sites, layout = self.loaded.module, self.reading.sites, self.reading.layout
-        if self.sharing is not None and (shared := self.sharing.control(module, self.options)) is not None:
-            self.control, self.control_shared = shared, True
+    def _compares(self) -> bool:
+        """Whether any statistic that is wanted is compared with a control."""
+        names = self.options.statistics
+        wanted = (each for name, each in STATISTICS.items() if names is None or name in names)
+        return any(each.control is not None and each.group in self.options.groups for each in wanted)
+
+    def _begin_draws(self, inputs: dict[str, Any]) -> None:
+        module, sites = self.loaded.module, self.reading.sites
+        if self.sharing is not None and (shared := self.sharing.draws(module, self.options)) is not None:
+            self.draws, self.draws_shared = shared, True
             return
-        fresh, said = reinitialised(module, self.options.seed, lambda copied: shows_nan(copied, sites, inputs))
-        if said is not None:
-            self.warnings.append(f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}")
-        if fresh is not None:
-            options = replace(self.options, groups=self.options.groups - {MAPS, RESIDUAL, TAP, *AGAIN}, per_token=())
-            self.control = Reading(fresh, sites, options, layout, self.reading.refused)
+        one = model_inputs(module, inputs, items=1)
+        self.draws = Draws(module, self.reading, one, lambda copied: shows_nan(copied, sites, inputs))
+
+    def _keep_for_draws(self, inputs: dict[str, Any], special: Marks, rows: int) -> None:
+        """Keep the sampled windows that draws of the control read, whichever process reads them."""
+        if self.draws is None or self.draws_shared:
+            return
+        for row in filter(lambda row: is_sampled(self.windows + row), range(rows)):
+            number = self.windows + row
+            if not self.draws.wants(sampled_before(number)):
+                continue
+            if self.reading.layout.separable:
+                marks, target = (None if each is None else each[[row]] for each in special)
+                self.draws.keep(ControlWindow(_rows_of(inputs, [row], rows), (marks, target), 0, [number]))
+            else:
+                numbers = list(range(self.windows, self.windows + rows))
+                self.draws.keep(ControlWindow(inputs, special, row, numbers))
+
+    def _take_draws(self, whole: bool = False) -> None:
+        if self.draws is not None and not self.draws_shared:
+            self.draws.take(self.course.rank, self.course.processes, whole)
 
     def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow | None:
         names: dict[str, list[str]] = {}

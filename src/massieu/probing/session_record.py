@@ -15,7 +15,9 @@ import torch
 import massieu
 import massieu.report.record as record
 from massieu.errors import InputError
+from massieu.probing.accumulate import Ratio
 from massieu.probing.check import SelfCheck
+from massieu.probing.draws import Draws
 from massieu.probing.findings import findings
 from massieu.probing.generation import GeneratingReading
 from massieu.probing.images import ImageBatches
@@ -32,6 +34,7 @@ from massieu.probing.tables import head_table, layer_table, unit_sums
 from massieu.probing.text import TextBatches, token_strings
 from massieu.probing.text_digest import TextDigest, vocabulary_digest
 from massieu.probing.unit_sums import UnitSums
+from massieu.probing.units import Estimate
 
 _OF_SITE = ("layer", "kind", "heads", "key_heads", "head_size", "route", "grade")
 QUICK = (
@@ -69,8 +72,8 @@ class SessionRecord:
     options: Options
     reading: Reading
     check: SelfCheck
-    control: Reading | None
-    control_shared: bool
+    draws: Draws | None
+    draws_shared: bool
     tokens: int
     read: int
     replacements: list[record.ReplacementRecord]
@@ -87,8 +90,8 @@ class SessionRecord:
         libraries = {"massieu": massieu, "torch": torch, "transformers": sys.modules.get("transformers"), "numpy": np}
         wanted = wanted - reading.left_out()
         tokens, token_rows = self._token_table()
-        heads = head_table(reading, self.control, wanted, self.replacements).frame()
-        layers = layer_table(reading, self.control, wanted).frame()
+        heads = head_table(reading, self.draws, wanted, self.replacements).frame()
+        layers = layer_table(reading, self.draws, wanted).frame()
         run = record.RunRecord(
             massieu_version=massieu.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -111,9 +114,9 @@ class SessionRecord:
                 **{name: used.__version__ for name, used in libraries.items() if used},
             },
             timing=self._timing(),
-            sample=record.SampleRecord(reading.sampled["windows"], reading.sampled["queries"]),
+            sample=record.SampleRecord(reading.sampled["windows"], reading.sampled["queries"], self._sample_degrees()),
             statistics=[each for each in STATISTICS.values() if each.name in wanted],
-            findings=findings(heads, layers),
+            findings=findings(heads, layers, self._half_degrees()),
             warnings=self.all_warnings(),
             unavailable=self._unavailable(),
             nonfinite=self._nonfinite(),
@@ -176,10 +179,24 @@ class SessionRecord:
         return record.TextRecord(**asked, **counted, **found, bos=bos, window=self.given.window)
 
     def _error_unit(self) -> record.ErrorUnitRecord:
-        name, number = self.reading.results[0].attention.ratio.error_unit()
+        ratio = self.reading.results[0].attention.ratio
+        name, number = ratio.error_unit()
         if ATTENTION not in self.options.groups:
             name, number = "window", self.read
-        return record.ErrorUnitRecord(name, number)
+        return record.ErrorUnitRecord(name, number, _degrees(ratio.estimate()))
+
+    def _sampled(self) -> list[Ratio]:
+        """What was measured on the sampled windows alone."""
+        steps = [results.climb.steps for results in self.reading.results]
+        return [*self.reading.expansion.sublayers.values(), *steps]
+
+    def _sample_degrees(self) -> float | None:
+        return max((found for each in self._sampled() if (found := _degrees(each.estimate()))), default=None)
+
+    def _half_degrees(self) -> tuple[float, float]:
+        """Of errors over half the text, and over half the sample."""
+        whole = _degrees(self.reading.results[0].attention.ratio.second_half())
+        return whole or 0.0, max((_degrees(each.second_half()) or 0.0 for each in self._sampled()), default=0.0)
 
     def site_record(self, info: SiteInfo) -> record.SiteRecord:
         """A site as ``run.json`` describes it."""
@@ -209,8 +226,8 @@ class SessionRecord:
 
     def _timing(self) -> dict[str, float]:
         times = {name: round(seconds, 3) for name, seconds in self.reading.seconds.items()}
-        if self.control is not None and not self.control_shared:
-            times["re-initialised control"] = round(sum(self.control.seconds.values()), 3)
+        if self.draws is not None and not self.draws_shared:
+            times["re-initialised control"] = round(self.draws.seconds, 3)
         return times
 
     def _nonfinite(self) -> list[record.NonfiniteRecord]:
@@ -226,8 +243,10 @@ class SessionRecord:
 
     def _unavailable(self) -> list[record.UnavailableRecord]:
         """What could not be computed at all, in the model or in its re-initialised copy, with the reason."""
-        readings = {"model": self.reading, "re-initialised control": self.control}
-        failed = [(of, part, why) for of, read in readings.items() if read for part, why in read.failed.items()]
+        own = self.reading.failed
+        control = {} if self.draws is None else {n: why for n, why in self.draws.failed().items() if n not in own}
+        parts = {"model": own, "re-initialised control": control}
+        failed = [(of, part, why) for of, each in parts.items() for part, why in each.items()]
         return [record.UnavailableRecord(*each) for each in failed]
 
     def all_warnings(self) -> list[str]:
@@ -248,8 +267,10 @@ class SessionRecord:
         for entry in self._unavailable():
             of = "" if entry.of == "model" else f" of the {entry.of}"
             found.append(f"{entry.statistic}{of} could not be computed and is left out ({entry.reason})")
-        if self.control is not None and self.control.trouble is not None:
-            found.append(f"in the re-initialised control, {self.control.trouble.sentence}")
+        if self.draws is not None:
+            found += self.draws.warnings
+            if (trouble := self.draws.trouble()) is not None:
+                found.append(f"in the re-initialised control, {trouble}")
         if self.unexplained:
             found.append(f"unexplained attention keywords: {', '.join(sorted(self.unexplained))}")
         if nonfinite:
@@ -287,3 +308,9 @@ class SessionRecord:
                         places[token] = token_strings(tokenizer, [number])[0] if known else None  # type: ignore[assignment]
                     found.append({"site": info.site.name, "head": int(head), "statistic": f"{name}/{end}", **places})
         return found
+
+
+def _degrees(found: Estimate) -> float | None:
+    """Of the entry whose error has most; None where none has any."""
+    most = float(np.max(found.degrees, initial=0.0))
+    return most or None

@@ -6,8 +6,9 @@ from typing import Any
 from torch import nn
 
 from massieu.errors import InputError
+from massieu.probing.draws import Draws
 from massieu.probing.pair_batches import PairBatches
-from massieu.probing.reading import Options, Reading
+from massieu.probing.reading import Options
 from massieu.probing.text import TextBatches
 from massieu.probing.text_digest import TextDigest
 from massieu.probing.unwrap import is_pretrained
@@ -26,7 +27,7 @@ class Sharing:
         self._text: str | None = None
         self._known_from = ""
         self._tokenizer: tuple[Any, str] | None = None
-        self._control: tuple[tuple[Any, ...], Reading] | None = None
+        self._draws: tuple[tuple[Any, ...], Draws] | None = None
 
     def know(self, text: str | None, name: str) -> None:
         """From here on the rows that are to be read have this digest: that of a result which is there already."""
@@ -68,16 +69,16 @@ class Sharing:
                 f"the text is not what {self._known_from} was read on; give the same text, max_length, max_tokens and packing"
             )
 
-    def control(self, model: nn.Module, options: Options) -> Reading | None:
+    def draws(self, model: nn.Module, options: Options) -> Draws | None:
         """The control of a model of the same shape that was read with the same options."""
         shape = _shape(model, options)
-        return self._control[1] if self._control is not None and shape == self._control[0] else None
+        return self._draws[1] if self._draws is not None and shape == self._draws[0] else None
 
-    def keep_control(self, model: nn.Module, options: Options, control: Reading | None) -> None:
-        """Keep a control that has read all windows, for the probes after this one."""
+    def keep_draws(self, model: nn.Module, options: Options, draws: Draws | None) -> None:
+        """Keep a control that has read its windows, for the probes after this one."""
         shape = _shape(model, options)
-        if control is not None and shape is not None:
-            self._control = shape, control
+        if draws is not None and shape is not None:
+            self._draws = shape, draws
 
 
 def _shape(model: nn.Module, options: Options) -> tuple[Any, ...] | None:

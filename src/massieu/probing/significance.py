@@ -3,31 +3,61 @@
 All p-values are two-sided, and NaN in gives NaN out.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float, Float64, Real
 
 from massieu.errors import require_extra
 
+_NORMAL = 1e12
+"""Degrees of freedom, with which Student's law is the normal one."""
+
 
 def difference_p(
     value: Float[np.ndarray, "*shape"],
     standard_error: Float[np.ndarray, "*shape"],
+    degrees: Float[np.ndarray, "*shape"],
     other_value: Float[np.ndarray, "*shape"],
     other_standard_error: Float[np.ndarray, "*shape"],
+    other_degrees: Float[np.ndarray, "*shape"],
 ) -> Float64[np.ndarray, "*shape"]:
-    """P-value of "two independent estimates have the same mean", by the normal distribution.
+    """P-value of "two independent estimates have the same mean", by Student's t.
 
-    z = (a − b)/√(se_a² + se_b²). Where both errors are 0 the p-value is its limit: 1 for equal values, 0 for others.
-    Two estimates from the same rows are as a rule positively correlated; the p-value is then too large, not too small.
+    t = (a − b)/√(se_a² + se_b²) with the smaller one's degrees of freedom, so that the level holds whatever the two
+    variances are; Welch's degrees reject too often where one estimate rests on two units. Where both errors are 0 the
+    p-value is its limit: 1 for equal values, 0 for others; where one has no degree of freedom it is NaN. Two estimates
+    from the same rows are as a rule positively correlated; the p-value is then too large, not too small.
+
+    Source: Mickey and Brown, "Bounds on the distribution functions of the Behrens–Fisher statistic" (Ann. Math. Stat. 37,
+        639, 1966).
 
     Raises:
         ValueError: a standard error is negative.
     """
-    values, errors, others, other_errors = _arrays(value, standard_error, other_value, other_standard_error)
+    values, errors, own, others, other_errors, freedom = _arrays(
+        value, standard_error, degrees, other_value, other_standard_error, other_degrees
+    )
     if ((errors < 0) | (other_errors < 0)).any():
         raise ValueError("standard errors must be 0 or more")
-    z = _standardised(values - others, np.hypot(errors, other_errors))
-    return 2 * require_extra("scipy.special", "probe").ndtr(-np.abs(z))
+    return student_p(values - others, np.hypot(errors, other_errors), np.minimum(own, freedom))
+
+
+def summed_degrees(
+    variances: Sequence[Float[np.ndarray, "*shape"]], degrees: Sequence[Float[np.ndarray, "*shape"]]
+) -> Float64[np.ndarray, "*shape"]:
+    """Degrees of freedom of a sum of independent variances: (Σ v)² / Σ v²/ν; 0 where a part has none.
+
+    Without any variance, as where a statistic is the same in all units, the degrees are those of all parts together.
+
+    Source: Satterthwaite, "An approximate distribution of estimates of variance components" (Biometrics Bulletin 2, 110,
+        1946).
+    """
+    parts, known = (np.stack(np.broadcast_arrays(*each)).astype(np.float64) for each in (variances, degrees))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = parts.sum(0) ** 2 / (parts**2 / known).sum(0)
+    found = np.where(parts.sum(0) > 0, found, known.sum(0))
+    return np.where((known > 0).all(0), found, 0.0)
 
 
 def two_sided_p(
@@ -36,10 +66,11 @@ def two_sided_p(
     null_value: Float[np.ndarray, "*shape"],
     null_standard_deviation: Float[np.ndarray, "*shape"],
     null_count: Real[np.ndarray, "*shape"],
+    degrees: Float[np.ndarray, "*shape"],
 ) -> Float64[np.ndarray, "*shape"]:
     """P-value of "this head's number is one more draw from its null's numbers", by a prediction-interval t-test.
 
-    t = (own − null mean)/√(se² + sd²(1 + 1/n)) with n − 1 degrees of freedom: the question is whether the head's own
+    t = (own − null mean)/√(se² + sd²(1 + 1/n)) with the degrees of `summed_degrees`: the question is whether the head's own
     number could be another of the n null numbers (mismatched heads, say), not whether it differs from their mean. It
     assumes that null numbers are independent and about normal. It is on the careful side where the null's standard
     deviation already holds the null numbers' own measuring errors. With few nulls little can be said: at n = 2 a head
@@ -56,19 +87,19 @@ def two_sided_p(
         null_value: Mean of the null numbers.
         null_standard_deviation: Their sample standard deviation (divisor n − 1).
         null_count: How many null numbers there are; the result is NaN below 2.
+        degrees: Degrees of freedom of the standard error; infinite for a number without error.
 
     Raises:
         ValueError: a standard error or deviation is negative.
     """
-    values, errors, means, deviations, counts = _arrays(
-        value, standard_error, null_value, null_standard_deviation, null_count
+    values, errors, means, deviations, counts, own = _arrays(
+        value, standard_error, null_value, null_standard_deviation, null_count, degrees
     )
     if ((errors < 0) | (deviations < 0)).any():
         raise ValueError("standard errors and deviations must be 0 or more")
-    enough = counts >= 2
-    n = np.where(enough, counts, 2.0)
-    t = _standardised(values - means, np.sqrt(errors**2 + deviations**2 * (1 + 1 / n)))
-    return np.where(enough, _student_t_two_sided(t, n - 1), np.nan)
+    n = np.where(counts >= 2, counts, 1.0)
+    variances = [errors**2, deviations**2 * (1 + 1 / n)]
+    return student_p(values - means, np.sqrt(variances[0] + variances[1]), summed_degrees(variances, [own, n - 1]))
 
 
 def student_p(
@@ -87,6 +118,7 @@ def student_p(
     if (errors < 0).any():
         raise ValueError("standard errors must be 0 or more")
     enough = freedom > 0
+    freedom = np.minimum(freedom, _NORMAL)
     return np.where(enough, _student_t_two_sided(_standardised(values, errors), np.where(enough, freedom, 1.0)), np.nan)
 
 
@@ -110,6 +142,23 @@ def benjamini_hochberg(p_values: Float[np.ndarray, "*shape"]) -> Float64[np.ndar
     if len(p):
         result[tested] = require_extra("scipy.stats", "probe").false_discovery_control(p)
     return result
+
+
+def holm(p_values: Sequence[float], level: float) -> list[float]:
+    """The level that each test of a small family may use, so that any false one is named with at most this probability.
+
+    The smallest p-value is held against level/n, the next one against level/(n − 1), and so on, until one fails: that one
+    and all after it get 0. Whatever the tests' dependence.
+
+    Source: Holm, "A simple sequentially rejective multiple test procedure" (Scand. J. Statist. 6, 65, 1979).
+    """
+    levels = [0.0] * len(p_values)
+    for rank, place in enumerate(np.argsort(p_values, kind="stable").tolist()):  # NaN last
+        allowed = level / (len(p_values) - rank)
+        if not p_values[place] <= allowed:
+            break
+        levels[place] = allowed
+    return levels
 
 
 def other_heads(

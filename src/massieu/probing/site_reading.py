@@ -58,6 +58,7 @@ class Options:
         replace: what is to be put in the place of attention, beside the reading.
         new_tokens: the rows are prompts, and the model writes at most so many tokens after each, whose queries are measured.
         quick: no re-initialised control and no example windows.
+        draws: so many re-initialised models are drawn.
     """
 
     groups: frozenset[str]
@@ -71,6 +72,7 @@ class Options:
     new_tokens: int | None = None
     replace: Replace = NOTHING
     per_token: tuple[str, ...] = ()
+    draws: int = 8
 
     def of_attention(self) -> tuple[str, ...]:
         """The attention's statistics to compute, the entropy always: it tells how many units an error has."""
@@ -113,8 +115,9 @@ class SiteReading(RunningParts):
     def begun(cls, info: SiteInfo, units: Units, max_length: int, groups: Collection[str] = ()) -> "SiteReading":
         """A site of which nothing is read yet."""
         attention = AttentionStatistics(info.heads, units, max_length)
-        climb, first_value = ClimbStatistics(info.heads, units), Ratio((1, info.heads), units)
-        windowed = {group: WindowStatistics(group, info.heads, units) for group in WINDOWED if group in groups}
+        sample = replace(units, sampled=True)
+        climb, first_value = ClimbStatistics(info.heads, sample), Ratio((1, info.heads), units)
+        windowed = {group: WindowStatistics(group, info.heads, sample) for group in WINDOWED if group in groups}
         results = cls(info, attention, climb, first_value, Extremes(info.heads), windowed=windowed)
         if info.value_sets > 1:
             results.unavailable[VALUES] = f"the same attention weights are applied to {info.value_sets} sets of values"

@@ -32,6 +32,7 @@ class SiteInfo:
         route, grade, moving: of its calls, as `AttentionCall` has them.
         tokens_first: its module is given tokens as (L, B, D); None where that cannot be known.
         prefix: keys that stand before those of its own tokens, as prefix tuning puts there.
+        apart: its heads have different log-weights, as under ALiBi, so that one cannot stand for another.
     """
 
     index: int
@@ -50,6 +51,7 @@ class SiteInfo:
     moving: bool = False
     tokens_first: bool | None = False
     prefix: int = 0
+    apart: bool = False
 
     @property
     def itself(self) -> bool:
@@ -195,11 +197,16 @@ def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
         sizes = (call.query.shape[1], call.key.shape[1], call.query.shape[3], call.value.shape[3])
         decoder = seen.decoder_tokens and stack in decoders
         read: dict[str, Any] = {name: getattr(call, name) for name in ("route", "grade", "moving")}
-        read |= {"value_sets": sets[call.site], "tokens_first": order}
+        read |= {"value_sets": sets[call.site], "tokens_first": order, "apart": _apart(call)}
         if kinds[call.site] == "causal":
             read["prefix"] = call.key.shape[2] - call.query.shape[2]
         found.append(SiteInfo(len(found), call.site, block, layer, kinds[call.site], *sizes, decoder, **read))
     return found
+
+
+def _apart(call: AttentionCall) -> bool:
+    weight = call.log_weight
+    return weight is not None and weight.shape[1] > 1 and not bool((weight == weight[:, :1]).all())
 
 
 def _kind(call: AttentionCall, cross: set[nn.Module]) -> str:

@@ -70,7 +70,7 @@ def of_text(
         if bos is not None:
             raise InputError("bos is for text; batches are read as they are")
         return loaded, Input(
-            _batches(tokenizer_or_batches), "batches", True, max_length or DEFAULT_LENGTH, loaded.tokenizer
+            _batches(tokenizer_or_batches), "batches", packing, max_length or DEFAULT_LENGTH, loaded.tokenizer
         )
     tokenizer = _tokenizer(loaded, tokenizer_or_batches)
     length, window = _length(loaded, max_length, generate)

@@ -15,9 +15,7 @@ from massieu.probing.attention_call import AttentionCall
 from massieu.probing.forward import decoder_given, real_mask
 from massieu.probing.statistics.expansion import distinct_positions
 from massieu.probing.statistics.query_reading import Tokens
-
-SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
-SAMPLE_LEAST = 4  # windows at the beginning that are always sampled, so that short texts have error bars
+from massieu.probing.units import SAMPLE_LEAST, SAMPLE_SHARE
 
 
 def is_sampled(window: int) -> bool:

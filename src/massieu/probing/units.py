@@ -2,36 +2,44 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Float64
 
 from massieu.probing.running import State, fitting
+from massieu.probing.unit_errors import ratio_error
 
 MINIMUM_DOCUMENTS = 30
-"""From this many rows on, unpacked documents are called the error unit. Below, rows are too few to be merged in blocks,
-and a document, a row and a block are the same thing."""
+"""From this many rows on, unpacked documents are called the error unit. Below, a document and a row are the same thing."""
+SAMPLE_SHARE = 0.1  # of the windows, for replays, clouds and controls
+SAMPLE_LEAST = 4  # windows at the beginning that are always sampled, so that short texts have error bars
+FEWEST_UNITS = 4
+"""From fewer units of text nothing is announced."""
+GAP = 8
+"""One block in so many lies between the halves of a text."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """What counts as one independent observation when a standard error is computed.
+    """What counts as one observation when a standard error is computed.
+
+    The units are blocks of consecutive rows. There is one row a block at first; whenever a row lies behind the last block
+    that there is room for, neighbouring blocks are merged pairwise. From 32 rows on there are then between 32 and 64
+    blocks (half the capacity to the capacity), all of 2^k rows but for the last one, which may be partial. Source: the
+    blocking of Flyvbjerg and Petersen, "Error estimates on averages of correlated data" (J. Chem. Phys. 91, 461, 1989).
 
     Attributes:
-        mode: ``"window"``: rows are windows of packed text, and the units are blocks of consecutive windows. There is
-            one window a block at first; whenever a window lies behind the last block that there is room for,
-            neighbouring blocks are merged pairwise. From 32 windows on there are then between 32 and 64 blocks (half the
-            capacity to the capacity), all of 2^k windows but for the last one, which may be partial. Source: the
-            blocking of Flyvbjerg and Petersen, "Error estimates on averages of correlated data" (J. Chem. Phys. 91,
-            461, 1989).
-            ``"document"``: each row is a document, and a unit of its own, however many there are.
-        capacity: The largest number of blocks: even, at least 2. Mode ``"document"`` does not use it.
+        mode: ``"window"``: rows are windows of packed text, and neighbouring ones may be alike.
+            ``"document"``: each row is a document, and rows are independent.
+        capacity: The largest number of blocks: even, at least 2.
+        sampled: The rows are the sampled ones of a text, and the text is longer than they are many.
     """
 
     mode: Literal["window", "document"] = "window"
     capacity: int = 64
+    sampled: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("window", "document"):
@@ -39,17 +47,28 @@ class Units:
         if self.capacity < 2 or self.capacity % 2:
             raise ValueError(f"capacity must be an even number of blocks, 2 or more, got {self.capacity}")
 
+    def windows(self, rows: int) -> int | None:
+        """How many windows of one text so many rows stand for; None where rows are independent."""
+        if self.mode == "document":
+            return None
+        return max(rows, round((rows - SAMPLE_LEAST) / SAMPLE_SHARE)) if self.sampled else rows
+
 
 WINDOWS = Units()
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A ratio, its standard error and the number of entries behind it; unpacks into the three."""
+    """A ratio, its standard error and the number of entries behind it; unpacks into the three.
+
+    Attributes:
+        degrees: of freedom of the error; 0 where there is none.
+    """
 
     value: Float64[np.ndarray, "*shape"]
     standard_error: Float64[np.ndarray, "*shape"]
     count: Float64[np.ndarray, "*shape"]
+    degrees: Float64[np.ndarray, "*#shape"] = field(default_factory=lambda: np.zeros(()))
 
     def __iter__(self) -> Iterator[Float64[np.ndarray, "*shape"]]:
         return iter((self.value, self.standard_error, self.count))
@@ -112,12 +131,12 @@ class BlockSums:
     any order and by any process, add up to the same blocks.
     """
 
-    def __init__(self, shape: tuple[int, ...], capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, shape: tuple[int, ...], units: Units) -> None:
+        self.units, self.capacity = units, units.capacity
         self.order = RowOrder()
         self.size = 1  # rows in a full block
         self.rows = np.zeros(0, dtype=np.int64)  # rows in each block, up to the last one with any
-        self.sums = np.zeros((capacity, 2, *shape))  # the first len(rows) of them are in use
+        self.sums = np.zeros((units.capacity, 2, *shape))  # the first len(rows) of them are in use
 
     def add(self, pairs: np.ndarray, numbers: np.ndarray | None = None) -> None:
         if not len(pairs):
@@ -183,96 +202,25 @@ class BlockSums:
         self.order.restore(state["order"])
         self.size, self.rows, self.sums = state["size"], rows, sums
 
-    def estimate(self, part: slice) -> Estimate:
+    def estimate(self, part: slice = slice(None)) -> Estimate:
+        """Of all blocks, or of some."""
         totals, counts = np.moveaxis(self.sums[: len(self.rows)][part], 1, 0)
-        total, count = totals.sum(0), counts.sum(0)
-        value = _divide(total, count)
-        residuals = totals - value * counts
-        # An entry that was never counted has value NaN; its residuals are not used.
-        return _estimate(value, (residuals**2).sum(0), count, (counts > 0).sum(0))
+        whole, rows = int(self.rows.sum()), int(self.rows[part].sum())
+        windows = self.units.windows(whole)
+        # A part of the rows is as large a part of the text.
+        value, error, degrees = ratio_error(totals, counts, windows and windows * rows // whole)
+        return Estimate(value, error, counts.sum(0), degrees)
+
+    def halves(self) -> tuple[slice, slice]:
+        """Two parts of the text that know nothing of each other: alternate documents, or both ends of one text."""
+        blocks = len(self.rows)
+        if self.units.mode == "document":
+            return slice(0, None, 2), slice(1, None, 2)
+        gap = max(blocks // GAP, int(blocks > 3))
+        middle = (blocks - gap + 1) // 2
+        return slice(0, middle), slice(middle + gap, None)
 
     def error_unit(self) -> tuple[str, int]:
-        units = int((self.rows > 0).sum())
-        return "window" if self.size == 1 else f"block of {self.size} consecutive windows", units
-
-
-class DocumentSums:
-    """Moments of (total, count) over rows, apart for every other row.
-
-    Totals are kept relative to a reference ratio c, the first row's: r = s − c·n. Around it the squared residuals
-    Σ (s − m n)² = Σr² − 2(m − c)Σrn + (m − c)²Σn² lose no digits to a large common mean.
-    """
-
-    def __init__(self, shape: tuple[int, ...], capacity: int) -> None:
-        self.rows = 0
-        self.order = RowOrder()
-        self.blocks = BlockSums(shape, capacity)  # of consecutive rows: for comparisons, not for errors
-        self.reference = np.full(shape, np.nan)  # NaN until the entry's first counted row
-        self.moments = np.zeros((2, 6, *shape))  # parity × (Σr, Σn, Σr², Σrn, Σn², number of rows with n > 0)
-
-    def add(self, pairs: np.ndarray, numbers: np.ndarray | None = None) -> None:
-        if not len(pairs):
-            return
-        self.blocks.add(pairs, numbers)
-        numbers = self.order.take(len(pairs), numbers)
-        totals, counts = pairs[:, 0], pairs[:, 1]
-        counted = counts > 0
-        unset = np.isnan(self.reference)
-        if unset.any():
-            first = counted.argmax(0)[None]
-            ratio = _divide(*(np.take_along_axis(part, first, 0)[0] for part in (totals, counts)))
-            # A non-finite first row must not become everybody's reference.
-            np.copyto(
-                self.reference, np.where(np.isfinite(ratio), ratio, np.where(counted.any(0), 0.0, np.nan)), where=unset
-            )
-        r = totals - np.where(np.isnan(self.reference), 0.0, self.reference) * counts
-        moments = np.stack([r, counts, r * r, r * counts, counts * counts, counted.astype(np.float64)], axis=1)
-        for parity in (0, 1):
-            self.moments[parity] += moments[numbers % 2 == parity].sum(0)
-        self.rows += len(pairs)
-
-    def merge(self, other: "DocumentSums") -> None:
-        """Add other rows of the text; without numbers, those of the text that follows this one's."""
-        reference = np.where(np.isnan(self.reference), other.reference, self.reference)
-        moments, first = other.moved(reference), self.order.following if self.order.follows(other.order) else 0
-        self.moments = self.moved(reference) + (moments[::-1] if first % 2 else moments)
-        self.reference = reference
-        self.rows += other.rows
-        self.order.merge(other.order, first)
-        self.blocks.merge(other.blocks)
-
-    def state(self) -> State:
-        own = {"rows": self.rows, "reference": self.reference.copy(), "moments": self.moments.copy()}
-        return own | {"order": self.order.state(), "blocks": self.blocks.state()}
-
-    def restore(self, state: State) -> None:
-        reference, moments = (fitting(state[name], vars(self)[name].shape) for name in ("reference", "moments"))
-        self.order.restore(state["order"])
-        self.blocks.restore(state["blocks"])
-        self.rows, self.reference, self.moments = state["rows"], reference, moments
-
-    def moved(self, reference: np.ndarray) -> np.ndarray:
-        """The moments relative to another reference; those of an entry never counted are all 0."""
-        step = np.nan_to_num(self.reference - reference)
-        r, n, rr, rn, nn, units = np.moveaxis(self.moments, 1, 0)
-        return np.stack([r + step * n, n, rr + 2 * step * rn + step**2 * nn, rn + step * nn, nn, units], axis=1)
-
-    def estimate(self, part: slice) -> Estimate:
-        r, n, rr, rn, nn, units = self.moments[part].sum(0)
-        above = _divide(r, n)
-        residual = np.maximum(rr - 2 * above * rn + above**2 * nn, 0.0)
-        return _estimate(self.reference + above, residual, n, units)
-
-    def error_unit(self) -> tuple[str, int]:
-        return "document" if self.rows >= MINIMUM_DOCUMENTS else "window", self.rows
-
-
-def _estimate(value: np.ndarray, residual: np.ndarray, count: np.ndarray, units: np.ndarray) -> Estimate:
-    enough = units > 1
-    correction = np.where(enough, units, np.nan) / np.where(enough, units - 1, 1)
-    return Estimate(value, _divide(np.sqrt(correction * residual), count), count)
-
-
-def _divide(total: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """total / count, NaN where count is 0."""
-    return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
+        """What a block is, in words, and how many there are."""
+        one = "document" if self.units.mode == "document" and self.rows.sum() >= MINIMUM_DOCUMENTS else "window"
+        return one if self.size == 1 else f"block of {self.size} consecutive {one}s", int((self.rows > 0).sum())

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from massieu.errors import require_extra
-from massieu.foundation.numbers import number, with_error
+from massieu.foundation.numbers import counted, number, with_error
 from massieu.report import colours
 from massieu.report.encode import plain, script_json
 from massieu.report.page import asset, hashed, script_of, template
@@ -27,12 +27,15 @@ MOST_NUMBERS = 400_000
 _DIGITS = 4
 SUBLAYERS_SHOWN = 12
 STATISTICS_SHOWN = 6
-_CELL_NUMBERS = ("second", "difference", "standard_error", "q_value")
+_CELL_NUMBERS = ("second", "difference", "standard_error", "q_value", "named")
 
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """What the page is drawn from, as `massieu.Comparison` has it; ``changed`` are the heads that changed most."""
+    """What the page is drawn from, as `massieu.Comparison` has it; ``changed`` are the heads that changed most.
+
+    ``differences`` has a last column, ``named``.
+    """
 
     models: Sequence[str]
     steps: Sequence[float]
@@ -123,7 +126,7 @@ def _cells(table: "polars.DataFrame", sites: list[MapRow]) -> dict[str, dict[str
         found[str(statistic)] = {}
         for name in _CELL_NUMBERS:
             column = np.full(len(cells) + 1, np.nan)  # the last cell takes what has no place
-            column[places] = part[name].fill_null(np.nan).to_numpy()
+            column[places] = part[name].cast(float).fill_null(np.nan).to_numpy()
             found[str(statistic)][name] = _short(column[:-1])
     return found
 
@@ -170,7 +173,7 @@ def _counted(found: Compared, titles: dict[str, str]) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "title": titles.get(str(name), str(name)),
-                "named": int((tested["q_value"] < found.level).sum()),
+                "named": int(tested["named"].sum()),
                 "tested": len(tested),
                 "where": f"layer {largest['layer']}, head {largest['head']}",
                 "largest": with_error(largest["difference"], largest["standard_error"] or math.nan),
@@ -183,26 +186,26 @@ def _opening_sentence(found: Compared, titles: dict[str, str]) -> str:
     """How many heads differ at all, and which one most."""
     polars = require_extra("polars", "probe")
     own = found.differences.filter((polars.col("model") == found.models[-1]) & (polars.col("scope") == "head"))
-    named = own.filter(polars.col("q_value") < found.level).select("site", "head").n_unique()
+    named = own.filter("named").select("site", "head").n_unique()
     heads = own.select("site", "head").n_unique()
     if not named or not found.changed:
-        return f"No head of {found.models[-1]} differs significantly in a statistic that may be compared between heads."
+        said = "differs by an effect that matters in a statistic that may be compared between heads"
+        return f"No head of {found.models[-1]} {said}."
     most = found.changed[0]
     where = f"layer {most['layer']}, head {most['head']}"
     title = titles.get(most["statistic"], most["statistic"])
     values = f"{number(most['first'], most['standard_error'])} to {number(most['second'], most['standard_error'])}"
     return (
-        f"{named} of {heads} heads differ significantly in at least one statistic. The largest change is in {where}: "
-        f"{title}, from {values}."
+        f"The largest change is in {where}: {title}, from {values}. {named} of {counted(heads, 'head')} "
+        f"{'differs' if named == 1 else 'differ'} by an effect that matters in some statistic, at a false discovery rate of "
+        f"{found.level:.0%} over all of them."
     )
 
 
 def _sublayers(found: Compared) -> list[dict[str, Any]]:
     polars = require_extra("polars", "probe")
     own = found.differences.filter(
-        (polars.col("model") == found.models[-1])
-        & (polars.col("scope") == "layer")
-        & (polars.col("q_value") < found.level)
+        (polars.col("model") == found.models[-1]) & (polars.col("scope") == "layer") & polars.col("named")
     )
     titles = {entry.name: entry.title or entry.name for entry in found.runs[0].statistics}
     rows = own.sort("q_value", maintain_order=True).head(SUBLAYERS_SHOWN).rows(named=True)

@@ -13,7 +13,6 @@ from massieu.foundation.numbers import bound, counted, number, whole, with_error
 from massieu.report import colours
 from massieu.report.encode import Payload, encode, gzipped, plain, script_json
 from massieu.report.questions import questions
-from massieu.report.record import STANDARD_ERRORS
 from massieu.report.replacements import replacement_table
 from massieu.report.tables import (
     CONTROLS,
@@ -117,11 +116,7 @@ def _layer_payload(sublayers: list[dict[str, Any]], columns: dict[str, Column]) 
 
 
 def _findings(run: "RunRecord", sites: list[MapRow]) -> list[dict[str, Any]]:
-    """The findings with the site of each head they name; a head that several sites of a layer have is not linked.
-
-    One whose number is within its own error is not announced, though an older result may hold it.
-    """
-    signed = {entry.name for entry in run.statistics if entry.signed}
+    """The findings with the site of each head they name; a head that several sites of a layer have is not linked."""
     findings = []
     for finding in run.findings:
         cells = []
@@ -129,9 +124,7 @@ def _findings(run: "RunRecord", sites: list[MapRow]) -> list[dict[str, Any]]:
             at = [site.index for site in sites if site.layer == layer and head < site.heads]
             if len(at) == 1:
                 cells.append({"site": at[0], "head": head})
-        error = finding.standard_error or 0.0
-        near = finding.statistic in signed and abs(finding.value or 0.0) <= STANDARD_ERRORS * error
-        announced = finding.value is not None and not near
+        announced = finding.value is not None
         findings.append({**vars(finding), "cells": cells if announced else [], "announced": announced})
     return findings
 
@@ -210,7 +203,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         **{part: getattr(run, part) for part in ("model", "text", "error_unit", "self_check", "capture", "sample")},
         "sites": sites,
         "findings": findings,
-        "questions": questions(columns, moved, (head_statistics, layer_statistics)),
+        "questions": questions(columns, moved, (head_statistics, layer_statistics), run.statistics),
         "groups": _grouped(head_statistics + layer_statistics),
         "unavailable": _unavailable(sites),
         "replacements": replacement_table(run.replacements),

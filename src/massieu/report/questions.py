@@ -1,7 +1,8 @@
 """What the papers ask, and what a run answers: a card for each group of statistics that was measured for it.
 
-A card is drawn from the two tables alone. Its verdict says no more than the tests against the control allow: heads, or
-layers, whose number differs from their control at a false discovery rate of 5 %.
+A card is drawn from the two tables alone. Its verdict says no more than the tests allow: heads, or layers, whose number differs
+from random models and from their own control, at a false discovery rate of 5 % over all that the question asked, and by more
+than the statistic's smallest effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool
 
-from massieu.foundation.numbers import number
+from massieu.foundation.numbers import counted, number
 from massieu.report.tables import CONTROLS, Column, catalogue_of, head_columns, layer_columns, sites_of, sublayers_of
 
 if TYPE_CHECKING:
     import polars
 
-    from massieu.report.record import RunRecord
+    from massieu.report.record import RunRecord, Statistic
 
 QUESTIONS = {
     "flow": (
@@ -44,6 +45,7 @@ QUESTIONS = {
 }
 """By group, the question of the papers and the statistic that stands in front, in the order of the cards."""
 LEVEL = 0.05
+UNCOMPARED = "not compared with an untrained model"
 _ONE_SIDED = 0.9
 
 
@@ -58,7 +60,7 @@ class Answer:
         middle, lowest, highest: of the numbers.
         control: median of the control's numbers; None where there is none.
         control_name: in words.
-        named: how many differ significantly from their control.
+        named: how many differ from random models and from their control, significantly and by the smallest effect.
         tested: how many were tested.
         verdict: what the test shows, in a few words.
     """
@@ -100,17 +102,20 @@ def questions(
     columns: Mapping[str, Column],
     moved: Mapping[str, Column],
     catalogues: Sequence[Sequence[dict[str, Any]]],
+    statistics: Sequence["Statistic"] = (),
 ) -> list[Question]:
     """The cards of a run, in the order of `QUESTIONS`.
 
     Args:
         columns, moved: the heads' table and the layers' as arrays.
         catalogues: what is known of the statistics of heads, and of those of layers.
+        statistics: their records, which say the smallest effects.
     """
+    by_name = {each.name: each for each in statistics}
     found: dict[str, list[Answer]] = {group: [] for group in QUESTIONS}
     for place, catalogue, known in zip(("head", "layer"), catalogues, (columns, moved), strict=True):
         for entry in catalogue:
-            if entry["group"] in found and (answer := _answer(entry, known, place)) is not None:
+            if entry["group"] in found and (answer := _answer(entry, known, place, by_name)) is not None:
                 found[entry["group"]].append(answer)
     for group, answers in found.items():
         answers.sort(key=lambda answer, first=QUESTIONS[group][1]: answer.name != first)
@@ -121,20 +126,29 @@ def questions_of(run: "RunRecord", heads: "polars.DataFrame", layers: "polars.Da
     """`questions` from the two tables."""
     columns = head_columns(sites_of(run, heads), heads)
     moved = layer_columns(sublayers_of(run, layers), layers)
-    return questions(columns, moved, (catalogue_of(run, columns, "head"), catalogue_of(run, moved, "layer")))
+    return questions(
+        columns, moved, (catalogue_of(run, columns, "head"), catalogue_of(run, moved, "layer")), run.statistics
+    )
 
 
-def _answer(entry: dict[str, Any], columns: Mapping[str, Column], place: str) -> Answer | None:
+def _answer(
+    entry: dict[str, Any], columns: Mapping[str, Column], place: str, statistics: Mapping[str, "Statistic"]
+) -> Answer | None:
     name, control = entry["name"], entry["control"]
     own = columns.get(name)
     if own is None or not np.isfinite(own.value).any():
         return None
     known = np.isfinite(own.value)
     null, tested = columns.get(f"{name}/{control}"), columns.get(f"{name}/q_value")
+    random = columns.get(f"{name}/reinitialised")
     beside = null is not None and np.isfinite(null.value).any()
     q_values = np.full(len(own.value), np.nan) if tested is None else tested.value
-    judged = known & np.isfinite(q_values)
+    judged = known & np.isfinite(q_values) & (random is not None)
     outside = judged & (q_values < LEVEL)
+    said = statistics.get(name)
+    for each in (null, random):
+        if each is not None and said is not None:
+            outside &= said.matters(own.value, each.value)
     above = outside & (own.value > (null.value if beside and null is not None else 0.0))
     places = "sublayers" if place == "layer" else "heads"
     return Answer(
@@ -152,11 +166,11 @@ def _answer(entry: dict[str, Any], columns: Mapping[str, Column], place: str) ->
         CONTROLS.get(control or "", (control or "").replace("_", " ")),
         int(outside.sum()),
         int(judged.sum()),
-        _verdict(judged, outside, above, places),
+        verdict(judged, outside, above, places) if random is not None else UNCOMPARED,
     )
 
 
-def _verdict(
+def verdict(
     judged: Bool[np.ndarray, " cells"],
     outside: Bool[np.ndarray, " cells"],
     above: Bool[np.ndarray, " cells"],
@@ -165,9 +179,9 @@ def _verdict(
     """What the tests allow: which way the numbers differ from their control, and in how many places."""
     tested, named, higher = int(judged.sum()), int(outside.sum()), int(above.sum())
     if not tested:
-        return "not tested against a control"
+        return "too little text to test it"
     if not named:
-        return f"no significant difference from its control in any of {tested} {places}"
+        return f"no difference from untrained models in any of {counted(tested, places[:-1])}"
     share = higher / named
     side = "above" if share >= _ONE_SIDED else "below" if share <= 1 - _ONE_SIDED else "above or below"
-    return f"{side} its control in {named} of {tested} {places}"
+    return f"{side} its control and untrained models in {named} of {counted(tested, places[:-1])}"

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from massieu.errors import require_extra
+
 SCHEMA_VERSION = 1
 
 
@@ -84,10 +86,16 @@ class TextRecord(Entry):
 
 @dataclass
 class ErrorUnitRecord(Entry):
-    """What standard errors are over, and how many there are."""
+    """What standard errors are over, how many there are, and how many degrees of freedom the errors have."""
 
     unit: str | None = field(default=None, metadata=NEEDED)
     count: int | None = field(default=None, metadata=NEEDED)
+    degrees: float | None = None
+
+    @property
+    def interval(self) -> str | None:
+        """What a 95 % interval is, in words; None where there is no error."""
+        return interval_in_words(self.degrees)
 
 
 @dataclass
@@ -182,10 +190,24 @@ class PerTokenRecord(Entry):
 
 @dataclass
 class SampleRecord(Entry):
-    """What replays, clouds and controls ran on."""
+    """What replays and clouds ran on, and how many degrees of freedom their errors have."""
 
     windows: int | None = None
     queries: int | None = None
+    degrees: float | None = None
+
+    @property
+    def interval(self) -> str | None:
+        """What a 95 % interval is, in words; None where there is no error."""
+        return interval_in_words(self.degrees)
+
+
+def interval_in_words(degrees: float | None) -> str | None:
+    """How many standard errors a 95 % interval reaches to either side, by Student's t with so many degrees of freedom."""
+    if not degrees:
+        return None
+    reach = float(require_extra("scipy.special", "probe").stdtrit(degrees, 0.975))
+    return f"± {reach:.1f} standard errors ({degrees:.0f} degrees of freedom)"
 
 
 @dataclass
@@ -198,6 +220,9 @@ class Statistic(Entry):
         signed: zero or the control is the natural centre of its scale.
         control: the control its map is compared with (a qualifier of the result table), or None.
         cost: of its group.
+        scale: on which its numbers are compared: "share" by their logit, "positive" by their logarithm, "number" as they are.
+        smallest: the smallest difference from a control that is announced; of a positive number in other units than nats,
+            a share of the control.
     """
 
     name: str = field(metadata=NEEDED)
@@ -215,10 +240,28 @@ class Statistic(Entry):
     signed: bool = False
     control: str | None = None
     cost: str = ""
+    scale: str = "number"
+    smallest: float = 0.0
 
+    @property
+    def relative(self) -> bool:
+        """Whether the smallest difference is a share of the control."""
+        return self.scale == "positive" and self.unit != "nats"
 
-STANDARD_ERRORS = 2.0
-"""A number this many standard errors from its null, or fewer, is not announced."""
+    def matters(self, value: Any, null: Any) -> Any:
+        """Whether numbers are so far from a null that somebody would care; of arrays an array."""
+        if not self.relative:
+            return np.abs(value - null) >= self.smallest
+        larger, less = np.maximum(np.abs(value), np.abs(null)), np.minimum(np.abs(value), np.abs(null))
+        return larger >= (1 + self.smallest) * less
+
+    @property
+    def smallest_in_words(self) -> str:
+        """The smallest difference that is announced, with its unit."""
+        if self.relative:
+            return f"{self.smallest:.0%}"
+        unit = self.unit.removesuffix("s") if self.smallest == 1 else self.unit
+        return f"{self.smallest:g} {unit}".strip()
 
 
 @dataclass

@@ -196,12 +196,13 @@ def _group_title(group: str) -> str:
 
 def _blank(name: str, scope: str) -> dict[str, Any]:
     known = {"name": name, "title": name.replace("_", " "), "scope": scope, "group": "other", "unit": ""}
-    said = dict.fromkeys(("formula", "claim", "paper", "control", "question", "caveat", "cost"))
+    said = dict.fromkeys(("formula", "claim", "paper", "control", "question", "caveat", "cost", "smallest_in_words"))
     return {**known, **said, "headline": False, "gauge_dependent": False, "signed": False}
 
 
 def _said(entry: "Statistic") -> dict[str, Any]:
-    return {name: value for name, value in vars(entry).items() if name != "others" and value not in (None, "")}
+    known = {name: value for name, value in vars(entry).items() if name != "others" and value not in (None, "")}
+    return known | ({"smallest_in_words": entry.smallest_in_words} if entry.smallest else {})
 
 
 def catalogue_of(run: "RunRecord", columns: dict[str, Column], scope: str) -> list[dict[str, Any]]:

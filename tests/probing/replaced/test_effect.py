@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.fft
 import torch
 from torch import Tensor, nn
 
@@ -87,8 +88,10 @@ def ratio(rows: list[Tensor]) -> tuple[float, float]:
     """Mean over all tokens, and its standard error over windows (Cochran 6.4)."""
     sums, counts = np.array([float(r.sum()) for r in rows]), np.array([len(r) for r in rows])
     value = sums.sum() / counts.sum()
-    units = len(rows)
-    return value, np.sqrt(units / (units - 1) * ((sums - value * counts) ** 2).sum()) / counts.sum()
+    lowest = scipy.fft.dct((sums - value * counts) / counts.sum(), type=2, norm="ortho")[
+        1
+    ]  # of four windows the one cosine
+    return value, np.sqrt(len(rows)) * abs(lowest)
 
 
 @pytest.mark.parametrize("rule", ["off", "off(mean)"])
@@ -109,7 +112,7 @@ def test_loss_without_each_head(rule):
         assert each.tokens == int(MASK[SAMPLED].sum()) - len(SAMPLED)
         assert each.value == pytest.approx(expected, rel=1e-3, abs=2e-5)
         assert each.standard_error == pytest.approx(error, rel=1e-3, abs=2e-5)
-        assert each.high - each.value == pytest.approx(3.182446 * each.standard_error, rel=1e-5)  # t, 3 degrees
+        assert each.high - each.value == pytest.approx(12.7062 * each.standard_error, rel=1e-5)  # t, 1 degree
         assert each.value - each.low == pytest.approx(each.high - each.value)
 
 

@@ -199,7 +199,7 @@ def run_of(sites: list[dict], sublayers: list[dict], name: str = "all-MiniLM-L6-
                   "hidden_size": 384},
         "text": {"source": "pydoc_data.topics", "documents": 78, "tokens": 168_960, "windows": 660, "max_length": 256,
                  "packing": True, "dropped": "71 tokens at the end of the text did not fill a window."},
-        "error_unit": {"unit": "block of 11 consecutive windows", "count": 60},
+        "error_unit": {"unit": "block of 11 consecutive windows", "count": 60, "degrees": 26},
         "self_check": {"error": 3.1e-7, "tolerance": 1e-4, "site": sites[0]["name"], "passed": True},
         "capture": {"route": "attention function registered with transformers; the output stays the model's own",
                     "attention_sites": len(sites), "unexplained_keywords": []},

@@ -41,13 +41,13 @@ class Change:
         return f"{model}, layer {self.layer} head {self.head}: {self.statistic} {values} ({change})"
 
 
-def changes_of(table: "polars.DataFrame", headline: set[str], level: float) -> list[Change]:
+def changes_of(table: "polars.DataFrame", headline: set[str]) -> list[Change]:
     """The named heads, the one that changed most first, each with its largest change."""
     polars = require_extra("polars", "probe")
     heads = table.filter((polars.col("scope") == "head") & polars.col("statistic").is_in(sorted(headline)))
     spread = polars.col("first").std().over("statistic")
     sized = heads.with_columns((polars.col("difference").abs() / spread).alias("size"))
-    named = sized.filter((polars.col("q_value") < level) & polars.col("size").is_finite())
+    named = sized.filter(polars.col("named") & polars.col("size").is_finite())
     order = named.sort("size", descending=True, maintain_order=True).unique(
         ["site", "head"], keep="first", maintain_order=True
     )

@@ -16,7 +16,7 @@ from massieu.foundation.printable import visible
 from massieu.probing import stored
 from massieu.probing.compare.changes import Change, changes_of, examples_of
 from massieu.probing.compare.files import DIFFERENCES, PAGE, RECORD, VALUES, read_files, record_bytes
-from massieu.probing.compare.pairs import COLUMNS, Pairing, check_shapes, differences, pairing
+from massieu.probing.compare.pairs import COLUMNS, Pairing, check_shapes, differences, large, pairing
 from massieu.probing.long_table import COLUMNS as VALUE_COLUMNS
 from massieu.probing.result import Fragment, ProbeResult
 from massieu.probing.result_files import RECORD as RUN_RECORD
@@ -130,14 +130,23 @@ class Comparison:
 
     @input_door(level=real)
     def named(self, level: float = LEVEL) -> "polars.DataFrame":
-        """The rows of ``differences`` that are named at a false discovery rate: ``q_value`` below the level.
+        """The rows of ``differences`` that are named: ``q_value`` below the level, and by the smallest effect or more.
+
+        Args:
+            level: the false discovery rate, over all heads and statistics of a model.
 
         Raises:
             InputError: the level is not between 0 and 1.
         """
         if not 0 < level < 1:
             raise InputError(f"level must be between 0 and 1, got {level}")
-        return self.differences.filter(self.differences["q_value"] < level)
+        return self._judged(level).filter("named").drop("named")
+
+    def _judged(self, level: float = LEVEL) -> "polars.DataFrame":
+        """The table of differences with a last column that says which rows are named."""
+        polars = require_extra("polars", "probe")
+        sized = polars.Series(large(self.differences, self.runs[0].statistics))
+        return self.differences.with_columns(((polars.col("q_value") < level).fill_null(False) & sized).alias("named"))
 
     @input_door(number=count, model=text)
     def changed(self, number: int = 6, model: str | None = None) -> list[Change]:
@@ -159,7 +168,8 @@ class Comparison:
         if chosen not in self.models[1:]:
             raise InputError(f"no model named {chosen!r} was compared; there are: {', '.join(self.models[1:])}")
         headline = {each.name for each in self.runs[0].statistics if each.headline}
-        return changes_of(self.differences.filter(self.differences["model"] == chosen), headline, LEVEL)[:number]
+        judged = self._judged()
+        return changes_of(judged.filter(judged["model"] == chosen), headline)[:number]
 
     def above(self, limits: dict[str, float]) -> "polars.DataFrame":
         """The rows of heads whose difference is larger than a limit for their statistic, either way, and named.
@@ -203,11 +213,15 @@ class Comparison:
         """For each model, scope and statistic: how many were compared, tested and named, and the largest difference."""
         polars = require_extra("polars", "probe")
         size, q = polars.col("difference").abs(), polars.col("q_value")
-        counted = self.differences.group_by("model", "scope", "statistic", maintain_order=True).agg(
-            polars.len().alias("compared"),
-            q.is_not_null().sum().alias("tested"),
-            (q < LEVEL).sum().alias("named"),
-            size.max().alias("largest"),
+        counted = (
+            self._judged()
+            .group_by("model", "scope", "statistic", maintain_order=True)
+            .agg(
+                polars.len().alias("compared"),
+                q.is_not_null().sum().alias("tested"),
+                polars.col("named").sum(),
+                size.max().alias("largest"),
+            )
         )
         return counted.rows(named=True)
 
@@ -299,7 +313,7 @@ class Comparison:
                 models=self.models,
                 steps=self.steps,
                 runs=self.runs,
-                differences=self.differences,
+                differences=self._judged(),
                 values=self.values,
                 pairings=[each.sentence for each in self.pairings],
                 notes=self.notes,

@@ -1,6 +1,6 @@
 """Two results beside each other: whether their errors are paired, and a row for each statistic of each head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,9 @@ from massieu.probing.compare.difference import Difference, alone, independent, p
 from massieu.probing.long_table import schema
 from massieu.probing.result import ProbeResult
 from massieu.probing.significance import benjamini_hochberg
+from massieu.probing.statistics.registry import SAMPLED
+from massieu.probing.units import Units
+from massieu.report.record import Statistic
 
 if TYPE_CHECKING:
     import polars
@@ -139,15 +142,17 @@ def _difference(
 ) -> tuple[Difference, bool]:
     """The difference and its error, and whether it is paired."""
     sums = [None if result.units is None else result.units.sums.get(key) for result in results]
+    groups = {each.name: each.group for each in results[0].run.statistics}
+    sampled = key[0] == "layer" or groups.get(key[2]) in SAMPLED
+    units = Units("document" if results[0].run.text.packing is False else "window", sampled=sampled)
     if sums[0] is not None and sums[1] is not None and sums[0].totals.shape[1] == len(cells[0].heads):
         if how.paired and same_units(sums[0], sums[1]):
-            return paired(sums[0], sums[1]), True
-        return independent(*alone(sums[0]), *alone(sums[1])), False
+            return paired(sums[0], sums[1], units), True
+        return independent(*alone(sums[0], units), *alone(sums[1], units)), False
     sides = []
     for result, each in zip(results, cells, strict=True):
-        units, sampled = result.run.error_unit.count or 0, result.run.sample.windows or 0
-        few = min(units, sampled) if key[0] == "layer" else units
-        sides += [each.value, each.error, np.full(len(each.heads), float(few))]
+        degrees = (result.run.sample if sampled else result.run.error_unit).degrees or 0.0
+        sides += [each.value, each.error, np.full(len(each.heads), degrees)]
     return independent(*sides), False
 
 
@@ -161,6 +166,19 @@ def _rows(
         yield dict(zip((*PLACE, *NUMBERS), (*where, *values), strict=True))
 
 
+def large(table: "polars.DataFrame", statistics: Iterable[Statistic]) -> np.ndarray:
+    """Which rows differ by the smallest effect of their statistic or more; any difference of one that declares none."""
+    by_name = {each.name: each for each in statistics}
+    numbers = (table[name].fill_null(np.nan).to_list() for name in ("first", "second"))
+    return np.array(
+        [
+            name not in by_name or bool(by_name[name].matters(second, first))
+            for name, first, second in zip(table["statistic"], *numbers, strict=True)
+        ],
+        dtype=bool,
+    )
+
+
 def difference_schema() -> dict[str, Any]:
     """The types of the columns of ``differences.parquet``."""
     polars = require_extra("polars", "probe")
@@ -171,10 +189,10 @@ def difference_schema() -> dict[str, Any]:
 
 
 def _with_q_values(rows: list[dict[str, Any]], model: str) -> "polars.DataFrame":
-    """The table; q-values are of all heads, or sublayers, of the model together, one family for each statistic."""
-    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """The table; q-values are of all heads, or sublayers, of the model and of all statistics together."""
+    families: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        families.setdefault((row["scope"], row["statistic"]), []).append(row)
+        families.setdefault(row["scope"], []).append(row)
     for family in families.values():
         for row, q in zip(family, benjamini_hochberg(np.array([row["p_value"] for row in family])), strict=True):
             row["q_value"] = float(q)

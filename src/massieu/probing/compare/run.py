@@ -82,7 +82,7 @@ def compare(
         >>> _ = other.load_state_dict(model.state_dict())
         >>> _ = other.encoder.layer[0].attention.self.query.weight.data[:4].mul_(300)
         >>> batches = [{"input_ids": torch.randint(99, (6, 12), generator=torch.Generator().manual_seed(0))}]
-        >>> found = massieu.compare(model, other, tokenizer_or_batches=batches, statistics=["entropy"])
+        >>> found = massieu.compare(model, other, tokenizer_or_batches=batches, statistics=["entropy"], packing=False)
         >>> found.named()["head"].to_list()
         [0]
     """

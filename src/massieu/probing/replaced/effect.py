@@ -262,9 +262,9 @@ class Effects:
         for (text, _, info, head), ratio in zip(targets, found, strict=True):
             if text in self.failed:
                 continue
-            value, error, count = (float(each[0]) for each in ratio.estimate())
-            units = ratio.error_unit()[1]  # of many windows, blocks of them
-            wide = float(student.ppf(0.975, max(units - 1, 1))) * error
+            estimate = ratio.estimate()
+            value, error, count = (float(each[0]) for each in estimate)
+            wide = float(student.ppf(0.975, np.maximum(estimate.degrees, 1)[0])) * error
             records.append(
                 ReplacementRecord(
                     rule=text,

@@ -76,7 +76,9 @@ def _positive(change: Tensor) -> Tensor:
     return torch.where(change.isnan(), change, (change > 0).to(change))
 
 
-@_selective("{who} sharpens attention (share of queries)", formula="share with dS(r + εΔ)/dε > 0 at ε = 0")
+@_selective(
+    "{who} sharpens attention (share of queries)", formula="share with dS(r + εΔ)/dε > 0 at ε = 0", scale="share"
+)
 def sharpens(along: _Slopes) -> Tensor:
     """For what share of queries does an infinitesimal step along {step} sharpen the head's attention?"""
     return _positive(along.selective)
@@ -99,6 +101,7 @@ def slope_common(along: _Slopes) -> Tensor:
     formula="share with S(r + Δ) > S(r)",
     caveat="Compare with the control: where no norm or cap lies between stream and query, S is convex in r, and at least half "
     "of random steps sharpen; behind a norm that need not hold.",
+    scale="share",
 )
 def step_sharpens(change: _Changes) -> Tensor:
     """For what share of queries does the whole step of {step} sharpen the head's attention?"""

@@ -1,7 +1,6 @@
 """Does a step along the residual stream move a window's tokens apart or together? (claim S12, experiment E3)"""
 
 from functools import partial
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -10,7 +9,7 @@ from torch import Tensor
 from massieu.foundation.threads import one_thread
 from massieu.population import observables
 from massieu.probing.precision import ONE_POINT_RANK, Cloud, computed_in, is_one_point
-from massieu.probing.statistics.layer_groups import SublayerRatios
+from massieu.probing.statistics.layer_groups import Row, SublayerRatios, tested_degrees
 from massieu.probing.statistics.registry import EXPANSION, SHIM, statistic
 from massieu.probing.units import Units
 from massieu.probing.wiring import Step
@@ -46,13 +45,15 @@ def log_determinant_change(before: Tensor, after: Tensor) -> Tensor:
     return after - before
 
 
-@_change("Change of the effective rank", formula="e^H(λ/Σλ) after − before", claim="E1, N12", unit="directions")
+@_change(
+    "Change of the effective rank", formula="e^H(λ/Σλ) after − before", claim="E1, N12", unit="directions", smallest=1.0
+)
 def effective_rank_change(before: Tensor, after: Tensor) -> Tensor:
     """In how many more (+) or fewer (−) directions do the tokens of a window differ after the step?"""
     return after - before
 
 
-@_level("Mean pairwise distance", formula="mean over pairs of ‖x_i − x_j‖", claim="E3")
+@_level("Mean pairwise distance", formula="mean over pairs of ‖x_i − x_j‖", claim="E3", scale="positive")
 def pairwise_distance(cloud: Tensor, spectrum: Tensor) -> Tensor:
     """How spread are the tokens of a window along the depth?"""
     return observables.pairwise_distance(cloud)
@@ -63,6 +64,7 @@ def pairwise_distance(cloud: Tensor, spectrum: Tensor) -> Tensor:
     formula="mean over directions of log λ",
     claim="E3",
     unit="nats per direction",
+    scale="number",
 )
 def log_determinant(cloud: Tensor, spectrum: Tensor) -> Tensor:
     """How spread are the tokens of a window along the depth?"""
@@ -171,15 +173,14 @@ class ExpansionStatistics(SublayerRatios):
         self._levels.clear()
         self._latest.clear()
 
-    def results(
-        self, sublayer: int, part: Literal["estimate", "first_half", "second_half"] = "estimate"
-    ) -> list[tuple[str, float, float, float]]:
-        """Name, value, standard error and count of every row of the table for a sublayer, from all or half the text."""
-        found = getattr(self.sublayers[sublayer], part)()
+    def results(self, sublayer: int, part: str = "estimate") -> list[Row]:
+        """Every row of the table for a sublayer, from all or half the text (``first_half``, ``second_half``)."""
+        ratio = self.sublayers[sublayer]
+        found = getattr(ratio, part)()
         rows = []
         for index, (level, change) in enumerate(zip(LEVELS, CHANGES, strict=True)):
             named = level.__name__
             for name, which in ((f"{named}/before", _BEFORE), (f"{named}/after", _AFTER), (change.__name__, _CHANGE)):
                 cell = (found.value[index, which], found.standard_error[index, which], found.count[index, which])
-                rows.append((name, *map(float, cell)))
+                rows.append((name, *map(float, cell), tested_degrees(ratio, found, (index, which))))
         return rows

@@ -58,7 +58,7 @@ class Sampled:
         return sums[0], sums[1]
 
 
-@_of_layer("Size of the feed-forward update", formula="E‖f‖² / E‖x‖²", control=None)
+@_of_layer("Size of the feed-forward update", formula="E‖f‖² / E‖x‖²", control=None, scale="positive")
 def feed_forward_size(tokens: Sampled) -> Sums:
     """How large is what the layer adds, relative to its input (0: it changes nothing)?"""
     return tokens.by_window(tokens.added.square().sum(-1), tokens.stream.square().sum(-1))
@@ -75,6 +75,7 @@ def feed_forward_cosine(tokens: Sampled) -> Sums:
     "Linear share of the feed-forward layer",
     formula="R² of the best affine map z → f, by ridge regression on the other half of the windows",
     control="shuffled_tokens",
+    scale="number",
 )
 def feed_forward_linear_share(tokens: Sampled) -> Sums:
     """How much of what the layer adds does an affine map explain, on windows that it was not fitted to?"""

@@ -44,13 +44,16 @@ def _directions(cloud: Cloud) -> Float[Tensor, "m d"]:
     formula="e^H(λ/Σλ), λ the spectrum of the covariance",
     claim="E1, N12",
     control="reinitialised",
+    scale="positive",
 )
 def stream_effective_rank(cloud: Cloud) -> Tensor:
     """In how many directions do the tokens of a window differ after this step?"""
     return observables.effective_rank(observables.covariance_spectrum(cloud))
 
 
-@_of_cloud("Third cumulant", formula="mean |k₃ / k₂^{3/2}| over 64 random directions", claim="S13, E1")
+@_of_cloud(
+    "Third cumulant", formula="mean |k₃ / k₂^{3/2}| over 64 random directions", claim="S13, E1", scale="positive"
+)
 def stream_third_cumulant(cloud: Cloud) -> Tensor:
     """How skewed are the tokens along random directions (0 for Gaussian tokens)?"""
     return projected_cumulants(cloud, _directions(cloud)).third.abs().mean()
@@ -66,6 +69,7 @@ def stream_fourth_cumulant(cloud: Cloud) -> Tensor:
     "Distance from a Gaussian",
     formula="sliced W₂ to the Gaussian of equal mean and variance, in standard deviations",
     claim="S13, E1",
+    scale="positive",
 )
 def stream_gaussian_distance(cloud: Cloud) -> Tensor:
     """How far are the tokens from a Gaussian cloud of equal moments, along random directions?"""
@@ -80,7 +84,12 @@ def stream_cosine(cloud: Cloud) -> Tensor:
     return (unit.sum(0).square().sum() - unit.square().sum()) / (number * (number - 1))
 
 
-@_of_cloud("Clusters of tokens", formula="tokens that no other stands for within 29°, one a cluster", claim="N5, E1")
+@_of_cloud(
+    "Clusters of tokens",
+    formula="tokens that no other stands for within 29°, one a cluster",
+    claim="N5, E1",
+    scale="positive",
+)
 def stream_clusters(cloud: Cloud) -> Tensor:
     """Into how many groups of similar direction do the tokens of a window fall?"""
     return cluster_count(torch.nn.functional.normalize(cloud, dim=-1), radius=RADIUS, limit=len(cloud)).clusters

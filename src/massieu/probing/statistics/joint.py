@@ -52,7 +52,9 @@ def mixture_gap(window: HeadWindow) -> Sums:
     return mean_over_queries(-logarithms - torch.tensor(float(len(logarithms))).log())
 
 
-@_of_heads("Responsibility of a head", formula="H · E r_a, H the number of heads", control="reinitialised")
+@_of_heads(
+    "Responsibility of a head", formula="H · E r_a, H the number of heads", control="reinitialised", scale="positive"
+)
 def responsibility(window: HeadWindow) -> Sums:
     """Would one softmax over all heads of the layer give this head more (above 1) or less than an equal share?"""
     logarithms = _responsibilities(window)
@@ -63,6 +65,7 @@ def responsibility(window: HeadWindow) -> Sums:
     "Information of a token about the head",
     formula="E r_a log(r_a / E r_a); summed over heads: what a token tells",
     unit="nats",
+    scale="number",
 )
 def gating_information(window: HeadWindow) -> Sums:
     """Does the head's share of that softmax depend on the token, or is it the same for all tokens (0)?"""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -10,10 +11,10 @@ from torch import Tensor
 from massieu.probing.accumulate import Ratio
 from massieu.probing.running import State
 from massieu.probing.statistics.registry import STATISTICS, measures
-from massieu.probing.units import Units
+from massieu.probing.units import FEWEST_UNITS, Estimate, Units
 
-Row = tuple[str, float, float, float]
-"""Name, value, standard error and count."""
+Row = tuple[str, float, float, float, float]
+"""Name, value, standard error, count, and degrees of freedom of the error: 0 where nothing may be announced from it."""
 
 
 class LayerGroup(Protocol):
@@ -97,7 +98,12 @@ def rows_beside_control(ratio: Ratio, names: Sequence[str], tokens: float, part:
         for which, suffix in enumerate(("", f"/{STATISTICS[name].control}") if beside else ("",)):
             if found.count[place, which] > 0:
                 cell = float(found.value[place, which]), float(found.standard_error[place, which])
-                yield (name + suffix, *cell, tokens)
+                yield (name + suffix, *cell, tokens, tested_degrees(ratio, found, (place, which)))
+
+
+def tested_degrees(ratio: Ratio, found: Estimate, place: tuple[int, ...]) -> float:
+    """Degrees of freedom of an error for a test; from too few units of text nothing is announced."""
+    return float(np.asarray(found.degrees)[place]) if ratio.error_unit()[1] >= FEWEST_UNITS else 0.0
 
 
 def has_own_control(name: str) -> bool:

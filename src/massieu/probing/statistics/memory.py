@@ -50,6 +50,7 @@ def keys_in_use(window: HeadWindow) -> Sums:
     "Slope of one more retrieval",
     formula="largest eigenvalue of β Cov_p(K)",
     claim="B5, B12, E15",
+    scale="positive",
 )
 def retrieval_slope(window: HeadWindow) -> Sums:
     """If the head took one more retrieval step from its output, would nearby states converge (below 1)?"""
@@ -72,6 +73,7 @@ def retrieval_slope(window: HeadWindow) -> Sums:
     claim="B5, B12, E15",
     control="reinitialised",
     headline=False,
+    scale="positive",
 )
 def retrieval_slope_bound(window: HeadWindow) -> Sums:
     """Could a retrieval step over these keys drive states apart at some query (only if above 1)?"""

@@ -108,6 +108,7 @@ def fisher_evenness(window: HeadWindow) -> Sums:
     "Distance between the laws of retrieved keys and of keys",
     formula="Bures–Wasserstein distance of the Gaussians of Σ p_j k_j and of k_j, whitened, over D^½",
     claim="S11, S13, E6",
+    scale="positive",
 )
 def retrieved_law_distance(window: HeadWindow) -> Sums:
     """Are the keys that the head retrieves distributed as its keys are (0), or all one point (1)?"""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from massieu.errors import InputError
+from massieu.probing.random_heads import Scale
 from massieu.report.record import Statistic
 
 GROUPS = (
@@ -27,6 +28,10 @@ AGAIN = (RESPONSE, SYMMETRY)
 """Groups of `massieu.probing.again`: some windows are run again for them."""
 LAYERED = (FEED_FORWARD, FLOW, RESIDUAL, TAP, *AGAIN)
 """Groups of `massieu.probing.layer_reading`."""
+ASKED = frozenset({*WINDOWED, *LAYERED})
+"""Groups that answer a question of the papers: the statistics of one are tested together."""
+SAMPLED = frozenset({CLIMB, EXPANSION, *WINDOWED, *LAYERED})
+"""Groups that are measured on the sampled windows."""
 OPT_IN = frozenset({REPLACEMENT, REPEATED, *WINDOWED, *LAYERED})
 """Groups that are computed only where one of them is named."""
 _COSTS = {
@@ -90,6 +95,8 @@ def statistic(
     scope: str = "head",
     needs_scores: bool = False,
     moments: tuple[str, ...] = (),
+    scale: Scale | None = None,
+    smallest: float | None = None,
 ) -> Callable[[F], F]:
     """Register the function as a statistic; `Statistic` says what each entry means.
 
@@ -100,6 +107,8 @@ def statistic(
         needs_scores: whether it has no meaning where scores are not known apart from log-weights.
         moments: those of `ops.attention_moments` that it reads beside `ALWAYS_READ`.
         headline: whatever does not depend on the key origin, unless said otherwise.
+        scale: a number where it is signed; else a share where it has no unit, and positive where it has one.
+        smallest: 0.05 of a share or of a number without unit, 0.1 of one with a unit, a tenth of a positive number.
 
     Raises:
         ValueError: there is no such group, the name is taken, or a headline depends on the key origin.
@@ -115,7 +124,9 @@ def statistic(
         warned = caveat or (_KEY_ORIGIN if gauge_dependent else _DESCRIPTION)
         said = (own, title, formula, claim, paper, group, asked, warned, unit, scope)
         compared = not gauge_dependent if headline is None else headline
-        STATISTICS[own] = Statistic(*said, compared, gauge_dependent, signed, control, _COSTS[group])
+        on = scale or ("number" if signed else "positive" if unit else "share")
+        least = smallest or (0.1 if unit or on == "positive" else 0.05)
+        STATISTICS[own] = Statistic(*said, compared, gauge_dependent, signed, control, _COSTS[group], on, least)
         _MEASURES[group][own], _MOMENTS[own] = measure, moments
         return measure
 

@@ -29,6 +29,7 @@ def loss_without_head(replaced: Tensor, stock: Tensor) -> Float[Tensor, "R L"]:
     claim="E3",
     caveat="It says how far the result moves, not whether the result is worse.",
     control=None,
+    scale="positive",
 )
 def output_without_head(
     replaced: Float[Tensor, "R L D"], stock: Float[Tensor, "R L D"], real: Bool[Tensor, "R L"]

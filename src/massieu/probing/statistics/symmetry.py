@@ -22,6 +22,7 @@ from massieu.probing.statistics.registry import SYMMETRY, ZHANG, statistic
     scope="layer",
     control="moved_positions",
     caveat="One random order of each window is tried; a few tokens of huge norm can decide it.",
+    scale="positive",
 )
 def permutation_gap(
     states: Float[Tensor, "T D"], others: Float[Tensor, "T D"], apart: Int[Tensor, " T"]

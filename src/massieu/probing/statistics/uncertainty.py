@@ -72,7 +72,9 @@ def query_fisher_information(window: HeadWindow) -> Sums:
     return _where_seen(weights, (weights @ along.square() - mean.square()).clamp_min(0).sum(-1))
 
 
-@_of_output("Local Lipschitz constant", formula="‖β Cov_p(v, k) Cov(q)^½‖₂ / (E‖v − v̄‖²)^½", claim="S10, N26")
+@_of_output(
+    "Local Lipschitz constant", formula="‖β Cov_p(v, k) Cov(q)^½‖₂ / (E‖v − v̄‖²)^½", claim="S10, N26", scale="positive"
+)
 def output_lipschitz(window: HeadWindow) -> Sums:
     """How far does the output move, relative to the values' spread, for one spread of the query in the worst direction?"""
     weights, values, along = _parts(window)

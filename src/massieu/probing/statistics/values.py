@@ -17,6 +17,7 @@ _of_values = partial(statistic, VALUES)
     formula="‖v_first‖ / mean ‖v_j‖",
     claim="X4, N25",
     caveat="A small norm makes the head a candidate no-op on that text, never a dead head.",
+    scale="positive",
 )
 def first_value_norm_ratio(call: AttentionCall, keys: Tokens) -> tuple[Float[Tensor, "B H"], Bool[Tensor, "B H"]]:
     """How large is the first token's value vector, relative to the other tokens' values?"""
@@ -34,6 +35,7 @@ def first_value_norm_ratio(call: AttentionCall, keys: Tokens) -> tuple[Float[Ten
     formula="‖W_O,h o_h‖ / ‖r‖",
     claim="E3",
     caveat="A large write need not matter to later layers, and a small one may.",
+    scale="positive",
 )
 def write_norm_ratio(writes: Float[Tensor, "H B S D"], residual: Float[Tensor, "B S D"]) -> Float[Tensor, "B H S"]:
     """How large is the vector that the head adds, relative to the residual stream?"""

@@ -86,11 +86,11 @@ function drawMaps() {
     ["map-first", "map-second", "map-difference"].forEach((id) => Plotly.purge(byId(id)));
     return;
   }
-  const named = first.map((_, cell) => pair.q_value[cell] !== null && pair.q_value[cell] < report.level);
+  const named = first.map((_, cell) => pair.named[cell] === 1);
   const count = named.filter(Boolean).length;
   const untested = gauge ? " It depends on the key origin and has no test." : " It has no test.";
   const tested = pair.q_value.some((q) => q !== null);
-  byId("map-note").textContent = `${note}${tested ? ` ○ marks the ${count} heads that differ significantly.` : untested}`;
+  byId("map-note").textContent = `${note}${tested ? ` ○ marks the heads that differ by an effect that matters: ${count}.` : untested}`;
   const hovers = report.sites.map((site) =>
     Array.from({ length: mostHeads }, (_, head) =>
       head < site.heads ? hoverOf(pair, first, site.first + head, site, head) : "",

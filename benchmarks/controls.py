@@ -1,0 +1,324 @@
+"""How often nothing is announced as something: simulations of the probe's errors, controls and tests.
+
+    python benchmarks/controls.py [models.json ...]
+
+Every row is a fact of which the truth is known, because the numbers were drawn: of the simple way that the probe's replaced
+(one draw of a random model, errors from independent windows, the normal law), and of the probe's own. ``models.json`` are the
+runs of `control_models.py`: 60 random models with the simple tests, then 100 with these. Writes
+``benchmarks/controls.json``; `scripts/controls_page.py` makes the tables and the picture of
+``docs/explanation/controls.md`` from it. A few minutes.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.stats
+
+from massieu.experiments.criterion import interval
+from massieu.probing.comparisons import Arrangement, BesideRandom, with_their_tails
+from massieu.probing.random_heads import RandomHeads
+from massieu.probing.significance import difference_p, other_heads, two_sided_p
+from massieu.probing.unit_errors import ratio_error
+from massieu.probing.units import BlockSums, Estimate, Units
+from massieu.report.record import Statistic
+
+PATH = Path(__file__).with_suffix(".json")
+RUNS = 4_000
+NUMBER = Statistic("made up", scale="number", smallest=0.05)
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Run every simulation and write what came out."""
+    rng = np.random.default_rng(0)
+    found = {"facts": facts(rng), "coverage": coverage(rng), "families": families(rng), "power": power(rng)}
+    found["models"] = [models(json.loads(Path(path).read_text())) for path in sys.argv[1:]]
+    PATH.write_text(json.dumps(found, indent=1) + "\n")
+    for part, rows in found.items():
+        print(part)
+        for row in rows:
+            print("  ", row)
+
+
+def autoregressive(rng: np.random.Generator, correlation: float, windows: int, runs: int) -> np.ndarray:
+    """Stationary series of unit variance, one a column."""
+    series = rng.standard_normal((windows, runs))
+    for time in range(1, windows):
+        series[time] = correlation * series[time - 1] + np.sqrt(1 - correlation**2) * series[time]
+    return series
+
+
+def plain_error(totals: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ratio and its error as if units were independent, as it was."""
+    value, units = totals.sum(0) / counts.sum(0), len(totals)
+    return value, np.sqrt(units / (units - 1) * ((totals - value * counts) ** 2).sum(0)) / counts.sum(0)
+
+
+def normal_p(difference: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """Two-sided p-values by the normal law."""
+    return 2 * scipy.stats.norm.sf(np.abs(difference) / error)
+
+
+def student_p(difference: np.ndarray, error: np.ndarray, degrees: Any) -> np.ndarray:
+    """Two-sided p-values by Student's law."""
+    return 2 * scipy.stats.t.sf(np.abs(difference) / error, degrees)
+
+
+def rate(p_values: np.ndarray, level: float = 0.05) -> float:
+    """The share of p-values below a level."""
+    return round(float((p_values < level).mean()), 4)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def coverage(rng: np.random.Generator) -> list[Row]:
+    """In what share of texts a 95 % interval holds the truth, by the correlation of neighbouring windows."""
+    rows = []
+    for correlation, windows in product((0.0, 0.3, 0.5, 0.8), (4, 5, 8, 16, 32, 64, 300)):
+        series = autoregressive(rng, correlation, windows, RUNS)
+        sums = BlockSums((RUNS,), Units())
+        sums.add(np.stack([series, np.ones_like(series)], 1))
+        totals, counts = np.moveaxis(sums.sums[: len(sums.rows)], 1, 0)
+        value, error = plain_error(totals, counts)
+        today = sums.estimate()
+        reach = scipy.stats.t.ppf(0.975, today.degrees) * today.standard_error
+        rows.append(
+            {
+                "correlation": correlation,
+                "windows": windows,
+                "before": round(float((np.abs(value) < 1.96 * error).mean()), 3),
+                "after": round(float((np.abs(today.value) < reach).mean()), 3),
+                "degrees": float(np.max(today.degrees)),
+            }
+        )
+    return rows
+
+
+def facts(rng: np.random.Generator) -> list[Row]:
+    """What was found wrong, one by one."""
+    rows: list[Row] = []
+
+    def add(fact: str, before: float, after: float, bound: str) -> None:
+        rows.append({"fact": fact, "before": round(before, 4), "after": round(after, 4), "bound": bound})
+
+    drawn = rng.standard_normal((7, 50_000))
+    sides = [(part.mean(0), part.std(0, ddof=1) / np.sqrt(len(part))) for part in (drawn[:5], drawn[5:])]
+    difference, error = sides[0][0] - sides[1][0], np.hypot(sides[0][1], sides[1][1])
+    degrees = [np.full(50_000, float(each)) for each in (4, 1)]
+    welch = difference_p(*sides[0], degrees[0], *sides[1], degrees[1])
+    add("5 windows against 2: p < 0.05", rate(normal_p(difference, error)), rate(welch), "≤ 0.06")
+    add("5 windows against 2: p < 1e−6", rate(normal_p(difference, error), 1e-6), rate(welch, 1e-6), "")
+    two = rng.standard_normal((2, 50_000))
+    value, error = plain_error(two, np.ones_like(two))
+    _, now, freedom = ratio_error(two, np.ones_like(two), 2)
+    add(
+        "2 windows, beyond two errors (now p < 0.05)",
+        float((np.abs(value) > 2 * error).mean()),
+        rate(student_p(value, now, freedom)),
+        "≤ 0.06",
+    )
+    for correlation in (0.5, 0.8):
+        add(f"stated error over the true one, correlation {correlation}, 64 windows", *stated(rng, correlation), "≈ 1")
+    add("picked on one half, printed from the other: bias in errors, correlation 0.5", *halves(rng, 0.5), "≈ 0")
+    for windows in (4, 16, 64):
+        series = autoregressive(rng, 0.3, windows, 50_000)
+        value, error = plain_error(series, np.ones_like(series))
+        _, now, freedom = ratio_error(series, np.ones_like(series), windows)
+        before, after = rate(student_p(value, error, windows - 1)), rate(student_p(value, now, freedom))
+        add(f"two models that do not differ, {windows} windows with correlation 0.3: p < 0.05", before, after, "≤ 0.06")
+    for documents in (4, 5, 16, 64):
+        lengths = np.exp(rng.standard_normal((documents, 50_000)))
+        totals = lengths * rng.standard_normal(lengths.shape)
+        value, error = plain_error(totals, lengths)
+        _, now, freedom = ratio_error(totals, lengths, None)
+        before, after = rate(student_p(value, error, documents - 1)), rate(student_p(value, now, freedom))
+        add(
+            f"two models that do not differ, {documents} documents of lognormal lengths: p < 0.05",
+            before,
+            after,
+            "≤ 0.06",
+        )
+    for name, law in STEPS.items():
+        add(f"a model of 6 layers of 12 exchangeable heads, “{name}”: any head named", *mismatched(rng, law), "≤ 0.06")
+    uniform = rng.standard_normal((500, 12, 12))
+    p = np.array([own_p(each)[0] for each in uniform])
+    add(
+        "heads beside other heads' writes, 500 runs: Kolmogorov–Smirnov p of uniform p-values",
+        scipy.stats.kstest(p, "uniform").pvalue,
+        scipy.stats.kstest(p, "uniform").pvalue,
+        "> 0.001",
+    )
+    for name, noise in EXPERIMENTS.items():
+        held = np.mean([low <= noise.mean <= high for low, high in (interval(noise.draw(rng)) for _ in range(1_000))])
+        add(f"an experiment's interval over 5 seeds, {name}", float(held), float(held), "a bootstrap of five")
+    return rows
+
+
+def stated(rng: np.random.Generator, correlation: float) -> tuple[float, float]:
+    """The mean stated error over the true one, as it was and as it is."""
+    series = autoregressive(rng, correlation, 64, 20_000)
+    value, error = plain_error(series, np.ones_like(series))
+    _, now, _ = ratio_error(series, np.ones_like(series), 64)
+    return tuple(float(np.sqrt((each**2).mean()) / value.std()) for each in (error, now))  # pyright: ignore[reportReturnType]
+
+
+def halves(rng: np.random.Generator, correlation: float) -> tuple[float, float]:
+    """How far the number printed of the best of 50 heads lies above the truth, in its true errors; 32 windows."""
+    series = autoregressive(rng, correlation, 32, 500 * 50)
+    sums = BlockSums((500 * 50,), Units())
+    sums.add(np.stack([series, np.ones_like(series)], 1))
+    found = []
+    for parts in ((slice(0, None, 2), slice(1, None, 2)), sums.halves()):
+        first, second = (sums.estimate(part).value.reshape(500, 50) for part in parts)
+        printed = np.take_along_axis(second, first.argmax(1)[:, None], 1)
+        found.append(float(printed.mean() / second.std()))
+    return found[0], found[1]
+
+
+STEPS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
+    "step_selective": lambda rng, shape: (
+        rng.standard_normal(shape) ** 2 * np.exp(rng.standard_normal((*shape[:-1], 1)))
+    ),
+    "sharpens": lambda rng, shape: rng.binomial(40, 0.6, shape) / 40,
+}
+"""Effects of head g's write as head h sees it: squares of normal numbers times the size of the write; shares of 40 queries."""
+
+
+def own_p(matrix: np.ndarray) -> np.ndarray:
+    """Each head's effect beside those of the other heads."""
+    mean, deviation, number = other_heads(matrix)
+    heads, zeros = len(matrix), np.zeros(len(matrix))
+    return two_sided_p(np.diag(matrix), zeros, mean, deviation, np.full(heads, number), np.full(heads, np.inf))
+
+
+def mismatched(rng: np.random.Generator, law: Callable[..., np.ndarray], runs: int = 400) -> tuple[float, float]:
+    """How often any head is named, against other heads' writes alone and against random models too."""
+    layers, heads, named = 6, 12, np.zeros(2)
+    for _ in range(runs):
+        effects = law(rng, (9, layers, heads, heads))  # the model's own and eight draws
+        p = np.stack([own_p(each) for each in effects[0]])
+        own = np.einsum("dlhh->dlh", effects)
+        exact = np.zeros(heads), np.ones(heads), np.full(heads, np.inf)
+        compared = [
+            BesideRandom.of(Estimate(own[0, layer], *exact), own[1:, layer], NUMBER, Arrangement(heads))
+            for layer in range(layers)
+        ]
+        both = np.maximum(p, np.stack(with_their_tails(compared)))
+        named += [(scipy.stats.false_discovery_control(each.ravel()) < 0.05).any() for each in (p, both)]
+    return float(named[0] / runs), float(named[1] / runs)
+
+
+class Experiment:
+    """Five numbers of one law."""
+
+    def __init__(self, draw: Callable[[np.random.Generator], np.ndarray], mean: float) -> None:
+        self.draw, self.mean = draw, mean
+
+
+EXPERIMENTS = {
+    "normal": Experiment(lambda rng: rng.standard_normal(5), 0.0),
+    "lognormal": Experiment(lambda rng: np.exp(rng.standard_normal(5)), float(np.exp(0.5))),
+}
+
+
+# --- the law of random heads -----------------------------------------------------------------------------------------
+
+NOISE: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "heavy tails (t, 4 degrees)": lambda rng, shape: rng.standard_t(4, shape) / np.sqrt(2),
+    "skew (lognormal)": lambda rng, shape: (np.exp(0.5 * rng.standard_normal(shape)) - np.exp(0.125)) / 0.604,
+}
+DESIGNS = {
+    "8 draws of 12 heads": (8, 12, 1),
+    "8 draws of 2 heads": (8, 2, 1),
+    "8 draws, each head by itself": (8, 1, 1),
+    "8 draws of 3 groups of 3 heads": (8, 3, 3),
+    "4 draws of 12 heads": (4, 12, 1),
+    "2 draws of 12 heads": (2, 12, 1),
+}
+
+
+def random_model(rng: np.random.Generator, noise: str, design: tuple[int, int, int]) -> np.ndarray:
+    """Numbers of the heads of a model and of its draws: effects of the draw, of groups and of heads."""
+    draws, clusters, heads = design
+    law = NOISE[noise]
+    model = 0.5 * law(rng, (draws + 1, 1, 1)) + law(rng, (draws + 1, clusters, 1))
+    return (model + (0.5 * law(rng, (draws + 1, clusters, heads)) if heads > 1 else 0.0)).reshape(draws + 1, -1)
+
+
+def measured(rng: np.random.Generator, values: np.ndarray) -> Estimate:
+    """The model's heads over a text: errors of 0.2 with 5 degrees of freedom."""
+    error = 0.2 * np.sqrt(rng.chisquare(5, values.shape) / 5)
+    noise = 0.2 * rng.standard_normal(values.shape)
+    return Estimate(values + noise, error, np.ones_like(values), np.full(values.shape, 5.0))
+
+
+def tested(own: Estimate, draws: np.ndarray, clusters: int) -> dict[str, np.ndarray]:
+    """p-values of a model's heads: against one draw by the normal law, by the components alone, and with the draws' tails."""
+    compared = BesideRandom.of(own, draws, NUMBER, Arrangement(clusters))
+    law = RandomHeads.of(Arrangement(clusters).of(draws))
+    former = normal_p(own.value - draws[0], np.hypot(own.standard_error, 0.2))
+    return {
+        "before": former,
+        "components": law.p_value(own.value, own.standard_error, own.degrees),
+        "after": with_their_tails([compared])[0],
+    }
+
+
+def families(rng: np.random.Generator) -> list[Row]:
+    """How often any head of a random model is named at 5 %."""
+    rows = []
+    for (noise, _), (name, design) in product(NOISE.items(), DESIGNS.items()):
+        named = dict.fromkeys(("before", "components", "after"), 0)
+        for _ in range(2_000):
+            model = random_model(rng, noise, design)
+            p = tested(measured(rng, model[0]), model[1:], design[1])
+            for kind, each in p.items():
+                named[kind] += each.min() * len(each) < 0.05
+        rows.append({"noise": noise, "design": name} | {kind: count / 2_000 for kind, count in named.items()})
+    return rows
+
+
+def power(rng: np.random.Generator) -> list[Row]:
+    """How often the one head that differs is named among 12, by its distance in standard deviations of random heads."""
+    rows = []
+    for noise, distance in product(NOISE, (0, 2, 3, 4, 5, 6, 8, 10)):
+        named = dict.fromkeys(("before", "components", "after"), 0)
+        for _ in range(1_000):
+            model = random_model(rng, noise, (8, 12, 1))
+            model[0, 3] += distance * np.sqrt(1.25)
+            for kind, each in tested(measured(rng, model[0]), model[1:], 12).items():
+                named[kind] += each[3] * 12 < 0.05
+        rows.append({"noise": noise, "distance": distance} | {kind: count / 1_000 for kind, count in named.items()})
+    return rows
+
+
+# --- random models ---------------------------------------------------------------------------------------------------
+
+
+def models(runs: list[Row]) -> Row:
+    """The shares of runs with a card, and with a verdict of each question, with 95 % intervals."""
+    asked = [run["questions"] for run in runs if "questions" in run]
+    found: Row = {"runs": len(runs), "any card": share([bool(run["cards"]) for run in runs])}
+    for card in ("sink", "sharpness", "climb", "collapse"):
+        found[card] = share([card in run["cards"] for run in runs])
+    found["tests with q < 0.05"] = round(sum(run["named"] for run in runs) / sum(run["tests"] for run in runs), 4)
+    groups = sorted({group for each in asked for group in each})
+    return found | {f"question {group}": share([bool(each.get(group)) for each in asked]) for group in groups}
+
+
+def share(happened: list[bool]) -> list[float]:
+    """How many, of how many, and the exact 95 % interval of the probability."""
+    count, number = sum(happened), len(happened)
+    low, high = scipy.stats.binomtest(count, number).proportion_ci(0.95)
+    return [count, number, round(float(low), 4), round(float(high), 4)]
+
+
+if __name__ == "__main__":
+    main()
