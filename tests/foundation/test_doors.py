@@ -1,5 +1,10 @@
 """Doors check arguments by their names, compiled code is not checked, and first guesses are told what is meant."""
 
+import copy
+import inspect
+import math
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +30,7 @@ from massieu.nn import (
 )
 from massieu.population import Flow
 from massieu.regression import GaussianKernel
-from massieu.solve import fixed_point, spectral_radius
+from massieu.solve import ConjugateGradients, fixed_point, linear_solve, spectral_radius
 from massieu.theory import cumulant_growth, transfer
 
 
@@ -204,3 +209,40 @@ def test_what_a_forward_says_of_the_first_batch_is_one_sentence():
 def test_first_guesses_are_told_what_is_meant(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+@pytest.mark.medium
+def test_compiled_code_makes_and_calls_what_is_behind_doors():
+    """In one graph, and once for all calls of one shape."""
+
+    def solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        kernel = GaussianKernel.create(1.0)(matrix[None, None], matrix[None, None])
+        return (
+            linear_solve(lambda x, a: a @ x, right, (matrix,), solver=ConjugateGradients(max_steps=3)).value
+            + kernel.sum()
+        )
+
+    graphs = []
+
+    def count_graphs(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(solved, fullgraph=True, backend=count_graphs)
+    for scale in (2.0, 4.0):
+        matrix, right = scale * torch.eye(3), torch.ones(3)
+        # Of the nine pairs of points scale·e_i, three are at distance 0 and six at the distance √2·scale.
+        wanted = 1 / scale + 3 + 6 * math.exp(-(scale**2))
+        torch.testing.assert_close(compiled(matrix, right), torch.full((3,), wanted))
+    assert len(graphs) == 1
+
+
+def test_what_is_behind_a_door_keeps_its_signature_and_is_copied():
+    assert list(inspect.signature(example).parameters) == ["width", "throw", "generator"]
+    assert list(inspect.signature(Attention).parameters)[:2] == ["embed_dim", "num_heads"]
+    assert list(inspect.signature(GaussianKernel.create).parameters) == ["lengthscale"]
+    attention, tokens = Attention(4, 2, batch_first=True), torch.ones(1, 3, 4)
+    for other in (copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))):
+        assert torch.equal(other(tokens)[0], attention(tokens)[0])
+    assert pickle.loads(pickle.dumps(fixed_point)) is fixed_point

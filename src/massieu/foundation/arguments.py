@@ -189,7 +189,7 @@ def check_one_device(**given: object) -> None:
 def check_broadcastable(**given: object) -> None:
     """Raise a ValueError unless the tensors' shapes can be broadcast to one, on one device; numbers fit everywhere."""
     shapes = {name: tuple(value.shape) for name, value in given.items() if isinstance(value, Tensor)}
-    longest = max((len(shape) for shape in shapes.values()), default=0)
+    longest = max([0, *map(len, shapes.values())])
     for place in range(longest):
         # No set: sizes that are known only when an exported program runs have no hash.
         sizes = [shape[-1 - place] for shape in shapes.values() if len(shape) > place and shape[-1 - place] != 1]

@@ -214,10 +214,14 @@ def _checked(target: Target, checks: Mapping[str, Check | None]) -> Target:
     if not arguments:
         return target
 
+    # A function of its own: the compiler, which may make the classes of doors, can hold no checks in a closure of `call`.
+    def check(given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        _check(arguments, given, named)
+
     @functools.wraps(target)
     def call(*given: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
-            _check(arguments, given, named)
+            check(given, named)
         return target(*given, **named)
 
     return call  # pyright: ignore[reportReturnType]

@@ -39,11 +39,11 @@ def meant(**sentences: str) -> Callable[[Target], Target]:
 def explain_constructor(owner: type) -> None:
     """Have the constructor of a class that is made by `create` say so where arguments are missing."""
     constructor: Any = owner.__init__
-    needed = [each for each in inspect.signature(owner).parameters.values() if each.default is each.empty]
+    needed = sum(each.default is each.empty for each in inspect.signature(owner).parameters.values())
 
     @functools.wraps(constructor)
     def call(self: Any, *given: Any, **named: Any) -> None:
-        if len(given) + len(named) < len(needed) and not torch.compiler.is_compiling():
+        if len(given) + len(named) < needed and not torch.compiler.is_compiling():
             values = ", ".join(
                 [*map(described, given), *(f"{name}={described(value)}" for name, value in named.items())]
             )
