@@ -55,7 +55,7 @@ def test_everything_is_passed_on(probed, tmp_path):
     assert probed.options == {
         "text": ["a.txt", "b", "-"], "column": "body", "statistics": ["entropy", "climb", "maps"], "max_length": 64,
         "max_tokens": 1000, "batch_size": 4, "packing": False, "query_sample": 16, "device": "cpu", "dtype": "bfloat16",
-        "seed": 7, "revision": "v1", "trust_remote_code": True, "generate": 9, "device_map": "auto",
+        "seed": 7, "draws": None, "revision": "v1", "trust_remote_code": True, "generate": 9, "device_map": "auto",
         "images": ["photos", "more"], "source": "en", "target": "de", "replace": ["off", "top_k(8)"],
         "replace_per": "head", "replace_windows": 3, "quick": True,
         "per_token": ["entropy", "largest_score"], "bos": False, "tokenizer_or_batches": "words/",
@@ -70,7 +70,7 @@ def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
     assert probed.model is None
     assert probed.options == {
         "text": None, "column": None, "statistics": None, "max_length": None, "max_tokens": None, "batch_size": 8,
-        "packing": True, "query_sample": None, "device": None, "dtype": None, "seed": 0, "revision": None,
+        "packing": True, "query_sample": None, "device": None, "dtype": None, "seed": 0, "draws": None, "revision": None,
         "trust_remote_code": False, "generate": None, "device_map": None, "distributed": False,
         "running": Path("massieu-results/all-MiniLM-L6-v2/running"), "resume": False, "store_every": 5.0,
         "images": None, "source": None, "target": None, "replace": (), "replace_per": "all", "replace_windows": 16,

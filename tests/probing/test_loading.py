@@ -291,8 +291,8 @@ CRAFTED: dict[str, tuple[str, object, str]] = {
     "kind": ("hidden_act", 3, "hidden_act"),
     "type": ("dtype", "x", "has no attribute 'x'"),
     "padding": ("pad_token_id", 10**7, "Padding_idx"),
-    "positions": ("max_position_embeddings", 0, "cannot be run, its configuration may not fit it"),
-    "heads": ("num_attention_heads", -1, "cannot be run, its configuration may not fit it"),
+    "positions": ("max_position_embeddings", 0, "the forward of BertModel fails at the batch"),
+    "heads": ("num_attention_heads", -1, "the forward of BertModel fails at the batch"),
     "vocabulary": ("vocab_size", 0, "cannot load the model"),
     "text": ("num_hidden_layers", "x", "num_hidden_layers"),
 }

@@ -89,7 +89,7 @@ def test_what_cannot_be_read_is_refused_by_name():
     traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(InputError, match=r"is a scripted or traced module, whose attention cannot be seen"):
         unwrapped(traced)
-    with pytest.raises(InputError, match=r"a torch\.nn\.Module is needed, got dict"):
+    with pytest.raises(InputError, match=r"model must be a torch\.nn\.Module, got dict"):
         unwrapped({})
 
 

@@ -17,7 +17,7 @@ from massieu.probing.checkpoint import sentence, some
 from massieu.probing.course import Course
 from massieu.probing.draws import ControlWindow, Draws
 from massieu.probing.examples import LONGEST, ExampleWindow, example_length
-from massieu.probing.forward import named_inputs
+from massieu.probing.forward import named_inputs, run
 from massieu.probing.generation import GeneratingReading, check_causal
 from massieu.probing.model import LoadedModel, model_inputs, with_target
 from massieu.probing.nonfinite import in_weights, shows_nan

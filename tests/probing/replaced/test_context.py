@@ -238,11 +238,11 @@ def test_bad_calls():
     model, given = models()["bert"]
     model.eval()
     before: Any = (
-        (3, None, "a rule must be a text or a function of an attention call, got int"),
+        (3, None, "rule must be the name of a rule or a function of an AttentionCall, got 3"),
         ("off(mean)", None, r"off\(mean\) needs each head's mean output over a text"),
         ("top_k", None, "top_k needs a number of keys"),
         ("off", "encoder", "sites must be a list of names, or a mapping of names to heads, got the text 'encoder'"),
-        ("off", 3, "sites must be a list of names, or a mapping of names to heads, got int"),
+        ("off", 3, "sites must be names of sites, or a dictionary of heads by name, got 3"),
         ("off", [], r"sites must name at least one attention site, got \[\]; None means all sites"),
         ("off", {"encoder": []}, "sites must name at least one attention site"),
         ("off", {"encoder": 3}, "heads of encoder must be a list of whole numbers from 0, got 3"),

@@ -252,7 +252,7 @@ def test_bad_calls():
         ({"replace": "off", "replace_windows": 0}, "replace_windows must be at least 1, got 0"),
         ({"replace": "off", "generate": 3}, "replace and generate do not work together"),
         ({"replace": wrong}, "a rule must return outputs of shape"),
-        ({"replace": 3}, "replace must be a rule or a list of rules, got int"),
+        ({"replace": 3}, "replace must be a rule or a list of rules, got 3"),
     )
     for keywords, match in cases:
         with pytest.raises(InputError, match=match):
