@@ -51,6 +51,7 @@ from sklearn.base import BaseEstimator
 from torch import Tensor, nn
 
 import massieu
+from massieu.errors import InputError
 from massieu.foundation.values import Value
 from massieu.nn.strategy import Heads
 from massieu.solve.linear import LinearSolver
@@ -325,7 +326,7 @@ def _by_place(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[
 
 def _is_explained(error: Exception, call: Call, argument: str, value: Any) -> bool:
     """Whether a user can work with an error: it is meant, and says which argument."""
-    ours = type(error).__module__.startswith("massieu.") and not isinstance(error, TypeError | ValueError)
+    ours = type(error).__module__.startswith("massieu.") and not isinstance(error, InputError)
     if not (ours or isinstance(error, TypeError | ValueError)):
         return False
     frames = list(_traceback(error))
@@ -428,7 +429,7 @@ def fits(value: Any, annotation: Any) -> bool:
         return isinstance(value, Mapping)
     if kind in (Sequence, list, tuple) or issubclass(kind, Iterable):
         return isinstance(value, Iterable) or callable(getattr(value, "__getitem__", None))
-    return isinstance(value, kind) or typing.is_typeddict(kind) or getattr(kind, "_is_protocol", False)
+    return typing.is_typeddict(kind) or getattr(kind, "_is_protocol", False) or isinstance(value, kind)
 
 
 def _is_numbers(value: Any) -> bool:

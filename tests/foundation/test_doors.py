@@ -141,6 +141,10 @@ _DOCUMENTS = ops.Documents([0, 2], [0, 2])
             lambda: anneal(_TWO, lambda x, t: -t * x, lambda *_: None, schedule=1),
             r"move\(position, t, generator\) must be a floating-point tensor, got None",
         ),
+        (
+            lambda: anneal(_TWO, lambda x, t: x, lambda *_: None, schedule=2**63),
+            "schedule must be a whole number, at most",
+        ),
         (lambda: spectral_radius(lambda _: 1, torch.zeros(1)), "function must return a tensor"),
         (lambda: cumulant_growth(3, torch.ones(2), torch.ones(3)), "shapes must fit each other, got step"),
         (lambda: transfer(_POINTS, torch.ones(2, 3)), "self_supervised and downstream must have one number of latents"),

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, check_values, described, floating, number, whole_number
-from massieu.foundation.doors import door, function
+from massieu.foundation.doors import MOST, door, function
 from massieu.inference.resampling import Resampling, check_method, effective_sample_size, resample
 
 Path = Callable[[Tensor, float], Tensor]
@@ -141,7 +141,8 @@ def anneal(
 
 
 def _schedule(schedule: Sequence[float] | int) -> list[float]:
-    if not isinstance(schedule, bool) and isinstance(schedule, int):
+    if isinstance(schedule, bool | int):
+        whole_number("schedule", schedule, most=MOST)
         steps = [(index + 1) / schedule for index in range(schedule)]
     elif isinstance(schedule, Sequence):
         steps = list(schedule)

@@ -284,7 +284,8 @@ class Newton(Method):
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for a number out of its range."""
         super().__post_init__()
-        check_settings(self.rtol, products=self.products)
+        check_settings(self.rtol)
+        whole_number("products", self.products, least=1)
 
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """Newton's move if the last one did not fail."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from massieu.errors import InputError
+from massieu.foundation.arguments import described
 from massieu.foundation.doors import any_of, function, input_door
 from massieu.foundation.doors import seed as check_seed
 from massieu.foundation.numbers import counted
@@ -143,7 +144,11 @@ def verify(
         )
     if seed is not None and settings and "seed" in settings:
         raise InputError(f"the seed is set twice: to {seed} and to {settings['seed']}")
-    chosen = list(claims().values()) if ids is None else [find(id) for id in ([ids] if isinstance(ids, str) else ids)]
+    named = [ids] if isinstance(ids, str) else [] if ids is None else list(ids)
+    for name in named:
+        if not isinstance(name, str):
+            raise InputError(f"ids must be names of claims, got {described(name)}")
+    chosen = list(claims().values()) if ids is None else [find(name) for name in named]
     chosen = list(dict.fromkeys(chosen))
     if not chosen:
         raise InputError("no claim was named in ids; leave it out to check all of them")
