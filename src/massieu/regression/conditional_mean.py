@@ -217,10 +217,11 @@ def _method(method: Method, tokens: KeyValuePairs, is_causal: bool) -> Conjugate
     if method is None:
         long = readable and not is_causal and tokens.key.shape[2] > LONGEST_GRAM and tokens.features() is None
         return ConjugateGradients() if long and bool((tokens.ridge > 0).all()) else None
-    if isinstance(check_method(method), Cholesky):
+    how = check_method(method)
+    if isinstance(how, Cholesky):
         return None
     if is_causal:
         raise ValueError(f"is_causal goes with method=Cholesky() alone, got {method!r}")
     if not readable:
         raise ValueError("inside torch.func transforms and torch.compile, use method=Cholesky()")
-    return method if tokens.key.shape[2] else None
+    return how if tokens.key.shape[2] else None
