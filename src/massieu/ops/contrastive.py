@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.foundation.arguments import check_one_device, described, flag, floating, number
+from massieu.foundation.arguments import check_one_device, described, flag, floating, integers, number
+from massieu.foundation.doors import door
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.documents import Documents, check_documents
 from massieu.ops.linear_scores import check_places, index_tensor, log_partitions, one_number, values_are_known
@@ -24,6 +25,7 @@ class ContrastResult(NamedTuple):
     """log Z of each query, (B,), in nats; for a symmetric loss (2, B), of queries over keys and of keys over queries."""
 
 
+@door(query_ids=integers, key_ids=integers)
 @dataclass(frozen=True)
 class FalseNegatives:
     """Masks false negatives: a log-weight of −inf for keys with the query's id, except the query's positive.

@@ -95,10 +95,10 @@ class Flow:
             if not callable(each):
                 raise TypeError(f"layers and observables must be callable, got {type(each).__name__}")
         if group is not None:
-            any_of("a ProcessGroup or a DeviceMesh", ProcessGroup, DeviceMesh)("group", group)
             for layer in self.layers:
                 if isinstance(layer, Operator):
                     layer.check_shared()
+            any_of("a ProcessGroup or a DeviceMesh", ProcessGroup, DeviceMesh)("group", group)
         known = [getattr(layer, "generator", None) for layer in self.layers]
         found = [arguments.generator("each of generators", each) for each in sequence("generators", generators)]
         found += [each for each in known if isinstance(each, torch.Generator)]
