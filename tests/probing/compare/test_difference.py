@@ -50,7 +50,9 @@ def test_a_unit_moves_the_difference_as_its_weight_does():
 
     # By complex steps: exact to rounding.
     moved = np.stack([difference(np.ones(UNITS) + 1e-30j * (np.arange(UNITS) == u)).imag / 1e-30 for u in range(UNITS)])
-    lowest = scipy.fft.dct(moved, type=2, norm="ortho", axis=0)[1]  # the one cosine that eleven windows have
+    lowest = np.asarray(scipy.fft.dct(moved, type=2, norm="ortho", axis=0))[
+        1
+    ]  # the one cosine that eleven windows have
     assert np.allclose(paired(first, second).standard_error, np.sqrt(UNITS) * np.abs(lowest), rtol=1e-12)
 
 

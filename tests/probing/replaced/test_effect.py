@@ -88,7 +88,7 @@ def ratio(rows: list[Tensor]) -> tuple[float, float]:
     """Mean over all tokens, and its standard error over windows (Cochran 6.4)."""
     sums, counts = np.array([float(r.sum()) for r in rows]), np.array([len(r) for r in rows])
     value = sums.sum() / counts.sum()
-    lowest = scipy.fft.dct((sums - value * counts) / counts.sum(), type=2, norm="ortho")[
+    lowest = np.asarray(scipy.fft.dct((sums - value * counts) / counts.sum(), type=2, norm="ortho"))[
         1
     ]  # of four windows the one cosine
     return value, np.sqrt(len(rows)) * abs(lowest)

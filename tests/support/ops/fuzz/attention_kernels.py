@@ -342,6 +342,7 @@ def random_feature_log_partition(draws: Draws) -> Case:
         found = ops.random_feature_log_partition(
             views["query"], views["key"], generator=generator, features=features, **options
         )
+        assert found.standard_error is not None
         return {"log_partition": found.log_partition, "standard_error": found.standard_error}
 
     def explicit(views: Tensors, rounding: Rounding) -> Tensors:
