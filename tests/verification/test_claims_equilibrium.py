@@ -116,7 +116,7 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         ("S11", {"dimensions": 24, "rank": 8, "heads": 20}),
         ("S12", {"pairs": 20, "dimensions": 2}),
         ("S12", {"pairs": 50, "dimensions": 12}),
-        ("S13", {"dimensions": 2, "repetitions": 60}),
+        ("S13", {"dimensions": 2, "repetitions": 200}),
         ("S13", {"dimensions": 12}),
         ("X6", {"draws": 5, "dimensions": 2}),
         ("X6", {"draws": 20, "dimensions": 10}),

@@ -79,7 +79,7 @@ WRONG = {
 def test_a_wrong_implementation_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
     id, owner, name, replacement = WRONG[case]
     monkeypatch.setattr(owner, name, replacement)
-    small = {"particles": 2000, "repetitions": 20, "populations": 2000} if id == "S20" else {}
+    small = {"particles": 2000, "repetitions": 250, "populations": 2000} if id == "S20" else {}
     assert verify(id, settings=small)[0].verdict == "fails"
 
 

@@ -78,7 +78,7 @@ _FLAGS = (
 _COUNTS = (
     "batch_size", "block_size", "chains", "count", "cycles", "degree", "dim", "dimension", "draws", "embed_dim", "epochs",
     "groups", "head_dim", "hidden_size", "input_size", "item_dims", "kdim", "length", "max_steps", "num_heads", "output_size",
-    "pattern_projection_size", "preconditioner_rank", "products", "projections", "quantity", "rank", "sequences",
+    "pattern_projection_size", "preconditioner_rank", "products", "projections", "quantity", "rank",
     "stored_pattern_size", "sweeps", "times", "trials", "value_size", "vdim",
 )  # fmt: skip
 _NUMBERS = (
@@ -100,6 +100,7 @@ NAMED: Mapping[str, Check] = {
     "dtype": floating_dtype,
     "generator": generator,
     "query_offset": whole_number,
+    "sequences": whole_number,  # of a bound, which may be of more than there are
     "alpha": number_or_tensor,
     "checkpoint": path,
     "ignore_index": whole_number,
