@@ -119,7 +119,7 @@ def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
         ("Z1", {"balls": 2, "drawn": 2, "length": 2}),
         ("Z1", {"balls": 60, "drawn": 4, "length": 20}),
         ("Z2", {"concepts": 6, "tokens": 3, "length": 4}),
-        ("Z3", {"tokens": 200, "dimensions": 1}),
+        ("Z3", {"tokens": 200, "dimensions": 1, "repetitions": 1000}),
         ("Z11", {"models": 3, "concepts": 40, "length": 200}),
         ("Z14", {"tokens": 20, "width": 30, "layers": 4}),
         ("X4", {"tokens": 100, "dimensions": 1}),
