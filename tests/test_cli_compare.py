@@ -118,7 +118,7 @@ def test_revisions_are_read_one_after_the_other(checkpoint: Path, tmp_path: Path
     for number, name in enumerate(("step1", "step10", "later")):
         snapshot = cache / "snapshots" / f"{number:040d}"
         with torch.no_grad():
-            model.encoder.layer[1].attention.self.query.weight[:8] *= 5.0 if number else 1.0
+            model.encoder.layer[1].attention.self.query.weight[:8] *= 50.0 if number else 1.0
         model.save_pretrained(snapshot)
         transformers.AutoTokenizer.from_pretrained(checkpoint).save_pretrained(snapshot)
         (cache / "refs").mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def test_revisions_are_read_one_after_the_other(checkpoint: Path, tmp_path: Path
         "--revisions",
         "step1,step10",
         "--max-tokens",
-        "1000",
+        "4000",
         "--out",
         str(tmp_path / "out"),
     ]
