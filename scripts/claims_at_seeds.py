@@ -30,6 +30,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "massieu"
 RESULTS = ROOT / "massieu-results" / "claims"
 PAGE = ROOT / "docs" / "theory" / "false_alarms.md"
+PAGES = {"S": "shim", "B": "bal", "Z": "zhang", "X": "bridges", "N": "beyond"}
+"""Where claims are stated, by the first letter of their numbers."""
 _MARKS = re.compile(
     r"(<!-- checks of draws, by scripts/claims_at_seeds.py -->\n).*?(?=<!-- end of checks of draws -->)", re.DOTALL
 )
@@ -155,7 +157,7 @@ def false_alarms(results: dict[Task, dict]) -> str:
             bound = f"{worst['comparison'].replace('|', '∣')} {worst['bound']:.3g}"
             chance = max(worst["false_alarm"], 1e-12)
             cells = (
-                f"[{task.id}](index.md)",
+                f"[{task.id}]({PAGES[task.id[0]]}.md#{task.id.lower()})",
                 name,
                 len(alike),
                 bound,

@@ -112,7 +112,7 @@ def run_first(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
         return run(module, inputs)
     except (InputError, torch.OutOfMemoryError):
         raise
-    except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+    except Exception as error:
         raise InputError(
             f"the forward of {type(module).__name__} fails at the batch {_described(inputs)}: {sentence(error)}"
         ) from error

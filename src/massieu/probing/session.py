@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import massieu.report.record as record
 from massieu.errors import InputError
 from massieu.probing.check import SelfCheck, check_evaluating, first_look
-from massieu.probing.checkpoint import sentence, some
+from massieu.probing.checkpoint import some
 from massieu.probing.course import Course
 from massieu.probing.draws import ControlWindow, Draws
 from massieu.probing.examples import LONGEST, ExampleWindow, example_length
-from massieu.probing.forward import named_inputs, run
+from massieu.probing.forward import named_inputs
 from massieu.probing.generation import GeneratingReading, check_causal
 from massieu.probing.model import LoadedModel, model_inputs, with_target
 from massieu.probing.nonfinite import in_weights, shows_nan
@@ -236,12 +235,7 @@ class Session(SessionRecord):
         check_evaluating(module.modules())
         self.broken_weights = in_weights(module)
         self.padding = PaddingCheck(module)
-        try:
-            look = first_look(module, inputs)
-        except Exception as error:
-            if self.loaded.from_files and not isinstance(error, InputError):
-                self._check_forward(inputs)
-            raise
+        look = first_look(module, inputs)
         self.check = look.check
         self.warnings += check_weights(self.loaded, look.sites, inputs)
         self.unexplained.update(look.unexplained)
@@ -258,16 +252,6 @@ class Session(SessionRecord):
         else:
             self.reading = Reading(module, look.sites, *read)
         self.begun = True
-
-    def _check_forward(self, inputs: dict[str, Any]) -> None:
-        """Raise an InputError if a model that was loaded by name fails by itself, without anything that watches it."""
-        try:
-            with torch.no_grad():
-                run(self.loaded.module, model_inputs(self.loaded.module, inputs))
-        except Exception as error:
-            raise InputError(
-                f"the model {self.loaded.name} cannot be run, its configuration may not fit it: {sentence(error)}"
-            ) from error
 
     def _begin_beside(self, inputs: dict[str, Any]) -> None:
         """Before the text: the control, and what is measured beside the reading of the text."""

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.errors import InputError
 from massieu.verification.claim import Check, at_most
 from massieu.verification.false_alarms import allowed_distance
 
@@ -55,15 +56,19 @@ def rate(sizes: list[int], errors: Float[Tensor, "sizes repetitions"]) -> Rate:
 
 
 def has_rate(name: str, found: Rate, exponent: float) -> Check:
-    """The slope's interval comes within `RATE` of the predicted exponent, and is no wider than that to either side.
+    """The slope's interval comes within `RATE` of the predicted exponent.
 
-    Measured is the larger of the two: an interval that would agree with anything does not hold.
+    Raises:
+        InputError: the interval is wider than that to either side, and would agree with anything.
     """
+    if found.half_width > RATE:
+        raise InputError(
+            f"the repetitions tell the slope of {name!r} to ±{found.half_width:.2g} only, and ±{RATE} is needed; take more"
+        )
     distance = max(abs(found.slope - exponent) - found.half_width, 0.0)
     detail = f"slope {found.slope:.3f} ± {found.half_width:.3f} against {exponent:g}"
     basis = f"slope, Student's law, {found.degrees_of_freedom:.0f} degrees of freedom"
-    measured = max(distance, found.half_width)
-    return Check(name, measured, "≤", RATE, detail, false_alarm=found.false_alarm, basis=basis)
+    return Check(name, distance, "≤", RATE, detail, false_alarm=found.false_alarm, basis=basis)
 
 
 def has_exact_rate(name: str, sizes: list[int], errors: Float[Tensor, "sizes *cases"], exponent: float) -> Check:
