@@ -53,7 +53,7 @@ def test_heavy_tails_do_not_move_the_slope():
 def test_another_exponent_and_a_useless_interval_fail():
     assert has_rate("right", rate(SIZES, errors(-0.5, 1000)), -0.5).holds
     assert not has_rate("wrong", rate(SIZES, errors(-0.5, 1000)), -0.75).holds
-    with pytest.raises(InputError, match="slope of 'vague' to ±0.3 only, and ±0.1 is needed; take more"):
+    with pytest.raises(InputError, match=r"slope of 'vague' to ±0.3 only, and ±0.1 is needed; take more"):
         has_rate("vague", Rate(-0.5, 0.3, 1e-7, 100.0), -0.5)
     assert has_rate("near", Rate(-0.5 - RATE, 0.05, 1e-7, 100.0), -0.5).holds
 
