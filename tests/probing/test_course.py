@@ -413,6 +413,10 @@ def test_sums_that_cannot_be_removed_are_one_sentence(tmp_path, monkeypatch):
 posix = pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 
 
+TWO_DRAWS = "--draws", 2
+"""As the tests of this process have, for the commands that run in another."""
+
+
 def torchrun(processes: int, *arguments: object, **options: Any) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "massieu"]
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
@@ -427,7 +431,7 @@ def said(output: str) -> list[str]:
 @pytest.mark.slow
 def test_torchrun_gives_the_table_of_one_process(checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
-    shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 2]
+    shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 2, *TWO_DRAWS]
     assert run(*shared, "--out", tmp_path / "1").exit_code == 0
     alone = ProbeResult.load(tmp_path / "1")
     ran = torchrun(2, *shared, "--out", tmp_path / "2")
@@ -478,7 +482,7 @@ def test_torchrun_says_bad_input_even_if_one_process_is_late(late, checkpoint, t
 def test_a_process_that_is_killed_ends_all_and_they_can_be_resumed(checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)
     shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 1]
-    shared += ["--statistics", "entropy,pairwise_distance"]
+    shared += ["--statistics", "entropy,pairwise_distance", *TWO_DRAWS]
     ran = torchrun(2, *shared, "--out", tmp_path / "2", "--store-every", 1e-3)
     last = tmp_path / "2" / "running" / "share-2-of-2.safetensors"
     until = time.monotonic() + 120
@@ -506,7 +510,7 @@ def test_a_process_that_is_killed_ends_all_and_they_can_be_resumed(checkpoint, t
 def test_a_terminated_command_is_resumed_to_the_last_bit(checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 300)
     shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 1]
-    shared += ["--statistics", "entropy,pairwise_distance"]
+    shared += ["--statistics", "entropy,pairwise_distance", *TWO_DRAWS]
     here = ["--out", tmp_path / "here", "--store-every", 1e-4]
     command = [sys.executable, "-m", "massieu", *map(str, shared + here)]
     stored = tmp_path / "here" / "running" / FILE

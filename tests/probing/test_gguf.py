@@ -1,6 +1,5 @@
 """GGUF files: weights, tokenizer and record, and a real decoder through and through."""
 
-import re
 import struct
 from pathlib import Path
 
@@ -317,5 +316,9 @@ def test_a_real_decoder(monkeypatch):
     first = np.stack([layer[..., 0].double().mean((0, 2)).numpy() for layer in shown])
     # Two ways to the same attention in float32: differences of rounding grow over 30 layers and are multiplied by scores.
     assert np.allclose(measured("weight_first"), first, rtol=5e-3, atol=1e-5)
-    said = int(re.search(r"(\d+) of 270 heads puts? more than half", result.findings[0].sentence)[1])
-    assert 0 < (first > 0.501).sum() <= said <= (first > 0.499).sum() < 270
+    mostly = (measured("weight_first") > 0.5).sum()
+    assert 0 < (first > 0.501).sum() <= mostly <= (first > 0.499).sum() < 270
+    # Four windows of 128 tokens are too few to tell the strongest of 270 heads from random ones.
+    assert result.findings[0].sentence.startswith(
+        "Nothing to announce. Of 270 heads, the most extreme is the weight of"
+    )

@@ -221,7 +221,9 @@ def test_halves_of_a_text_name_at_most_five_in_a_hundred():
         shares.append(((table["p_value"] < 0.05).mean(), (table["q_value"] < 0.05).mean()))
     p, q = np.mean(shares, axis=0)
     assert q <= 0.05
-    assert 0.01 < p < 0.10  # neither blind nor eager: heads of one text go together, so that six splits vary
+    # Two errors of 2 degrees each, held against Student's law with 2: P(|T₄| > t₂) = .013. Heads of one text go together, so
+    # that six splits vary.
+    assert 0.001 < p < 0.05
 
 
 @pytest.mark.medium
