@@ -23,6 +23,7 @@ from massieu.experiments.criterion import interval
 from massieu.probing.comparisons import Arrangement, BesideRandom, with_their_tails
 from massieu.probing.random_heads import RandomHeads
 from massieu.probing.significance import difference_p, other_heads, two_sided_p
+from massieu.probing.tokens import is_sampled
 from massieu.probing.unit_errors import ratio_error
 from massieu.probing.units import BlockSums, Estimate, Units
 from massieu.report.record import Statistic
@@ -37,6 +38,7 @@ def main() -> None:
     """Run every simulation and write what came out."""
     rng = np.random.default_rng(0)
     found = {"facts": facts(rng), "coverage": coverage(rng), "families": families(rng), "power": power(rng)}
+    found["sampled"] = sampled_coverage(np.random.default_rng(1))
     found["models"] = [models(json.loads(Path(path).read_text())) for path in sys.argv[1:]]
     PATH.write_text(json.dumps(found, indent=1) + "\n")
     for part, rows in found.items():
@@ -95,6 +97,29 @@ def coverage(rng: np.random.Generator) -> list[Row]:
                 "before": round(float((np.abs(value) < 1.96 * error).mean()), 3),
                 "after": round(float((np.abs(today.value) < reach).mean()), 3),
                 "degrees": float(np.max(today.degrees)),
+            }
+        )
+    return rows
+
+
+def sampled_coverage(rng: np.random.Generator) -> list[Row]:
+    """The same for what is measured on the sampled windows of a text alone, by how many windows the text has."""
+    rows = []
+    for correlation, windows in product((0.0, 0.3, 0.5, 0.8), (40, 200, 600)):
+        chosen = [window for window in range(windows) if is_sampled(window)]
+        series = autoregressive(rng, correlation, windows, RUNS)[chosen]
+        sums = BlockSums((RUNS,), Units(sampled=True))
+        sums.add(np.stack([series, np.ones_like(series)], 1))
+        found = sums.estimate()
+        reach = scipy.stats.t.ppf(0.975, found.degrees) * found.standard_error
+        share = round(float((np.abs(found.value) < reach).mean()), 3)
+        rows.append(
+            {
+                "correlation": correlation,
+                "windows": windows,
+                "sampled": len(chosen),
+                "after": share,
+                "degrees": float(np.max(found.degrees)),
             }
         )
     return rows

@@ -62,6 +62,19 @@ def coverage(found: Found) -> str:
     return rows(head, [*cells, ["", "degrees of freedom", *degrees]])
 
 
+def sampled(found: Found) -> str:
+    """The same of what is measured on sampled windows alone."""
+    correlations = sorted({row["correlation"] for row in found["sampled"]})
+    cells = []
+    for windows in sorted({row["windows"] for row in found["sampled"]}):
+        of_text = {row["correlation"]: row for row in found["sampled"] if row["windows"] == windows}
+        first = of_text[correlations[0]]
+        held = [share(of_text[each]["after"]) for each in correlations]
+        cells.append([f"{windows}", f"{first['sampled']}", f"{first['degrees']:.0f}", *held])
+    named = [f"correlation {each}" for each in correlations]
+    return rows(["windows of the text", "of these sampled", "degrees of freedom", *named], cells)
+
+
 def families(found: Found) -> str:
     """How often any head of a random model is named."""
     head = ["numbers", "heads", "one draw, normal law", "components alone", "with the draws' tails (here)"]
@@ -146,7 +159,7 @@ VERDICTS = {
     "verdict: one head": (1, 1, 1),
     "verdict: untested": (0, 0, 0),
 }
-TABLES = {each.__name__: each for each in (facts, coverage, families, models, sentences)}
+TABLES = {each.__name__: each for each in (facts, coverage, sampled, families, models, sentences)}
 
 
 def with_tables(page: str, found: Found) -> str:

@@ -55,7 +55,7 @@ def replacing(path: Path, *, folder: bool = False, durable: bool = True, mark: s
 
 
 @contextmanager
-def overwriting(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def overwriting(path: Path) -> Iterator[Path]:
     """As `replacing`, for a file that a user names: what has this name stays what it is.
 
     The file that a link leads to is replaced, and the link is kept. A device or a FIFO is written to directly.
@@ -63,7 +63,7 @@ def overwriting(path: Path, *, durable: bool = True) -> Iterator[Path]:
     if is_special(path):
         yield path
         return
-    with replacing(linked_to(path), durable=durable) as aside:
+    with replacing(linked_to(path)) as aside:
         yield aside
 
 
