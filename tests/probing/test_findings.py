@@ -123,14 +123,14 @@ def test_what_is_not_announced_says_why(said, reason):
     assert card.sentence.startswith(
         "Nothing to announce. Of 2 heads, the most extreme is the weight of layer 1 head 0, 0.9"
     )
-    assert reason in card.sentence
+    assert f". {reason[0].upper()}{reason[1:]}" in card.sentence
 
 
 def test_a_change_has_to_be_clear_of_0():
     for error, told in ((9.0, -20.0), (11.0, None)):
         card = findings(EMPTY, _layer("effective_rank_change", -20.0, error=error, random=30.0), MANY)[3]
         assert card.value == told
-    assert "its error is too large to tell it from 0" in card.sentence
+    assert "Its error is too large to tell it from 0" in card.sentence
     # With one degree of freedom an interval is 12.7 errors wide to either side.
     assert findings(EMPTY, _layer("effective_rank_change", -20.0, error=1.7, random=30.0), (1.0, 1.0))[3].value is None
 
@@ -157,7 +157,7 @@ def test_where_the_control_has_no_number_nothing_is_announced():
     """As of a layer of one or two heads, which has no other heads to be compared with."""
     card = findings(_table(NAME, [0.4, 0.1], p=np.nan, random=0.02, mismatched=np.nan).frame(), EMPTY, MANY)[2]
     assert card.value is None
-    assert "its layer has too few heads to compare it with" in card.sentence
+    assert "Its layer has too few heads to compare it with" in card.sentence
 
 
 def test_where_no_head_is_sharpened_the_one_that_is_flattened_is_announced():

@@ -228,7 +228,9 @@ class _Card:
             return self.told([])
         part = self.parts[0]
         number_of = f", {_text(part.cell)}{_in_brackets(part.whole)}" if np.isfinite(part.cell[0]) else ""
-        said = f"Nothing to announce. Of {part.among}, the most extreme is {part.what}{number_of}: {part.why_not()}."
+        reason = part.why_not()
+        said = f"Nothing to announce. Of {part.among}, the most extreme is {part.what}{number_of}. "
+        said += f"{reason[0].upper()}{reason[1:]}."
         return Finding(self.id, self.title, said, statistic=part.statistic)
 
 
