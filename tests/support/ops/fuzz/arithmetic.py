@@ -30,6 +30,12 @@ class Rounding:
         slope_error = (self.factors(ratio.shape) - 1) * (ratio - ratio.detach())
         return self(softcap * (torch.tanh(ratio) + slope_error))
 
+    def slopes(self, numbers: Tensor, sizes: Tensor) -> Tensor:
+        """0, whose slopes in the numbers of each row are roundings of these sizes."""
+        finite = numbers.isfinite()
+        error = (self.factors(numbers.shape) - 1) * sizes.detach()
+        return torch.where(finite, error * (numbers - numbers.detach()), 0.0).sum(-1)
+
     def of_one(self, like: Tensor) -> Tensor:
         """What is added to a logarithm whose argument, near 1, is rounded."""
         return self.factors(like.shape) - 1

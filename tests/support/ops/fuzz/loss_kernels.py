@@ -170,6 +170,9 @@ def token_divergence(draws: Draws) -> Case:
         # Terms that are all at least 0, as p − q sums to 0.
         forward = rounding(p * (torch.expm1(-c) + c)).sum(-1)
         backward = rounding(q * (torch.expm1(c) - c)).sum(-1)
+        # The slopes in the logits are differences of the two laws, each of which was rounded: p − q may be smaller than that.
+        forward = forward + rounding.slopes(others, p + q)
+        backward = backward + rounding.slopes(logits, p + q)
         return {"divergence": forward.where(kept, 0.0), "reverse_divergence": backward.where(kept, 0.0)}
 
     names = "hidden", "weight", "bias", "other_hidden", "other_weight", "other_bias"
