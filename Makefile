@@ -59,7 +59,8 @@ CORE := tests/foundation tests/inference tests/test_duality_boundary.py tests/te
   $(call tests_of,nn,attention conditional_mean documents energy_transformer hopfield_euclidean normalized replace sparse) \
   $(call tests_of,theory,expansion generalisation growth precision transfer urns) \
   $(call tests_of,estimators,memory regressors) \
-  $(call tests_of,probing,accumulate conditional_mean findings running significance tap text_tables) \
+  $(call tests_of,probing/sums,accumulate running significance) $(call tests_of,probing/data,text_tables) \
+  $(call tests_of,probing/capture,follow) $(call tests_of,probing/statistics,conditional_mean) $(call tests_of,probing/result,findings) \
   $(call tests_of,probing/compare,difference) $(call tests_of,probing/monitor,alarms writers) \
   $(call tests_of,report,folder page text) $(call tests_of,verification,frame rates) $(call tests_of,experiments,arms tasks) \
   $(patsubst %,tests/test_%.py,cli_compare cli_monitor example_outputs house imports printed sentences tools)
@@ -133,7 +134,8 @@ $(FLOOR)/installed: $(VENV)/installed constraints-floor.txt
 # What another release may change: how models are read, slow tests too. Texts, tables and sums are as before.
 floor: $(FLOOR)/installed
 	$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" -k "not real_decoder" $(READS_MODELS)
-READS_MODELS := $(addprefix tests/probing/test_,capture.py climb.py gguf.py loading.py population_layers.py probe.py statistics.py wiring.py)
+READS_MODELS := $(call tests_of,probing,population_layers probe) $(call tests_of,probing/model,gguf loading) \
+  $(call tests_of,probing/capture,capture) $(call tests_of,probing/stream,wiring) $(call tests_of,probing/statistics,climb statistics)
 
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
 BENCHMARKS := ops half_precision lengths losses tokens policy packed measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe monitor alarms

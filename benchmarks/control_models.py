@@ -16,7 +16,7 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, ViTConfig, ViTModel
 
 import massieu
-from massieu.probing.result import ProbeResult
+from massieu.probing.result.result import ProbeResult
 
 CHARACTERS = 128
 LENGTH = 24

@@ -20,12 +20,12 @@ import numpy as np
 import scipy.stats
 
 from massieu.experiments.criterion import interval
-from massieu.probing.comparisons import Arrangement, BesideRandom, with_their_tails
-from massieu.probing.random_heads import RandomHeads
-from massieu.probing.significance import difference_p, other_heads, two_sided_p
-from massieu.probing.tokens import is_sampled
-from massieu.probing.unit_errors import ratio_error
-from massieu.probing.units import BlockSums, Estimate, Units
+from massieu.probing.capture.tokens import is_sampled
+from massieu.probing.sums.comparisons import Arrangement, BesideRandom, with_their_tails
+from massieu.probing.sums.random_heads import RandomHeads
+from massieu.probing.sums.significance import difference_p, other_heads, two_sided_p
+from massieu.probing.sums.unit_errors import ratio_error
+from massieu.probing.sums.units import BlockSums, Estimate, Units
 from massieu.report.record import Statistic
 
 PATH = Path(__file__).with_suffix(".json")

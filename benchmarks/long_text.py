@@ -19,9 +19,9 @@ import transformers
 
 import harness
 import massieu
-from massieu.probing.documents import reference_documents
-from massieu.probing.model import load_model
-from massieu.probing.session import ProbeProgress
+from massieu.probing.data.documents import reference_documents
+from massieu.probing.model.model import load_model
+from massieu.probing.session.session import ProbeProgress
 
 RESULTS = Path(__file__).parent / "long_text.json"
 

@@ -19,9 +19,9 @@ import transformers
 
 import harness
 import massieu
-from massieu.probing.documents import reference_documents
-from massieu.probing.model import load_model
-from massieu.probing.text import TextBatches
+from massieu.probing.data.documents import reference_documents
+from massieu.probing.data.text import TextBatches
+from massieu.probing.model.model import load_model
 
 RESULTS = Path(__file__).parent / "results" / "probe.json"
 BATCH_TOKENS = 2048

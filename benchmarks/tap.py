@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import harness
-from massieu.probing.routes import capturing
+from massieu.probing.capture.routes import capturing
 
 TIME_BAR, MEMORY_BAR = 1.06, 1.1
 LAYERS, WIDTH, HEADS, ROWS, LENGTH = 6, 384, 12, 8, 128

@@ -31,8 +31,8 @@ from massieu.measures import Gaussian
 from massieu.population import AttentionLayer, CloudMoments, CloudShape, Composition, Flow, precision_alignment
 from massieu.population.alignment import AlignmentResult
 from massieu.population.flow_result import FlowResult
-from massieu.probing.documents import reference_documents
-from massieu.probing.model import LoadedModel, load_model
+from massieu.probing.data.documents import reference_documents
+from massieu.probing.model.model import LoadedModel, load_model
 
 TOKENS, DRAWS = 512, 19
 SOFTENING = 0.01

@@ -25,7 +25,7 @@ from torch import Tensor
 import massieu
 from massieu.measures import Gaussian
 from massieu.population import AttentionLayer, Composition
-from massieu.probing.model import load_model
+from massieu.probing.model.model import load_model
 
 LAYERS, DEEP = 8, 4
 TEXT = (

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import polars
 
-from massieu.probing.findings import findings
-from massieu.probing.long_table import TableBuilder
+from massieu.probing.result.findings import findings
+from massieu.probing.result.long_table import TableBuilder
 from massieu.report.questions import UNCOMPARED, verdict
 
 ROOT = Path(__file__).parents[1]

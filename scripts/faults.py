@@ -125,7 +125,7 @@ def commands(inputs: Path) -> list[Command]:
 
 
 def _probed(folder: Path) -> object:
-    from massieu.probing.result import ProbeResult
+    from massieu.probing.result.result import ProbeResult
 
     result = ProbeResult.load(folder)
     assert result.complete
@@ -137,7 +137,7 @@ def _probed(folder: Path) -> object:
 
 def _compared(folder: Path) -> object:
     from massieu.probing.compare.comparison import Comparison
-    from massieu.probing.result import ProbeResult
+    from massieu.probing.result.result import ProbeResult
 
     for kept in (folder / "models").glob("*/run.json"):
         assert ProbeResult.load(kept.parent).complete
@@ -161,7 +161,7 @@ def _tried(folder: Path) -> object:
 
 
 def _drawn(folder: Path) -> object:
-    from massieu.probing.result import ProbeResult
+    from massieu.probing.result.result import ProbeResult
 
     ProbeResult.load(folder)
     hashes = json.loads((folder / "run.json").read_text())["files"]
@@ -560,7 +560,7 @@ def stand_in() -> None:
     """Short pages, a small room and the numbers of a stored experiment: what is tried here is how they are stored."""
     from massieu.experiments import run
     from massieu.experiments.study import find
-    from massieu.probing import result_files
+    from massieu.probing.result import result_files
     from massieu.report import compare, curves, page
 
     drawn = "<html>" + "a page of some length " * 2000 + "</html>"

@@ -36,9 +36,9 @@ from torch.overrides import TorchFunctionMode
 
 import massieu
 from massieu.errors import InputError
-from massieu.probing.attention_call import AttentionCall
-from massieu.probing.check import first_look
-from massieu.probing.routes import capturing
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.routes import capturing
+from massieu.probing.checks.check import first_look
 
 ROWS = 2  # of every batch
 OTHER_HEADS = {"levit": {16}, "bridgetower": {1}, "dots3_note_text": {64}}  # numbers of heads that follow from widths

@@ -24,8 +24,8 @@ from tests.support.rows import every_row
 import massieu
 from massieu import cli
 from massieu.errors import InputError, MissingExtraError, require_extra
-from massieu.probing import result as result_module
 from massieu.probing import run as run_module
+from massieu.probing.result import result as result_module
 from massieu.probing.statistics.registry import GROUPS, STATISTICS
 
 __all__ = ["checkpoint", "probed"]  # fixtures

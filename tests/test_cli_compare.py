@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from massieu.cli.commands import app
 from massieu.probing.compare.comparison import Comparison
-from massieu.probing.result import ProbeResult
+from massieu.probing.result.result import ProbeResult
 from massieu.probing.run import probe
 
 __all__ = ["checkpoint"]  # a fixture

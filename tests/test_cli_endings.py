@@ -18,8 +18,8 @@ from massieu.cli import streams
 from massieu.errors import InputError
 from massieu.interruption import CONTROL_C, ENDINGS, Interruption, interruptible
 from massieu.probing import run as run_module
-from massieu.probing.documents import check_sources
-from massieu.probing.result import ProbeResult
+from massieu.probing.data.documents import check_sources
+from massieu.probing.result.result import ProbeResult
 from massieu.report.locking import locked
 
 __all__ = ["checkpoint", "probed"]  # fixtures
@@ -270,7 +270,7 @@ def test_a_reader_that_has_seen_enough_ends_it_as_it_ends_others():
 @posix
 @pytest.mark.parametrize("command", ["statistics", "report {out}"])
 def test_closed_streams_are_quiet_and_get_nothing_of_a_file(tmp_path, command):
-    from tests.probing.test_result import made_up
+    from tests.probing.result.test_result import made_up
 
     out = made_up().save(tmp_path / "out")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}

@@ -7,9 +7,9 @@ import pytest
 from tests.support.report.synthetic_results import HOSTILE, hostile
 
 from massieu.cli import terminal
-from massieu.probing.result import ProbeResult
+from massieu.probing.result.result import ProbeResult
+from massieu.probing.result.stored import run_of
 from massieu.probing.run import ProbeProgress
-from massieu.probing.stored import run_of
 
 ESCAPES = "\x1b[31m\x1b]0;title\x07\x9b2J\u202e"
 

@@ -42,14 +42,33 @@ ALLOWED = {
     "__main__": {"cli"},
     "__init__": {"theory", "testing", "sklearn", "probing", "verification"} | MODELS,
 }
+# The rooms of the probe, the highest first: a room may import itself and what is listed here, always rooms below it.
+# ARCHITECTURE.md shows this table (`python -m scripts.rooms_table`).
+PROBE = {
+    "compare": ("run", "session", "result", "statistics", "data", "model", "sums"),
+    "monitor": ("statistics", "checks", "capture", "data", "model"),
+    "population_layers": ("checks", "stream", "capture", "model"),
+    "run": ("session", "result", "reading", "replaced", "statistics", "model", "sums"),
+    "session": ("result", "reading", "replaced", "statistics", "checks", "stream", "capture", "data", "model", "sums"),
+    "result": ("reading", "replaced", "statistics", "capture", "sums"),
+    "reading": ("replaced", "statistics", "checks", "stream", "capture", "data", "model", "sums"),
+    "replaced": ("statistics", "checks", "capture", "data", "model", "sums"),
+    "statistics": ("stream", "capture", "model", "sums"),
+    "checks": ("stream", "capture", "model", "sums"),
+    "stream": ("capture", "model"),
+    "capture": ("model", "sums"),
+    "data": ("model",),
+    "model": (),
+    "sums": (),
+}
 # Result objects draw themselves, and a monitor's records and running sums are written as results are. Nothing else of
 # probing and population knows the report, but for the records it draws from.
 ONLY = {
     "report": {
-        *("probing/result.py", "probing/monitor/writers.py", "population/flow_result.py"),
+        *("probing/result/result.py", "probing/monitor/writers.py", "population/flow_result.py"),
         *(
-            "probing/per_token.py",
-            "probing/course.py",
+            "probing/reading/per_token.py",
+            "probing/session/course.py",
             "probing/compare/comparison.py",
             "probing/compare/files.py",
             "probing/compare/kept.py",
@@ -105,6 +124,29 @@ def test_imports_point_downwards(path: Path):
         assert fits or package or name == "massieu", f"{relative} imports {name}: {room} may import {sorted(allowed)}"
         if target in ONLY and room in ("probing", "population") and not name.startswith("massieu.report.record"):
             assert str(relative) in ONLY[target], f"only {ONLY[target]} may import massieu.{target}, not {relative}"
+
+
+def test_rooms_of_the_probe_import_rooms_below_them():
+    order = list(PROBE)
+    for room, below in PROBE.items():
+        assert all(order.index(each) > order.index(room) for each in below), f"{room} stands below one of {below}"
+    used = {room: set[str]() for room in PROBE}
+    for path in sorted((SOURCE / "probing").rglob("*.py")):
+        parts = path.relative_to(SOURCE / "probing").with_suffix("").parts
+        if parts == ("__init__",):
+            continue
+        assert parts[0] in PROBE, f"{path} is in no room of the probe"
+        used[parts[0]] |= {name.split(".")[2] for name in _imported(path) if name.startswith("massieu.probing.")}
+    for room, targets in used.items():
+        assert targets - {room} == set(PROBE[room]), f"{room} imports {sorted(targets - {room})}"
+
+
+def test_the_architecture_shows_the_rooms_of_the_probe():
+    from scripts.rooms_table import with_table
+
+    page = (SOURCE.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert "rooms of the probe, by" in page
+    assert with_table(page) == page
 
 
 def test_the_rule_can_fail(tmp_path):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from massieu.probing.monitor.monitor import Monitor
     from massieu.probing.population_layers import population_layers
     from massieu.probing.replaced.context import replaced
-    from massieu.probing.result import ProbeResult
+    from massieu.probing.result.result import ProbeResult
     from massieu.probing.run import describe, probe
     from massieu.verification.claim import Claim
     from massieu.verification.run import verify
@@ -80,7 +80,7 @@ _EXPORTS = {
     "verify": "massieu.verification.run:verify",
     "Claim": "massieu.verification.claim:Claim",
     "Comparison": "massieu.probing.compare.comparison:Comparison",
-    "ProbeResult": "massieu.probing.result:ProbeResult",
+    "ProbeResult": "massieu.probing.result.result:ProbeResult",
     "InputError": "massieu.errors:InputError",
     "MissingExtraError": "massieu.errors:MissingExtraError",
 }

@@ -11,7 +11,7 @@ import massieu
 from massieu.errors import InputError
 from massieu.measures import Gaussian, MissingFormError
 from massieu.population import AttentionLayer, FeedForward
-from massieu.probing.model import load_model
+from massieu.probing.model.model import load_model
 
 
 @pytest.mark.medium

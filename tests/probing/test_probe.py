@@ -17,9 +17,9 @@ from tests.support.rows import some_slow
 
 import massieu
 from massieu.errors import InputError
-from massieu.probing.result import ProbeResult
+from massieu.probing.result.result import ProbeResult
 from massieu.probing.statistics.registry import OPT_IN, STATISTICS
-from massieu.probing.units import MINIMUM_DOCUMENTS
+from massieu.probing.sums.units import MINIMUM_DOCUMENTS
 
 MINILM_DIGEST = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # as published with the model
 
@@ -100,7 +100,7 @@ def test_model_outputs_in_the_run_are_checked(monkeypatch):
     """A capture that misreads the scale stops the run with one sentence that names the site."""
     from dataclasses import replace
 
-    from massieu.probing import interface
+    from massieu.probing.capture import interface
 
     honest = interface._call_from
     monkeypatch.setattr(interface, "_call_from", lambda *a: replace(honest(*a), scale=0.3))
@@ -219,7 +219,9 @@ def test_describe_needs_no_text():
 
 def test_describe_makes_no_copy_of_the_model(monkeypatch):
     made = []
-    monkeypatch.setattr("massieu.probing.draws.reinitialised", lambda *given: made.append(given) or (None, "not made"))
+    monkeypatch.setattr(
+        "massieu.probing.session.draws.reinitialised", lambda *given: made.append(given) or (None, "not made")
+    )
     massieu.describe(zoo.model("bert"))
     assert not made
     massieu.probe(zoo.model("bert"), [zoo.inputs("bert")], statistics=["entropy"])

@@ -11,7 +11,7 @@ from tests.support.report import synthetic_results
 from tests.support.report.browsing import Page
 from tests.support.report.synthetic_results import Results
 
-from massieu.probing.stored import run_of
+from massieu.probing.result.stored import run_of
 from massieu.report.page import render
 
 KINDS = ("encoder", "large", "encoder_decoder", "bare", "hostile")

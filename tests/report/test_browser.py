@@ -23,7 +23,7 @@ from tests.support.report.browsing import NARROW, Page, assert_map_shows, assert
 from tests.support.report.synthetic_results import Results, encoder
 from tests.support.rows import some_slow
 
-from massieu.probing.stored import run_of
+from massieu.probing.result.stored import run_of
 from massieu.report import curves
 from massieu.report.flow import draw
 

@@ -11,8 +11,8 @@ from tests.report.conftest import KINDS
 from tests.support.report.synthetic_results import Results, encoder
 
 from massieu.probing.compare.comparison import Comparison
-from massieu.probing.result import ProbeResult
-from massieu.probing.stored import run_of
+from massieu.probing.result.result import ProbeResult
+from massieu.probing.result.stored import run_of
 from massieu.report import compare
 
 pytestmark = pytest.mark.medium

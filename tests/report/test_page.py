@@ -17,7 +17,7 @@ from tests.support.report.synthetic_results import HOSTILE, Results, encoder
 from tests.support.rows import every_row
 
 from massieu.errors import MissingExtraError
-from massieu.probing.stored import run_of
+from massieu.probing.result.stored import run_of
 from massieu.report.page import render
 from massieu.report.terms import TERMS, explained
 

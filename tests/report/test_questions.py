@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tests.support.report.synthetic_results import Results, Rows, empty_table, encoder
 
+from massieu.probing.result.stored import run_of
 from massieu.probing.statistics.registry import GROUPS, OPT_IN, STATISTICS
-from massieu.probing.stored import run_of
 from massieu.report.page import render
 from massieu.report.questions import QUESTIONS, questions_of
 from massieu.report.record import Statistic

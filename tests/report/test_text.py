@@ -15,7 +15,7 @@ from tests.support.report.synthetic_results import encoder_decoder
 from tests.support.rows import every_row
 from tokenizers import pre_tokenizers
 
-from massieu.probing.stored import run_of
+from massieu.probing.result.stored import run_of
 from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
 from massieu.report.encode import Block, script_json
 from massieu.report.record import RunRecord, plain

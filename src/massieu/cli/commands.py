@@ -33,7 +33,7 @@ from massieu.interruption import ENDINGS, Interruption, interruptible
 from massieu.report.folder import save_or_elsewhere
 
 if TYPE_CHECKING:
-    from massieu.probing.result import ProbeResult
+    from massieu.probing.result.result import ProbeResult
 
 # How a command ends, beside 0 and 128 + the number of the signal that interrupted it.
 FAILED = 1
@@ -159,8 +159,8 @@ def probe(
     chosen = take.names_in(*statistics or ())
     with result_folder(folder, format.value, per_token is not None) if leads() else nullcontext():
         with context.obj.loading():
-            from massieu.probing.course import forget, running_in
             from massieu.probing.run import probe as run_probe
+            from massieu.probing.session.course import forget, running_in
 
         running = running_in(folder)
         with joined(), terminal.progress_shown() if leads() else nullcontext() as show:
@@ -314,7 +314,7 @@ def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A folder that 'massieu probe' has written.")],
 ) -> None:
     """Draw the page of a stored result again."""
-    from massieu.probing.result import ProbeResult
+    from massieu.probing.result.result import ProbeResult
 
     show(f"page: {ProbeResult.redraw(results)}")
 

@@ -75,12 +75,12 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
     for module in ("polars", "jinja2", "plotly.offline", "scipy"):
         require_extra(module, "probe")
     with interruption.loading():
-        from massieu.probing.compare.files import FILES, RECORD
         from massieu.probing.compare.run import compare
-        from massieu.probing.result_files import ROOM
+        from massieu.probing.result.result_files import ROOM
         from massieu.report.folder import reserved
+        from massieu.report.record_files import COMPARISON_FILES, COMPARISON_RECORD
 
-    with reserved(asked.folder, RECORD, FILES, ROOM):
+    with reserved(asked.folder, COMPARISON_RECORD, COMPARISON_FILES, ROOM):
         with terminal.progress_shown() as progress:
             try:
                 found = compare(

@@ -15,7 +15,7 @@ def next_word(name: str) -> tuple[Callable[[Int[Tensor, "1 L"]], Float[Tensor, "
     Raises:
         InputError: there is no such model, it has no language head, or no tokenizer.
     """
-    from massieu.probing.model import load_model
+    from massieu.probing.model.model import load_model
 
     loaded = load_model(name, head=True)
     if loaded.tokenizer is None:

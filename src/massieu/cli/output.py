@@ -26,8 +26,9 @@ def result_folder(folder: Path, format: str, per_token: bool) -> Iterator[None]:
     """
     for module in ("polars", "jinja2", "plotly.offline", "scipy"):
         require_extra(module, "probe")
-    from massieu.probing.result_files import RECORD, ROOM, files_of
+    from massieu.probing.result.result_files import ROOM
     from massieu.report.folder import reserved
+    from massieu.report.record_files import RECORD, files_of
 
     with reserved(folder, RECORD, files_of(format, per_token), ROOM):
         yield

@@ -58,7 +58,7 @@ def joined() -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from massieu.probing.course import PATIENCE
+    from massieu.probing.session.course import PATIENCE
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -13,7 +13,7 @@ from massieu.cli.streams import say, show
 from massieu.foundation.printable import visible
 
 if TYPE_CHECKING:
-    from massieu.probing.result import ProbeResult
+    from massieu.probing.result.result import ProbeResult
     from massieu.probing.run import ProbeProgress
     from massieu.report.record import Statistic
 

@@ -15,15 +15,15 @@ from massieu.energy.activations import LayerNorm, RMSNorm
 from massieu.errors import InputError
 from massieu.foundation.arguments import described
 from massieu.population import AttentionLayer, Composition, FeedForward, Normalisation
-from massieu.probing.chains import ModuleCall, chain_between, recording
-from massieu.probing.check import check_evaluating
-from massieu.probing.forward import named_inputs, run
-from massieu.probing.model import as_loaded, dummy_inputs, model_inputs
-from massieu.probing.replay import AffineQuery, affine_projections, output_maps, relative_difference
-from massieu.probing.routes import capturing
-from massieu.probing.sites import SiteInfo, find_sites, first_pass
-from massieu.probing.watching import memory
-from massieu.probing.wiring import Step, StreamTracer
+from massieu.probing.capture.routes import capturing
+from massieu.probing.capture.sites import SiteInfo, find_sites, first_pass
+from massieu.probing.checks.check import check_evaluating
+from massieu.probing.model.forward import named_inputs, run
+from massieu.probing.model.model import as_loaded, dummy_inputs, model_inputs
+from massieu.probing.model.watching import memory
+from massieu.probing.stream.chains import ModuleCall, chain_between, recording
+from massieu.probing.stream.replay import AffineQuery, affine_projections, output_maps, relative_difference
+from massieu.probing.stream.wiring import Step, StreamTracer
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest difference that rounding explains, relative to the largest entry; half precisions: 3e-2."""

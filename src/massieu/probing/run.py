@@ -16,17 +16,17 @@ from massieu.foundation.arguments import flag, of_class, real, whole_number
 from massieu.foundation.doors import any_of, count, function, input_door, path, sequence, text
 from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
-from massieu.probing.course import STORE_EVERY, course_for
-from massieu.probing.draws import DRAWS
-from massieu.probing.forward import named_inputs
-from massieu.probing.model import dummy_inputs, load_tokenizer
-from massieu.probing.per_token import check_per_token
-from massieu.probing.reading import Options
+from massieu.probing.model.forward import named_inputs
+from massieu.probing.model.model import dummy_inputs, load_tokenizer
+from massieu.probing.reading.per_token import check_per_token
+from massieu.probing.reading.reading import Options
 from massieu.probing.replaced.effect import Replace
-from massieu.probing.result import ProbeResult
-from massieu.probing.session import Input, ProbeProgress, Session
-from massieu.probing.sharing import Sharing
-from massieu.probing.sources import load_given, of_images, of_text
+from massieu.probing.result.result import ProbeResult
+from massieu.probing.session.course import STORE_EVERY, course_for
+from massieu.probing.session.draws import DRAWS
+from massieu.probing.session.session import Input, ProbeProgress, Session
+from massieu.probing.session.sharing import Sharing
+from massieu.probing.session.sources import load_given, of_images, of_text
 from massieu.probing.statistics.registry import (
     ATTENTION,
     CLIMB,
@@ -37,7 +37,7 @@ from massieu.probing.statistics.registry import (
     select,
     select_quick,
 )
-from massieu.probing.units import Units
+from massieu.probing.sums.units import Units
 from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 
 

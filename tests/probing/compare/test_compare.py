@@ -20,10 +20,10 @@ from massieu.errors import InputError
 from massieu.probing.compare.changes import changes_of
 from massieu.probing.compare.comparison import Comparison
 from massieu.probing.compare.kept import key_of
-from massieu.probing.result import ProbeResult
-from massieu.probing.sharing import Sharing
-from massieu.probing.text import Batch
-from massieu.probing.text_digest import TextDigest
+from massieu.probing.data.text import Batch
+from massieu.probing.data.text_digest import TextDigest
+from massieu.probing.result.result import ProbeResult
+from massieu.probing.session.sharing import Sharing
 from massieu.report import page
 from massieu.report.directory import Directory
 from massieu.report.folder import STORE

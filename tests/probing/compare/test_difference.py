@@ -6,11 +6,11 @@ import scipy.fft
 from scipy import stats
 from tests.support.rows import every_row
 
-from massieu.probing.accumulate import Ratio, block_sums
 from massieu.probing.compare.difference import RESOLUTION, Difference, alone, independent, paired
-from massieu.probing.significance import student_p
-from massieu.probing.unit_sums import SiteSums, UnitSums
-from massieu.probing.units import WINDOWS, Units
+from massieu.probing.sums.accumulate import Ratio, block_sums
+from massieu.probing.sums.significance import student_p
+from massieu.probing.sums.unit_sums import SiteSums, UnitSums
+from massieu.probing.sums.units import WINDOWS, Units
 
 UNITS, HEADS = 11, 3
 DOCUMENTS = Units("document")

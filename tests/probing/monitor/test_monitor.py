@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import massieu
 from massieu import InputError, Monitor
+from massieu.probing.capture.routes import capturing
 from massieu.probing.monitor.record import MonitorRecord
-from massieu.probing.routes import capturing
 
 IDS = torch.arange(24).reshape(2, 12) * 7 % 31
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import massieu
 from massieu import Monitor
 from massieu.nn import clip_logits
-from massieu.probing.attention_call import AttentionCall, AttentionSite
-from massieu.probing.forward import run
-from massieu.probing.model import model_inputs
+from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
+from massieu.probing.capture.routes import capturing
+from massieu.probing.capture.tokens import BatchTokens, Tokens
+from massieu.probing.model.forward import run
+from massieu.probing.model.model import model_inputs
 from massieu.probing.monitor.record import MonitorRecord
-from massieu.probing.routes import capturing
-from massieu.probing.statistics.query_reading import QueryReading, Tokens
-from massieu.probing.tokens import BatchTokens
+from massieu.probing.statistics.query_reading import QueryReading
 
 pytestmark = pytest.mark.medium
 HEADS, WIDTH = 2, 16

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import massieu
 from massieu.errors import InputError
-from massieu.probing.model import load_model
+from massieu.probing.model.model import load_model
 from massieu.probing.replaced.effect import Effects, Replace
 from massieu.probing.statistics.registry import select
 

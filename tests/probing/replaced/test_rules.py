@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.probing.attention_call import AttentionCall, AttentionSite
+from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.replaced import rules
 from massieu.probing.replaced.rules import parse
 

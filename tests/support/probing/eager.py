@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from massieu.probing.attention_call import AttentionCall
-from massieu.probing.routes import capturing
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.routes import capturing
 
 
 def create(name: str, settings: dict[str, Any], attention: str = "eager") -> nn.Module:

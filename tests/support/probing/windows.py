@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import massieu
-from massieu.probing.attention_call import AttentionCall, AttentionSite
+from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.statistics.windowed import HeadWindow, Sums
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from massieu.errors import require_extra
 from massieu.foundation.numbers import number, with_error
-from massieu.probing.result import ProbeResult
+from massieu.probing.result.result import ProbeResult
 
 if TYPE_CHECKING:
     import polars

@@ -13,16 +13,16 @@ from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import real
 from massieu.foundation.doors import count, input_door, sequence, text
 from massieu.foundation.printable import visible
-from massieu.probing import stored
 from massieu.probing.compare.changes import Change, changes_of, examples_of
-from massieu.probing.compare.files import DIFFERENCES, PAGE, RECORD, VALUES, read_files, record_bytes
+from massieu.probing.compare.files import read_files, record_bytes
 from massieu.probing.compare.pairs import COLUMNS, Pairing, check_shapes, differences, large, pairing
-from massieu.probing.long_table import COLUMNS as VALUE_COLUMNS
-from massieu.probing.result import Fragment, ProbeResult
-from massieu.probing.result_files import RECORD as RUN_RECORD
-from massieu.probing.result_files import table_bytes
+from massieu.probing.result import stored
+from massieu.probing.result.long_table import COLUMNS as VALUE_COLUMNS
+from massieu.probing.result.result import Fragment, ProbeResult
+from massieu.probing.result.result_files import table_bytes
 from massieu.report import folder as folders
 from massieu.report.record import RunRecord, plain
+from massieu.report.record_files import COMPARISON_RECORD, DIFFERENCES, PAGE, RECORD, VALUES
 from massieu.report.writing import check_name, write_whole
 
 if TYPE_CHECKING:
@@ -243,16 +243,16 @@ class Comparison:
         folder = check_name(folder)
         if os.path.lexists(folder) and not os.path.isdir(folder):
             raise InputError(f"{folder} is a file; the comparison needs a folder")
-        if (folder / RUN_RECORD).is_file():
+        if (folder / RECORD).is_file():
             raise InputError(f"{folder} holds a result of 'massieu probe'; the comparison needs a folder of its own")
         files = {DIFFERENCES: table_bytes(self.differences, "parquet"), VALUES: table_bytes(self.values, "parquet")}
         try:
             files[PAGE] = self._page().encode("utf-8", "replace")
         except Exception as error:
-            folders.save(folder, RECORD, files | {RECORD: record_bytes(self._record(), files)})
+            folders.save(folder, COMPARISON_RECORD, files | {COMPARISON_RECORD: record_bytes(self._record(), files)})
             error.add_note(f"(all but the page was saved in {folder})")
             raise
-        folders.save(folder, RECORD, files | {RECORD: record_bytes(self._record(), files)})
+        folders.save(folder, COMPARISON_RECORD, files | {COMPARISON_RECORD: record_bytes(self._record(), files)})
         return folder
 
     @classmethod
@@ -268,8 +268,8 @@ class Comparison:
             raise InputError(
                 f"{folder} is {'a file' if os.path.lexists(folder) else 'missing'}; a comparison is a folder"
             )
-        said, tables = folders.read(folder, RECORD, read_files)
-        where = str(folder / RECORD)
+        said, tables = folders.read(folder, COMPARISON_RECORD, read_files)
+        where = str(folder / COMPARISON_RECORD)
         try:
             made = cls(
                 runs=[stored.run_of(run, where) for run in said.pop("runs")],

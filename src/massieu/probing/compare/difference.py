@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64
 
-from massieu.probing.significance import student_p
-from massieu.probing.unit_errors import influences, ratio_error, sum_error, weights_of
-from massieu.probing.unit_sums import SiteSums
-from massieu.probing.units import WINDOWS, Units
+from massieu.probing.sums.significance import student_p
+from massieu.probing.sums.unit_errors import influences, ratio_error, sum_error, weights_of
+from massieu.probing.sums.unit_sums import SiteSums
+from massieu.probing.sums.units import WINDOWS, Units
 
 RESOLUTION = 2.0**-22
 """Relative difference that float32 arithmetic in another order can make: the size of a batch, another device."""
@@ -37,7 +37,7 @@ def paired(first: SiteSums, second: SiteSums, units: Units = WINDOWS) -> Differe
 
     With s_u, n_u the sums of unit u, N = Σ n_u and m = Σ s_u / N of each model, unit u moves the difference by
     z_u = (s′_u − m′ n′_u)/N′ − (s_u − m n_u)/N, and the error is that of Σ z_u over the units that were counted. What both
-    models find hard in a unit drops out. `massieu.probing.unit_errors` has the error and its degrees of freedom.
+    models find hard in a unit drops out. `massieu.probing.sums.unit_errors` has the error and its degrees of freedom.
 
     Args:
         units: what the rows of the text are.
@@ -71,7 +71,8 @@ def independent(
     """The difference of two estimates as if they were independent.
 
     Of two models on the same text the error is then too large, not too small, since what is hard for one is as a rule
-    hard for the other. The degrees of freedom are the smaller one's, as `massieu.probing.significance.difference_p` has them.
+    hard for the other. The degrees of freedom are the smaller one's, as
+    `massieu.probing.sums.significance.difference_p` has them.
     """
     return Difference(
         other - value,

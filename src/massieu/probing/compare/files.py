@@ -5,16 +5,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from massieu.errors import InputError, require_extra
-from massieu.probing import stored
+from massieu.probing.result import stored
 from massieu.report import folder as folders
+from massieu.report.record_files import COMPARISON_RECORD, DIFFERENCES, VALUES
 
 if TYPE_CHECKING:
     import polars
 
-RECORD, PAGE = "comparison.json", "report.html"
-DIFFERENCES, VALUES = "differences.parquet", "values.parquet"
-FILES = (DIFFERENCES, VALUES, PAGE)
-"""Beside the record."""
 VERSION = 1
 
 
@@ -42,7 +39,9 @@ def read_files(content: folders.Stored) -> tuple[dict[str, Any], list["polars.Da
     for name in (DIFFERENCES, VALUES):
         _, table = content.read(name)
         if hashes.get(name) != folders.digest(table):
-            raise folders.MismatchError(f"{content.path(name)} is not the file that {RECORD} was stored with")
+            raise folders.MismatchError(
+                f"{content.path(name)} is not the file that {COMPARISON_RECORD} was stored with"
+            )
         try:
             tables.append(polars.read_parquet(io.BytesIO(table)))
         except (polars.exceptions.PolarsError, polars.exceptions.PanicException) as error:

@@ -12,16 +12,16 @@ from torch import nn
 
 import massieu
 from massieu.errors import InputError, require_extra
-from massieu.probing.adapter import find_adapter
-from massieu.probing.checkpoint import default_model, file_hash, find_checkpoint, quiet
-from massieu.probing.documents import beginning, given_documents, read_documents, reference_documents
-from massieu.probing.module_hash import module_hash
-from massieu.probing.pairs import given_pairs
-from massieu.probing.result import ProbeResult
-from massieu.probing.result_files import RECORD
+from massieu.probing.data.documents import beginning, given_documents, read_documents, reference_documents
+from massieu.probing.data.pairs import given_pairs
+from massieu.probing.data.text_digest import TextDigest
+from massieu.probing.model.adapter import find_adapter
+from massieu.probing.model.checkpoint import default_model, file_hash, find_checkpoint, quiet
+from massieu.probing.model.module_hash import module_hash
+from massieu.probing.result.result import ProbeResult
 from massieu.probing.run import probe
-from massieu.probing.text_digest import TextDigest
 from massieu.report.folder import save_or_elsewhere
+from massieu.report.record_files import RECORD
 
 FOLDER = "models"
 _SHOWN = 12

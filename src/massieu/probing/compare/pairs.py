@@ -8,11 +8,11 @@ import numpy as np
 
 from massieu.errors import InputError, require_extra
 from massieu.probing.compare.difference import Difference, alone, independent, paired, same_units
-from massieu.probing.long_table import schema
-from massieu.probing.result import ProbeResult
-from massieu.probing.significance import benjamini_hochberg
+from massieu.probing.result.long_table import schema
+from massieu.probing.result.result import ProbeResult
 from massieu.probing.statistics.registry import SAMPLED
-from massieu.probing.units import Units
+from massieu.probing.sums.significance import benjamini_hochberg
+from massieu.probing.sums.units import Units
 from massieu.report.record import Statistic
 
 if TYPE_CHECKING:

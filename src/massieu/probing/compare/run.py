@@ -14,11 +14,11 @@ from massieu.errors import InputError
 from massieu.interruption import interruptible
 from massieu.probing.compare.comparison import Comparison
 from massieu.probing.compare.kept import Kept, key_of
-from massieu.probing.model import load_tokenizer
-from massieu.probing.result import ProbeResult
+from massieu.probing.model.model import load_tokenizer
+from massieu.probing.result.result import ProbeResult
 from massieu.probing.run import probe
-from massieu.probing.session import ProbeProgress
-from massieu.probing.sharing import Sharing
+from massieu.probing.session.session import ProbeProgress
+from massieu.probing.session.sharing import Sharing
 
 Model = str | Path | nn.Module | ProbeResult
 _OF_THIS_CALL = ("model", "tokenizer_or_batches", "revision", "progress", "sharing", "generate")

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from massieu.probing.attention_call import AttentionCall
-from massieu.probing.check import FirstLook
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.capture.tokens import Tokens
+from massieu.probing.checks.check import FirstLook
 from massieu.probing.monitor.measured_pass import WatchedPasses
 from massieu.probing.monitor.processes import gathered, head_shard
-from massieu.probing.sites import SiteInfo
-from massieu.probing.statistics.query_reading import Tokens, largest_logits
+from massieu.probing.statistics.query_reading import largest_logits
 
 
 @dataclass

@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from massieu.probing.attention_call import AttentionCall, AttentionSite
-from massieu.probing.capture import Capture, recomputing
-from massieu.probing.check import FirstLook
-from massieu.probing.forward import called_with, decoder_given
+from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
+from massieu.probing.capture.capture import Capture, recomputing
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.capture.tokens import BatchTokens, Tokens, drawn_for, is_sampled
+from massieu.probing.checks.check import FirstLook
+from massieu.probing.checks.nonfinite import in_call
+from massieu.probing.model.forward import called_with, decoder_given
+from massieu.probing.model.precision import Cloud, computed_in
+from massieu.probing.model.watching import hooked
 from massieu.probing.monitor.extreme_activations import extreme_tokens
 from massieu.probing.monitor.period import ToldPeriod
 from massieu.probing.monitor.processes import BatchShare, MonitorSums, batch_name, head_shard
 from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, StreamNumbers, Sums, stream_numbers
-from massieu.probing.nonfinite import in_call
-from massieu.probing.precision import Cloud, computed_in
-from massieu.probing.sites import SiteInfo
-from massieu.probing.statistics.query_reading import Tokens
-from massieu.probing.tokens import BatchTokens, drawn_for, is_sampled
-from massieu.probing.watching import hooked
 
 CLOUD = 64  # tokens of a window whose spread is measured
 

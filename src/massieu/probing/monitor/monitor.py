@@ -18,10 +18,13 @@ from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described, flag, number, whole_number
 from massieu.foundation.printable import visible
 from massieu.nn import clip_logits
-from massieu.probing.check import FirstLook, first_look
-from massieu.probing.checkpoint import some
-from massieu.probing.forward import device_of, named_inputs, run
-from massieu.probing.model import check_loaded, model_inputs
+from massieu.probing.capture.routes import capturing
+from massieu.probing.checks.check import FirstLook, first_look
+from massieu.probing.checks.padding import PaddingCheck
+from massieu.probing.model.checkpoint import some
+from massieu.probing.model.forward import device_of, named_inputs, run
+from massieu.probing.model.model import check_loaded, model_inputs
+from massieu.probing.model.unwrap import unwrapped
 from massieu.probing.monitor.alarms import Alarms, watched_numbers
 from massieu.probing.monitor.clipping import Clipping, LargestLogits
 from massieu.probing.monitor.layer_norms import LayerNorms
@@ -45,9 +48,6 @@ from massieu.probing.monitor.training import (
 from massieu.probing.monitor.trouble import trouble
 from massieu.probing.monitor.undisturbed import undisturbed
 from massieu.probing.monitor.writers import Outlets
-from massieu.probing.padding import PaddingCheck
-from massieu.probing.routes import capturing
-from massieu.probing.unwrap import unwrapped
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
 

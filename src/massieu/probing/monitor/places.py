@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from massieu.probing.sites import SiteInfo, stack_of
+from massieu.probing.capture.sites import SiteInfo, stack_of
 
 
 def places(sites: Sequence[SiteInfo]) -> list[str]:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from massieu.errors import InputError
+from massieu.probing.data.text_digest import TextDigest
 from massieu.probing.monitor.period import ToldPeriod, together
 from massieu.probing.monitor.quantities import SiteNumbers, StreamNumbers, joined
-from massieu.probing.text_digest import TextDigest
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from massieu.population import observables
-from massieu.probing.attention_call import AttentionCall
-from massieu.probing.nonfinite import kind_of
-from massieu.probing.precision import ONE_POINT_RANK, Cloud, is_one_point
-from massieu.probing.sites import SiteInfo
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.capture.tokens import Tokens
+from massieu.probing.checks.nonfinite import kind_of
+from massieu.probing.model.precision import ONE_POINT_RANK, Cloud, is_one_point
 from massieu.probing.statistics import attention as of_query
-from massieu.probing.statistics.query_reading import QueryReading, Tokens
+from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import moments_of
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
-from massieu.probing.checkpoint import some
+from massieu.probing.model.checkpoint import some
 from massieu.probing.monitor.quantities import SiteNumbers
 
 SHOWN = 5

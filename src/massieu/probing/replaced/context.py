@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.foundation.doors import MODULE, any_of, input_door
-from massieu.probing.attention_call import AttentionCall
-from massieu.probing.capture import Capture
-from massieu.probing.check import silent_attention
-from massieu.probing.checkpoint import some
-from massieu.probing.forward import uncompiled
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.capture import Capture
+from massieu.probing.capture.routes import capturing
+from massieu.probing.capture.sites import inside
+from massieu.probing.checks.check import silent_attention
+from massieu.probing.model.checkpoint import some
+from massieu.probing.model.forward import uncompiled
+from massieu.probing.model.unwrap import unwrapped
+from massieu.probing.model.watching import hooked
 from massieu.probing.replaced.rules import MEAN, Rule, Unchanged, parse
-from massieu.probing.routes import capturing
-from massieu.probing.sites import inside
-from massieu.probing.unwrap import unwrapped
-from massieu.probing.watching import hooked
 
 Sites = Iterable[str] | Mapping[str, Iterable[int]]
 

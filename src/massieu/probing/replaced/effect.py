@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described
-from massieu.probing.accumulate import Ratio
-from massieu.probing.checkpoint import sentence
-from massieu.probing.forward import decoder_given, output_tensor, run
-from massieu.probing.model import LoadedModel, model_inputs
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.capture.tokens import BatchTokens
+from massieu.probing.data.token_names import frames_of
+from massieu.probing.model.checkpoint import sentence
+from massieu.probing.model.forward import decoder_given, output_tensor, run
+from massieu.probing.model.model import LoadedModel, model_inputs
 from massieu.probing.replaced.context import made_of, replaced
 from massieu.probing.replaced.rules import MEAN, AtRest, Off, Resampled, Rule
-from massieu.probing.sites import SiteInfo
 from massieu.probing.statistics.replacement import loss_without_head, output_without_head
-from massieu.probing.token_names import frames_of
-from massieu.probing.tokens import BatchTokens
-from massieu.probing.units import Estimate
+from massieu.probing.sums.accumulate import Ratio
+from massieu.probing.sums.units import Estimate
 from massieu.report.record import ReplacementRecord
 
 Per = Literal["all", "site", "head"]

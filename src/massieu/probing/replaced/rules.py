@@ -16,7 +16,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.energy.entmax import entmax
 from massieu.errors import InputError
-from massieu.probing.attention_call import AttentionCall
+from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.replaced.shared import (
     PAIRS,
     Outputs,

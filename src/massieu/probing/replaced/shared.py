@@ -11,7 +11,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.errors import InputError
 from massieu.ops.attention import AttentionResult
-from massieu.probing.attention_call import AttentionCall, explicit_attention
+from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
 
 Outputs = Float[Tensor, "B L H Dv"]
 PAIRS = 2**24  # of query and key, whose scores are held at a time

@@ -17,15 +17,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.probing.accumulate import Ratio
-from massieu.probing.attention_call import AttentionCall
-from massieu.probing.replay import Replay
-from massieu.probing.running import RunningParts
-from massieu.probing.significance import other_heads
+from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.statistics.registry import CLIMB, SHIM, statistic
 from massieu.probing.statistics.values import write_norm_ratio
-from massieu.probing.units import Units
-from massieu.probing.wiring import AttentionRead, Step
+from massieu.probing.stream.replay import Replay
+from massieu.probing.stream.wiring import AttentionRead, Step
+from massieu.probing.sums.accumulate import Ratio
+from massieu.probing.sums.running import RunningParts
+from massieu.probing.sums.significance import other_heads
+from massieu.probing.sums.units import Units
 
 CONTROL_SHARE = 8  # whole-step controls run on every eighth sampled query
 TOGETHER = 2**21  # numbers in what all heads write at the queries that are measured at a time

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from massieu.foundation.threads import one_thread
 from massieu.population import observables
-from massieu.probing.precision import ONE_POINT_RANK, Cloud, computed_in, is_one_point
+from massieu.probing.model.precision import ONE_POINT_RANK, Cloud, computed_in, is_one_point
 from massieu.probing.statistics.layer_groups import Row, SublayerRatios, tested_degrees
 from massieu.probing.statistics.registry import EXPANSION, SHIM, statistic
-from massieu.probing.units import Units
-from massieu.probing.wiring import Step
+from massieu.probing.stream.wiring import Step
+from massieu.probing.sums.units import Units
 
 _BEFORE, _AFTER, _CHANGE = 0, 1, 2
 FEWEST = 8  # tokens; fewer say nothing about a covariance
@@ -80,24 +80,6 @@ def effective_rank(cloud: Tensor, spectrum: Tensor) -> Tensor:
 LEVELS = (pairwise_distance, log_determinant, effective_rank)
 _RANK = LEVELS.index(effective_rank)
 CHANGES = (pairwise_distance_log_ratio, log_determinant_change, effective_rank_change)
-
-
-def distinct_positions(
-    tokens: Int[Tensor, " L"] | None, real: Tensor, most: int, generator: torch.Generator
-) -> Int[Tensor, " S"]:
-    """Up to ``most`` random real positions of one sequence, no two with the same token.
-
-    Two equal tokens start as the same point in models without position vectors, and a covariance would be singular.
-    """
-    places = real.nonzero()[:, 0]
-    places = places[torch.randperm(len(places), generator=generator).to(places.device)]
-    if tokens is not None:
-        # Read in one go: each look at a single number of a GPU waits for it.
-        known, seen = tokens.tolist(), dict[int, int]()
-        for place in places.tolist():
-            seen.setdefault(known[place], place)
-        places = torch.tensor(list(seen.values()), dtype=torch.long, device=real.device)
-    return places[:most].sort().values
 
 
 class ExpansionStatistics(SublayerRatios):

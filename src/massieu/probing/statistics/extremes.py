@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
-from massieu.probing.attention_call import AttentionCall, explicit_attention
-from massieu.probing.running import State, fitting
+from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
 from massieu.probing.statistics.query_means import Queries
+from massieu.probing.sums.running import State, fitting
 
 EXTREMES = (
     *((name, "maximum") for name in ("largest_score", "largest_score_above_mean", "selective_log_partition")),
@@ -89,7 +89,7 @@ class Extremes:
         self.places = np.where(better[..., None], other.places, self.places)
 
     def state(self) -> State:
-        """Both arrays; see `massieu.probing.running`."""
+        """Both arrays; see `massieu.probing.sums.running`."""
         return {"best": self.best.copy(), "places": self.places.copy()}
 
     def restore(self, state: State) -> None:

@@ -14,11 +14,11 @@ from massieu.foundation.threads import one_thread
 from massieu.population import observables
 from massieu.population.cloud_shape import projected_cumulants, random_directions, squared_gaussian_distance
 from massieu.population.clusters import cluster_count
-from massieu.probing.precision import ONE_POINT_RANK, computed_in, is_one_point
+from massieu.probing.model.precision import ONE_POINT_RANK, computed_in, is_one_point
 from massieu.probing.statistics.layer_groups import SublayerMeans
 from massieu.probing.statistics.registry import FLOW, SHIM, measures, statistic
-from massieu.probing.units import Units
-from massieu.probing.wiring import Step
+from massieu.probing.stream.wiring import Step
+from massieu.probing.sums.units import Units
 
 PROJECTIONS = 64
 FEWEST = 8

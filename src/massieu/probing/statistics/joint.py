@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.attention_call import explicit_attention
+from massieu.probing.capture.attention_call import explicit_attention
 from massieu.probing.statistics.registry import JOINT, SHIM, statistic
 from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries
 

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.accumulate import Ratio
-from massieu.probing.running import State
 from massieu.probing.statistics.registry import STATISTICS, measures
-from massieu.probing.units import FEWEST_UNITS, Estimate, Units
+from massieu.probing.sums.accumulate import Ratio
+from massieu.probing.sums.running import State
+from massieu.probing.sums.units import FEWEST_UNITS, Estimate, Units
 
 Row = tuple[str, float, float, float, float]
 """Name, value, standard error, count, and degrees of freedom of the error: 0 where nothing may be announced from it."""

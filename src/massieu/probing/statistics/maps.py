@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from massieu.probing.replay import HeadMaps
 from massieu.probing.statistics.registry import MAPS, SHIM, measures, statistic
+from massieu.probing.stream.replay import HeadMaps
 
 _of_maps = partial(statistic, MAPS, paper=SHIM)
 

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.probing.accumulate import Histogram, Ratio, Spread, Tally
-from massieu.probing.running import RunningParts
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import ATTENTION, NEEDS_SCORES, measures
-from massieu.probing.units import Units
+from massieu.probing.sums.accumulate import Histogram, Ratio, Spread, Tally
+from massieu.probing.sums.running import RunningParts
+from massieu.probing.sums.units import Units
 
 _SPREADS = ("selective_log_partition", "entropy")
 _POSITION_BINS = 8

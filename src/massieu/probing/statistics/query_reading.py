@@ -15,45 +15,11 @@ from torch import Tensor
 from massieu import ops
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.moments import NAMES, MomentsResult
-from massieu.probing.attention_call import AttentionCall
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.tokens import Tokens
 
 ROUNDING = 1e-3
 """Largest rounding of a score, in nats and so relative of a weight, with which weights are formed in float32."""
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """What is known of the tokens of one batch.
-
-    Attributes:
-        real: False at padding.
-        special: the tokenizer's special tokens; None where they are not known.
-        ids: their numbers; None where the model was given none.
-        restarts: where a document begins behind another one, in rows that hold several and attend within each; None where
-            there is no such row.
-    """
-
-    real: Bool[Tensor, "B L"]
-    special: Bool[Tensor, "B L"] | None
-    ids: Int[Tensor, "B L"] | None = None
-    restarts: Bool[Tensor, "B L"] | None = None
-
-    def first(self) -> Int[Tensor, " B"]:
-        """Position of the first real token of each sequence."""
-        return self.real.int().argmax(dim=1)
-
-    def begins(self) -> Bool[Tensor, "B L"]:
-        """The first real token of each document."""
-        first = torch.zeros_like(self.real).scatter_(1, self.first()[:, None], True)
-        return first if self.restarts is None else first | self.restarts
-
-    def first_of_document(self, positions: Int[Tensor, " L"]) -> Int[Tensor, "B L_or_1"]:
-        """Position of the first real token of the document that holds each of these positions."""
-        first = self.first()[:, None]
-        if self.restarts is None:
-            return first
-        begins = torch.arange(self.real.shape[1], device=self.real.device) * self.restarts
-        return torch.maximum(first, begins.cummax(dim=1).values[:, positions])
 
 
 @dataclass(frozen=True, eq=False)

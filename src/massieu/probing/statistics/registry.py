@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from massieu.errors import InputError
-from massieu.probing.random_heads import Scale
+from massieu.probing.sums.random_heads import Scale
 from massieu.report.record import Statistic
 
 GROUPS = (
@@ -25,9 +25,9 @@ GROUPS = (
 WINDOWED = (MEMORY, CONDITIONAL_MEAN, KEY_DENSITY, JOINT, UNCERTAINTY, METRIC)
 """Groups of `massieu.probing.statistics.windowed`."""
 AGAIN = (RESPONSE, SYMMETRY)
-"""Groups of `massieu.probing.again`: some windows are run again for them."""
+"""Groups of `massieu.probing.reading.again`: some windows are run again for them."""
 LAYERED = (FEED_FORWARD, FLOW, RESIDUAL, TAP, *AGAIN)
-"""Groups of `massieu.probing.layer_reading`."""
+"""Groups of `massieu.probing.reading.layer_reading`."""
 ASKED = frozenset({*WINDOWED, *LAYERED})
 """Groups that answer a question of the papers: the statistics of one are tested together."""
 SAMPLED = frozenset({CLIMB, EXPANSION, *WINDOWED, *LAYERED})

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from massieu.probing.accumulate import Ratio
-from massieu.probing.running import State
 from massieu.probing.statistics.layer_groups import Row, has_own_control, rows_beside_control
 from massieu.probing.statistics.registry import measures
-from massieu.probing.units import Units
+from massieu.probing.sums.accumulate import Ratio
+from massieu.probing.sums.running import State
+from massieu.probing.sums.units import Units
 
 Products = Float64[np.ndarray, "windows vectors vectors"]
 Sums = tuple[Float64[np.ndarray, " windows"], Float64[np.ndarray, " windows"]]

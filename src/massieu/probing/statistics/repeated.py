@@ -12,9 +12,9 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from massieu.foundation.matrices import eigenvalues
-from massieu.probing.accumulate import Ratio
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import REPEATED, statistic
+from massieu.probing.sums.accumulate import Ratio
 
 CIRCUITS = "Elhage et al., A Mathematical Framework for Transformer Circuits (2021)"
 INDUCTION = "Olsson et al., In-context Learning and Induction Heads (arXiv 2209.11895)"

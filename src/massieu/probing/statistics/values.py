@@ -5,8 +5,8 @@ from functools import partial
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.probing.attention_call import AttentionCall
-from massieu.probing.statistics.query_reading import Tokens
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.tokens import Tokens
 from massieu.probing.statistics.registry import VALUES, statistic
 
 _of_values = partial(statistic, VALUES)

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.probing.accumulate import Ratio
-from massieu.probing.attention_call import AttentionCall, explicit_attention
-from massieu.probing.running import State
+from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
 from massieu.probing.statistics.registry import STATISTICS, measures
-from massieu.probing.units import Units
+from massieu.probing.sums.accumulate import Ratio
+from massieu.probing.sums.running import State
+from massieu.probing.sums.units import Units
 
 QUERIES = 16
 """Of each sampled window, for what costs much."""
@@ -154,7 +154,7 @@ class WindowStatistics:
             yield name, (0, place), None if own_control(name) is None else (1, place)
 
     def state(self) -> State:
-        """All that was summed; see `massieu.probing.running`."""
+        """All that was summed; see `massieu.probing.sums.running`."""
         return self.ratio.state()
 
     def restore(self, state: State) -> None:

@@ -1,0 +1,31 @@
+"""Reading a model's attention calls, whichever way its code computes them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.capture import Capture, active
+from massieu.probing.capture.follow.mode import Tap
+from massieu.probing.capture.interface import reading_interface
+
+
+@contextmanager
+def capturing(model: nn.Module, observer: Callable[[AttentionCall], Tensor | None]) -> Iterator[Capture]:
+    """Hand every attention call of ``model`` to ``observer`` while the block runs; the model's results stay its own.
+
+    An observer that returns something puts it in the place of that call's output, and then they do not.
+
+    The model is afterwards as it was, whatever happens.
+
+    Raises:
+        InputError: the model runs attention through an implementation other than ``sdpa`` or ``eager``, is being probed
+            already, or was used by another thread in the meantime.
+    """
+    capture = Capture({module: name for name, module in model.named_modules()}, observer)
+    tap = Tap(model, capture)
+    capture.finish = tap.finish
+    with active(capture), reading_interface(model, capture), tap:
+        yield capture
+    tap.finish()

@@ -1,0 +1,273 @@
+"""Where a model computes attention: each site's block, layer, kind and sizes, found by watching one forward pass.
+
+Nothing is decided by what a module or a class is called. Layers come from the nesting of module lists and from how often a
+block was called; the decoder of an encoder–decoder is the stack that attends to another sequence.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
+from massieu.probing.capture.capture import Capture, replayed
+from massieu.probing.capture.layout import tokens_first
+from massieu.probing.capture.routes import capturing
+from massieu.probing.model.forward import decoder_given, run_first
+from massieu.probing.model.watching import hooked, mapped, same_tensor
+
+
+@dataclass(frozen=True)
+class SiteInfo:
+    """An attention site and where it sits: its block, the index of that block in its stack, and its sizes.
+
+    Attributes:
+        in_decoder: the queries are tokens of the decoder of a model that was given decoder tokens too.
+        value_sets: how many sets of values the same attention weights are applied to; differential attention has two.
+        route, grade, moving: of its calls, as `AttentionCall` has them.
+        tokens_first: its module is given tokens as (L, B, D); None where that cannot be known.
+        prefix: keys that stand before those of its own tokens, as prefix tuning puts there.
+        apart: its heads have different log-weights, as under ALiBi, so that one cannot stand for another.
+    """
+
+    index: int
+    site: AttentionSite
+    block: str
+    layer: int
+    kind: str  # "self", "causal" or "cross"
+    heads: int
+    key_heads: int
+    head_size: int
+    value_size: int
+    in_decoder: bool = False
+    value_sets: int = 1
+    route: str = "interface"
+    grade: str = "full"
+    moving: bool = False
+    tokens_first: bool | None = False
+    prefix: int = 0
+    apart: bool = False
+
+    @property
+    def itself(self) -> bool:
+        """Whether its keys are those of its queries' tokens, one for one."""
+        return self.kind != "cross" and not self.prefix
+
+
+@dataclass(eq=False)
+class FirstPass:
+    """What one forward pass showed: its attention calls in order, and which modules attend to another sequence.
+
+    Attributes:
+        decoder_tokens: the model was given tokens for a decoder beside those for the encoder.
+        visits: for each call, how often its module's forward had been entered by then.
+        sequences: for each call, how many it was of.
+        tokens_first: for each call, as `SiteInfo` has it.
+        noted: for each call, what `look` made of it.
+        output: the model's.
+        unexplained: keyword arguments of attention that are not known.
+        refused: modules whose attention cannot be read, with the reason.
+    """
+
+    decoder_tokens: bool
+    calls: list[AttentionCall] = field(default_factory=list)
+    visits: list[int] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
+    tokens_first: list[bool | None] = field(default_factory=list)
+    noted: list[Any] = field(default_factory=list)
+    cross: set[nn.Module] = field(default_factory=set)
+    output: Any = None
+    unexplained: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def leave_out(self, refused: Collection[str]) -> None:
+        """Without the calls of modules of which a part cannot be read: the rest is not what they attend to."""
+        kept = [call.site.module_name not in refused for call in self.calls]
+        for name in ("calls", "visits", "sequences", "tokens_first", "noted"):
+            setattr(self, name, list(compress(getattr(self, name), kept)))
+
+
+def first_pass(
+    model: nn.Module,
+    prepared: dict[str, Any],
+    look: Callable[[AttentionCall], Any] | None = None,
+    keep: int | None = None,
+) -> FirstPass:
+    """Run a model once and record where it attends.
+
+    Args:
+        prepared: what its forward is called with, from `model_inputs`.
+        look: is shown each call while it is whole.
+        keep: so many sequences of each call are kept; None is all of them.
+    """
+    found = FirstPass(decoder_given(prepared))
+    entered = Counter[nn.Module]()
+    states: dict[nn.Module, Tensor | None] = {}
+    tapped: set[nn.Module] = set()
+
+    def enter(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        entered[module] += 1
+        states[module] = hidden_state(arguments, keywords)
+        if any(keywords.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")):
+            found.cross.add(module)
+
+    def leave(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], _: Any) -> None:
+        if module in tapped and _crosses(capture, module, arguments, keywords):
+            found.cross.add(module)
+        tapped.discard(module)
+        states.pop(module, None)  # else every activation of the pass would stay until its end
+
+    def attend(call: AttentionCall) -> None:
+        if call.route == "tap":
+            tapped.add(call.module)
+        found.noted.append(None if look is None else look(call))
+        found.sequences.append(call.query.shape[0])
+        found.tokens_first.append(tokens_first(call, states.get(call.module)))
+        found.calls.append(call if keep is None else _cut(call, keep))
+        found.visits.append(entered[call.module])
+
+    with torch.no_grad(), capturing(model, attend) as capture, hooked(model.modules(), before=enter, after=leave):
+        found.output = run_first(model, prepared)
+    found.unexplained, found.refused = capture.unexplained, dict(capture.refused)
+    found.leave_out(found.refused)
+    return found
+
+
+def _cut(call: AttentionCall, keep: int) -> AttentionCall:
+    """A copy of the call's first sequences, which does not hold the memory of the others."""
+    part = call.rows(slice(0, keep))
+    parts = {name: value.clone() for name, value in vars(part).items() if isinstance(value, Tensor)}
+    return replace(part, **parts)
+
+
+def hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
+    """The tokens that a module is given: the first tensor of three dimensions and floating-point numbers."""
+    given = arguments[:1] or (keywords.get("hidden_states"), *keywords.values())
+    return next((v for v in given if isinstance(v, Tensor) and v.dim() == 3 and v.is_floating_point()), None)
+
+
+def _crosses(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether another tensor of the form of its tokens makes a module's keys, and not its queries: another sequence."""
+    tokens: list[Tensor] = []
+
+    def same(value: Tensor) -> Tensor:
+        if value.dim() == 3 and value.is_floating_point():
+            tokens.append(value)
+        return value
+
+    def changed(value: Tensor) -> Tensor:
+        other = value.dim() == 3 and value.is_floating_point() and not same_tensor(value, tokens[0])
+        return 2 * value + 1 if other else value
+
+    found = []
+    for change in (same, changed):
+        given = mapped(arguments, change), {name: mapped(value, change) for name, value in keywords.items()}
+        if all(same_tensor(value, tokens[0]) for value in tokens):
+            return False
+        try:
+            found.append(replayed(capture, module, *given))
+        except Exception:  # of whatever class the module raises, called by itself or with other numbers
+            return False
+    (query, key, _), (other_query, other_key, _) = found
+    return torch.equal(query, other_query) and not torch.equal(key, other_key)
+
+
+def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
+    """Place every attention site of one forward pass."""
+    items = _list_items(model)
+    names = list(dict.fromkeys(call.site.module_name for call in seen.calls))
+    layers: dict[str, dict[tuple[str, int], int]] = {}
+    sets = Counter(call.site for call in seen.calls)
+    blocks = {name: _block_of(name, items, names) for name in names}
+    kinds = {call.site: _kind(call, seen.cross) for call in reversed(seen.calls)}
+    decoders = {stack_of(blocks[site.module_name]) for site, kind in kinds.items() if kind == "cross"}
+    found: list[SiteInfo] = []
+    for call, visit, order in zip(seen.calls, seen.visits, seen.tokens_first, strict=True):
+        block = blocks[call.site.module_name]
+        stack = stack_of(block)
+        known = layers.setdefault(stack, {})
+        layer = known.setdefault((block, visit), len(known))
+        if call.repeated:
+            continue
+        sizes = (call.query.shape[1], call.key.shape[1], call.query.shape[3], call.value.shape[3])
+        decoder = seen.decoder_tokens and stack in decoders
+        read: dict[str, Any] = {name: getattr(call, name) for name in ("route", "grade", "moving")}
+        read |= {"value_sets": sets[call.site], "tokens_first": order, "apart": _apart(call)}
+        if kinds[call.site] == "causal":
+            read["prefix"] = call.key.shape[2] - call.query.shape[2]
+        found.append(SiteInfo(len(found), call.site, block, layer, kinds[call.site], *sizes, decoder, **read))
+    return found
+
+
+def _apart(call: AttentionCall) -> bool:
+    weight = call.log_weight
+    return weight is not None and weight.shape[1] > 1 and not bool((weight == weight[:, :1]).all())
+
+
+def _kind(call: AttentionCall, cross: set[nn.Module]) -> str:
+    length, keys = call.query.shape[2], call.key.shape[2]
+    if call.module in cross or (keys != length and not _behind_a_prefix(call)):
+        return "cross"
+    if keys != length:
+        return "causal"
+    if call.is_causal or call.key.shape[2] < 2:  # a mask for it would have as many entries as there are pairs
+        return "causal" if call.is_causal else "self"
+    return "self" if bool(call.visible().triu(1).any()) else "causal"
+
+
+def _behind_a_prefix(call: AttentionCall) -> bool:
+    """Whether queries see keys that stand before all of theirs, and of theirs their own and earlier ones."""
+    length, keys = call.query.shape[2], call.key.shape[2]
+    if call.is_causal or length < 2 or keys < length:
+        return False
+    visible = call.visible()
+    own = visible[..., keys - length :]
+    # Each query sees its own key, unless that is padding, which nobody sees; all see the prefix, and none a later key.
+    own_seen = own.diagonal(dim1=-2, dim2=-1)
+    padding = ~own.any(-2)
+    sees_any = visible.any(-1)
+    return (
+        not bool(own.triu(1).any())
+        and bool((own_seen | padding).all())
+        and bool(own_seen.any())
+        and bool(visible[..., : keys - length][sees_any].all())
+    )
+
+
+def _list_items(model: nn.Module) -> list[str]:
+    """Names of all modules that are items of a ``ModuleList`` or ``Sequential``, outermost first."""
+    return [
+        f"{name}.{child}" if name else child
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        for child, _ in module.named_children()
+    ]
+
+
+def inside(name: str, parent: str) -> bool:
+    """Whether a module's name is another's, or that of a module within it."""
+    return not parent or name == parent or name.startswith(parent + ".")
+
+
+def _block_of(module_name: str, items: Sequence[str], attention_names: Sequence[str]) -> str:
+    """The outermost list item around an attention module in which no two attention modules have the same last name.
+
+    Where there is none, as with self-attention and cross-attention of one name in one block, it is the innermost item.
+    """
+    around = [item for item in items if inside(module_name, item)]
+    for item in around:
+        last = [n.rsplit(".", 1)[-1] for n in attention_names if inside(n, item)]
+        if len(last) == len(set(last)):
+            return item
+    return around[-1] if around else module_name.rpartition(".")[0] or module_name
+
+
+def stack_of(block: str) -> str:
+    parts = block.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit() or re.search(r"_\d+$", part)]
+    return ".".join(parts[: numbers[0]]) if numbers else block

@@ -1,0 +1,135 @@
+"""NaN and infinities in a model: noticed in every batch, and traced to the first place where they arise."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.routes import capturing
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.model.forward import dtype_of, run, tensors_of
+from massieu.probing.model.model import model_inputs
+from massieu.probing.model.offload import weights
+from massieu.probing.model.watching import hooked
+from massieu.probing.stream.wiring import StreamTracer
+from massieu.probing.sums.running import State
+from massieu.report.record import Trouble
+
+
+def kind_of(tensor: Tensor) -> str | None:
+    """ "NaN" or "infinity" where a tensor holds one, NaN first; None where all its numbers are finite."""
+    tensor = tensor.detach()
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return None
+    # A finite sum has finite terms, and takes neither a copy nor a second pass; one that overflows proves nothing.
+    if bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):
+        return None
+    return "NaN" if bool(tensor.isnan().any()) else "infinity"
+
+
+def in_weights(model: nn.Module) -> Trouble | None:
+    """The weights that are not finite. Buffers may hold infinities, as masks do, but no NaN."""
+    kinds = [(name, kind_of(tensor), buffer) for name, tensor, buffer in weights(model)]
+    kinds.sort(key=lambda each: each[2])  # buffers behind parameters
+    found = [(name, what) for name, what, buffer in kinds if what and (what == "NaN" or not buffer)]
+    if not found:
+        return None
+    first, what = found[0]
+    others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return Trouble(f"the model is broken: {what} in the weight {first}{others}", what, first)
+
+
+def in_batch(model: nn.Module, inputs: dict[str, Any], real: Tensor | None, batch: str) -> Trouble | None:
+    """The first place at which a pass over one batch gives something that is not finite, padding left out.
+
+    Args:
+        inputs: what the model's forward is called with.
+        real: which tokens are no padding.
+        batch: what to call the batch.
+    """
+    for name, value in inputs.items():
+        what = kind_of(value) if isinstance(value, Tensor) else None
+        if what:
+            return Trouble(f"the input is broken: {what} in {name!r} of {batch}", what, name)
+    found: list[tuple[str, str]] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        if not found:
+            kinds = (kind_of(at_real(tensor, real)) for tensor in tensors_of(output))
+            found.extend((names[module] or type(module).__name__, what) for what in kinds if what)
+
+    with torch.no_grad(), hooked(names, after=look):
+        run(model, inputs)
+    if not found:
+        return None
+    first, what = found[0]
+    dtype = dtype_of(model)
+    half = dtype in (torch.float16, torch.bfloat16)
+    cause = f"; {str(dtype).removeprefix('torch.')} may overflow where float32 does not" if half else ""
+    return Trouble(f"the model's numbers break down: {what} first in {first}, in {batch}{cause}", what, first)
+
+
+def in_call(call: AttentionCall, queries: Bool[Tensor, "B L"], keys: Bool[Tensor, "B N"]) -> bool:
+    """Whether one attention call has numbers that are not finite, padding and queries that see no key left out."""
+    asked = (call.query.transpose(1, 2), call.output)
+    attended = (call.key.transpose(1, 2), call.value.transpose(1, 2))
+    if call.grade == "scores" and call.log_weight is not None:  # it holds the scores
+        asked = (*asked, torch.where(call.log_weight.isneginf(), 0.0, call.log_weight).transpose(1, 2))
+    if all(kind_of(tensor) is None for tensor in (*asked, *attended)):
+        return False
+    queries = queries & call.visible().any(-1).all(1)
+    known = [kind_of(at_real(tensor, queries)) for tensor in asked]
+    return any(known) or any(kind_of(at_real(tensor, keys)) for tensor in attended)
+
+
+def at_real(tensor: Tensor, real: Tensor | None) -> Tensor:
+    """A tensor's entries at real tokens, where its first two dimensions are items and tokens, or the reverse; else all."""
+    if real is None or tensor.dim() < 2:
+        return tensor
+    for places in (real, real.mT):
+        if tensor.shape[:2] == places.shape:
+            return tensor[places.to(tensor.device)]
+    return tensor
+
+
+def shows_nan(model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any]) -> bool:
+    """Whether an attention call or a step along the residual stream has NaN, in one pass over a batch."""
+    found: list[bool] = []
+
+    def attend(call: AttentionCall) -> None:
+        parts = (call.query, call.key, call.value, call.output, call.log_weight)
+        found.extend(kind_of(part) == "NaN" for part in parts if part is not None)
+        tracer.attention(call)
+
+    tracer = StreamTracer(model, sites, lambda step: found.append(kind_of(step.after) == "NaN"))
+    with torch.no_grad(), capturing(model, attend), tracer.watching():
+        run(model, model_inputs(model, inputs, items=2))
+    return any(found)
+
+
+@dataclass
+class FirstTrouble:
+    """The first trouble of a reading, and the window in which it was."""
+
+    trouble: Trouble | None = None
+    window: int = 0
+
+    def merge(self, other: "FirstTrouble") -> None:
+        """Keep what comes first in the text."""
+        if other.trouble is not None and (self.trouble is None or other.window < self.window):
+            self.trouble, self.window = other.trouble, other.window
+
+    def state(self) -> State:
+        """What is known of it."""
+        found = self.trouble
+        return {"found": None if found is None else [found.sentence, found.what, found.first], "window": self.window}
+
+    def restore(self, state: State) -> None:
+        """Go on from what another knew."""
+        self.trouble = None if state["found"] is None else Trouble(*state["found"])
+        self.window = state["window"]

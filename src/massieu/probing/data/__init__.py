@@ -1,0 +1,1 @@
+"""From text, tables, pairs and images to batches."""

@@ -1,0 +1,105 @@
+"""A folder with an adapter: its base model is loaded, and `peft` puts the adapter to work in it."""
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from massieu.errors import InputError, MissingExtraError, require_extra
+from massieu.probing.model.checkpoint import ADAPTER, Checkpoint, find_checkpoint, sentence, some
+from massieu.probing.model.unwrap import unwrapped
+
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+"""What an adapter's task says of the class that its base model was loaded with; `AutoModel` for every other."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's files and what they say of its base model.
+
+    Attributes:
+        base: where the base model is.
+        auto: the class of transformers that loads it, so that its weights have the names that the adapter knows.
+    """
+
+    folder: Path
+    file: Path
+    base: Checkpoint
+    auto: str
+
+    def applied(self, module: nn.Module) -> nn.Module:
+        """The base model with the adapter at work in it.
+
+        Raises:
+            InputError: the adapter's weights are not those that it has in this model.
+        """
+        peft: Any = require_extra("peft", "peft")
+        model = peft.PeftModel.from_pretrained(module, str(self.folder))
+        expected = set(peft.get_peft_model_state_dict(model, save_embedding_layers=False))
+        found = {name for name in _names(self.file) if name in expected or not _is_embedding(name)}
+        if expected != found:
+            gone, strange = sorted(expected - found), sorted(found - expected)
+            parts = [f"lacks {some(gone)}"] if gone else []
+            parts += [f"has {some(strange)}, which the model has no place for"] if strange else []
+            raise InputError(f"the adapter {self.folder} does not fit its base model: it {' and '.join(parts)}")
+        return unwrapped(model)
+
+
+def find_adapter(checkpoint: Checkpoint) -> Adapter | None:
+    """The adapter in a checkpoint's folder; None where there is none.
+
+    Raises:
+        MissingExtraError: there is one, and `peft` is not installed.
+        InputError: its files are not there or cannot be read, or its base model cannot be found.
+    """
+    folder = Path(checkpoint.place)
+    if not checkpoint.adapter:
+        return None
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtraError(
+            f"{folder} holds an adapter ({ADAPTER}), which peft puts into its base model, and peft is not installed; "
+            'install it with: pip install "massieu[peft]"'
+        )
+    file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise InputError(f"{folder} holds an adapter ({ADAPTER}) without its weights ({' or '.join(_FILES)})")
+    try:
+        said = json.loads((folder / ADAPTER).read_text())
+        base, task, mapping = (said.get(k) for k in ("base_model_name_or_path", "task_type", "auto_mapping"))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{folder / ADAPTER} cannot be read: {sentence(error)}") from error
+    if not isinstance(base, str) or not base:
+        raise InputError(f"{folder / ADAPTER} does not say by base_model_name_or_path which model it belongs to")
+    try:
+        place = find_checkpoint(base, said.get("revision"))
+    except InputError as error:
+        raise InputError(f"the base model of the adapter {folder} is not there: {error}") from error
+    own = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    return Adapter(folder, file, place, own or _CLASSES.get(task, "AutoModel"))
+
+
+def _names(file: Path) -> set[str]:
+    if file.suffix == ".safetensors":
+        safetensors: Any = require_extra("safetensors", "probe")
+        try:
+            with safetensors.safe_open(file, framework="pt") as opened:
+                return set(opened.keys())
+        except (safetensors.SafetensorError, OSError) as error:
+            raise InputError(f"{file} cannot be read: {sentence(error)}") from error
+    return set(torch.load(file, map_location="meta", weights_only=True))
+
+
+def _is_embedding(name: str) -> bool:
+    """A table of embeddings that was saved along, as where its vocabulary was extended."""
+    return ".embed_tokens." in name or ".lm_head." in name

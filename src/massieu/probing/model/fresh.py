@@ -1,0 +1,91 @@
+"""The re-initialised control: a copy of a model with freshly drawn weights, in which nothing learned is left."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from massieu.probing.model.checkpoint import quiet, sentence, some
+from massieu.probing.model.forward import device_of, dtype_of
+from massieu.probing.model.offload import moved, placed_like
+from massieu.probing.model.seeding import OwnGenerator
+from massieu.probing.model.unwrap import is_pretrained
+
+
+def reinitialised(
+    module: nn.Module, seed: int, matters: Callable[[nn.Module], bool] = lambda _: True
+) -> tuple[nn.Module | None, str | None]:
+    """A copy of the model with freshly drawn weights: the same architecture, nothing learned.
+
+    A model of transformers is built anew from its configuration. Any other is copied, and its modules' own
+    initialisations run, innermost first: ``reset_parameters``, ``_reset_parameters``, ``init_weights``, ``_init_weights``. What
+    other threads draw in the meantime does not change it, and the global generator is left as it is.
+
+    Args:
+        matters: whether NaN in the weights that no initialisation reached shows in anything that is measured of the copy.
+
+    Returns:
+        The copy, or None where it would be half-trained; and what is to be said about either, if anything.
+    """
+    if is_pretrained(module):
+        with torch.device("cpu"), OwnGenerator(seed), quiet():
+            fresh = type(module)(copy.deepcopy(module.config))  # type: ignore[call-arg]
+        if not moved(module):
+            return fresh.to(device=device_of(module), dtype=dtype_of(module)).eval(), None
+        placed = placed_like(fresh.to(dtype_of(module)).eval(), module)
+        return (None, placed) if isinstance(placed, str) else (placed, None)
+    if moved(module):
+        return None, f"{type(module).__name__} is offloaded, and only models of transformers are then built anew"
+    try:
+        fresh = copy.deepcopy(module)
+        missed = _reset(fresh, seed)
+        depends = bool(missed) and matters(fresh)
+    except Exception as error:  # of whatever class the user's own code raises, or a module that cannot be copied
+        return None, f"a freshly initialised copy of {type(module).__name__} cannot be made ({sentence(error)})"
+    if not missed:
+        return fresh.eval(), None
+    named = f"{len(missed)} weights that no reset_parameters or _init_weights reaches ({some(missed)})"
+    if depends:
+        return None, f"what it shows would depend on {named}"
+    learned = module.state_dict()
+    with torch.no_grad():
+        for name in missed:
+            fresh.get_parameter(name).copy_(learned[name])
+    return fresh.eval(), f"it keeps the values of {named}; no attention and no hidden state depends on them"
+
+
+def _reset(module: nn.Module, seed: int) -> list[str]:
+    """Run every initialisation in the module; the names of the weights that none reached, which then are NaN."""
+    numbers = {n: p for n, p in module.named_parameters() if p.is_floating_point() or p.is_complex()}
+    with torch.no_grad(), OwnGenerator(seed), quiet():
+        for parameter in numbers.values():
+            parameter.fill_(torch.nan)
+        for each in reversed(list(module.modules())):  # the innermost first, as when they were made
+            _reset_one(each)
+        _call(getattr(module, "init_weights", None))
+    whole = {n for n, p in module.named_parameters() if n not in numbers}
+    return [n for n, _ in module.named_parameters() if n in whole or bool(numbers[n].isnan().any())]
+
+
+def _reset_one(module: Any) -> None:
+    if not _call(getattr(module, "reset_parameters", None)):
+        _call(getattr(module, "_reset_parameters", None))
+    of_each = getattr(module, "_init_weights", None)
+    if not _call(of_each) and callable(of_each) and len(_needed(of_each)) == 1:
+        module.apply(of_each)
+
+
+def _call(function: Any) -> bool:
+    """Call an initialisation that needs no argument; False where there is none."""
+    if not callable(function) or _needed(function):
+        return False
+    function()
+    return True
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    given = inspect.signature(function).parameters.values()
+    return [p.name for p in given if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

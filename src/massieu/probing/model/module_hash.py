@@ -1,0 +1,103 @@
+"""A digest of a module in memory: its weights, and the settings beside them that its numbers depend on."""
+
+import dis
+import hashlib
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from massieu.foundation.settings import OF_EVERY_MODULE, Known, settings_of, tensor_bytes
+from massieu.probing.model import packed
+from massieu.probing.model.offload import at_hand
+
+
+def module_hash(module: nn.Module, *, held: bool = False) -> str:
+    """SHA-256 over the parameters and buffers of a module by name, and over each part's class and plain settings.
+
+    Modules of one hash compute the same, unless they depend on attributes of kinds that are no settings.
+
+    Args:
+        held: also over tensors that are neither parameters nor buffers, in lists and dictionaries too; they may be what
+            the last pass left.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in _weights(module):
+        _add(digest, name, tensor)
+    for name, part in module.named_modules() if held else ():
+        own = {attribute: value for attribute, value in sorted(vars(part).items()) if attribute not in OF_EVERY_MODULE}
+        for place, tensor in _tensors(own, name, set()):
+            _add(digest, place, tensor)
+    digest.update(settings_hash(module).encode())
+    return f"state sha256:{digest.hexdigest()}"
+
+
+def settings_hash(module: nn.Module) -> str:
+    """SHA-256 over each part's class and plain settings: what a model's numbers depend on beside its weights.
+
+    What a part's own forward assigns, as the length of the last batch or a count of passes, is no setting.
+    """
+    digest = hashlib.sha256()
+    known: Known = {}
+    for name, part in module.named_modules():
+        digest.update(f"{name} {_class(part)}\n".encode())
+        left_by_passes = _assigned_by(type(part), "forward")
+        for attribute, said in settings_of(part, known).items():
+            if attribute in left_by_passes:
+                continue
+            digest.update(f"{name}.{attribute} {said}\n".encode())
+    return digest.hexdigest()
+
+
+@cache
+def _assigned_by(kind: type, method: str, callers: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Names of attributes that a method of a class assigns, by its byte code and that of the methods that it calls."""
+    names: set[str] = set()
+    versions = [inspect.unwrap(vars(each)[method]) for each in kind.__mro__ if method in vars(each)]
+    functions = [each for each in versions if isinstance(each, FunctionType)]
+    for instruction in (each for function in functions for each in dis.get_instructions(function)):
+        if instruction.opname == "STORE_ATTR":
+            names.add(instruction.argval)
+        elif instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            called = instruction.argval
+            if isinstance(getattr(kind, called, None), FunctionType) and called not in callers | {method}:
+                names |= _assigned_by(kind, called, callers | {method})
+    return frozenset(names)
+
+
+def _tensors(value: Any, place: str, above: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in lists and dictionaries, with their places; ``above`` are those that a list is in, itself perhaps."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, list | tuple | dict) and id(value) not in above:
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(entry, f"{place}.{key}", above | {id(value)})
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, those too that are not stored; offloaded ones brought to hand."""
+    entries = module.state_dict()
+    for name, entry in {**entries, **dict(module.named_buffers())}.items():
+        if not isinstance(entry, Tensor):  # what some modules keep beside their weights
+            continue
+        owner, _, last = name.rpartition(".")
+        holder = module.get_submodule(owner) if entry.is_meta else nn.Identity()
+        with at_hand(holder):
+            yield name, getattr(holder, last, entry)
+
+
+def _add(digest: Any, name: str, tensor: Tensor) -> None:
+    whole: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()  # sharded by FSDP2
+    for number, part in enumerate(packed.parts(whole.detach())):
+        digest.update(f"{name}{number or ''} {part.dtype} {tuple(part.shape)}".encode())
+        if not part.is_meta:
+            digest.update(tensor_bytes(part))
+
+
+def _class(part: nn.Module) -> str:
+    """The name of a part's class; of a sharded part, that of its class before it was sharded."""
+    own = next(each for each in type(part).__mro__ if not each.__module__.startswith("torch.distributed"))
+    return f"{own.__module__}.{own.__qualname__}"

@@ -1,0 +1,1 @@
+"""One model read, batch by batch."""

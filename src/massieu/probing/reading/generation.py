@@ -1,0 +1,228 @@
+"""Statistics while a model writes: one forward pass for each new token, with a cache, and of each pass the last query.
+
+Every new token comes of one query, which sees the keys of all tokens before it. Those queries are read, and no others: of the
+prompt its last token, which the first new one comes of. The model's own ``generate`` does the rest.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from massieu.errors import InputError
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.capture import Capture
+from massieu.probing.capture.layout import BatchLayout
+from massieu.probing.capture.routes import capturing
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.capture.tokens import BatchTokens, Tokens
+from massieu.probing.checks.nonfinite import in_call
+from massieu.probing.model.checkpoint import some
+from massieu.probing.model.forward import uncompiled
+from massieu.probing.model.model import model_inputs, table_of_positions
+from massieu.probing.model.seeding import OwnGenerator
+from massieu.probing.model.watching import hooked
+from massieu.probing.reading.examples import ExampleWindow
+from massieu.probing.reading.reading import Options, Reading, RowNumbers
+from massieu.probing.statistics.query_means import Queries, query_statistics
+from massieu.probing.statistics.query_reading import QueryReading
+from massieu.probing.statistics.registry import ATTENTION, moments_of
+
+_CUT = {"weight_first", "weight_special"}  # of tokens that a cache of the latest ones has dropped
+
+
+def check_generates(whole: Any, name: str) -> None:
+    """Raises:
+    InputError: the model does not write text, or writes it in a way that is not read.
+    """
+    if not callable(getattr(whole, "generate", None)) or not whole.can_generate():
+        raise InputError(
+            f"{name} ({type(whole).__name__}) does not generate text; give a model with a language head, such as "
+            "AutoModelForCausalLM loads"
+        )
+    if whole.config.is_encoder_decoder:
+        raise InputError(
+            f"generate does not work with an encoder–decoder such as {name}; probe it with decoder_input_ids"
+        )
+
+
+def check_causal(sites: Sequence[SiteInfo], inputs: dict[str, Any], name: str) -> None:
+    """Raises:
+    InputError: queries see later keys, so that a cache would not hold what the model attends to.
+    """
+    if not isinstance(inputs.get("input_ids"), Tensor):
+        raise InputError(
+            f"generate needs batches of input_ids as prompts for {name}, and these have {', '.join(inputs)}"
+        )
+    behind = next((info for info in sites if info.prefix), None)
+    if behind is not None:
+        raise InputError(
+            f"{name} attends to {behind.prefix} keys of a prefix before its text, and generation behind a prefix is not read"
+        )
+    other = [info.site.name for info in sites if info.kind != "causal"]
+    if other and inputs["input_ids"].shape[1] > 1:
+        raise InputError(
+            f"{name} attends to later tokens too ({some(other)}), so it cannot generate text token by token"
+        )
+
+
+def check_room(model: nn.Module, prompt: int, most: int) -> None:
+    """That a model has positions for a prompt and what it writes; of the last new token, which nothing comes of, none is read.
+
+    Raises:
+        InputError: its table of positions has fewer rows.
+    """
+    positions = table_of_positions(model)
+    if positions is not None and prompt + most - 1 > positions:
+        room = max(positions - prompt + 1, 0)  # nothing is read of the last one
+        raise InputError(
+            f"{type(model).__name__} has {positions} positions: after a prompt of {prompt} tokens there is room for {room} new "
+            f"ones, and generate is {most}; generate fewer, or give shorter prompts (max_length)"
+        )
+
+
+class GeneratingReading(Reading):
+    """Running results over what a model writes after each prompt.
+
+    Attributes:
+        new_tokens: written so far, over all prompts.
+    """
+
+    NOTES = (*Reading.NOTES, "new_tokens")
+
+    def __init__(
+        self,
+        whole: Any,
+        most: int,
+        model: nn.Module,
+        sites: list[SiteInfo],
+        options: Options,
+        layout: BatchLayout,
+        refused: Collection[str] = (),
+    ) -> None:
+        super().__init__(model, sites, replace(options, groups=frozenset({ATTENTION})), layout, refused)
+        self.whole, self.most = whole, most
+        self.new_tokens = 0
+        self._passes: list[list[Queries]] = [[] for _ in sites]
+        self._real = self._special = self._going = torch.zeros(0, 0, dtype=torch.bool)
+        self._ends = _ends(whole)
+        self._pass = 0
+
+    def forward(
+        self,
+        inputs: dict[str, Any],
+        special: Tensor | None,
+        sampled: Any,
+        windows: Sequence[int],
+        example: ExampleWindow | None = None,
+        numbers: RowNumbers | None = None,
+        target_special: Tensor | None = None,
+    ) -> None:
+        """Let the model write after each row's prompt, and add its queries to the results."""
+        del sampled, example, target_special
+        prompts = model_inputs(self.model, inputs)
+        ids = prompts["input_ids"]
+        real = prompts.get("attention_mask", torch.ones_like(ids)).bool()
+        check_room(self.model, int(real.sum(dim=1).max()), self.most)
+        marks = torch.zeros_like(real) if special is None else special.to(real.device)
+        ids, self._real, self._special = (_left_padded(value, real) for value in (ids, real, marks))
+        self._windows, self._rows, self._pass = windows, len(ids), 0
+        self._numbers = numbers
+        self._tokens = BatchTokens({"input_ids": ids, "attention_mask": self._real.long()}, None)
+        self._going = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        self._passes = [[] for _ in self.sites]
+        self.broken = False
+        before = sum(self.seconds.values())
+        with self._timed("forward"):
+            self._write(ids)
+            for info, passes in zip(self.sites, self._passes, strict=True):
+                self._add(info, passes)
+            self._look_for_trouble(torch.zeros_like(self._real[:, : ids.shape[1]], dtype=torch.float32))
+            inside = sum(self.seconds.values()) - before
+        self.seconds["forward"] -= inside
+
+    def _write(self, ids: Int[Tensor, "B L"]) -> None:
+        config = self.whole.generation_config
+        padding = config.pad_token_id if config.pad_token_id is not None else (*self._ends, 0)[0]
+        seed = self.options.seed + (self._windows[0] << 20)
+        with torch.no_grad(), capturing(self.model, self._on_attention) as capture, OwnGenerator(seed), uncompiled():
+
+            def begin(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+                self._begin_pass(capture, keywords.get("input_ids", next(iter(arguments), None)))
+
+            with hooked([self.model], before=begin):
+                self.whole.generate(
+                    input_ids=ids,
+                    attention_mask=self._real.long(),
+                    max_new_tokens=self.most,
+                    num_beams=1,
+                    use_cache=True,
+                    pad_token_id=padding,
+                    return_dict_in_generate=False,
+                )
+            self.unexplained |= capture.unexplained
+
+    def _begin_pass(self, capture: Capture, ids: Tensor | None) -> None:
+        """A new forward pass: its calls are numbered anew, and what it reads was written in the one before."""
+        capture.fired.clear()
+        if self._pass:
+            if ids is None or ids.shape[1] != 1:
+                raise InputError(
+                    f"{type(self.whole).__name__} does not read one token a pass while it generates, as its generation "
+                    "config asks; turn assisted or speculative generation off"
+                )
+            self._going &= ~torch.isin(ids[:, 0], torch.tensor(self._ends, device=ids.device, dtype=ids.dtype))
+            self._real = torch.cat([self._real, torch.ones_like(self._real[:, :1])], 1)
+            self._special = torch.cat([self._special, torch.zeros_like(self._special[:, :1])], 1)
+        self._pass += 1
+        self.new_tokens += int(self._going.sum())
+
+    def _read_attention(self, call: AttentionCall) -> None:
+        info = self.site_of(call)
+        if info is None or call.repeated:
+            return
+        call = call.at(torch.tensor([call.query.shape[2] - 1], device=call.query.device))
+        place = int(call.visible().any(0).any(0)[0].nonzero().max())
+        keys = self._keys(place, call.key.shape[2])
+        asked = Tokens(self._going[:, None], None)
+        self.broken = self.broken or in_call(call, asked.real, keys.real)
+        position = torch.tensor([place], device=call.query.device)
+        names = self.options.of_attention()
+        found = query_statistics(QueryReading(call, asked, keys, position, True, moments_of(names)), names)
+        if place + 1 < self._real.shape[1]:
+            for name in _CUT & found.values.keys():
+                del found.values[name]
+                self.results[info.index].unavailable[name] = "its cache holds the latest tokens alone"
+        self._passes[info.index].append(found)
+
+    def _keys(self, place: int, length: int) -> Tokens:
+        """The tokens behind the keys of a pass, of which the query's own is at ``place``; a cache may have room for more."""
+        seen = min(place + 1, self._real.shape[1])
+        later = torch.zeros(len(self._real), length - seen, dtype=torch.bool, device=self._real.device)
+        return Tokens(*(torch.cat([known[:, -seen:], later], 1) for known in (self._real, self._special)))
+
+    def _add(self, info: SiteInfo, passes: list[Queries]) -> None:
+        names = [name for name in passes[0].values if all(name in each.values for each in passes)]
+        defined = {name for name in names if name in passes[0].defined}
+        found = Queries(
+            values={name: torch.cat([each.values[name] for each in passes], -1) for name in names},
+            valid=torch.cat([each.valid for each in passes], -1),
+            defined={name: torch.cat([each.defined[name] for each in passes], -1) for name in defined},
+            visible=torch.cat([each.visible.expand(self._rows, -1, -1) for each in passes], -1),
+            broken=torch.cat([each.broken for each in passes], -1),
+        )
+        self.results[info.index].attention.update(found, None, self._rows, self._row_numbers())
+
+
+def _ends(whole: Any) -> tuple[int, ...]:
+    """The tokens that end a text."""
+    ends = whole.generation_config.eos_token_id
+    return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
+
+
+def _left_padded(values: Tensor, real: Bool[Tensor, "B L"]) -> Tensor:
+    """Rows with their real tokens moved to the end, in order."""
+    return values.gather(1, real.int().argsort(dim=1, stable=True))

@@ -1,0 +1,1 @@
+"""From running results to tables, findings and a stored result."""

@@ -1,0 +1,188 @@
+"""The re-initialised control: several draws of a model's weights, each read on one window of the text, and then freed."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+from torch import Tensor, nn
+
+from massieu.probing.model.fresh import reinitialised
+from massieu.probing.reading.reading import Options, Reading, RowNumbers
+from massieu.probing.reading.repeated import RepeatedTokens
+from massieu.probing.replaced.effect import NOTHING
+from massieu.probing.result.tables import head_values, layer_values
+from massieu.probing.statistics.registry import FEED_FORWARD, REPLACEMENT
+from massieu.probing.sums.running import State
+from massieu.probing.sums.units import Units
+from massieu.report.record import Sublayer
+
+DRAWS = 8
+"""Re-initialised models that a probe draws, unless it is told otherwise."""
+Numbers = dict[str, dict[str, Float64[np.ndarray, " heads"]]]
+"""By site (or sublayer) and statistic."""
+
+
+@dataclass(frozen=True, eq=False)
+class ControlWindow:
+    """A window that a draw reads: the batch that it is a row of, alone where rows can be told apart.
+
+    Attributes:
+        rows: numbers of the batch's windows in the text.
+    """
+
+    inputs: dict[str, Any]
+    special: tuple[Tensor | None, Tensor | None]
+    row: int
+    rows: list[int]
+
+
+@dataclass(eq=False)
+class Drawn:
+    """What one draw has shown: the numbers of its heads and of its sublayers, and why some are missing."""
+
+    heads: Numbers = field(default_factory=dict)
+    layers: Numbers = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    trouble: str | None = None
+
+    def state(self) -> State:
+        """All of it; see `massieu.probing.sums.running`."""
+        return dict(vars(self))
+
+
+class Draws:
+    """So many re-initialised copies of one model, one at a time in memory.
+
+    Draw d reads sampled window d of the text; of a text with fewer sampled windows, n, window d mod n. What is drawn
+    depends on the seed and d alone, and what is read on the window: neither batches nor processes nor the order change it.
+
+    Attributes:
+        read: what each draw has shown, by its number.
+        missing: why there are none.
+        warnings: sentences about them.
+        seconds: that they took.
+        repeated: made-up sequences that each of them reads as well, and whether the batches have masks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reading: Reading,
+        prepared: Mapping[str, Any],
+        matters: Callable[[nn.Module], bool] = lambda _: True,
+    ) -> None:
+        self.model, self.sites, self.layout, self.refused = model, reading.sites, reading.layout, reading.refused
+        self.sublayers: list[Sublayer] = reading.tracer.sublayers
+        self.options = _options_of(reading.options)
+        self.number, self.matters, self.prepared = reading.options.draws, matters, prepared
+        self.read: dict[int, Drawn] = {}
+        self.windows: list[ControlWindow] = []
+        self.missing: str | None = None
+        self.warnings: list[str] = []
+        self.seconds = 0.0
+        self.repeated: tuple[RepeatedTokens, bool] | None = None
+
+    def wants(self, rank: int) -> bool:
+        """Whether the sampled window of this rank is to be kept for them."""
+        return rank < self.number and len(self.windows) <= rank
+
+    def keep(self, window: ControlWindow) -> None:
+        """Keep the next sampled window."""
+        self.windows.append(window)
+
+    def take(self, process: int, processes: int, whole: bool) -> None:
+        """Make and read the draws of this process whose windows are there.
+
+        Args:
+            whole: the text has no more windows: the draws that are left read those that there are.
+        """
+        ready = self.number if whole and self.windows else len(self.windows)
+        started = time.perf_counter()
+        for draw in range(process, ready, processes):
+            if draw not in self.read and self.missing is None:
+                self._make(draw, self.windows[draw % len(self.windows)])
+        self.seconds += time.perf_counter() - started
+
+    def _make(self, draw: int, window: ControlWindow) -> None:
+        seed = hash((self.options.seed, draw)) % 2**63
+        fresh, said = reinitialised(self.model, seed, self.matters)
+        if said is not None:
+            sentence = f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}"
+            self.warnings += [sentence] if sentence not in self.warnings else []
+        if fresh is None:
+            self.missing = said
+            return
+        reading = Reading(fresh, self.sites, self.options, self.layout, self.refused)
+        if FEED_FORWARD in self.options.groups:
+            reading.find_feed_forward(dict(self.prepared))
+        if self.repeated is not None:
+            reading.read_repeated(*self.repeated)
+        special, target = window.special
+        places = RowNumbers(range(len(window.rows)), {window.row: 0})
+        reading.forward(window.inputs, special, [window.row], window.rows, None, places, target)
+        reading.run_again(lambda _: window.inputs)
+        reading.measure_layers()
+        self.read[draw] = self._shown(reading)
+        fresh.to_empty(device="meta")  # its numbers are read: the next draw needs the memory
+
+    def _shown(self, reading: Reading) -> Drawn:
+        found = Drawn(failed=dict(reading.failed), trouble=reading.trouble and reading.trouble.sentence)
+        left_out = reading.left_out()
+        for info, results in zip(reading.sites, reading.results, strict=True):
+            values = {name: each for name, each in head_values(results).items() if name not in left_out}
+            found.heads[info.site.name] = values
+        steps = [(each.name, each.kind) for each in reading.tracer.sublayers]
+        if steps != [(each.name, each.kind) for each in self.sublayers]:
+            found.failed["sublayers"] = "the steps of the stream are others than the model's"
+            return found
+        for sublayer in reading.tracer.sublayers:
+            values = {name: each for name, each in layer_values(reading, sublayer).items() if name not in left_out}
+            found.layers[sublayer.name] = values
+        return found
+
+    # What they have shown ----------------------------------------------------------------------------------------------
+
+    def of_head(self, site: str, statistic: str) -> Float64[np.ndarray, "draws heads"] | None:
+        """The numbers of a site's heads in the draws that have any; None where fewer than two have."""
+        return _stacked([drawn.heads.get(site, {}).get(statistic) for _, drawn in sorted(self.read.items())])
+
+    def of_layer(self, sublayer: str, statistic: str) -> Float64[np.ndarray, "draws 1"] | None:
+        """The numbers of a sublayer in the draws that have any; None where fewer than two have."""
+        return _stacked([drawn.layers.get(sublayer, {}).get(statistic) for _, drawn in sorted(self.read.items())])
+
+    def failed(self) -> dict[str, str]:
+        """What some draw could not compute, with the reason."""
+        return {name: reason for drawn in self.read.values() for name, reason in drawn.failed.items()}
+
+    def trouble(self) -> str | None:
+        """Where the numbers of the first draw that has such trouble are not finite."""
+        return next((drawn.trouble for _, drawn in sorted(self.read.items()) if drawn.trouble), None)
+
+    # Running results ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """What every draw has shown, by its number."""
+        return {str(draw): drawn.state() for draw, drawn in self.read.items()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such numbers in place of one's own."""
+        self.read = {int(draw): Drawn(**drawn) for draw, drawn in state.items()}
+
+    def add(self, state: State) -> None:
+        """Take over the draws of another process."""
+        self.read |= {int(draw): Drawn(**drawn) for draw, drawn in state.items()}
+
+
+def _options_of(options: Options) -> Options:
+    """What a draw measures: all that the model does, but for what is about the model's own text or output."""
+    groups = options.groups - {REPLACEMENT}
+    units = Units(options.units.mode, capacity=2)  # of one window
+    return replace(options, groups=groups, units=units, per_token=(), replace=NOTHING)
+
+
+def _stacked(numbers: list[Float64[np.ndarray, " heads"] | None]) -> Float64[np.ndarray, "draws heads"] | None:
+    found = [each for each in numbers if each is not None and np.isfinite(each).all()]
+    return np.stack(found) if len(found) > 1 else None

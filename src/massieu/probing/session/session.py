@@ -1,0 +1,377 @@
+"""One probe under way: batches in, running results, and the record of the run at the end."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import massieu.report.record as record
+from massieu.errors import InputError
+from massieu.probing.capture.tokens import BatchTokens, is_sampled, sampled_before
+from massieu.probing.checks.check import SelfCheck, check_evaluating, first_look
+from massieu.probing.checks.nonfinite import in_weights, shows_nan
+from massieu.probing.checks.padding import PaddingCheck
+from massieu.probing.checks.weights import check_weights
+from massieu.probing.data.text import Batch, TextBatches, token_strings
+from massieu.probing.data.text_digest import TextDigest
+from massieu.probing.data.token_names import token_names
+from massieu.probing.model.checkpoint import some
+from massieu.probing.model.forward import named_inputs
+from massieu.probing.model.model import LoadedModel, model_inputs, with_target
+from massieu.probing.model.tokenizers import check_ids
+from massieu.probing.model.unwrap import prompt_tokens
+from massieu.probing.reading.examples import LONGEST, ExampleWindow, example_length
+from massieu.probing.reading.generation import GeneratingReading, check_causal
+from massieu.probing.reading.per_token import LARGE, PER_TOKEN, TemporaryFolder, TokenWriter, expected_size
+from massieu.probing.reading.reading import Options, Reading, RowNumbers
+from massieu.probing.reading.repeated import RepeatedTokens
+from massieu.probing.replaced.effect import Effects
+from massieu.probing.session.course import Course
+from massieu.probing.session.draws import ControlWindow, Draws
+from massieu.probing.session.session_record import Input, SessionRecord, behind_prefix
+from massieu.probing.session.sharing import Sharing
+from massieu.probing.statistics.registry import ATTENTION, FEED_FORWARD, REPEATED, STATISTICS
+from massieu.probing.stream.readout import tokens_through
+from massieu.probing.sums.running import State
+from massieu.report.record_files import TOKENS
+
+Marks = tuple[Tensor | None, Tensor | None]
+"""Special tokens of the text, and of what a decoder reads beside it."""
+EXAMPLES = 2
+
+
+@dataclass(frozen=True)
+class ProbeProgress:
+    """How far a probe is."""
+
+    stage: str
+    tokens: int = 0
+    total_tokens: int | None = None
+    windows: int = 0
+
+
+@dataclass(eq=False)
+class Session(SessionRecord):
+    """One probe under way; what it reads and checks is there once it has begun."""
+
+    loaded: LoadedModel
+    given: Input
+    options: Options
+    tell: Callable[[ProbeProgress], None]
+    max_tokens: int | None
+    begun: bool = False
+    reading: Reading = field(init=False)
+    check: SelfCheck = field(init=False)
+    padding: PaddingCheck = field(init=False)
+    draws: Draws | None = None
+    course: Course = field(default_factory=Course)
+    tokens: int = 0  # that were read here
+    read: int = 0  # windows
+    batches: int = 0  # of the text that this process has come past
+    windows: int = 0
+    passed: int = 0  # tokens
+    replacements: list[record.ReplacementRecord] = field(default_factory=list)
+    recorded: int = 0  # batches with a sampled window
+    broken_weights: record.Trouble | None = None
+    unexplained: set[str] = field(default_factory=set)
+    warnings: list[str] = field(default_factory=list)
+    digest: TextDigest = field(default_factory=TextDigest)
+    sharing: Sharing | None = None
+    rows_in: Path | None = None  # the folder of the per-token rows
+    rows_kept: TemporaryFolder | None = None  # where that is a temporary one
+    draws_shared: bool = False  # another probe has read them on the same windows
+
+    def read_all(self, interrupted: threading.Event) -> bool:
+        """Read every batch; False when interrupted before the end."""
+        try:
+            for batch in self.given.batches:
+                if interrupted.is_set():
+                    break
+                self._read(batch)
+                self.course.store(self)
+                self.tell(ProbeProgress("reading", max(self.tokens, self.passed), self.max_tokens, self.windows))
+        except Exception as error:
+            self.course.note(error)
+            raise
+        if not self.begun and interrupted.is_set():
+            raise KeyboardInterrupt
+        if not self.begun:
+            raise InputError("there is no batch to read in tokenizer_or_batches, or in the text")
+        self.course.check_reached(self)
+        self.reading.write_rows()
+        complete = not interrupted.is_set()
+        if complete:
+            self._take_draws(whole=True)
+        else:
+            self.course.store(self, now=True)
+        complete = self.course.gather(self, complete)
+        if complete and self.sharing is not None:
+            self.sharing.keep_draws(self.loaded.module, self.options, self.draws)
+        self.reading.measure_layers()
+        return complete
+
+    def _read(self, batch: Any) -> None:
+        module = self.loaded.module
+        inputs = with_target(module, named_inputs(module, batch.inputs if isinstance(batch, Batch) else batch))
+        special = (batch.special, batch.target_special) if isinstance(batch, Batch) else (None, None)
+        check_ids(module, inputs)
+        if not self.begun:
+            self.begin(inputs)
+            self._begin_beside(inputs)
+            self._begin_rows()
+        if self.options.new_tokens is None:
+            self.warnings += self.padding.warnings(inputs)
+        first = self.batches == 0
+        empty = self.state() if first else {}
+        rows = self.reading.layout.rows(module, inputs)
+        self.digest.add(inputs, rows if self.reading.layout.separable else None)
+        # What is found once, as the wiring, is found in the first batch: every process reads it, and a resumed one again.
+        if first or self.course.takes(self.batches):
+            self._measure(batch, inputs, special, rows)
+        if first:
+            self.course.begin(self, empty)
+            self._go_on_with_rows()
+        self._keep_for_draws(inputs, special, rows)
+        self._take_draws()
+        self.course.pass_by(self, inputs)
+        sampled = sum(is_sampled(self.windows + row) for row in range(rows))
+        self.recorded += sampled > 0
+        self.batches += 1
+        self.windows += rows
+        self.passed += BatchTokens(inputs).counted() or 0
+
+    def _measure(self, batch: Any, inputs: dict[str, Any], special: Marks, rows: int) -> None:
+        numbers = range(self.windows, self.windows + rows)
+        ranks = {row: sampled_before(number) for row, number in enumerate(numbers) if is_sampled(number)}
+        example = None
+        examples = 0 if self.options.quick or self.options.new_tokens is not None else EXAMPLES
+        if ranks and self.recorded < examples and ATTENTION in self.options.groups:
+            example = self._example(batch, inputs, min(ranks))
+        if self.reading.writer is not None:
+            self.reading.writer.batch = self.batches
+        if self.reading.effects is not None and ranks:
+            self.reading.effects.keep(_rows_of(inputs, list(ranks), rows), [numbers[row] for row in ranks])
+        marks, target = special
+        self.reading.forward(inputs, marks, ranks, numbers, example, RowNumbers(numbers, ranks), target)
+        self.reading.run_again(lambda row: _rows_of(inputs, [row], rows))
+        self.read += rows
+        counted = BatchTokens(inputs).counted()
+        # Where there is no text, what the first attention layer asks about, such as patches.
+        self.tokens = self.reading.read_queries if counted is None else self.tokens + counted
+
+    # Running sums ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """All that was measured, per-token rows written; see `massieu.probing.sums.running`."""
+        self.reading.write_rows()
+        draws = {} if self.draws is None else self.draws.state()
+        return {"tokens": self.tokens, "read": self.read, "reading": self.reading.state(), "draws": draws}
+
+    def restore(self, state: State) -> None:
+        """Go on from such a state in place of one's own."""
+        self.tokens, self.read = state["tokens"], state["read"]
+        self.reading.restore(state["reading"])
+        if self.draws is not None:
+            self.draws.restore(state["draws"])
+
+    def add(self, state: State) -> None:
+        """Add what another process has measured on other windows."""
+        self.tokens, self.read = self.tokens + state["tokens"], self.read + state["read"]
+        self.reading.add(state["reading"])
+        if self.draws is not None:
+            self.draws.add(state["draws"])
+
+    # Rows for each token -----------------------------------------------------------------------------------------------
+
+    def _begin_rows(self) -> None:
+        """Make ready to write per-token rows, and say how many bytes they may take."""
+        names, course = self.options.per_token, self.course
+        if not names:
+            return
+        if course.folder is None:
+            self.rows_kept = TemporaryFolder()
+        self.rows_in = Path(self.rows_kept.path if self.rows_kept else course.folder or "", TOKENS)
+        heads = sum(info.heads for info in self.reading.sites)
+        said, size = expected_size(heads, len(names), self.max_tokens)
+        self.tell(ProbeProgress(said))
+        if size > LARGE:
+            self.warnings.append(
+                f"{said}; name fewer statistics in per_token, or read fewer tokens, for a smaller table"
+            )
+        self.reading.writer = writer = TokenWriter(
+            self.rows_in, names, self.given.tokenizer, (course.rank, course.processes), self.reading.row_files
+        )
+        # A batch that is read for the wiring alone leaves no rows.
+        writer.silent = course.rank > 0 or course.resumes()
+        if not writer.silent:
+            writer.begin(0)
+
+    def _go_on_with_rows(self) -> None:
+        """After the first batch: keep the rows that belong to the stored sums, and drop those after them.
+
+        Raises:
+            InputError: the rows are not those of the stored sums.
+        """
+        writer, course = self.reading.writer, self.course
+        if writer is None or not writer.silent:
+            return
+        kept, writer.silent = writer.begin(course.start), False
+        if kept != self.reading.token_rows and PER_TOKEN not in self.reading.failed:
+            raise InputError(
+                f"cannot resume: {self.rows_in} holds {kept:,} per-token rows, and the stored sums are of "
+                f"{self.reading.token_rows:,}; begin without resume"
+            )
+
+    def begin(self, inputs: dict[str, Any]) -> None:
+        """Check the model and the first batch, and make ready to read.
+
+        Raises:
+            InputError: what was checked does not hold.
+        """
+        module = self.loaded.module
+        check_evaluating(module.modules())
+        self.broken_weights = in_weights(module)
+        self.padding = PaddingCheck(module)
+        look = first_look(module, inputs)
+        self.check = look.check
+        self.warnings += check_weights(self.loaded, look.sites, inputs)
+        self.unexplained.update(look.unexplained)
+        if look.silent:
+            self.warnings.append(
+                f"{len(look.silent)} modules look like attention but were not seen attending, so they are not in the "
+                f"result: {some(look.silent, 5)}"
+            )
+        self.warnings += [f"the attention of {name} is not read: {reason}" for name, reason in look.refused.items()]
+        read = self.options, look.layout, look.refused
+        if self.options.new_tokens is not None:
+            check_causal(look.sites, inputs, self.loaded.name)
+            self.reading = GeneratingReading(self.loaded.whole, self.options.new_tokens, module, look.sites, *read)
+        else:
+            self.reading = Reading(module, look.sites, *read)
+        self.begun = True
+
+    def _begin_beside(self, inputs: dict[str, Any]) -> None:
+        """Before the text: the control, and what is measured beside the reading of the text."""
+        if self.options.new_tokens is not None:
+            return
+        self._begin_effects(inputs)
+        if not self.options.quick and self._compares():
+            self._begin_draws(inputs)
+        if REPEATED in self.options.groups:
+            self._read_repeated(inputs)
+        if FEED_FORWARD in self.options.groups:
+            self.reading.find_feed_forward(inputs)
+
+    def _read_repeated(self, inputs: dict[str, Any]) -> None:
+        """Measure the model on repeated tokens before the text, and leave them to its re-initialised copies."""
+        self.tell(ProbeProgress("reading repeated tokens"))
+        around = self.given.batches.around if isinstance(self.given.batches, TextBatches) else None
+        made = RepeatedTokens.of(self.loaded, self.given.tokenizer, around, inputs, self.options.seed)
+        if isinstance(made, str):
+            self.reading.failed[REPEATED] = made
+        else:
+            masked = "attention_mask" in inputs
+            self.reading.read_repeated(made, masked)
+            if self.draws is not None:
+                self.draws.repeated = made, masked
+        if REPEATED not in self.reading.failed:
+            through = tokens_through(self.loaded, _rows_of(inputs, [0], len(inputs["input_ids"])))
+            if isinstance(through, str):
+                self.reading.failed["copying_score"] = through
+            else:
+                self.reading.tokens_through = through
+
+    def _begin_effects(self, inputs: dict[str, Any]) -> None:
+        if not self.options.replace.wanted:
+            return
+        if not self.reading.layout.separable:
+            raise InputError("replace works on single windows, and these batches cannot be split into items")
+        self.reading.effects = Effects(self.loaded, self.options.replace, self.reading.sites, seed=self.options.seed)
+        self.reading.effects.check(inputs)
+
+    def replace_all(self, interrupted: threading.Event) -> bool:
+        """Measure what replacements change, once the text was read; False when interrupted before the end."""
+        effects = self.reading.effects
+        if effects is None:
+            return True
+
+        def tell(done: int, total: int) -> None:
+            self.tell(
+                ProbeProgress(f"replacing attention ({done:,} of {total:,} passes)", self.tokens, None, self.windows)
+            )
+
+        started = time.perf_counter()
+        self.replacements = effects.measured(interrupted.is_set, tell)
+        self.warnings += effects.warnings()
+        self.reading.seconds["replaced attention"] = time.perf_counter() - started
+        return effects.complete
+
+    def _compares(self) -> bool:
+        """Whether any statistic that is wanted is compared with a control."""
+        names = self.options.statistics
+        wanted = (each for name, each in STATISTICS.items() if names is None or name in names)
+        return any(each.control is not None and each.group in self.options.groups for each in wanted)
+
+    def _begin_draws(self, inputs: dict[str, Any]) -> None:
+        module, sites = self.loaded.module, self.reading.sites
+        if self.sharing is not None and (shared := self.sharing.draws(module, self.options)) is not None:
+            self.draws, self.draws_shared = shared, True
+            return
+        one = model_inputs(module, inputs, items=1)
+        self.draws = Draws(module, self.reading, one, lambda copied: shows_nan(copied, sites, inputs))
+
+    def _keep_for_draws(self, inputs: dict[str, Any], special: Marks, rows: int) -> None:
+        """Keep the sampled windows that draws of the control read, whichever process reads them."""
+        if self.draws is None or self.draws_shared:
+            return
+        for row in filter(lambda row: is_sampled(self.windows + row), range(rows)):
+            number = self.windows + row
+            if not self.draws.wants(sampled_before(number)):
+                continue
+            if self.reading.layout.separable:
+                marks, target = (None if each is None else each[[row]] for each in special)
+                self.draws.keep(ControlWindow(_rows_of(inputs, [row], rows), (marks, target), 0, [number]))
+            else:
+                numbers = list(range(self.windows, self.windows + rows))
+                self.draws.keep(ControlWindow(inputs, special, row, numbers))
+
+    def _take_draws(self, whole: bool = False) -> None:
+        if self.draws is not None and not self.draws_shared:
+            self.draws.take(self.course.rank, self.course.processes, whole)
+
+    def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow | None:
+        names: dict[str, list[str]] = {}
+        tokenizer = self.given.tokenizer
+        if tokenizer is not None and isinstance(inputs.get("input_ids"), Tensor):
+            read = BatchTokens(model_inputs(self.loaded.module, inputs))
+            for side in ("text", "decoder"):
+                ids, mask = read.ids(decoder=side == "decoder"), read.mask(decoder=side == "decoder")
+                if ids is not None:
+                    kept = ids[row] if mask is None else ids[row][mask[row]]
+                    names[side] = token_strings(tokenizer, kept.tolist())
+        learned = [f"[virtual {number}]" for number in range(1, prompt_tokens(self.loaded.module) + 1)]
+        names |= {side: [*learned, *tokens] for side, tokens in names.items() if side == "text"}
+        for prefix in {info.prefix for info in self.reading.sites} - {0}:
+            virtual = [f"[virtual {number}]" for number in range(1, prefix + 1)]
+            names |= {behind_prefix(side, prefix): [*virtual, *tokens] for side, tokens in names.items()}
+        others = token_names(self.loaded.module, inputs, row)
+        if "text" in names and len(others.get("image", [])) == inputs["input_ids"].shape[1]:
+            names, others = {}, {}  # a site's tokens are known by their number, which would be both
+        names = others | names
+        title = f"window {self.windows + row}"
+        if isinstance(batch, Batch) and batch.names[row]:
+            title += f" · {batch.names[row]}"
+        window = max(map(len, names.values())) if names else LONGEST
+        heads = sum(site.heads for site in self.reading.sites)
+        length = example_length(heads, window, sum(example.recorded for example in self.reading.examples))
+        return ExampleWindow(title, names, length, row, self.windows + row) if length else None
+
+
+def _rows_of(inputs: dict[str, Any], chosen: Sequence[int], rows: int) -> dict[str, Any]:
+    """Some items of a batch."""
+    along = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows}
+    return {k: v[list(chosen)] if k in along else v for k, v in inputs.items()}

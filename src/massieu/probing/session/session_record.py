@@ -1,0 +1,316 @@
+"""The record of a run: what a session says of itself and of its numbers at the end."""
+
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import massieu
+import massieu.report.record as record
+from massieu.errors import InputError
+from massieu.probing.capture.interface import stock_implementations
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.checks.check import SelfCheck
+from massieu.probing.data.images import ImageBatches
+from massieu.probing.data.pair_batches import PairBatches
+from massieu.probing.data.text import TextBatches, token_strings
+from massieu.probing.data.text_digest import TextDigest, vocabulary_digest
+from massieu.probing.model.model import LoadedModel
+from massieu.probing.reading.generation import GeneratingReading
+from massieu.probing.reading.per_token import PER_TOKEN, TemporaryFolder, TokenTable
+from massieu.probing.reading.reading import Options, Reading
+from massieu.probing.result.findings import findings
+from massieu.probing.result.result import ProbeResult
+from massieu.probing.result.tables import head_table, layer_table, unit_sums
+from massieu.probing.session.draws import Draws
+from massieu.probing.statistics.extremes import EXTREMES, PLACES
+from massieu.probing.statistics.registry import ATTENTION, STATISTICS
+from massieu.probing.sums.accumulate import Ratio
+from massieu.probing.sums.unit_sums import UnitSums
+from massieu.probing.sums.units import Estimate
+
+_OF_SITE = ("layer", "kind", "heads", "key_heads", "head_size", "route", "grade")
+QUICK = (
+    "this was a quick run: the attention's statistics alone, with standard errors, but without the re-initialised control that "
+    "the values are compared with, and without examples"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """What the text side gives: batches, and what to say about them afterwards.
+
+    Attributes:
+        window: why windows are shorter than the default, as a sentence; None where they are not.
+    """
+
+    batches: Iterable[Any]
+    source: str
+    packing: bool
+    max_length: int
+    tokenizer: Any
+    window: str | None = None
+
+
+def behind_prefix(side: str, prefix: int) -> str:
+    """What the keys of a side's tokens are called, with those of a prefix before them."""
+    return f"{side} behind {prefix} virtual tokens"
+
+
+class SessionRecord:
+    """What has been read, in the tables and the record of the run."""
+
+    loaded: LoadedModel
+    given: Input
+    options: Options
+    reading: Reading
+    check: SelfCheck
+    draws: Draws | None
+    draws_shared: bool
+    tokens: int
+    read: int
+    replacements: list[record.ReplacementRecord]
+    broken_weights: record.Trouble | None
+    unexplained: set[str]
+    warnings: list[str]
+    digest: TextDigest
+    rows_in: Path | None
+    rows_kept: TemporaryFolder | None
+
+    def result(self, wanted: frozenset[str], settings: dict[str, Any], complete: bool) -> ProbeResult:
+        """The tables and the record of the run, of the statistics that are wanted and could be computed."""
+        reading = self.reading
+        libraries = {"massieu": massieu, "torch": torch, "transformers": sys.modules.get("transformers"), "numpy": np}
+        wanted = wanted - reading.left_out()
+        tokens, token_rows = self._token_table()
+        heads = head_table(reading, self.draws, wanted, self.replacements).frame()
+        layers = layer_table(reading, self.draws, wanted).frame()
+        run = record.RunRecord(
+            massieu_version=massieu.__version__,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            complete=complete,
+            model=self.model_record(),
+            text=self._text(),
+            error_unit=self._error_unit(),
+            self_check=record.SelfCheckRecord(**vars(self.check), passed=self.check.passed),
+            capture=record.CaptureRecord(
+                route=self.route(),
+                attention_sites=len(reading.sites),
+                unexplained_keywords=sorted(self.unexplained | reading.unexplained),
+            ),
+            sites=[self.site_record(info) for info in reading.sites],
+            sublayers=reading.tracer.sublayers,
+            settings=settings,
+            seed=self.options.seed,
+            versions={
+                "python": platform.python_version(),
+                **{name: used.__version__ for name, used in libraries.items() if used},
+            },
+            timing=self._timing(),
+            sample=record.SampleRecord(reading.sampled["windows"], reading.sampled["queries"], self._sample_degrees()),
+            statistics=[each for each in STATISTICS.values() if each.name in wanted],
+            findings=findings(heads, layers, self._half_degrees()),
+            warnings=self.all_warnings(),
+            unavailable=self._unavailable(),
+            nonfinite=self._nonfinite(),
+            replacements=self.replacements,
+            trouble=self.trouble(),
+            per_token=token_rows,
+        )
+        units = UnitSums(self.digest.text(), vocabulary_digest(self.given.tokenizer), unit_sums(reading, wanted))
+        return ProbeResult(
+            run=run, details=self._details(), heads=heads, layers=layers, units=units, token_table=tokens
+        )
+
+    def _token_table(self) -> tuple[TokenTable | None, record.PerTokenRecord | None]:
+        """The rows of all processes; none where they were not wanted, or some could not be computed or written."""
+        failed, said = self.reading.failed, None
+        if self.rows_in is None or {PER_TOKEN, ATTENTION} & failed.keys():
+            return None, None
+        table = TokenTable.found_in(self.rows_in, self.rows_kept)
+        try:
+            rows, size = table.size()
+        except (InputError, OSError) as error:
+            rows, size, said = 0, 0, str(error)
+        if rows != self.reading.token_rows:
+            failed[PER_TOKEN] = said or f"{self.rows_in} holds {rows:,} rows of {self.reading.token_rows:,}"
+            return None, None
+        return table, record.PerTokenRecord(list(self.options.per_token), rows, size)
+
+    def route(self) -> str:
+        """How attention was read, in words."""
+        sites, said = self.reading.sites, []
+        own = " and ".join(stock_implementations(self.loaded.module))
+        by = Counter(info.route for info in sites)
+        if by["interface"]:
+            said.append(f"transformers attention interface; output computed by the model's own {own} attention")
+        if by["tap"]:
+            said.append("scores followed to their softmax in the model's own code")
+        if len(by) > 1:
+            said = [f"{words} ({by[route]} sites)" for words, route in zip(said, ("interface", "tap"), strict=True)]
+        only = sum(info.grade == "scores" for info in sites)
+        return "; ".join(said) + (f"; of {only} of {len(sites)} sites the scores alone" if only else "")
+
+    def model_record(self) -> record.ModelRecord:
+        """The model as ``run.json`` describes it."""
+        sites = self.reading.sites
+        described = self.loaded.describe()
+        described.layers = len({(s.block, s.layer) for s in sites})
+        described.heads = sum(s.heads for s in sites)
+        return described
+
+    def _text(self) -> record.TextRecord:
+        batches = self.given.batches
+        report = batches.report if isinstance(batches, TextBatches | PairBatches | ImageBatches) else None
+        counted = {"tokens": self.tokens, "windows": self.read}
+        source = self.given.source
+        if isinstance(self.reading, GeneratingReading):
+            source = f"{self.reading.new_tokens:,} tokens that the model wrote after prompts from {source}"
+        asked = {"source": source, "max_length": self.given.max_length, "packing": self.given.packing}
+        found = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
+        bos = batches.bos_sentence() if isinstance(batches, TextBatches) else None
+        return record.TextRecord(**asked, **counted, **found, bos=bos, window=self.given.window)
+
+    def _error_unit(self) -> record.ErrorUnitRecord:
+        ratio = self.reading.results[0].attention.ratio
+        name, number = ratio.error_unit()
+        if ATTENTION not in self.options.groups:
+            name, number = "window", self.read
+        return record.ErrorUnitRecord(name, number, _degrees(ratio.estimate()))
+
+    def _sampled(self) -> list[Ratio]:
+        """What was measured on the sampled windows alone."""
+        steps = [results.climb.steps for results in self.reading.results]
+        return [*self.reading.expansion.sublayers.values(), *steps]
+
+    def _sample_degrees(self) -> float | None:
+        return max((found for each in self._sampled() if (found := _degrees(each.estimate()))), default=None)
+
+    def _half_degrees(self) -> tuple[float, float]:
+        """Of errors over half the text, and over half the sample."""
+        whole = _degrees(self.reading.results[0].attention.ratio.second_half())
+        return whole or 0.0, max((_degrees(each.second_half()) or 0.0 for each in self._sampled()), default=0.0)
+
+    def site_record(self, info: SiteInfo) -> record.SiteRecord:
+        """A site as ``run.json`` describes it."""
+        decoder = info.in_decoder
+        side = "decoder" if decoder else self._side(info)
+        return record.SiteRecord(
+            index=info.index,
+            name=info.site.name,
+            **{name: getattr(info, name) for name in _OF_SITE},
+            query_tokens=side,
+            key_tokens=self._key_side(info, side),
+            unavailable=self.reading.results[info.index].unavailable,
+        )
+
+    def _key_side(self, info: SiteInfo, side: str) -> str:
+        if info.prefix:
+            return behind_prefix(side, info.prefix)
+        return "text" if info.in_decoder and info.kind == "cross" else side
+
+    def _side(self, info: SiteInfo) -> str:
+        """Whether a site attends to the patches of an image rather than to a text: it has as many tokens as patches."""
+        for example in self.reading.examples:
+            patches, found = example.tokens.get("image"), example.sites.get(str(info.index))
+            if patches is not None and found is not None and found["entropy"].shape[1] == len(patches):
+                return "image"
+        return "text"
+
+    def _timing(self) -> dict[str, float]:
+        times = {name: round(seconds, 3) for name, seconds in self.reading.seconds.items()}
+        if self.draws is not None and not self.draws_shared:
+            times["re-initialised control"] = round(self.draws.seconds, 3)
+        return times
+
+    def _nonfinite(self) -> list[record.NonfiniteRecord]:
+        pairs = zip(self.reading.sites, self.reading.results, strict=True)
+        counts = [
+            (info, head, int(n)) for info, found in pairs for head, n in enumerate(found.attention.broken.counts) if n
+        ]
+        return [record.NonfiniteRecord(info.site.name, info.layer, head, n) for info, head, n in counts]
+
+    def trouble(self) -> record.Trouble | None:
+        """What breaks the model's numbers, if anything does: first its weights, then what arises on the way."""
+        return self.broken_weights or self.reading.trouble
+
+    def _unavailable(self) -> list[record.UnavailableRecord]:
+        """What could not be computed at all, in the model or in its re-initialised copy, with the reason."""
+        own = self.reading.failed
+        control = {} if self.draws is None else {n: why for n, why in self.draws.failed().items() if n not in own}
+        parts = {"model": own, "re-initialised control": control}
+        failed = [(of, part, why) for of, each in parts.items() for part, why in each.items()]
+        return [record.UnavailableRecord(*each) for each in failed]
+
+    def all_warnings(self) -> list[str]:
+        """Sentences for the terminal and the page."""
+        found = list(self.warnings)
+        if self.options.quick:
+            found.append(QUICK)
+        if isinstance(self.given.batches, TextBatches | PairBatches) and (
+            many := self.given.batches.report.many_unknown()
+        ):
+            found.append(many)
+        if self.reading.untold:
+            lengths = " and ".join(str(each) for each in sorted(self.reading.untold))
+            found.append(
+                f"the masks do not fit sequences of length {lengths} inside the model; their padding counts too"
+            )
+        nonfinite = self._nonfinite()
+        for entry in self._unavailable():
+            of = "" if entry.of == "model" else f" of the {entry.of}"
+            found.append(f"{entry.statistic}{of} could not be computed and is left out ({entry.reason})")
+        if self.draws is not None:
+            found += self.draws.warnings
+            if (trouble := self.draws.trouble()) is not None:
+                found.append(f"in the re-initialised control, {trouble}")
+        if self.unexplained:
+            found.append(f"unexplained attention keywords: {', '.join(sorted(self.unexplained))}")
+        if nonfinite:
+            worst = max(nonfinite, key=lambda entry: entry.count)
+            found.append(
+                f"{sum(entry.count for entry in nonfinite)} queries had NaN or infinite scores and were left out, in "
+                f"{len(nonfinite)} heads (most in layer {worst.layer} head {worst.head})"
+            )
+        return found
+
+    def _details(self) -> dict[str, Any]:
+        histograms: dict[str, Any] = {}
+        if ATTENTION in self.options.groups:
+            every = [results.attention.histograms for results in self.reading.results]
+            for name, first in every[0].items():
+                counts = {str(i): found[name].counts.tolist() for i, found in enumerate(every)}
+                if name not in self.options.of_attention():
+                    continue
+                histograms[name] = {"edges": first.edges.round(6).tolist(), "counts": counts}
+        examples = [e.to_dict() for e in self.reading.examples]
+        return {"histograms": histograms, "examples": examples, "extremes": self._extremes()}
+
+    def _extremes(self) -> list[dict[str, Any]]:
+        """Where the extremes of each head stand, with the tokens."""
+        tokenizer, found = self.given.tokenizer, []
+        for info, results in zip(self.reading.sites, self.reading.results, strict=True):
+            for row, (name, end) in enumerate(EXTREMES):
+                if name not in self.options.of_attention():
+                    continue
+                for head in np.nonzero(np.isfinite(results.extremes.best[row]))[0]:
+                    places = dict(zip(PLACES, map(int, results.extremes.places[row, head]), strict=True))
+                    for token in ("query_token", "key_token"):
+                        number = places[token]
+                        known = tokenizer is not None and number >= 0
+                        places[token] = token_strings(tokenizer, [number])[0] if known else None  # type: ignore[assignment]
+                    found.append({"site": info.site.name, "head": int(head), "statistic": f"{name}/{end}", **places})
+        return found
+
+
+def _degrees(found: Estimate) -> float | None:
+    """Of the entry whose error has most; None where none has any."""
+    most = float(np.max(found.degrees, initial=0.0))
+    return most or None

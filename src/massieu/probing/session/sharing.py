@@ -1,0 +1,91 @@
+"""What the probes of one comparison share: the tokenizer, so that all read the same tokens, and the re-initialised control."""
+
+import json
+from typing import Any
+
+from torch import nn
+
+from massieu.errors import InputError
+from massieu.probing.data.pair_batches import PairBatches
+from massieu.probing.data.text import TextBatches
+from massieu.probing.data.text_digest import TextDigest
+from massieu.probing.model.unwrap import is_pretrained
+from massieu.probing.reading.reading import Options
+from massieu.probing.session.draws import Draws
+
+_OF_THE_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+"""What a configuration says of the checkpoint alone."""
+
+
+class Sharing:
+    """Of the first probe: its tokenizer and its re-initialised control, which the ones after it take over.
+
+    The control of two models of one shape is the same copy, drawn from one seed and read on the same windows.
+    """
+
+    def __init__(self) -> None:
+        self._text: str | None = None
+        self._known_from = ""
+        self._tokenizer: tuple[Any, str] | None = None
+        self._draws: tuple[tuple[Any, ...], Draws] | None = None
+
+    def know(self, text: str | None, name: str) -> None:
+        """From here on the rows that are to be read have this digest: that of a result which is there already."""
+        self._text, self._known_from = text, name
+
+    def tokenizer(self, own: Any, name: str) -> Any:
+        """The first probe's tokenizer, once it is sure that its tokens mean the same to this model.
+
+        Raises:
+            InputError: the model's own has other tokens, or gives them other numbers.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = own, name
+        shared, first = self._tokenizer
+        mine, theirs = own.get_vocab(), shared.get_vocab()
+        small, large = sorted((mine, theirs), key=len)
+        if any(
+            large.get(token) != identifier for token, identifier in small.items()
+        ):  # some tokens may have been added
+            raise InputError(
+                f"{first} and {name} have different tokenizers ({len(theirs):,} and {len(mine):,} tokens), so no text is the "
+                "same windows to both; models are compared that read the same tokens"
+            )
+        return shared
+
+    def check(self, batches: TextBatches | PairBatches) -> None:
+        """Where the digest is known: that these batches are the same rows.
+
+        Raises:
+            InputError: they are not.
+        """
+        if self._text is None:
+            return
+        digest = TextDigest()
+        for batch in batches:
+            digest.add(batch.inputs, len(batch.names))
+        if digest.text() != self._text:
+            raise InputError(
+                f"the text is not what {self._known_from} was read on; give the same text, max_length, max_tokens and packing"
+            )
+
+    def draws(self, model: nn.Module, options: Options) -> Draws | None:
+        """The control of a model of the same shape that was read with the same options."""
+        shape = _shape(model, options)
+        return self._draws[1] if self._draws is not None and shape == self._draws[0] else None
+
+    def keep_draws(self, model: nn.Module, options: Options, draws: Draws | None) -> None:
+        """Keep a control that has read its windows, for the probes after this one."""
+        shape = _shape(model, options)
+        if draws is not None and shape is not None:
+            self._draws = shape, draws
+
+
+def _shape(model: nn.Module, options: Options) -> tuple[Any, ...] | None:
+    """All that a freshly built copy depends on; None for a module that is not built from a configuration."""
+    if not is_pretrained(model):
+        return None
+    config: Any = model.config
+    said = {name: value for name, value in config.to_dict().items() if name not in _OF_THE_FILE}
+    weights = [(name, tuple(each.shape), each.dtype, each.device) for name, each in model.state_dict().items()]
+    return type(model), json.dumps(said, sort_keys=True, default=str), weights, options

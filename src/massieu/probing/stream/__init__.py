@@ -1,0 +1,1 @@
+"""The residual stream: its steps, queries replayed from it, and weights read off modules."""

@@ -1,0 +1,420 @@
+"""Ask an attention module what its queries would be at another point of the residual stream, keys and values frozen.
+
+The module's own code is called again on moved states and stopped as soon as its query is known, so rotary embeddings,
+query norms and fused projections are the model's. The same way gives the linear maps from stream to query, key and
+value of any module in which they are linear. Each replay is checked on the states the module really saw.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor, nn
+
+from massieu.probing.capture.capture import Capture, replayed
+from massieu.probing.model.packed import packed_linears
+from massieu.probing.model.watching import mapped, same_tensor
+from massieu.probing.stream.own_weights import maps_among_weights, replaced_output
+from massieu.probing.stream.wiring import AttentionRead, along_batch
+
+# Masks matter only behind the query; a cache must not see the same tokens twice.
+_LEFT_OUT = {"attention_mask", "mask", "position_bias", "encoder_attention_mask", "causal_mask"}
+_LEFT_OUT |= {"attn_mask", "key_padding_mask"}
+_LEFT_OUT |= {"past_key_values", "past_key_value", "layer_past"}
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # half precisions: see `tolerance`
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest relative difference that rounding explains, for results in ``dtype``."""
+    return _TOLERANCE.get(dtype, 3e-2)
+
+
+def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
+    """Largest difference over the largest expected size; NaN where a number of either is not finite, 0 where there is none."""
+    if not expected.numel():
+        return 0.0
+    if not bool(expected.isfinite().all() & found.isfinite().all()):
+        return float("nan")
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def _at_positions(value: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Position information (rotary tables, position indices) for some positions.
+
+    A table of fewer rows than there are tokens is taken to be about the last of them, as where the first tokens (class
+    and registers of an image model) have no position.
+    """
+    if value.dim() >= 2 and (value.is_floating_point() or value.is_complex()):
+        rows = value.shape[-2]
+        if rows == length:
+            return value.index_select(-2, positions)
+        if 1 < rows < length:
+            return value.index_select(-2, positions[positions >= length - rows] - (length - rows))
+    elif value.dim() <= 2 and value.shape[-1:] == (length,):
+        return value.index_select(-1, positions)
+    return value
+
+
+def _between(value: Tensor, positions: Tensor) -> Tensor:
+    """A bias of scores (…, L or 1, L) between some positions."""
+    value = value[..., positions]
+    return value if value.shape[-2] == 1 else value[..., positions, :]
+
+
+def _repeated(value: Tensor, copies: int) -> Tensor:
+    return value.repeat(copies, *([1] * (value.dim() - 1)))
+
+
+AffineQuery = tuple[Float[Tensor, "H Dh D"], Float[Tensor, "H Dh"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """The query of one attention module as a function of the residual stream, for the sequences of one batch.
+
+    Attributes:
+        affine: the result of `query_map`, which then takes the place of the module: the same numbers at a third of the
+            cost, since keys and values are not computed again. With ``linear``, only the first part of the way.
+        linear: the layer of the module that computes ``affine``, where the module goes on from there head by head
+            (rotary embeddings, normalised queries); see `in_two_parts`.
+        whole: the module is called on the whole sequence, with the moved states in their places: slower, and possible where
+            it cannot be called on some of the positions.
+    """
+
+    capture: Capture
+    read: AttentionRead
+    affine: AffineQuery | None = None
+    whole: bool = False
+    linear: nn.Linear | None = None
+
+    def projections(
+        self, states: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of the module's input ``states`` (behind the norm) at ``positions``; R = copies × batch.
+
+        Raises:
+            Exception: of any class, from the module, which cannot be called on part of a sequence.
+        """
+        state = self.read.state
+        batch, length = state.shape[:2]
+        copies = max(states.shape[0] // batch, 1)
+        if self.whole:
+            states = _repeated(state, copies).index_copy(1, positions, states)
+
+        def given(value: Tensor) -> Tensor:
+            if self.read.has_heads(value):
+                return _repeated(value if self.whole else _between(value, positions), copies)
+            value = self.read.turned(value)
+            if same_tensor(value, state):  # as query, key and value, in some models
+                return self.read.turned(states)
+            by_item = along_batch(value, batch)
+            value = value if self.whole else _at_positions(value, positions, length)
+            return self.read.turned(_repeated(value, copies) if by_item else value)
+
+        keywords = {n: None if n in _LEFT_OUT else mapped(value, given) for n, value in self.read.keywords.items()}
+        if keywords.get("is_causal"):  # nn.MultiheadAttention wants the mask with it
+            keywords["is_causal"] = False
+        arguments = (None if isinstance(a, Tensor) and a.dim() == 4 else a for a in self.read.arguments)
+        arguments = mapped(tuple(arguments), given)
+        query, key, value = replayed(self.capture, self.read.call.module, arguments, keywords)
+        return query[:, :, positions] if self.whole else query, key, value
+
+    def queries(self, residual: Float[Tensor, "R S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "R H S Dh"]:
+        """Queries at points of the residual stream, through the norm in front of the module if there is one."""
+        states = self.normalised(residual)
+        if self.affine is None or self.linear is not None:
+            return self.projections(states, positions)[0]
+        weight, bias = self.affine
+        queries = torch.nn.functional.linear(states, weight.flatten(0, 1), bias.flatten())
+        return queries.unflatten(-1, bias.shape).transpose(1, 2)
+
+    def own_queries(
+        self, residual: Float[Tensor, "H B S D"], positions: Int[Tensor, " S"]
+    ) -> Float[Tensor, "B H S Dh"]:
+        """Query of head h at the h-th of H points of the residual stream."""
+        heads = range(residual.shape[0])
+        if self.affine is None:
+            queries = self.queries(residual.flatten(0, 1), positions).unflatten(0, (len(heads), -1))
+            return queries[heads, :, heads].transpose(0, 1)
+        weight, bias = self.affine
+        results = torch.einsum("hbsd,hkd->bhsk", self.normalised(residual), weight) + bias[:, None]
+        return results if self.linear is None else self._behind(results, positions)
+
+    def _behind(self, results: Float[Tensor, "B H S Dh"], positions: Int[Tensor, " S"]) -> Float[Tensor, "B H S Dh"]:
+        """What the module makes of results of ``linear``."""
+        assert self.linear is not None
+        with replaced_output(self.linear, results.transpose(1, 2).flatten(2)):
+            return self.projections(self.read.state[:, positions], positions)[0]
+
+    def normalised(self, residual: Float[Tensor, "*batch S D"]) -> Float[Tensor, "*batch S D"]:
+        """What the attention module is given at points of the residual stream."""
+        return residual if self.read.norm is None else self.read.norm(residual)
+
+    def query_map(self, positions: Int[Tensor, " S"]) -> AffineQuery | None:
+        """The query as an affine function of the module's input, where it is the same one at every position.
+
+        Read off the module with basis vectors, then checked on the queries that it really computed; None where that
+        check fails (rotary embeddings, normalised queries).
+        """
+        try:
+            stored = self.stored_maps()
+            found = None if stored is not None else self.read_off(None)[0]
+        except Exception:  # of whatever class the module raises: then there is no such map, and it is replayed itself
+            return None
+        if stored is not None:
+            affine = stored[0]
+        else:
+            assert found is not None
+            affine = ((found[1:] - found[0]).permute(1, 2, 0).contiguous(), found[0].contiguous())
+        trial = replace(self, affine=affine)
+        return affine if trial.why_not(positions) is None else None
+
+    def in_two_parts(self, positions: Int[Tensor, " S"]) -> "Replay":
+        """The same replay through the linear layer that the query comes of, where the module has such a layer.
+
+        What follows the layer must act on every head by itself. Then one call of the module serves all heads, each at
+        its own point of the stream, and one derivative all of them. This is tried out on moved states of two positions:
+        queries and derivatives must agree with those of the whole module, head by head; else the replay stays as it is.
+        """
+        call, few = self.read.call, positions[[len(positions) // 2, -1]]
+        if self.affine is not None or self.whole or call.query.dtype not in _TOLERANCE:
+            return self
+        heads, size = call.query.shape[1], call.query.shape[3]
+        for linear in call.module.modules():
+            if type(linear) is nn.Linear and linear.weight.shape == (heads * size, self.read.state.shape[-1]):
+                weight = linear.weight.detach().unflatten(0, (heads, size))
+                bias = weight.new_zeros(heads, size) if linear.bias is None else linear.bias.detach().view(heads, size)
+                trial = replace(self, affine=(weight, bias), linear=linear)
+                if trial._agrees_with(self, few):
+                    return trial
+        return self
+
+    def _agrees_with(self, other: "Replay", positions: Int[Tensor, " S"]) -> bool:
+        """Whether two replays give each head the same query and the same derivative at moved states."""
+        assert self.read.residual is not None
+        few = self.read.residual[:, positions]
+        heads = self.read.call.query.shape[1]
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.randn((heads, *few.shape), generator=generator).to(few)
+        moved = few + draws * few.norm(dim=-1, keepdim=True) / few.shape[-1] ** 0.5
+        slope = torch.randn(self.read.call.query[:, :, positions].shape, generator=generator).to(few)
+        try:
+            pairs = [
+                (each.own_queries(moved, positions), *each.pulled_back([slope], positions)) for each in (self, other)
+            ]
+        except Exception:  # of whatever class the module raises
+            return False
+        errors = [relative_difference(mine, its) for mine, its in zip(*pairs, strict=True)]
+        return all(error <= tolerance(few.dtype) for error in errors)
+
+    def stored_maps(self) -> list[AffineQuery] | None:
+        """Query, key and value of a sequence of one token as maps that stand among the module's weights, if they do.
+
+        Raises:
+            Exception: as `projections`.
+        """
+        one = self._of_one_token()
+        state = torch.randn(1, 1, one.read.state.shape[-1], generator=torch.Generator().manual_seed(0)).to(
+            one.read.state
+        )
+        results = one.projections(state, torch.zeros(1, dtype=torch.long, device=state.device))
+        return maps_among_weights(self.read.call.module, state[0, 0], [result[0, :, 0] for result in results])
+
+    def _of_one_token(self) -> "Replay":
+        """Of sequences of one token, without the norm in front."""
+        return Replay(self.capture, replace(self.read.item(0), norm=None))
+
+    def read_off(self, test: Float[Tensor, "1 1 D"] | None) -> list[Float[Tensor, "R H_or_Hk Dh"]]:
+        """Query, key and value of zero, of every basis vector and of a test vector, each a sequence of one token.
+
+        Raises:
+            Exception: as `projections`.
+        """
+        like, size = self.read.state, self.read.state.shape[-1]
+        basis = torch.cat([torch.zeros(1, 1, size), torch.eye(size)[:, None]]).to(like)
+        states = basis if test is None else torch.cat([basis, test])
+        found = self._of_one_token().projections(states, torch.zeros(1, dtype=torch.long, device=like.device))
+        return [result[:, :, 0] for result in found]
+
+    def pulled_back(
+        self, slopes: Sequence[Float[Tensor, "B H S Dh"]], positions: Int[Tensor, " S"]
+    ) -> list[Float[Tensor, "H B S D"]]:
+        """For each head h, the gradient with respect to the residual stream of Σ slope_h · query_h; one list item a slope."""
+        residual = self.read.residual
+        assert residual is not None
+        residual = residual[:, positions].detach()
+        if self.affine is None:
+            return self._pulled_back_through_module(slopes, residual, positions)
+        weight = self.affine[0]
+        if self.linear is not None:
+            slopes = self._pulled_to_linear(slopes, residual, positions)
+        at_input = torch.cat([torch.einsum("bhsk,hkd->hbsd", slope, weight) for slope in slopes])
+        if self.read.norm is None:
+            return list(at_input.unflatten(0, (len(slopes), -1)))
+        with torch.enable_grad():
+            copies = residual.expand(at_input.shape).clone().requires_grad_()
+            pulled = torch.autograd.grad(self.normalised(copies), copies, at_input)[0]
+        return list(pulled.unflatten(0, (len(slopes), -1)))
+
+    def _pulled_to_linear(self, slopes: Sequence[Tensor], residual: Tensor, positions: Tensor) -> list[Tensor]:
+        """For each slope, the gradient of Σ_h slope_h · query_h with respect to the results of ``linear``, (B, H, S, Dh)."""
+        assert self.affine is not None
+        weight, bias = self.affine
+        results = torch.einsum("bsd,hkd->bhsk", self.normalised(residual), weight) + bias[:, None]
+        with torch.enable_grad():
+            results.requires_grad_()
+            query = self._behind(results, positions)
+            return [torch.autograd.grad(query, results, slope, retain_graph=True)[0] for slope in slopes]
+
+    def _pulled_back_through_module(
+        self, slopes: Sequence[Tensor], residual: Tensor, positions: Tensor
+    ) -> list[Tensor]:
+        with torch.enable_grad():
+            residual = residual.requires_grad_()
+            query = self.queries(residual, positions)
+
+            def pulled(slope: Tensor, head: int) -> Tensor:
+                return torch.autograd.grad(query[:, head], residual, slope[:, head], retain_graph=True)[0]
+
+            return [torch.stack([pulled(slope, head) for head in range(query.shape[1])]) for slope in slopes]
+
+    def why_not(self, positions: Int[Tensor, " S"]) -> str | None:
+        """None when the replay reproduces the queries the module really computed, else one sentence that says why not."""
+        if self.read.residual is None:
+            return "the module reads neither the residual stream nor a norm of it"
+        expected = self.read.call.query[:, :, positions]
+        try:
+            found = self.queries(self.read.residual[:, positions], positions)
+        except Exception as error:  # of whatever class the module raises
+            return f"the module cannot be replayed at other states ({type(error).__name__})"
+        if found.shape != expected.shape:
+            return "the replayed queries have another shape"
+        error = relative_difference(found, expected)
+        # Kernels for packed weights may round what they multiply to half precision.
+        rounded = torch.bfloat16 if packed_linears(self.read.call.module) else expected.dtype
+        return None if error <= tolerance(rounded) else f"the replayed queries differ by {error:.1e}"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMaps:
+    """The linear maps of an attention module's heads, as functions of the normalised stream (norm gains folded in).
+
+    For rotary models they are the maps at offset zero.
+
+    Attributes:
+        score_norm: ‖W_QᵀW_K‖, through Dh × Dh matrices; several statistics are shares of it.
+    """
+
+    query: Float[Tensor, "H Dh D"]
+    key: Float[Tensor, "H Dh D"]
+    value: Float[Tensor, "H Dv D"]
+    output: Float[Tensor, "H D Dv"]
+
+    @cached_property
+    def score_norm(self) -> Float64[Tensor, " H"]:
+        return ((self.query @ self.query.mT) * (self.key @ self.key.mT)).sum((-2, -1)).sqrt()
+
+
+def norm_gain(norm: nn.Module | None, size: int, like: Tensor) -> Float[Tensor, " D"]:
+    """Per-channel gain g of a norm module: norm(x) = g · normalised(x) + offset. Ones when there is no norm.
+
+    Read off a vector of alternating signs, which every common norm (LayerNorm, RMSNorm, gains stored as 1 + w) leaves
+    as it is before its gain; exact up to the norm's own epsilon.
+    """
+    if norm is None:
+        return torch.ones(size, dtype=torch.float64)
+    signs = torch.ones(size, dtype=like.dtype, device=like.device)
+    signs[1::2] = -1
+    with torch.no_grad():
+        offset = norm(torch.zeros_like(signs)[None, None])[0, 0]
+        return ((norm(signs[None, None])[0, 0] - offset) * signs).double()
+
+
+def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuery] | str:
+    """Query, key and value as affine maps of the attention module's input, or one sentence that says why they are none.
+
+    They are found among its weights (`maps_among_weights`), or else read off the module itself: zero, every basis
+    vector and one random vector, each as a sequence of one token at position zero. The random vector must agree, else
+    the maps are not affine (normalised queries and keys).
+    Keys and values have as many heads as queries: grouped ones are repeated.
+    """
+    like = read.state
+    test = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
+    try:
+        stored = Replay(capture, read).stored_maps()
+        if stored is not None:
+            heads = stored[0][0].shape[0]
+            return [_of_every_head(weight, bias, heads) for weight, bias in stored]
+        projections = Replay(capture, read).read_off(test)
+    except Exception as error:  # of whatever class the module raises
+        return f"the module cannot be replayed on single tokens ({type(error).__name__})"
+    heads = projections[0].shape[1]
+    maps = [_affine(result, test, heads) for result in projections]
+    if any(found is None for found in maps):
+        return "queries, keys or values are not linear in the stream (normalised queries and keys)"
+    return [found for found in maps if found is not None]
+
+
+def _affine(result: Float[Tensor, "R Hk Dh"], test: Float[Tensor, "1 1 D"], heads: int) -> AffineQuery | None:
+    """The map behind what `Replay.read_off` gave of one projection, for so many heads; None where it is not affine."""
+    values = result.double().repeat_interleave(heads // result.shape[1], 1)  # (D + 2, heads, size of a head)
+    linear = values[1:-1] - values[0]
+    expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
+    if not relative_difference(expected, values[-1]) <= tolerance(test.dtype):
+        return None
+    return linear.permute(1, 2, 0).cpu(), values[0].cpu()
+
+
+def _of_every_head(weight: Float[Tensor, "Hk Dh D"], bias: Float[Tensor, "Hk Dh"], heads: int) -> AffineQuery:
+    """A copy in float64, grouped heads repeated."""
+    weight, bias = (part.to("cpu", torch.float64, copy=True) for part in (weight, bias))
+    if len(weight) == heads:
+        return weight, bias
+    return weight.repeat_interleave(heads // len(weight), 0), bias.repeat_interleave(heads // len(weight), 0)
+
+
+def output_maps(read: AttentionRead, heads: int) -> Float[Tensor, "H D Dv"] | str:
+    """What the output projection makes of each head's result, or one sentence that says why that is not defined."""
+    if read.projection is None:
+        return "no output projection was found"
+    if not read.writes_linearly:
+        return "what the heads write is normalised, scaled or gated before it enters the stream"
+    size = read.state.shape[-1]
+    return read.projection.detach().double().cpu().reshape(size, heads, -1).transpose(0, 1)
+
+
+def write_maps(capture: Capture, read: AttentionRead) -> tuple[Float[Tensor, "H Dv D"], Float[Tensor, "H D Dv"]] | str:
+    """What each head takes from a token and what it makes of it, W_V and W_O, norm gains folded in; or why not.
+
+    Queries and keys may be normalised or gated.
+    """
+    heads, like = read.call.query.shape[1], read.state
+    output = output_maps(read, heads)
+    if isinstance(output, str):
+        return output
+    test = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
+    try:
+        stored = Replay(capture, read).stored_maps()
+        value = None if stored is None else _of_every_head(*stored[2], heads)
+        if value is None:
+            value = _affine(Replay(capture, read).read_off(test)[2], test, heads)
+    except Exception as error:  # of whatever class the module raises
+        return f"the module cannot be replayed on single tokens ({type(error).__name__})"
+    if value is None:
+        return "the values are not linear in the stream"
+    return value[0] * norm_gain(read.norm, like.shape[-1], like).cpu(), output
+
+
+def head_maps(capture: Capture, read: AttentionRead) -> HeadMaps | str:
+    """The maps of a self-attention module, or one sentence that says why they are not defined."""
+    output = output_maps(read, read.call.query.shape[1])
+    if isinstance(output, str):
+        return output
+    found = affine_projections(capture, read)
+    if isinstance(found, str):
+        return found
+    gain = norm_gain(read.norm, read.state.shape[-1], read.state).cpu()
+    query, key, value = (linear * gain for linear, _ in found)
+    return HeadMaps(query, key, value, output)

@@ -1,0 +1,336 @@
+"""Running results over a stream of text: ratios with honest errors, spreads and histograms, never a stored activation.
+
+Text arrives in *rows*: windows of packed text, or one document each. A probe's number is a ratio of sums over rows, for
+example the entropy summed over queries divided by the number of queries. Neighbouring tokens are far from independent,
+and so are neighbouring windows of one document: an error bar computed from single tokens is much too small. The error
+unit is therefore a whole document, or a block of consecutive windows long enough to forget its neighbours.
+
+Everything is kept in float64, in memory that does not grow with the length of the text, and can be merged with the
+running result of another part of the text.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float64, Int64, Integer, Real
+from torch import Tensor
+
+from massieu.foundation.arguments import boolean, check_shape
+from massieu.probing.sums.running import State, fitting
+from massieu.probing.sums.units import WINDOWS, BlockSums, Estimate, Units
+
+
+class Ratio:
+    """Σ totals / Σ counts over rows, for an array of statistics, with a standard error over `Units`.
+
+    The standard error is the ratio estimator's, by linearisation; `massieu.probing.sums.unit_errors` says how it takes the
+    likeness of neighbouring windows, and documents of unequal length, into account. Each entry of the array has its own
+    units: one in which it has count 0 is none of its.
+
+    Source: Cochran, *Sampling Techniques* (3rd edition, 1977), section 6.4.
+
+    Args:
+        shape: Shape of the array of statistics, for example ``(heads,)`` or ``(bins, heads)``.
+        units: What the error is computed over.
+    """
+
+    def __init__(self, shape: tuple[int, ...], units: Units = WINDOWS) -> None:
+        self.shape = tuple(shape)
+        self.units = units
+        self._sums = BlockSums(self.shape, units)
+
+    def update(
+        self,
+        total: Real[np.ndarray | Tensor, "rows *shape"],
+        count: Real[np.ndarray | Tensor, "rows *#shape"],
+        numbers: Sequence[int] | Integer[np.ndarray, " rows"] | None = None,
+    ) -> None:
+        """Add rows of the text.
+
+        Args:
+            total: Sum of the statistic over a row's valid entries. Where ``count`` is 0 it is ignored, NaN included.
+            count: Number of valid entries of the row; may have 1 in place of any dimension of ``shape``.
+            numbers: Where each row stands among all rows of the text, which may then come in any order, and in several
+                accumulators that are merged. None: the rows that follow those before; one that counts nowhere takes no
+                place in the order.
+
+        A total that is NaN or infinite where ``count`` is positive makes that entry's value NaN: leave such entries out
+        of both.
+
+        Raises:
+            ValueError: the shapes do not fit, a count is negative or NaN, or a number is negative or missing.
+        """
+        totals, counts = (_tensor(given).cpu().double() for given in (total, count))
+        check_shape("total", totals, ("rows", *self.shape))
+        _check_expands("count", counts, totals)
+        if len(counts) != len(totals):
+            raise ValueError(f"count must have a row for each of total's {len(totals)}, got {len(counts)}")
+        totals, counts = totals.numpy(), counts.numpy()
+        if not (counts >= 0).all():
+            raise ValueError("count must hold numbers ≥ 0")
+        pairs = np.zeros((len(totals), 2, *self.shape))
+        np.copyto(pairs[:, 0], totals, where=counts > 0)
+        pairs[:, 1] = counts
+        # A row that counts nowhere is no unit; on a sample of the text's rows it must not take a place in the order.
+        kept = np.asarray(counts.any(axis=tuple(range(1, counts.ndim))))
+        places = None if numbers is None else np.array(numbers, dtype=np.int64)
+        if places is not None and places.shape != kept.shape:
+            raise ValueError(f"numbers must hold one for each of {len(kept)} rows, got shape {places.shape}")
+        self._sums.add(pairs[kept], None if places is None else places[kept])
+
+    def merge(self, other: "Ratio") -> None:
+        """Add what ``other`` has seen: other rows of the same text. ``other`` is not changed.
+
+        Where rows have numbers, the result is that of one accumulator that has seen them all, errors included, in
+        whatever order results are merged. Rows without numbers are taken as the text that follows this one's: values and
+        counts are those of the concatenated text, errors those of the union of the two sets of units.
+
+        Raises:
+            ValueError: the two differ in shape or in units, or the rows of one have numbers and those of the other none.
+        """
+        if (self.shape, self.units) != (other.shape, other.units):
+            raise ValueError(
+                f"cannot merge: shape {self.shape} with {self.units} and shape {other.shape} with {other.units}"
+            )
+        self._sums.merge(other._sums)
+
+    def state(self) -> State:
+        """All that was summed; see `massieu.probing.sums.running`."""
+        return self._sums.state()
+
+    def restore(self, state: State) -> None:
+        """Go on from such a state in place of one's own."""
+        self._sums.restore(state)
+
+    def estimate(self) -> Estimate:
+        """Value, standard error and count from the whole text."""
+        return self._sums.estimate()
+
+    def value(self) -> Float64[np.ndarray, "*shape"]:
+        """Σ totals / Σ counts; NaN where nothing was counted."""
+        return self.estimate().value
+
+    def first_half(self) -> Estimate:
+        """The same from one half of the text alone: every second document, or the beginning of one text.
+
+        The two halves share no row, so that heads can be picked on one and their values printed from the other. Between
+        the halves of one text a gap of one block in eight is left out: neighbouring windows are alike, and what was picked
+        for its noise on one side would have some of it on the other.
+        """
+        return self._sums.estimate(self._sums.halves()[0])
+
+    def second_half(self) -> Estimate:
+        """The same from the other half; see `first_half`."""
+        return self._sums.estimate(self._sums.halves()[1])
+
+    def error_unit(self) -> tuple[str, int]:
+        """What the error unit is, in words, and how many there are."""
+        return self._sums.error_unit()
+
+
+def block_sums(
+    ratio: Ratio,
+) -> tuple[Float64[np.ndarray, "blocks *shape"], Float64[np.ndarray, "blocks *shape"], Int64[np.ndarray, " blocks"]]:
+    """Totals, counts and number of rows of each block of consecutive rows, in both modes of `Units`."""
+    kept = ratio._sums
+    totals, counts = np.moveaxis(kept.sums[: len(kept.rows)], 1, 0)
+    return totals, counts, kept.rows
+
+
+class Histogram:
+    """Counts of values in equal bins, one histogram a head.
+
+    Bins are closed on the left and open on the right; a value within rounding of an edge may fall on either side of it.
+    What lies below the first edge is counted in the first bin and what lies at or above the last edge in the last one,
+    infinities included: the end bins read "this or beyond". NaN is not counted.
+
+    Args:
+        edges: The bins' edges, increasing in equal steps.
+        heads: Number of histograms.
+
+    Raises:
+        ValueError: fewer than two edges, or edges that do not increase in equal steps.
+    """
+
+    def __init__(self, edges: Float[np.ndarray, "bins+1"], heads: int) -> None:
+        self.edges = np.array(edges, dtype=np.float64)
+        if self.edges.ndim != 1 or len(self.edges) < 2 or not np.isfinite(self.edges).all():
+            raise ValueError("edges must be two or more finite numbers")
+        steps = np.diff(self.edges)
+        if not (steps > 0).all() or not np.allclose(steps, steps.mean(), rtol=1e-6):
+            raise ValueError("edges must increase in equal steps")
+        self.counts: Int64[np.ndarray, "heads bins"] = np.zeros((heads, len(steps)), dtype=np.int64)
+
+    def update(
+        self,
+        values: Real[np.ndarray | Tensor, "rows heads queries"],
+        valid: Bool[np.ndarray | Tensor, "#rows #heads #queries"],
+    ) -> None:
+        """Count the values where ``valid`` is true.
+
+        Raises:
+            TypeError: ``valid`` is not boolean.
+            ValueError: the shapes do not fit.
+        """
+        heads, bins = self.counts.shape
+        numbers, mask = _values_and_mask(values, valid, (heads,))
+        # Equal bins by arithmetic: a search among the edges takes twenty times as long.
+        first, last = self.edges[[0, -1]]
+        places = ((numbers - first) * (bins / (last - first))).floor_().clamp_(0, bins - 1)
+        places += bins * torch.arange(heads, device=numbers.device)[:, None]
+        nowhere = heads * bins
+        places = torch.where(mask & ~numbers.isnan(), places, nowhere).long()
+        counted = torch.bincount(places.flatten(), minlength=nowhere + 1)[:nowhere]
+        self.counts += counted.reshape(heads, bins).cpu().numpy()
+
+    def merge(self, other: "Histogram") -> None:
+        """Add what ``other`` has counted; exact, and in any order. ``other`` is not changed.
+
+        Raises:
+            ValueError: the two differ in edges or in heads.
+        """
+        if self.counts.shape != other.counts.shape or not np.array_equal(self.edges, other.edges):
+            raise ValueError("cannot merge histograms of different edges or heads")
+        self.counts += other.counts
+
+    def state(self) -> State:
+        """The counts; see `massieu.probing.sums.running`."""
+        return {"counts": self.counts.copy()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such counts in place of one's own."""
+        self.counts = fitting(state["counts"], self.counts.shape)
+
+
+class Tally:
+    """Whole numbers that are added up, for an array of things that are counted.
+
+    Args:
+        shape: Shape of the array, for example ``(heads,)``.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.counts: Int64[np.ndarray, "*shape"] = np.zeros(shape, dtype=np.int64)
+
+    def update(self, counts: Integer[np.ndarray | Tensor, "*shape"]) -> None:
+        """Add so many.
+
+        Raises:
+            ValueError: the shape does not fit.
+        """
+        more = _tensor(counts).cpu().numpy()
+        if more.shape != self.counts.shape:
+            raise ValueError(f"counts must have shape {self.counts.shape}, got {more.shape}")
+        self.counts += more
+
+    def merge(self, other: "Tally") -> None:
+        """Add what ``other`` has counted; exact, and in any order. ``other`` is not changed."""
+        self.update(other.counts)
+
+    def state(self) -> State:
+        """The counts; see `massieu.probing.sums.running`."""
+        return {"counts": self.counts.copy()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such counts in place of one's own."""
+        self.counts = fitting(state["counts"], self.counts.shape)
+
+
+class Spread:
+    """Standard deviation over all valid entries (tokens, queries) of the text, for an array of statistics.
+
+    A description of how different tokens are, not an error. Means and sums of squared deviations are merged batch by
+    batch, so that a small spread around a large mean keeps its digits.
+
+    Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (Am. Stat. 37, 242, 1983), eq. 2.1.
+
+    Args:
+        shape: Shape of the array of statistics, for example ``(heads,)``.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = tuple(shape)
+        self._count = np.zeros(self.shape)
+        self._mean = np.zeros(self.shape)
+        self._squares = np.zeros(self.shape)
+
+    def update(
+        self,
+        values: Real[np.ndarray | Tensor, "rows *shape entries"],
+        valid: Bool[np.ndarray | Tensor, "#rows *#shape #entries"],
+    ) -> None:
+        """Add the values where ``valid`` is true. A NaN or an infinity among them makes the result NaN.
+
+        Raises:
+            TypeError: ``valid`` is not boolean.
+            ValueError: the shapes do not fit.
+        """
+        numbers, mask = _values_and_mask(values, valid, self.shape)
+        over = (0, -1)
+        count = mask.sum(over, dtype=torch.float64)
+        mean = torch.where(mask, numbers, 0.0).sum(over) / count.clamp_min(1.0)
+        deviations = torch.where(mask, numbers - mean[..., None], 0.0)
+        self._add(*(part.cpu().numpy() for part in (count, mean, deviations.square_().sum(over))))
+
+    def merge(self, other: "Spread") -> None:
+        """Add what ``other`` has seen; in any order. ``other`` is not changed.
+
+        Raises:
+            ValueError: the two differ in shape.
+        """
+        if self.shape != other.shape:
+            raise ValueError(f"cannot merge shape {self.shape} and shape {other.shape}")
+        self._add(other._count, other._mean, other._squares)
+
+    def state(self) -> State:
+        """Counts, means and sums of squares; see `massieu.probing.sums.running`."""
+        return {"count": self._count.copy(), "mean": self._mean.copy(), "squares": self._squares.copy()}
+
+    def restore(self, state: State) -> None:
+        """Go on from such sums in place of one's own."""
+        self._count, self._mean, self._squares = (
+            fitting(state[name], self.shape) for name in ("count", "mean", "squares")
+        )
+
+    def value(self) -> Float64[np.ndarray, "*shape"]:
+        """√(Σ (x − x̄)² / (n − 1)); NaN where fewer than two entries were seen."""
+        return np.sqrt(np.where(self._count > 1, self._squares, np.nan) / np.maximum(self._count - 1, 1))
+
+    def count(self) -> Float64[np.ndarray, "*shape"]:
+        """Number of entries."""
+        return self._count.copy()
+
+    def _add(self, count: np.ndarray, mean: np.ndarray, squares: np.ndarray) -> None:
+        both = self._count + count
+        share = count / np.maximum(both, 1.0)
+        step = mean - self._mean
+        self._squares = self._squares + squares + step**2 * self._count * share
+        self._mean = self._mean + step * share
+        self._count = both
+
+
+def _tensor(array: np.ndarray | Tensor) -> Tensor:
+    # PyTorch warns of numpy arrays that may not be written to; those alone are copied.
+    return array.detach() if isinstance(array, Tensor) else torch.from_numpy(np.require(array, requirements="W"))
+
+
+def _values_and_mask(
+    values: np.ndarray | Tensor, valid: np.ndarray | Tensor, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Float64 values and a mask of the same shape (rows, *shape, entries), on the values' device."""
+    numbers = _tensor(values)
+    if numbers.device.type == "mps":  # has no float64
+        numbers = numbers.cpu()
+    numbers = numbers.double()
+    mask = _tensor(valid).to(numbers.device)
+    check_shape("values", numbers, ("rows", *shape, "entries"))
+    boolean("valid", mask)
+    _check_expands("valid", mask, numbers)
+    return numbers, mask.expand(numbers.shape)
+
+
+def _check_expands(name: str, value: Tensor, whole: Tensor) -> None:
+    fits = value.ndim == whole.ndim and all(a in (1, b) for a, b in zip(value.shape, whole.shape, strict=True))
+    if not fits:
+        raise ValueError(f"{name} of shape {tuple(value.shape)} must broadcast to shape {tuple(whole.shape)}")

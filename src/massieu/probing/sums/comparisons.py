@@ -1,0 +1,105 @@
+"""What heads and sublayers are compared with: their own control, and the law of random models; p-values of both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float64
+
+from massieu.probing.sums.random_heads import (
+    RandomHeads,
+    each_against_the_others,
+    scaled,
+    scaled_error,
+    tail_factor,
+    with_tails,
+)
+from massieu.probing.sums.units import Estimate
+from massieu.report.record import Statistic
+
+
+class RandomModels(Protocol):
+    """What several random models have shown, as `massieu.probing.session.draws` keeps it."""
+
+    def of_head(self, site: str, statistic: str) -> Float64[np.ndarray, "draws heads"] | None:
+        """The numbers of a site's heads; None where fewer than two models have any."""
+        ...
+
+    def of_layer(self, sublayer: str, statistic: str) -> Float64[np.ndarray, "draws 1"] | None:
+        """The numbers of a sublayer; None where fewer than two models have any."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Which heads of a layer may be exchanged for each other.
+
+    Attributes:
+        clusters: sets of heads that share keys, all of one size, in the order of the heads.
+        alone: each head is compared with itself alone, since the heads' log-weights differ.
+    """
+
+    clusters: int
+    alone: bool = False
+
+    def of(self, numbers: Float64[np.ndarray, "draws heads"]) -> Float64[np.ndarray, "draws clusters group *batch"]:
+        """The heads' numbers in the form that `RandomHeads` takes."""
+        return numbers[:, None, None] if self.alone else numbers.reshape(len(numbers), self.clusters, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class BesideRandom:
+    """The heads of one site (or one sublayer) beside random ones.
+
+    Attributes:
+        p_value: of each head; NaN where it was not counted in units of text enough.
+        others: p-values of each draw's heads against the other draws, which have learned nothing; None of two draws.
+        centre, deviation: mean and standard deviation of one more random head's number.
+    """
+
+    p_value: Float64[np.ndarray, " heads"]
+    others: Float64[np.ndarray, "draws heads"] | None
+    centre: Float64[np.ndarray, " heads"]
+    deviation: Float64[np.ndarray, " heads"]
+
+    @classmethod
+    def of(
+        cls, own: Estimate, draws: Float64[np.ndarray, "draws heads"], statistic: Statistic, arrangement: Arrangement
+    ) -> "BesideRandom":
+        """The model's numbers beside those of the draws, on the statistic's scale."""
+        scale, heads = statistic.scale, draws.shape[1]
+        numbers, rounding = scaled(draws, scale), scaled_error(draws, np.zeros_like(draws), scale)
+        law = RandomHeads.of(arrangement.of(numbers))
+        value, error = scaled(own.value, scale), scaled_error(own.value, own.standard_error, scale)
+        others = None
+        if len(draws) > 2:
+            others = each_against_the_others(arrangement.of(numbers), arrangement.of(rounding)).reshape(
+                len(draws), heads
+            )
+        raw = RandomHeads.of(arrangement.of(draws))
+        p_value = law.p_value(value, error, own.degrees)
+        return cls(p_value, others, *(np.broadcast_to(each, heads) for each in (raw.centre, raw.deviation)))
+
+
+def with_their_tails(family: Sequence[BesideRandom]) -> list[Float64[np.ndarray, " heads"]]:
+    """The p-values of all heads of one statistic, under a law whose tails are as heavy as those of the draws."""
+    known = [each.others for each in family if each.others is not None]
+    # A draw that lacks some site's numbers tells less of the largest; the tails are those of the draws that all sites have.
+    draws = min(map(len, known), default=2)
+    factor = tail_factor(np.concatenate([each[:draws] for each in known], 1) if known else np.ones((draws, 1)))
+    return [with_tails(each.p_value, factor) for each in family]
+
+
+def both(
+    value: Float64[np.ndarray, " heads"],
+    nulls: Sequence[tuple[Float64[np.ndarray, " heads"], Float64[np.ndarray, " heads"]]],
+) -> Float64[np.ndarray, " heads"]:
+    """The p-value of differing from every null, in the same direction: the largest, or 1 where the directions differ.
+
+    Args:
+        nulls: of each its mean and the p-value against it; where one is NaN the result is NaN.
+    """
+    signs = np.stack([np.sign(value - centre) for centre, _ in nulls])
+    p_values = np.stack([p for _, p in nulls])
+    return np.where((signs == signs[0]).all(0) | np.isnan(p_values).any(0), p_values.max(0), 1.0)

@@ -1,0 +1,172 @@
+"""The law of a random head: what one more head that has learned nothing would show, from several draws of random weights.
+
+A trained head is compared with this law, not with the mean of one draw: the error of a mean shrinks with the text, and in a
+long text the heads of two random models differ "significantly" from each other. Under the null hypothesis the head is one
+more random head, so what decides is a prediction interval.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float64
+
+from massieu.errors import require_extra
+from massieu.probing.sums.significance import student_p
+
+Scale = Literal["share", "positive", "number"]
+"""On which scale a statistic's numbers are compared: by their logit, by their logarithm, or as they are."""
+RESOLUTION = 2.0**-22
+"""Relative difference that float32 arithmetic in another order can make."""
+FEWEST_FOR_TAILS = 4
+UNSEEN_TAILS = 2.0
+_TAIL = 0.0125  # the first step of Holm's procedure over four cards at 5 %
+_LEAST = 1e-6
+
+
+def scaled(values: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndarray, "*shape"]:
+    """The numbers on their scale; shares are kept 1e-6 away from 0 and 1, and positive numbers above 1e-12."""
+    if scale == "share":
+        inside = np.clip(values, _LEAST, 1 - _LEAST)
+        return np.log(inside) - np.log1p(-inside)
+    return np.log(np.maximum(values, _LEAST**2)) if scale == "positive" else np.asarray(values, dtype=np.float64)
+
+
+def scaled_error(
+    values: Float64[np.ndarray, "*shape"], errors: Float64[np.ndarray, "*shape"], scale: str
+) -> Float64[np.ndarray, "*shape"]:
+    """Standard errors on the scale, to first order, with what rounding alone can make."""
+    wide = np.hypot(errors, RESOLUTION * np.abs(values))
+    if scale == "share":
+        inside = np.clip(values, _LEAST, 1 - _LEAST)
+        return wide / (inside * (1 - inside))
+    return wide / np.maximum(values, _LEAST**2) if scale == "positive" else wide
+
+
+@dataclass(frozen=True, eq=False)
+class RandomHeads:
+    """What one more random head would show, on a scale.
+
+    Attributes:
+        centre: its mean.
+        variances, degrees: the parts of its variance about the estimated mean, each a mean square times its factor, and
+            their degrees of freedom.
+    """
+
+    centre: Float64[np.ndarray, "*batch"]
+    variances: Float64[np.ndarray, "parts *batch"]
+    degrees: Float64[np.ndarray, " parts"]
+
+    @classmethod
+    def of(cls, numbers: Float64[np.ndarray, "draws clusters heads *batch"]) -> "RandomHeads":
+        """From the heads of several random models.
+
+        With D draws of K clusters of G heads (heads that share keys are one cluster) and the mean squares between draws,
+        between clusters within a draw and between heads within a cluster, the variance of a new head about the grand mean is
+
+            MS_draws (1 + 1/D)/(K G) + MS_clusters (1 − 1/K)/G + MS_heads (1 − 1/G),
+
+        each part with D − 1, D (K − 1) and D K (G − 1) degrees of freedom. Heads that share nothing are clusters of one;
+        a head that is not comparable with the others of its layer, as under ALiBi, is one cluster of one head.
+
+        Source: the analysis of variance of a nested design (Searle, Casella and McCulloch, *Variance Components*, 1992,
+        chapter 3), and the prediction of a new observation.
+
+        Raises:
+            ValueError: fewer than two draws.
+        """
+        draws, clusters, heads = numbers.shape[:3]
+        if draws < 2:
+            raise ValueError(f"the law of random heads needs at least 2 draws, got {draws}")
+        of_clusters, of_draws = numbers.mean(2), numbers.mean((1, 2))
+        centre = of_draws.mean(0)
+        squares = (
+            clusters * heads * ((of_draws - centre) ** 2).sum(0),
+            heads * ((of_clusters - of_draws[:, None]) ** 2).sum((0, 1)),
+            ((numbers - of_clusters[:, :, None]) ** 2).sum((0, 1, 2)),
+        )
+        degrees = np.array([draws - 1, draws * (clusters - 1), draws * clusters * (heads - 1)], dtype=np.float64)
+        factors = ((1 + 1 / draws) / (clusters * heads), (1 - 1 / clusters) / heads, 1 - 1 / heads)
+        parts = zip(squares, degrees, factors, strict=True)
+        return cls(centre, np.stack([each * factor / max(free, 1.0) for each, free, factor in parts]), degrees)
+
+    @property
+    def deviation(self) -> Float64[np.ndarray, "*batch"]:
+        """Standard deviation of one more random head about the centre."""
+        return np.sqrt(self.variances.sum(0))
+
+    def p_value(
+        self,
+        value: Float64[np.ndarray, "*#batch"],
+        error: Float64[np.ndarray, "*#batch"],
+        degrees: Float64[np.ndarray, "*#batch"] | float,
+    ) -> Float64[np.ndarray, "*#batch"]:
+        """Two-sided p-value of "this head is one more random head", by Student's t with Satterthwaite's degrees of freedom.
+
+        Args:
+            value: of the head, on the law's scale.
+            error, degrees: its standard error over the text there, and the degrees of freedom of that; with none the
+                result is NaN.
+
+        Source: Satterthwaite, "An approximate distribution of estimates of variance components" (Biometrics Bulletin 2,
+            110, 1946).
+        """
+        own = np.asarray(error) ** 2
+        freedom = np.where(np.asarray(degrees) > 0, degrees, np.nan)
+        total = self.variances.sum(0) + own
+        shape = (-1,) + (1,) * np.ndim(self.centre)
+        spread = (self.variances**2 / np.maximum(self.degrees, 1.0).reshape(shape)).sum(0) + own**2 / freedom
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = np.where(total > 0, total**2 / spread, freedom)
+        return student_p(value - self.centre, np.sqrt(total), np.nan_to_num(found))
+
+
+def each_against_the_others(
+    numbers: Float64[np.ndarray, "draws clusters heads *batch"],
+    errors: Float64[np.ndarray, "draws clusters heads *batch"],
+) -> Float64[np.ndarray, "draws clusters heads *batch"]:
+    """The p-values that the heads of each draw have against the other draws: those of heads that have learned nothing."""
+    draws = len(numbers)
+    others = np.stack([np.delete(numbers, draw, 0) for draw in range(draws)], 3)
+    law = RandomHeads.of(others)
+    return np.stack(
+        [
+            law.p_value(np.moveaxis(numbers, 0, 2)[k, g], np.moveaxis(errors, 0, 2)[k, g], 1.0)
+            for k, g in np.ndindex(numbers.shape[1:3])
+        ],
+        1,
+    ).reshape(numbers.shape)
+
+
+def tail_factor(p_values: Float64[np.ndarray, "draws tests"]) -> float:
+    """By how much the law of random heads has heavier tails than the normal one, at the level of the largest of all heads.
+
+    Of each draw the smallest p-value of its heads against the other draws, adjusted for their number, becomes a normal
+    score: were the law normal, these scores would be too. Their mean and deviation predict, by Student's t with D − 1
+    degrees of freedom, what the score of one more random model exceeds with probability 0.0125. The factor is how much
+    farther out that is than it would be without heavy tails, and at least 1. The surprises of the trained model's heads
+    are divided by it.
+
+    With fewer than four draws the tails cannot be seen, and the factor is 2.
+    """
+    special = require_extra("scipy.special", "probe")
+    draws, tests = p_values.shape
+    if draws < FEWEST_FOR_TAILS:
+        return UNSEEN_TAILS
+    with np.errstate(divide="ignore"):
+        smallest = -np.expm1(tests * np.log1p(-p_values.min(1)))
+    scores = -special.ndtri(np.clip(smallest, 1e-300, 1 - 1e-15))
+    width = scores.std(ddof=1) * np.sqrt(1 + 1 / draws)
+    high = scores.mean() + special.stdtrit(draws - 1, 1 - _TAIL) * width
+    reached = surprise(np.array(special.ndtr(-high) / tests))
+    return max(1.0, float(reached / surprise(np.array(_TAIL / tests))))
+
+
+def surprise(p_values: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
+    """How many standard deviations of a normal law a two-sided p-value stands for."""
+    return -require_extra("scipy.special", "probe").ndtri(np.maximum(p_values, 1e-300) / 2)
+
+
+def with_tails(p_values: Float64[np.ndarray, "*shape"], factor: float) -> Float64[np.ndarray, "*shape"]:
+    """P-values under a law whose tails reach so many times farther than the normal one's."""
+    return 2 * require_extra("scipy.special", "probe").ndtr(-surprise(p_values) / factor)

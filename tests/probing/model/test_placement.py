@@ -1,0 +1,180 @@
+"""Models whose weights are offloaded or held in fewer bits: what is read is the same as of plain ones."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import cpu_offload
+from polars.testing import assert_frame_equal
+from torch import nn
+from transformers import AutoModel, LlamaConfig, LlamaModel
+
+import massieu
+from massieu.errors import InputError
+from massieu.probing.checks.nonfinite import in_weights
+from massieu.probing.model import packed
+from massieu.probing.model.fresh import reinitialised
+from massieu.probing.model.model import load_model
+from massieu.probing.model.offload import execution_device, weights
+
+WIDTH, HEADS = 64, 4
+CONFIG = LlamaConfig(
+    hidden_size=WIDTH,
+    num_hidden_layers=2,
+    num_attention_heads=HEADS,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    vocab_size=100,
+)
+IDS = torch.randint(0, 100, (4, 16), generator=torch.Generator().manual_seed(0))
+BATCHES = [{"input_ids": IDS}]
+ON_DISK = {"embed_tokens": "cpu", "layers.0": "cpu", "layers.1": "disk", "norm": "cpu", "rotary_emb": "cpu"}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    model = LlamaModel(CONFIG).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "self_attn" in name:
+                parameter.mul_(8)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("llama")
+    llama().save_pretrained(place)
+    return place
+
+
+def without_control(frame):
+    return frame.filter(~frame["statistic"].str.contains("/(reinitialised|p_value|q_value)$"))
+
+
+@pytest.mark.medium
+def test_offloaded_to_main_memory():
+    """Weights are on the meta device until a module is called; no number may depend on it, the control's included."""
+    plain, moved = llama(), llama()
+    cpu_offload(moved, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in moved.parameters())
+    statistics = ["entropy", "maps", "climb", "expansion"]
+    expected, found = (massieu.probe(each, BATCHES[:1], statistics=statistics) for each in (plain, moved))
+    # Errors over two windows are differences of two numbers in float32.
+    assert_frame_equal(found.heads, expected.heads, rel_tol=1e-4)
+    assert_frame_equal(found.layers, expected.layers, rel_tol=1e-4)
+    assert found.run.model.hash == expected.run.model.hash and not found.run.warnings
+    assert all(parameter.is_meta for parameter in moved.parameters())
+
+
+@pytest.mark.medium
+def test_offloaded_to_disk(folder):
+    """A copy of it would not fit into memory, so the re-initialised control alone is missing, and that is said."""
+    statistics = ["entropy", "maps"]
+    expected = massieu.probe(llama(), BATCHES, statistics=statistics)
+    found = massieu.probe(AutoModel.from_pretrained(folder, device_map=ON_DISK).eval(), BATCHES, statistics=statistics)
+    assert_frame_equal(without_control(found.heads), without_control(expected.heads))
+    assert len(found.heads) < len(expected.heads)
+    assert any("offloaded to disk" in warning for warning in found.run.warnings)
+    assert found.run.model.device == "cpu, disk"
+
+
+def test_a_device_map_is_handed_on(folder):
+    loaded = load_model(folder, tokenizer=False, device_map=ON_DISK)
+    assert loaded.describe().device == "cpu, disk" and execution_device(loaded.module) == torch.device("cpu")
+    expected = llama()(IDS).last_hidden_state
+    assert torch.equal(loaded.module(IDS).last_hidden_state, expected)
+
+
+def test_weights_are_fetched_to_be_looked_at(folder):
+    model = AutoModel.from_pretrained(folder, device_map=ON_DISK)
+    expected = dict(llama().named_parameters())
+    found = {name: tensor.clone() for name, tensor, is_buffer in weights(model) if not is_buffer}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_nan_in_an_offloaded_weight_is_named():
+    model = llama()
+    with torch.no_grad():
+        model.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    trouble = in_weights(model)
+    assert trouble is not None and trouble.sentence.endswith("NaN in the weight layers.1.self_attn.q_proj.weight")
+
+
+def test_no_control_is_made_of_an_offloaded_module_of_ones_own():
+    """Its hooks would fetch the learned weights, and a control of them would be none."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    copy, why = reinitialised(model, 0)
+    assert copy is None and why == "Sequential is offloaded, and only models of transformers are then built anew"
+
+
+def test_bad_device_maps(folder, tmp_path):
+    with pytest.raises(InputError, match="either a device or a device map, got 'cpu' and 'auto'"):
+        load_model(folder, device="cpu", device_map="auto")
+    with pytest.raises(InputError, match=r"cannot load the model .*nowhere"):
+        load_model(folder, device_map="nowhere")
+    with pytest.raises(InputError, match="device_map are for models loaded by name"):
+        massieu.probe(llama(), BATCHES, device_map="auto")
+
+
+# --- fewer bits --------------------------------------------------------------------------------------------------------
+
+
+def quantised(folder, kind: str) -> Any:
+    if kind.startswith("bitsandbytes"):
+        pytest.importorskip("bitsandbytes")
+        config = transformers.BitsAndBytesConfig(load_in_4bit=kind.endswith("4"), load_in_8bit=kind.endswith("8"))
+    else:
+        torchao = pytest.importorskip("torchao.quantization")
+        config = transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoModel.from_pretrained(folder, quantization_config=config, device_map="cpu").eval()
+
+
+BOUNDS = {"entropy": 0.02, "weight_first": 0.05, "write_norm_ratio": 0.05, "own_write_slope_selective": 0.2}
+"""Of differences, relative to the largest value: some kernels round what they multiply to 8 bits."""
+KINDS = ["bitsandbytes 4", "bitsandbytes 8", "torchao"]
+
+
+@pytest.mark.medium
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_that_packed_weights_stand_for(folder, kind):
+    """Its rounding is of the weights alone or of what is multiplied too; the plain weights are within it."""
+    model, plain = quantised(folder, kind), llama()
+    for name in ("q_proj", "o_proj"):
+        module, own = model.layers[1].self_attn.get_submodule(name), plain.layers[1].self_attn.get_submodule(name)
+        before, source = packed.dense_weight(module), torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+        result, weight = module(source), packed.dense_weight(module)  # a first call may change its layout
+        assert torch.equal(before, weight) and (source @ weight.mT - result).norm() <= 0.02 * result.norm()
+        assert 0 < (weight - own.weight).norm() <= 0.15 * own.weight.norm()
+    assert packed.numbers_in(model) == packed.numbers_in(plain) == sum(p.numel() for p in plain.parameters())
+
+
+@pytest.mark.medium
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_models_are_read_whole(folder, kind):
+    """Against a plain model that is given the very numbers of the packed weights."""
+    model, plain = quantised(folder, kind), llama()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if packed.is_packed(getattr(module, "weight", None)):
+                plain.get_submodule(name).weight.copy_(packed.dense_weight(module))
+    found, expected = massieu.probe(model, BATCHES), massieu.probe(plain, BATCHES)
+    assert "14 matrices held in fewer bits" in (found.run.model.weights or "")
+    assert found.run.model.parameters == expected.run.model.parameters
+    missing = {site.name: site.unavailable for site in found.run.sites if "climb" in site.unavailable}
+    assert not missing
+    both = expected.heads.join(found.heads, on=["site", "layer", "head", "statistic"], suffix="_packed")
+    for statistic, bound in BOUNDS.items():
+        rows = both.filter(both["statistic"] == statistic)
+        assert len(rows) == 8
+        value, of_packed = rows["value"].to_numpy(), rows["value_packed"].to_numpy()
+        assert abs(value - of_packed).max() <= bound * abs(value).max(), statistic

@@ -1,0 +1,107 @@
+"""A quick run, and statistics that are named one by one."""
+
+import math
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2Model
+
+import massieu
+from massieu.errors import InputError
+from massieu.probing.checks.nonfinite import kind_of
+from massieu.probing.statistics import registry
+from massieu.probing.statistics.registry import ATTENTION, measures
+
+CONFIG = {"vocab_size": 61, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "attn_implementation": "sdpa"}
+
+
+def small_model() -> GPT2Model:
+    torch.manual_seed(0)
+    return GPT2Model(GPT2Config(**CONFIG, bos_token_id=0, eos_token_id=0)).eval()
+
+
+def batches(number: int = 2) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(1, 61, (3, 24), generator=generator)} for _ in range(number)]
+
+
+def rows(result) -> dict[tuple[str, int, str], tuple[float, float, float]]:
+    """Value, error and count of every row of the heads' table."""
+    found = {}
+    for row in result.heads.rows(named=True):
+        numbers = (row[name] for name in ("value", "standard_error", "count"))
+        found[row["site"], row["head"], row["statistic"]] = tuple(math.nan if n is None else n for n in numbers)
+    return found
+
+
+def same(expected: dict) -> dict:
+    """Up to float32's rounding: fewer moments may be summed in another order."""
+    return {key: pytest.approx(numbers, rel=2e-5, abs=1e-6, nan_ok=True) for key, numbers in expected.items()}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return rows(massieu.probe(small_model(), batches(), max_length=24))
+
+
+def test_a_quick_run_has_the_attention_statistics_of_a_whole_one_with_their_errors(whole):
+    result = massieu.probe(small_model(), batches(), max_length=24, quick=True)
+    quick = rows(result)
+    compared = ("/reinitialised", "/p_value", "/q_value")
+    group = measures(ATTENTION)
+    assert quick == same(
+        {k: v for k, v in whole.items() if k[2].split("/")[0] in group and not k[2].endswith(compared)}
+    )
+    assert result.run.settings["quick"] is True
+    assert any("quick run" in warning for warning in result.run.warnings)
+    assert "re-initialised control" not in result.run.timing and not result.details["examples"]
+
+
+@pytest.mark.parametrize("name", measures(ATTENTION))
+def test_a_statistic_by_itself_is_what_it_is_among_all(name, whole):
+    found = rows(massieu.probe(small_model(), batches(), max_length=24, quick=True, statistics=[name]))
+    alone = {key: value for key, value in whole.items() if key[2] == name}
+    assert alone or name in ("weight_special", "sink_weight")  # this model has neither
+    assert {key: value for key, value in found.items() if key[2] == name} == same(alone)
+    assert all(key[2].split("/")[0] == name for key in found)
+
+
+def test_only_the_moments_that_are_needed_are_computed(monkeypatch):
+    asked = []
+    compute = massieu.ops.attention_moments
+    monkeypatch.setattr(
+        massieu.ops, "attention_moments", lambda *a, **k: (asked.append(k["moments"]), compute(*a, **k))[1]
+    )
+    massieu.probe(small_model(), batches(1), max_length=24, quick=True, statistics=["largest_weight"])
+    assert {*asked} == {("log_partition", "entropy", "max_weight")}
+
+
+def test_a_moment_that_no_statistic_declared_is_no_silence(monkeypatch):
+    """A statistic that reads a moment without saying so is unavailable with the reason, not a column of something else."""
+    monkeypatch.setitem(registry._MOMENTS, "largest_weight", ())
+    found = massieu.probe(small_model(), batches(1), max_length=24, quick=True, statistics=["largest_weight"])
+    assert [each.statistic for each in found.run.unavailable] == ["attention"]
+    assert "max_weight" in found.run.unavailable[0].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_that_overflows_is_no_infinity(dtype):
+    huge = torch.full((3, 1000), torch.finfo(dtype).max, dtype=dtype)
+    huge[:, ::2] *= -1
+    assert kind_of(huge) is None and kind_of(huge.abs()) is None
+    for value, what in ((torch.inf, "infinity"), (-torch.inf, "infinity"), (torch.nan, "NaN")):
+        broken = huge.clone()
+        broken[1, 7] = value
+        assert kind_of(broken) == what
+    broken[2, 2], broken[2, 4], broken[1, 7] = torch.inf, -torch.inf, 0  # their sum is NaN
+    assert kind_of(broken) == "infinity"
+
+
+def test_bad_calls():
+    model = small_model()
+    with pytest.raises(InputError, match="quick must be True or False, got 'yes'"):
+        massieu.probe(model, batches(1), quick="yes")
+    with pytest.raises(InputError, match=r"attention's statistics alone, got write_norm_ratio"):
+        massieu.probe(model, batches(1), quick=True, statistics=["entropy", "write_norm_ratio"])
+    with pytest.raises(InputError, match="unknown statistic 'entrpy'"):
+        massieu.probe(model, batches(1), quick=True, statistics=["entrpy"])

@@ -1,0 +1,176 @@
+"""The law of a random head against SciPy's tests and explicit sums of squares, and what it names where nothing was learned."""
+
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.rows import every_row
+
+from massieu.probing.sums.comparisons import Arrangement, BesideRandom, both, with_their_tails
+from massieu.probing.sums.random_heads import (
+    RandomHeads,
+    Scale,
+    each_against_the_others,
+    scaled,
+    scaled_error,
+    tail_factor,
+    with_tails,
+)
+from massieu.probing.sums.units import Estimate
+from massieu.report.record import Statistic
+
+SHARE = Statistic("asked", scale="number", smallest=0.05)
+
+
+@given(st.sampled_from(["share", "positive", "number"]), st.floats(2e-6, 1 - 2e-6))
+def test_scales_and_their_errors(scale: Scale, number: float):
+    value, step = np.array(number), 1e-5 * number * (1 - number)
+    whole = {"share": scipy.special.logit, "positive": np.log, "number": np.array}[scale](value)
+    np.testing.assert_allclose(scaled(value, scale), whole, rtol=1e-9, atol=1e-12)
+    slope = (scaled(value + step, scale) - scaled(value - step, scale)) / (2 * step)
+    np.testing.assert_allclose(scaled_error(value, np.array(0.01), scale), 0.01 * slope, rtol=1e-4)
+
+
+def test_numbers_at_the_ends_of_their_scale_stay_finite():
+    ends = np.array([0.0, 1.0])
+    assert np.isfinite(scaled(ends, "share")).all() and np.isfinite(scaled(ends, "positive")).all()
+    assert np.isfinite(scaled_error(ends, np.zeros(2), "share")).all()
+
+
+@every_row("draws, clusters, heads", [(8, 1, 1), (8, 12, 1), (2, 3, 4), (5, 1, 6)])
+def test_the_variance_is_that_of_the_components(draws, clusters, heads):
+    """With components estimated by explicit sums, V = a + c + e + (a + c/K + e/(KG))/D, whatever sign they have."""
+    x = np.random.default_rng(0).standard_normal((draws, clusters, heads))
+    law = RandomHeads.of(x)
+    e = x.var(2, ddof=1).mean() if heads > 1 else 0.0
+    c = x.mean(2).var(1, ddof=1).mean() - e / heads if clusters > 1 else 0.0
+    a = x.mean((1, 2)).var(ddof=1) - c / clusters - e / (clusters * heads)
+    expected = a + c + e + (a + c / clusters + e / (clusters * heads)) / draws
+    np.testing.assert_allclose(law.variances.sum(), expected, rtol=1e-12)
+    np.testing.assert_allclose(law.centre, x.mean(), rtol=1e-12, atol=1e-15)
+
+
+def test_one_head_a_draw_is_a_students_prediction_interval():
+    x = np.random.default_rng(1).standard_normal(8)
+    p = RandomHeads.of(x[:, None, None]).p_value(np.array(2.0), np.array(0.0), 3.0)
+    t = (2.0 - x.mean()) / (x.std(ddof=1) * np.sqrt(1 + 1 / 8))
+    np.testing.assert_allclose(p, 2 * scipy.stats.t.sf(abs(t), 7), rtol=1e-10)
+
+
+def test_where_random_heads_do_not_differ_the_text_decides():
+    law = RandomHeads.of(np.full((8, 4, 1), 0.5))
+    p = law.p_value(np.array([0.5, 0.7, 0.7]), np.array([0.1, 0.1, 0.1]), np.array([5.0, 5.0, 0.0]))
+    np.testing.assert_allclose(p[:2], [1.0, 2 * scipy.stats.t.sf(2.0, 5)], rtol=1e-10)
+    assert np.isnan(p[2])  # an error without a degree of freedom
+
+
+def test_satterthwaites_degrees_lie_between_those_of_the_parts():
+    x = np.random.default_rng(2).standard_normal((8, 12, 1))
+    law = RandomHeads.of(x)
+    value, error = np.array(law.centre + 3.0), np.array(0.3)
+    parts, degrees = np.append(law.variances[:2], 0.09), np.array([7, 88, 5])
+    freedom = parts.sum() ** 2 / (parts**2 / degrees).sum()
+    expected = 2 * scipy.stats.t.sf(3.0 / np.sqrt(parts.sum()), freedom)
+    np.testing.assert_allclose(law.p_value(value, error, 5.0), expected, rtol=1e-9)
+
+
+def test_each_draw_is_held_against_the_others():
+    x = np.random.default_rng(3).standard_normal((4, 3, 2))
+    found = each_against_the_others(x, np.zeros_like(x))
+    alone = RandomHeads.of(np.delete(x, 2, 0)).p_value(x[2, 1, 0], np.array(0.0), 1.0)
+    np.testing.assert_allclose(found[2, 1, 0], alone, rtol=1e-12)
+
+
+def test_a_law_needs_two_draws():
+    with pytest.raises(ValueError, match="at least 2 draws, got 1"):
+        RandomHeads.of(np.ones((1, 2, 1)))
+
+
+def test_tails_as_of_a_normal_law_change_little_and_heavy_ones_much():
+    rng = np.random.default_rng(4)
+    normal, heavy = (
+        np.median([tail_factor(2 * scipy.stats.norm.sf(np.abs(law(size=(8, 100))))) for _ in range(200)])
+        for law in (rng.standard_normal, lambda size: rng.standard_t(3, size))
+    )
+    assert 1.0 <= normal < 1.35
+    assert heavy > 1.8
+    assert tail_factor(np.full((3, 5), 0.5)) == 2.0  # of three draws the tails cannot be seen
+    np.testing.assert_allclose(with_tails(np.array(2 * scipy.stats.norm.sf(4.0)), 2.0), 2 * scipy.stats.norm.sf(2.0))
+
+
+@every_row(
+    "value, centres, p_values, expected",
+    [
+        (1.0, [0.0, 0.5], [0.01, 0.02], 0.02),
+        (1.0, [0.0, 2.0], [0.01, 0.02], 1.0),
+        (1.0, [0.0], [0.3], 0.3),
+        (1.0, [0.0, 2.0], [0.01, np.nan], np.nan),
+    ],
+)
+def test_a_head_has_to_differ_from_every_null_in_one_direction(value, centres, p_values, expected):
+    nulls = [(np.array([centre]), np.array([p])) for centre, p in zip(centres, p_values, strict=True)]
+    np.testing.assert_equal(both(np.array([value]), nulls), [expected])
+
+
+def test_under_alibi_a_head_is_compared_with_itself():
+    """Heads of means 0, 5, 10 in all draws: pooled, the law is wide and no head stands out; alone, each one does."""
+    draws = np.random.default_rng(5).normal([0.0, 5.0, 10.0], 0.1, (8, 3))
+    own = Estimate(np.array([5.0, 10.0, 0.0]), np.full(3, 0.01), np.ones(3), np.full(3, 9.0))
+    assert (BesideRandom.of(own, draws, SHARE, Arrangement(3)).p_value > 0.2).all()
+    alone = BesideRandom.of(own, draws, SHARE, Arrangement(3, alone=True))
+    assert (alone.p_value < 1e-6).all()
+    np.testing.assert_allclose(alone.centre, draws.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(alone.deviation, draws.std(0, ddof=1) * np.sqrt(9 / 8), rtol=1e-12)
+
+
+NOISE = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "heavy tails": lambda rng, shape: rng.standard_t(4, shape) / np.sqrt(2),
+    "skew": lambda rng, shape: (np.exp(0.5 * rng.standard_normal(shape)) - np.exp(0.125)) / 0.604,
+}
+DESIGNS = [(8, 12, 1), (8, 2, 1), (8, 1, 1), (8, 3, 3), (2, 12, 1), (2, 2, 1)]
+
+
+def families(noise: str, design: tuple[int, int, int], runs: int) -> float:
+    """How often any head of a random model is named at 5 %: heads of random models, all components of one kind of noise."""
+    draws, clusters, heads = design
+    rng, named = np.random.default_rng(draws + clusters), 0
+    for _ in range(runs):
+        model = 0.5 * NOISE[noise](rng, (draws + 1, 1, 1)) + NOISE[noise](rng, (draws + 1, clusters, 1))
+        model = (model + 0.5 * NOISE[noise](rng, (draws + 1, clusters, heads))).reshape(draws + 1, -1)
+        error = 0.2 * np.sqrt(rng.chisquare(5, model.shape[1]) / 5)
+        own = model[0] + 0.2 * rng.standard_normal(model.shape[1])
+        estimate = Estimate(own, error, np.ones_like(own), np.full(own.shape, 5.0))
+        compared = BesideRandom.of(estimate, model[1:], SHARE, Arrangement(clusters))
+        (p,) = with_their_tails([compared])
+        named += p.min() * len(p) < 0.05
+    return named / runs
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("noise", NOISE)
+def test_a_random_model_is_named_in_a_twentieth_of_cases_at_most(noise):
+    """300 random models for two designs; `make slow` draws 2,000 for all."""
+    for design in ((8, 12, 1), (2, 2, 1)):
+        assert families(noise, design, 300) < 0.05 + 3 * np.sqrt(0.05 * 0.95 / 300), design
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize("design", DESIGNS, ids=str)
+def test_a_random_model_is_named_in_a_twentieth_of_many_cases_at_most(noise, design):
+    assert families(noise, design, 2_000) < 0.05 + 3 * np.sqrt(0.05 * 0.95 / 2_000)
+
+
+def test_a_head_far_from_random_ones_is_named():
+    """One of twelve heads lies ten standard deviations away: found, and alone, in 19 of 20 runs or more."""
+    rng, found = np.random.default_rng(6), 0
+    for _ in range(100):
+        model = 0.5 * rng.standard_normal((9, 1)) + rng.standard_normal((9, 12))
+        model[0, 3] += 10 * np.sqrt(1.25)
+        own = Estimate(model[0], np.full(12, 0.1), np.ones(12), np.full(12, 5.0))
+        (p,) = with_their_tails([BesideRandom.of(own, model[1:], SHARE, Arrangement(12))])
+        found += np.flatnonzero(p * 12 < 0.0125).tolist() == [3]
+    assert found >= 95
