@@ -18,8 +18,8 @@ from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.model.forward import named_inputs
 from massieu.probing.model.model import dummy_inputs, load_tokenizer
+from massieu.probing.reading.options import Options
 from massieu.probing.reading.per_token import check_per_token
-from massieu.probing.reading.reading import Options
 from massieu.probing.replaced.effect import Replace
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.session.course import STORE_EVERY, course_for

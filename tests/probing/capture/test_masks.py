@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.probing import eager
+from tests.support.probing.readings import attention_of
 from tests.support.rows import every_row
 from torch import Tensor, nn
 
@@ -15,7 +16,8 @@ import massieu
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite, explicit_attention
 from massieu.probing.capture.tokens import BatchTokens, Tokens
 from massieu.probing.checks.check import first_look
-from massieu.probing.reading.reading import Options, Reading
+from massieu.probing.reading.options import Options
+from massieu.probing.reading.reading import Reading
 from massieu.probing.statistics.query_means import query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import ATTENTION
@@ -180,11 +182,10 @@ def read(model: nn.Module, batch: dict[str, Tensor]) -> Reading:
 
 def assert_means_are_over(reading: Reading, attentions: list[Tensor], real: list[Tensor]) -> None:
     """Entropy and number of queries of every site, against weights in float64 and the queries that are no padding."""
-    assert len(reading.results) == len(attentions) == len(real)
-    for results, weights, kept in zip(reading.results, attentions, real, strict=True):
+    for results, weights, kept in zip(attention_of(reading), attentions, real, strict=True):
         entropy = -torch.where(weights > 0, weights * weights.log(), 0.0).sum(-1).transpose(0, 1)[:, kept].mean(1)
-        estimate = results.attention.ratio.estimate()
-        index = results.attention.names.index("entropy")
+        estimate = results.ratio.estimate()
+        index = results.names.index("entropy")
         assert (estimate.count[index] == int(kept.sum())).all()
         assert torch.allclose(torch.from_numpy(estimate.value[index]), entropy, atol=1e-5)
 

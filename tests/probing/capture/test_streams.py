@@ -9,13 +9,15 @@ import pytest
 import torch
 import transformers as hf
 from tests.support.probing import zoo
+from tests.support.probing.readings import attention_of
 from tests.support.rows import every_row
 
 import massieu
 from massieu.probing.capture.sites import find_sites, first_pass
 from massieu.probing.checks.check import first_look
 from massieu.probing.model.model import model_inputs
-from massieu.probing.reading.reading import Options, Reading
+from massieu.probing.reading.options import Options
+from massieu.probing.reading.reading import Reading
 from massieu.probing.sums.units import Units
 
 _BART = {
@@ -79,8 +81,9 @@ def read(model, given, special):
     sites = first_look(model, given).sites
     reading = Reading(model, sites, Options(frozenset({"attention"}), Units(), 20))
     reading.forward(given, special, [], range(len(special)))
-    names = [reading.results[0].attention.names.index(name) for name in ("entropy", "weight_special")]
-    return sites, [[r.attention.ratio.value()[n] for n in names] for r in reading.results]
+    found = attention_of(reading)
+    names = [found[0].names.index(name) for name in ("entropy", "weight_special")]
+    return sites, [[results.ratio.value()[n] for n in names] for results in found]
 
 
 @pytest.mark.medium

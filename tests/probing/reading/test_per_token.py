@@ -24,8 +24,8 @@ import massieu
 from massieu.errors import InputError
 from massieu.probing.model.model import as_loaded
 from massieu.probing.reading import per_token as module
+from massieu.probing.reading.options import Options
 from massieu.probing.reading.per_token import TOKENS, TokenWriter, check_per_token, expected_size
-from massieu.probing.reading.reading import Options
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.session.course import Course, forget
 from massieu.probing.session.session import Input, Session

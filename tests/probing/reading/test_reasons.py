@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import massieu
 from massieu.probing.model.model import longest
-from massieu.probing.reading.layer_reading import _OTHER_TOKENS
 from massieu.probing.statistics.registry import FEED_FORWARD, REPEATED, STATISTICS, TAP
+from massieu.probing.statistics.tap import OTHER_TOKENS
 
 EVERYTHING = sorted({each.group for each in STATISTICS.values()} - {"replacement"})
 IDS = torch.arange(24).reshape(2, 12) * 7 % 31 + 3
@@ -59,7 +59,7 @@ def led() -> tuple[nn.Module, dict[str, Tensor]]:
 def test_windows_of_an_image_are_not_the_streams_tokens():
     """Its attention has fewer queries than the stream has tokens, and more rows than the batch: no token's own weights."""
     model = zoo.fresh("swin", depths=[1], num_heads=[2], image_size=16)
-    assert reasons(model, zoo.inputs("swin") | {"pixel_values": torch.randn(2, 3, 16, 16)})[TAP] == _OTHER_TOKENS
+    assert reasons(model, zoo.inputs("swin") | {"pixel_values": torch.randn(2, 3, 16, 16)})[TAP] == OTHER_TOKENS
 
 
 @pytest.mark.medium

@@ -16,7 +16,10 @@ from massieu.errors import InputError
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import find_sites, first_pass
 from massieu.probing.model.model import model_inputs
-from massieu.probing.reading import site_reading
+from massieu.probing.reading import reading as reading_file
+from massieu.probing.statistics import climb as climb_file
+from massieu.probing.statistics import values as values_file
+from massieu.probing.statistics.registry import STATISTICS, measures
 from massieu.probing.stream.replay import Replay
 from massieu.probing.stream.wiring import StreamTracer
 
@@ -144,10 +147,18 @@ def whole(two_batches):
 
 
 @pytest.mark.medium
-@every_row("name, lost", [("query_statistics", "attention"), ("head_maps", "maps"), ("climbed", "climb")])
-def test_one_statistic_that_fails_is_left_out_with_its_reason(name, lost, two_batches, whole):
+@pytest.mark.parametrize(
+    ("file", "name", "lost"),
+    [
+        (reading_file, "query_statistics", "attention"),
+        (reading_file, "head_maps", "maps"),
+        (climb_file, "climbed", "climb"),
+    ],
+    ids=["attention", "maps", "climb"],
+)
+def test_a_group_that_fails_is_left_out_with_its_reason(file, name, lost, two_batches, whole):
     """In the second batch, when some of it has been computed: nothing of it stays, the others are as they were."""
-    honest, calls = getattr(site_reading, name), []
+    honest, calls = getattr(file, name), []
 
     def failing(*arguments, **keywords):
         calls.append(None)
@@ -156,7 +167,7 @@ def test_one_statistic_that_fails_is_left_out_with_its_reason(name, lost, two_ba
         return honest(*arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(site_reading, name, failing)
+        patch.setattr(file, name, failing)
         result = massieu.probe(zoo.model("gpt2", n_layer=2), two_batches, max_length=20)
     reasons = {e.statistic: e.reason for e in result.run.unavailable if e.of == "model"}
     said = "an error that was not foreseen and is worth a report: ArithmeticError: this one cannot be computed here"
@@ -164,12 +175,41 @@ def test_one_statistic_that_fails_is_left_out_with_its_reason(name, lost, two_ba
     assert any(w.startswith(f"{lost} could not be computed") for w in result.run.warnings)
     gone = {s.name for s in whole.run.statistics} - {s.name for s in result.run.statistics}
     groups = {s.name: s.group for s in whole.run.statistics}
-    assert {groups[n] for n in gone} == {lost} | ({"values"} if lost == "climb" else set())
+    assert {groups[n] for n in gone} == {lost}
     base = polars.col("statistic").str.split("/").list.first()
     assert result.table.filter(base.is_in(list(gone))).height == 0
     own = polars.col("statistic").str.contains("/reinitialised|/q_value").not_()
     assert result.table.filter(own).equals(whole.table.filter(own & base.is_in(list(gone)).not_()))
     assert "this one cannot be computed here" in result._page()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "name", ["entropy", "first_value_norm_ratio", "symmetric_share", "keys_in_use", "stream_cosine"]
+)
+def test_a_function_that_fails_costs_its_own_statistic_alone(name, two_batches, monkeypatch):
+    group = STATISTICS[name].group
+    asked = list(measures(group))
+    whole = massieu.probe(zoo.model("gpt2", n_layer=2), two_batches, statistics=asked, max_length=20, draws=2)
+    honest, calls = measures(group)[name], []
+
+    def failing(*arguments):
+        calls.append(None)
+        if len(calls) > 1:  # some of it has been computed
+            raise ArithmeticError("not this one")
+        return honest(*arguments)
+
+    monkeypatch.setitem(measures(group), name, failing)
+    if name == "first_value_norm_ratio":
+        failing.__name__ = name
+        monkeypatch.setattr(values_file, name, failing)
+    result = massieu.probe(zoo.model("gpt2", n_layer=2), two_batches, statistics=asked, max_length=20, draws=2)
+    assert {s.name for s in whole.run.statistics} - {s.name for s in result.run.statistics} == {name}
+    assert any(each.statistic == name and "not this one" in each.reason for each in result.run.unavailable)
+    base = polars.col("statistic").str.split("/").list.first() != name
+    own = base & polars.col("statistic").str.contains("/reinitialised|/q_value|/p_value").not_()
+    for before, after in ((whole.heads, result.heads), (whole.layers, result.layers)):
+        assert after.filter(own).equals(before.filter(own))
 
 
 @pytest.mark.medium

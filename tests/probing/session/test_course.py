@@ -24,7 +24,8 @@ from tests.support.probing import zoo
 import massieu
 from massieu.errors import InputError, ProcessLostError
 from massieu.probing.model.model import as_loaded
-from massieu.probing.reading.reading import Options, Reading
+from massieu.probing.reading.options import Options
+from massieu.probing.reading.reading import Reading
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.session import course as course_module
 from massieu.probing.session.course import Course, forget

@@ -7,17 +7,19 @@ import pytest
 import torch
 from scipy.spatial.distance import pdist
 from tests.support.probing import zoo
+from tests.support.probing.readings import climb_of, expansion_of, maps_of
 
 import massieu
 from massieu.probing.checks.check import first_look
-from massieu.probing.reading.reading import Options, Reading
+from massieu.probing.reading.options import Options
+from massieu.probing.reading.reading import Reading
 from massieu.probing.statistics import climb as climb_file
 from massieu.probing.statistics import expansion as expansion_file
 from massieu.probing.statistics.climb import CONTROL_SHARE, MOVERS, PARTS, Climb
-from massieu.probing.statistics.registry import CLIMB, EXPANSION, MAPS
+from massieu.probing.statistics.registry import CLIMB, EXPANSION, MAPS, VALUES
 from massieu.probing.sums.units import Units
 
-GROUPS = frozenset({CLIMB, MAPS, EXPANSION})
+GROUPS = frozenset({CLIMB, MAPS, EXPANSION, VALUES})
 LAYER = 1
 
 
@@ -112,7 +114,7 @@ class Layer:
 @pytest.fixture(params=["bert", "gpt2", "llama"], scope="module")
 def case(request):
     reading, model, batch = read(request.param)
-    return reading.results[LAYER].climb, Layer(request.param, model, batch), reading
+    return climb_of(reading)[LAYER], Layer(request.param, model, batch), reading
 
 
 def part(climb, mover, name):
@@ -176,17 +178,18 @@ def test_whole_update_with_and_without_output_bias(case):
 
 
 def test_write_norm(case):
-    climb, layer, _ = case
+    _, layer, reading = case
     wanted = (layer.writes.norm(dim=-1) / layer.residual.norm(dim=-1)).mean((1, 2))
-    assert np.allclose(climb.write_norm.value()[0], wanted.detach(), atol=1e-10)
+    rows = {row.place.order: row.found.value for row in reading.rows() if row.name == "write_norm_ratio"}
+    assert np.allclose(rows[LAYER], wanted.detach(), atol=1e-10)
 
 
 def test_random_control_has_the_length_of_the_write_and_no_preference(case):
     """A random direction raises S to first order as often as it lowers it: within 5 standard errors of one half."""
     climb, _, reading = case
-    shares = np.stack([part(r.climb, "random", "sharpens") for r in reading.results])
+    shares = np.stack([part(climb, "random", "sharpens") for climb in climb_of(reading)])
     number = (
-        reading.results[0].climb.random.estimate().count[0, 0, 0] * shares.size / 4
+        climb_of(reading)[0].random.estimate().count[0, 0, 0] * shares.size / 4
     )  # one direction serves all four heads
     assert abs(shares.mean() - 0.5) <= 5 * 0.5 / np.sqrt(number)
 
@@ -220,10 +223,8 @@ def test_ascent_along_the_heads_own_gradient_always_climbs():
     sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
     reading.forward(batch, None, sampled=[0], windows=[0])
-    results = reading.results[LAYER]
-    assert (part(results.climb, "own_write", "step_log_partition") > 0).all()
-    assert results.maps is not None
-    assert np.allclose(np.diag(results.maps.values["write_score_cosine"]), 1.0, atol=1e-12)
+    assert (part(climb_of(reading)[LAYER], "own_write", "step_log_partition") > 0).all()
+    assert np.allclose(np.diag(maps_of(reading)[LAYER].values["write_score_cosine"]), 1.0, atol=1e-12)
 
 
 def test_cosines_and_symmetric_shares_from_full_matrices(case):
@@ -242,7 +243,7 @@ def test_cosines_and_symmetric_shares_from_full_matrices(case):
         gain = block.input_layernorm.weight
     q, k, v = ((t * gain).detach().unflatten(0, (4, 12)) for t in (q, k, v))
     out = layer._output_weight()
-    maps = reading.results[LAYER].maps
+    maps = maps_of(reading)[LAYER]
     for g in range(4):
         for h in range(4):
             write, score = out[g] @ v[g], q[h].T @ k[h]
@@ -264,7 +265,7 @@ def test_the_rotation_null_by_simulation(case):
     before, after = turns * np.sign(np.diagonal(triangles, axis1=-2, axis2=-1))[..., None, :]
     turned = before @ left @ after
     cosines = (turned * right).sum((1, 2)) / np.linalg.norm(left) / np.linalg.norm(right)
-    told = reading.results[LAYER].maps.rotation_deviation * 48  # of the model's width; that of a matrix of one number
+    told = maps_of(reading)[LAYER].rotation_deviation * 48  # of the model's width; that of a matrix of one number
     assert abs(np.std(cosines) * size - told) < 5 / np.sqrt(2 * draws)
 
 
@@ -278,8 +279,7 @@ def test_clouds_along_the_depth():
     with torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states
     for layer, name in enumerate(["encoder.layer.0 attention", "encoder.layer.1 attention"]):
-        index = next(s.index for s in reading.tracer.sublayers if s.name == name)
-        rows = {statistic: value for statistic, value, *_ in reading.expansion.results(index)}
+        rows = {row.name: row.found.value[0] for row in reading.rows() if row.place.name == name}
         cloud = states[layer][0].numpy()
         centred = cloud - cloud.mean(0)
         spectrum = np.linalg.svd(centred, compute_uv=False)[:19] ** 2 / 20
@@ -297,10 +297,10 @@ def test_repeated_tokens_are_counted_once():
     sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
     reading.forward(batch, None, sampled=[0], windows=[0])
-    rows = {statistic: value for statistic, value, *_ in reading.expansion.results(0)}
-    assert (
-        rows["log_determinant/before"] > -20
-    )  # with both copies, ten of nineteen directions would be empty: < −13 on average
+    first = (row for row in reading.rows() if row.place.scope == "layer" and row.place.order == 0)
+    rows = {row.name: row.found.value[0] for row in first}
+    # With both copies, ten of nineteen directions would be empty: < −13 on average.
+    assert rows["log_determinant/before"] > -20
 
 
 @pytest.mark.medium
@@ -315,20 +315,21 @@ def test_other_architectures_give_numbers_or_a_reason(name):
     sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=2))
     reading.forward(batch, None, sampled=[0, 2], windows=range(3))
-    for results in reading.results:
-        if CLIMB in results.unavailable:
+    for info, climb in zip(reading.sites, climb_of(reading), strict=True):
+        unavailable = reading.unavailable(info)
+        if CLIMB in unavailable:
             assert name == "swin"
             continue
-        assert np.isfinite(part(results.climb, "update", "step_selective")).all()
-        own = np.isfinite(part(results.climb, "own_write", "step_selective")).all()
-        assert own or "own_write" in results.unavailable
-        assert results.maps is not None or MAPS in results.unavailable
+        assert np.isfinite(part(climb, "update", "step_selective")).all()
+        own = np.isfinite(part(climb, "own_write", "step_selective")).all()
+        assert own or "own_write" in unavailable
+        assert info.index in maps_of(reading) or MAPS in unavailable
 
 
 def _sums_of(reading: Reading) -> list[np.ndarray]:
-    names = ("steps", "random", "pairs", "write_norm")
-    estimates = [getattr(result.climb, name).estimate() for result in reading.results for name in names]
-    estimates += [ratio.estimate() for ratio in reading.expansion.sublayers.values()]
+    names = ("steps", "random", "pairs")
+    estimates = [getattr(climb, name).estimate() for climb in climb_of(reading) for name in names]
+    estimates += [ratio.estimate() for ratio in expansion_of(reading).sublayers.values()]
     return [array for estimate in estimates for array in (estimate.value, estimate.count)]
 
 
@@ -345,10 +346,10 @@ def test_pieces_of_bounded_size_are_one_row_with_the_same_numbers(monkeypatch):
     monkeypatch.setattr(climb_file, "TOGETHER", 1)
     monkeypatch.setattr(expansion_file, "TOGETHER", 3 * 20 * 48)
     reading = read("llama")[0]
-    assert pieces == [8, 8, 4] * len(reading.results)
+    assert pieces == [8, 8, 4] * len(reading.sites)
     assert max(clouds) <= 3 < sum(clouds)
-    for result in reading.results:
-        assert result.climb.steps.error_unit()[1] == 1
+    for climb in climb_of(reading):
+        assert climb.steps.error_unit()[1] == 1
     for mine, expected in zip(_sums_of(reading), whole, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-13)
 

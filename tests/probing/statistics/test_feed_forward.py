@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import massieu
-from massieu.probing.reading.feed_forward import FeedForwardStatistics
-from massieu.probing.statistics.feed_forward import Sampled, _ridge
+from massieu.probing.statistics.feed_forward import FeedForwardStatistics, Sampled, _ridge
 from massieu.probing.statistics.registry import FEED_FORWARD, measures
 
 NAMES = tuple(measures(FEED_FORWARD))
@@ -86,7 +85,9 @@ def jacobian_norms(mlp: Any, points: Tensor) -> tuple[float, float]:
 def test_numbers_are_the_explicit_ones(kind, monkeypatch):
     kept: list[FeedForwardStatistics] = []
     measure = FeedForwardStatistics.measure
-    monkeypatch.setattr(FeedForwardStatistics, "measure", lambda self: (kept.append(self), measure(self))[1])
+    monkeypatch.setattr(
+        FeedForwardStatistics, "measure", lambda self, fence: (kept.append(self), measure(self, fence))[1]
+    )
     made = model(kind)
     result = massieu.probe(made, BATCHES, statistics=["feed_forward"])
     found = kept[-1]  # after those of the re-initialised models

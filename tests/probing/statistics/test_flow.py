@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from tests.support.probing.groups import begun, rows_at, step_to, window
 from torch import Tensor
 
 import massieu
 from massieu.population.cloud_shape import random_directions
 from massieu.probing.statistics.flow import (
     PROJECTIONS,
-    FlowStatistics,
+    FlowGroup,
     gaussian,
     stream_clusters,
     stream_cosine,
@@ -106,11 +107,11 @@ def test_the_clouds_are_the_hidden_states_after_each_step(kind):
 
 
 def measured(clouds: list[Tensor]) -> dict[str, list[float]]:
-    sums = FlowStatistics(Units("document"))  # clouds are drawn one by one
+    group = begun(FlowGroup, Units("document"), 0)  # clouds are drawn one by one
     for number, cloud in enumerate(clouds):
-        step = type("Step", (), {"after": cloud[None], "sublayer": type("Sublayer", (), {"index": 0})})
-        sums.collect(step, 0, torch.arange(len(cloud)), torch.Generator().manual_seed(number), number)  # type: ignore[arg-type]
-    return {name: cell for name, *cell in sums.rows(0, "estimate")}
+        drawn = torch.Generator().manual_seed(number)
+        group.on_step(step_to(cloud, 0), window(torch.arange(len(cloud)), number, drawn))
+    return rows_at(group, 0)
 
 
 @pytest.mark.medium
@@ -158,17 +159,17 @@ def test_few_tokens_and_numbers_that_are_not_finite_count_nowhere():
 
 def test_sums_can_be_stored_and_merged():
     clouds = [torch.randn(20, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    whole, parts = FlowStatistics(Units()), [FlowStatistics(Units()) for _ in range(2)]
+    whole, *parts, again = (begun(FlowGroup, Units(), 3) for _ in range(4))
     for number, cloud in enumerate(clouds):
-        step: Any = type("Step", (), {"after": cloud[None], "sublayer": type("Sublayer", (), {"index": 3})})
-        for sums in (whole, parts[number % 2]):
-            sums.collect(step, 0, torch.arange(20), torch.Generator().manual_seed(number), number)
-    again = FlowStatistics(Units())
+        for group in (whole, parts[number % 2]):
+            drawn = torch.Generator().manual_seed(number)
+            group.on_step(step_to(cloud, 3), window(torch.arange(20), number, drawn))
     again.restore(parts[0].state())
     again.merge(parts[1])
-    assert {r[0]: r[1] for r in whole.rows(3, "estimate")} == pytest.approx(
-        {r[0]: r[1] for r in again.rows(3, "estimate")}
-    )
+    expected, found = rows_at(whole, 3), rows_at(again, 3)
+    assert expected and expected.keys() == found.keys()
+    for name, cell in expected.items():
+        assert cell == pytest.approx(found[name], nan_ok=True)
 
 
 @pytest.mark.slow

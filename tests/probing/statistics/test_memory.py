@@ -128,7 +128,7 @@ def test_what_is_not_finite_counts_nowhere():
     key[0, 2] = torch.inf
     given = window(key, query)
     sums = windowed.WindowStatistics(MEMORY, H, windowed.Units())
-    sums.update(given, 0)
+    sums.update(given, [0])
     value, _, count = sums.ratio.estimate()
     place = NAMES.index("keys_in_use")
     assert count[0, place].tolist() == [QUERIES, QUERIES - 1, 0, QUERIES]

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.probing.groups import begun, rows_at
 from torch import Tensor
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
@@ -12,8 +13,13 @@ import massieu
 from massieu.probing.statistics import regressions
 from massieu.probing.statistics.registry import RESIDUAL, TAP, measures
 from massieu.probing.statistics.regressions import Regressions, coefficient, explained, gain, random_like
-from massieu.probing.statistics.residual import update_gradient_gain, update_stream_coefficient, update_stream_share
-from massieu.probing.statistics.tap import reaction_coefficient, reaction_gain
+from massieu.probing.statistics.residual import (
+    ResidualGroup,
+    update_gradient_gain,
+    update_stream_coefficient,
+    update_stream_share,
+)
+from massieu.probing.statistics.tap import TapGroup, reaction_coefficient, reaction_gain
 from massieu.probing.sums.units import Units
 
 WINDOWS, TOKENS, WIDTH = 6, 7, 5
@@ -88,15 +94,14 @@ def test_one_window_has_no_share_and_equal_features_are_no_trouble():
 
 @pytest.mark.parametrize("weight", [-0.3, 0.0])
 def test_a_quadratic_term_is_found_and_no_other(weight):
-    sums, drawn = Regressions(RESIDUAL, Units()), torch.Generator().manual_seed(1)
+    group, drawn = begun(ResidualGroup, Units(), 0), torch.Generator().manual_seed(1)
     for number in range(16):
         stream, along, noise = torch.randn(3, 40, 32, generator=drawn)
         update = weight * stream + 0.5 * along + noise
-        sums.collect(
-            0, number, (update, stream, along), (update, random_like(stream, drawn), random_like(along, drawn))
-        )
-    sums.measure()
-    found = {name: cell for name, *cell in sums.rows(0, "estimate")}
+        other = update, random_like(stream, drawn), random_like(along, drawn)
+        group.regressions.collect(0, number, (update, stream, along), other)
+    group.finish()
+    found = rows_at(group, 0)
     for name, expected in (
         ("update_stream_coefficient", weight),
         ("update_stream_coefficient/random", 0.0),
@@ -104,7 +109,7 @@ def test_a_quadratic_term_is_found_and_no_other(weight):
         ("update_gradient_gain", 0.25 / (weight**2 + 1.25)),
         ("update_gradient_gain/random", 0.0),
     ):
-        value, error, tokens, _ = found[name]
+        value, error, tokens = found[name]
         assert abs(value - expected) < 5 * error + 1e-4 and 0 < error < 0.05 and tokens == 640
 
 
@@ -112,19 +117,19 @@ def test_tokens_that_are_not_finite_are_left_out_and_sums_can_be_stored_and_merg
     given = vectors(count=3)
     broken = given.clone()
     broken[1, 2, 3, 0] = torch.nan
-    whole, parts = Regressions(RESIDUAL, Units()), [Regressions(RESIDUAL, Units()) for _ in range(2)]
+    whole, *parts, again = (begun(ResidualGroup, Units(), 4) for _ in range(4))
     for number, each in enumerate(broken):
-        for sums in (whole, parts[number % 2]):
-            sums.collect(4, number, list(each), list(each))
+        for group in (whole, parts[number % 2]):
+            group.regressions.collect(4, number, list(each), list(each))
     kept = torch.cat([broken[1, :, :3], broken[1, :, 4:]], 1).flatten(1)
-    np.testing.assert_allclose(whole._products[4][1][0], (kept @ kept.mT).numpy())
-    again = Regressions(RESIDUAL, Units())
+    np.testing.assert_allclose(whole.regressions._products[4][1][0], (kept @ kept.mT).numpy())
     again.restore(parts[0].state())
     again.merge(parts[1])
-    for sums in (whole, again):
-        sums.measure()
-    assert list(whole.rows(4, "estimate")) == list(again.rows(4, "estimate"))
-    assert next(iter(whole.rows(4, "first_half")))[3] == whole._tokens[4] / 2
+    for group in (whole, again):
+        group.finish()
+    assert rows_at(whole, 4) and rows_at(whole, 4) == rows_at(again, 4)
+    halves = [row for row in whole.rows() if row.part == "first_half"]
+    assert halves[0].found.count[0] == whole.regressions.tokens[4] / 2
 
 
 def test_random_directions_are_as_long():
@@ -247,15 +252,16 @@ def test_the_reaction_is_the_square_of_the_heads_mean_weights(monkeypatch):
 
 @pytest.mark.parametrize("weight", [-3.0, 0.0])
 def test_a_reaction_is_found_where_there_is_one(weight):
-    sums, drawn = Regressions(TAP, Units()), torch.Generator().manual_seed(1)
+    group, drawn = begun(TapGroup, Units(), 0), torch.Generator().manual_seed(1)
     for number in range(16):
         stream, noise = torch.randn(2, 40, 32, generator=drawn)
         squares = torch.rand(40, 1, generator=drawn)
         update = 0.2 * stream + weight * stream * squares + noise
         other = squares[torch.randperm(40, generator=drawn)]
-        sums.collect(0, number, (update, stream, stream * squares), (update, stream, stream * other))
-    sums.measure()
-    found = {name: cell for name, *cell in sums.rows(0, "estimate")}
+        own = update, stream, stream * squares
+        group.regressions.collect(0, number, own, (update, stream, stream * other))
+    group.finish()
+    found = rows_at(group, 0)
     value, error, *_ = found["reaction_coefficient"]
     assert abs(value - weight) < 5 * error
     (own, own_error, *_), (null, null_error, *_) = found["reaction_gain"], found["reaction_gain/permuted_couplings"]

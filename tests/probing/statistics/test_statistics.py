@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.probing import oracle, zoo
+from tests.support.probing.readings import attention_of
 from tests.support.rows import every_row
 from typer.testing import CliRunner
 
@@ -19,7 +20,8 @@ from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.tokens import Tokens
 from massieu.probing.checks.check import first_look
 from massieu.probing.reading.examples import _numbers
-from massieu.probing.reading.reading import Options, Reading
+from massieu.probing.reading.options import Options
+from massieu.probing.reading.reading import Reading
 from massieu.probing.statistics import registry
 from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
@@ -44,10 +46,8 @@ def read(name, batches, special, **options) -> Reading:
 
 
 def values_of(reading: Reading, site: int) -> dict[str, np.ndarray]:
-    results = reading.results[site]
-    found = dict(zip(results.attention.names, results.attention.ratio.value(), strict=True))
-    found["first_value_norm_ratio"] = results.first_value.value()[0]
-    return found
+    rows = (row for row in reading.rows() if row.place.order == site and not row.part)
+    return {row.statistic: row.found.value for row in rows if row.statistic != "write_norm_ratio"}
 
 
 def marks(batch):
@@ -87,7 +87,7 @@ def test_batch_size_and_padding_change_nothing(name):
     lengths = batch["attention_mask"].sum(1).tolist()
     alone = [{k: v[i : i + 1, :n] for k, v in batch.items()} for i, n in enumerate(lengths)]
     apart = read(name, alone, [special[i : i + 1, :n] for i, n in enumerate(lengths)])
-    for site in range(len(together.results)):
+    for site in range(len(together.sites)):
         for statistic, value in values_of(together, site).items():
             other = values_of(apart, site)[statistic]
             assert np.allclose(value, other, atol=1e-5, rtol=1e-5, equal_nan=True), statistic
@@ -200,7 +200,7 @@ def test_sampled_queries_estimate_the_same_means():
 def test_bins_add_up_to_the_whole():
     batch = zoo.inputs("gpt2", padded=True)
     reading = read("gpt2", [batch], [marks(batch)])
-    results = reading.results[0].attention
+    results = attention_of(reading)[0]
     whole = results.ratio.estimate()
     for ratio, name in ((results.by_position, "selective_log_partition"), (results.by_visible, "entropy")):
         part = ratio.estimate()
@@ -215,7 +215,7 @@ def test_entropy_bins_are_bins_of_the_number_of_visible_keys():
     """In a causal model query i sees i + 1 keys: bin (3, 4) holds exactly the third and the fourth query."""
     batch = zoo.inputs("gpt2", rows=2)
     reading = read("gpt2", [batch], [marks(batch)])
-    bins = {name: ratio.estimate().count[index] for name, ratio, index in reading.results[0].attention.bins()}
+    bins = {name: ratio.estimate().count[index] for name, ratio, index in attention_of(reading)[0].bins()}
     assert (bins["entropy/visible_keys_1_1"] == 2).all()
     assert (bins["entropy/visible_keys_3_4"] == 4).all()
     assert (bins["entropy/visible_keys_9_16"] == 16).all()
@@ -286,8 +286,8 @@ def test_sampled_queries_belong_to_their_window_however_windows_come():
     for row in range(2):
         part = {key: value[row : row + 1] for key, value in batch.items()}
         apart.forward(part, special[row : row + 1], sampled=(), windows=[row])
-    for site in range(len(together.results)):
-        assert (together.results[site].attention.ratio.estimate().count[0] == 14).all()
+    for site in range(len(together.sites)):
+        assert (attention_of(together)[site].ratio.estimate().count[0] == 14).all()
         for statistic, value in values_of(together, site).items():
             np.testing.assert_allclose(value, values_of(apart, site)[statistic], atol=1e-5, err_msg=statistic)
 

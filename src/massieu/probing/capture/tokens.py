@@ -4,6 +4,7 @@ Attention is told which tokens there are by the batch's masks. Where a model att
 are about (frames of audio, patches), padding is what no query sees.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -259,3 +260,9 @@ class BatchTokens:
         else:
             real = torch.ones(length, dtype=torch.bool, device=device)
         return distinct_positions(ids[row] if ids is not None and distinct else None, real, most, generator)
+
+
+def rows_of_batch(inputs: dict[str, Any], chosen: Sequence[int], rows: int) -> dict[str, Any]:
+    """Some items of a batch."""
+    along = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows}
+    return {k: v[list(chosen)] if k in along else v for k, v in inputs.items()}

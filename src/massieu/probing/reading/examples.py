@@ -12,6 +12,7 @@ from massieu.probing.capture.attention_call import AttentionCall, explicit_atten
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import Tokens
 from massieu.probing.statistics.attention import selective_log_partition
+from massieu.probing.statistics.group import CallTokens, Event, Group
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import moments_of
 from massieu.probing.sums.running import State
@@ -80,10 +81,10 @@ class ExampleWindow:
         return {"title": self.title, "tokens": self.tokens, "sites": self.sites}
 
 
-class Examples(list[ExampleWindow]):
+class ExampleWindows(list[ExampleWindow]):
     """The windows that were recorded, in the order of the text."""
 
-    def merge(self, other: "Examples") -> None:
+    def merge(self, other: "ExampleWindows") -> None:
         """Add those that another process has recorded."""
         self[:] = sorted([*self, *other], key=lambda window: window.number)
 
@@ -94,6 +95,38 @@ class Examples(list[ExampleWindow]):
     def restore(self, state: State) -> None:
         """Go on from such records in place of one's own."""
         self[:] = [ExampleWindow(**window) for window in state.values()]
+
+
+class Examples(Group):
+    """Records windows token by token.
+
+    Attributes:
+        recorded: the windows.
+        current: the one that the next pass reads; None where it reads none.
+    """
+
+    name = "example windows"
+    events = frozenset({Event.CALLS})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = ExampleWindows()
+        self.current: ExampleWindow | None = None
+
+    def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
+        """Record one site of the batch."""
+        if self.current is not None:
+            self.current.add(tokens.info, call)
+
+    def after_pass(self) -> None:
+        """Keep what was recorded."""
+        if self.current is not None:
+            self.recorded.append(self.current)
+        self.current = None
+
+    def details(self) -> dict[str, Any]:
+        """As ``details.json`` holds them."""
+        return {"examples": [window.to_dict() for window in self.recorded]}
 
 
 def _numbers(call: AttentionCall) -> dict[str, np.ndarray]:

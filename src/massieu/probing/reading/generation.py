@@ -4,8 +4,9 @@ Every new token comes of one query, which sees the keys of all tokens before it.
 prompt its last token, which the first new one comes of. The model's own ``generate`` does the rest.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from massieu.probing.model.forward import uncompiled
 from massieu.probing.model.model import model_inputs, table_of_positions
 from massieu.probing.model.seeding import OwnGenerator
 from massieu.probing.model.watching import hooked
-from massieu.probing.reading.examples import ExampleWindow
-from massieu.probing.reading.reading import Options, Reading, RowNumbers
+from massieu.probing.reading.options import Options
+from massieu.probing.reading.reading import Reading, RowNumbers
+from massieu.probing.statistics.group import CallQueries, Event
 from massieu.probing.statistics.query_means import Queries, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import ATTENTION, moments_of
@@ -117,12 +119,12 @@ class GeneratingReading(Reading):
         special: Tensor | None,
         sampled: Any,
         windows: Sequence[int],
-        example: ExampleWindow | None = None,
         numbers: RowNumbers | None = None,
         target_special: Tensor | None = None,
+        alone: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
         """Let the model write after each row's prompt, and add its queries to the results."""
-        del sampled, example, target_special
+        del sampled, target_special, alone
         prompts = model_inputs(self.model, inputs)
         ids = prompts["input_ids"]
         real = prompts.get("attention_mask", torch.ones_like(ids)).bool()
@@ -190,12 +192,15 @@ class GeneratingReading(Reading):
         asked = Tokens(self._going[:, None], None)
         self.broken = self.broken or in_call(call, asked.real, keys.real)
         position = torch.tensor([place], device=call.query.device)
-        names = self.options.of_attention()
-        found = query_statistics(QueryReading(call, asked, keys, position, True, moments_of(names)), names)
+        names = [name for name in self.options.of_attention() if name not in self.failed]
+        with self._timed("queries"):
+            reading = QueryReading(call, asked, keys, position, True, moments_of(names))
+            found = query_statistics(reading, names, self._fence)
         if place + 1 < self._real.shape[1]:
             for name in _CUT & found.values.keys():
                 del found.values[name]
-                self.results[info.index].unavailable[name] = "its cache holds the latest tokens alone"
+                for group in self._wanting(Event.QUERIES):
+                    group.missing(info.site.name, name, "its cache holds the latest tokens alone")
         self._passes[info.index].append(found)
 
     def _keys(self, place: int, length: int) -> Tokens:
@@ -214,7 +219,10 @@ class GeneratingReading(Reading):
             visible=torch.cat([each.visible.expand(self._rows, -1, -1) for each in passes], -1),
             broken=torch.cat([each.broken for each in passes], -1),
         )
-        self.results[info.index].attention.update(found, None, self._rows, self._row_numbers())
+        numbers = None if self._numbers is None else self._numbers.rows
+        queries = CallQueries(info, found, self._rows, numbers)
+        for group in self._wanting(Event.QUERIES):
+            self._deliver(group, partial(group.on_queries, queries))
 
 
 def _ends(whole: Any) -> tuple[int, ...]:

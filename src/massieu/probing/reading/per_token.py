@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +28,7 @@ from massieu.foundation.files import replacing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.data.text import token_strings
 from massieu.probing.statistics.extremes import Places
+from massieu.probing.statistics.group import CallQueries, Event, Group
 from massieu.probing.statistics.query_means import Queries
 from massieu.probing.statistics.registry import ATTENTION, measures
 from massieu.report import folder as folders
@@ -251,6 +252,36 @@ class TokenWriter:
                 self.begin(0)
 
 
+class TokenRows(Group):
+    """Writes the per-token table while a model is read; once that fails, the table is left out.
+
+    Attributes:
+        count: rows that were written, by this process.
+        files: hashes of the parts that hold them, by name.
+    """
+
+    NOTES = (*Group.NOTES, "count", "files")
+    name = PER_TOKEN
+    events = frozenset({Event.QUERIES})
+
+    def __init__(self, writer: TokenWriter) -> None:
+        super().__init__()
+        self.writer, self.count, self.files = writer, 0, writer.hashes
+
+    def on_queries(self, queries: CallQueries) -> None:
+        """Write the numbers of a call's queries."""
+        if queries.places is not None and queries.real is not None:
+            self.count += self.writer.add(queries.info, queries.found, queries.places, queries.real, queries.length)
+
+    def write(self) -> None:
+        """Write the rows that are held."""
+        if PER_TOKEN not in self.failed:
+            with self.fence(PER_TOKEN):
+                self.writer.flush()
+        if PER_TOKEN in self.failed:
+            self.writer.give_up()
+
+
 class TemporaryFolder:
     """A folder that is removed with this object, or when the process that made it ends."""
 
@@ -417,7 +448,3 @@ def _rows_in(path: Path) -> int:
         return polars.scan_parquet(content).select(polars.len()).collect().item()
     except polars.exceptions.PolarsError as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-
-
-Keep = Callable[[SiteInfo, Queries, Places, Tensor, int], None]
-"""What is done with the queries of a call: site, statistics, places, which are no padding, and the sequences' length."""

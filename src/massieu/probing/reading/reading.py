@@ -1,10 +1,15 @@
-"""One model being read, batch by batch: forward passes with capture and tracing, and what could not be computed."""
+"""One model being read, batch by batch: forward passes, the events that groups are told of, and what failed.
+
+A reading knows no group by its name. It produces the events that some group wants, and hands each to the groups that want it,
+inside one fence: what fails costs a group its own numbers, and nothing else.
+"""
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,40 +28,35 @@ from massieu.probing.model.forward import decoder_given, output_tensor, run
 from massieu.probing.model.model import model_inputs
 from massieu.probing.model.packed import dense_inside
 from massieu.probing.model.unexpected import unexpected
-from massieu.probing.reading.examples import Examples, ExampleWindow
-from massieu.probing.reading.layer_reading import LayerReading, SampledRow
-from massieu.probing.reading.per_token import PER_TOKEN, TokenWriter
+from massieu.probing.reading.options import Options
 from massieu.probing.reading.pooled import PooledLengths
-from massieu.probing.reading.repeated import RepeatedTokens
-from massieu.probing.reading.site_reading import NO_ORDER, Options, SiteReading
-from massieu.probing.replaced.effect import Effects
-from massieu.probing.statistics.expansion import ExpansionStatistics
+from massieu.probing.statistics import groups_of
 from massieu.probing.statistics.extremes import Places
-from massieu.probing.statistics.query_means import Queries
-from massieu.probing.statistics.registry import (
-    AGAIN,
-    ATTENTION,
-    CLIMB,
-    EXPANSION,
-    FEED_FORWARD,
-    LAYERED,
-    MAPS,
-    REPEATED,
-    RESIDUAL,
-    STATISTICS,
-    VALUES,
+from massieu.probing.statistics.group import (
+    CallQueries,
+    CallTokens,
+    Event,
+    Group,
+    Kept,
+    ModelReading,
+    Row,
+    SiteWeights,
+    Source,
+    Window,
 )
-from massieu.probing.statistics.repeated import copying_score
-from massieu.probing.statistics.windowed import HeadWindow
-from massieu.probing.stream.wiring import Step, StreamTracer
+from massieu.probing.statistics.query_means import query_statistics
+from massieu.probing.statistics.query_reading import QueryReading
+from massieu.probing.statistics.registry import STATISTICS, moments_of
+from massieu.probing.stream.replay import HeadMaps, Replay, head_maps, write_maps
+from massieu.probing.stream.replays import Replays
+from massieu.probing.stream.wiring import AttentionRead, Step, StreamTracer
 from massieu.probing.sums.running import RunningParts
 from massieu.report.record import Trouble
 
-_EXAMPLES = "example windows"
 _ITEMS_FIRST = BatchLayout()
-_WINDOWED = 100_000  # above what the climb draws for, site by site
-_AGAIN = 300_000  # above what the layers' groups draw for
-_WRITE_NORM = "write_norm_ratio"  # of the values' group, measured where the climb is
+# What random numbers are drawn for: tokens of a cloud, of a replay, and queries of a row; groups have purposes above these.
+_CLOUD, _REPLAY, _QUERIES = range(3)
+_DIFFERENT_STREAMS = "the query and the key side read different streams"
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,15 @@ class RowNumbers:
 
 
 class Reading(RunningParts):
-    """Running results of one model over many batches.
+    """One model, the groups that it is read for, and what could not be computed.
 
     Attributes:
-        failed: groups and statistics that could not be computed, with the reason.
+        groups: all that is measured, by name.
+        sampled_windows: how many windows were sampled.
         read_queries: tokens that the first attention site has asked about.
-        effects: wants each head's mean output.
-        tokens_through: from embeddings to logits, for the copying score.
-        writer: wants the value of each query.
-        token_rows: rows that it was given.
-        row_files: the files that it has written them to, by name, and their hashes.
     """
 
-    NOTES = ("seconds", "sampled", "unexplained", "failed", "read_queries", "token_rows", "row_files")
+    NOTES = ("seconds", "sampled_windows", "unexplained", "read_queries")
 
     def __init__(
         self,
@@ -94,42 +90,55 @@ class Reading(RunningParts):
         options: Options,
         layout: BatchLayout = _ITEMS_FIRST,
         refused: Collection[str] = (),
+        inputs: Mapping[str, Any] | None = None,
+        source: Source | None = None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """Make ready to read, and begin the groups that the options name.
+
+        Args:
+            refused: names of modules that attend and are not read.
+            inputs: the first batch.
+            source: where the text comes from, for groups that make up one of their own.
+            tell: is told what takes long.
+        """
         self.model, self.refused = model, refused
-        self.sites = sites
-        self.layout = layout
-        self.options = options
+        self.sites, self.layout, self.options = sites, layout, options
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
-        self.results = [SiteReading.begun(info, options.units, options.max_length, options.groups) for info in sites]
-        sample = replace(options.units, sampled=True)
-        self.expansion = ExpansionStatistics(sample)
-        self.layers = LayerReading(options.groups, sample, options.seed)
         self.tracer = StreamTracer(model, sites, self._on_step)
         self.seconds: dict[str, float] = defaultdict(float)
-        self.sampled = Counter[str]()
+        self.sampled_windows = 0
         self.unexplained: set[str] = set()
-        self.examples = Examples()
-        self.effects: Effects | None = None
-        self.tokens_through: Tensor | None = None
-        self.writer: TokenWriter | None = None
-        self.token_rows = 0
-        self.row_files: dict[str, str] = {}
-        self._capture: Capture | None = None
-        self.failed: dict[str, str] = {}
-        if EXPANSION in options.groups and any(info.tokens_first is None for info in sites):
-            self.failed[EXPANSION] = NO_ORDER
-        self._trouble = FirstTrouble()
-        self.broken = False  # the current batch has numbers that are not finite
         self.read_queries = 0
         self.untold: set[int] = set()  # lengths of sequences whose padding counted as tokens
-        self._tokens = BatchTokens({})
+        self.broken = False  # the current batch has numbers that are not finite
+        self._trouble = FirstTrouble()
+        self._told = ModelReading(
+            model, sites, self.tracer.sublayers, options.units, options.max_length, options.seed, options.query_sample,
+            options.climb_queries, options.statistics, {} if inputs is None else inputs, source,
+        )  # fmt: skip
+        self._replays = Replays(sites)
+        self._weighed: set[str] = set()  # sites whose weights were handed out
         self._pooled = PooledLengths(model, sites)
+        self._capture: Capture | None = None
+        self._tokens = BatchTokens({})
         self._rows = 0
         self._windows: Sequence[int] = ()
         self._numbers: RowNumbers | None = None
-        self._sampled_rows: list[int] = []
+        self._sampled: list[Window] = []
         self._chosen: dict[tuple[int, int, bool, bool], Tensor] = {}
-        self._example: ExampleWindow | None = None
+        self.groups: dict[str, Group] = {}
+        for group in groups_of(options.groups):
+            if group.beginning is not None:
+                tell(group.beginning)
+            self.add_group(group)
+
+    def add_group(self, group: Group) -> None:
+        """Read for one group more."""
+        self.groups[group.name] = group
+        self._deliver(group, partial(group.begin, self._told))
+
+    # Forward passes ----------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -137,20 +146,20 @@ class Reading(RunningParts):
         special: Tensor | None,
         sampled: Iterable[int],
         windows: Sequence[int],
-        example: ExampleWindow | None = None,
         numbers: RowNumbers | None = None,
         target_special: Tensor | None = None,
+        alone: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
-        """Run one batch and add it to the results.
+        """Run one batch, and its sampled windows again where a group wants that.
 
         Args:
             special: special tokens of ``input_ids``; None where there are none.
             sampled: rows on which replays and clouds are measured.
             windows: number of each row's window in the whole text: what is drawn at random depends on it and the seed
                 alone, so that batch size changes no statistic.
-            example: a window of the batch to record token by token.
             numbers: where the rows stand in the text; None: they follow those before.
             target_special: special tokens of ``decoder_input_ids``.
+            alone: the inputs of one row alone; None where rows cannot be told apart.
         """
         self._windows, self._numbers = windows, numbers
         prepared = model_inputs(self.model, inputs)
@@ -158,62 +167,54 @@ class Reading(RunningParts):
         audio = frames_of(self.model, prepared)
         self._tokens = BatchTokens(prepared, special, follows, target_special, None if audio is None else audio.real)
         self._rows = self.layout.rows(self.model, prepared)
-        self._sampled_rows = list(sampled)
         self._chosen.clear()
-        self.layers.start()
+        self._sampled = [self._window(row, alone) for row in sampled]
         self.broken = False
-        self._example = example
         before = sum(self.seconds.values())
         with self._timed("forward"):
             self._pooled.look_ahead(self._tokens)
-            steps = self.options.groups - {ATTENTION} and self._sampled_rows
-            traced = steps or not self.tracer.sublayers
+            traced = (self._sampled and self._wanting(Event.STEPS, Event.WEIGHTS)) or not self.tracer.sublayers
             with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
                 self._capture = capture
                 with self.tracer.watching() if traced else nullcontext():
                     output = output_tensor(self.model, run(self.model, prepared))
                 self.unexplained |= capture.unexplained
+            self._capture = None
             self.untold.update(self._tokens.untold())
             self._look_for_trouble(output)
-            if self._wants(EXPANSION):
-                with self._timed("expansion"), self._computing(EXPANSION):
-                    self.expansion.finish()
+            for group in self.groups.values():
+                self._deliver(group, group.after_pass)
             inside = sum(self.seconds.values()) - before
         self.seconds["forward"] -= inside
-        self.sampled["windows"] += len(self._sampled_rows)
-        if example is not None:
-            self.examples.append(example)
+        self.sampled_windows += len(self._sampled)
+        for group in self._wanting(Event.WINDOWS):
+            for window in self._sampled:
+                self._deliver(group, partial(group.on_window, window))
 
-    def run_again(self, window: Callable[[int], dict[str, Any]]) -> None:
-        """Run the sampled rows of the last batch again, for the groups that ask for it.
+    def finish(self) -> None:
+        """Let every group measure what it has kept, once the text was read."""
+        for group in self.groups.values():
+            self._deliver(group, group.finish)
 
-        Args:
-            window: the inputs of one row alone.
-        """
-        for group in filter(self._wants, AGAIN):
-            with self._timed(group), self._computing(group):
-                for row in self._sampled_rows:
-                    if not self.layout.separable:
-                        raise ValueError("the items of these batches cannot be told apart")
-                    inputs, drawn = model_inputs(self.model, window(row)), self._random(row, _AGAIN)
-                    self.layers.again[group].read(self.model, self.sites, inputs, self._sampled_number(row), drawn)
+    def _window(self, row: int, alone: Callable[[int], dict[str, Any]] | None) -> Window:
+        def inputs() -> dict[str, Any]:
+            if alone is None:
+                raise ValueError("the items of these batches cannot be told apart")
+            return model_inputs(self.model, alone(row))
 
-    def read_repeated(self, made: RepeatedTokens, masked: bool) -> None:
-        """Measure the model on repeated tokens, which are no part of the text."""
-        with self._timed("repeated tokens"), self._computing(REPEATED):
-            made.read(self.model, self.results, masked)
+        def replay(item: Step, positions: Tensor) -> Replay | str:
+            assert self._capture is not None
+            return self._replays.of(self._capture, item, positions)
 
-    def find_feed_forward(self, inputs: dict[str, Any]) -> None:
-        """Find the model's feed-forward layers, on one item of a batch."""
-        with self._computing(FEED_FORWARD):
-            self.layers.find_feed_forward(self.model, self.sites, model_inputs(self.model, inputs, items=1))
-
-    def measure_layers(self) -> None:
-        """Measure what the groups about layers have kept, once the text was read."""
-        for group in filter(self._wants, LAYERED):
-            with self._timed(group), self._computing(group):
-                self.layers.measure(group)
-        self.failed = self.layers.failed | self.failed
+        return Window(
+            row=row,
+            number=None if self._numbers is None else self._numbers.sampled[row],
+            positions=lambda step: self._positions(row, step, cloud=False),
+            cloud=lambda step: self._positions(row, step, cloud=True),
+            drawn=partial(self._random, row),
+            replay=replay,
+            alone=inputs,
+        )
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -251,7 +252,7 @@ class Reading(RunningParts):
         length = step.before.shape[1]
         place = (row, length, step.in_decoder, cloud)
         if place not in self._chosen:
-            generator, most = self._random(row, 0 if cloud else 1), self.options.climb_queries
+            generator, most = self._random(row, _CLOUD if cloud else _REPLAY), self.options.climb_queries
             self._chosen[place] = self._tokens.positions(row, length, most, step.in_decoder, cloud, generator)
         return self._chosen[place]
 
@@ -259,42 +260,53 @@ class Reading(RunningParts):
         """Random numbers that belong to a row's window and one purpose."""
         return drawn_for(self.options.seed, self._windows[row], purpose)
 
-    def _row_numbers(self) -> Sequence[int] | None:
-        return None if self._numbers is None else self._numbers.rows
-
-    def _sampled_number(self, row: int) -> int | None:
-        return None if self._numbers is None else self._numbers.sampled[row]
-
     # What could not be computed ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _computing(self, *parts: str) -> Iterator[None]:
-        """What fails inside makes these groups or statistics unavailable, with the reason; the reading goes on.
+    def _wanting(self, *events: Event) -> list[Group]:
+        """The groups that want one of these, and have not failed."""
+        wanted = frozenset(events)
+        return [group for group in self.groups.values() if group.events & wanted and group.name not in group.failed]
+
+    def _deliver(self, group: Group, told: Callable[[], None]) -> None:
+        """Tell a group of something. What fails costs the group its numbers; the reading goes on.
 
         Whatever is wrong with the input or the capture itself still ends it.
         """
-        try:
-            yield
-        except InputError:
-            raise
-        except Exception as error:
-            self.failed.update(dict.fromkeys(parts, unexpected(error)))
+        if group.name in group.failed:
+            return
+        with self._timed(group.name), group.fence(group.name):
+            told()
 
-    def _wants(self, group: str) -> bool:
-        return group in self.options.groups and group not in self.failed
+    @property
+    def failed(self) -> dict[str, str]:
+        """Groups and statistics that could not be computed, with the reason."""
+        return {name: reason for group in self.groups.values() for name, reason in group.failed.items()}
 
     def left_out(self) -> frozenset[str]:
         """Names of the statistics that could not be computed."""
-        return frozenset(n for n, s in STATISTICS.items() if n in self.failed or s.group in self.failed)
+        failed = self.failed
+        return frozenset(n for n, s in STATISTICS.items() if n in failed or s.group in failed)
 
-    # Observers ---------------------------------------------------------------------------------------------------------
+    def unavailable(self, info: SiteInfo) -> dict[str, str]:
+        """Groups and statistics that one site does not have, with the reason."""
+        found: dict[str, str] = {}
+        for group in self.groups.values():
+            found |= group.missing_at(info.site.name)
+        return found
 
-    def _on_attention(self, call: AttentionCall) -> None:
-        with self.tracer.unobserved():
-            with self._timed("attention statistics"):
-                read = self._read_attention(call)
-            if read is not None:
-                self._read_groups(call, *read)
+    def rows(self) -> Iterator[Row]:
+        """All that was measured."""
+        for group in self.groups.values():
+            if group.name not in group.failed:
+                yield from group.rows()
+
+    def ratios(self) -> Iterator[Kept]:
+        """All running ratios by which two results may be paired."""
+        for group in self.groups.values():
+            if group.name not in group.failed:
+                yield from group.ratios()
+
+    # Events ------------------------------------------------------------------------------------------------------------
 
     def site_of(self, call: AttentionCall) -> SiteInfo | None:
         """The site of a call; None where it is not read.
@@ -307,117 +319,109 @@ class Reading(RunningParts):
             raise InputError(f"{call.site.name} computed attention in this batch but not in the first one")
         return info
 
-    def _read_attention(self, call: AttentionCall) -> tuple[SiteReading, Tokens, Tokens] | None:
-        """Read what needs no sample. Returns the site's results and the call's tokens; None where there is nothing to read."""
+    def _on_attention(self, call: AttentionCall) -> None:
+        with self.tracer.unobserved():
+            self._read_attention(call)
+
+    def _read_attention(self, call: AttentionCall) -> None:
         info = self.site_of(call)
         if info is None:
-            return None
+            return
         if call.repeated:  # the same weights on other values: everything about the weights is known
             self.broken = self.broken or kind_of(call.value) is not None
-            return None
+            return
         self.tracer.attention(call)
-        results = self.results[info.index]
         cross = info.kind == "cross"
         queries = self._tokens.of(call, decoder=info.in_decoder, cross=cross)
         keys = self._tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
         self.broken = self.broken or in_call(call, queries.real, keys.real)
         if info.index == 0:
             self.read_queries += int(queries.real.sum())
-        if self._wants(ATTENTION):
-            with self._computing(ATTENTION):
-                numbers = self._row_numbers()
-                keep = None if self.writer is None else self._keep
-                results.read_queries(
-                    call, queries, keys, self._rows, self.options, self._random, numbers, self._windows, keep
-                )
-        if self.effects is not None:
-            self.effects.add(info.site.name, call.output.detach(), queries.real)
-        if self._wants(VALUES) and VALUES not in results.unavailable:
-            with self._computing(VALUES):
-                results.read_first_value(call, keys, self._rows, self._row_numbers())
-        if self._example is not None and _EXAMPLES not in self.failed:
-            with self._computing(_EXAMPLES):
-                self._example.add(info, call)
-        return results, queries, keys
+        numbers = None if self._numbers is None else self._numbers.rows
+        tokens = CallTokens(info, queries, keys, self._rows, numbers, self._windows, self._sampled, self._random)
+        for group in self._wanting(Event.CALLS):
+            self._deliver(group, partial(group.on_call, call, tokens))
+        self._read_queries(call, tokens)
 
-    def _read_groups(self, call: AttentionCall, results: SiteReading, queries: Tokens, keys: Tokens) -> None:
-        for group in results.windowed:
-            if self._wants(group) and group not in results.unavailable and call.query.shape[0] == self._rows:
-                with self._timed(group), self._computing(group):
-                    self._read_windows(call, results, group, queries, keys)
-
-    def _read_windows(
-        self, call: AttentionCall, results: SiteReading, group: str, queries: Tokens, keys: Tokens
-    ) -> None:
-        for row in self._sampled_rows:
-            drawn = self._random(row, _WINDOWED + results.info.index)
-            places = queries.real[row].nonzero()[:, 0]
-            order = torch.randperm(len(places), generator=drawn)[: self.options.climb_queries].sort().values
-            part = call.rows(slice(row, row + 1))
-            asked = places[order.to(places.device)]
-            itself = results.info.itself
-            window = HeadWindow(part, keys.real[row], asked, drawn.initial_seed(), itself)
-            if len(window.queries) and bool(window.real.any()):
-                results.windowed[group].update(window, self._sampled_number(row))
-
-    def _keep(self, info: SiteInfo, found: Queries, places: Places, real: Tensor, length: int) -> None:
-        assert self.writer is not None
-        if PER_TOKEN not in self.failed:
-            with self._computing(PER_TOKEN):
-                self.token_rows += self.writer.add(info, found, places, real, length)
-
-    def write_rows(self) -> None:
-        """Write the per-token rows that are held; once that fails, the table is left out."""
-        if self.writer is None:
+    def _read_queries(self, call: AttentionCall, tokens: CallTokens) -> None:
+        """The per-query statistics of a call; of each row at most so many queries as are to be sampled."""
+        groups = self._wanting(Event.QUERIES)
+        if not groups:
             return
-        if PER_TOKEN not in self.failed:
-            with self._computing(PER_TOKEN):
-                self.writer.flush()
-        if PER_TOKEN in self.failed:
-            self.writer.give_up()
+        try:
+            for part in self._of_queries(call, tokens):
+                for group in groups:
+                    self._deliver(group, partial(group.on_queries, part))
+        except InputError:
+            raise
+        except Exception as error:  # what all these groups are given could not be computed
+            for group in groups:
+                group.failed[group.name] = unexpected(error)
+
+    def _of_queries(self, call: AttentionCall, tokens: CallTokens) -> Iterator[CallQueries]:
+        """The numbers of all queries, or of a sample of each row's."""
+        sample, length = self.options.query_sample, call.query.shape[2]
+        # Of something that the items share, as positions, there is one row.
+        rows = 1 if call.query.shape[0] % tokens.rows else tokens.rows
+        if sample is None or sample >= length:
+            everything = torch.arange(length)
+            yield self._queries(call, tokens, slice(None), everything, range(rows))
+            return
+        items = call.query.shape[0] // rows
+        for row in range(rows):  # drawn window by window
+            drawn = torch.randperm(length, generator=self._random(row, _QUERIES))
+            item = slice(row * items, (row + 1) * items)
+            yield self._queries(call, tokens, item, drawn[:sample].sort().values, range(row, row + 1))
+
+    def _queries(
+        self, call: AttentionCall, tokens: CallTokens, item: slice, positions: Tensor, rows: range
+    ) -> CallQueries:
+        """The numbers of some queries of some rows, whose sequences are an item of the call."""
+        length, chosen = call.query.shape[2], slice(rows.start, rows.stop)
+        positions = positions.to(call.query.device)
+        part = call.rows(item).at(positions) if len(positions) < length else call
+        asked, attended = _part(tokens.queries, item, positions), _part(tokens.keys, item, slice(None))
+        names = [name for name in self.options.of_attention() if name not in self.failed]
+        with self._timed("queries"):
+            reading = QueryReading(part, asked, attended, positions, tokens.info.itself, moments_of(names))
+            found = query_statistics(reading, names, self._fence)
+        ids = (each.ids if each.ids is None else each.ids[item] for each in (tokens.queries, tokens.keys))
+        places = Places(positions, tokens.windows[chosen], len(rows), *ids)
+        numbers = None if tokens.numbers is None else tokens.numbers[chosen]
+        return CallQueries(tokens.info, found, len(rows), numbers, places, part, asked.real, length)
+
+    @contextmanager
+    def _fence(self, statistic: str) -> Iterator[None]:
+        """What fails inside costs one per-query statistic."""
+        with self._wanting(Event.QUERIES)[0].fence(statistic):
+            yield
 
     def _on_step(self, step: Step) -> None:
         if step.before.dim() != 3 or step.before.shape[0] != self._rows:
             return
-        if self._wants(EXPANSION):
-            with self._timed("expansion"), self._computing(EXPANSION):
-                for row in self._sampled_rows:
-                    positions = self._positions(row, step, cloud=True)
-                    self.expansion.collect(step, row, positions, self._sampled_number(row))
-        for group in filter(self._wants, LAYERED):
-            with self._timed(group), self._computing(group):
-                self.layers.read(group, step, [self._layer_row(row) for row in self._sampled_rows])
-        if step.read is not None:
-            assert self._capture is not None
-            results = self.results[self.by_site[step.read.call.site].index]
-            with self._timed("climb"), dense_inside(step.read.call.module):
-                if self._wants(MAPS):
-                    with self._computing(MAPS):
-                        results.read_maps(self._capture, step.read)
-                if self._wants(REPEATED) and self.tokens_through is not None:
-                    with self._computing(copying_score.__name__):
-                        results.read_copying(self._capture, step.read, self.tokens_through)
-                if self._wants(CLIMB) or (self._wants(VALUES) and _WRITE_NORM not in self.failed):
-                    with self._computing(*self.options.groups & {CLIMB}, _WRITE_NORM):
-                        self._read_climb(self._capture, results, step)
-                if self._wants(RESIDUAL):
-                    with self._computing(RESIDUAL):
-                        rows = [self._layer_row(row) for row in self._sampled_rows]
-                        self.layers.read_gradient(self._capture, results, step, rows)
+        with nullcontext() if step.read is None else dense_inside(step.read.call.module):
+            for group in self._wanting(Event.STEPS):
+                for window in self._sampled:
+                    self._deliver(group, partial(group.on_step, step, window))
+            if step.read is not None and step.read.call.site.name not in self._weighed:
+                self._weighed.add(step.read.call.site.name)
+                weights = self._weights(step.read)
+                for group in self._wanting(Event.WEIGHTS):
+                    self._deliver(group, partial(group.on_weights, weights))
 
-    def _layer_row(self, row: int) -> SampledRow:
-        def positions(step: Step, cloud: bool) -> Tensor:
-            return self._positions(row, step, cloud=cloud)
+    def _weights(self, read: AttentionRead) -> SiteWeights:
+        info, capture = self.by_site[read.call.site], self._capture
+        assert capture is not None
 
-        def drawn(purpose: int) -> torch.Generator:
-            return self._random(row, purpose)
+        def maps() -> HeadMaps | str:
+            return head_maps(capture, read) if info.itself else _DIFFERENT_STREAMS
 
-        return SampledRow(row, self._sampled_number(row), positions, drawn)
+        def writes() -> tuple[Tensor, Tensor] | str:
+            return write_maps(capture, read) if info.itself else _DIFFERENT_STREAMS
 
-    def _read_climb(self, capture: Capture, results: SiteReading, step: Step) -> None:
-        for row in self._sampled_rows:
-            positions, index = self._positions(row, step, cloud=False), results.info.index
-            number, drawn = self._sampled_number(row), self._random(row, 3 + index)
-            read = results.read_climb(capture, step.item(row), positions, drawn, None if number is None else [number])
-            if read and index == 0:
-                self.sampled["queries"] += len(positions)
+        return SiteWeights(info, maps, writes)
+
+
+def _part(tokens: Tokens, item: slice, positions: slice | Tensor) -> Tokens:
+    special = None if tokens.special is None else tokens.special[item, positions]
+    return Tokens(tokens.real[item, positions], special)

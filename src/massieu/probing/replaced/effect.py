@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described
+from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens
 from massieu.probing.data.token_names import frames_of
@@ -24,6 +25,8 @@ from massieu.probing.model.forward import decoder_given, output_tensor, run
 from massieu.probing.model.model import LoadedModel, model_inputs
 from massieu.probing.replaced.context import made_of, replaced
 from massieu.probing.replaced.rules import MEAN, AtRest, Off, Resampled, Rule
+from massieu.probing.statistics.group import CallTokens, Event, Group, Place, Row
+from massieu.probing.statistics.registry import REPLACEMENT
 from massieu.probing.statistics.replacement import loss_without_head, output_without_head
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.units import Estimate
@@ -283,8 +286,32 @@ class Effects:
         return records
 
 
-def head_rows(info: SiteInfo, records: Sequence[ReplacementRecord]) -> Iterator[tuple[str, Estimate]]:
-    """The rows of one site in the heads' table: the change with one head at its mean."""
+class ReplacedAttention(Group):
+    """What the model loses when attention is replaced: outputs' means while the text is read, the effects after it.
+
+    Attributes:
+        records: what was found.
+    """
+
+    name = REPLACEMENT
+    events = frozenset({Event.CALLS})
+
+    def __init__(self, effects: Effects) -> None:
+        super().__init__()
+        self.effects = effects
+        self.records: list[ReplacementRecord] = []
+
+    def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
+        """Add a site's outputs to their mean."""
+        self.effects.add(call.site.name, call.output.detach(), tokens.queries.real)
+
+    def rows(self) -> Iterator[Row]:
+        """The change with one head at its mean."""
+        for info in self.model.sites:
+            yield from _head_rows(info, self.records)
+
+
+def _head_rows(info: SiteInfo, records: Sequence[ReplacementRecord]) -> Iterator[Row]:
     of = {
         each.head: each
         for each in records
@@ -294,4 +321,5 @@ def head_rows(info: SiteInfo, records: Sequence[ReplacementRecord]) -> Iterator[
         return
     name = loss_without_head.__name__ if of[0].measure == LOSS else output_without_head.__name__
     columns = ([getattr(of[h], each) for h in range(info.heads)] for each in ("value", "standard_error", "tokens"))
-    yield name, Estimate(*(np.array(column, dtype=np.float64) for column in columns))
+    found = Estimate(*(np.array(column, dtype=np.float64) for column in columns))
+    yield Row(Place.of_site(info), name, "", found)

@@ -19,8 +19,8 @@ from massieu.errors import InputError, ProcessLostError
 from massieu.foundation.files import remove_left, replacing
 from massieu.probing.model.model import LoadedModel
 from massieu.probing.model.module_hash import settings_hash
+from massieu.probing.reading.options import Options
 from massieu.probing.reading.per_token import forget_rows
-from massieu.probing.reading.site_reading import Options
 from massieu.probing.sums.running import State, is_packed, packed, unpacked
 from massieu.report.record_files import TOKENS
 from massieu.report.writing import check_name, explaining

@@ -10,11 +10,12 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 
 from massieu.probing.model.fresh import reinitialised
-from massieu.probing.reading.reading import Options, Reading, RowNumbers
-from massieu.probing.reading.repeated import RepeatedTokens
+from massieu.probing.reading.options import Options
+from massieu.probing.reading.reading import Reading, RowNumbers
 from massieu.probing.replaced.effect import NOTHING
-from massieu.probing.result.tables import head_values, layer_values
-from massieu.probing.statistics.registry import FEED_FORWARD, REPLACEMENT
+from massieu.probing.result.tables import values
+from massieu.probing.statistics.group import Source
+from massieu.probing.statistics.registry import REPLACEMENT
 from massieu.probing.sums.running import State
 from massieu.probing.sums.units import Units
 from massieu.report.record import Sublayer
@@ -64,26 +65,25 @@ class Draws:
         missing: why there are none.
         warnings: sentences about them.
         seconds: that they took.
-        repeated: made-up sequences that each of them reads as well, and whether the batches have masks.
     """
 
     def __init__(
         self,
         model: nn.Module,
         reading: Reading,
-        prepared: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        source: Source | None,
         matters: Callable[[nn.Module], bool] = lambda _: True,
     ) -> None:
         self.model, self.sites, self.layout, self.refused = model, reading.sites, reading.layout, reading.refused
         self.sublayers: list[Sublayer] = reading.tracer.sublayers
         self.options = _options_of(reading.options)
-        self.number, self.matters, self.prepared = reading.options.draws, matters, prepared
+        self.number, self.matters, self.inputs, self.source = reading.options.draws, matters, inputs, source
         self.read: dict[int, Drawn] = {}
         self.windows: list[ControlWindow] = []
         self.missing: str | None = None
         self.warnings: list[str] = []
         self.seconds = 0.0
-        self.repeated: tuple[RepeatedTokens, bool] | None = None
 
     def wants(self, rank: int) -> bool:
         """Whether the sampled window of this rank is to be kept for them."""
@@ -115,32 +115,25 @@ class Draws:
         if fresh is None:
             self.missing = said
             return
-        reading = Reading(fresh, self.sites, self.options, self.layout, self.refused)
-        if FEED_FORWARD in self.options.groups:
-            reading.find_feed_forward(dict(self.prepared))
-        if self.repeated is not None:
-            reading.read_repeated(*self.repeated)
+        reading = Reading(fresh, self.sites, self.options, self.layout, self.refused, self.inputs, self.source)
         special, target = window.special
         places = RowNumbers(range(len(window.rows)), {window.row: 0})
-        reading.forward(window.inputs, special, [window.row], window.rows, None, places, target)
-        reading.run_again(lambda _: window.inputs)
-        reading.measure_layers()
+        alone = (lambda _: window.inputs) if self.layout.separable else None
+        reading.forward(window.inputs, special, [window.row], window.rows, places, target, alone)
+        reading.finish()
         self.read[draw] = self._shown(reading)
         fresh.to_empty(device="meta")  # its numbers are read: the next draw needs the memory
 
     def _shown(self, reading: Reading) -> Drawn:
         found = Drawn(failed=dict(reading.failed), trouble=reading.trouble and reading.trouble.sentence)
         left_out = reading.left_out()
-        for info, results in zip(reading.sites, reading.results, strict=True):
-            values = {name: each for name, each in head_values(results).items() if name not in left_out}
-            found.heads[info.site.name] = values
+        numbers = values(row for row in reading.rows() if row.statistic not in left_out)
+        found.heads = numbers["head"]
         steps = [(each.name, each.kind) for each in reading.tracer.sublayers]
         if steps != [(each.name, each.kind) for each in self.sublayers]:
             found.failed["sublayers"] = "the steps of the stream are others than the model's"
             return found
-        for sublayer in reading.tracer.sublayers:
-            values = {name: each for name, each in layer_values(reading, sublayer).items() if name not in left_out}
-            found.layers[sublayer.name] = values
+        found.layers = numbers["layer"]
         return found
 
     # What they have shown ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import massieu.report.record as record
 from massieu.errors import InputError
-from massieu.probing.capture.tokens import BatchTokens, is_sampled, sampled_before
+from massieu.probing.capture.tokens import BatchTokens, is_sampled, rows_of_batch, sampled_before
 from massieu.probing.checks.check import SelfCheck, check_evaluating, first_look
 from massieu.probing.checks.nonfinite import in_weights, shows_nan
 from massieu.probing.checks.padding import PaddingCheck
@@ -24,18 +24,25 @@ from massieu.probing.model.forward import named_inputs
 from massieu.probing.model.model import LoadedModel, model_inputs, with_target
 from massieu.probing.model.tokenizers import check_ids
 from massieu.probing.model.unwrap import prompt_tokens
-from massieu.probing.reading.examples import LONGEST, ExampleWindow, example_length
+from massieu.probing.reading.examples import LONGEST, Examples, ExampleWindow, example_length
 from massieu.probing.reading.generation import GeneratingReading, check_causal
-from massieu.probing.reading.per_token import LARGE, PER_TOKEN, TemporaryFolder, TokenWriter, expected_size
-from massieu.probing.reading.reading import Options, Reading, RowNumbers
-from massieu.probing.reading.repeated import RepeatedTokens
-from massieu.probing.replaced.effect import Effects
+from massieu.probing.reading.options import Options
+from massieu.probing.reading.per_token import (
+    LARGE,
+    PER_TOKEN,
+    TemporaryFolder,
+    TokenRows,
+    TokenWriter,
+    expected_size,
+)
+from massieu.probing.reading.reading import Reading, RowNumbers
+from massieu.probing.replaced.effect import Effects, ReplacedAttention
 from massieu.probing.session.course import Course
 from massieu.probing.session.draws import ControlWindow, Draws
 from massieu.probing.session.session_record import Input, SessionRecord, behind_prefix
 from massieu.probing.session.sharing import Sharing
-from massieu.probing.statistics.registry import ATTENTION, FEED_FORWARD, REPEATED, STATISTICS
-from massieu.probing.stream.readout import tokens_through
+from massieu.probing.statistics.group import Source
+from massieu.probing.statistics.registry import ATTENTION, STATISTICS
 from massieu.probing.sums.running import State
 from massieu.report.record_files import TOKENS
 
@@ -84,6 +91,11 @@ class Session(SessionRecord):
     rows_in: Path | None = None  # the folder of the per-token rows
     rows_kept: TemporaryFolder | None = None  # where that is a temporary one
     draws_shared: bool = False  # another probe has read them on the same windows
+    source: Source | None = None
+    effects: Effects | None = None
+    replaced: ReplacedAttention | None = None
+    writer: TokenWriter | None = None
+    token_rows: TokenRows | None = None
 
     def read_all(self, interrupted: threading.Event) -> bool:
         """Read every batch; False when interrupted before the end."""
@@ -102,7 +114,7 @@ class Session(SessionRecord):
         if not self.begun:
             raise InputError("there is no batch to read in tokenizer_or_batches, or in the text")
         self.course.check_reached(self)
-        self.reading.write_rows()
+        self._write_rows()
         complete = not interrupted.is_set()
         if complete:
             self._take_draws(whole=True)
@@ -111,7 +123,7 @@ class Session(SessionRecord):
         complete = self.course.gather(self, complete)
         if complete and self.sharing is not None:
             self.sharing.keep_draws(self.loaded.module, self.options, self.draws)
-        self.reading.measure_layers()
+        self.reading.finish()
         return complete
 
     def _read(self, batch: Any) -> None:
@@ -147,17 +159,17 @@ class Session(SessionRecord):
     def _measure(self, batch: Any, inputs: dict[str, Any], special: Marks, rows: int) -> None:
         numbers = range(self.windows, self.windows + rows)
         ranks = {row: sampled_before(number) for row, number in enumerate(numbers) if is_sampled(number)}
-        example = None
-        examples = 0 if self.options.quick or self.options.new_tokens is not None else EXAMPLES
-        if ranks and self.recorded < examples and ATTENTION in self.options.groups:
-            example = self._example(batch, inputs, min(ranks))
-        if self.reading.writer is not None:
-            self.reading.writer.batch = self.batches
-        if self.reading.effects is not None and ranks:
-            self.reading.effects.keep(_rows_of(inputs, list(ranks), rows), [numbers[row] for row in ranks])
+        examples = self.reading.groups.get(Examples.name)
+        if isinstance(examples, Examples) and ranks and self.recorded < EXAMPLES:
+            examples.current = self._example(batch, inputs, min(ranks), examples.recorded)
+        if self.writer is not None:
+            self.writer.batch = self.batches
+        if self.effects is not None and ranks:
+            self.effects.keep(rows_of_batch(inputs, list(ranks), rows), [numbers[row] for row in ranks])
         marks, target = special
-        self.reading.forward(inputs, marks, ranks, numbers, example, RowNumbers(numbers, ranks), target)
-        self.reading.run_again(lambda row: _rows_of(inputs, [row], rows))
+        separable = self.reading.layout.separable
+        alone = (lambda row: rows_of_batch(inputs, [row], rows)) if separable else None
+        self.reading.forward(inputs, marks, ranks, numbers, RowNumbers(numbers, ranks), target, alone)
         self.read += rows
         counted = BatchTokens(inputs).counted()
         # Where there is no text, what the first attention layer asks about, such as patches.
@@ -167,7 +179,7 @@ class Session(SessionRecord):
 
     def state(self) -> State:
         """All that was measured, per-token rows written; see `massieu.probing.sums.running`."""
-        self.reading.write_rows()
+        self._write_rows()
         draws = {} if self.draws is None else self.draws.state()
         return {"tokens": self.tokens, "read": self.read, "reading": self.reading.state(), "draws": draws}
 
@@ -202,13 +214,17 @@ class Session(SessionRecord):
             self.warnings.append(
                 f"{said}; name fewer statistics in per_token, or read fewer tokens, for a smaller table"
             )
-        self.reading.writer = writer = TokenWriter(
-            self.rows_in, names, self.given.tokenizer, (course.rank, course.processes), self.reading.row_files
-        )
+        self.writer = writer = TokenWriter(self.rows_in, names, self.given.tokenizer, (course.rank, course.processes))
+        self.token_rows = TokenRows(writer)
+        self.reading.add_group(self.token_rows)
         # A batch that is read for the wiring alone leaves no rows.
         writer.silent = course.rank > 0 or course.resumes()
         if not writer.silent:
             writer.begin(0)
+
+    def _write_rows(self) -> None:
+        if self.token_rows is not None:
+            self.token_rows.write()
 
     def _go_on_with_rows(self) -> None:
         """After the first batch: keep the rows that belong to the stored sums, and drop those after them.
@@ -216,14 +232,14 @@ class Session(SessionRecord):
         Raises:
             InputError: the rows are not those of the stored sums.
         """
-        writer, course = self.reading.writer, self.course
-        if writer is None or not writer.silent:
+        writer, rows, course = self.writer, self.token_rows, self.course
+        if writer is None or rows is None or not writer.silent:
             return
         kept, writer.silent = writer.begin(course.start), False
-        if kept != self.reading.token_rows and PER_TOKEN not in self.reading.failed:
+        if kept != rows.count and PER_TOKEN not in rows.failed:
             raise InputError(
                 f"cannot resume: {self.rows_in} holds {kept:,} per-token rows, and the stored sums are of "
-                f"{self.reading.token_rows:,}; begin without resume"
+                f"{rows.count:,}; begin without resume"
             )
 
     def begin(self, inputs: dict[str, Any]) -> None:
@@ -251,7 +267,10 @@ class Session(SessionRecord):
             check_causal(look.sites, inputs, self.loaded.name)
             self.reading = GeneratingReading(self.loaded.whole, self.options.new_tokens, module, look.sites, *read)
         else:
-            self.reading = Reading(module, look.sites, *read)
+            around = self.given.batches.around if isinstance(self.given.batches, TextBatches) else None
+            self.source = Source(self.loaded, self.given.tokenizer, around)
+            tell = lambda said: self.tell(ProbeProgress(said))  # noqa: E731
+            self.reading = Reading(module, look.sites, *read, inputs, self.source, tell)
         self.begun = True
 
     def _begin_beside(self, inputs: dict[str, Any]) -> None:
@@ -259,44 +278,26 @@ class Session(SessionRecord):
         if self.options.new_tokens is not None:
             return
         self._begin_effects(inputs)
-        if not self.options.quick and self._compares():
-            self._begin_draws(inputs)
-        if REPEATED in self.options.groups:
-            self._read_repeated(inputs)
-        if FEED_FORWARD in self.options.groups:
-            self.reading.find_feed_forward(inputs)
-
-    def _read_repeated(self, inputs: dict[str, Any]) -> None:
-        """Measure the model on repeated tokens before the text, and leave them to its re-initialised copies."""
-        self.tell(ProbeProgress("reading repeated tokens"))
-        around = self.given.batches.around if isinstance(self.given.batches, TextBatches) else None
-        made = RepeatedTokens.of(self.loaded, self.given.tokenizer, around, inputs, self.options.seed)
-        if isinstance(made, str):
-            self.reading.failed[REPEATED] = made
-        else:
-            masked = "attention_mask" in inputs
-            self.reading.read_repeated(made, masked)
-            if self.draws is not None:
-                self.draws.repeated = made, masked
-        if REPEATED not in self.reading.failed:
-            through = tokens_through(self.loaded, _rows_of(inputs, [0], len(inputs["input_ids"])))
-            if isinstance(through, str):
-                self.reading.failed["copying_score"] = through
-            else:
-                self.reading.tokens_through = through
+        if not self.options.quick:
+            if ATTENTION in self.options.groups:
+                self.reading.add_group(Examples())
+            if self._compares():
+                self._begin_draws(inputs)
 
     def _begin_effects(self, inputs: dict[str, Any]) -> None:
         if not self.options.replace.wanted:
             return
         if not self.reading.layout.separable:
             raise InputError("replace works on single windows, and these batches cannot be split into items")
-        self.reading.effects = Effects(self.loaded, self.options.replace, self.reading.sites, seed=self.options.seed)
-        self.reading.effects.check(inputs)
+        self.effects = Effects(self.loaded, self.options.replace, self.reading.sites, seed=self.options.seed)
+        self.effects.check(inputs)
+        self.replaced = ReplacedAttention(self.effects)
+        self.reading.add_group(self.replaced)
 
     def replace_all(self, interrupted: threading.Event) -> bool:
         """Measure what replacements change, once the text was read; False when interrupted before the end."""
-        effects = self.reading.effects
-        if effects is None:
+        effects = self.effects
+        if effects is None or self.replaced is None:
             return True
 
         def tell(done: int, total: int) -> None:
@@ -305,7 +306,7 @@ class Session(SessionRecord):
             )
 
         started = time.perf_counter()
-        self.replacements = effects.measured(interrupted.is_set, tell)
+        self.replaced.records = self.replacements = effects.measured(interrupted.is_set, tell)
         self.warnings += effects.warnings()
         self.reading.seconds["replaced attention"] = time.perf_counter() - started
         return effects.complete
@@ -321,8 +322,7 @@ class Session(SessionRecord):
         if self.sharing is not None and (shared := self.sharing.draws(module, self.options)) is not None:
             self.draws, self.draws_shared = shared, True
             return
-        one = model_inputs(module, inputs, items=1)
-        self.draws = Draws(module, self.reading, one, lambda copied: shows_nan(copied, sites, inputs))
+        self.draws = Draws(module, self.reading, inputs, self.source, lambda copied: shows_nan(copied, sites, inputs))
 
     def _keep_for_draws(self, inputs: dict[str, Any], special: Marks, rows: int) -> None:
         """Keep the sampled windows that draws of the control read, whichever process reads them."""
@@ -334,7 +334,7 @@ class Session(SessionRecord):
                 continue
             if self.reading.layout.separable:
                 marks, target = (None if each is None else each[[row]] for each in special)
-                self.draws.keep(ControlWindow(_rows_of(inputs, [row], rows), (marks, target), 0, [number]))
+                self.draws.keep(ControlWindow(rows_of_batch(inputs, [row], rows), (marks, target), 0, [number]))
             else:
                 numbers = list(range(self.windows, self.windows + rows))
                 self.draws.keep(ControlWindow(inputs, special, row, numbers))
@@ -343,7 +343,9 @@ class Session(SessionRecord):
         if self.draws is not None and not self.draws_shared:
             self.draws.take(self.course.rank, self.course.processes, whole)
 
-    def _example(self, batch: Any, inputs: dict[str, Any], row: int) -> ExampleWindow | None:
+    def _example(
+        self, batch: Any, inputs: dict[str, Any], row: int, recorded: Sequence[ExampleWindow]
+    ) -> ExampleWindow | None:
         names: dict[str, list[str]] = {}
         tokenizer = self.given.tokenizer
         if tokenizer is not None and isinstance(inputs.get("input_ids"), Tensor):
@@ -367,11 +369,5 @@ class Session(SessionRecord):
             title += f" · {batch.names[row]}"
         window = max(map(len, names.values())) if names else LONGEST
         heads = sum(site.heads for site in self.reading.sites)
-        length = example_length(heads, window, sum(example.recorded for example in self.reading.examples))
+        length = example_length(heads, window, sum(example.recorded for example in recorded))
         return ExampleWindow(title, names, length, row, self.windows + row) if length else None
-
-
-def _rows_of(inputs: dict[str, Any], chosen: Sequence[int], rows: int) -> dict[str, Any]:
-    """Some items of a batch."""
-    along = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows}
-    return {k: v[list(chosen)] if k in along else v for k, v in inputs.items()}

@@ -3,7 +3,7 @@
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,14 +23,16 @@ from massieu.probing.data.pair_batches import PairBatches
 from massieu.probing.data.text import TextBatches, token_strings
 from massieu.probing.data.text_digest import TextDigest, vocabulary_digest
 from massieu.probing.model.model import LoadedModel
+from massieu.probing.reading.examples import Examples, ExampleWindow
 from massieu.probing.reading.generation import GeneratingReading
-from massieu.probing.reading.per_token import PER_TOKEN, TemporaryFolder, TokenTable
-from massieu.probing.reading.reading import Options, Reading
+from massieu.probing.reading.options import Options
+from massieu.probing.reading.per_token import PER_TOKEN, TemporaryFolder, TokenRows, TokenTable
+from massieu.probing.reading.reading import Reading
 from massieu.probing.result.findings import findings
 from massieu.probing.result.result import ProbeResult
-from massieu.probing.result.tables import head_table, layer_table, unit_sums
+from massieu.probing.result.tables import Tables, arrangement_of, unit_sums
 from massieu.probing.session.draws import Draws
-from massieu.probing.statistics.extremes import EXTREMES, PLACES
+from massieu.probing.statistics.group import Kept
 from massieu.probing.statistics.registry import ATTENTION, STATISTICS
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.unit_sums import UnitSums
@@ -83,6 +85,7 @@ class SessionRecord:
     digest: TextDigest
     rows_in: Path | None
     rows_kept: TemporaryFolder | None
+    token_rows: TokenRows | None
 
     def result(self, wanted: frozenset[str], settings: dict[str, Any], complete: bool) -> ProbeResult:
         """The tables and the record of the run, of the statistics that are wanted and could be computed."""
@@ -90,8 +93,9 @@ class SessionRecord:
         libraries = {"massieu": massieu, "torch": torch, "transformers": sys.modules.get("transformers"), "numpy": np}
         wanted = wanted - reading.left_out()
         tokens, token_rows = self._token_table()
-        heads = head_table(reading, self.draws, wanted, self.replacements).frame()
-        layers = layer_table(reading, self.draws, wanted).frame()
+        arrangements = {info.site.name: arrangement_of(info) for info in reading.sites}
+        tables = Tables.of(reading.rows(), self.draws, wanted, arrangements)
+        heads, layers = tables.heads.frame(), tables.layers.frame()
         run = record.RunRecord(
             massieu_version=massieu.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -114,7 +118,11 @@ class SessionRecord:
                 **{name: used.__version__ for name, used in libraries.items() if used},
             },
             timing=self._timing(),
-            sample=record.SampleRecord(reading.sampled["windows"], reading.sampled["queries"], self._sample_degrees()),
+            sample=record.SampleRecord(
+                reading.sampled_windows,
+                max((group.sampled_queries for group in reading.groups.values()), default=0),
+                self._sample_degrees(),
+            ),
             statistics=[each for each in STATISTICS.values() if each.name in wanted],
             findings=findings(heads, layers, self._half_degrees()),
             warnings=self.all_warnings(),
@@ -124,23 +132,25 @@ class SessionRecord:
             trouble=self.trouble(),
             per_token=token_rows,
         )
-        units = UnitSums(self.digest.text(), vocabulary_digest(self.given.tokenizer), unit_sums(reading, wanted))
+        units = UnitSums(
+            self.digest.text(), vocabulary_digest(self.given.tokenizer), unit_sums(reading.ratios(), wanted)
+        )
         return ProbeResult(
             run=run, details=self._details(), heads=heads, layers=layers, units=units, token_table=tokens
         )
 
     def _token_table(self) -> tuple[TokenTable | None, record.PerTokenRecord | None]:
         """The rows of all processes; none where they were not wanted, or some could not be computed or written."""
-        failed, said = self.reading.failed, None
-        if self.rows_in is None or {PER_TOKEN, ATTENTION} & failed.keys():
+        kept, said = self.token_rows, None
+        if self.rows_in is None or kept is None or {PER_TOKEN, ATTENTION} & self.reading.failed.keys():
             return None, None
         table = TokenTable.found_in(self.rows_in, self.rows_kept)
         try:
             rows, size = table.size()
         except (InputError, OSError) as error:
             rows, size, said = 0, 0, str(error)
-        if rows != self.reading.token_rows:
-            failed[PER_TOKEN] = said or f"{self.rows_in} holds {rows:,} rows of {self.reading.token_rows:,}"
+        if rows != kept.count:
+            kept.failed[PER_TOKEN] = said or f"{self.rows_in} holds {rows:,} rows of {kept.count:,}"
             return None, None
         return table, record.PerTokenRecord(list(self.options.per_token), rows, size)
 
@@ -179,23 +189,28 @@ class SessionRecord:
         return record.TextRecord(**asked, **counted, **found, bos=bos, window=self.given.window)
 
     def _error_unit(self) -> record.ErrorUnitRecord:
-        ratio = self.reading.results[0].attention.ratio
-        name, number = ratio.error_unit()
-        if ATTENTION not in self.options.groups:
-            name, number = "window", self.read
-        return record.ErrorUnitRecord(name, number, _degrees(ratio.estimate()))
+        ratio = next((each.ratio for each in self._ratios(sampled=False)), None)
+        if ratio is None:
+            return record.ErrorUnitRecord("window", self.read, None)
+        return record.ErrorUnitRecord(*ratio.error_unit(), _degrees(ratio.estimate()))
+
+    def _ratios(self, sampled: bool) -> Iterator[Kept]:
+        """What was measured on the sampled windows alone, or on all of the text."""
+        for group in self.reading.groups.values():
+            if group.sampled == sampled and group.name not in group.failed:
+                yield from group.ratios()
 
     def _sampled(self) -> list[Ratio]:
-        """What was measured on the sampled windows alone."""
-        steps = [results.climb.steps for results in self.reading.results]
-        return [*self.reading.expansion.sublayers.values(), *steps]
+        """What was measured on the sampled windows alone, each once."""
+        return list({id(each.ratio): each.ratio for each in self._ratios(sampled=True)}.values())
 
     def _sample_degrees(self) -> float | None:
         return max((found for each in self._sampled() if (found := _degrees(each.estimate()))), default=None)
 
     def _half_degrees(self) -> tuple[float, float]:
         """Of errors over half the text, and over half the sample."""
-        whole = _degrees(self.reading.results[0].attention.ratio.second_half())
+        ratio = next((each.ratio for each in self._ratios(sampled=False)), None)
+        whole = None if ratio is None else _degrees(ratio.second_half())
         return whole or 0.0, max((_degrees(each.second_half()) or 0.0 for each in self._sampled()), default=0.0)
 
     def site_record(self, info: SiteInfo) -> record.SiteRecord:
@@ -208,7 +223,7 @@ class SessionRecord:
             **{name: getattr(info, name) for name in _OF_SITE},
             query_tokens=side,
             key_tokens=self._key_side(info, side),
-            unavailable=self.reading.results[info.index].unavailable,
+            unavailable=self.reading.unavailable(info),
         )
 
     def _key_side(self, info: SiteInfo, side: str) -> str:
@@ -218,7 +233,7 @@ class SessionRecord:
 
     def _side(self, info: SiteInfo) -> str:
         """Whether a site attends to the patches of an image rather than to a text: it has as many tokens as patches."""
-        for example in self.reading.examples:
+        for example in self._examples():
             patches, found = example.tokens.get("image"), example.sites.get(str(info.index))
             if patches is not None and found is not None and found["entropy"].shape[1] == len(patches):
                 return "image"
@@ -230,12 +245,13 @@ class SessionRecord:
             times["re-initialised control"] = round(self.draws.seconds, 3)
         return times
 
+    def _examples(self) -> list[ExampleWindow]:
+        group = self.reading.groups.get(Examples.name)
+        return group.recorded if isinstance(group, Examples) else []
+
     def _nonfinite(self) -> list[record.NonfiniteRecord]:
-        pairs = zip(self.reading.sites, self.reading.results, strict=True)
-        counts = [
-            (info, head, int(n)) for info, found in pairs for head, n in enumerate(found.attention.broken.counts) if n
-        ]
-        return [record.NonfiniteRecord(info.site.name, info.layer, head, n) for info, head, n in counts]
+        counts = [each for group in self.reading.groups.values() for each in group.nonfinite()]
+        return [record.NonfiniteRecord(info.site.name, info.layer, head, count) for info, head, count in counts]
 
     def trouble(self) -> record.Trouble | None:
         """What breaks the model's numbers, if anything does: first its weights, then what arises on the way."""
@@ -282,32 +298,19 @@ class SessionRecord:
         return found
 
     def _details(self) -> dict[str, Any]:
-        histograms: dict[str, Any] = {}
-        if ATTENTION in self.options.groups:
-            every = [results.attention.histograms for results in self.reading.results]
-            for name, first in every[0].items():
-                counts = {str(i): found[name].counts.tolist() for i, found in enumerate(every)}
-                if name not in self.options.of_attention():
-                    continue
-                histograms[name] = {"edges": first.edges.round(6).tolist(), "counts": counts}
-        examples = [e.to_dict() for e in self.reading.examples]
-        return {"histograms": histograms, "examples": examples, "extremes": self._extremes()}
+        details: dict[str, Any] = {"histograms": {}, "examples": [], "extremes": []}
+        for group in self.reading.groups.values():
+            if group.name not in group.failed:
+                details |= group.details()
+        return details | {"extremes": [self._with_tokens(each) for each in details["extremes"]]}
 
-    def _extremes(self) -> list[dict[str, Any]]:
-        """Where the extremes of each head stand, with the tokens."""
-        tokenizer, found = self.given.tokenizer, []
-        for info, results in zip(self.reading.sites, self.reading.results, strict=True):
-            for row, (name, end) in enumerate(EXTREMES):
-                if name not in self.options.of_attention():
-                    continue
-                for head in np.nonzero(np.isfinite(results.extremes.best[row]))[0]:
-                    places = dict(zip(PLACES, map(int, results.extremes.places[row, head]), strict=True))
-                    for token in ("query_token", "key_token"):
-                        number = places[token]
-                        known = tokenizer is not None and number >= 0
-                        places[token] = token_strings(tokenizer, [number])[0] if known else None  # type: ignore[assignment]
-                    found.append({"site": info.site.name, "head": int(head), "statistic": f"{name}/{end}", **places})
-        return found
+    def _with_tokens(self, extreme: dict[str, Any]) -> dict[str, Any]:
+        """Where an extreme stands, with the tokens in place of their numbers; None where they are not known."""
+        tokenizer, words = self.given.tokenizer, {}
+        for token in ("query_token", "key_token"):
+            known = tokenizer is not None and extreme[token] >= 0
+            words[token] = token_strings(tokenizer, [extreme[token]])[0] if known else None
+        return extreme | words
 
 
 def _degrees(found: Estimate) -> float | None:

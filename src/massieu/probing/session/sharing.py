@@ -10,7 +10,7 @@ from massieu.probing.data.pair_batches import PairBatches
 from massieu.probing.data.text import TextBatches
 from massieu.probing.data.text_digest import TextDigest
 from massieu.probing.model.unwrap import is_pretrained
-from massieu.probing.reading.reading import Options
+from massieu.probing.reading.options import Options
 from massieu.probing.session.draws import Draws
 
 _OF_THE_FILE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")

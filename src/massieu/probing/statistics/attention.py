@@ -4,13 +4,34 @@ Each function is a statistic. It gives a number for each query (B, H, L), or the
 the statistic has no meaning; what is said of it stands above it, and its docstring is the question that it answers.
 """
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.statistics.extremes import EXTREMES, PLACES, Extremes
+from massieu.probing.statistics.group import (
+    CallQueries,
+    CallTokens,
+    Event,
+    Group,
+    Kept,
+    ModelReading,
+    Place,
+    RatioParts,
+    Row,
+    rows_of,
+)
+from massieu.probing.statistics.query_means import AttentionStatistics
 from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import ATTENTION, BAL, SHIM, statistic
+from massieu.probing.statistics.registry import ATTENTION, BAL, NEEDS_SCORES, SHIM, statistic
+from massieu.probing.stream.replays import SCORES_ONLY
+from massieu.probing.sums.units import Estimate
 
 _per_query = partial(statistic, ATTENTION)
 _of_scores = partial(_per_query, needs_scores=True)
@@ -189,3 +210,86 @@ def sink_weight(reading: QueryReading) -> Tensor | None:
     """How much attention goes to the model's own learned sink?"""
     sink = reading.call.sink
     return None if sink is None else torch.sigmoid(sink[:, None] - reading.raw_log_partition)
+
+
+class AttentionGroup(Group):
+    """The per-query statistics of every head: means over the text and its halves, spreads, bins, histograms, extremes."""
+
+    name = ATTENTION
+    events = frozenset({Event.CALLS, Event.QUERIES})
+
+    def begin(self, model: ModelReading) -> None:
+        """A running result for each site."""
+        super().begin(model)
+        self.sites = [AttentionStatistics(info.heads, model.units, model.max_length) for info in model.sites]
+        self.extremes = [Extremes(info.heads) for info in model.sites]
+        for info in model.sites:
+            for name in sorted(NEEDS_SCORES) if info.grade == "scores" else ():
+                self.missing(info.site.name, name, SCORES_ONLY)
+
+    def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
+        """Say where special tokens are not known."""
+        unknown = tokens.queries.special is None or tokens.keys.special is None
+        if unknown and self.model.wants(weight_special.__name__):
+            reason = "the batches do not say which tokens are special"
+            self.missing(tokens.info.site.name, weight_special.__name__, reason)
+
+    def on_queries(self, queries: CallQueries) -> None:
+        """Add the numbers of a call's queries."""
+        index, places = queries.info.index, queries.places
+        positions = None if places is None else places.positions
+        self.sites[index].update(queries.found, positions, queries.rows, queries.numbers)
+        if places is not None and queries.call is not None:
+            self.extremes[index].update(queries.found, queries.call, places)
+
+    def rows(self) -> Iterator[Row]:
+        """Each statistic's mean, and what its law over tokens looks like."""
+        for info, results, extremes in zip(self.model.sites, self.sites, self.extremes, strict=True):
+            place, parts = Place.of_site(info), RatioParts(results.ratio)
+            for index, name in enumerate(results.names):
+                yield from rows_of(place, name, parts, index)
+            for name, spread in results.spreads.items():
+                value = spread.value()
+                yield Row(place, name, "spread", Estimate(value, np.full_like(value, np.nan), spread.count()))
+            yield from _bins(place, results)
+            counts = dict(zip(results.names, parts.estimate.count, strict=True))
+            for row, (name, end) in enumerate(EXTREMES):
+                value = extremes.value(row)
+                yield Row(place, name, end, Estimate(value, np.full_like(value, np.nan), counts[name]))
+
+    def ratios(self) -> Iterator[Kept]:
+        """The means."""
+        for info, results in zip(self.model.sites, self.sites, strict=True):
+            for index, name in enumerate(results.names):
+                yield Kept(Place.of_site(info), name, results.ratio, index)
+
+    def nonfinite(self) -> Iterator[tuple[SiteInfo, int, int]]:
+        """Site, head, and how many of its queries had scores that are not finite."""
+        for info, results in zip(self.model.sites, self.sites, strict=True):
+            yield from ((info, head, int(count)) for head, count in enumerate(results.broken.counts) if count)
+
+    def details(self) -> dict[str, Any]:
+        """Histograms, and where the extremes of each head stand."""
+        histograms: dict[str, Any] = {}
+        for name, first in self.sites[0].histograms.items():
+            counts = {str(i): results.histograms[name].counts.tolist() for i, results in enumerate(self.sites)}
+            if self.measures(name):
+                histograms[name] = {"edges": first.edges.round(6).tolist(), "counts": counts}
+        return {"histograms": histograms, "extremes": list(self._extremes())}
+
+    def _extremes(self) -> Iterator[dict[str, Any]]:
+        for info, extremes in zip(self.model.sites, self.extremes, strict=True):
+            for row, (name, end) in enumerate(EXTREMES):
+                if not self.measures(name):
+                    continue
+                for head in np.nonzero(np.isfinite(extremes.best[row]))[0]:
+                    where = dict(zip(PLACES, map(int, extremes.places[row, head]), strict=True))
+                    yield {"site": info.site.name, "head": int(head), "statistic": f"{name}/{end}", **where}
+
+
+def _bins(place: Place, results: AttentionStatistics) -> Iterator[Row]:
+    """Means in bins of position and of visible keys."""
+    parts = {id(ratio): RatioParts(ratio) for ratio in (results.by_position, results.by_visible)}
+    for name, ratio, index in results.bins():
+        statistic_name, _, part = name.partition("/")
+        yield Row(place, statistic_name, part, parts[id(ratio)].at(index))

@@ -7,7 +7,8 @@ from two gradients per head, whole steps from replays. Controls: a random direct
 of the other heads of the layer.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,17 +19,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall
-from massieu.probing.statistics.registry import CLIMB, SHIM, statistic
-from massieu.probing.statistics.values import write_norm_ratio
-from massieu.probing.stream.replay import Replay
+from massieu.probing.statistics.group import Event, Group, Kept, ModelReading, Place, RatioParts, Row, Window, rows_of
+from massieu.probing.statistics.registry import CLIMB, SHIM, STATISTICS, statistic
+from massieu.probing.statistics.values import TOGETHER, writes_at
+from massieu.probing.stream.replay import Replay, why_no_writes
+from massieu.probing.stream.replays import why_no_replay
 from massieu.probing.stream.wiring import AttentionRead, Step
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import RunningParts
-from massieu.probing.sums.significance import other_heads
-from massieu.probing.sums.units import Units
+from massieu.probing.sums.significance import other_heads, two_sided_p
+from massieu.probing.sums.units import Estimate, Units
 
 CONTROL_SHARE = 8  # whole-step controls run on every eighth sampled query
-TOGETHER = 2**21  # numbers in what all heads write at the queries that are measured at a time
 _KEYS_HELD = "Keys and values are held fixed while the query moves; in the model they move too."
 _WHO = {
     "own_write": "The head's own write",
@@ -232,7 +234,6 @@ class ClimbStatistics(RunningParts):
         steps: entry (mover, part, head), movers in the order of `MOVERS`; a mover that is not defined stays uncounted.
         random: entry (mover, part, head) for a random direction of the length of the own write and of the update.
         pairs: entry (part, g, h): head g's write seen by head h.
-        write_norm: ‖write‖/‖r‖.
     """
 
     def __init__(self, heads: int, units: Units) -> None:
@@ -240,7 +241,6 @@ class ClimbStatistics(RunningParts):
         self.steps = Ratio((len(MOVERS), len(PARTS), heads), units)
         self.random = Ratio((2, len(PARTS), heads), units)
         self.pairs = Ratio((len(_PAIRED), heads, heads), units)
-        self.write_norm = Ratio((1, heads), units)
 
     def take(self, pieces: Sequence["Sums"], numbers: Sequence[int] | None = None) -> None:
         """Add what was measured on the pieces of one batch, which are together one row for each of its items.
@@ -248,7 +248,7 @@ class ClimbStatistics(RunningParts):
         Args:
             numbers: where the rows stand in the text; see `Ratio.update`.
         """
-        for name in ("steps", "random", "pairs", "write_norm"):
+        for name in ("steps", "random", "pairs"):
             found = [piece[name] for piece in pieces if name in piece]
             if found:
                 total, count = (torch.stack(parts).sum(0) for parts in zip(*found, strict=True))
@@ -306,19 +306,11 @@ class Climb:
         self.whole = whole_update(read, step)[:, positions]
         self.control = torch.arange(0, len(positions), CONTROL_SHARE, device=positions.device)
 
-    def writes(self) -> Float[Tensor, "H B S D"] | None:
-        """What each head adds to the stream; None where that is not a sum over heads."""
-        if self.read.projection is None or not self.read.writes_linearly:
-            return None
-        output = self.call.output  # B S H Dv
-        weight = self.read.projection.unflatten(1, (output.shape[2], -1))  # D H Dv
-        return torch.einsum("bshv,dhv->hbsd", output, weight)
-
     def sums(self) -> Sums:
         """What these positions add to the running results."""
         gradients = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
         base = self.landscape.parts(self.call.query)
-        writes = self.writes()
+        writes = writes_at(self.read, self.positions)
         movers = [writes, self.whole]
         if writes is not None and self.read.bias is not None:
             movers.append(writes.sum(0))
@@ -329,8 +321,6 @@ class Climb:
         steps = iter(_step_parts(parts, base, len(moved)))
         rows = [None if found is None else torch.cat([found, next(steps)], dim=1) for found in slopes]
         found = {"steps": _summed(rows, len(MOVERS))}
-        if writes is not None:
-            found["write_norm"] = _summed([write_norm_ratio(writes, self.residual)])
         return found | self._controls(writes, gradients, base)
 
     def _controls(self, writes: Tensor | None, gradients: Sequence[Tensor], base: tuple[Tensor, ...]) -> Sums:
@@ -408,3 +398,72 @@ def _summed(rows: Sequence[Float[Tensor, "B *parts S"] | None], most: int = 0) -
     values = torch.stack(filled, dim=1).double()
     usable = values.isfinite()
     return torch.where(usable, values, 0.0).sum(-1), usable.sum(-1)
+
+
+PURPOSE = 3
+"""Of random numbers; each site has its own, above it."""
+
+
+class ClimbGroup(Group):
+    """Slopes and steps of every head's log Z on the sampled windows.
+
+    Attributes:
+        sampled_queries: at the first site.
+    """
+
+    NOTES = (*Group.NOTES, "sampled_queries")
+    name = CLIMB
+    events = frozenset({Event.STEPS})
+    sampled = True
+
+    def begin(self, model: ModelReading) -> None:
+        """A running result for each site."""
+        super().begin(model)
+        self.sites = [ClimbStatistics(info.heads, model.sampled_units) for info in model.sites]
+        self.sampled_queries = 0
+        for info in model.sites:
+            reason = why_no_replay(info)
+            if reason is not None:
+                self.missing(info.site.name, CLIMB, reason)
+
+    def on_step(self, step: Step, window: Window) -> None:
+        """Measure one attention step."""
+        if step.read is None:
+            return
+        info = self.model.site(step.read.call)
+        item, positions = step.item(window.row), window.positions(step)
+        if not len(positions):
+            return
+        replay = window.replay(item, positions)
+        if isinstance(replay, str):
+            self.missing(info.site.name, CLIMB, replay)
+            return
+        reason = why_no_writes(replay.read)
+        if reason is not None:
+            self.missing(info.site.name, "own_write", reason)
+        drawn = window.drawn(PURPOSE + info.index)
+        self.sites[info.index].take(climbed(replay, item, positions, drawn), window.numbers)
+        if info.index == 0:
+            self.sampled_queries += len(positions)
+
+    def ratios(self) -> Iterator[Kept]:
+        """Steps and slopes."""
+        for info, results in zip(self.model.sites, self.sites, strict=True):
+            for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
+                yield Kept(Place.of_site(info), f"{mover}_{part}", results.steps, (kind, index))
+
+    def rows(self) -> Iterator[Row]:
+        """Steps and slopes beside those of random directions and of the other heads' writes."""
+        for info, results in zip(self.model.sites, self.sites, strict=True):
+            place, own, random = Place.of_site(info), RatioParts(results.steps), RatioParts(results.random)
+            for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
+                name, found = f"{mover}_{part}", own.tested((kind, index))
+                yield from rows_of(place, name, own, (kind, index))
+                if not np.any(found.count > 0):
+                    continue
+                yield Row(place, name, "random", random.at((min(kind, 1), index)))
+                if STATISTICS[name].control == "mismatched" and paired(part):
+                    mean, deviation, number = results.mismatched(part)
+                    heads = np.full(info.heads, number)
+                    p = two_sided_p(found.value, found.standard_error, mean, deviation, heads, found.degrees)
+                    yield Row(place, name, "mismatched", Estimate(mean, deviation, np.asarray(found.count)), p)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.probing.statistics.registry import CONDITIONAL_MEAN, ZHANG, statistic
-from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries, nothing
+from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, mean_over_queries, nothing
 
 MOST = 256
 """Tokens of a window that are held out."""
@@ -167,3 +167,9 @@ def _regression(
     ridge = RIDGES.to(key)[best] * (key - origin).square().sum((1, 2)) / key.shape[2]
     scaled = sizes / (sizes.square() + ridge[:, None]).clamp_min(1e-300)
     return origin, right.mT @ (scaled[..., None] * (left.mT @ (value - value.mean(1, keepdim=True))))
+
+
+class ConditionalMeanGroup(HeadWindowGroup):
+    """What of the values the keys tell."""
+
+    name = CONDITIONAL_MEAN

@@ -1,5 +1,7 @@
 """Does a step along the residual stream move a window's tokens apart or together? (claim S12, experiment E3)"""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,8 +11,10 @@ from torch import Tensor
 from massieu.foundation.threads import one_thread
 from massieu.population import observables
 from massieu.probing.model.precision import ONE_POINT_RANK, Cloud, computed_in, is_one_point
-from massieu.probing.statistics.layer_groups import Row, SublayerRatios, tested_degrees
+from massieu.probing.statistics.group import Event, Group, Kept, ModelReading, Place, RatioParts, Row, Window
+from massieu.probing.statistics.layer_groups import SublayerRatios, sublayer_rows
 from massieu.probing.statistics.registry import EXPANSION, SHIM, statistic
+from massieu.probing.stream.replays import NO_ORDER
 from massieu.probing.stream.wiring import Step
 from massieu.probing.sums.units import Units
 
@@ -155,14 +159,47 @@ class ExpansionStatistics(SublayerRatios):
         self._levels.clear()
         self._latest.clear()
 
-    def results(self, sublayer: int, part: str = "estimate") -> list[Row]:
-        """Every row of the table for a sublayer, from all or half the text (``first_half``, ``second_half``)."""
-        ratio = self.sublayers[sublayer]
-        found = getattr(ratio, part)()
-        rows = []
-        for index, (level, change) in enumerate(zip(LEVELS, CHANGES, strict=True)):
-            named = level.__name__
-            for name, which in ((f"{named}/before", _BEFORE), (f"{named}/after", _AFTER), (change.__name__, _CHANGE)):
-                cell = (found.value[index, which], found.standard_error[index, which], found.count[index, which])
-                rows.append((name, *map(float, cell), tested_degrees(ratio, found, (index, which))))
-        return rows
+
+class ExpansionGroup(Group):
+    """How far apart the tokens of a sampled window are, before and after each step of the stream."""
+
+    name = EXPANSION
+    events = frozenset({Event.STEPS})
+    sampled = True
+
+    def begin(self, model: ModelReading) -> None:
+        """Running results."""
+        super().begin(model)
+        self.clouds = ExpansionStatistics(model.sampled_units)
+        if any(info.tokens_first is None for info in model.sites):
+            self.failed[EXPANSION] = NO_ORDER
+
+    def on_step(self, step: Step, window: Window) -> None:
+        """Take the clouds before and after."""
+        self.clouds.collect(step, window.row, window.cloud(step), window.number)
+
+    def after_pass(self) -> None:
+        """Measure the clouds of the pass."""
+        self.clouds.finish()
+
+    def ratios(self) -> Iterator[Kept]:
+        """The changes."""
+        for sublayer in self.model.sublayers:
+            ratio = self.clouds.sublayers.get(sublayer.index)
+            if ratio is None:
+                continue
+            for index, change in enumerate(CHANGES):
+                yield Kept(Place.of_sublayer(sublayer), change.__name__, ratio, (index, slice(_CHANGE, _CHANGE + 1)))
+
+    def rows(self) -> Iterator[Row]:
+        """Each level before and after, and its change with the halves of the text."""
+        for sublayer in self.model.sublayers:
+            if sublayer.index not in self.clouds.sublayers:
+                continue
+            place, parts = Place.of_sublayer(sublayer), RatioParts(self.clouds.sublayers[sublayer.index])
+            for index, (level, change) in enumerate(zip(LEVELS, CHANGES, strict=True)):
+                for part, which in (("before", _BEFORE), ("after", _AFTER)):
+                    for row in sublayer_rows(place, level.__name__, parts, (index, which)):
+                        if not row.part:
+                            yield replace(row, part=part)
+                yield from sublayer_rows(place, change.__name__, parts, (index, _CHANGE))

@@ -7,7 +7,7 @@ Gaussian points with the same mean and covariance. Directions are drawn once, an
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.threads import one_thread
@@ -15,10 +15,10 @@ from massieu.population import observables
 from massieu.population.cloud_shape import projected_cumulants, random_directions, squared_gaussian_distance
 from massieu.population.clusters import cluster_count
 from massieu.probing.model.precision import ONE_POINT_RANK, computed_in, is_one_point
-from massieu.probing.statistics.layer_groups import SublayerMeans
+from massieu.probing.statistics.group import Window
+from massieu.probing.statistics.layer_groups import SublayerGroup
 from massieu.probing.statistics.registry import FLOW, SHIM, measures, statistic
 from massieu.probing.stream.wiring import Step
-from massieu.probing.sums.units import Units
 
 PROJECTIONS = 64
 FEWEST = 8
@@ -102,30 +102,29 @@ def gaussian(cloud: Cloud, generator: torch.Generator) -> Cloud:
     return mean + drawn @ (cloud - mean) / len(cloud) ** 0.5
 
 
-class FlowStatistics(SublayerMeans):
-    """Running means over the sampled windows, after each step of the stream."""
+PURPOSE = 200_000
+"""Of random numbers; each sublayer has its own, above it."""
 
-    def __init__(self, units: Units) -> None:
-        super().__init__(FLOW, units)
 
-    def collect(
-        self, step: Step, row: int, positions: Int[Tensor, " S"], drawn: torch.Generator, number: int | None
-    ) -> None:
-        """Measure one window of the batch after one step.
+class FlowGroup(SublayerGroup):
+    """The law of the tokens of a sampled window after each step of the stream."""
 
-        Args:
-            drawn: random numbers of the control, which belong to the window and the step.
-            number: the window's place among the sampled ones.
-        """
+    name = FLOW
+
+    def on_step(self, step: Step, window: Window) -> None:
+        """Measure the cloud after one step, and a Gaussian one."""
+        positions, drawn = window.cloud(step), window.drawn(PURPOSE + step.sublayer.index)
         if len(positions) < FEWEST:
             return
-        cloud = step.after[row, positions].detach().cpu().double()
+        cloud = step.after[window.row, positions].detach().cpu().double()
         functions = measures(FLOW)
         values = torch.full((len(functions), 2), torch.nan, dtype=torch.float64)
         if bool(cloud.isfinite().all()):
+            clouds = cloud, gaussian(cloud, drawn)
             with one_thread():
-                for which, points in enumerate((cloud, gaussian(cloud, drawn))):
-                    values[:, which] = torch.stack([measure(points) for measure in functions.values()])
+                for place, (name, measure) in enumerate(functions.items()):
+                    with self.fence(name):
+                        values[place] = torch.stack([measure(points) for points in clouds])
             if bool(is_one_point(cloud, computed_in(step.after))):
                 values[list(functions).index(stream_effective_rank.__name__)] = ONE_POINT_RANK
-        self.add(step.sublayer.index, values, torch.ones_like(values), number)
+        self.means.add(step.sublayer.index, values, torch.ones_like(values), window.number)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from massieu.probing.capture.attention_call import explicit_attention
 from massieu.probing.statistics.registry import JOINT, SHIM, statistic
-from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries
+from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, mean_over_queries
 
 _of_heads = partial(
     statistic,
@@ -72,3 +72,9 @@ def gating_information(window: HeadWindow) -> Sums:
     logarithms = _responsibilities(window)
     shares = logarithms.exp()
     return mean_over_queries(shares * (logarithms - shares.nanmean(1, keepdim=True).log()))
+
+
+class JointGroup(HeadWindowGroup):
+    """The heads of a layer as one mixture."""
+
+    name = JOINT

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from massieu.ops.bessel import log_sphere_partition
 from massieu.probing.statistics.registry import KEY_DENSITY, SHIM, statistic
-from massieu.probing.statistics.windowed import HeadWindow, Sums, nothing
+from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, nothing
 
 MOST = 256
 """Keys of a window."""
@@ -190,3 +190,9 @@ def sphere_density(given: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
     middle, spread = logs.mean(1, keepdim=True), logs.std(1, keepdim=True)
     length = _normal((held_logs - middle).square(), 1, spread.square()) - held_logs
     return direction + length - (dimension - 1) * held_logs + given.log_volume[:, None]
+
+
+class KeyDensityGroup(HeadWindowGroup):
+    """Which law the keys have."""
+
+    name = KEY_DENSITY

@@ -1,28 +1,18 @@
 """What the groups about layers have in common: their rows of the layers' table, each beside a control of its own."""
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu.probing.statistics.group import HALVES, Event, Group, Kept, ModelReading, Place, RatioParts, Row
 from massieu.probing.statistics.registry import STATISTICS, measures
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import State
-from massieu.probing.sums.units import FEWEST_UNITS, Estimate, Units
-
-Row = tuple[str, float, float, float, float]
-"""Name, value, standard error, count, and degrees of freedom of the error: 0 where nothing may be announced from it."""
-
-
-class LayerGroup(Protocol):
-    """Running results of a group whose statistics are of sublayers."""
-
-    def rows(self, index: int, part: str) -> Iterator[Row]:
-        """The rows of a sublayer, of all (``estimate``) or half the text (``first_half``, ``second_half``)."""
-        ...
+from massieu.probing.sums.units import Estimate, Units
 
 
 class SublayerRatios:
@@ -79,31 +69,77 @@ class SublayerMeans(SublayerRatios):
         ratio = self.sublayers.setdefault(index, self._begun())
         ratio.update(sums[0], sums[1], None if number is None else [number])
 
-    def rows(self, index: int, part: str) -> Iterator[Row]:
-        """As `LayerGroup.rows`; the count is of windows."""
-        if index in self.sublayers:
-            ratio = self.sublayers[index]
-            windows = float(getattr(ratio, part)().count[-1].max())
-            yield from rows_beside_control(ratio, list(measures(self.group)), windows, part)
+
+class SublayerGroup(Group):
+    """A group whose statistics are of sublayers, with running means over the sampled windows."""
+
+    events = frozenset({Event.STEPS})
+    sampled = True
+
+    def begin(self, model: ModelReading) -> None:
+        """Running means."""
+        super().begin(model)
+        self.means = SublayerMeans(self.name, model.sampled_units)
+
+    def finish(self) -> None:
+        """Say why there are no numbers, if there are none."""
+        if not self.means.sublayers:
+            self.failed.setdefault(self.name, self.nothing())
+
+    def nothing(self) -> str:
+        """Why no sublayer has numbers."""
+        return "no window had tokens enough"
+
+    def ratios(self) -> Iterator[Kept]:
+        """The means."""
+        for sublayer in self.model.sublayers:
+            if sublayer.index in self.means.sublayers:
+                for place, name in enumerate(measures(self.name)):
+                    ratio = self.means.sublayers[sublayer.index]
+                    yield Kept(Place.of_sublayer(sublayer), name, ratio, (place, slice(0, 1)))
+
+    def rows(self) -> Iterator[Row]:
+        """The means beside their controls; the count is of windows."""
+        for sublayer in self.model.sublayers:
+            if sublayer.index in self.means.sublayers:
+                parts = RatioParts(self.means.sublayers[sublayer.index])
+                counts = {part: float(getattr(parts, part).count[-1].max()) for part in ("estimate", *HALVES)}
+                yield from rows_beside_control(Place.of_sublayer(sublayer), parts, list(measures(self.name)), counts)
 
 
-def rows_beside_control(ratio: Ratio, names: Sequence[str], tokens: float, part: str) -> Iterator[Row]:
+def rows_beside_control(
+    place: Place, parts: RatioParts, names: Sequence[str], counts: Mapping[str, float]
+) -> Iterator[Row]:
     """Rows of sums of shape (statistics, 2), own and control; of half the text without the controls.
 
     Where the control is the re-initialised model, its rows are of another reading.
+
+    Args:
+        counts: by part of the text, what the table gives as the number of entries.
     """
-    found = getattr(ratio, part)()
-    for place, name in enumerate(names):
-        beside = has_own_control(name) and part == "estimate"
-        for which, suffix in enumerate(("", f"/{STATISTICS[name].control}") if beside else ("",)):
-            if found.count[place, which] > 0:
-                cell = float(found.value[place, which]), float(found.standard_error[place, which])
-                yield (name + suffix, *cell, tokens, tested_degrees(ratio, found, (place, which)))
+    for index, name in enumerate(names):
+        yield from sublayer_rows(place, name, parts, (index, 0), counts)
+        control = STATISTICS[name].control
+        if has_own_control(name) and control is not None:
+            yield from sublayer_rows(place, name, parts, (index, 1), {control: counts["estimate"]})
 
 
-def tested_degrees(ratio: Ratio, found: Estimate, place: tuple[int, ...]) -> float:
-    """Degrees of freedom of an error for a test; from too few units of text nothing is announced."""
-    return float(np.asarray(found.degrees)[place]) if ratio.error_unit()[1] >= FEWEST_UNITS else 0.0
+def sublayer_rows(
+    place: Place, name: str, parts: RatioParts, index: tuple[int, ...], counts: Mapping[str, float] | None = None
+) -> Iterator[Row]:
+    """The rows of one entry that was counted.
+
+    Args:
+        counts: by part of the text, or of a control, what the table gives as the number of entries; None: the ratio's own.
+    """
+    for part in ("estimate", *HALVES) if counts is None else counts:
+        of_half = part in HALVES
+        found = parts.at(index, part) if of_half else parts.tested(index)  # pyright: ignore[reportArgumentType]
+        if found.count > 0:
+            count = found.count if counts is None else counts[part]
+            numbers = (np.array([float(each)]) for each in (found.value, found.standard_error, count, found.degrees))
+            value, error, number, degrees = numbers
+            yield Row(place, name, "" if part == "estimate" else part, Estimate(value, error, number, degrees))
 
 
 def has_own_control(name: str) -> bool:

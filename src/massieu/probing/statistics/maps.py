@@ -6,15 +6,23 @@ are taken through Dh × Dh matrices; the maps themselves are never formed:
 ⟨O V, QᵀK⟩ = ⟨Q O, K Vᵀ⟩, ‖O V‖² = ⟨OᵀO, V Vᵀ⟩, ‖QᵀK‖² = ⟨Q Qᵀ, K Kᵀ⟩ and ⟨M, Mᵀ⟩ = tr((K Qᵀ)²).
 """
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from massieu.probing.statistics.group import Event, Group, ModelReading, Place, Row, SiteWeights
+from massieu.probing.statistics.query_means import Fence
 from massieu.probing.statistics.registry import MAPS, SHIM, measures, statistic
 from massieu.probing.stream.replay import HeadMaps
+from massieu.probing.stream.replays import why_no_maps
+from massieu.probing.sums.significance import other_heads, two_sided_p
+from massieu.probing.sums.units import Estimate
 
 _of_maps = partial(statistic, MAPS, paper=SHIM)
 
@@ -78,6 +86,56 @@ class MapStatistics:
     rotation_deviation: float
 
 
-def map_statistics(maps: HeadMaps) -> MapStatistics:
-    """Every statistic of the weights of a site."""
-    return MapStatistics({name: of(maps) for name, of in measures(MAPS).items()}, 1.0 / maps.query.shape[-1])
+def map_statistics(maps: HeadMaps, fence: Fence = nullcontext) -> MapStatistics:
+    """Every statistic of the weights of a site; what fails in the fence costs the statistic of its name alone."""
+    values = {}
+    for name, measure in measures(MAPS).items():
+        with fence(name):
+            values[name] = measure(maps)
+    return MapStatistics(values, 1.0 / maps.query.shape[-1])
+
+
+class MapsGroup(Group):
+    """The maps of every head, which its weights are. They are no running result: whoever reads the model has them."""
+
+    name = MAPS
+    events = frozenset({Event.WEIGHTS})
+
+    def begin(self, model: ModelReading) -> None:
+        """Say at which sites there are none."""
+        super().begin(model)
+        self.found: dict[int, MapStatistics] = {}
+        for info in model.sites:
+            reason = why_no_maps(info)
+            if reason is not None:
+                self.missing(info.site.name, MAPS, reason)
+
+    def on_weights(self, weights: SiteWeights) -> None:
+        """Measure the weights of a site."""
+        if self.is_missing(weights.info.site.name, MAPS):
+            return
+        maps = weights.maps()
+        if isinstance(maps, str):
+            self.missing(weights.info.site.name, MAPS, maps)
+        else:
+            self.found[weights.info.index] = map_statistics(maps, self.fence)
+
+    def rows(self) -> Iterator[Row]:
+        """Exact numbers; a head's write with another head's score is the control."""
+        for info in self.model.sites:
+            found = self.found.get(info.index)
+            for name, values in ({} if found is None else found.values).items():
+                deviation = 0.0 if found is None else found.rotation_deviation
+                yield from _map_rows(Place.of_site(info), name, values.numpy(), deviation)
+
+
+def _map_rows(place: Place, name: str, values: Float64[np.ndarray, "*H H"], rotation: float) -> Iterator[Row]:
+    heads = values.shape[-1]
+    exact, once = np.zeros(heads), np.ones(heads)
+    own = Estimate(values if values.ndim == 1 else np.diag(values).copy(), exact, once, np.full(heads, np.inf))
+    yield Row(place, name, "", own)
+    if values.ndim == 2:
+        yield Row(place, name, "rotation", Estimate(exact, np.full(heads, rotation), once))
+        mean, deviation, number = other_heads(values)
+        p = two_sided_p(own.value, exact, mean, deviation, np.full(heads, number), own.degrees)
+        yield Row(place, name, "mismatched", Estimate(mean, deviation, np.full(heads, float(number))), p)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.probing.statistics.registry import BAL, MEMORY, statistic
-from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries
+from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, mean_over_queries
 
 _STEPS = 24
 _MOST = 0.9
@@ -98,3 +98,9 @@ def pattern_weight_evenness(window: HeadWindow) -> Sums:
     shares = torch.softmax(0.5 * window.call.scale * keys.square().sum(-1), -1)
     evenness = torch.special.entr(shares).sum(-1).exp() / shares.shape[-1]
     return evenness.double(), torch.ones(len(keys), dtype=torch.float64)
+
+
+class MemoryGroup(HeadWindowGroup):
+    """What a head stores and retrieves."""
+
+    name = MEMORY

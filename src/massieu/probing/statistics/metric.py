@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.probing.statistics.registry import METRIC, SHIM, statistic
-from massieu.probing.statistics.windowed import HeadWindow, Sums, nothing
+from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, nothing
 
 MOST = 1_024
 """Tokens of a window."""
@@ -125,3 +125,9 @@ def retrieved_law_distance(window: HeadWindow) -> Sums:
     size = keys.shape[-1]
     square = mean.square().sum(-1) + sizes.square().sum(-1) + size - 2 * sizes.sum(-1)
     return _once(torch.where(known, (square.clamp_min(0) / size).sqrt(), torch.nan))
+
+
+class MetricGroup(HeadWindowGroup):
+    """What a head compares tokens by."""
+
+    name = METRIC

@@ -1,6 +1,7 @@
 """Running means of the per-query statistics of one site, over the whole text and in bins of it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,20 +35,28 @@ class Queries:
     broken: Bool[Tensor, "B H L"]
 
 
-def query_statistics(reading: QueryReading, names: Collection[str] | None = None) -> Queries:
+Fence = Callable[[str], AbstractContextManager[None]]
+"""What fails inside costs the statistic of this name alone."""
+
+
+def query_statistics(
+    reading: QueryReading, names: Collection[str] | None = None, fence: Fence = nullcontext
+) -> Queries:
     """The per-query statistics of one attention call that have a meaning there: those named, or all."""
     values, defined = {}, {}
+    valid = reading.valid
     for name, measure in measures(ATTENTION).items():
         if names is not None and name not in names:
             continue
         if reading.call.grade == "scores" and name in NEEDS_SCORES:
             continue
-        found = measure(reading)
-        if isinstance(found, tuple):
-            values[name], defined[name] = found[0], reading.valid & found[1]
-        elif found is not None:
-            values[name] = found
-    return Queries(values, reading.valid, defined, reading.visible, reading.real & ~reading.valid)
+        with fence(name):
+            found = measure(reading)
+            if isinstance(found, tuple):
+                values[name], defined[name] = found[0], valid & found[1]
+            elif found is not None:
+                values[name] = found
+    return Queries(values, valid, defined, reading.visible, reading.real & ~valid)
 
 
 class AttentionStatistics(RunningParts):

@@ -4,7 +4,9 @@ Keys are first centred on the mean of the real keys of their sequence. Softmax c
 unchanged by it (S25), and the difference log Z − mean score then loses no digits; raw log Z gets the shift back.
 """
 
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,12 +66,22 @@ class QueryReading:
         return self.call.scale * _product(query, self._centre[:, :, None]).flatten(1, 2)[..., 0]
 
     @cached_property
-    def moments(self) -> "_Computed":
+    def moments(self) -> "_Moments":
         """Of the scores of the centred keys; no statistic reads positions."""
+        return _Moments(self._moments(self.names), self._undeclared)
+
+    def _moments(self, names: tuple[str, ...]) -> MomentsResult[Any]:
         call = self.call
         settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
-        found = ops.attention_moments(call.query, self.key, moments=self.names, log_weight=call.log_weight, **settings)
-        return _Computed(found)
+        return ops.attention_moments(call.query, self.key, moments=names, log_weight=call.log_weight, **settings)
+
+    def _undeclared(self, name: str) -> Tensor:
+        """A moment that no statistic declared: it costs a second pass over the scores, never a result."""
+        warnings.warn(
+            f"a statistic reads the moment {name!r} without declaring it: moments=({name!r},) saves a second pass",
+            stacklevel=4,
+        )
+        return getattr(self._moments((name,)), name)
 
     @cached_property
     def max_score(self) -> Float[Tensor, "B H L"]:
@@ -193,23 +205,29 @@ class _Precise:
 
 
 @dataclass(frozen=True, eq=False)
-class _Computed:
-    """The moments that were computed; to read another is an error, since a statistic would be left out without a word."""
+class _Moments:
+    """The moments that were computed, and others when they are first read."""
 
     found: MomentsResult[Any]
+    compute: Callable[[str], Tensor]
+    more: dict[str, Tensor] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Tensor:
         value = getattr(self.found, name)
-        if value is None:
-            raise LookupError(f"the moment {name!r} is read and was not declared (moments=)")
-        return value
+        if value is not None:
+            return value
+        if name not in self.more:
+            self.more[name] = self.compute(name)
+        return self.more[name]
 
 
 def largest_logits(call: AttentionCall) -> Float[Tensor, "B H L"]:
     """The largest of scale · query · key over the keys that each query sees, before a soft cap; −∞ where it sees none."""
     call = call.without_shut()
     settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
-    return _Computed(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings)).max_score
+    found = ops.attention_moments(call.query, call.key, moments=("max_score",), **settings).max_score
+    assert found is not None
+    return found
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ log Z = log Σ w_j e^{s_j}. r is the residual stream, Δ what a head or a whole 
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from massieu.errors import InputError
@@ -22,39 +24,59 @@ GROUPS = (
     *(UNCERTAINTY := "uncertainty", METRIC := "metric", FLOW := "flow", RESIDUAL := "residual", TAP := "tap"),
     *(RESPONSE := "response", SYMMETRY := "symmetry"),
 )
-WINDOWED = (MEMORY, CONDITIONAL_MEAN, KEY_DENSITY, JOINT, UNCERTAINTY, METRIC)
-"""Groups of `massieu.probing.statistics.windowed`."""
-AGAIN = (RESPONSE, SYMMETRY)
-"""Groups of `massieu.probing.reading.again`: some windows are run again for them."""
-LAYERED = (FEED_FORWARD, FLOW, RESIDUAL, TAP, *AGAIN)
-"""Groups of `massieu.probing.reading.layer_reading`."""
-ASKED = frozenset({*WINDOWED, *LAYERED})
-"""Groups that answer a question of the papers: the statistics of one are tested together."""
-SAMPLED = frozenset({CLIMB, EXPANSION, *WINDOWED, *LAYERED})
-"""Groups that are measured on the sampled windows."""
-OPT_IN = frozenset({REPLACEMENT, REPEATED, *WINDOWED, *LAYERED})
-"""Groups that are computed only where one of them is named."""
-_COSTS = {
-    ATTENTION: "every query: one more pass over the scores",
-    VALUES: "every token: norms of the values; the sample: norms of the writes",
-    CLIMB: "the sample: two gradients per head, one replay of the queries per head",
-    MAPS: "once per attention site, from the weights",
-    EXPANSION: "the sample: distances and one small spectrum per point of the residual stream",
-    REPLACEMENT: "only when named: a forward pass for each head on each of 16 windows",
-    REPEATED: "only when named: 16 made-up sequences of 100 tokens, and small matrices once per attention site",
-    MEMORY: "only when named; the sample: weights of 16 queries, distances of keys, 24 products with them",
-    CONDITIONAL_MEAN: "only when named; the sample: one spectrum, 7 kernels of at most 256 tokens",
-    KEY_DENSITY: "only when named; the sample: densities of at most 256 keys, 16 steps of expectation and maximisation",
-    JOINT: "only when named; the sample: scores of 64 queries",
-    UNCERTAINTY: "only when named; the sample: weights of 16 queries, 24 products with keys and values",
-    METRIC: "only when named; the sample: one covariance of at most 1,024 keys, weights of 64 queries",
-    FLOW: "only when named; the sample: at every step projections of 64 tokens and of as many Gaussian ones",
-    RESIDUAL: "only when named; the sample: one gradient per head",
-    TAP: "only when named; the sample: weights of 64 queries",
-    RESPONSE: "only when named; 8 windows again with gradients: of 2 tokens' states, to each layer and to all before them",
-    SYMMETRY: "only when named; 16 windows again, each in 2 orders, and twice more to find position numbers",
-    FEED_FORWARD: "only when named; at most 2,048 tokens: each layer once, 2 derivatives, 4 regressions",
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is said of a group.
+
+    Attributes:
+        cost: what it takes.
+        sampled: it is measured on the sampled windows.
+        opt_in: it is computed only where one of its statistics is named.
+        question: its statistics answer a question of the papers, and are tested together.
+    """
+
+    cost: str
+    sampled: bool = False
+    opt_in: bool = False
+    question: bool = False
+
+
+_question = partial(Kind, sampled=True, opt_in=True, question=True)
+KINDS: dict[str, Kind] = {
+    ATTENTION: Kind("every query: one more pass over the scores"),
+    VALUES: Kind("every token: norms of the values; the sample: norms of the writes"),
+    CLIMB: Kind("the sample: two gradients per head, one replay of the queries per head", sampled=True),
+    MAPS: Kind("once per attention site, from the weights"),
+    EXPANSION: Kind("the sample: distances and one small spectrum per point of the residual stream", sampled=True),
+    REPLACEMENT: Kind("only when named: a forward pass for each head on each of 16 windows", opt_in=True),
+    REPEATED: Kind(
+        "only when named: 16 made-up sequences of 100 tokens, and small matrices once per attention site", opt_in=True
+    ),
+    MEMORY: _question("only when named; the sample: weights of 16 queries, distances of keys, 24 products with them"),
+    CONDITIONAL_MEAN: _question("only when named; the sample: one spectrum, 7 kernels of at most 256 tokens"),
+    KEY_DENSITY: _question(
+        "only when named; the sample: densities of at most 256 keys, 16 steps of expectation and maximisation"
+    ),
+    JOINT: _question("only when named; the sample: scores of 64 queries"),
+    UNCERTAINTY: _question("only when named; the sample: weights of 16 queries, 24 products with keys and values"),
+    METRIC: _question("only when named; the sample: one covariance of at most 1,024 keys, weights of 64 queries"),
+    FLOW: _question("only when named; the sample: at every step projections of 64 tokens and of as many Gaussian ones"),
+    RESIDUAL: _question("only when named; the sample: one gradient per head"),
+    TAP: _question("only when named; the sample: weights of 64 queries"),
+    RESPONSE: _question(
+        "only when named; 8 windows again with gradients: of 2 tokens' states, to each layer and to all before them"
+    ),
+    SYMMETRY: _question("only when named; 16 windows again, each in 2 orders, and twice more to find position numbers"),
+    FEED_FORWARD: _question("only when named; at most 2,048 tokens: each layer once, 2 derivatives, 4 regressions"),
 }
+ASKED = frozenset(name for name, kind in KINDS.items() if kind.question)
+"""Groups that answer a question of the papers: the statistics of one are tested together."""
+SAMPLED = frozenset(name for name, kind in KINDS.items() if kind.sampled)
+"""Groups that are measured on the sampled windows."""
+OPT_IN = frozenset(name for name, kind in KINDS.items() if kind.opt_in)
+"""Groups that are computed only where one of them is named."""
 SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"
 BAL = "Bal, Transformer Attention as an Implicit Mixture of Effective Energy-Based Models (2020)"
 ZHANG = "Zhang et al., An Analysis of Attention via the Lens of Exchangeability and Latent Variable Models (arXiv 2212.14852)"
@@ -126,7 +148,7 @@ def statistic(
         compared = not gauge_dependent if headline is None else headline
         on = scale or ("number" if signed else "positive" if unit else "share")
         least = smallest or (0.1 if unit or on == "positive" else 0.05)
-        STATISTICS[own] = Statistic(*said, compared, gauge_dependent, signed, control, _COSTS[group], on, least)
+        STATISTICS[own] = Statistic(*said, compared, gauge_dependent, signed, control, KINDS[group].cost, on, least)
         _MEASURES[group][own], _MOMENTS[own] = measure, moments
         return measure
 

@@ -4,14 +4,18 @@ All that they need of a window are the inner products of these vectors, summed o
 the width nor with the tokens, and coefficients are fitted on every second sampled window and scored on the rest.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from massieu.probing.statistics.layer_groups import Row, has_own_control, rows_beside_control
+from massieu.probing.statistics.group import HALVES, Event, Group, ModelReading, Place, RatioParts, Row
+from massieu.probing.statistics.layer_groups import has_own_control, rows_beside_control
+from massieu.probing.statistics.query_means import Fence
 from massieu.probing.statistics.registry import measures
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import State
@@ -27,7 +31,7 @@ class Regressions:
     def __init__(self, group: str, units: Units) -> None:
         self.group, self.units = group, units
         self._products: dict[int, dict[int, Float64[np.ndarray, "2 vectors vectors"]]] = {}
-        self._tokens: dict[int, int] = {}
+        self.tokens: dict[int, int] = {}
         self.results: dict[int, Ratio] = {}
 
     def collect(
@@ -44,45 +48,72 @@ class Regressions:
         vectors = vectors[:, :, kept].flatten(2)
         windows = self._products.setdefault(index, {})
         windows[len(windows) if number is None else number] = (vectors @ vectors.mT).cpu().numpy()
-        self._tokens[index] = self._tokens.get(index, 0) + int(kept.sum())
+        self.tokens[index] = self.tokens.get(index, 0) + int(kept.sum())
 
-    def measure(self) -> None:
-        """Fit and score every sublayer."""
+    def measure(self, fence: Fence = nullcontext) -> None:
+        """Fit and score every sublayer; what fails in the fence costs the statistic of its name alone."""
         for index, windows in self._products.items():
             numbers = sorted(windows)
             given = np.stack([windows[number] for number in numbers], 1)
             functions = measures(self.group)
             totals, counts = torch.zeros(2, len(numbers), len(functions), 2, dtype=torch.float64)
             for place, (name, measure) in enumerate(functions.items()):
-                for which in range(1 + has_own_control(name)):
-                    total, count = (torch.from_numpy(part) for part in measure(given[which]))
-                    usable = total.isfinite() & count.isfinite()
-                    totals[:, place, which] = torch.where(usable, total, 0.0)
-                    counts[:, place, which] = torch.where(usable, count, 0.0)
+                with fence(name):
+                    for which in range(1 + has_own_control(name)):
+                        total, count = (torch.from_numpy(part) for part in measure(given[which]))
+                        usable = total.isfinite() & count.isfinite()
+                        totals[:, place, which] = torch.where(usable, total, 0.0)
+                        counts[:, place, which] = torch.where(usable, count, 0.0)
             self.results[index] = Ratio((len(functions), 2), self.units)
             self.results[index].update(totals, counts, numbers)
-
-    def rows(self, index: int, part: str) -> Iterator[Row]:
-        """As `LayerGroup.rows`."""
-        if index in self.results:
-            tokens = self._tokens[index] / (1 if part == "estimate" else 2)
-            yield from rows_beside_control(self.results[index], list(measures(self.group)), tokens, part)
 
     def state(self) -> State:
         """All inner products."""
         products = {str(i): {str(n): each for n, each in windows.items()} for i, windows in self._products.items()}
-        return {"products": products, "tokens": {str(i): tokens for i, tokens in self._tokens.items()}}
+        return {"products": products, "tokens": {str(i): tokens for i, tokens in self.tokens.items()}}
 
     def restore(self, state: State) -> None:
         """Go on from such products in place of one's own."""
         self._products = {int(i): {int(n): each for n, each in w.items()} for i, w in state["products"].items()}
-        self._tokens = {int(i): int(tokens) for i, tokens in state["tokens"].items()}
+        self.tokens = {int(i): int(tokens) for i, tokens in state["tokens"].items()}
 
     def merge(self, other: "Regressions") -> None:
         """Add the products of other windows."""
         for index, windows in other._products.items():
             self._products.setdefault(index, {}).update(windows)
-            self._tokens[index] = self._tokens.get(index, 0) + other._tokens[index]
+            self.tokens[index] = self.tokens.get(index, 0) + other.tokens[index]
+
+
+class RegressionGroup(Group):
+    """A group that regresses what a step adds on vectors of the same token."""
+
+    events = frozenset({Event.STEPS})
+    sampled = True
+
+    def begin(self, model: ModelReading) -> None:
+        """Inner products of no window yet."""
+        super().begin(model)
+        self.regressions = Regressions(self.name, model.sampled_units)
+
+    def finish(self) -> None:
+        """Fit and score, or say why there is nothing to fit."""
+        self.regressions.measure(self.fence)
+        if not self.regressions.results:
+            self.failed[self.name] = self.nothing()
+
+    @abstractmethod
+    def nothing(self) -> str:
+        """Why no sublayer has numbers."""
+
+    def rows(self) -> Iterator[Row]:
+        """The statistics of each sublayer beside their controls; the count is of tokens."""
+        for sublayer in self.model.sublayers:
+            ratio = self.regressions.results.get(sublayer.index)
+            if ratio is not None:
+                tokens = float(self.regressions.tokens[sublayer.index])
+                counts = {"estimate": tokens} | dict.fromkeys(HALVES, tokens / 2)
+                names = list(measures(self.name))
+                yield from rows_beside_control(Place.of_sublayer(sublayer), RatioParts(ratio), names, counts)
 
 
 def explained(given: Products, target: int, features: Sequence[int]) -> Sums:

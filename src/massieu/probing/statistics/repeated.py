@@ -5,16 +5,41 @@ Each function of a reading gives the weight of every query on the key so many pl
 Elhage et al. and of Olsson et al.; the definitions are stated in full here.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from jaxtyping import Float, Float64
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from massieu.foundation.matrices import eigenvalues
+from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.routes import capturing
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.capture.tokens import BatchTokens, Tokens, rows_of_batch
+from massieu.probing.model.forward import run
+from massieu.probing.model.model import LoadedModel, longest, model_inputs
+from massieu.probing.model.tokenizers import embedded, special_ids
+from massieu.probing.statistics.group import (
+    Event,
+    Group,
+    Kept,
+    ModelReading,
+    Place,
+    RatioParts,
+    Row,
+    SiteWeights,
+    rows_of,
+)
 from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import REPEATED, statistic
+from massieu.probing.statistics.registry import REPEATED, moments_of, statistic
+from massieu.probing.stream.readout import tokens_through
+from massieu.probing.stream.replays import why_no_maps
 from massieu.probing.sums.accumulate import Ratio
+from massieu.probing.sums.units import Estimate, Units
 
 CIRCUITS = "Elhage et al., A Mathematical Framework for Transformer Circuits (2021)"
 INDUCTION = "Olsson et al., In-context Learning and Induction Heads (arXiv 2209.11895)"
@@ -79,3 +104,207 @@ def copying_score(
     value, output = (part.to(tokens) for part in (value, output))
     values = eigenvalues((value @ tokens @ output).double())
     return values.real.sum(-1) / values.abs().sum(-1)
+
+
+SEQUENCES = 16
+LENGTH = 50
+"""Tokens that are said twice, where the model takes so many."""
+_AT_ONCE = 4
+_LEAST = 4
+_DRAWN = Units("document")  # sequences are drawn one by one, and know nothing of each other
+_NOT_TWICE = "the queries and the keys at this site are not the same made-up tokens, one for one"
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedTokens:
+    """Sequences of tokens drawn at random, without one twice, that are said a second time.
+
+    Attributes:
+        ids: with what the model's rows begin and end with.
+        length: tokens that are said twice.
+    """
+
+    ids: Int[Tensor, "sequences L"]
+    length: int
+
+    @classmethod
+    def drawn(
+        cls, vocabulary: Sequence[int], before: Sequence[int], after: Sequence[int], longest: int | None, seed: int
+    ) -> "RepeatedTokens | str":
+        """Draw them from a vocabulary, uniformly; or one sentence that says why there are none.
+
+        Args:
+            before, after: what the model's rows begin and end with.
+            longest: tokens that it reads at most.
+        """
+        room = LENGTH if longest is None else (longest - len(before) - len(after)) // 2
+        length = min(LENGTH, room, len(vocabulary))
+        if length < _LEAST:
+            return f"repeated tokens need room for twice {_LEAST} tokens and as many words, and there are {length}"
+        generator = torch.Generator().manual_seed(seed)
+        words = torch.tensor(vocabulary)
+        said = torch.stack([words[torch.randperm(len(words), generator=generator)[:length]] for _ in range(SEQUENCES)])
+        around = (torch.tensor([list(part)] * SEQUENCES, dtype=said.dtype) for part in (before, after))
+        start, end = (part.view(SEQUENCES, -1) for part in around)
+        return cls(torch.cat([start, said, said, end], dim=1), length)
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedModel,
+        tokenizer: Any,
+        around: tuple[Sequence[int], Sequence[int]] | None,
+        inputs: dict[str, Any],
+        seed: int,
+    ) -> "RepeatedTokens | str":
+        """Those of a model's own vocabulary, between what its rows of text begin and end with; or why there are none.
+
+        Args:
+            tokenizer: knows which tokens are special; None where there is none.
+            around: what rows begin and end with; None where that is to be seen in the first batch.
+            inputs: the first batch.
+        """
+        ids, rows = inputs.get("input_ids"), embedded(loaded.module)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or rows is None:
+            return "the model is not given tokens of a vocabulary"
+        special = special_ids(tokenizer, getattr(loaded.module, "config", None))
+        if around is None:
+            first = int(ids[0, 0])
+            around = ([first] if first in special and bool((ids[:, 0] == first).all()) else []), []
+        vocabulary = [number for number in range(rows) if number not in special]
+        drawn = cls.drawn(vocabulary, *around, longest(loaded.module), seed)
+        others = sorted(
+            name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()
+        )
+        if (
+            others
+            and isinstance(drawn, RepeatedTokens)
+            and not drawn._run_alone(loaded.module, "attention_mask" in inputs)
+        ):
+            return f"the model does not run on tokens alone, without {' and '.join(others)}"
+        return drawn
+
+    def _run_alone(self, model: Any, masked: bool) -> bool:
+        """Whether a model that was given more than tokens also runs on one of these sequences."""
+        try:
+            with torch.no_grad():
+                run(model, model_inputs(model, self.inputs(slice(1), masked)))
+        except Exception:  # of whatever class the model raises
+            return False
+        return True
+
+    def inputs(self, rows: slice, masked: bool) -> dict[str, Tensor]:
+        """Some of the sequences, with a mask in which all tokens are real if the model is given masks."""
+        ids = self.ids[rows]
+        return {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {})
+
+
+class RepeatedGroup(Group):
+    """What heads do with made-up tokens that are said twice, and whether they copy what they attend to.
+
+    It is measured once, before the text and apart from it: every process that shares a text finds the same, and so does a
+    run that is gone on with. So it is no running result.
+    """
+
+    name = REPEATED
+    events = frozenset({Event.WEIGHTS})
+    beginning = "reading repeated tokens"
+
+    def begin(self, model: ModelReading) -> None:
+        """Make the sequences up and run the model on them."""
+        super().begin(model)
+        self.weights: dict[int, RepeatedWeights] = {}
+        self.copying: dict[int, Float64[Tensor, " H"]] = {}
+        self._through: Tensor | None = None
+        for info in model.sites:
+            reason = why_no_maps(info)
+            if reason is not None:
+                self.missing(info.site.name, copying_score.__name__, reason)
+        source, inputs = model.source, dict(model.inputs)
+        if source is None:
+            self.failed[REPEATED] = "there is no text to learn the vocabulary from"
+            return
+        made = RepeatedTokens.of(source.loaded, source.tokenizer, source.around, inputs, model.seed)
+        if isinstance(made, str):
+            self.failed[REPEATED] = made
+            return
+        self._read_all(made, "attention_mask" in inputs)
+        if model.model is source.loaded.module and self.measures(copying_score.__name__):
+            with self.fence(copying_score.__name__):
+                first_row = rows_of_batch(inputs, [0], len(inputs["input_ids"]))
+                through = tokens_through(source.loaded, first_row)
+                if isinstance(through, str):
+                    self.failed[copying_score.__name__] = through
+                else:
+                    self._through = through
+
+    def _read_all(self, made: RepeatedTokens, masked: bool) -> None:
+        """Run the model on all sequences.
+
+        Args:
+            masked: the model is given a mask with its tokens.
+
+        Raises:
+            Exception: of any class, from the model.
+        """
+        by_site = {info.site: info for info in self.model.sites}
+        for first in range(0, SEQUENCES, _AT_ONCE):
+            inputs = made.inputs(slice(first, first + _AT_ONCE), masked)
+            prepared = model_inputs(self.model.model, inputs)
+            numbers = range(first, first + len(inputs["input_ids"]))
+
+            def look(call: AttentionCall, read: Any = prepared, numbers: Sequence[int] = numbers) -> None:
+                if call.site in by_site and not call.repeated:
+                    with torch._C.DisableTorchFunction():
+                        self._read_call(call, by_site[call.site], made.length, BatchTokens(read), numbers)
+
+            with torch.no_grad(), capturing(self.model.model, look):
+                run(self.model.model, prepared)
+
+    def _read_call(
+        self, call: AttentionCall, info: SiteInfo, repeat: int, tokens: BatchTokens, numbers: Sequence[int]
+    ) -> None:
+        ids = tokens.ids(decoder=info.in_decoder)
+        shape = (call.query.shape[0], call.query.shape[2])
+        if info.kind == "cross" or ids is None or ids.shape != shape or call.key.shape[2] != shape[1]:
+            for name in NAMES:
+                self.missing(info.site.name, name, _NOT_TWICE)
+            return
+        again = torch.zeros_like(ids, dtype=torch.bool)
+        again[:, repeat:] = ids[:, repeat:] == ids[:, :-repeat]
+        known = Tokens(torch.ones_like(again), None)
+        positions = torch.arange(shape[1], device=ids.device)
+        reading = QueryReading(call, known, known, positions, True, moments_of(()))
+        weights = torch.stack([weight(reading, repeat) for weight in WEIGHTS])
+        usable = (again[:, None] & reading.valid)[None] & weights.isfinite()
+        totals = torch.where(usable, weights, 0.0).sum(-1, dtype=torch.float64)
+        found = self.weights.setdefault(info.index, RepeatedWeights(Ratio((len(WEIGHTS), info.heads), _DRAWN)))
+        found.ratio.update(totals.transpose(0, 1), usable.sum(-1).transpose(0, 1), numbers)
+
+    def on_weights(self, weights: SiteWeights) -> None:
+        """Whether the heads of a site copy what they attend to."""
+        name = copying_score.__name__
+        if self._through is None or self.is_missing(weights.info.site.name, name) or not self.measures(name):
+            return
+        with self.fence(name):
+            maps = weights.writes()
+            if isinstance(maps, str):
+                self.missing(weights.info.site.name, name, maps)
+            else:
+                self.copying[weights.info.index] = copying_score(*maps, self._through)
+
+    def ratios(self) -> Iterator[Kept]:
+        """The weights on earlier places."""
+        for info in self.model.sites:
+            for index, name in enumerate(NAMES) if info.index in self.weights else ():
+                yield Kept(Place.of_site(info), name, self.weights[info.index].ratio, index)
+
+    def rows(self) -> Iterator[Row]:
+        """The weights on earlier places with their halves, and the copying score."""
+        for place, name, ratio, index in self.ratios():
+            yield from rows_of(place, name, RatioParts(ratio), index)
+        for info in self.model.sites:
+            if info.index in self.copying:
+                copying = self.copying[info.index].numpy()
+                found = Estimate(copying, np.zeros(info.heads), np.ones(info.heads))
+                yield Row(Place.of_site(info), copying_score.__name__, "", found)

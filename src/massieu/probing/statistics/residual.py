@@ -7,8 +7,19 @@ coefficient each for all tokens of a layer; g is the gradient with respect to x,
 
 from functools import partial
 
+from massieu.probing.statistics.climb import gradient, whole_update
+from massieu.probing.statistics.group import Window
 from massieu.probing.statistics.registry import RESIDUAL, SHIM, statistic
-from massieu.probing.statistics.regressions import Products, Sums, coefficient, explained, gain
+from massieu.probing.statistics.regressions import (
+    Products,
+    RegressionGroup,
+    Sums,
+    coefficient,
+    explained,
+    gain,
+    random_like,
+)
+from massieu.probing.stream.wiring import Step
 
 UPDATE, STREAM, GRADIENT = range(3)
 """The vectors of a token."""
@@ -45,3 +56,35 @@ def update_stream_share(given: Products) -> Sums:
 def update_gradient_gain(given: Products) -> Sums:
     """How much more of the update does the gradient of the heads' log-partitions explain?"""
     return gain(given, UPDATE, [STREAM], GRADIENT)
+
+
+PURPOSE = 200_000
+"""Of random numbers; each sublayer has its own, above it."""
+
+
+class ResidualGroup(RegressionGroup):
+    """What attention adds to the stream, beside the stream itself and the gradient of the heads' log-partitions."""
+
+    name = RESIDUAL
+
+    def nothing(self) -> str:
+        """Without queries there is no gradient."""
+        return "the queries of no attention site could be followed back to the stream"
+
+    def on_step(self, step: Step, window: Window) -> None:
+        """Take the update of an attention step, and the gradient."""
+        if step.read is None:
+            return
+        item, positions = step.item(window.row), window.positions(step)
+        if item.read is None or not len(positions):
+            return
+        replay = window.replay(item, positions)
+        if isinstance(replay, str):
+            self.missing(item.read.call.site.name, RESIDUAL, replay)
+            return
+        stream = item.before[0, positions].double()
+        update = whole_update(item.read, item)[0, positions].double()
+        along = gradient(replay, positions)[0].double()
+        drawn = window.drawn(PURPOSE + step.sublayer.index)
+        control = (update, random_like(stream, drawn), random_like(along, drawn))
+        self.regressions.collect(step.sublayer.index, window.number, (update, stream, along), control)

@@ -7,10 +7,23 @@ the other order is like any other token. In the control the position numbers mov
 all see each other must then give the same, and what is left shows its mask.
 """
 
-from jaxtyping import Float, Int
-from torch import Tensor
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.model.forward import output_tensor, run
+from massieu.probing.statistics.again import FEWEST, AgainGroup, Sums, UnsuitableInputsError, real_alone, watching
 from massieu.probing.statistics.registry import SYMMETRY, ZHANG, statistic
+from massieu.probing.stream.replay import relative_difference, tolerance
+from massieu.probing.stream.wiring import Step
+
+_POSITIONS = "position_ids"
 
 
 @statistic(
@@ -29,3 +42,133 @@ def permutation_gap(
 ) -> tuple[Tensor, Tensor]:
     """How much do the states change when the tokens are reordered, relative to how much tokens differ?"""
     return (states - others).square().sum(), (states - states[apart]).square().sum()
+
+
+@dataclass(frozen=True, eq=False)
+class Reordered:
+    """A window whose tokens stand in another order.
+
+    Attributes:
+        inputs: with tokens moved.
+        order: which token stands at each place of those that can be moved; they are the last ones of the stream.
+        most_before: how many others may stand before them, such as one for the class.
+    """
+
+    inputs: dict[str, Any]
+    order: Int[Tensor, " T"]
+    most_before: int
+
+    def back(self, states: Float[Tensor, "L D"], moved: bool) -> Float[Tensor, "T D"] | None:
+        """The movable tokens' states in the first order; None where the stream has other tokens."""
+        before = len(states) - len(self.order)
+        if not 0 <= before <= self.most_before:
+            return None
+        return states[before:][self.order.argsort()] if moved else states[before:]
+
+
+def permutation_gaps(
+    model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any], drawn: torch.Generator
+) -> dict[int, Sums]:
+    """The sums of the permutation gap at every sublayer.
+
+    Raises:
+        UnsuitableInputsError: the tokens cannot be put in another order.
+    """
+    inputs = real_alone(model, inputs)
+    changed = _reordered_images(model, inputs, drawn) if "pixel_values" in inputs else _reordered_text(inputs, drawn)
+    if len(changed.order) < FEWEST:
+        return {}
+    stock, states = _states(model, sites, inputs)
+    others = [_states(model, sites, changed.inputs)[1]]
+    positions = _positions(model, sites, inputs, stock) if "input_ids" in inputs else None
+    if positions is not None:
+        others.append(_states(model, sites, changed.inputs | {_POSITIONS: positions[:, changed.order]})[1])
+    shift = int(torch.randint(1, len(changed.order), (), generator=drawn))
+    apart = torch.arange(len(changed.order)).roll(shift)
+    found: dict[int, Sums] = {}
+    for index, own in states.items():
+        total, count = torch.zeros(2, 1, 2, dtype=torch.float64)
+        for which, other in enumerate(others):
+            here, there = changed.back(own, moved=False), changed.back(other[index], moved=True)
+            if here is not None and there is not None:
+                total[0, which], count[0, which] = permutation_gap(here, there, apart.to(here.device))
+        if bool((count > 0).any()):
+            found[index] = total, count
+    return found
+
+
+def _reordered_text(inputs: dict[str, Any], drawn: torch.Generator) -> Reordered:
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or any(name.startswith("decoder_") for name in inputs):
+        raise UnsuitableInputsError("tokens change places where they are the ids of one text, or patches of an image")
+    length = ids.shape[1]
+    order = torch.arange(length)
+    order[1:-1] = 1 + torch.randperm(max(length - 2, 0), generator=drawn)  # special tokens stay at both ends
+    order = order.to(ids.device)
+    return Reordered(inputs | {"input_ids": ids[:, order]}, order, 0)
+
+
+def _reordered_images(model: nn.Module, inputs: dict[str, Any], drawn: torch.Generator) -> Reordered:
+    pixels, config = inputs["pixel_values"], getattr(model, "config", None)
+    size = getattr(getattr(config, "vision_config", config), "patch_size", None)
+    if "input_ids" in inputs or not isinstance(pixels, Tensor) or pixels.dim() != 4 or not isinstance(size, int):
+        raise UnsuitableInputsError(
+            "patches are put in another order where a batch is of images alone, in square patches of one size"
+        )
+    rows, columns = (extent // size for extent in pixels.shape[-2:])
+    order = torch.randperm(rows * columns, generator=drawn).to(pixels.device)
+    whole = pixels[..., : rows * size, : columns * size]
+    patches = whole.unflatten(3, (columns, size)).unflatten(2, (rows, size)).transpose(3, 4).flatten(2, 3)
+    moved = patches[:, :, order].unflatten(2, (rows, columns)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
+    changed = pixels.clone()
+    changed[..., : rows * size, : columns * size] = moved
+    return Reordered(inputs | {"pixel_values": changed}, order, FEWEST)
+
+
+def _states(
+    model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any]
+) -> tuple[Tensor, dict[int, Float[Tensor, "L D"]]]:
+    """The model's output, and the stream after each of its steps, in float64."""
+    found: dict[int, Tensor] = {}
+
+    def keep(step: Step) -> None:
+        if step.after.dim() == 3 and step.after.shape[0] == 1:
+            found[step.sublayer.index] = step.after[0].detach().double()
+
+    with torch.no_grad(), watching(model, sites, keep):
+        return output_tensor(model, run(model, inputs)), found
+
+
+def _positions(
+    model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any], stock: Tensor
+) -> Int[Tensor, "1 L"] | None:
+    """The position numbers that the model gives by itself; None where it takes none, or they are not found.
+
+    They are counted from 0, or from the padding's number on: what gives the model's own output is right.
+    """
+    if _POSITIONS in inputs:
+        return inputs[_POSITIONS]
+    if _POSITIONS not in inspect.signature(model.forward).parameters:
+        return None
+    ids = inputs["input_ids"]
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    for first in (0, *([] if padding is None else [int(padding) + 1])):
+        numbers = torch.arange(ids.shape[1], device=ids.device)[None] + first
+        try:
+            output, _ = _states(model, sites, inputs | {_POSITIONS: numbers})
+        except IndexError:  # more positions than there are vectors
+            continue
+        if relative_difference(output, stock) <= tolerance(stock.dtype):
+            return numbers
+    return None
+
+
+class SymmetryGroup(AgainGroup):
+    """How much the states change when a window's tokens stand in another order."""
+
+    name = SYMMETRY
+    windows = 16
+
+    def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, Sums]:
+        """In another order, with positions that stay and with positions that move along."""
+        return permutation_gaps(self.model.model, self.model.sites, inputs, drawn)

@@ -7,9 +7,17 @@ its coefficient is free. J is the mean of the heads' weights; m is the stream.
 """
 
 from functools import partial
+from typing import NamedTuple
 
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from massieu.probing.statistics.group import ModelReading, Window
 from massieu.probing.statistics.registry import BAL, TAP, statistic
-from massieu.probing.statistics.regressions import Products, Sums, coefficient, explained, gain
+from massieu.probing.statistics.regressions import Products, RegressionGroup, Sums, coefficient, explained, gain
+from massieu.probing.statistics.windowed import HeadWindow
+from massieu.probing.stream.wiring import AttentionRead, Step
 
 UPDATE, STREAM, REACTION = range(3)
 """The vectors of a token."""
@@ -41,3 +49,67 @@ def reaction_coefficient(given: Products) -> Sums:
 def feed_forward_stream_share(given: Products) -> Sums:
     """How much of the feed-forward update is a multiple of the state itself, with one coefficient for all tokens?"""
     return explained(given, UPDATE, [STREAM])
+
+
+PURPOSE = 200_000
+"""Of random numbers; each sublayer has its own, above it."""
+OTHER_TOKENS = "the queries are not the stream's tokens one for one, as where attention works in windows of an image"
+
+
+class _Attended(NamedTuple):
+    """What the attention step before a feed-forward step has shown of one row: layer, positions, Σ_j J_ij²."""
+
+    layer: int | None
+    positions: Int[Tensor, " S"]
+    squares: Float[Tensor, " S"]
+
+
+class TapGroup(RegressionGroup):
+    """What a feed-forward layer adds, beside the stream and the reaction that squared attention weights tell."""
+
+    name = TAP
+
+    def begin(self, model: ModelReading) -> None:
+        """No attention step was seen yet."""
+        super().begin(model)
+        self._attended: dict[int, _Attended] = {}
+        self._other_tokens = False
+
+    def nothing(self) -> str:
+        """The weights have to be of the stream's tokens, and of the same layer."""
+        if self._other_tokens:
+            return OTHER_TOKENS
+        return "no feed-forward step was seen after an attention step of the same layer"
+
+    def after_pass(self) -> None:
+        """Forget the rows of the batch."""
+        self._attended.clear()
+
+    def on_step(self, step: Step, window: Window) -> None:
+        """Keep the weights of an attention step, and take the update of the feed-forward step behind it."""
+        positions = window.positions(step)
+        if step.read is not None and step.sublayer.kind == "attention":
+            query = step.read.call.query
+            if (query.shape[0], query.shape[2]) != step.before.shape[:2]:
+                self._other_tokens = True
+                return
+            squares = _squares(step.read, window.row, positions)
+            self._attended[window.row] = _Attended(step.sublayer.layer, positions, squares)
+        known = self._attended.get(window.row)
+        if step.sublayer.kind != "feed_forward" or known is None or known.layer != step.sublayer.layer:
+            return
+        if not len(positions) or not torch.equal(known.positions, positions):
+            return
+        stream = step.before[window.row, positions].double()
+        update = step.after[window.row, positions].double() - stream
+        order = torch.randperm(len(positions), generator=window.drawn(PURPOSE + step.sublayer.index))
+        permuted = known.squares[order.to(known.squares.device)]
+        own, other = stream * known.squares[:, None], stream * permuted[:, None]
+        self.regressions.collect(step.sublayer.index, window.number, (update, stream, own), (update, stream, other))
+
+
+def _squares(read: AttentionRead, row: int, positions: Int[Tensor, " S"]) -> Float[Tensor, " S"]:
+    """Σ_j J_ij² at some positions, J the mean of the heads' weights."""
+    call = read.item(row).call
+    everything = torch.ones(call.key.shape[2], dtype=torch.bool, device=call.key.device)
+    return HeadWindow(call, everything, positions, 0).weights().mean(0).square().sum(-1).double()

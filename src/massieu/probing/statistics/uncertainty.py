@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.probing.statistics.registry import OWN, UNCERTAINTY, statistic
-from massieu.probing.statistics.windowed import HeadWindow, Sums, mean_over_queries
+from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, mean_over_queries
 
 _STEPS = 24
 _of_output = partial(
@@ -92,3 +92,9 @@ def output_lipschitz(window: HeadWindow) -> Sums:
 def _covariance(weights: Float[Tensor, "H S N"], numbers: Float[Tensor, "H S N"]) -> Float[Tensor, "H S N"]:
     """What a sum over keys of something else is to be weighted by for its covariance with these numbers."""
     return weights * (numbers - (weights * numbers).sum(-1, keepdim=True))
+
+
+class UncertaintyGroup(HeadWindowGroup):
+    """What a head's output rests on."""
+
+    name = UNCERTAINTY

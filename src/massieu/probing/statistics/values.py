@@ -1,13 +1,30 @@
 """How large is what a head reads at the first token, and what it writes? (claims X4, N25; experiment E3)"""
 
+from collections.abc import Iterator
 from functools import partial
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.tokens import Tokens
+from massieu.probing.statistics.group import (
+    CallTokens,
+    Event,
+    Group,
+    Kept,
+    ModelReading,
+    Place,
+    RatioParts,
+    Row,
+    Window,
+    rows_of,
+)
 from massieu.probing.statistics.registry import VALUES, statistic
+from massieu.probing.stream.replay import why_no_writes
+from massieu.probing.stream.wiring import AttentionRead, Step
+from massieu.probing.sums.accumulate import Ratio
 
 _of_values = partial(statistic, VALUES)
 
@@ -40,3 +57,85 @@ def first_value_norm_ratio(call: AttentionCall, keys: Tokens) -> tuple[Float[Ten
 def write_norm_ratio(writes: Float[Tensor, "H B S D"], residual: Float[Tensor, "B S D"]) -> Float[Tensor, "B H S"]:
     """How large is the vector that the head adds, relative to the residual stream?"""
     return (writes.norm(dim=-1) / residual.norm(dim=-1).clamp_min(1e-30)).transpose(0, 1)
+
+
+TOGETHER = 2**21  # numbers in what all heads write at the queries that are measured at a time
+
+
+def writes_at(read: AttentionRead, positions: Int[Tensor, " S"]) -> Float[Tensor, "H B S D"] | None:
+    """What each head adds to the stream at some positions; None where that is not a sum over heads."""
+    if read.projection is None or why_no_writes(read) is not None:
+        return None
+    output = read.call.at(positions).output  # B S H Dv
+    weight = read.projection.unflatten(1, (output.shape[2], -1))  # D H Dv
+    return torch.einsum("bshv,dhv->hbsd", output, weight)
+
+
+class ValuesGroup(Group):
+    """Norms of values, at every token, and of the heads' writes, on the sampled windows."""
+
+    name = VALUES
+    events = frozenset({Event.CALLS, Event.STEPS})
+
+    def begin(self, model: ModelReading) -> None:
+        """Running results for each site."""
+        super().begin(model)
+        self.first_value = [Ratio((1, info.heads), model.units) for info in model.sites]
+        self.write_norm = [Ratio((1, info.heads), model.sampled_units) for info in model.sites]
+        for info in model.sites:
+            if info.value_sets > 1:
+                reason = f"the same attention weights are applied to {info.value_sets} sets of values"
+                self.missing(info.site.name, VALUES, reason)
+            elif info.value_size == 0:
+                self.missing(info.site.name, VALUES, "the layout of its values is not known")
+
+    def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
+        """The norm of the first token's value beside the others', in each row."""
+        name = first_value_norm_ratio.__name__
+        if self.is_missing(tokens.info.site.name, VALUES) or not self.measures(name):
+            return
+        with self.fence(name):
+            ratio, usable = first_value_norm_ratio(call, tokens.keys)
+            rows = 1 if ratio.shape[0] % tokens.rows else tokens.rows
+            pair = torch.stack([torch.where(usable, ratio, 0.0), usable]).double()
+            total, count = pair.reshape(2, rows, -1, ratio.shape[1]).sum(2, keepdim=True)
+            numbers = None if tokens.numbers is None else tokens.numbers[:rows]
+            self.first_value[tokens.info.index].update(total, count, numbers)
+
+    def on_step(self, step: Step, window: Window) -> None:
+        """The norm of each head's write beside the stream's."""
+        name = write_norm_ratio.__name__
+        if step.read is None or not self.measures(name):
+            return
+        with self.fence(name):
+            self._read_writes(step.item(window.row), window.positions(step), window)
+
+    def _read_writes(self, item: Step, positions: Int[Tensor, " S"], window: Window) -> None:
+        read = item.read
+        assert read is not None
+        if read.residual is None or not len(positions):
+            return
+        width = read.call.query.shape[1] * len(read.residual) * read.residual.shape[-1]
+        sums = []
+        for part in positions.split(max(TOGETHER // width, 1)):
+            writes = writes_at(read, part)
+            if writes is None:
+                self.missing(read.call.site.name, write_norm_ratio.__name__, why_no_writes(read) or "")
+                return
+            found = write_norm_ratio(writes, read.residual[:, part]).double()
+            usable = found.isfinite()
+            sums.append((torch.where(usable, found, 0.0).sum(-1), usable.sum(-1)))
+        total, count = (torch.stack(parts).sum(0)[:, None] for parts in zip(*sums, strict=True))
+        self.write_norm[self.model.site(read.call).index].update(total, count, window.numbers)
+
+    def ratios(self) -> Iterator[Kept]:
+        """Both."""
+        for info in self.model.sites:
+            place = Place.of_site(info)
+            yield Kept(place, first_value_norm_ratio.__name__, self.first_value[info.index], 0)
+            yield Kept(place, write_norm_ratio.__name__, self.write_norm[info.index], 0)
+
+    def rows(self) -> Iterator[Row]:
+        """Both, and their halves."""
+        for place, name, ratio, index in self.ratios():
+            yield from rows_of(place, name, RatioParts(ratio), index)

@@ -5,18 +5,30 @@ be divided by, so that the windows' sums make a mean with a standard error. Its 
 window, which lacks the property in question.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
+from massieu.probing.statistics.group import (
+    CallTokens,
+    Event,
+    Group,
+    Kept,
+    ModelReading,
+    Place,
+    RatioParts,
+    Row,
+    rows_of,
+)
+from massieu.probing.statistics.query_means import Fence
 from massieu.probing.statistics.registry import STATISTICS, measures
 from massieu.probing.sums.accumulate import Ratio
-from massieu.probing.sums.running import State
+from massieu.probing.sums.running import RunningParts
 from massieu.probing.sums.units import Units
 
 QUERIES = 16
@@ -127,43 +139,79 @@ def own_control(name: str) -> str | None:
     return control if control in CONTROLS else None
 
 
-class WindowStatistics:
+class WindowStatistics(RunningParts):
     """Running means of one group at one site, each with its control."""
 
     def __init__(self, group: str, heads: int, units: Units) -> None:
         self.measures = measures(group)
         self.ratio = Ratio((2, len(self.measures), heads), units)
 
-    def update(self, window: HeadWindow, number: int | None) -> None:
-        """Add a window, which stands at this place among the sampled ones."""
+    def update(self, window: HeadWindow, numbers: Sequence[int] | None, fence: Fence = nullcontext) -> None:
+        """Add a window.
+
+        Args:
+            numbers: its place among the sampled ones.
+            fence: what fails inside costs the statistic of this name alone.
+        """
         total = torch.zeros(1, *self.ratio.shape, dtype=torch.float64)
         count = torch.zeros_like(total)
         others: dict[str, HeadWindow | None] = {}
         for place, (name, measure) in enumerate(self.measures.items()):
-            control = own_control(name)
-            if control is not None and control not in others:
-                others[control] = CONTROLS[control](window)
-            for row, given in enumerate((window, None if control is None else others[control])):
-                if given is not None:
-                    total[0, row, place], count[0, row, place] = _finite(*measure(given))
-        self.ratio.update(total, count, None if number is None else [number])
+            with fence(name):
+                control = own_control(name)
+                if control is not None and control not in others:
+                    others[control] = CONTROLS[control](window)
+                for row, given in enumerate((window, None if control is None else others[control])):
+                    if given is not None:
+                        total[0, row, place], count[0, row, place] = _finite(*measure(given))
+        self.ratio.update(total, count, numbers)
 
-    def rows(self) -> Iterator[tuple[str, Any, Any]]:
-        """Name of each statistic and where its values and its control's are; None where it has no control."""
-        for place, name in enumerate(self.measures):
-            yield name, (0, place), None if own_control(name) is None else (1, place)
 
-    def state(self) -> State:
-        """All that was summed; see `massieu.probing.sums.running`."""
-        return self.ratio.state()
+PURPOSE = 100_000
+"""Of random numbers; each site has its own, above it."""
 
-    def restore(self, state: State) -> None:
-        """Go on from such sums in place of one's own."""
-        self.ratio.restore(state)
 
-    def merge(self, other: "WindowStatistics") -> None:
-        """Add what another has seen of other windows."""
-        self.ratio.merge(other.ratio)
+class HeadWindowGroup(Group):
+    """A group that is measured head by head on the sampled windows."""
+
+    events = frozenset({Event.CALLS})
+    sampled = True
+
+    def begin(self, model: ModelReading) -> None:
+        """A running result for each site."""
+        super().begin(model)
+        self.sites = [WindowStatistics(self.name, info.heads, model.sampled_units) for info in model.sites]
+
+    def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
+        """Measure each sampled window by itself."""
+        if call.query.shape[0] != tokens.rows:  # sequences that are no items of the batch
+            return
+        info = tokens.info
+        for window in tokens.sampled:
+            drawn = window.drawn(PURPOSE + info.index)
+            places = tokens.queries.real[window.row].nonzero()[:, 0]
+            order = torch.randperm(len(places), generator=drawn)[: self.model.sampled_queries].sort().values
+            asked = places[order.to(places.device)]
+            part = call.rows(slice(window.row, window.row + 1))
+            seen = HeadWindow(part, tokens.keys.real[window.row], asked, drawn.initial_seed(), info.itself)
+            if len(seen.queries) and bool(seen.real.any()):
+                self.sites[info.index].update(seen, window.numbers, self.fence)
+
+    def ratios(self) -> Iterator[Kept]:
+        """The means."""
+        for info, results in zip(self.model.sites, self.sites, strict=True):
+            for place, name in enumerate(results.measures):
+                yield Kept(Place.of_site(info), name, results.ratio, (0, place))
+
+    def rows(self) -> Iterator[Row]:
+        """The means, their halves, and those of the controls."""
+        for info, results in zip(self.model.sites, self.sites, strict=True):
+            place, parts = Place.of_site(info), RatioParts(results.ratio)
+            for index, name in enumerate(results.measures):
+                yield from rows_of(place, name, parts, (0, index))
+                control = own_control(name)
+                if control is not None:
+                    yield Row(place, name, control, parts.at((1, index)))
 
 
 def _finite(total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

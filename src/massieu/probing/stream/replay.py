@@ -375,12 +375,20 @@ def _of_every_head(weight: Float[Tensor, "Hk Dh D"], bias: Float[Tensor, "Hk Dh"
     return weight.repeat_interleave(heads // len(weight), 0), bias.repeat_interleave(heads // len(weight), 0)
 
 
-def output_maps(read: AttentionRead, heads: int) -> Float[Tensor, "H D Dv"] | str:
-    """What the output projection makes of each head's result, or one sentence that says why that is not defined."""
+def why_no_writes(read: AttentionRead) -> str | None:
+    """Why what a module adds to the stream is no sum over its heads; None where it is."""
     if read.projection is None:
         return "no output projection was found"
     if not read.writes_linearly:
         return "what the heads write is normalised, scaled or gated before it enters the stream"
+    return None
+
+
+def output_maps(read: AttentionRead, heads: int) -> Float[Tensor, "H D Dv"] | str:
+    """What the output projection makes of each head's result, or one sentence that says why that is not defined."""
+    reason = why_no_writes(read)
+    if reason is not None or read.projection is None:
+        return reason or ""
     size = read.state.shape[-1]
     return read.projection.detach().double().cpu().reshape(size, heads, -1).transpose(0, 1)
 

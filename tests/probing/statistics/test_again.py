@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import massieu
 from massieu.probing.checks.check import first_look
-from massieu.probing.reading import again
+from massieu.probing.statistics import response as response_file
+from massieu.probing.statistics import symmetry
 from massieu.probing.statistics.regressions import Regressions
 from massieu.probing.statistics.response import Response, by_weights, collective_gain, explained
 
@@ -55,7 +56,7 @@ def values(rows: polars.DataFrame, name: str) -> list[float]:
 
 def test_the_gap_is_that_of_two_passes_of_our_own():
     made, window = model("llama"), {"input_ids": IDS[:1]}
-    order = again._reordered_text(window, torch.Generator().manual_seed(5)).order  # pyright: ignore[reportPrivateUsage]
+    order = symmetry._reordered_text(window, torch.Generator().manual_seed(5)).order  # pyright: ignore[reportPrivateUsage]
     assert order[[0, -1]].tolist() == [0, 23] and sorted(order.tolist()) == list(range(24)) != order.tolist()
     caught: list[Tensor] = []
     made.layers[1].register_forward_hook(lambda _, __, output: caught.append(output.detach()[0].double()))
@@ -63,7 +64,7 @@ def test_the_gap_is_that_of_two_passes_of_our_own():
         for ids in (IDS[:1], IDS[:1, order]):
             made(input_ids=ids)
     own, other = caught[0], caught[1][order.argsort()]
-    found = again.permutation_gaps(made, sites_of(made, window), window, torch.Generator().manual_seed(5))
+    found = symmetry.permutation_gaps(made, sites_of(made, window), window, torch.Generator().manual_seed(5))
     total, count = found[max(found) - 1]  # the last one is the norm
     assert float(total[0, 0]) == pytest.approx(float((own - other).square().sum()), rel=1e-4)
     apart = {float((own - own.roll(-shift, 0)).square().sum()) for shift in range(1, 24)}
@@ -98,7 +99,7 @@ def test_patches_of_an_image_change_places():
     nn.init.zeros_(made.embeddings.position_embeddings)
     rows = measured(made, "symmetry", pixel_values=IMAGES)
     assert max(values(rows, "permutation_gap")) < 1e-9
-    changed = again._reordered_images(made, {"pixel_values": IMAGES}, torch.Generator())  # pyright: ignore[reportPrivateUsage]
+    changed = symmetry._reordered_images(made, {"pixel_values": IMAGES}, torch.Generator())  # pyright: ignore[reportPrivateUsage]
     patches = nn.functional.unfold(IMAGES, 5, stride=5)
     assert torch.equal(nn.functional.unfold(changed.inputs["pixel_values"], 5, stride=5), patches[:, :, changed.order])
 
@@ -167,10 +168,10 @@ def test_the_response_of_linear_layers_is_the_one_in_closed_form(causal):
     made = Averaging(3, causal=causal).eval()
     inputs = {"x": torch.randn(1, 24, 16, generator=torch.Generator().manual_seed(2))}
     weights = torch.softmax(made.layers[0].attention.bias.double(), -1).numpy()
-    found = again.responses(made, sites_of(made, inputs), inputs, torch.Generator().manual_seed(3))
+    found = response_file.responses(made, sites_of(made, inputs), inputs, torch.Generator().manual_seed(3))
     drawn = torch.Generator().manual_seed(3)
-    able = [i for i in range(24) if (weights[i] > 0).sum() > again.FEWEST]
-    asked = [able[int(n)] for n in torch.randperm(len(able), generator=drawn)[: again.ASKED]]
+    able = [i for i in range(24) if (weights[i] > 0).sum() > response_file.FEWEST]
+    asked = [able[int(n)] for n in torch.randperm(len(able), generator=drawn)[: response_file.ASKED]]
     expected = np.zeros((3, 5))
     coupling = weights - np.diag(np.diag(weights))
     collective = np.linalg.inv(np.eye(24) - coupling)
@@ -245,7 +246,7 @@ def test_windows_too_short_for_a_relation_leave_no_number():
 
 @pytest.mark.medium
 def test_a_group_that_fails_at_the_end_leaves_the_others(monkeypatch):
-    def broken(self: object) -> None:
+    def broken(self: object, fence: object) -> None:
         raise ValueError("it broke")
 
     monkeypatch.setattr(Regressions, "measure", broken)

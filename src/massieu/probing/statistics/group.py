@@ -1,0 +1,394 @@
+"""The contract of all that is measured: what a group is told of while a model is read, and the rows that it gives.
+
+A group holds running results of its statistics: it is begun once, told of the events that it wants, and asked for its rows at
+the end. Whoever reads the model knows no group by its name.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float64, Int
+from torch import Tensor, nn
+
+from massieu.errors import InputError
+from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.capture.tokens import Tokens
+from massieu.probing.model.model import LoadedModel, model_inputs
+from massieu.probing.model.unexpected import unexpected
+from massieu.probing.statistics.extremes import Places
+from massieu.probing.statistics.query_means import Queries
+from massieu.probing.stream.replay import HeadMaps, Replay
+from massieu.probing.stream.wiring import Step
+from massieu.probing.sums.accumulate import Ratio
+from massieu.probing.sums.running import RunningParts
+from massieu.probing.sums.units import FEWEST_UNITS, Estimate, Units
+from massieu.report.record import Sublayer
+
+Half = Literal["first_half", "second_half"]
+HALVES: tuple[Half, Half] = "first_half", "second_half"
+
+
+class Event(Enum):
+    """What a group may want to be told of. What no group wants is not produced."""
+
+    CALLS = auto()
+    """Each attention call of the model, with all rows of the batch."""
+    QUERIES = auto()
+    """The numbers of each call's queries, of the per-query statistics that some group names."""
+    STEPS = auto()
+    """Each step of the stream, for each sampled window."""
+    WEIGHTS = auto()
+    """Each attention site once, when its maps between stream and head can be read."""
+    WINDOWS = auto()
+    """Each sampled window after the pass; it may be run again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where the text comes from, for groups that make up a text of their own.
+
+    Attributes:
+        around: tokens that rows of text begin and end with; None where that is to be seen in the first batch.
+    """
+
+    loaded: LoadedModel
+    tokenizer: Any
+    around: tuple[Sequence[int], Sequence[int]] | None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelReading:
+    """One model that is about to be read.
+
+    Attributes:
+        sublayers: steps of the stream, in its order; filled by the first pass.
+        units: over which errors are computed; those of the sampled windows are `sampled_units`.
+        max_length: tokens of a full window.
+        query_sample: at most so many queries of a sequence are read; None is all.
+        sampled_queries: of a sampled window.
+        names: statistics that are wanted; None is all.
+        inputs: the first batch.
+        source: where the text comes from; None where that is not known.
+    """
+
+    model: nn.Module
+    sites: Sequence[SiteInfo]
+    sublayers: Sequence[Sublayer]
+    units: Units
+    max_length: int
+    seed: int = 0
+    query_sample: int | None = None
+    sampled_queries: int = 64
+    names: frozenset[str] | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    source: Source | None = None
+
+    @cached_property
+    def one_item(self) -> dict[str, Any]:
+        """One item of the first batch, as the model is called with it."""
+        return model_inputs(self.model, dict(self.inputs), items=1)
+
+    @property
+    def sampled_units(self) -> Units:
+        """Those of results on the sampled windows alone."""
+        return replace(self.units, sampled=True)
+
+    def site(self, call: AttentionCall) -> SiteInfo:
+        """The site of a call that is read."""
+        return self._by_site[call.site]
+
+    @cached_property
+    def _by_site(self) -> dict[AttentionSite, SiteInfo]:
+        return {info.site: info for info in self.sites}
+
+    def wants(self, name: str) -> bool:
+        """Whether a statistic is to be measured."""
+        return self.names is None or name in self.names
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """A sampled window of the text: one row of the batch that is read.
+
+    Attributes:
+        row: of the batch.
+        number: its place among the sampled ones; None where windows come in the order of the text.
+        positions: sampled positions of real tokens in a step's stream.
+        cloud: the same without a token twice.
+        drawn: random numbers that belong to the window and a purpose.
+        replay: the queries of an attention step of this row as functions of the stream, at some positions; a sentence where
+            they cannot be replayed.
+        alone: the inputs of this window alone, as the model is called with them.
+    """
+
+    row: int
+    number: int | None
+    positions: Callable[[Step], Int[Tensor, " S"]]
+    cloud: Callable[[Step], Int[Tensor, " S"]]
+    drawn: Callable[[int], torch.Generator]
+    replay: Callable[[Step, Int[Tensor, " S"]], Replay | str]
+    alone: Callable[[], dict[str, Any]]
+
+    @property
+    def numbers(self) -> list[int] | None:
+        """As `Ratio.update` takes it."""
+        return None if self.number is None else [self.number]
+
+
+@dataclass(frozen=True, eq=False)
+class CallTokens:
+    """The tokens of one attention call.
+
+    Attributes:
+        queries, keys: tokens asked about and attended to.
+        rows: items of the batch.
+        numbers: where the rows stand in the text; None where they follow those before.
+        windows: numbers of the rows' windows.
+        sampled: the sampled rows.
+        drawn: random numbers for a row and a purpose.
+    """
+
+    info: SiteInfo
+    queries: Tokens
+    keys: Tokens
+    rows: int
+    numbers: Sequence[int] | None
+    windows: Sequence[int]
+    sampled: Sequence[Window]
+    drawn: Callable[[int, int], torch.Generator]
+
+
+@dataclass(frozen=True, eq=False)
+class CallQueries:
+    """Per-query numbers of one attention call, or of some of its queries.
+
+    Attributes:
+        rows: items that they are of.
+        numbers: where these stand in the text; None where they follow those before.
+        places: where the queries are; None where that differs from row to row.
+        call: of these queries alone.
+        real: those that are no padding.
+        length: queries of the whole call.
+    """
+
+    info: SiteInfo
+    found: Queries
+    rows: int
+    numbers: Sequence[int] | None
+    places: Places | None = None
+    call: AttentionCall | None = None
+    real: Bool[Tensor, "B L"] | None = None
+    length: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class SiteWeights:
+    """The weights of one attention site.
+
+    Attributes:
+        maps: stream to query, key and value, and value to stream; or one sentence that says why they are not known.
+        writes: value and output maps alone, or such a sentence.
+    """
+
+    info: SiteInfo
+    maps: Callable[[], HeadMaps | str]
+    writes: Callable[[], tuple[Tensor, Tensor] | str]
+
+
+class Place(NamedTuple):
+    """What a row is about: the heads of an attention site, or a sublayer; `order` is its place in the model."""
+
+    scope: Literal["head", "layer"]
+    name: str
+    layer: int | None
+    order: int
+
+    @classmethod
+    def of_site(cls, info: SiteInfo) -> "Place":
+        """An attention site."""
+        return cls("head", info.site.name, info.layer, info.index)
+
+    @classmethod
+    def of_sublayer(cls, sublayer: Sublayer) -> "Place":
+        """A step of the stream."""
+        return cls("layer", sublayer.name, sublayer.layer, sublayer.index)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One statistic at one place: a number for each head, or one for a sublayer.
+
+    Attributes:
+        part: empty for the statistic itself; else a half of the text, the name of a control, or a part such as a bin.
+        found: with the degrees of freedom of the error, 0 where nothing may be announced from it.
+        p_value: of a control, where the group tests against it by itself; else it is the difference of the two means.
+    """
+
+    place: Place
+    statistic: str
+    part: str
+    found: Estimate
+    p_value: Float64[np.ndarray, " heads"] | None = None
+
+    @property
+    def name(self) -> str:
+        """As the tables hold it."""
+        return f"{self.statistic}/{self.part}" if self.part else self.statistic
+
+
+class Kept(NamedTuple):
+    """The running ratio of one statistic at one place, and which of its entries."""
+
+    place: Place
+    statistic: str
+    ratio: Ratio
+    index: Any
+
+
+class RatioParts:
+    """The estimates of a running ratio, each computed once."""
+
+    def __init__(self, ratio: Ratio) -> None:
+        self.ratio = ratio
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """From the whole text."""
+        return self.ratio.estimate()
+
+    @cached_property
+    def first_half(self) -> Estimate:
+        """From one half of it."""
+        return self.ratio.first_half()
+
+    @cached_property
+    def second_half(self) -> Estimate:
+        """From the other."""
+        return self.ratio.second_half()
+
+    def at(self, index: Any, part: Literal["estimate"] | Half = "estimate") -> Estimate:
+        """Some entries."""
+        found: Estimate = getattr(self, part)
+        return Estimate(*(each[index] for each in found), degrees=np.asarray(found.degrees)[index])
+
+    def tested(self, index: Any) -> Estimate:
+        """Some entries; from too few units of text nothing is announced."""
+        found = self.at(index)
+        if self.ratio.error_unit()[1] < FEWEST_UNITS:
+            return replace(found, degrees=np.zeros_like(found.value))
+        return found
+
+
+def rows_of(place: Place, statistic: str, parts: RatioParts, index: Any) -> Iterator[Row]:
+    """A statistic of heads, from the whole text and from its halves."""
+    yield Row(place, statistic, "", parts.tested(index))
+    for half in HALVES:
+        yield Row(place, statistic, half, parts.at(index, half))
+
+
+class Group(RunningParts):
+    """Running results of some statistics on one model, and what has to be known to make them.
+
+    Its attributes that are running results are stored and merged by themselves (`RunningParts`).
+
+    Attributes:
+        name: of the group.
+        events: that it wants.
+        model: what it was begun for.
+        beginning: what the progress says while it begins, if that takes long.
+        sampled_queries: how many queries of the first site were sampled, where a group counts them.
+        failed: statistics, or the whole group, that could not be computed, with the reason.
+        unavailable: the same at one place, by the place's name and theirs.
+    """
+
+    NOTES = ("failed", "unavailable")
+    name: ClassVar[str]
+    events: ClassVar[frozenset[Event]] = frozenset()
+    sampled: ClassVar[bool] = False
+    """Whether it is measured on the sampled windows alone."""
+    beginning: ClassVar[str | None] = None
+    sampled_queries = 0
+
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+        self.unavailable: dict[str, str] = {}
+
+    def begin(self, model: ModelReading) -> None:
+        """Make ready for a model; once, before it is read."""
+        self.model = model
+
+    def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
+        """Take an attention call."""
+
+    def on_queries(self, queries: CallQueries) -> None:
+        """Take the numbers of some queries of a call."""
+
+    def on_step(self, step: Step, window: Window) -> None:
+        """Take a step of the stream of one sampled window."""
+
+    def on_weights(self, weights: SiteWeights) -> None:
+        """Take the weights of an attention site."""
+
+    def on_window(self, window: Window) -> None:
+        """Take a sampled window after the pass."""
+
+    def after_pass(self) -> None:
+        """A forward pass has ended: what is held of it may go."""
+
+    def finish(self) -> None:
+        """Measure what was kept, once the text was read."""
+
+    def rows(self) -> Iterator[Row]:
+        """All numbers."""
+        yield from ()
+
+    def ratios(self) -> Iterator[Kept]:
+        """Running ratios by which two results on one text may be paired; the first tells how many units the text has."""
+        yield from ()
+
+    def nonfinite(self) -> Iterator[tuple[SiteInfo, int, int]]:
+        """Site, head, and how many of its queries had scores that are not finite, where a group counts them."""
+        yield from ()
+
+    def details(self) -> dict[str, Any]:
+        """What the page shows beside the tables, by its name."""
+        return {}
+
+    # What could not be computed ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def fence(self, *names: str) -> Iterator[None]:
+        """What fails inside makes these statistics unavailable, with the reason, and nothing else.
+
+        Whatever is wrong with the input or the capture itself still ends the reading.
+        """
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:
+            self.failed.update(dict.fromkeys(names, unexpected(error)))
+
+    def measures(self, name: str) -> bool:
+        """Whether a statistic is wanted, and has not failed."""
+        return self.model.wants(name) and name not in self.failed
+
+    def missing(self, place: str, name: str, reason: str) -> None:
+        """Say that a statistic, or the group, is not to be had at one place."""
+        self.unavailable[f"{place} {name}"] = reason
+
+    def is_missing(self, place: str, name: str) -> bool:
+        """Whether that was said."""
+        return f"{place} {name}" in self.unavailable
+
+    def missing_at(self, place: str) -> dict[str, str]:
+        """All that was said of one place."""
+        parts = ((key.rpartition(" "), reason) for key, reason in self.unavailable.items())
+        return {name: reason for (where, _, name), reason in parts if where == place}

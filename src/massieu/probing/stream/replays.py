@@ -1,0 +1,76 @@
+"""The replays of all attention sites of one model: how each site's queries follow from the stream is found once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from massieu.probing.capture.capture import Capture
+from massieu.probing.capture.sites import SiteInfo
+from massieu.probing.stream.replay import AffineQuery, Replay
+from massieu.probing.stream.wiring import Step
+
+NO_ORDER = (
+    "the batch has as many items as tokens, and the module does not say by batch_first which of its dimensions is which; "
+    "batches of another length or size do"
+)
+SCORES_ONLY = (
+    "its scores are not known as an affine function of queries and keys, so they cannot be told apart from log-weights"
+)
+
+
+def why_no_maps(info: SiteInfo) -> str | None:
+    """Why the maps between stream and head are not known at a site, as far as its first call shows it."""
+    if info.grade == "scores":
+        return SCORES_ONLY
+    return NO_ORDER if info.tokens_first is None else None
+
+
+def why_no_replay(info: SiteInfo) -> str | None:
+    """Why a site's queries cannot be replayed, as far as its first call shows it."""
+    reason = why_no_maps(info)
+    if reason is None and info.moving:
+        return "its log-weights are computed from the queries or keys, and move with them"
+    return reason
+
+
+@dataclass(eq=False)
+class _Way:
+    """What was found of one site's way from stream to query."""
+
+    reason: str | None
+    checked: bool = False
+    whole: bool = False
+    affine: AffineQuery | None = None
+    linear: nn.Linear | None = None
+
+
+class Replays:
+    """Makes replays of steps, and says why there are none."""
+
+    def __init__(self, sites: Sequence[SiteInfo]) -> None:
+        self._ways = {info.site.name: _Way(why_no_replay(info)) for info in sites}
+
+    def of(self, capture: Capture, item: Step, positions: Int[Tensor, " S"]) -> Replay | str:
+        """The queries of one row's step as functions of the stream; or one sentence that says why they cannot be replayed.
+
+        The first replay of a site has to reproduce the module's queries: on part of the sequence or, more slowly, on all.
+        """
+        assert item.read is not None
+        way = self._ways[item.read.call.site.name]
+        if way.reason is not None:
+            return way.reason
+        replay = Replay(capture, item.read, way.affine, way.whole, way.linear)
+        if way.checked:
+            return replay
+        way.checked = True
+        reason = replay.why_not(positions)
+        if reason is not None and replace(replay, whole=True).why_not(positions) is None:
+            reason, replay = None, replace(replay, whole=True)
+        if reason is not None:
+            way.reason = reason
+            return reason
+        replay = replace(replay, affine=replay.query_map(positions)).in_two_parts(positions)
+        way.whole, way.affine, way.linear = replay.whole, replay.affine, replay.linear
+        return replay
