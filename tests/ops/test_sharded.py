@@ -16,7 +16,7 @@ from tests.support.rows import every_row
 from massieu import ops
 from massieu.ops import sharded
 from massieu.ops.sharded.agreement import MESSAGE_LENGTH
-from massieu.ops.sharded.collectives import Group
+from massieu.ops.sharded.collectives import Peers
 
 pytestmark = pytest.mark.medium  # processes
 
@@ -272,9 +272,9 @@ def test_where_a_group_wants_integers():
         _device_types = (torch.device("cuda"),)
         bound_device_id = torch.device("cuda", 3)
 
-    assert Group(Handle(), 0, 1).device == torch.device("cuda", 3)
+    assert Peers(Handle(), 0, 1).device == torch.device("cuda", 3)
     Handle._device_types = (torch.device("cuda"), torch.device("cpu"))
-    assert Group(Handle(), 0, 1).device == torch.device("cpu")
+    assert Peers(Handle(), 0, 1).device == torch.device("cpu")
 
 
 def test_without_a_process_group():

@@ -22,7 +22,7 @@ from massieu.foundation.values import Value, spread, static_field
 from massieu.measures import Atoms, Gaussian, Measure, MissingFormError
 from massieu.ops import sharded
 from massieu.ops.attention import AttentionResult
-from massieu.ops.sharded.collectives import Group
+from massieu.ops.sharded.collectives import Peers
 from massieu.population.operator import (
     AffineMap,
     Map,
@@ -239,7 +239,7 @@ class AttentionLayer(Operator):
         written = self.value_weight @ law.mean[..., None, :, None] + answer @ self.query_bias.unsqueeze(-1)
         return AffineMap(matrix, (self.output_weight @ written).sum(-3).squeeze(-1) + self.bias)
 
-    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+    def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         if group is None and particles.shape[-2] == 0:
             raise ValueError(f"AttentionLayer needs at least one particle, got shape {tuple(particles.shape)}")
         attend = ops.attention

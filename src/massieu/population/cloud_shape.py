@@ -17,7 +17,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_values, floating, instance, whole_number
 from massieu.foundation.doors import door
-from massieu.ops.sharded.collectives import Group
+from massieu.ops.sharded.collectives import Peers
 from massieu.population.reading import (
     ObservableReading,
     Processes,
@@ -215,7 +215,7 @@ def _simulated_null(tokens: int) -> tuple[float, float]:
     return found.mean().item(), found.std().item() / repetitions**0.5
 
 
-def _projected(relative: Tensor, directions: Tensor, group: Group | None) -> Tensor:
+def _projected(relative: Tensor, directions: Tensor, group: Peers | None) -> Tensor:
     """Projections of centred tokens, the largest about 1: powers of them neither overflow nor vanish, rounding is 0."""
     along = relative @ directions.T
     size = greatest(along.detach().abs().amax(-2, keepdim=True), group)

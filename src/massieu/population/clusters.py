@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu.foundation.arguments import check_values, number, real, whole_number
 from massieu.foundation.doors import count, door
 from massieu.foundation.values import promoted_dtype
-from massieu.ops.sharded.collectives import Group
+from massieu.ops.sharded.collectives import Peers
 from massieu.population.reading import ObservableReading, Processes, check_cloud, greatest, shared, summed
 
 _SHARE_OF_LENGTH = 0.1
@@ -108,7 +108,7 @@ class Clusters:
         return {"clusters": ObservableReading(found.clusters), "largest_cluster": ObservableReading(found.largest)}
 
 
-def _in_units(cloud: Tensor, processes: Group | None) -> tuple[Tensor, Tensor]:
+def _in_units(cloud: Tensor, processes: Peers | None) -> tuple[Tensor, Tensor]:
     """Each cloud by a power of two, so that squares neither overflow nor vanish, and that power; this rounds nothing."""
     size = greatest(cloud.abs().amax((-2, -1)).double(), processes)
     exponent = torch.where(size == 0, 0, torch.frexp(size).exponent)
@@ -117,7 +117,7 @@ def _in_units(cloud: Tensor, processes: Group | None) -> tuple[Tensor, Tensor]:
     )
 
 
-def _radius(cloud: Tensor, radius: Tensor | None, processes: Group | None) -> Tensor:
+def _radius(cloud: Tensor, radius: Tensor | None, processes: Peers | None) -> Tensor:
     if radius is not None:
         return radius
     squares = cloud.square().sum(-1).double().sum(-1)

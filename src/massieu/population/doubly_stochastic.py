@@ -22,7 +22,7 @@ from massieu.foundation.arguments import (
 from massieu.foundation.doors import door
 from massieu.foundation.values import promoted_dtype, static_field
 from massieu.measures import Gaussian
-from massieu.ops.sharded.collectives import Group
+from massieu.ops.sharded.collectives import Peers
 from massieu.population.head import Head, HeadOptions, checked
 from massieu.population.operator import AffineMap
 
@@ -201,7 +201,7 @@ class DoublyStochasticLayer(Head):
         still = before.mean.unsqueeze(-1)
         return self._law_after(before, AffineMap(value @ matrix, (value @ (still - matrix @ still)).squeeze(-1)))
 
-    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+    def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         if 0 in particles.shape[:-2]:
             return particles
         query, key, value = self._heads(particles)

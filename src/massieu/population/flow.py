@@ -21,11 +21,11 @@ from massieu.foundation.arguments import described, flag, whole_number
 from massieu.foundation.doors import any_of, door, sequence
 from massieu.foundation.settings import fingerprint
 from massieu.ops.sharded.agreement import Call, together
-from massieu.ops.sharded.collectives import Group
+from massieu.ops.sharded.collectives import Peers
 from massieu.population import flow_checkpoint
 from massieu.population.cloud_shape import CloudShape
 from massieu.population.flow_checkpoint import State
-from massieu.population.flow_result import FlowResult, Row
+from massieu.population.flow_result import FlowResult, FlowRow
 from massieu.population.observables import CloudMoments
 from massieu.population.operator import Operator
 from massieu.population.reading import Observable, ObservableReading, Processes, check_single_cloud, joined
@@ -153,7 +153,7 @@ class Flow:
             generator.set_state(stored)
         return self._go_on(state, settings, folder, progress)
 
-    def _agreed(self, group: Group | None, check: Callable[[], dict[str, Any]], checkpoint: bool) -> dict[str, Any]:
+    def _agreed(self, group: Peers | None, check: Callable[[], dict[str, Any]], checkpoint: bool) -> dict[str, Any]:
         """The checked settings, which on all processes that share the cloud must be those of one flow; raises as `agreed`."""
         if group is None:
             return check()
@@ -208,7 +208,7 @@ class Flow:
         rows = (*state.rows, *self._observe(particles, index + 1, told))
         return State(index + 1, particles, rows, lineage)
 
-    def _observe(self, particles: Tensor, layer: int, told: Mapping[str, ObservableReading]) -> list[Row]:
+    def _observe(self, particles: Tensor, layer: int, told: Mapping[str, ObservableReading]) -> list[FlowRow]:
         named: dict[str, ObservableReading | Tensor | float] = {}
         more: Any = {} if self.group is None else {"group": self.group}
         for found in (told, *(observable(particles, **more) for observable in self.observables)):
@@ -270,7 +270,7 @@ def _repeated(layers: Layer | Sequence[Layer], depth: int | None) -> tuple[Layer
     return (layers,) * depth
 
 
-def _rows(layer: int, name: str, reading: ObservableReading | Tensor | float) -> list[Row]:
+def _rows(layer: int, name: str, reading: ObservableReading | Tensor | float) -> list[FlowRow]:
     if not isinstance(reading, ObservableReading):
         reading = ObservableReading(torch.as_tensor(reading))
     if reading.value.ndim > 1:
@@ -281,6 +281,6 @@ def _rows(layer: int, name: str, reading: ObservableReading | Tensor | float) ->
     ]
     numbers = zip(reading.value.double().reshape(-1).tolist(), *others, strict=True)
     return [
-        Row(layer, name, index if shape else None, value, error, null)
+        FlowRow(layer, name, index if shape else None, value, error, null)
         for index, (value, error, null) in enumerate(numbers)
     ]

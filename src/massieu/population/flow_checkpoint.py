@@ -16,8 +16,8 @@ from torch import Tensor
 from massieu.errors import InputError
 from massieu.foundation.files import remove_left, replacing
 from massieu.foundation.settings import tensor_bytes
-from massieu.ops.sharded.collectives import Group, largest
-from massieu.population.flow_result import Row
+from massieu.ops.sharded.collectives import Peers, largest
+from massieu.population.flow_result import FlowRow
 
 _FORMAT = 2
 _NAME = re.compile(r"process-(\d+)-layer-(\d+)\.safetensors")
@@ -29,13 +29,13 @@ class State(NamedTuple):
 
     done: int
     particles: Tensor
-    rows: tuple[Row, ...]
+    rows: tuple[FlowRow, ...]
     lineage: Tensor | None
     """Of each particle the first one it descends from; None while no layer has drawn."""
 
 
 def write(
-    folder: Path, state: State, settings: dict[str, Any], generators: Sequence[torch.Generator], group: Group | None
+    folder: Path, state: State, settings: dict[str, Any], generators: Sequence[torch.Generator], group: Peers | None
 ) -> None:
     """Write a state; the ones before are removed once every process has written this one.
 
@@ -64,7 +64,7 @@ def write(
             earlier.unlink(missing_ok=True)
 
 
-def read(folder: Path, group: Group | None, settings: dict[str, Any]) -> tuple[State, dict[str, Any], list[Tensor]]:
+def read(folder: Path, group: Peers | None, settings: dict[str, Any]) -> tuple[State, dict[str, Any], list[Tensor]]:
     """The latest state that every process has, the settings of the start, and the states of the generators.
 
     Args:
@@ -90,7 +90,7 @@ def read(folder: Path, group: Group | None, settings: dict[str, Any]) -> tuple[S
     return found
 
 
-def _all_or_none(failure: str | None, group: Group | None) -> None:
+def _all_or_none(failure: str | None, group: Peers | None) -> None:
     """Raise on every process where one has failed: none waits for another that has stopped."""
     failed = failure is not None
     if group is not None:
@@ -127,7 +127,7 @@ def _loaded(path: Path, done: int, own: dict[str, Any]) -> tuple[State, dict[str
         )
     particles, lineage = (_on(path, stored["device"], tensors.get(name)) for name in ("particles", "lineage"))
     assert particles is not None
-    rows = tuple(Row(*row) for row in record["rows"])
+    rows = tuple(FlowRow(*row) for row in record["rows"])
     states = [tensors[f"generator.{index}"] for index in range(len(stored["generators"]))]
     return State(done, particles, rows, lineage), stored, states
 
@@ -148,12 +148,12 @@ def _checksum(record: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def exists(folder: Path, group: Group | None) -> bool:
+def exists(folder: Path, group: Peers | None) -> bool:
     """Whether the folder has a checkpoint of this process."""
     return bool(_present(folder, group))
 
 
-def _present(folder: Path, group: Group | None) -> dict[int, Path]:
+def _present(folder: Path, group: Peers | None) -> dict[int, Path]:
     """This process's files by the layers done."""
     rank, found = 0 if group is None else group.rank, {}
     for path in folder.glob("process-*.safetensors"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FlowRow:
     """One number of one layer."""
 
     layer: int
@@ -47,7 +47,7 @@ class FlowResult:
             observables.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[FlowRow, ...]
     particles: Float[Tensor, "n d"]
     lineage: Int[Tensor, "n"] | None
     layers: int
@@ -84,7 +84,7 @@ class FlowResult:
         """
         polars = require_extra("polars", "probe")
         kinds = (polars.Int32, polars.String, polars.Int32, polars.Float64, polars.Float64, polars.Float64)
-        schema = dict(zip((each.name for each in fields(Row)), kinds, strict=True))
+        schema = dict(zip((each.name for each in fields(FlowRow)), kinds, strict=True))
         return polars.DataFrame([astuple(row) for row in self.rows], schema=schema, orient="row")
 
     def plot(self, observables: Sequence[str] | None = None, *, title: str = "A flow of tokens") -> "Drawing":

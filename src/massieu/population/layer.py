@@ -12,7 +12,7 @@ from massieu.foundation.arguments import floating, instance, whole_number
 from massieu.foundation.doors import sequence
 from massieu.foundation.values import static_field
 from massieu.measures import Gaussian
-from massieu.ops.sharded.collectives import Group
+from massieu.ops.sharded.collectives import Peers
 from massieu.population.operator import (
     AffineMap,
     Map,
@@ -72,7 +72,7 @@ class Normalisation(Operator):
     def _like(self) -> Tensor:
         return self.gain
 
-    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+    def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         return self.gain.to(particles.dtype) * self.activation(particles) + self.bias.to(particles.dtype)
 
 
@@ -121,7 +121,7 @@ class FeedForward(Operator):
         step_size = one_number("step_size", step_size, like)
         return cls(function, step_size, as_map("normalisation", normalisation), as_map("activation", activation))
 
-    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+    def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         update = self.function(apply(self.normalisation, particles, group))
         if not isinstance(update, Tensor):
             raise TypeError(f"function must give a tensor, got {type(update).__name__}")
@@ -178,7 +178,7 @@ class Composition(Operator):
             law = operator.gaussian(law)
         return law
 
-    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+    def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         for operator in self.operators:
             particles = apply(operator, particles, group)
         return particles

@@ -13,7 +13,7 @@ from massieu.energy.activations import Activation, Identity, MeasureActivation
 from massieu.foundation.arguments import as_tensor, check_finite, described, floating, instance
 from massieu.foundation.values import Value, promoted_dtype
 from massieu.measures import Gaussian, Measure, MissingFormError
-from massieu.ops.sharded.collectives import Group
+from massieu.ops.sharded.collectives import Peers
 from massieu.population.reading import Processes, agreed
 
 
@@ -82,7 +82,7 @@ class Operator(Value):
             RuntimeError: another process refused its arguments, or it died.
         """
         self.check_shared()
-        processes, tensors = Group.of(group), self._tensors()
+        processes, tensors = Peers.of(group), self._tensors()
         alike = {"number of parameters": len(tensors)}
         for field in dataclasses.fields(self):
             # A function may hold what belongs to its process.
@@ -125,7 +125,7 @@ class Operator(Value):
                     each.check_shared()
 
     @abstractmethod
-    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+    def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         """The particles after it, given in at least float32; of processes that share a population, this one's."""
 
     @property
@@ -191,7 +191,7 @@ def as_map(name: str, given: object) -> Map:
     return given
 
 
-def apply(any_map: Map, particles: Tensor, group: Group | None) -> Tensor:
+def apply(any_map: Map, particles: Tensor, group: Peers | None) -> Tensor:
     """The particles after an activation or an operator; this process's, where a group shares them."""
     if group is None or isinstance(any_map, Activation):
         return any_map(particles)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from massieu.foundation.arguments import check_shape, floating
 from massieu.ops.sharded.agreement import Call, check_sendable, together
-from massieu.ops.sharded.collectives import Group, gather, gather_unequal, largest
+from massieu.ops.sharded.collectives import Peers, gather, gather_unequal, largest
 from massieu.ops.sharded.collectives import total as total_over
 
 Checked = TypeVar("Checked")
@@ -43,13 +43,13 @@ class Observable(Protocol):
     def __call__(self, points: Float[Tensor, "n d"], /) -> Mapping[str, ObservableReading | Tensor | float]: ...
 
 
-def joined(group: Processes) -> Group | None:
-    """The processes, or None for this one alone; raises as `Group.of`."""
-    return None if group is None else Group.of(group)
+def joined(group: Processes) -> Peers | None:
+    """The processes, or None for this one alone; raises as `Peers.of`."""
+    return None if group is None else Peers.of(group)
 
 
 def agreed(
-    group: Group,
+    group: Peers,
     function: str,
     points: Tensor,
     check: Callable[[], Checked],
@@ -87,7 +87,7 @@ def shared(
     check: Callable[[], object],
     replicated: Mapping[str, Tensor] | None = None,
     **alike: object,
-) -> Group | None:
+) -> Peers | None:
     """Check the arguments, here and with the processes that share the cloud (`agreed`); who they are, None for no others."""
     processes = joined(group)
     if processes is None:
@@ -97,24 +97,24 @@ def shared(
     return processes
 
 
-def summed(tensor: Tensor, group: Group | None) -> Tensor:
+def summed(tensor: Tensor, group: Peers | None) -> Tensor:
     """Added up over the processes."""
     return tensor if group is None else total_over(tensor, group)
 
 
-def greatest(tensor: Tensor, group: Group | None) -> Tensor:
+def greatest(tensor: Tensor, group: Peers | None) -> Tensor:
     """The largest over the processes, entry by entry; without gradient where there are several."""
     return tensor if group is None else largest(tensor, group)
 
 
-def counts(points: Tensor, group: Group | None) -> list[int]:
+def counts(points: Tensor, group: Peers | None) -> list[int]:
     """How many tokens (*batch, n, d) each process has."""
     if group is None:
         return [points.shape[-2]]
     return gather(torch.tensor([points.shape[-2]], device=group.device), group).flatten().tolist()
 
 
-def collected(tensor: Tensor, group: Group | None) -> Tensor:
+def collected(tensor: Tensor, group: Peers | None) -> Tensor:
     """The tokens (*batch, n, d) of all processes, one after the other."""
     if group is None:
         return tensor
@@ -134,7 +134,7 @@ def check_single_cloud(points: Tensor, name: str = "points") -> None:
     check_shape(name, points, ("n", "d"))
 
 
-def centred(points: Tensor, group: Group | None = None) -> tuple[Tensor, int]:
+def centred(points: Tensor, group: Peers | None = None) -> tuple[Tensor, int]:
     """The cloud in float64 with mean zero, exactly zero where all tokens are equal; and how many tokens it has in all."""
     check_cloud(points)
     points = points.double()

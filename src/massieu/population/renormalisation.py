@@ -16,7 +16,7 @@ from massieu.foundation.arguments import check_values, floating, number, positiv
 from massieu.foundation.transforms import every, unwrapped
 from massieu.foundation.values import static_field
 from massieu.measures import Gaussian
-from massieu.ops.sharded.collectives import Group, replicate, total
+from massieu.ops.sharded.collectives import Peers, replicate, total
 from massieu.population.operator import AffineMap, Operator, ParticleMoments
 
 
@@ -90,7 +90,7 @@ class Renormalisation(Operator):
     def _like(self) -> Tensor:
         return self.mean
 
-    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+    def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         centred, covariance = _moments(particles, group)
         matrix = _spread(self.matrix(covariance), group)
         return _spread(self.mean.to(particles.dtype), group).unsqueeze(-2) + centred @ matrix.mT
@@ -124,7 +124,7 @@ class TraceRenormalisation(Operator):
         identity = torch.eye(law.mean.shape[-1], dtype=size.dtype, device=size.device)
         return AffineMap(size[..., None, None] * identity, -size.unsqueeze(-1) * law.mean)
 
-    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+    def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         centred, covariance = _moments(particles, group)
         return _spread(self._size(covariance), group)[..., None, None] * centred
 
@@ -138,7 +138,7 @@ class TraceRenormalisation(Operator):
         return (self.trace.to(own) / own).sqrt()
 
 
-def _moments(particles: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
+def _moments(particles: Tensor, group: Peers | None) -> tuple[Tensor, Tensor]:
     """The particles less the population's mean, and its covariance."""
     if group is None:
         centred = particles - particles.mean(-2, keepdim=True)
@@ -149,6 +149,6 @@ def _moments(particles: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
     return centred, total(centred.mT @ centred, group) / count
 
 
-def _spread(tensor: Tensor, group: Group | None) -> Tensor:
+def _spread(tensor: Tensor, group: Peers | None) -> Tensor:
     """What all processes hold, for each to use on its own particles."""
     return tensor if group is None else replicate(tensor, group)

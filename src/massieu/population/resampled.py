@@ -12,7 +12,7 @@ from massieu.foundation.arguments import check_finite, check_values, instance, n
 from massieu.foundation.values import static_field
 from massieu.measures import Gaussian, MissingFormError
 from massieu.ops.resampling import Method
-from massieu.ops.sharded.collectives import Group
+from massieu.ops.sharded.collectives import Peers
 from massieu.population.background import HybridCarrier
 from massieu.population.head import Head, HeadOptions, checked
 from massieu.population.operator import AffineMap
@@ -141,7 +141,7 @@ class ResampledLayer(Head):
         output = AffineMap(answer @ tilt, (value @ before.mean.unsqueeze(-1)).squeeze(-1))
         return self._law_after(before, output, answer @ value.mT / self.draws)
 
-    def _moved(self, particles: Tensor, group: Group | None) -> Tensor:
+    def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         return self._drawn(particles).particles
 
     def _drawn(self, particles: Tensor) -> ResampledTokens:

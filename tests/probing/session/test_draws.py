@@ -13,6 +13,7 @@ import massieu
 from massieu.errors import InputError
 from massieu.probing.model.fresh import reinitialised
 from massieu.probing.session import draws as control
+from massieu.probing.session import session_record
 
 VOCABULARY, LENGTH = 60, 12
 STATISTICS = ["attention", "climb", "maps", "expansion"]
@@ -166,11 +167,9 @@ def grouped() -> Any:
     "make, apart, clusters", [(gpt2, False, 4), (alibi, True, 4), (grouped, False, 2)], ids=["gpt2", "alibi", "grouped"]
 )
 def test_heads_with_other_log_weights_are_apart_and_those_that_share_keys_together(make, apart, clusters, monkeypatch):
-    from massieu.probing.result import tables
-
     seen = []
-    arrangement = tables.arrangement_of
-    monkeypatch.setattr(tables, "arrangement_of", lambda info: seen.append(arrangement(info)) or seen[-1])
+    arrangement = session_record.arrangement_of
+    monkeypatch.setattr(session_record, "arrangement_of", lambda info: seen.append(arrangement(info)) or seen[-1])
     massieu.probe(make(), batches(4, 4), statistics=["entropy"], draws=2)
     assert {(each.alone, each.clusters) for each in seen} == {(apart, clusters)}
 

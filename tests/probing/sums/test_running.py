@@ -19,7 +19,7 @@ from tests.support.rows import every_row
 from massieu.errors import InputError
 from massieu.probing.capture.tokens import is_sampled, sampled_before
 from massieu.probing.checks.nonfinite import FirstTrouble
-from massieu.probing.reading.examples import Examples, ExampleWindow
+from massieu.probing.reading.examples import ExampleWindow, ExampleWindows
 from massieu.probing.statistics.expansion import ExpansionStatistics
 from massieu.probing.sums.accumulate import Histogram, Ratio, Spread, Tally
 from massieu.probing.sums.running import Running, RunningParts, add, packed, unpacked
@@ -181,8 +181,8 @@ def expansion() -> ExpansionStatistics:
     return found
 
 
-def examples() -> Examples:
-    found = Examples()
+def examples() -> ExampleWindows:
+    found = ExampleWindows()
     found.append(
         ExampleWindow("window 9 · é", {"text": ["▁a", "\ud800"]}, 2, 1, 9, {"0": {"entropy": [[np.nan, 0.5]]}})
     )

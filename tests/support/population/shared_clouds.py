@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from massieu.ops.sharded.collectives import Group, total
+from massieu.ops.sharded.collectives import Peers, total
 from massieu.population import CloudMoments, CloudShape, Clusters, Flow, SelfAttention, covariance_spectrum
 
 SIZES = (7, 12)
@@ -25,7 +25,7 @@ def towards_the_mean(points, shared=False):
     """A layer that needs a sum over the whole cloud."""
     sums, count = points.sum(0), torch.tensor(float(len(points)))
     if shared:
-        processes = Group.of(dist.group.WORLD)
+        processes = Peers.of(dist.group.WORLD)
         sums, count = total(sums, processes), total(count, processes)
     return points + 0.3 * (sums / count - points)
 

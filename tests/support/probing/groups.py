@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from massieu.probing.statistics.group import Group, ModelReading, Window
+from massieu.probing.statistics.group import Group, ModelReading, SampledWindow
 from massieu.probing.stream.wiring import Step
 from massieu.probing.sums.units import Units
 from massieu.report.record import Sublayer
@@ -31,13 +31,13 @@ def step_to(cloud: Tensor, index: int) -> Step:
     return Step(sublayer(index), cloud[None], cloud[None], None)
 
 
-def window(positions: Tensor, number: int | None, drawn: torch.Generator) -> Window:
+def window(positions: Tensor, number: int | None, drawn: torch.Generator) -> SampledWindow:
     """A sampled window, the first row of its batch, with these positions sampled."""
 
     def never(*_: Any) -> Any:
         raise AssertionError("nothing is replayed or run again here")
 
-    return Window(0, number, lambda _: positions, lambda _: positions, lambda _: drawn, never, never)
+    return SampledWindow(0, number, lambda _: positions, lambda _: positions, lambda _: drawn, never, never)
 
 
 def rows_at(group: Group, index: int) -> dict[str, list[float]]:

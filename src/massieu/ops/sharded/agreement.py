@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from massieu.foundation.transforms import layers, unwrapped
-from massieu.ops.sharded.collectives import Group, gathered
+from massieu.ops.sharded.collectives import Peers, gathered
 
 Checked = TypeVar("Checked")
 
@@ -49,7 +49,7 @@ class Call:
         return {"function": self.function} | numbers | shapes | {"kind of arguments": names}
 
 
-def together(group: Group, check: Callable[[], tuple[Checked, Call]]) -> tuple[Checked, dict[str, list[int]]]:
+def together(group: Peers, check: Callable[[], tuple[Checked, Call]]) -> tuple[Checked, dict[str, list[int]]]:
     """Check this process's arguments, and that the processes agree; also each process's own numbers, by their names.
 
     Every process takes part, also one that refuses its arguments: so that all stop, and none waits for it.
@@ -79,7 +79,7 @@ def together(group: Group, check: Callable[[], tuple[Checked, Call]]) -> tuple[C
     return checked, {name: [row[3 + place] for row in rows] for place, name in enumerate(call.own)}
 
 
-def check_sendable(group: Group, **tensors: object) -> None:
+def check_sendable(group: Peers, **tensors: object) -> None:
     """Raise unless the group can send what is computed from these tensors.
 
     Raises:
@@ -142,7 +142,7 @@ def _factors(first: int, count: int, device: torch.device) -> Tensor:
     return (state ^ (state >> 31)) | 1
 
 
-def _header(call: Call, group: Group) -> Tensor:
+def _header(call: Call, group: Peers) -> Tensor:
     digests = [digest(tensor) for tensor in call.replicated.values()]
     # One wait for the device.
     contents = torch.stack(digests).tolist() if digests else []
@@ -154,21 +154,21 @@ def _hashed(thing: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(thing).encode(), digest_size=8).digest(), signed=True)
 
 
-def _raise_for_others(rows: list[list[int]], group: Group) -> None:
+def _raise_for_others(rows: list[list[int]], group: Peers) -> None:
     refused = [rank for rank, row in enumerate(rows) if row[0]]
     if refused:
         reason = _texts("", group)[refused[0]]
         raise RuntimeError(f"process {refused[0]} refused its arguments: {reason}")
 
 
-def _texts(text: object, group: Group) -> list:
+def _texts(text: object, group: Peers) -> list:
     """What every process has to say; only before an error, as it costs several messages."""
     found: list = [None] * group.size
     dist.all_gather_object(found, text, group=group.handle)
     return found
 
 
-def _difference(table: dict[str, str], group: Group) -> str:
+def _difference(table: dict[str, str], group: Peers) -> str:
     """What differs first, and between which processes."""
     tables: list[dict[str, str]] = _texts(table, group)
     for name, thing in tables[0].items():
@@ -179,7 +179,7 @@ def _difference(table: dict[str, str], group: Group) -> str:
     return "all processes must call the same function in the same way"
 
 
-def _check_close(name: str, tensor: Tensor, group: Group) -> None:
+def _check_close(name: str, tensor: Tensor, group: Peers) -> None:
     """Raise on all processes unless a tensor is that of process 0; a floating-point one, to rounding.
 
     Two processes that compute the same numbers seldom round alike: memory that is aligned differently is enough. So

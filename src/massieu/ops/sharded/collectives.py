@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
-class Group:
+class Peers:
     """The processes that share a problem."""
 
     handle: ProcessGroup
@@ -32,7 +32,7 @@ class Group:
     size: int
 
     @staticmethod
-    def of(group: ProcessGroup | DeviceMesh | None) -> "Group":
+    def of(group: ProcessGroup | DeviceMesh | None) -> "Peers":
         """From a process group, a mesh of one dimension, or None for all processes.
 
         Raises:
@@ -52,7 +52,7 @@ class Group:
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError("this process is not in the group that shares the keys")
-        return Group(group, rank, dist.get_world_size(group))
+        return Peers(group, rank, dist.get_world_size(group))
 
     @property
     def device(self) -> torch.device:
@@ -63,33 +63,33 @@ class Group:
         return self.handle.bound_device_id or torch.device(min(served), torch.accelerator.current_device_index())
 
 
-def replicate(tensor: Tensor, group: Group) -> Tensor:
+def replicate(tensor: Tensor, group: Peers) -> Tensor:
     """A replicated tensor, to be used in ways that differ between processes."""
     return _Linear.apply(tensor, None, _replicated, group)  # pyright: ignore[reportReturnType]
 
 
-def total(tensor: Tensor, group: Group, known: Tensor | None = None) -> Tensor:
+def total(tensor: Tensor, group: Peers, known: Tensor | None = None) -> Tensor:
     """The sum over processes, replicated; where its value is `known`, nothing is communicated."""
     return _Linear.apply(tensor, known, _summed, group)  # pyright: ignore[reportReturnType]
 
 
-def gather(tensor: Tensor, group: Group) -> Tensor:
+def gather(tensor: Tensor, group: Peers) -> Tensor:
     """All processes' tensors, stacked."""
     return _Linear.apply(tensor, None, gathered, group)  # pyright: ignore[reportReturnType]
 
 
-def exchange(tensor: Tensor, group: Group) -> Tensor:
+def exchange(tensor: Tensor, group: Peers) -> Tensor:
     """From a stack of one slice for each process, the stack of those that the processes have for this one."""
     return _Linear.apply(tensor, None, _exchanged, group)  # pyright: ignore[reportReturnType]
 
 
-def gather_unequal(tensor: Tensor, dim: int, lengths: Sequence[int], group: Group) -> list[Tensor]:
+def gather_unequal(tensor: Tensor, dim: int, lengths: Sequence[int], group: Peers) -> list[Tensor]:
     """Each process's tensor, of that length along one dimension; what is sent is padded to the longest."""
     stacked = gather(padded(tensor, dim, max(lengths)), group)
     return [part.narrow(dim, 0, length) for part, length in zip(stacked, lengths, strict=True)]
 
 
-def exchange_unequal(tensors: Sequence[Tensor], dim: int, group: Group) -> Tensor:
+def exchange_unequal(tensors: Sequence[Tensor], dim: int, group: Peers) -> Tensor:
     """Tensor j goes to process j, whatever its length along one dimension; those that came, stacked."""
     longest = max(tensor.shape[dim] for tensor in tensors)
     stacked = exchange(torch.stack([padded(tensor, dim, longest) for tensor in tensors]), group)
@@ -101,7 +101,7 @@ def padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim]))
 
 
-def largest(tensor: Tensor, group: Group) -> Tensor:
+def largest(tensor: Tensor, group: Peers) -> Tensor:
     """The largest of all processes, entry by entry; without gradient."""
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if result.numel():
@@ -115,14 +115,14 @@ def _widened(tensor: Tensor) -> Tensor:
     return wide.clone(memory_format=torch.contiguous_format)
 
 
-def _summed(tensor: Tensor, group: Group) -> Tensor:
+def _summed(tensor: Tensor, group: Peers) -> Tensor:
     result = _widened(tensor)
     if result.numel():
         dist.all_reduce(result, group=group.handle)
     return result.to(tensor.dtype)
 
 
-def gathered(tensor: Tensor, group: Group) -> Tensor:
+def gathered(tensor: Tensor, group: Peers) -> Tensor:
     """All processes' tensors, stacked, without derivative."""
     result = tensor.new_empty(group.size, *tensor.shape)
     if tensor.numel():
@@ -130,7 +130,7 @@ def gathered(tensor: Tensor, group: Group) -> Tensor:
     return result
 
 
-def _scattered(tensor: Tensor, group: Group) -> Tensor:
+def _scattered(tensor: Tensor, group: Peers) -> Tensor:
     wide = _widened(tensor)
     result = torch.empty_like(wide[0])
     if result.numel():
@@ -138,7 +138,7 @@ def _scattered(tensor: Tensor, group: Group) -> Tensor:
     return result.to(tensor.dtype)
 
 
-def _exchanged(tensor: Tensor, group: Group) -> Tensor:
+def _exchanged(tensor: Tensor, group: Peers) -> Tensor:
     source = tensor.detach().contiguous()
     result = torch.empty_like(source)
     if result.numel():
@@ -146,7 +146,7 @@ def _exchanged(tensor: Tensor, group: Group) -> Tensor:
     return result
 
 
-def _replicated(tensor: Tensor, group: Group) -> Tensor:
+def _replicated(tensor: Tensor, group: Peers) -> Tensor:
     return tensor.view_as(tensor)
 
 
@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
     """(tensor, known result or None, operation, group) ↦ operation(tensor, group)."""
 
     @staticmethod
-    def forward(tensor: Tensor, known: Tensor | None, operation: Callable[..., Tensor], group: Group) -> Tensor:
+    def forward(tensor: Tensor, known: Tensor | None, operation: Callable[..., Tensor], group: Peers) -> Tensor:
         return operation(tensor, group) if known is None else known.clone()
 
     @staticmethod

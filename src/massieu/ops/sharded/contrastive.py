@@ -15,7 +15,7 @@ from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import working_dtype
 from massieu.ops.sharded import rows
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
-from massieu.ops.sharded.collectives import Group, replicate, total
+from massieu.ops.sharded.collectives import Peers, replicate, total
 from massieu.ops.sharded.keys import Placement, Processes
 
 
@@ -66,7 +66,7 @@ def info_nce(
         4.0
         >>> dist.destroy_process_group()
     """
-    shard = Group.of(group)
+    shard = Peers.of(group)
 
     def check() -> tuple[tuple[Tensor, dict[str, Any]], Call]:
         count = contrastive.check_arguments(query, key, negatives, symmetric, return_log_partition)
@@ -121,7 +121,7 @@ def info_nce(
     return contrastive.contrast(mean, levels) if return_log_partition else mean
 
 
-def _of_everyone(log_weight: Tensor, lengths: list[int], group: Group) -> Tensor:
+def _of_everyone(log_weight: Tensor, lengths: list[int], group: Peers) -> Tensor:
     """The log-weights of pairs, their rows in the order of `rows.everyone`."""
     if len(log_weight) != sum(lengths):
         # Alike on all processes, so all raise.

@@ -18,7 +18,7 @@ from massieu.ops.partial import Partial, around, shares
 from massieu.ops.shapes import AttentionProblem, Band, Scale, Sink, Window, check_band, check_problem, positions
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
 from massieu.ops.sharded.collectives import (
-    Group,
+    Peers,
     exchange_unequal,
     gather_unequal,
     largest,
@@ -147,7 +147,7 @@ def _run(
     processes: Processes,
 ) -> tuple[AttentionProblem, Partial]:
     """The checked problem, and its results in the common layout."""
-    group = Group.of(processes)
+    group = Peers.of(processes)
 
     def check() -> tuple[tuple[AttentionProblem, Band, Tensor | None], Call]:
         choice("queries", queries, "replicated", "sharded")
@@ -265,7 +265,7 @@ def _call(
     return Call("attention" if value is not None else "log_partition", alike, replicated, own)
 
 
-def merge(part: Partial, group: Group) -> Partial:
+def merge(part: Partial, group: Peers) -> Partial:
     """The result over all processes' keys, replicated."""
     with torch.no_grad():
         anchor = _merged(Partial(part.log_partition.detach(), part.mean.detach()), group)
@@ -278,7 +278,7 @@ def merge(part: Partial, group: Group) -> Partial:
     return around(anchor, weight, moment)
 
 
-def _merged(part: Partial, group: Group) -> Partial:
+def _merged(part: Partial, group: Peers) -> Partial:
     level, mean = part
     top = largest(level, group)
     weight = (level - top.masked_fill(top == -torch.inf, 0.0)).exp().unsqueeze(-1)
@@ -288,13 +288,13 @@ def _merged(part: Partial, group: Group) -> Partial:
     return Partial(top + weight.log(), sums[..., 1:] / weight.unsqueeze(-1))
 
 
-def _own_copy(found: Partial, group: Group) -> Partial:
+def _own_copy(found: Partial, group: Peers) -> Partial:
     """A replicated result for losses that differ between processes, in one message back whichever part they use."""
     both = replicate(torch.cat([found.log_partition.unsqueeze(-1), found.mean], -1), group)
     return Partial(both[..., 0], both[..., 1:])
 
 
-def _of_own_queries(eta: Tensor, answer: Callable[[Tensor], Partial], lengths: list[int], group: Group) -> Partial:
+def _of_own_queries(eta: Tensor, answer: Callable[[Tensor], Partial], lengths: list[int], group: Peers) -> Partial:
     """All queries come here, and what this process's keys say of each goes back."""
     level, mean = answer(torch.cat(gather_unequal(eta, 3, lengths, group), 3))
     answers = torch.cat([level.unsqueeze(-1), mean], -1)

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from massieu.ops.linear_scores import Direction
-from massieu.ops.sharded.collectives import Group, exchange_unequal, gather_unequal
+from massieu.ops.sharded.collectives import Peers, exchange_unequal, gather_unequal
 from massieu.ops.sharded.keys import only
 
 
-def everyone(tensor: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
+def everyone(tensor: Tensor, lengths: Sequence[int], group: Peers) -> Tensor:
     """The rows of all processes, this one's first and then those of the others by rank."""
     parts = gather_unequal(tensor, 0, lengths, group)
     return torch.cat([parts.pop(group.rank), *parts])
 
 
-def own_first(tensor: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
+def own_first(tensor: Tensor, lengths: Sequence[int], group: Peers) -> Tensor:
     """Rows that are ordered by process, in the order of `everyone`."""
     parts = list(tensor.split(list(lengths)))
     return torch.cat([parts.pop(group.rank), *parts])
 
 
-def answers(numbers: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
+def answers(numbers: Tensor, lengths: Sequence[int], group: Peers) -> Tensor:
     """What each process says of this one's rows, stacked, from what this one says of everyone's, (rows, numbers)."""
     others = [length for rank, length in enumerate(lengths) if rank != group.rank]
     own, *parts = numbers.split([lengths[group.rank], *others])
@@ -34,7 +34,7 @@ def answers(numbers: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
     return exchange_unequal(parts, 0, group)
 
 
-def places(target: Tensor, counts: Sequence[int], group: Group) -> tuple[Tensor, Tensor]:
+def places(target: Tensor, counts: Sequence[int], group: Peers) -> tuple[Tensor, Tensor]:
     """Whether this process holds the target, and its place among this process's columns, −1 where it does not."""
     first = sum(counts[: group.rank])
     mine = (target >= first) & (target < first + counts[group.rank])

@@ -12,7 +12,7 @@ from massieu.ops import vocabulary
 from massieu.ops.linear_scores import Direction, Statistics, check_places, compute
 from massieu.ops.sharded import rows
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
-from massieu.ops.sharded.collectives import Group, gather, replicate, total
+from massieu.ops.sharded.collectives import Peers, gather, replicate, total
 from massieu.ops.sharded.keys import Placement, Processes
 from massieu.ops.token_statistics import (
     TokenStatisticsResult,
@@ -68,7 +68,7 @@ def token_statistics(
         5.0
         >>> dist.destroy_process_group()
     """
-    shard = Group.of(group)
+    shard = Peers.of(group)
     own = isinstance(tokens, str) and tokens == "sharded"
 
     def check() -> tuple[Tensor, Call]:

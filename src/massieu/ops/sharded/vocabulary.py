@@ -14,7 +14,7 @@ from massieu.ops.score_tiles import ScorePlan
 from massieu.ops.shapes import working_dtype
 from massieu.ops.sharded import rows
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
-from massieu.ops.sharded.collectives import Group, replicate, total
+from massieu.ops.sharded.collectives import Peers, replicate, total
 from massieu.ops.sharded.keys import Placement, Processes, merge, only
 from massieu.ops.vocabulary import CrossEntropyResult
 
@@ -67,7 +67,7 @@ def linear_cross_entropy(
         5.0
         >>> dist.destroy_process_group()
     """
-    shard = Group.of(group)
+    shard = Peers.of(group)
     own = isinstance(tokens, str) and tokens == "sharded"
 
     def check() -> tuple[Tensor, Call]:
@@ -134,7 +134,7 @@ def linear_cross_entropy(
     return CrossEntropyResult(nats, level.reshape(target.shape)) if return_log_partition else nats
 
 
-def _of_all_tokens(numbers: list[Tensor], mine: Tensor, group: Group) -> tuple[Direction, Tensor]:
+def _of_all_tokens(numbers: list[Tensor], mine: Tensor, group: Peers) -> tuple[Direction, Tensor]:
     """Log Z over all words, its excess, and the sum of the scores if it is wanted, of replicated tokens."""
     own, excess, *scores = numbers
     level = merge(only(own), group).log_partition
@@ -145,7 +145,7 @@ def _of_all_tokens(numbers: list[Tensor], mine: Tensor, group: Group) -> tuple[D
 
 
 def _of_own_tokens(
-    numbers: list[Tensor], words: Tensor, lengths: list[int], counts: list[int], group: Group
+    numbers: list[Tensor], words: Tensor, lengths: list[int], counts: list[int], group: Peers
 ) -> tuple[Direction, Tensor]:
     """The same of this process's tokens."""
     found = rows.answers(torch.stack(numbers, -1), lengths, group)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.ops.shapes import CallLayout, layout_log_weight
 from massieu.ops.sharded.agreement import Call, derivatives_wanted
-from massieu.ops.sharded.collectives import Group, exchange_unequal, padded
+from massieu.ops.sharded.collectives import Peers, exchange_unequal, padded
 
 OWN_KEYS, EITHER, ALL_KEYS = 0, 1, 2
 """What a log-weight is for: this process's keys and all queries; its queries and all keys; or as the others' say."""
@@ -43,7 +43,7 @@ def with_weights(call: Call, weight: Tensor | None, kind: int) -> Call:
 
 
 def weights_for_own_keys(
-    weight: Tensor | None, pairs: Tensor | None, numbers_of: Mapping[str, Sequence[int]], group: Group
+    weight: Tensor | None, pairs: Tensor | None, numbers_of: Mapping[str, Sequence[int]], group: Peers
 ) -> Tensor | None:
     """All processes' queries and this process's keys, from what each has for its own queries and all keys.
 

@@ -37,12 +37,12 @@ from massieu.probing.statistics.group import (
     CallTokens,
     Event,
     Group,
-    Kept,
     ModelReading,
     Row,
+    RunningRatio,
+    SampledWindow,
     SiteWeights,
     Source,
-    Window,
 )
 from massieu.probing.statistics.query_means import query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
@@ -125,7 +125,7 @@ class Reading(RunningParts):
         self._rows = 0
         self._windows: Sequence[int] = ()
         self._numbers: RowNumbers | None = None
-        self._sampled: list[Window] = []
+        self._sampled: list[SampledWindow] = []
         self._chosen: dict[tuple[int, int, bool, bool], Tensor] = {}
         self.groups: dict[str, Group] = {}
         for group in groups_of(options.groups):
@@ -196,7 +196,7 @@ class Reading(RunningParts):
         for group in self.groups.values():
             self._deliver(group, group.finish)
 
-    def _window(self, row: int, alone: Callable[[int], dict[str, Any]] | None) -> Window:
+    def _window(self, row: int, alone: Callable[[int], dict[str, Any]] | None) -> SampledWindow:
         def inputs() -> dict[str, Any]:
             if alone is None:
                 raise ValueError("the items of these batches cannot be told apart")
@@ -206,7 +206,7 @@ class Reading(RunningParts):
             assert self._capture is not None
             return self._replays.of(self._capture, item, positions)
 
-        return Window(
+        return SampledWindow(
             row=row,
             number=None if self._numbers is None else self._numbers.sampled[row],
             positions=lambda step: self._positions(row, step, cloud=False),
@@ -300,7 +300,7 @@ class Reading(RunningParts):
             if group.name not in group.failed:
                 yield from group.rows()
 
-    def ratios(self) -> Iterator[Kept]:
+    def ratios(self) -> Iterator[RunningRatio]:
         """All running ratios by which two results may be paired."""
         for group in self.groups.values():
             if group.name not in group.failed:

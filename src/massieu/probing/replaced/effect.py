@@ -25,7 +25,7 @@ from massieu.probing.model.forward import decoder_given, output_tensor, run
 from massieu.probing.model.model import LoadedModel, model_inputs
 from massieu.probing.replaced.context import made_of, replaced
 from massieu.probing.replaced.rules import MEAN, AtRest, Off, Resampled, Rule
-from massieu.probing.statistics.group import CallTokens, Event, Group, Place, Row
+from massieu.probing.statistics.group import CallTokens, Event, Group, Row, RowPlace
 from massieu.probing.statistics.registry import REPLACEMENT
 from massieu.probing.statistics.replacement import loss_without_head, output_without_head
 from massieu.probing.sums.accumulate import Ratio
@@ -322,4 +322,4 @@ def _head_rows(info: SiteInfo, records: Sequence[ReplacementRecord]) -> Iterator
     name = loss_without_head.__name__ if of[0].measure == LOSS else output_without_head.__name__
     columns = ([getattr(of[h], each) for h in range(info.heads)] for each in ("value", "standard_error", "tokens"))
     found = Estimate(*(np.array(column, dtype=np.float64) for column in columns))
-    yield Row(Place.of_site(info), name, "", found)
+    yield Row(RowPlace.of_site(info), name, "", found)

@@ -8,7 +8,7 @@ import numpy as np
 
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.result.long_table import TableBuilder
-from massieu.probing.statistics.group import Kept, Place, Row
+from massieu.probing.statistics.group import Row, RowPlace, RunningRatio
 from massieu.probing.statistics.registry import ASKED, STATISTICS
 from massieu.probing.sums.accumulate import Ratio, block_sums
 from massieu.probing.sums.comparisons import Arrangement, BesideRandom, RandomModels, both, with_their_tails
@@ -22,7 +22,7 @@ Null = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class _Test:
-    place: Place
+    place: RowPlace
     own: Estimate
     compared: BesideRandom | None
     nulls: Sequence[Null]
@@ -37,7 +37,7 @@ class Tests:
     def add(
         self,
         name: str,
-        place: Place,
+        place: RowPlace,
         own: Estimate,
         compared: BesideRandom | None,
         nulls: Sequence[Null],
@@ -46,7 +46,7 @@ class Tests:
         if compared is not None or nulls:
             self._tests.setdefault(name, []).append(_Test(place, own, compared, nulls))
 
-    def results(self) -> Iterator[tuple[Place, str, np.ndarray, np.ndarray]]:
+    def results(self) -> Iterator[tuple[RowPlace, str, np.ndarray, np.ndarray]]:
         """Place, statistic, p-values and q-values; the statistics that answer one question are one family."""
         families: dict[str, list[tuple[str, _Test, np.ndarray]]] = {}
         for name, tests in self._tests.items():
@@ -112,7 +112,7 @@ class Tables:
             found._add_tests([row for row in known if row.place.scope == scope], draws, arrangements)
         return found
 
-    def _add(self, place: Place, name: str, found: Estimate) -> None:
+    def _add(self, place: RowPlace, name: str, found: Estimate) -> None:
         if place.scope == "head":
             self.heads.add(place.name, place.layer, name, found.value, found.standard_error, found.count)
         else:
@@ -170,7 +170,7 @@ def values(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, np.ndarray]]]:
     return found
 
 
-def unit_sums(ratios: Iterable[Kept], wanted: frozenset[str]) -> dict[Key, SiteSums]:
+def unit_sums(ratios: Iterable[RunningRatio], wanted: frozenset[str]) -> dict[Key, SiteSums]:
     """The sums of the statistics that are wanted and were measured."""
     found: dict[Key, SiteSums] = {}
     for place, name, ratio, index in ratios:

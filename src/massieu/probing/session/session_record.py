@@ -32,7 +32,7 @@ from massieu.probing.result.findings import findings
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.result.tables import Tables, arrangement_of, unit_sums
 from massieu.probing.session.draws import Draws
-from massieu.probing.statistics.group import Kept
+from massieu.probing.statistics.group import RunningRatio
 from massieu.probing.statistics.registry import ATTENTION, STATISTICS
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.unit_sums import UnitSums
@@ -194,7 +194,7 @@ class SessionRecord:
             return record.ErrorUnitRecord("window", self.read, None)
         return record.ErrorUnitRecord(*ratio.error_unit(), _degrees(ratio.estimate()))
 
-    def _ratios(self, sampled: bool) -> Iterator[Kept]:
+    def _ratios(self, sampled: bool) -> Iterator[RunningRatio]:
         """What was measured on the sampled windows alone, or on all of the text."""
         for group in self.reading.groups.values():
             if group.sampled == sampled and group.name not in group.failed:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
-from massieu.probing.statistics.group import Event, Window
+from massieu.probing.statistics.group import Event, SampledWindow
 from massieu.probing.statistics.layer_groups import SublayerGroup
 from massieu.probing.stream.wiring import Step, StreamTracer
 
@@ -48,7 +48,7 @@ class AgainGroup(SublayerGroup):
             UnsuitableInputsError: the question does not fit.
         """
 
-    def on_window(self, window: Window) -> None:
+    def on_window(self, window: SampledWindow) -> None:
         """Measure one window."""
         if window.number is not None and window.number >= self.windows:
             return

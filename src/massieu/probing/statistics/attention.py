@@ -20,11 +20,11 @@ from massieu.probing.statistics.group import (
     CallTokens,
     Event,
     Group,
-    Kept,
     ModelReading,
-    Place,
     RatioParts,
     Row,
+    RowPlace,
+    RunningRatio,
     rows_of,
 )
 from massieu.probing.statistics.query_means import AttentionStatistics
@@ -245,7 +245,7 @@ class AttentionGroup(Group):
     def rows(self) -> Iterator[Row]:
         """Each statistic's mean, and what its law over tokens looks like."""
         for info, results, extremes in zip(self.model.sites, self.sites, self.extremes, strict=True):
-            place, parts = Place.of_site(info), RatioParts(results.ratio)
+            place, parts = RowPlace.of_site(info), RatioParts(results.ratio)
             for index, name in enumerate(results.names):
                 yield from rows_of(place, name, parts, index)
             for name, spread in results.spreads.items():
@@ -257,11 +257,11 @@ class AttentionGroup(Group):
                 value = extremes.value(row)
                 yield Row(place, name, end, Estimate(value, np.full_like(value, np.nan), counts[name]))
 
-    def ratios(self) -> Iterator[Kept]:
+    def ratios(self) -> Iterator[RunningRatio]:
         """The means."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
             for index, name in enumerate(results.names):
-                yield Kept(Place.of_site(info), name, results.ratio, index)
+                yield RunningRatio(RowPlace.of_site(info), name, results.ratio, index)
 
     def nonfinite(self) -> Iterator[tuple[SiteInfo, int, int]]:
         """Site, head, and how many of its queries had scores that are not finite."""
@@ -287,7 +287,7 @@ class AttentionGroup(Group):
                     yield {"site": info.site.name, "head": int(head), "statistic": f"{name}/{end}", **where}
 
 
-def _bins(place: Place, results: AttentionStatistics) -> Iterator[Row]:
+def _bins(place: RowPlace, results: AttentionStatistics) -> Iterator[Row]:
     """Means in bins of position and of visible keys."""
     parts = {id(ratio): RatioParts(ratio) for ratio in (results.by_position, results.by_visible)}
     for name, ratio, index in results.bins():

@@ -19,7 +19,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall
-from massieu.probing.statistics.group import Event, Group, Kept, ModelReading, Place, RatioParts, Row, Window, rows_of
+from massieu.probing.statistics.group import (
+    Event,
+    Group,
+    ModelReading,
+    RatioParts,
+    Row,
+    RowPlace,
+    RunningRatio,
+    SampledWindow,
+    rows_of,
+)
 from massieu.probing.statistics.registry import CLIMB, SHIM, STATISTICS, statistic
 from massieu.probing.statistics.values import TOGETHER, writes_at
 from massieu.probing.stream.replay import Replay, why_no_writes
@@ -426,7 +436,7 @@ class ClimbGroup(Group):
             if reason is not None:
                 self.missing(info.site.name, CLIMB, reason)
 
-    def on_step(self, step: Step, window: Window) -> None:
+    def on_step(self, step: Step, window: SampledWindow) -> None:
         """Measure one attention step."""
         if step.read is None:
             return
@@ -446,16 +456,16 @@ class ClimbGroup(Group):
         if info.index == 0:
             self.sampled_queries += len(positions)
 
-    def ratios(self) -> Iterator[Kept]:
+    def ratios(self) -> Iterator[RunningRatio]:
         """Steps and slopes."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
             for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
-                yield Kept(Place.of_site(info), f"{mover}_{part}", results.steps, (kind, index))
+                yield RunningRatio(RowPlace.of_site(info), f"{mover}_{part}", results.steps, (kind, index))
 
     def rows(self) -> Iterator[Row]:
         """Steps and slopes beside those of random directions and of the other heads' writes."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
-            place, own, random = Place.of_site(info), RatioParts(results.steps), RatioParts(results.random)
+            place, own, random = RowPlace.of_site(info), RatioParts(results.steps), RatioParts(results.random)
             for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
                 name, found = f"{mover}_{part}", own.tested((kind, index))
                 yield from rows_of(place, name, own, (kind, index))

@@ -11,7 +11,16 @@ from torch import Tensor
 from massieu.foundation.threads import one_thread
 from massieu.population import observables
 from massieu.probing.model.precision import ONE_POINT_RANK, Cloud, computed_in, is_one_point
-from massieu.probing.statistics.group import Event, Group, Kept, ModelReading, Place, RatioParts, Row, Window
+from massieu.probing.statistics.group import (
+    Event,
+    Group,
+    ModelReading,
+    RatioParts,
+    Row,
+    RowPlace,
+    RunningRatio,
+    SampledWindow,
+)
 from massieu.probing.statistics.layer_groups import SublayerRatios, sublayer_rows
 from massieu.probing.statistics.registry import EXPANSION, SHIM, statistic
 from massieu.probing.stream.replays import NO_ORDER
@@ -174,7 +183,7 @@ class ExpansionGroup(Group):
         if any(info.tokens_first is None for info in model.sites):
             self.failed[EXPANSION] = NO_ORDER
 
-    def on_step(self, step: Step, window: Window) -> None:
+    def on_step(self, step: Step, window: SampledWindow) -> None:
         """Take the clouds before and after."""
         self.clouds.collect(step, window.row, window.cloud(step), window.number)
 
@@ -182,21 +191,23 @@ class ExpansionGroup(Group):
         """Measure the clouds of the pass."""
         self.clouds.finish()
 
-    def ratios(self) -> Iterator[Kept]:
+    def ratios(self) -> Iterator[RunningRatio]:
         """The changes."""
         for sublayer in self.model.sublayers:
             ratio = self.clouds.sublayers.get(sublayer.index)
             if ratio is None:
                 continue
             for index, change in enumerate(CHANGES):
-                yield Kept(Place.of_sublayer(sublayer), change.__name__, ratio, (index, slice(_CHANGE, _CHANGE + 1)))
+                yield RunningRatio(
+                    RowPlace.of_sublayer(sublayer), change.__name__, ratio, (index, slice(_CHANGE, _CHANGE + 1))
+                )
 
     def rows(self) -> Iterator[Row]:
         """Each level before and after, and its change with the halves of the text."""
         for sublayer in self.model.sublayers:
             if sublayer.index not in self.clouds.sublayers:
                 continue
-            place, parts = Place.of_sublayer(sublayer), RatioParts(self.clouds.sublayers[sublayer.index])
+            place, parts = RowPlace.of_sublayer(sublayer), RatioParts(self.clouds.sublayers[sublayer.index])
             for index, (level, change) in enumerate(zip(LEVELS, CHANGES, strict=True)):
                 for part, which in (("before", _BEFORE), ("after", _AFTER)):
                     for row in sublayer_rows(place, level.__name__, parts, (index, which)):

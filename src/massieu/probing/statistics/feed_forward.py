@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import run
-from massieu.probing.statistics.group import HALVES, Event, Group, ModelReading, Place, RatioParts, Row, Window
+from massieu.probing.statistics.group import (
+    HALVES,
+    Event,
+    Group,
+    ModelReading,
+    RatioParts,
+    Row,
+    RowPlace,
+    SampledWindow,
+)
 from massieu.probing.statistics.layer_groups import rows_beside_control
 from massieu.probing.statistics.query_means import Fence
 from massieu.probing.statistics.registry import FEED_FORWARD, SHIM, STATISTICS, statistic
@@ -296,7 +305,7 @@ class FeedForwardGroup(Group):
             self.failed[FEED_FORWARD] = "no feed-forward layer was seen on the way of the stream"
         self.layers = FeedForwardStatistics(parts, model.sampled_units, model.seed)
 
-    def on_step(self, step: Step, window: Window) -> None:
+    def on_step(self, step: Step, window: SampledWindow) -> None:
         """Keep some tokens."""
         self.layers.collect(step, window.row, window.positions(step), window.number)
 
@@ -314,7 +323,7 @@ class FeedForwardGroup(Group):
                 tokens = float(self.layers.tokens(sublayer.index))
                 counts = {"estimate": tokens} | dict.fromkeys(HALVES, tokens / 2)
                 names = [each.__name__ for each in MEASURES]
-                yield from rows_beside_control(Place.of_sublayer(sublayer), RatioParts(ratio), names, counts)
+                yield from rows_beside_control(RowPlace.of_sublayer(sublayer), RatioParts(ratio), names, counts)
 
 
 def _sampled(part: FeedForwardPart, windows: Sequence[Float[Tensor, "S D"]], seed: int) -> Sampled:

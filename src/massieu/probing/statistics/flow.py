@@ -15,7 +15,7 @@ from massieu.population import observables
 from massieu.population.cloud_shape import projected_cumulants, random_directions, squared_gaussian_distance
 from massieu.population.clusters import cluster_count
 from massieu.probing.model.precision import ONE_POINT_RANK, computed_in, is_one_point
-from massieu.probing.statistics.group import Window
+from massieu.probing.statistics.group import SampledWindow
 from massieu.probing.statistics.layer_groups import SublayerGroup
 from massieu.probing.statistics.registry import FLOW, SHIM, measures, statistic
 from massieu.probing.stream.wiring import Step
@@ -111,7 +111,7 @@ class FlowGroup(SublayerGroup):
 
     name = FLOW
 
-    def on_step(self, step: Step, window: Window) -> None:
+    def on_step(self, step: Step, window: SampledWindow) -> None:
         """Measure the cloud after one step, and a Gaussian one."""
         positions, drawn = window.cloud(step), window.drawn(PURPOSE + step.sublayer.index)
         if len(positions) < FEWEST:

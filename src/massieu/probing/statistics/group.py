@@ -114,7 +114,7 @@ class ModelReading:
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class SampledWindow:
     """A sampled window of the text: one row of the batch that is read.
 
     Attributes:
@@ -161,7 +161,7 @@ class CallTokens:
     rows: int
     numbers: Sequence[int] | None
     windows: Sequence[int]
-    sampled: Sequence[Window]
+    sampled: Sequence[SampledWindow]
     drawn: Callable[[int, int], torch.Generator]
 
 
@@ -202,7 +202,7 @@ class SiteWeights:
     writes: Callable[[], tuple[Tensor, Tensor] | str]
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """What a row is about: the heads of an attention site, or a sublayer; `order` is its place in the model."""
 
     scope: Literal["head", "layer"]
@@ -231,7 +231,7 @@ class Row:
         p_value: of a control, where the group tests against it by itself; else it is the difference of the two means.
     """
 
-    place: Place
+    place: RowPlace
     statistic: str
     part: str
     found: Estimate
@@ -243,10 +243,10 @@ class Row:
         return f"{self.statistic}/{self.part}" if self.part else self.statistic
 
 
-class Kept(NamedTuple):
+class RunningRatio(NamedTuple):
     """The running ratio of one statistic at one place, and which of its entries."""
 
-    place: Place
+    place: RowPlace
     statistic: str
     ratio: Ratio
     index: Any
@@ -286,7 +286,7 @@ class RatioParts:
         return found
 
 
-def rows_of(place: Place, statistic: str, parts: RatioParts, index: Any) -> Iterator[Row]:
+def rows_of(place: RowPlace, statistic: str, parts: RatioParts, index: Any) -> Iterator[Row]:
     """A statistic of heads, from the whole text and from its halves."""
     yield Row(place, statistic, "", parts.tested(index))
     for half in HALVES:
@@ -330,13 +330,13 @@ class Group(RunningParts):
     def on_queries(self, queries: CallQueries) -> None:
         """Take the numbers of some queries of a call."""
 
-    def on_step(self, step: Step, window: Window) -> None:
+    def on_step(self, step: Step, window: SampledWindow) -> None:
         """Take a step of the stream of one sampled window."""
 
     def on_weights(self, weights: SiteWeights) -> None:
         """Take the weights of an attention site."""
 
-    def on_window(self, window: Window) -> None:
+    def on_window(self, window: SampledWindow) -> None:
         """Take a sampled window after the pass."""
 
     def after_pass(self) -> None:
@@ -349,7 +349,7 @@ class Group(RunningParts):
         """All numbers."""
         yield from ()
 
-    def ratios(self) -> Iterator[Kept]:
+    def ratios(self) -> Iterator[RunningRatio]:
         """Running ratios by which two results on one text may be paired; the first tells how many units the text has."""
         yield from ()
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.statistics.group import HALVES, Event, Group, Kept, ModelReading, Place, RatioParts, Row
+from massieu.probing.statistics.group import HALVES, Event, Group, ModelReading, RatioParts, Row, RowPlace, RunningRatio
 from massieu.probing.statistics.registry import STATISTICS, measures
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import State
@@ -90,13 +90,13 @@ class SublayerGroup(Group):
         """Why no sublayer has numbers."""
         return "no window had tokens enough"
 
-    def ratios(self) -> Iterator[Kept]:
+    def ratios(self) -> Iterator[RunningRatio]:
         """The means."""
         for sublayer in self.model.sublayers:
             if sublayer.index in self.means.sublayers:
                 for place, name in enumerate(measures(self.name)):
                     ratio = self.means.sublayers[sublayer.index]
-                    yield Kept(Place.of_sublayer(sublayer), name, ratio, (place, slice(0, 1)))
+                    yield RunningRatio(RowPlace.of_sublayer(sublayer), name, ratio, (place, slice(0, 1)))
 
     def rows(self) -> Iterator[Row]:
         """The means beside their controls; the count is of windows."""
@@ -104,11 +104,11 @@ class SublayerGroup(Group):
             if sublayer.index in self.means.sublayers:
                 parts = RatioParts(self.means.sublayers[sublayer.index])
                 counts = {part: float(getattr(parts, part).count[-1].max()) for part in ("estimate", *HALVES)}
-                yield from rows_beside_control(Place.of_sublayer(sublayer), parts, list(measures(self.name)), counts)
+                yield from rows_beside_control(RowPlace.of_sublayer(sublayer), parts, list(measures(self.name)), counts)
 
 
 def rows_beside_control(
-    place: Place, parts: RatioParts, names: Sequence[str], counts: Mapping[str, float]
+    place: RowPlace, parts: RatioParts, names: Sequence[str], counts: Mapping[str, float]
 ) -> Iterator[Row]:
     """Rows of sums of shape (statistics, 2), own and control; of half the text without the controls.
 
@@ -125,7 +125,7 @@ def rows_beside_control(
 
 
 def sublayer_rows(
-    place: Place, name: str, parts: RatioParts, index: tuple[int, ...], counts: Mapping[str, float] | None = None
+    place: RowPlace, name: str, parts: RatioParts, index: tuple[int, ...], counts: Mapping[str, float] | None = None
 ) -> Iterator[Row]:
     """The rows of one entry that was counted.
 

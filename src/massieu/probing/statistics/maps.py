@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from massieu.probing.statistics.group import Event, Group, ModelReading, Place, Row, SiteWeights
+from massieu.probing.statistics.group import Event, Group, ModelReading, Row, RowPlace, SiteWeights
 from massieu.probing.statistics.query_means import Fence
 from massieu.probing.statistics.registry import MAPS, SHIM, measures, statistic
 from massieu.probing.stream.replay import HeadMaps
@@ -126,10 +126,10 @@ class MapsGroup(Group):
             found = self.found.get(info.index)
             for name, values in ({} if found is None else found.values).items():
                 deviation = 0.0 if found is None else found.rotation_deviation
-                yield from _map_rows(Place.of_site(info), name, values.numpy(), deviation)
+                yield from _map_rows(RowPlace.of_site(info), name, values.numpy(), deviation)
 
 
-def _map_rows(place: Place, name: str, values: Float64[np.ndarray, "*H H"], rotation: float) -> Iterator[Row]:
+def _map_rows(place: RowPlace, name: str, values: Float64[np.ndarray, "*H H"], rotation: float) -> Iterator[Row]:
     heads = values.shape[-1]
     exact, once = np.zeros(heads), np.ones(heads)
     own = Estimate(values if values.ndim == 1 else np.diag(values).copy(), exact, once, np.full(heads, np.inf))

@@ -91,7 +91,7 @@ class QueryReading:
             return self.moments.max_score
         settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
         settings["log_weight"] = call.log_weight
-        return _Computed(ops.attention_moments(call.query, self.key, moments=("max_score",), **settings)).max_score
+        return _known(ops.attention_moments(call.query, self.key, moments=("max_score",), **settings).max_score)
 
     @property
     def log_partition(self) -> Float[Tensor, "B H L"]:
@@ -158,7 +158,7 @@ class QueryReading:
         call = replace(call, query=call.query.double(), key=call.key.double(), log_weight=weight)
         settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap, "log_weight": weight}
         found = ops.attention_moments(call.query, call.key, moments=("log_partition",), **settings)
-        return _Precise(call, call.key, _Computed(found).log_partition)
+        return _Precise(call, call.key, _known(found.log_partition))
 
     def _share(self, scores: Float[Tensor, "B H L *S"]) -> Float[Tensor, "B H L *S"]:
         """Weights of keys by their scores, log-weights included. What rounding leaves above 1 is 1."""
@@ -225,9 +225,13 @@ def largest_logits(call: AttentionCall) -> Float[Tensor, "B H L"]:
     """The largest of scale · query · key over the keys that each query sees, before a soft cap; −∞ where it sees none."""
     call = call.without_shut()
     settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
-    found = ops.attention_moments(call.query, call.key, moments=("max_score",), **settings).max_score
-    assert found is not None
-    return found
+    return _known(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings).max_score)
+
+
+def _known(moment: Tensor | None) -> Tensor:
+    """A moment that was asked for."""
+    assert moment is not None
+    return moment
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:

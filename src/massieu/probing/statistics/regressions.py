@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from massieu.probing.statistics.group import HALVES, Event, Group, ModelReading, Place, RatioParts, Row
+from massieu.probing.statistics.group import HALVES, Event, Group, ModelReading, RatioParts, Row, RowPlace
 from massieu.probing.statistics.layer_groups import has_own_control, rows_beside_control
 from massieu.probing.statistics.query_means import Fence
 from massieu.probing.statistics.registry import measures
@@ -113,7 +113,7 @@ class RegressionGroup(Group):
                 tokens = float(self.regressions.tokens[sublayer.index])
                 counts = {"estimate": tokens} | dict.fromkeys(HALVES, tokens / 2)
                 names = list(measures(self.name))
-                yield from rows_beside_control(Place.of_sublayer(sublayer), RatioParts(ratio), names, counts)
+                yield from rows_beside_control(RowPlace.of_sublayer(sublayer), RatioParts(ratio), names, counts)
 
 
 def explained(given: Products, target: int, features: Sequence[int]) -> Sums:

@@ -26,11 +26,11 @@ from massieu.probing.model.tokenizers import embedded, special_ids
 from massieu.probing.statistics.group import (
     Event,
     Group,
-    Kept,
     ModelReading,
-    Place,
     RatioParts,
     Row,
+    RowPlace,
+    RunningRatio,
     SiteWeights,
     rows_of,
 )
@@ -293,11 +293,11 @@ class RepeatedGroup(Group):
             else:
                 self.copying[weights.info.index] = copying_score(*maps, self._through)
 
-    def ratios(self) -> Iterator[Kept]:
+    def ratios(self) -> Iterator[RunningRatio]:
         """The weights on earlier places."""
         for info in self.model.sites:
             for index, name in enumerate(NAMES) if info.index in self.weights else ():
-                yield Kept(Place.of_site(info), name, self.weights[info.index].ratio, index)
+                yield RunningRatio(RowPlace.of_site(info), name, self.weights[info.index].ratio, index)
 
     def rows(self) -> Iterator[Row]:
         """The weights on earlier places with their halves, and the copying score."""
@@ -307,4 +307,4 @@ class RepeatedGroup(Group):
             if info.index in self.copying:
                 copying = self.copying[info.index].numpy()
                 found = Estimate(copying, np.zeros(info.heads), np.ones(info.heads))
-                yield Row(Place.of_site(info), copying_score.__name__, "", found)
+                yield Row(RowPlace.of_site(info), copying_score.__name__, "", found)

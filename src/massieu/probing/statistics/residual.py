@@ -8,7 +8,7 @@ coefficient each for all tokens of a layer; g is the gradient with respect to x,
 from functools import partial
 
 from massieu.probing.statistics.climb import gradient, whole_update
-from massieu.probing.statistics.group import Window
+from massieu.probing.statistics.group import SampledWindow
 from massieu.probing.statistics.registry import RESIDUAL, SHIM, statistic
 from massieu.probing.statistics.regressions import (
     Products,
@@ -71,7 +71,7 @@ class ResidualGroup(RegressionGroup):
         """Without queries there is no gradient."""
         return "the queries of no attention site could be followed back to the stream"
 
-    def on_step(self, step: Step, window: Window) -> None:
+    def on_step(self, step: Step, window: SampledWindow) -> None:
         """Take the update of an attention step, and the gradient."""
         if step.read is None:
             return

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.probing.statistics.group import ModelReading, Window
+from massieu.probing.statistics.group import ModelReading, SampledWindow
 from massieu.probing.statistics.registry import BAL, TAP, statistic
 from massieu.probing.statistics.regressions import Products, RegressionGroup, Sums, coefficient, explained, gain
 from massieu.probing.statistics.windowed import HeadWindow
@@ -85,7 +85,7 @@ class TapGroup(RegressionGroup):
         """Forget the rows of the batch."""
         self._attended.clear()
 
-    def on_step(self, step: Step, window: Window) -> None:
+    def on_step(self, step: Step, window: SampledWindow) -> None:
         """Keep the weights of an attention step, and take the update of the feed-forward step behind it."""
         positions = window.positions(step)
         if step.read is not None and step.sublayer.kind == "attention":

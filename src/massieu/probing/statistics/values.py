@@ -13,12 +13,12 @@ from massieu.probing.statistics.group import (
     CallTokens,
     Event,
     Group,
-    Kept,
     ModelReading,
-    Place,
     RatioParts,
     Row,
-    Window,
+    RowPlace,
+    RunningRatio,
+    SampledWindow,
     rows_of,
 )
 from massieu.probing.statistics.registry import VALUES, statistic
@@ -102,7 +102,7 @@ class ValuesGroup(Group):
             numbers = None if tokens.numbers is None else tokens.numbers[:rows]
             self.first_value[tokens.info.index].update(total, count, numbers)
 
-    def on_step(self, step: Step, window: Window) -> None:
+    def on_step(self, step: Step, window: SampledWindow) -> None:
         """The norm of each head's write beside the stream's."""
         name = write_norm_ratio.__name__
         if step.read is None or not self.measures(name):
@@ -110,7 +110,7 @@ class ValuesGroup(Group):
         with self.fence(name):
             self._read_writes(step.item(window.row), window.positions(step), window)
 
-    def _read_writes(self, item: Step, positions: Int[Tensor, " S"], window: Window) -> None:
+    def _read_writes(self, item: Step, positions: Int[Tensor, " S"], window: SampledWindow) -> None:
         read = item.read
         assert read is not None
         if read.residual is None or not len(positions):
@@ -128,12 +128,12 @@ class ValuesGroup(Group):
         total, count = (torch.stack(parts).sum(0)[:, None] for parts in zip(*sums, strict=True))
         self.write_norm[self.model.site(read.call).index].update(total, count, window.numbers)
 
-    def ratios(self) -> Iterator[Kept]:
+    def ratios(self) -> Iterator[RunningRatio]:
         """Both."""
         for info in self.model.sites:
-            place = Place.of_site(info)
-            yield Kept(place, first_value_norm_ratio.__name__, self.first_value[info.index], 0)
-            yield Kept(place, write_norm_ratio.__name__, self.write_norm[info.index], 0)
+            place = RowPlace.of_site(info)
+            yield RunningRatio(place, first_value_norm_ratio.__name__, self.first_value[info.index], 0)
+            yield RunningRatio(place, write_norm_ratio.__name__, self.write_norm[info.index], 0)
 
     def rows(self) -> Iterator[Row]:
         """Both, and their halves."""

@@ -18,11 +18,11 @@ from massieu.probing.statistics.group import (
     CallTokens,
     Event,
     Group,
-    Kept,
     ModelReading,
-    Place,
     RatioParts,
     Row,
+    RowPlace,
+    RunningRatio,
     rows_of,
 )
 from massieu.probing.statistics.query_means import Fence
@@ -197,16 +197,16 @@ class HeadWindowGroup(Group):
             if len(seen.queries) and bool(seen.real.any()):
                 self.sites[info.index].update(seen, window.numbers, self.fence)
 
-    def ratios(self) -> Iterator[Kept]:
+    def ratios(self) -> Iterator[RunningRatio]:
         """The means."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
             for place, name in enumerate(results.measures):
-                yield Kept(Place.of_site(info), name, results.ratio, (0, place))
+                yield RunningRatio(RowPlace.of_site(info), name, results.ratio, (0, place))
 
     def rows(self) -> Iterator[Row]:
         """The means, their halves, and those of the controls."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
-            place, parts = Place.of_site(info), RatioParts(results.ratio)
+            place, parts = RowPlace.of_site(info), RatioParts(results.ratio)
             for index, name in enumerate(results.measures):
                 yield from rows_of(place, name, parts, (0, index))
                 control = own_control(name)
