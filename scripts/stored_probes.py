@@ -56,6 +56,11 @@ def _groups() -> list[str]:
     return list(GROUPS)
 
 
+def _groups_of_text() -> list[str]:
+    """Those that need neither single windows nor a single process."""
+    return [name for name in _groups() if name != "replacement"]
+
+
 def _of_zoo(name: str, padded: bool = False, **options: Any) -> Callable[[Path], None]:
     def run(folder: Path) -> None:
         import massieu
@@ -81,8 +86,7 @@ def _plain(folder: Path) -> None:
         ).eval()
     )
     batches = [torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
-    groups = [name for name in _groups() if name != "replacement"]  # which needs batches of items
-    massieu.probe(model, batches, statistics=groups, max_length=16, draws=3).save(folder)
+    massieu.probe(model, batches, statistics=_groups_of_text(), max_length=16, draws=3).save(folder)
 
 
 def _generate(folder: Path) -> None:
@@ -109,7 +113,7 @@ def _resumed(folder: Path) -> None:
         yield from batches[:5]
         raise BrokenPipeError
 
-    options: dict[str, Any] = {"statistics": _groups(), "max_length": 20, "draws": 3, "store_every": 0.0}
+    options: dict[str, Any] = {"statistics": _groups_of_text(), "max_length": 20, "draws": 3, "store_every": 1e-6}
     with tempfile.TemporaryDirectory() as running:
         with contextlib.suppress(BrokenPipeError):
             massieu.probe(_small("gpt2"), some(), running=running, **options)
@@ -119,9 +123,9 @@ def _resumed(folder: Path) -> None:
 _TWO = """
 import sys, torch.distributed as dist, massieu
 sys.path.insert(0, {root!r})
-from scripts.stored_probes import _batches, _groups, _small
+from scripts.stored_probes import _batches, _groups_of_text, _small
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-options = {{"statistics": _groups(), "max_length": 20, "draws": 3, "distributed": True}}
+options = {{"statistics": _groups_of_text(), "max_length": 20, "draws": 3, "distributed": True}}
 result = massieu.probe(_small("gpt2"), _batches("gpt2", 8, True), **options)
 if int(sys.argv[2]) == 0:
     result.save(sys.argv[3])
@@ -175,7 +179,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "entropy": _of_zoo("bert", padded=True, statistics=["entropy"]),
     "values": _of_zoo("bert", padded=True, statistics=["values"]),
     "query_sample": _of_zoo("gpt2", padded=True, query_sample=5),
-    "replace": _of_zoo("gpt2", statistics=["attention", "replacement"], replace=["mean", "off"], replace_windows=4),
+    "replace": _of_zoo("gpt2", statistics=["attention", "replacement"], replace=["off(mean)", "off"], replace_windows=4),
     "generate": _generate,
     "resumed": _resumed,
     "two_processes": _two_processes,

@@ -130,8 +130,6 @@ class Tables:
             if row.part or statistic.control is None or statistic.gauge_dependent:
                 continue
             control = controls.get((row.place, row.statistic))
-            if control is None and statistic.control != "reinitialised":
-                continue
             numbers, compared = _of_random_models(draws, row), None
             if numbers is not None:
                 arrangement = arrangements.get(row.place.name, Arrangement(1))
