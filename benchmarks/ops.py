@@ -22,6 +22,8 @@ from massieu import ops
 from massieu.ops.moments import MomentsBackend
 
 HEADS, SIZE = 8, 64
+CALLS = 200
+"""Of a few tokens, where time is what a call costs by itself."""
 PASSES_EAGER = 30
 """Readings and writings of each score, 4 bytes each, by the eighteen eager operations between the two products."""
 PASSES_FEW = 13
@@ -42,6 +44,19 @@ def _forward(length: float) -> Sides:
     query, key, value = _inputs(length, 3)
     fused = lambda: F.scaled_dot_product_attention(query, key, value)  # noqa: E731
     return _without_gradient(fused), _without_gradient(lambda: ops.attention(query, key, value))
+
+
+def _small_calls(length: float) -> Sides:
+    query, key, value = _inputs(length, 3)
+
+    def repeated(function: Callable[..., object]) -> harness.Work:
+        def calls() -> None:
+            for _ in range(CALLS):
+                function(query, key, value)
+
+        return _without_gradient(calls)
+
+    return repeated(F.scaled_dot_product_attention), repeated(ops.attention)
 
 
 def _forward_flexible(length: float) -> Sides:
@@ -182,6 +197,9 @@ FUSED, FUSED_BACKWARD = "fused attention", "fused attention, forward and backwar
 EXPLICIT = "explicit attention, forward and backward"
 CASES = {
     "attention and log Z, forward": Case(FUSED, 2048, _forward, 1.05, 1.1, 21, count=_count(2048, 2)),
+    f"attention and log Z, {CALLS} calls of 16 tokens, forward": Case(
+        FUSED, 16, _small_calls, rounds=41, memory_rounds=0
+    ),
     "attention and log Z, forward and backward": Case(
         FUSED_BACKWARD, 2048, _forward_backward, 1.1, 1.2, 15, memory_rounds=5, count=_count(2048, 7, 2)
     ),

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
+from scipy.linalg import sqrtm
 from tests.support.derivatives import check_derivatives
+from tests.support.largest import Largest
 from tests.support.rows import every_row
 
 from massieu.energy.boltzmann import BoltzmannMachine
@@ -23,6 +25,7 @@ from massieu.measures import (
     Poisson,
     Spin,
     Uniform,
+    product,
 )
 
 
@@ -226,6 +229,45 @@ def test_machines_without_a_normaliser(visible, hidden, weight, message):
 )
 def test_machines_with_one(visible, hidden, weight):
     BoltzmannMachine.create(UNBOUNDED[visible], UNBOUNDED[hidden], weight * torch.eye(2).double())
+
+
+@pytest.mark.medium
+@every_row(
+    ("visible", "hidden"),
+    [
+        (Bernoulli.create(0.5, dim=600), Poisson.create(1.0, dim=3)),
+        (Gaussian.create(0.0, 1.0, dim=600), Bernoulli.create(0.5, dim=3)),
+        (Gaussian.create(0.0, 1.0, dim=600), Gaussian.create(0.0, 1.0, dim=3)),
+        (product(Spin.create(dim=300), Uniform.create(0.0, 1.0, dim=300)), Gamma.create(2.0, 0.1, dim=3)),
+        (Spin.create(dim=600).tilt(torch.ones(600)), Exponential.create(9.0, dim=3)),
+    ],
+)
+def test_whether_there_is_a_normaliser_takes_memory_linear_in_units(visible, hidden):
+    with Largest() as largest:
+        BoltzmannMachine.create(visible, hidden, torch.full((600, 3), 1e-3))
+        BoltzmannMachine.create(hidden, visible, torch.full((3, 600), 1e-3))
+    assert largest.numbers <= 8 * 600 * 3 < 600 * 600
+
+
+@every_row("covariance", ["full", "one a coordinate", "of low rank and a number"])
+def test_the_coupling_of_gaussian_layers_is_a_singular_value(covariance):
+    """By the roots of both covariances, at which it is 1 the normaliser ends; either layer may have more units."""
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(5, 5, generator=generator, dtype=torch.float64)
+    options = {
+        "full": {"covariance": root @ root.mT},
+        "one a coordinate": {"covariance": root[0].square()},
+        "of low rank and a number": {"covariance": 0.3, "factor": root[:, :2]},
+    }[covariance]
+    wide, narrow = Gaussian.create(root[1], **options), Gaussian.create(root[2, :3], root[:3, :3] @ root[:3, :3].mT)
+    matrices = [layer.fisher(torch.zeros_like(layer.location)).numpy() for layer in (wide, narrow)]
+    weight = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    norm = np.linalg.norm(sqrtm(matrices[0]) @ weight.numpy() @ sqrtm(matrices[1]), 2)
+    # Eigenvalues are off by some roundings times the number of units.
+    for layers, couplings in (((wide, narrow), weight / norm), ((narrow, wide), weight.mT / norm)):
+        BoltzmannMachine.create(*layers, (1 - 1e-12) * couplings)
+        with pytest.raises(ValueError, match="spectral norm below 1, got 2"):
+            BoltzmannMachine.create(*layers, 2 * couplings)
 
 
 def test_the_field_must_stay_in_the_domain():

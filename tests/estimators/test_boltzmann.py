@@ -1,5 +1,6 @@
 """The machine as an estimator: beside `BernoulliRBM` at equal weights, closed forms, enumeration and quadrature."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ from scipy import stats
 from scipy.special import log_expit, logsumexp
 from sklearn.mixture import GaussianMixture
 from sklearn.neural_network import BernoulliRBM
+from tests.support.largest import Largest
 from tests.support.rows import every_row
 
 from massieu.energy import sites
 from massieu.measures import Poisson
-from massieu.sklearn import BoltzmannEstimator, boltzmann
+from massieu.sklearn import BoltzmannEstimator, boltzmann, units
 
 RANDOM = np.random.default_rng(0)
 BITS = (RANDOM.random((80, 6)) < 0.4).astype(float)
@@ -118,6 +120,26 @@ def test_a_table_of_several_kinds():
     assert (np.abs(moved.mean(0) - density @ grid) < 5 * spread / 4000**0.5).all()
     assert not np.array_equal(moved, drawn)
     assert model.score_samples([[0.5, 0, 1]]) == -np.inf
+
+
+@every_row("table", [RANDOM.normal(size=(7, 40)), RANDOM.normal(size=(40, 7))])
+def test_the_largest_variance_is_that_of_the_covariance(table: np.ndarray):
+    """However many columns there are, no matrix is larger than the smaller side of the table."""
+    wanted = np.linalg.eigvalsh(np.cov(table, rowvar=False, bias=True))[-1]
+    assert np.isclose(units._largest_variance(table), wanted, rtol=1e-12)
+
+
+@pytest.mark.medium
+def test_wide_tables_take_memory_linear_in_columns():
+    table = RANDOM.normal(size=(30, 600))
+    tracemalloc.start()
+    with Largest() as largest:
+        model = trained(table, n_iter=2, learning_rate=0.01)
+        assert np.isfinite(model.free_energy(table)).all()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert largest.numbers <= 4 * 50 * 600 < 600 * 600
+    assert peak < 8 * 600 * 600
 
 
 @pytest.mark.medium

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.stats import multivariate_normal
+from tests.support.largest import Largest
 from tests.support.rows import every_row
 
 from massieu.measures import Gaussian, MissingFormError
@@ -101,6 +103,36 @@ def test_every_mean_of_a_full_rank_gaussian_has_a_natural_parameter():
     on, off = torch.tensor([[5.0, 3.0], [5.0, 3.001]], dtype=torch.float64)
     torch.testing.assert_close(line._natural(on), torch.tensor([1.0, 1.0], dtype=torch.float64))
     assert line._natural(off).isnan().all()
+
+
+@every_row("kind", ["a number", "one a coordinate", "full", "of low rank and a number"])
+def test_log_prob_is_that_of_scipy(kind):
+    generator = torch.Generator().manual_seed(2)
+    location, points = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, 6), (500, 2, 6))
+    )
+    root = torch.randn(2, 6, 6, generator=generator, dtype=torch.float64)
+    options = {
+        "a number": {"covariance": torch.tensor([0.5, 2.0], dtype=torch.float64)},
+        "one a coordinate": {"covariance": root[0, :2].square()},
+        "full": {"covariance": root @ root.mT},
+        "of low rank and a number": {"covariance": 0.3, "factor": root[..., :2]},
+    }[kind]
+    law = Gaussian.create(location, **options)
+    found = law.log_prob(torch.zeros(2, 6, dtype=torch.float64), points)
+    covariance = law.fisher(torch.zeros(2, 6, dtype=torch.float64))
+    for item in range(2):
+        whole = multivariate_normal(location[item].numpy(), covariance[item].numpy())
+        np.testing.assert_allclose(found[:, item].numpy(), whole.logpdf(points[:, item].numpy()), rtol=1e-9)
+
+
+@pytest.mark.medium
+def test_a_wide_diagonal_takes_memory_linear_in_coordinates():
+    law = Gaussian.create(torch.zeros(600), torch.full((600,), 2.0))
+    with Largest() as largest:
+        law.log_prob(torch.zeros(600), torch.ones(3, 600))
+        law._support(torch.ones(3, 600))
+    assert largest.numbers <= 4 * 600
 
 
 def test_a_degenerate_law_has_no_density_in_any_order():

@@ -74,6 +74,11 @@ def test_pseudo_likelihood_is_the_product_of_conditionals():
     assert torch.allclose(machine.pseudo_log_likelihood(states(4).double()), torch.tensor(wanted).double())
 
 
+def test_pseudo_likelihood_of_other_numbers_than_the_units_take():
+    found = model().pseudo_log_likelihood(torch.tensor([[0.0, 0.5, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]).double())
+    assert found.isfinite().tolist() == [False, True] and found[0] == -math.inf
+
+
 def test_features_and_reconstructions():
     machine = model()
     data = states(4).double()

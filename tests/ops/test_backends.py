@@ -5,6 +5,7 @@ A backend is in the table by being in the registry. What it refuses it says, and
 
 import contextlib
 import importlib
+import inspect
 import itertools
 import math
 
@@ -15,6 +16,7 @@ from tests.support.ops import simulated
 from tests.support.ops.explicit import attention as explicit
 from tests.support.ops.explicit import draw
 from tests.support.rounding import FAST_EXPONENTIAL
+from tests.support.rows import every_row
 from torch.nn.attention import flex_attention as peer
 
 from massieu import ops
@@ -268,3 +270,17 @@ def test_all_of_log_zs_gradient_arrives(name, dtype, ratio, monkeypatch):
             inputs, grad, level = problem(96, DTYPES[dtype], seed)
             found.append(arrived(inputs, grad, ratio * level, is_causal=True, backend=name))
     assert_all_arrives(torch.stack(found))
+
+
+@every_row("requires_grad", [False, True])
+def test_a_call_reads_no_signature(requires_grad, monkeypatch):
+    """PyTorch's `Function.apply` asks `inspect` at each call, which takes longer than a few tokens."""
+    tensors = [torch.randn(1, 1, 4, 2, requires_grad=requires_grad) for _ in range(3)]
+
+    def refuse(*given, **named):
+        raise AssertionError("a signature was read")
+
+    monkeypatch.setattr(inspect.Parameter, "__init__", refuse)
+    output, log_z = ops.attention(*tensors)
+    if requires_grad:
+        torch.autograd.grad(output.sum() + log_z.sum(), tensors)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.largest import Largest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +18,8 @@ LENGTHS = {
     "mixed": ([1, 40, 3, 5, 0, 17, 2, 33], None),
     "keys of their own": ([3, 2, 0, 5, 0, 1], [4, 0, 3, 6, 0, 30]),
     "one": ([6], [9]),
+    "long and short": ([3, 90, 90, 5, 0, 70, 4, 2], None),
+    "long and short keys": ([3, 90, 4, 60, 2], [50, 80, 0, 60, 3]),
     "no queries": ([0, 0], [2, 3]),
     "no keys": ([2, 3], [0, 0]),
 }
@@ -196,36 +199,49 @@ def test_documents_do_not_touch_each_other() -> None:
             torch.testing.assert_close(one[:, :, kept], other[:, :, kept], rtol=1e-12, atol=1e-12)
 
 
-class _Largest(TorchDispatchMode):
-    """The most numbers that a tensor made here holds, and how many operations make one as long as the row."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, Tensor):
-                self.numel = max(self.numel, one.untyped_storage().nbytes() // one.element_size())
-        return result
-
-
 @pytest.mark.parametrize("backend", ["fused", "reference"])
 def test_memory_follows_the_documents(backend: str) -> None:
     documents = ops.Documents.of_lengths([16, 20, 9, 1, 30] * 30)
     length = documents.query_boundaries[-1]
     query, key, value = (torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))
-    with _Largest() as largest:
+    with Largest() as largest:
         output, log_z = ops.attention(query, key, value, documents=documents, is_causal=True, backend=backend)
         (output.sum() + log_z.sum()).backward()
     # Padding at most about doubles a length, and scores of documents are at most 38 numbers a query.
-    assert largest.numel <= 2 * 38 * 2 * length < length**2 / 2
+    assert largest.numbers <= 2 * 38 * 2 * length < length**2 / 2
 
 
 def test_buckets_pad_little_and_keep_long_documents_apart() -> None:
-    short = packed.buckets(ops.Documents.of_lengths([5, 9, 6, 8] * 100), 1)
+    short = packed.buckets(ops.Documents.of_lengths([5, 9, 6, 8] * 100), 1, packed.MOVED)
     assert [(len(bucket.members), bucket.rows) for bucket in short] == [(400, 9)]
-    long = packed.buckets(ops.Documents.of_lengths([1000, 900, 1000]), 8)
-    assert [bucket.members for bucket in long] == [(0, 2), (1,)]
+    long = ops.Documents.of_lengths([1000, 900, 1000, 1000])
+    assert [bucket.members for bucket in packed.buckets(long, 8, packed.MOVED)] == [(0,), (1,), (2, 3)]
+    # Where moving costs nothing, all equal ones are done together.
+    assert [bucket.members for bucket in packed.buckets(long, 8, 0)] == [(0, 2, 3), (1,)]
+
+
+class _Moves(TorchDispatchMode):
+    """How many numbers are copied by their places."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.index_select.default:
+            self.numbers += result.numel()
+        return result
+
+
+def test_long_documents_stay_where_they_are() -> None:
+    """Beside short ones, which are moved."""
+    lengths = [3, 300, 5, 4, 200, 300, 300, 2]
+    documents = ops.Documents.of_lengths(lengths)
+    tensors = [torch.randn(1, 8, sum(lengths), 4, requires_grad=True) for _ in range(3)]
+    with _Moves() as moves:
+        output, log_z = ops.attention(*tensors, documents=documents, is_causal=True)
+        (output.sum() + log_z.sum()).backward()
+    # Five short ones of at most 5: queries, keys, values, outputs, log Z, there and back.
+    assert 0 < moves.numbers <= 2 * 8 * (4 * 4 + 1) * 5 * 5
 
 
 def test_transforms_and_second_derivatives() -> None:
@@ -269,7 +285,7 @@ def test_autocast() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lengths", "backend"), [("equal", "inductor"), ("mixed", "aot_eager"), ("keys of their own", "aot_eager")]
+    ("lengths", "backend"), [("equal", "inductor"), ("mixed", "aot_eager"), ("long and short keys", "aot_eager")]
 )
 def test_compiled(lengths: str, backend: str) -> None:
     documents, leaves = made(lengths, torch.float32)

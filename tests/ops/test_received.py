@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from tests.support.derivatives import check_derivatives
+from tests.support.largest import Largest
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
 
@@ -326,21 +326,6 @@ def test_extremes():
     with torch.autocast("cpu", torch.bfloat16):
         half = ops.attention_received(query, key, is_causal=True).total
     torch.testing.assert_close(half, ops.attention_received(query.bfloat16(), key.bfloat16(), is_causal=True).total)
-
-
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor had that an operation made."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(one, torch.Tensor):
-                self.numbers = max(self.numbers, one.untyped_storage().nbytes() // one.element_size())
-        return found
 
 
 @every_row("position", ["all", "causal", "causal window", "rectangular"])

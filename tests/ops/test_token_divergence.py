@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support.derivatives import check_derivatives
+from tests.support.largest import Largest
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row
 from torch.autograd import forward_ad
@@ -331,18 +332,6 @@ def test_no_tokens():
 
 
 def test_no_memory_in_tokens_times_words(monkeypatch):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            found = function(*args, **(kwargs or {}))
-            for tensor in found if isinstance(found, tuple | list) else (found,):
-                if isinstance(tensor, torch.Tensor):
-                    self.numbers = max(self.numbers, tensor.numel())
-            return found
-
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 1 << 12)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 64)
     # Logits of both models at a time.

@@ -523,6 +523,69 @@ def test_leave_one_out_leaves_one_out(name, keys):
     torch.testing.assert_close(found.mean_squared_error, (share * residual.square().mean(-1)).sum(-1), **CLOSED_FORM)
 
 
+@every_row("name", KERNELS)
+@every_row("keys", [6, 40])
+def test_the_errors_of_many_ridges_are_those_of_predictions_without_each_key(name, keys):
+    _, key, value = tokens(keys)
+    weight = normal(2, 1, 1, keys, seed=3)
+    weight[..., 1] = -torch.inf
+    ridges = [1e-3, 0.3, 20.0]
+    found = choose_ridge(key, value, ridges, kernel=KERNELS[name], log_weight=weight).mean_squared_error
+    share = torch.softmax(weight[:, :, 0], -1)
+    for place, ridge in enumerate(ridges):
+        expected = torch.zeros(2, 2, dtype=torch.float64)
+        for item, head in np.ndindex(2, 2):
+            for left_out in (n for n in range(keys) if n != 1):
+                kept = [n for n in range(keys) if n not in (1, left_out)]
+                own_key, own_value = key[item, head], value[item, head]
+                precision = weight[item, 0, 0, kept].exp()
+                predicted, _ = by_definition(
+                    own_key[[left_out]], own_key[kept], own_value[kept], name, ridge, precision
+                )
+                error = np.square(own_value[left_out].numpy() - predicted[0]).mean()
+                expected[item, head] += share[item, 0, left_out] * error
+        torch.testing.assert_close(found[place], expected, rtol=1e-6, atol=0)
+
+
+class Factorisations(TorchDispatchMode):
+    """Counts factorisations of matrices of that size."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.names = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name in ("aten::_linalg_eigh", "aten::linalg_cholesky_ex") and args[0].shape[-1] == self.size:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.medium
+def test_one_eigendecomposition_serves_all_ridges():
+    _, key, value = tokens(40)
+    grid = [10.0**power for power in range(-5, 5)]
+    with Factorisations(40) as factorisations:
+        choose_ridge(key, value, grid, kernel=KERNELS["gaussian"])
+    assert factorisations.names == ["aten::_linalg_eigh"]
+
+
+@every_row("radius", [3.0, 28.0])
+def test_ridges_that_eigenvalues_are_too_rough_for_are_solved_exactly(radius):
+    """Rounding of the largest eigenvalue is beyond the ridge, or exp(‖key‖²) beyond the floating range."""
+    angle = torch.arange(30, dtype=torch.float64) / 5
+    key = radius * torch.stack([angle.cos(), angle.sin()], -1)[None, None]
+    value = normal(1, 1, 30, 1, seed=2)
+    ridges = [1e-11, 1e-3, 1e3]
+    arguments = {"kernel": ExponentialKernel.create(1.0)}
+    errors = choose_ridge(key, value, ridges, **arguments).mean_squared_error
+    for ridge, error in zip(ridges, errors, strict=True):
+        expected = leave_one_out(key, value, ridge=ridge, **arguments).mean_squared_error
+        torch.testing.assert_close(error, expected, rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="singular to rounding"):
+        choose_ridge(key[:, :, [1, 1, 2]], value[:, :, :3], [1.0, 0.0], **arguments)
+
+
 def test_the_chosen_ridge_has_the_least_error():
     _, key, _ = tokens(60)
     value = key @ normal(3, 2, seed=5) + 0.5 * normal(2, 2, 60, 2, seed=6)

@@ -16,19 +16,19 @@ def why_not_normalisable(visible: Measure, hidden: Measure, weight: Tensor) -> s
     if not bool((weight != 0).any()):
         return None
     names = f"{type(untilted(hidden)).__name__} hidden and {type(untilted(visible)).__name__} visible units"
-    if _is_bounded(visible, weight):
+    if _is_bounded(visible):
         return _leaves_domain(hidden, visible, weight, "hidden")
-    if _is_bounded(hidden, weight):
+    if _is_bounded(hidden):
         return _leaves_domain(visible, hidden, weight.mT, "visible")
     # Two unbounded layers: the couplings' bilinear exponent decides, whatever linear one a tilt adds.
     visible, hidden = untilted(visible), untilted(hidden)
     if isinstance(visible, Gaussian) and isinstance(hidden, Gaussian):
-        norm = torch.linalg.matrix_norm(_factor(visible, weight).mT @ weight.double() @ _factor(hidden, weight), 2)
+        norm = _coupling_norm(visible, hidden, weight)
         if norm < 1:
             return None
         return (
             f"of {names} the couplings, in units of the standard deviations, must have a spectral norm below 1, got "
-            f"{norm.item():.4g}"
+            f"{norm:.4g}"
         )
     if isinstance(visible, _HALF_LINE) and isinstance(hidden, _HALF_LINE):
         if bool((weight <= 0).all()):
@@ -44,12 +44,10 @@ def untilted(measure: Measure) -> Measure:
     return untilted(measure.measure) if isinstance(measure, Tilted) else measure
 
 
-def _is_bounded(measure: Measure, weight: Tensor) -> bool:
+def _is_bounded(measure: Measure) -> bool:
     """Whether the support is bounded in every direction of the axes."""
-    size = measure.event_shape[0]
-    axes = torch.eye(size, dtype=weight.dtype, device=weight.device)
-    found = [measure._support(sign * axes) for sign in (1, -1)]
-    return all(reach is not None and bool(reach.isfinite().all()) for reach in found)
+    bounds = measure._range()
+    return bounds is not None and all(bool(bound.isfinite().all()) for bound in bounds)
 
 
 def _leaves_domain(limited: Measure, bounded: Measure, weight: Tensor, layer: str) -> str | None:
@@ -79,8 +77,13 @@ def _tilt(measure: Measure, weight: Tensor) -> Tensor:
     return weight.new_zeros(())
 
 
-def _factor(gaussian: Gaussian, weight: Tensor) -> Tensor:
-    """A square root of the covariance, (d, d), float64."""
-    covariance = gaussian.fisher(torch.zeros_like(gaussian.location)).double().to(weight.device)
-    values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp_min(0).sqrt()
+def _coupling_norm(visible: Gaussian, hidden: Gaussian, weight: Tensor) -> float:
+    """The spectral norm of Σ_v^½ W Σ_h^½, in float64."""
+    if weight.shape[0] < weight.shape[1]:
+        visible, hidden, weight = hidden, visible, weight.mT
+    # Its square is the largest eigenvalue of Σ_h^½ᵀ (WᵀΣ_vW) Σ_h^½, as large as the smaller layer.
+    visible, hidden = (layer.to(torch.float64, weight.device) for layer in (visible, hidden))
+    values, vectors = torch.linalg.eigh(hidden.fisher(torch.zeros_like(hidden.location)))
+    scaled = (weight.double() @ (vectors * values.clamp_min(0).sqrt())).mT
+    image = visible.fisher_vp(torch.zeros_like(scaled), scaled)
+    return torch.linalg.eigvalsh(image @ scaled.mT)[-1].clamp_min(0).sqrt().item()

@@ -91,6 +91,9 @@ class Wrapped(Measure):
     def _support(self, direction: Tensor) -> Tensor | None:
         return self.measure._support(direction)
 
+    def _range(self) -> tuple[Tensor, Tensor] | None:
+        return self.measure._range()
+
     def _mean(self, eta: Tensor) -> Tensor:
         return self._times(self.measure._mean(self._pull(eta)))
 
@@ -225,6 +228,9 @@ class Affine(Wrapped):
     def _support(self, direction: Tensor) -> Tensor | None:
         support = self.measure._support(self._pull(direction))
         return None if support is None else support + self._dot(direction, self._align(self.bias, direction))
+
+    def _range(self) -> tuple[Tensor, Tensor] | None:
+        return Measure._range(self)
 
     def _listed(self) -> Listed | None:
         part = self.measure._listed()

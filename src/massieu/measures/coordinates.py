@@ -42,7 +42,6 @@ class Coordinates(Measure):
         return self._log_prob_each(torch.zeros_like(point), point)
 
     def _range(self) -> tuple[Tensor, Tensor]:
-        """The least and the greatest point of each coordinate's support, ±inf allowed; shape (*batch, d)."""
         low, high = self._bounds
         return torch.full_like(self._first, low), torch.full_like(self._first, high)
 

@@ -95,6 +95,10 @@ class Gaussian(Measure):
         """How many dimensions of `covariance` are not batch: 0 isotropic, 1 diagonal, 2 full."""
         return self.covariance.ndim - self.location.ndim + 1
 
+    @property
+    def _is_diagonal(self) -> bool:
+        return self._rank < 2 and self.factor.shape[-1] == 0
+
     def _covariance_times(self, vector: Tensor) -> Tensor:
         covariance = self._align(self.covariance, vector, self._rank)
         if self._rank == 2:
@@ -114,6 +118,14 @@ class Gaussian(Measure):
         if self._rank < 2:
             matrix = torch.diag_embed(matrix)
         return matrix if self.factor.shape[-1] == 0 else matrix + self.factor @ self.factor.mT
+
+    def _variances(self) -> Tensor:
+        """The diagonal of Σ, shape (*batch, d)."""
+        if self._rank == 2:
+            variances = self.covariance.diagonal(dim1=-2, dim2=-1)
+        else:
+            variances = (self.covariance.unsqueeze(-1) if self._rank == 0 else self.covariance).expand_as(self.location)
+        return variances + self.factor.square().sum(-1)
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return self._dot(eta, self._align(self.location, eta) + 0.5 * self._covariance_times(eta))
@@ -147,32 +159,50 @@ class Gaussian(Measure):
 
     def _support(self, direction: Tensor) -> Tensor:
         variance = self._dot(direction, self._covariance_times(direction))
-        spread = self._align(self._matrix().diagonal(dim1=-2, dim2=-1).sum(-1), direction, 0)
-        rounding = 8 * torch.finfo(direction.dtype).eps * spread * self._dot(direction, direction)
+        rounding = self._align(self._rounding(), direction, 0) * self._dot(direction, direction)
         return torch.where(variance > rounding, torch.inf, self._dot(direction, self._align(self.location, direction)))
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        varies = self._variances() > self._rounding().unsqueeze(-1)
+        return self.location.masked_fill(varies, -torch.inf), self.location.masked_fill(varies, torch.inf)
+
+    def _rounding(self) -> Tensor:
+        """Below this a direction's variance is rounding alone; shape (*batch)."""
+        variances = self._variances()
+        return 8 * torch.finfo(variances.dtype).eps * variances.sum(-1)
 
     def _log_density(self, point: Tensor) -> Tensor:
         return self._log_prob(torch.zeros_like(point), point)
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         """That of N(mean(eta), Σ): of the deviation alone, however far eta has carried the mean."""
-        matrix = self._matrix()
-        if values_are_readable(matrix) and some(is_singular(matrix)):
-            raise MissingFormError(
-                f"Gaussian: a degenerate covariance (singular to rounding in {matrix.dtype}) has no density"
-            )
-        root = torch.linalg.cholesky_ex(matrix).L
         deviation = point - self._mean(eta)
-        whitened = torch.linalg.solve_triangular(self._align(root, point, 2), deviation.unsqueeze(-1), upper=False)
-        volume = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        normaliser = self._align(volume, point, 0) + 0.5 * point.shape[-1] * math.log(2 * math.pi)
-        return -0.5 * whitened.squeeze(-1).square().sum(-1) - normaliser
+        if self._is_diagonal:
+            variances = self._variances()
+            self._refuse_degenerate(~(variances > 0).all(-1))
+            log_volume = 0.5 * variances.log().sum(-1)
+            whitened = deviation / self._align(variances.sqrt(), point)
+        else:
+            matrix = self._matrix()
+            self._refuse_degenerate(is_singular(matrix))
+            root = torch.linalg.cholesky_ex(matrix).L
+            log_volume = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            # One system with a column for each point: else the root would be copied for each.
+            columns = deviation.unsqueeze(-2).flatten(len(self.batch_shape), -2).mT
+            whitened = torch.linalg.solve_triangular(root, columns, upper=False).mT.reshape(deviation.shape)
+        normaliser = self._align(log_volume, point, 0) + 0.5 * point.shape[-1] * math.log(2 * math.pi)
+        return -0.5 * whitened.square().sum(-1) - normaliser
+
+    def _refuse_degenerate(self, is_degenerate: Tensor) -> None:
+        if values_are_readable(is_degenerate) and some(is_degenerate):
+            raise MissingFormError(
+                f"Gaussian: a degenerate covariance (singular to rounding in {self.covariance.dtype}) has no density"
+            )
 
     def _natural(self, mu: Tensor) -> Tensor:
         deviation = mu - self._align(self.location, mu)
-        if self._rank < 2 and self.factor.shape[-1] == 0:
-            variance = self._align(self.covariance, mu, self._rank)
-            variance = (variance.unsqueeze(-1) if self._rank == 0 else variance).expand_as(deviation)
+        if self._is_diagonal:
+            variance = self._align(self._variances(), mu)
             solution = deviation / torch.where(variance == 0, 1.0, variance)
             return torch.where(variance == 0, torch.where(deviation == 0, 0.0, torch.nan), solution)
         matrix = self._matrix()

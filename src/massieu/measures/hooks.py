@@ -97,6 +97,18 @@ class Hooks(Value):
         """sup x·direction over the support of h, shape ``lead``; None where it is not known."""
         return None
 
+    def _range(self) -> tuple[Tensor, Tensor] | None:
+        """The least and the greatest value of each coordinate over the support of h, ±inf allowed, shape ``(*batch, d)``.
+
+        None where `_support` is not known, by which it is found by default, in d² numbers. Of measures on vectors.
+        """
+        like = [*self._leaves(), torch.zeros(())][0]
+        batch, size = self.batch_shape, self.event_shape[0]
+        axes = torch.eye(size, dtype=like.dtype, device=like.device)
+        axes = axes.expand(*batch, size, size)
+        high, low = self._support(axes), self._support(-axes)
+        return None if high is None or low is None else (-low, high)
+
     @property
     def _reference(self) -> Reference:
         """What `_log_density` is a density of."""

@@ -161,6 +161,16 @@ class Product(Independent):
     def _reference(self) -> Reference:
         return one_reference(self.measures)
 
+    def _range(self) -> tuple[Tensor, Tensor] | None:
+        known = all_known([measure._range() for measure in self.measures])
+        if known is None:
+            return None
+        low, high = (
+            torch.cat([spread("product", bound, self.batch_shape, 1) for bound in bounds], -1)
+            for bounds in zip(*known, strict=True)
+        )
+        return low, high
+
     def _log_density(self, point: Tensor) -> Tensor:
         return total([measure._log_density(x) for measure, x in self._parts(point)])
 
@@ -198,6 +208,10 @@ class Power(Wrapped):
     def _support(self, direction: Tensor) -> Tensor | None:
         support = self.measure._support(direction)
         return None if support is None else self.count * support
+
+    def _range(self) -> tuple[Tensor, Tensor] | None:
+        bounds = self.measure._range()
+        return None if bounds is None else (self.count * bounds[0], self.count * bounds[1])
 
     def _listed(self) -> Listed | None:
         part = self.measure._listed()

@@ -152,7 +152,9 @@ class RestrictedBoltzmannMachine(Resettable):
 
     @torch.no_grad()
     def pseudo_log_likelihood(self, data: Float[Tensor, "*items V"]) -> Float[Tensor, "*items"]:
-        """Σ_i log p(v_i | all other v), nats: needs no normaliser. Of bits and spins alone.
+        """Σ_i log p(v_i | all other v), nats: needs no normaliser. Of bits and spins alone; −inf for other numbers.
+
+        A unit that flips moves the hidden units' fields by its row of W: in all it takes items·V·H steps.
 
         Raises:
             ValueError: the visible units take more than two values.
@@ -163,13 +165,20 @@ class RestrictedBoltzmannMachine(Resettable):
                 f"the pseudo-likelihood is for Bernoulli or Spin visible units, not {type(visible).__name__}"
             )
         data, machine = self._read(data), self.machine()
-        level = machine.effective_energy(data)
-        total = torch.zeros_like(level)
-        for unit in range(data.shape[-1]):
-            other = data.clone()
-            other[..., unit] = 1 - data[..., unit] if isinstance(visible, Bernoulli) else -data[..., unit]
-            total += torch.nn.functional.logsigmoid(machine.effective_energy(other) - level)
-        return total
+        field = machine.hidden_field(data)
+        start = machine.hidden.log_partition(field)
+        flip = 1 - 2 * data if isinstance(visible, Bernoulli) else -2 * data
+        # By how much a flip alone raises log a(v).
+        own_rise = (
+            flip * (visible.logit if isinstance(visible, Bernoulli) else visible.field) + flip * self.visible_bias
+        )
+        total = torch.zeros_like(start)
+        for unit, coupling in enumerate(machine.weight):
+            moved = field + flip[..., unit, None] * coupling
+            rise = own_rise[..., unit] + machine.hidden.log_partition(moved) - start
+            total += torch.nn.functional.logsigmoid(-rise)
+        possible = machine.visible.log_prob(torch.zeros_like(data), data) > -torch.inf
+        return torch.where(possible, total, -torch.inf)
 
     @torch.no_grad()
     def sample(

@@ -7,6 +7,7 @@ the gradient is an `autograd.Function` itself, whose backward is the gradient of
 `BlockSum`, `recomputed`: functions that are computed again, block by block, for every derivative.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.derivatives import forward_derivative, is_differentiable, reverse_derivative
-from massieu.foundation.transforms import in_functorch, in_nested_forward_mode
+from massieu.foundation.transforms import in_functorch, in_nested_forward_mode, may_be_differentiated
 
 Results = tuple[Tensor, ...]
 VmapRule = Callable[[type[torch.autograd.Function], int, Sequence[Any], Sequence[Any]], tuple[Any, Any]]
@@ -116,7 +117,16 @@ def differentiable(
         def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
             return vmap(forward_class(), info.batch_size, in_dims, arguments)
 
+    def compute(*arguments: Any) -> Results:
+        return fast(*arguments)
+
+    # `apply` asks for the signature at each call, which takes longer than a small call of a kernel.
+    for function in (compute, compute_gradient):
+        function.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
+
     class ForwardForwardMode(Forward):
+        forward = staticmethod(compute)
+
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Results:
             function = of_first_three((*ctx.saved_tensors[3:tensors], *ctx.options))
@@ -126,7 +136,10 @@ def differentiable(
         return Forward if torch.compiler.is_compiling() else ForwardForwardMode
 
     def call(*arguments: Any) -> Results:
-        return forward_class().apply(*arguments)  # pyright: ignore[reportReturnType]
+        given = [tensor for tensor in arguments[:tensors] if tensor is not None]
+        if torch.compiler.is_compiling() or in_functorch() or may_be_differentiated(*given):
+            return forward_class().apply(*arguments)  # pyright: ignore[reportReturnType]
+        return fast(*arguments)
 
     return call
 

@@ -59,7 +59,7 @@ class Fused:
         value = value.view_as(value) if value is key else value
         output, log_z = self._run(problem, query, key, value, mask, scale)
         output = output[..., :value_size].to(problem.query.dtype)
-        return output.unflatten(1, problem.query.shape[1:3]), log_z
+        return output.reshape(*log_z.shape, value_size), log_z
 
     def _size(self, *tensors: Tensor) -> int:
         """One head size for all that the kernel takes."""
@@ -69,13 +69,15 @@ class Fused:
     def _run(
         self, problem: AttentionProblem, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        empty, heads = problem.idle(), problem.query.shape[1:3]
-        unknown = torch.compiler.is_compiling() or in_functorch() or query.device.type != "cpu"
-        if empty is not None and (unknown or bool(empty.any())):
-            query = query.masked_fill(empty.expand(-1, *heads, -1).flatten(1, 2).unsqueeze(-1), 0.0)
+        empty = problem.idle()
+        if empty is not None:
+            unknown = torch.compiler.is_compiling() or in_functorch() or query.device.type != "cpu"
+            if unknown or bool(empty.any()):
+                heads = problem.query.shape[1:3]
+                query = query.masked_fill(empty.expand(-1, *heads, -1).flatten(1, 2).unsqueeze(-1), 0.0)
         low, high = (problem.band or (None, None)) if self.bands else (None, 0 if problem.is_causal else None)
         output, log_z = self._function(query, key, value, mask, scale, low, high, problem.value is None)
-        log_z = log_z.unflatten(1, heads)
+        log_z = log_z.reshape(problem.query.shape[:-1])
         return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
 
 

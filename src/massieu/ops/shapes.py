@@ -191,7 +191,7 @@ class CallLayout(NamedTuple):
         if self.grouped:
             return self.one_batch(tensor, 4)
         tensor = self.one_batch(tensor, 3)
-        one = tensor.shape[1] == 1
+        one = tensor.shape[1] == 1 or self.group == 1
         return tensor.unsqueeze(2) if one else tensor.unflatten(1, (self.key_heads, self.group))
 
 

@@ -16,9 +16,10 @@ from massieu.regression import (
     Kernel,
     LinearKernel,
     LowRank,
-    choose_ridge,
     conditional_mean_attention,
+    leave_one_out,
 )
+from massieu.regression.leave_one_out import RidgeErrors
 from massieu.sklearn.rows import (
     as_heads,
     best,
@@ -140,18 +141,20 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     def _with_ridge(self, keys: Tensor, values: Tensor, width: float) -> _Choice:
         kernel = self.kernel if isinstance(self.kernel, Kernel) else _KERNELS[self.kernel](width)
 
-        def tried(ridges: list[float]) -> tuple[float, float]:
-            errors = choose_ridge(as_heads(keys), as_heads(values), ridges, kernel=kernel).mean_squared_error
-            ridge, error = best(errors.flatten().tolist(), ridges)
-            return error, ridge
-
+        query, value = as_heads(keys), as_heads(values)
         ridge = number_or_auto("ridge", self.ridge)
         if ridge is not None:
-            error, ridge = tried([ridge])
-        else:
-            unit = _unit(kernel, as_heads(keys))
-            coarse = tried([unit * 10.0**power for power in _RIDGES])
-            error, ridge = min(coarse, tried([coarse[1] * 10.0**power for power in _FINER]))
+            error = leave_one_out(query, value, kernel=kernel, ridge=ridge).mean_squared_error.item()
+            return _Choice(error, width, ridge, kernel)
+        errors = RidgeErrors(query, value, kernel=kernel)
+
+        def best_of(ridges: list[float]) -> tuple[float, float]:
+            ridge, error = best(errors.at(ridges).flatten().tolist(), ridges)
+            return error, ridge
+
+        unit = _unit(kernel, query)
+        coarse = best_of([unit * 10.0**power for power in _RIDGES])
+        error, ridge = min(coarse, best_of([coarse[1] * 10.0**power for power in _FINER]))
         return _Choice(error, width, ridge, kernel)
 
     def _judge(self, keys: Tensor, values: Tensor) -> None:

@@ -158,11 +158,20 @@ class Columns(NamedTuple):
             first = columns.stop
         measure = parts[0] if len(parts) == 1 else product(*parts)
         rate, response = min(rate for rate, _ in units), max(response for _, response in units)
-        spread = float(np.linalg.eigvalsh(np.atleast_2d(np.cov(table / scale, rowvar=False, bias=True)))[-1])
+        spread = _largest_variance(table / scale)
         return cls(Layer(measure, rate, response, spread), location, scale, bias)
 
 
 _WORDS = f"one of {', '.join(map(repr, _VISIBLE))}, a sequence with one of them for each column, or a measure"
+
+
+def _largest_variance(table: np.ndarray) -> float:
+    """Along any direction of the columns."""
+    centred = table - table.mean(0)
+    if len(centred) < centred.shape[1]:
+        # The Gram matrix of the rows has the same largest eigenvalue.
+        centred = centred.T
+    return float(np.linalg.eigvalsh(centred.T @ centred / len(table))[-1])
 
 
 def _check(kind: str, unit: _Visible, columns: np.ndarray, first: int, names: Sequence[str] | None) -> None:

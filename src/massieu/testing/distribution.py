@@ -188,6 +188,8 @@ def check_support(subject: Subject) -> None:
         at_most("mean·v ≤ support(v)", points, reached, _support(measure, line), EXACT * (1 + reached.abs()))
     other = direction.roll(1, subject.queries)
     bound, double, shifted, joint = (_support(measure, v) for v in (direction, 2 * direction, other, direction + other))
+    if len(measure.event_shape) == 1:
+        _check_range(measure)
     agree("support(2v) = 2 support(v)", eta, double, 2 * bound, EXACT * (1 + bound.abs()))
     at_most("support(v + w) ≤ support(v) + support(w)", eta, joint, bound + shifted, EXACT * (1 + joint.abs()))
 
@@ -201,6 +203,17 @@ def check_support(subject: Subject) -> None:
     allowed = 1e-3 * (spread + gap) + EXACT * (1 + bound.abs())
     reached, bound = (torch.where(held, number, 0.0) for number in (reached, bound))
     agree("support(v) = mean·v far out along v", points, reached, bound, allowed)
+
+
+def _check_range(measure: Measure) -> None:
+    bounds = measure._range()
+    assert bounds is not None
+    axes = torch.eye(measure.event_shape[0], dtype=bounds[0].dtype, device=bounds[0].device)
+    axes = axes.expand(*measure.batch_shape, *axes.shape)
+    for name, bound, reached in zip(
+        ("least", "greatest"), bounds, (-_support(measure, -axes), _support(measure, axes)), strict=True
+    ):
+        agree(f"{name} value of a coordinate", axes, bound, reached, EXACT * (1 + reached.abs()))
 
 
 def check_support_of_samples(subject: Subject) -> None:
