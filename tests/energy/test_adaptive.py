@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import root
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row, some_slow
+from tests.support.rows import every_row, one_in, some_slow
 
 from massieu.energy import SpinModel, sites
 from massieu.errors import ConvergenceError
@@ -251,8 +251,7 @@ def test_derivatives_of_potts_and_gaussian_sites():
 
 
 @pytest.mark.medium
-@every_row("method", ["exact", *METHODS])
-@every_row("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+@one_in(2, {"method": ["exact", *METHODS], "dtypes": [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)]})
 def test_the_wider_dtype_is_used(method, dtypes):
     """Couplings that bfloat16 holds exactly."""
     coupling = torch.tensor([[0.0, 0.5, -0.25], [0.5, 0.0, 0.125], [-0.25, 0.125, 0.0]])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.support.rows import every_row
+from tests.support.rows import one_in
 from torch import nn
 
 from massieu.energy import KineticSpins
@@ -45,8 +45,7 @@ def phi(theta, beta, exact):
     return beta * theta / (1 + (1 + beta**2 * theta.square().sum(-1, keepdim=True)).sqrt())
 
 
-@every_row("exact", [True, False])
-@every_row("steps", [1, 3])
+@one_in(2, {"exact": [True, False], "steps": [1, 3]})
 def test_first_order_is_its_loop(steps, exact):
     scale = nn.Parameter(torch.tensor([0.7, 1.6]))
     module, tokens = layer(steps=steps, exact=exact, scale=scale), inputs()
@@ -155,9 +154,7 @@ def test_a_step_brings_states_nearer():
         state = after
 
 
-@every_row("order", ["first", "second"])
-@every_row("steps", [1, None])
-@every_row("autocast", [True, False])
+@one_in(3, {"order": ["first", "second"], "steps": [1, None], "autocast": [True, False]})
 def test_half_precision(autocast, steps, order):
     module, tokens = layer(steps=steps, order=order), inputs()
     wanted = module(tokens)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from tests.support.derivatives import check_derivatives
+from tests.support.rows import one_in
 from torch import nn
 
 from massieu.energy import SpinModel
@@ -60,8 +61,7 @@ def unrolled(module, tokens, log_weight=0.0):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("order", ["mean_field", "tap"])
-@pytest.mark.parametrize("causal", [True, False])
+@one_in(2, {"order": ["mean_field", "tap"], "causal": [True, False]})
 def test_unrolled_iterations_with_masks_and_their_gradients(order, causal):
     module, tokens = layer(order=order, strength=0.6), inputs().requires_grad_()
     padding = torch.tensor([[False] * 5, [False, True, False, False, True]])
@@ -97,8 +97,7 @@ def glauber(field, coupling):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("order", "power"), [("mean_field", 2), ("tap", 3)])
-@pytest.mark.parametrize("causal", [True, False])
+@one_in(2, {"order, power": [("mean_field", 2), ("tap", 3)], "causal": [True, False]})
 def test_asymmetric_couplings_are_those_of_glaubers_dynamics(order, power, causal):
     errors = []
     for strength in (0.4, 0.1):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rows import one_in
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,8 +79,7 @@ def compare(
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("lengths", LENGTHS)
+@one_in(2, {"options": OPTIONS, "lengths": LENGTHS})
 def test_attention_is_one_call_a_document(lengths: str, options: str) -> None:
     documents, leaves = made(lengths)
     given = OPTIONS[options]
@@ -101,8 +101,13 @@ def test_every_precision(dtype: torch.dtype, is_causal: bool) -> None:
         torch.testing.assert_close(one.double(), other, rtol=4 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("lengths", ["equal", "mixed", "keys of their own"])
-@pytest.mark.parametrize("form", [(2, 4, True, True), (1, 1, True, True), (1, 1, False, True), (2, 1, True, False)])
+@one_in(
+    2,
+    {
+        "lengths": ["equal", "mixed", "keys of their own"],
+        "form": [(2, 4, True, True), (1, 1, True, True), (1, 1, False, True), (2, 1, True, False)],
+    },
+)
 def test_log_weights_scales_and_sinks_by_position_in_the_row(lengths: str, form: tuple[int, int, bool, bool]) -> None:
     documents, leaves = made(lengths)
     batch, heads, rows, keys = form
@@ -136,8 +141,7 @@ def test_every_backend(lengths: str, backend: str) -> None:
     torch.testing.assert_close(list(found), wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", ["plain", "causal", "causal window"])
-@pytest.mark.parametrize("lengths", ["equal", "mixed", "keys of their own"])
+@one_in(2, {"options": ["plain", "causal", "causal window"], "lengths": ["equal", "mixed", "keys of their own"]})
 def test_log_partition_and_fisher(lengths: str, options: str) -> None:
     documents, (query, key, _) = made(lengths)
     given, vector = OPTIONS[options], torch.randn_like(query, requires_grad=True)

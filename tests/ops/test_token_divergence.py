@@ -354,7 +354,7 @@ def test_no_memory_in_tokens_times_words(monkeypatch):
     assert mode.numbers <= 1 << 12 < 110 * 300
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled():
     tensors = [tensor.float() for tensor in _models(words=5, lead=(2,))]
     target = torch.tensor([0, -100])
