@@ -223,7 +223,7 @@ def test_gradients_of_log_z_are_moments(kind):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("method", METHODS)
+@some_slow("method", METHODS, 1)
 def test_derivatives_in_couplings_and_fields(method):
     upper = couplings(3)[:, :, 0, 0].triu(1)
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row, one_in
+from tests.support.rows import every_row, one_in, some_slow
 from torch import nn
 
 from massieu.energy.activations import RMSNorm, Tanh
@@ -68,7 +68,7 @@ def test_heads_scales_and_sink_are_each_heads_own():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("scale", [0.3, 4.0, 32.0])
+@some_slow("scale", [4.0, 0.3, 32.0], 1)
 def test_a_descent_to_its_end_is_many_steps(scale):
     inputs = patterns()
     found = bare(steps=None, scale=scale)(inputs)
@@ -80,11 +80,11 @@ def test_a_descent_to_its_end_is_many_steps(scale):
 
 
 @pytest.mark.medium
-def test_second_derivatives():
+@some_slow("steps", [None, 2], 1)
+def test_second_derivatives(steps):
     inputs = tuple(tensor.detach().requires_grad_() for tensor in patterns(batch=1, keys=3, states=2, width=2))
-    for steps in (2, None):
-        layer = bare(steps=steps, scale=0.3)
-        check_derivatives(lambda *x, layer=layer: layer(x), inputs)
+    layer = bare(steps=steps, scale=0.3)
+    check_derivatives(lambda *x: layer(x), inputs)
 
 
 def test_noise_is_taken_off_stored_patterns():

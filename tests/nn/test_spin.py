@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.support.rows import one_in
+from tests.support.rows import one_in, some_slow
 from torch import nn
 
 from massieu.energy import KineticSpins
@@ -68,7 +68,7 @@ def test_the_fixed_point_is_that_of_many_steps_with_its_gradients():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("steps", [1, 2, None])
+@some_slow("steps", [1, 2, None], 2)
 def test_second_order_solves_its_equation(steps):
     module, tokens = layer(order="second", steps=steps, scale=1.2), inputs()
     model = module.model(tokens)
