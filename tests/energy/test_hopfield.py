@@ -163,12 +163,11 @@ OTHER_THAN_ATOMS = [name for name in REFERENCES if name != "Atoms"]
 
 
 @pytest.mark.medium
-@every_row("name", OTHER_THAN_ATOMS)
-def test_energy_never_rises(name: str):
+@one_in(2, {"name": OTHER_THAN_ATOMS, "damping": [1.0, 0.3]})
+def test_energy_never_rises(name: str, damping: float):
     scene = {"seed": 0, "batch": (2,), "count": 5, "size": 1.0, "scale": 4.0, "masked": True, "start": 0.5}
-    for damping in (1.0, 0.3):
-        energy, state = _scene({**scene, "inside": damping < 1}, REFERENCES[name](3))
-        _descends(energy, state, damping)
+    energy, state = _scene({**scene, "inside": damping < 1}, REFERENCES[name](3))
+    _descends(energy, state, damping)
 
 
 @pytest.mark.medium

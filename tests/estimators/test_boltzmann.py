@@ -9,7 +9,7 @@ from scipy import stats
 from scipy.special import log_expit, logsumexp
 from sklearn.mixture import GaussianMixture
 from sklearn.neural_network import BernoulliRBM
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 from massieu.energy import sites
 from massieu.measures import Poisson
@@ -121,13 +121,15 @@ def test_a_table_of_several_kinds():
 
 
 @pytest.mark.medium
-@every_row(
+@some_slow(
     "table, kind, hidden",
     [
         (RANDOM.negative_binomial(1, 0.1, (200, 4)) + 20.0 * BITS[np.arange(200) % 80, :1], "poisson", "bernoulli"),
         (np.repeat(RANDOM.normal(size=(200, 1)), 20, 1), "gaussian", "spin"),
         (RANDOM.standard_t(3, (200, 4)) + 3.0 * BITS[np.arange(200) % 80, :1], "gaussian", "bernoulli"),
     ],
+    1,
+    ids=["large counts", "columns alike", "outliers"],
 )
 def test_learning_rates_suit_large_counts_columns_alike_and_outliers(table: np.ndarray, kind: str, hidden: str):
     """Training ends, and the machine is no worse than columns by themselves."""

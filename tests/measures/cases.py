@@ -338,6 +338,7 @@ VARIANTS = {
     "atoms, two batch dimensions",
     "gaussian, isotropic",
     "gaussian, diagonal",
+    "gaussian, rank one",
     "spin, fair",
     "circle",
     "sphere in five dimensions",
@@ -346,6 +347,8 @@ VARIANTS = {
     "affine, of atoms",
     "mixture of a batch",
     "mixture of spins and a Gaussian, in a batch",
+    "hybrid of atoms and a Gaussian",
+    "sum of uniforms",
     *_STRONG,
 }
 """Near relatives of other cases: checked in the slow run."""

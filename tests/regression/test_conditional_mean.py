@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.support.rows import every_row, one_in
+from tests.support.rows import every_row, one_in, some_slow
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.errors import ConvergenceError
@@ -306,7 +306,7 @@ def test_lower_precision_is_computed_in_float32(dtype, is_causal):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("name", "rank"), [("linear", 0), ("exponential", 10), ("gaussian", 0)])
+@some_slow(("name", "rank"), [("exponential", 10), ("gaussian", 0), ("linear", 0)], 2)
 def test_conjugate_gradients_are_exact_to_their_bound(name, rank, monkeypatch):
     monkeypatch.setattr("massieu.regression.iterative.BLOCK_PAIRS", 1000)
     query, key, value = tokens(40, 25, batch=1)
