@@ -78,7 +78,7 @@ def test_particles_stay_up_to_the_error_of_their_number():
     With half of the theorem's M the covariances still commute, and E e^(ηᵀKη), which the mean square of S15 is proportional
     to, is finite.
     """
-    layer, sizes, repetitions = renormalised(COVARIANCE / 2, 0.5), [2**each for each in range(5, 10)], 80
+    layer, sizes, repetitions = renormalised(COVARIANCE / 2, 0.5), [2**each for each in range(5, 11)], 80
     generator = torch.Generator().manual_seed(0)
     moved = []
     for size in sizes:
