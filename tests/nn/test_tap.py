@@ -207,15 +207,6 @@ def test_vmap():
     torch.testing.assert_close(mapped, module(tokens)[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.slow
-def test_compiled():
-    """Derivatives are the solver's, which its own tests and those of `ImplicitHeads` compile."""
-    module, tokens = layer(strength=0.5).float().requires_grad_(False), inputs(dtype=torch.float32)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    eager, got = (call(tokens, is_causal=True)[0] for call in (module, compiled))
-    torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-4)
-
-
 def test_not_converged_is_told():
     module, tokens = layer(strength=30.0, max_steps=3, throw=True), inputs()
     with pytest.raises(ConvergenceError, match="residual"):
