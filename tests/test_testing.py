@@ -270,7 +270,7 @@ def run_all(measure: Measure, but: Collection[str] = (), **options) -> set[str]:
 
 
 @pytest.mark.medium
-@every_row(("cls", "name", "law"), BROKEN, ids=[f"{cls.__name__}: {name}" for cls, name, _ in BROKEN])
+@pytest.mark.parametrize(("cls", "name", "law"), BROKEN, ids=[f"{cls.__name__}: {name}" for cls, name, _ in BROKEN])
 def test_a_wrong_measure_is_caught_by_name(cls, name, law):
     with pytest.raises(AssertionError, match=law):
         run(cls(RATE), name)

@@ -209,7 +209,7 @@ def test_sites_that_cannot_move():
     torch.testing.assert_close(frozen.adaptive_tap().mean, frozen.exact().mean, rtol=1e-9, atol=1e-9)
 
 
-@every_row("kind", ["spins", "Potts", "atoms"])
+@pytest.mark.parametrize("kind", ["spins", "Potts", "atoms"])
 def test_gradients_of_log_z_are_moments(kind):
     """Adaptive TAP's free energy is stationary: its gradient in J_ij is (Λ − J)⁻¹_ij + ⟨S_i⟩⟨S_j⟩ᵀ, for i ≠ j."""
     site = SITES[kind]

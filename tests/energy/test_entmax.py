@@ -152,7 +152,7 @@ def test_weights_are_on_the_simplex_and_ordered_as_the_scores(scores, alpha, dty
 # --- masks and shapes ------------------------------------------------------------------------------------------------
 
 
-@every_row("alpha", [1.0, 1.3, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("alpha", [1.0, 1.3, 1.5, 2.0, 3.0])
 def test_what_is_left_out_is_as_if_it_were_not_there(alpha):
     scores, keep = draw(5, 8, seed=5), torch.rand(5, 8, generator=torch.Generator().manual_seed(6)) < 0.6
     keep[0], keep[1] = True, torch.arange(8) == 3

@@ -64,7 +64,7 @@ def test_what_a_mask_leaves_out_counts_for_nothing():
 
 
 @pytest.mark.medium
-@every_row("name", REFERENCES)
+@pytest.mark.parametrize("name", REFERENCES)
 def test_a_memory_that_is_masked_altogether_remembers_nothing(name: str):
     reference = REFERENCES[name](4)
     keep = torch.ones(2, 6, dtype=torch.bool)
@@ -210,7 +210,7 @@ def test_energy_never_rises_for_other_memories(name: str, reference: str, batch:
 
 
 @pytest.mark.medium
-@every_row("name", REFERENCES)
+@pytest.mark.parametrize("name", REFERENCES)
 def test_energy_over_stored_patterns_is_never_negative(name: str):
     scales = torch.tensor([0.1, 4.0], dtype=F64)
     energy = HopfieldEnergy.create(draw(2, 5, 4), reference=REFERENCES[name](4), scale=scales)
@@ -236,7 +236,9 @@ def test_descend_returns_the_path():
 
 
 @pytest.mark.medium
-@every_row(("name", "dtype"), zip(OTHER_THAN_ATOMS, cycle([torch.bfloat16, torch.float16]), strict=False))
+@pytest.mark.parametrize(
+    ("name", "dtype"), list(zip(OTHER_THAN_ATOMS, cycle([torch.bfloat16, torch.float16]), strict=False))
+)
 def test_low_precision_is_promoted(name: str, dtype: torch.dtype):
     reference = REFERENCES[name](8)
     patterns, state = draw(5, 8).to(dtype), draw(6, 8, seed=1).to(dtype)

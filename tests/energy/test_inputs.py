@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rows import every_row, one_in
+from tests.support.rows import one_in
 from tests.support.sentences import works_or_says, wrongs
 
 from massieu import energy, measures, theory
@@ -147,7 +147,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
-@every_row("name", CALLS)
+@pytest.mark.parametrize("name", CALLS)
 def test_any_argument_works_or_is_one_sentence(name: str):
     for label, given in wrongs(POINTS).items():
         try:

@@ -78,7 +78,7 @@ def test_runge_kutta_raises_the_energy_by_no_more_than_its_order(name):
     assert (path.energies[-1] < path.energies[0]).all()
 
 
-@every_row("name", LAYERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_the_energy_falls_at_the_rate_of_the_theorem(name):
     """dℰ/dt = −τ_v v̇ᵀ∇²L_v v̇ − τ_h ḣᵀ∇²L_h ḣ, the left side by differences of a path, the right one by autograd."""
     layers, start = network(name, visible_time=0.5, hidden_time=2.0), draw(8, seed=5)

@@ -186,7 +186,7 @@ PACKED = {
 }
 
 
-@every_row("name", list(PACKED), ids=str)
+@pytest.mark.parametrize("name", list(PACKED), ids=str)
 def test_documents_by_one_call(cuda, monkeypatch, name):
     from massieu.ops.cuda.packed_flash import PACKED_FLASH
 

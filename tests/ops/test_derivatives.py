@@ -11,7 +11,7 @@ import torch
 from tests.support.derivatives import check_derivatives
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw, finite
-from tests.support.rows import every_row, some_slow
+from tests.support.rows import some_slow
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from massieu import ops
@@ -206,18 +206,8 @@ A_FIFTH = [one for place, one in enumerate(SPELT) if (place + place // len(KINDS
 
 
 @pytest.mark.medium
-@every_row(("name", "kind", "spelling"), A_FIFTH)
+@pytest.mark.parametrize(("name", "kind", "spelling"), slowly(SPELT, lambda one: one in A_FIFTH))
 def test_kinds_by_formulas(name, kind, spelling):
-    assert_derivatives_of_formulas(name, kind, spelling)
-
-
-@pytest.mark.slow
-@every_row(("name", "kind", "spelling"), [one for one in SPELT if one not in A_FIFTH])
-def test_the_other_kinds_by_formulas(name, kind, spelling):
-    assert_derivatives_of_formulas(name, kind, spelling)
-
-
-def assert_derivatives_of_formulas(name, kind, spelling):
     """Gradients, forward derivatives, and second ones: backwards, and forwards over backwards."""
     function, leaves = case(name, kind, spelling)
     wanted_function = explicit_case(name, kind)

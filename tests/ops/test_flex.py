@@ -110,7 +110,7 @@ def assert_close(found, wanted, tolerance):
 @pytest.mark.parametrize(
     "layout", ["square", *(pytest.param(name, marks=pytest.mark.medium) for name in ("long keys", "long queries"))]
 )
-@every_row("name", OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_results(registered, layout, name):
     registered()
     tensors, options = problem(layout, OPTIONS[name])
@@ -120,7 +120,7 @@ def test_results(registered, layout, name):
     assert torch.equal(log_z, found.log_partition)
 
 
-@every_row("name", ["plain", "soft cap", "causal", "window", "wide window", "scale per head", "boolean"])
+@pytest.mark.parametrize("name", ["plain", "soft cap", "causal", "window", "wide window", "scale per head", "boolean"])
 def test_gradients(registered, name):
     registered()
     tensors, options = problem("square", OPTIONS[name])

@@ -56,7 +56,7 @@ def test_pairs_that_are_seen(case, extra, backend):
         torch.testing.assert_close(found, level, rtol=1e-11, atol=1e-11)
 
 
-@every_row("case", list(CASES), ids=str)
+@pytest.mark.parametrize("case", list(CASES), ids=str)
 def test_gradients_and_covariances(case):
     length, keys, offset, options = CASES[case]
     tensors = [tensor.requires_grad_() for tensor in _tensors(length, keys)]

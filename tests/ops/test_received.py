@@ -351,7 +351,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@every_row("position", ["all", "causal", "causal window", "rectangular"])
+@pytest.mark.parametrize("position", ["all", "causal", "causal window", "rectangular"])
 def test_memory_is_linear(position):
     length = 700 if position == "rectangular" else 1024
     query, key = inputs(length, 1024, 2, 1, dtype=torch.float32)

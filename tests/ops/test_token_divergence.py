@@ -58,7 +58,7 @@ OPTIONS = {
 }
 
 
-@every_row("name", list(OPTIONS), ids=str)
+@pytest.mark.parametrize("name", list(OPTIONS), ids=str)
 @pytest.mark.parametrize("tile", [1 << 20, 16], ids=["one tile", "many"])
 def test_values_and_gradients(name, tile, monkeypatch):
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", tile * 8)

@@ -193,7 +193,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@every_row("what", ["fused", "reference", "padded", "moments", "blocks", "fisher"])
+@pytest.mark.parametrize("what", ["fused", "reference", "padded", "moments", "blocks", "fisher"])
 def test_memory_is_linear(what):
     """Nothing of a size like queries times keys, forwards or backwards, in either route."""
     length, window = 4096, (60, 3)

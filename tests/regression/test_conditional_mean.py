@@ -405,7 +405,7 @@ def test_conjugate_gradients_told_to_go_on_say_how_far_off_they_are(name):
     assert (error <= found.error_bound * (1 + 1e-9) + 1e-8).all()
 
 
-@every_row("name", KERNELS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_few_centres_stay_within_their_bound(name):
     query, key, value = tokens(80, 25)
     weight = normal(2, 2, 1, 80, seed=3)

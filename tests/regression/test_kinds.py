@@ -65,7 +65,7 @@ CASES = {
 
 @pytest.mark.medium
 @some_slow("part", range(PARTS), 1)
-@every_row("name", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_no_argument_ends_in_an_error_of_pytorchs(name, part):
     function, arguments = CASES[name]
     assert raw_errors(function, arguments, part) == []

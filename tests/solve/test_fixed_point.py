@@ -123,7 +123,7 @@ def test_damping_changes_the_way_and_not_the_end(method):
     assert torch.allclose(found.value, shift / 2.5, atol=1e-9)
 
 
-@every_row("method", METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_an_items_result_does_not_depend_on_its_mates(method):
     memory, query = normal(12, 6) / 6**0.5, normal(7, 6, seed=1)
     together = fixed_point(hopfield, query, (memory, 6.0), method=method, throw=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.support.kinds import PARTS, raw_errors
-from tests.support.rows import every_row, some_slow
+from tests.support.rows import some_slow
 
 from massieu import theory
 
@@ -69,7 +69,7 @@ CASES = {
 
 @pytest.mark.medium
 @some_slow("part", range(PARTS), 1)
-@every_row("name", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_no_argument_ends_in_an_error_of_pytorchs(name, part):
     function, arguments = CASES[name]
     assert raw_errors(function, arguments, part) == []
