@@ -9,7 +9,7 @@ from tests.support.rows import every_row
 from tests.support.suites import SHARED_LAWS
 from torch import Tensor
 
-from massieu.measures import DomainError, Measure, Spin
+from massieu.measures import DomainError, Gaussian, Measure, Spin
 from massieu.testing import MeasureCase, measure_checks
 from massieu.testing.checks import Law, checks_of
 from massieu.testing.measures import LAWS
@@ -292,6 +292,14 @@ def test_a_correct_measure_passes_with_one_hook():
     )
     assert left_out == {"domain", "support", "outside the support", "log_prob oracle", *DRAWN, *DENSITY}
     run_all(Poisson(torch.rand(2, 3) + 0.5))
+
+
+def test_the_least_variance_is_as_wrong_as_the_largest_is_rounded():
+    """A Gaussian on a line: variances across it are 0 to the rounding of a variance of 10¹⁴."""
+    line = 1e7 * torch.tensor([[0.6], [-1.1], [0.9]], dtype=torch.float64)
+    eta = 1e-7 * torch.tensor([[0.3, -0.2, 0.5], [0.1, 0.2, 0.0]], dtype=torch.float64)
+    law = Gaussian.create(torch.zeros(3, dtype=torch.float64), factor=line)
+    measure_checks(MeasureCase(law, eta=eta, scales=(0.0,)))["fisher"]()
 
 
 def test_what_is_left_out_says_why():

@@ -69,7 +69,7 @@ OTHER_METHODS = {kind: METHODS[:2] for kind in SITES if kind not in ("spins", "a
         *((kind, ("adaptive_tap",)) for kind in SITES if kind != "atoms"),
         *OTHER_METHODS.items(),
     ],
-    len(SITES),
+    3,
 )
 def test_errors_fall_as_theory_says_for_every_kind_of_site(kind, methods):
     models = [(model, model.exact()) for model in (model_of(kind, strength) for strength in (0.2, 0.05))]

@@ -47,7 +47,7 @@ def run(seed, particles=100, **keywords):
         {"groups": 20},
         {"groups": 20, "threshold": 1.0},
     ],
-    2,
+    1,
 )
 def test_the_error_is_honest_over_many_runs(keywords):
     runs = 60

@@ -76,13 +76,6 @@ def test_nothing_else_is_left_out():
         assert set(checks.left_out) == expected, f"{name}: write the hooks, or change LEFT_OUT and DOMAIN"
 
 
-@pytest.mark.medium
-def test_compiles():
-    """One derivative of one measure; every function of each in the slow run."""
-    case = replace(CASES["gaussian, full"], compile_backend="aot_eager")
-    batching.check_compiled(subject_of(case), ["gradient of the mean"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", first_of_each_class(DISTINCT))
 def test_conforms_compiled(name):

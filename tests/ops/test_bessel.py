@@ -142,8 +142,8 @@ def test_at_zero(dimension):
     assert curvature == pytest.approx(1 / (4 * dimension * (dimension + 2)) - 1 / (4 * dimension**2), rel=1e-14)
 
 
-@pytest.mark.medium
-@some_slow(("dimension", "kappa", "count"), [(2, 1.5, 3), (2, 0.0, 4), (64, 20.0, 5)], 1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dimension", "kappa", "count"), [(2, 1.5, 3), (2, 0.0, 4), (64, 20.0, 5)])
 def test_nested_forward_derivatives(dimension, kappa, count):
     def along(k: Tensor, count: int) -> Tensor:
         if count == 0:

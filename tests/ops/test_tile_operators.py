@@ -113,8 +113,8 @@ def pairs(count):
     return (lambda q, k: info_nce(q, k, temperature=0.1, symmetric=True, log_weight=same)), (query, key)
 
 
-@pytest.mark.medium
-@some_slow("problem", [words, pairs], 1)
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", [words, pairs])
 def test_no_graph_holds_the_scores(problem):
     torch._dynamo.reset()
     function, tensors = problem(300)
