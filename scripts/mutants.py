@@ -6,9 +6,9 @@
     python scripts/mutants.py --list ops           # all that there are in a room, without running any
 
 A mutant is one change of one expression: another sign, a factor or a term left out, another axis, an argument forgotten.
-It is made in a copy of `src`, which the tests import in place of the original. The fast tests of its room run first,
-then all fast tests, unless `--room-only`; the first failure ends the run. A mutant that no test notices is printed with
-its line: it is equivalent, or a test is missing.
+It is made in a copy of `src`, which the tests import in place of the original. The tests of its file run first, then the
+fast tests of its room, then all fast tests, unless `--room-only`; the first failure ends the run. A mutant that no test
+notices is printed with its line: it is equivalent, or a test is missing.
 """
 
 import argparse
@@ -216,9 +216,10 @@ def _run_tests(source: Path, tests: Sequence[str]) -> tuple[bool, str]:
 def noticed_by(mutant: Mutant, room_only: bool) -> str | None:
     """The first test that fails; None if all pass."""
     own = TESTS_OF_ROOM.get(mutant.room, [f"tests/{mutant.room}"])
+    of_file = [str(path.relative_to(ROOT)) for path in ROOT.glob(f"tests/{mutant.room}/**/test_{mutant.path.stem}*.py")]
     with tempfile.TemporaryDirectory() as folder:
         source = _source_with(mutant, Path(folder))
-        for tests in [own] if room_only else [own, ["tests"]]:
+        for tests in filter(None, [of_file, own, [] if room_only else ["tests"]]):
             failed, reason = _run_tests(source, tests)
             if failed:
                 return reason
