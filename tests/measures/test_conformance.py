@@ -15,7 +15,7 @@ SLOW = [
     # By Newton's method on the boundary, which is not the classes' own; closed forms and atoms are in the fast tier.
     *[
         f"{name}: {law}"
-        for name in ("affine", "tilted", "mixture of atoms and spins", "hybrid of atoms and a Gaussian")
+        for name in ("affine", "tilted", "mixture of atoms and spins")
         for law in ("atoms as means", "saturated means")
     ],
     # The fast tests of spheres hold them against oracles in mpmath.
