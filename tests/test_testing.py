@@ -20,14 +20,6 @@ class Coordinates(Measure):
 
     rate: Tensor
 
-    @property
-    def batch_shape(self):
-        return self.rate.shape[:-1]
-
-    @property
-    def event_shape(self):
-        return self.rate.shape[-1:]
-
 
 class Poisson(Coordinates):
     """A correct one: the single hook an author writes."""
