@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.memory import LargestTensor
 from tests.support.rows import one_in
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
 from massieu.ops import packed
@@ -200,29 +200,16 @@ def test_documents_do_not_touch_each_other() -> None:
             torch.testing.assert_close(one[:, :, kept], other[:, :, kept], rtol=1e-12, atol=1e-12)
 
 
-class _Largest(TorchDispatchMode):
-    """The most numbers that a tensor made here holds, and how many operations make one as long as the row."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, Tensor):
-                self.numel = max(self.numel, one.untyped_storage().nbytes() // one.element_size())
-        return result
-
-
 @pytest.mark.parametrize("backend", ["fused", "reference"])
 def test_memory_follows_the_documents(backend: str) -> None:
     documents = ops.Documents.of_lengths([16, 20, 9, 1, 30] * 30)
     length = documents.query_boundaries[-1]
     query, key, value = (torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))
-    with _Largest() as largest:
+    with LargestTensor() as largest:
         output, log_z = ops.attention(query, key, value, documents=documents, is_causal=True, backend=backend)
         (output.sum() + log_z.sum()).backward()
     # Padding at most about doubles a length, and scores of documents are at most 38 numbers a query.
-    assert largest.numel <= 2 * 38 * 2 * length < length**2 / 2
+    assert largest.numbers <= 2 * 38 * 2 * length < length**2 / 2
 
 
 def test_buckets_pad_little_and_keep_long_documents_apart() -> None:

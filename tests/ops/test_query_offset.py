@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support.derivatives import check_derivatives
+from tests.support.memory import LargestTensor
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row, one_in
@@ -125,19 +126,8 @@ def test_nan_is_shown_to_those_who_see_it():
 def test_many_keys_need_no_mask(monkeypatch):
     """Nothing of queries × keys is made on the way."""
     query, key, value = (draw(1, 1, length, 4, dtype=torch.float32) for length in (300, 3000, 3000))
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Largest(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            found = function(*args, **(kwargs or {}))
-            for tensor in found if isinstance(found, tuple | list) else (found,):
-                if isinstance(tensor, torch.Tensor):
-                    self.numbers = max(self.numbers, tensor.numel())
-            return found
-
-    with Largest() as mode:
+    with LargestTensor() as mode:
         query.requires_grad_()
         output, log_z = ops.attention(query, key, value, is_causal=True, query_offset=2700)
         (output.sum() + log_z.sum()).backward()

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from tests.support.derivatives import check_derivatives
+from tests.support.memory import LargestTensor
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row, one_in
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
 
@@ -336,28 +336,13 @@ def test_extremes():
     torch.testing.assert_close(half, ops.attention_received(query.bfloat16(), key.bfloat16(), is_causal=True).total)
 
 
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor had that an operation made."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(one, torch.Tensor):
-                self.numbers = max(self.numbers, one.untyped_storage().nbytes() // one.element_size())
-        return found
-
-
 @pytest.mark.parametrize("position", ["all", "causal", "causal window", "rectangular"])
 def test_memory_is_linear(position):
     length = 700 if position == "rectangular" else 1024
     query, key = inputs(length, 1024, 2, 1, dtype=torch.float32)
     query.requires_grad_()
     options = {"is_causal": True} if position == "rectangular" else POSITIONS[position]
-    with Largest() as largest:
+    with LargestTensor() as largest:
         ops.attention_received(query, key, **options).total.square().sum().backward()
     assert largest.numbers <= 10 * query.numel() < length * 1024
 

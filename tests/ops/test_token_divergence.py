@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support.derivatives import check_derivatives
+from tests.support.memory import LargestTensor
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row
 from torch.autograd import forward_ad
@@ -331,24 +332,13 @@ def test_no_tokens():
 
 
 def test_no_memory_in_tokens_times_words(monkeypatch):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            found = function(*args, **(kwargs or {}))
-            for tensor in found if isinstance(found, tuple | list) else (found,):
-                if isinstance(tensor, torch.Tensor):
-                    self.numbers = max(self.numbers, tensor.numel())
-            return found
 
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 1 << 12)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 64)
     # Logits of both models at a time.
     monkeypatch.setattr(token_divergence, "BLOCK_PAIRS", 1 << 11)
     tensors = [torch.randn(*shape, requires_grad=True) for shape in ((110, 4), (300, 4), (110, 4), (300, 4))]
-    with Largest() as mode:
+    with LargestTensor() as mode:
         found = ops.token_divergence(*tensors)
         (found.divergence.sum() + found.reverse_divergence.sum()).backward()
     assert mode.numbers <= 1 << 12 < 110 * 300

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.derivatives import check_derivatives
+from tests.support.memory import LargestTensor
 from tests.support.ops.explicit import log_partition_room
 from tests.support.rows import every_row, one_in
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
 from massieu.ops import band, reference
@@ -179,27 +179,13 @@ def test_moments_and_fisher_information_of_a_window():
         assert close(found, ops.attention_moments(query, key, value, log_weight=pairs, backend="reference"))
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers that any tensor made inside has."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(tensor, torch.Tensor):
-                held = tensor.untyped_storage().nbytes() // tensor.element_size()
-                self.numbers = max(self.numbers, held)
-        return found
-
-
 @pytest.mark.parametrize("what", ["fused", "reference", "padded", "moments", "blocks", "fisher"])
 def test_memory_is_linear(what):
     """Nothing of a size like queries times keys, forwards or backwards, in either route."""
     length, window = 4096, (60, 3)
     inputs = [t.float().requires_grad_(what != "blocks") for t in tensors(1, 1, 1, length, length, 8, 8)]
     keep = (torch.arange(length) > 5).view(1, 1, 1, length) if what == "padded" else None
-    with Largest() as mode:
+    with LargestTensor() as mode:
         if what in ("moments", "blocks"):
             found = ops.attention_moments(*inputs, window=window, log_weight=keep)[:6]
         elif what == "fisher":

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from tests.support.memory import LargestTensor
 from tests.support.rows import every_row, one_in, some_slow
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.errors import ConvergenceError
 from massieu.regression import (
@@ -325,19 +325,6 @@ def test_conjugate_gradients_are_exact_to_their_bound(name, rank, monkeypatch):
     assert error.max() > 1e-8 or rank > 0 or name == "linear"
 
 
-class LargestTensor(TorchDispatchMode):
-    """Numbers in the largest tensor that any operation made."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self.size = max(self.size, tensor.numel())
-        return made
-
-
 def test_no_gram_matrix_is_ever_formed(monkeypatch):
     monkeypatch.setattr("massieu.regression.iterative.BLOCK_PAIRS", 9000)
     query, key, value = (tensor.requires_grad_() for tensor in tokens(300, 300, batch=1, heads=1))
@@ -354,10 +341,10 @@ def test_no_gram_matrix_is_ever_formed(monkeypatch):
                 preconditioner_rank=20,
             )
             found.output.square().sum().backward()
-    assert largest.size <= 9000
+    assert largest.numbers <= 9000
     with LargestTensor() as largest:
         conditional_mean_attention(query, key, value, kernel=GaussianKernel(ridge / 2), ridge=ridge)
-    assert largest.size == 300**2
+    assert largest.numbers == 300**2
 
 
 def test_conjugate_gradients_that_stop_short_say_so():
