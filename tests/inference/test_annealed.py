@@ -146,5 +146,5 @@ def test_bad_calls(call, message):
 
 def test_more_steps_than_are_ever_done_are_refused(monkeypatch):
     monkeypatch.setattr("massieu.inference.annealed.MOST", 5)
-    with pytest.raises(ValueError, match="schedule must be a whole number, .*5, got 6"):
+    with pytest.raises(ValueError, match=r"schedule must be a whole number, .*5, got 6"):
         run(0, schedule=6)
