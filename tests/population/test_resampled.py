@@ -63,7 +63,7 @@ def test_what_is_told_of_the_draws():
 @pytest.mark.medium
 def test_genealogies_coalesce_as_uniform_draws_do():
     """Uniform weights are the Wright–Fisher model: two tokens have one ancestor with probability 1 − (1 − 1/n)^t."""
-    tokens, generations, repetitions = 8, 4, 60
+    tokens, generations, repetitions = 10, 4, 60
     shared = torch.zeros(repetitions, generations, dtype=torch.float64)
     own = layer(scale=0.0)
     for repetition in range(repetitions):
