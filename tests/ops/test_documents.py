@@ -79,6 +79,18 @@ def compare(
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_which_keys_are_seen_and_how_far_behind_they_are(lengths: str) -> None:
+    seen, behind = ops.Documents.of_lengths(*LENGTHS[lengths]).seen(torch.device("cpu"))
+    queries, keys = LENGTHS[lengths]
+    rows, columns = (
+        [(number, place) for number, count in enumerate(counts) for place in range(count)]
+        for counts in (queries, queries if keys is None else keys)
+    )
+    assert seen.tolist() == [[one == other for other, _ in columns] for one, _ in rows]
+    assert behind.tolist() == [[row - place for _, place in columns] for _, row in rows]
+
+
 @one_in(2, {"options": OPTIONS, "lengths": LENGTHS})
 def test_attention_is_one_call_a_document(lengths: str, options: str) -> None:
     documents, leaves = made(lengths)
