@@ -246,7 +246,7 @@ def test_transforms_agree_to_third_order():
     assert torch.allclose(jacfwd(jacfwd(jacfwd(entmax_conjugate)))(scores, alpha), third, atol=1e-12)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_fourth_order_of_two_scores_by_forward_mode():
     """At α = 3/2 the larger of two weights is (1 + d√(2 − d²))/2, where 2d is the difference of the scores."""
 

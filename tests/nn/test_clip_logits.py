@@ -302,7 +302,7 @@ def test_names_of_a_part_and_of_wrapped_models():
         clip_logits(model, 1.0, {"attention": torch.tensor([4.0])})
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_names_of_compiled_models():
     inner = nn.Sequential(nn.MultiheadAttention(4, 1))
     inner[0] = torch.compile(inner[0])

@@ -117,7 +117,7 @@ def test_features_are_means_upwards():
     assert made(visible).requires_grad and not made.transform(visible).requires_grad
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_second_machine_raises_the_likelihood():
     """From the second machine upside down, small steps: as its fit to the hidden units gets better, so does the whole."""
     generator = torch.Generator().manual_seed(0)
