@@ -2,12 +2,13 @@
 
     python scripts/mutants.py                      # 40 mutants, drawn with the commit's hash as the seed
     python scripts/mutants.py --seed abc --only 7  # one of them again
+    python scripts/mutants.py --rooms ops nn       # of these rooms alone
     python scripts/mutants.py --list ops           # all that there are in a room, without running any
 
 A mutant is one change of one expression: another sign, a factor or a term left out, another axis, an argument forgotten.
-It is made in a copy of `src`, which the tests import in place of the original. The fast tests of its room run first,
-then all fast tests, unless `--room-only`; the first failure ends the run. A mutant that no test notices is printed with
-its line: it is equivalent, or a test is missing.
+It is made in a copy of `src`, which the tests import in place of the original. The tests of its file run first, then the
+fast tests of its room, then all fast tests, unless `--room-only`; the first failure ends the run. A mutant that no test
+notices is printed with its line: it is equivalent, or a test is missing.
 """
 
 import argparse
@@ -177,9 +178,9 @@ def all_mutants() -> dict[str, list[Mutant]]:
     return rooms
 
 
-def drawn(count: int, seed: str) -> list[Mutant]:
-    """So many, one room after the other in a random order, and again from the first."""
-    rooms = all_mutants()
+def drawn(count: int, seed: str, chosen: Sequence[str] | None = None) -> list[Mutant]:
+    """So many of the chosen rooms, or of all, one room after the other in a random order, and again from the first."""
+    rooms = {room: mutants for room, mutants in all_mutants().items() if chosen is None or room in chosen}
     generator = random.Random(seed)
     order = sorted(rooms)
     generator.shuffle(order)
@@ -215,9 +216,10 @@ def _run_tests(source: Path, tests: Sequence[str]) -> tuple[bool, str]:
 def noticed_by(mutant: Mutant, room_only: bool) -> str | None:
     """The first test that fails; None if all pass."""
     own = TESTS_OF_ROOM.get(mutant.room, [f"tests/{mutant.room}"])
+    of_file = [str(path.relative_to(ROOT)) for path in ROOT.glob(f"tests/{mutant.room}/**/test_{mutant.path.stem}*.py")]
     with tempfile.TemporaryDirectory() as folder:
         source = _source_with(mutant, Path(folder))
-        for tests in [own] if room_only else [own, ["tests"]]:
+        for tests in filter(None, [of_file, own, [] if room_only else ["tests"]]):
             failed, reason = _run_tests(source, tests)
             if failed:
                 return reason
@@ -229,6 +231,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", help="of the draw; the commit's hash by default")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the draw")
+    parser.add_argument("--rooms", nargs="+", metavar="ROOM", help="draw from these alone")
     parser.add_argument("--room-only", action="store_true", help="run the tests of the mutant's room alone")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--list", metavar="ROOM", help="print the mutants of a room, or of `all`, and run none")
@@ -241,7 +244,7 @@ def main() -> None:
         return
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     seed = arguments.seed or head.strip()
-    mutants = drawn(arguments.count, seed)
+    mutants = drawn(arguments.count, seed, arguments.rooms)
     numbers = arguments.only or range(len(mutants))
     tried = partial(noticed_by, room_only=arguments.room_only)
     survivors = []

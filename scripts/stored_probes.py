@@ -179,7 +179,9 @@ CASES: dict[str, Callable[[Path], None]] = {
     "entropy": _of_zoo("bert", padded=True, statistics=["entropy"]),
     "values": _of_zoo("bert", padded=True, statistics=["values"]),
     "query_sample": _of_zoo("gpt2", padded=True, query_sample=5),
-    "replace": _of_zoo("gpt2", statistics=["attention", "replacement"], replace=["off(mean)", "off"], replace_windows=4),
+    "replace": _of_zoo(
+        "gpt2", statistics=["attention", "replacement"], replace=["off(mean)", "off"], replace_windows=4
+    ),
     "generate": _generate,
     "resumed": _resumed,
     "two_processes": _two_processes,

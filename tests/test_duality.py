@@ -38,14 +38,6 @@ class Counts(Measure):
 
     rate: Tensor
 
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.rate.shape[:-1]
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self.rate.shape[-1:]
-
     def _log_partition(self, eta: Tensor) -> Tensor:
         return (self._align(self.rate, eta) * torch.expm1(eta)).sum(-1)
 
@@ -54,14 +46,6 @@ class HalfLine(Measure):
     """`scale` times Lebesgue measure on the positive half-lines: the domain is eta < 0, and the origin is not in it."""
 
     scale: Tensor
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.scale.shape[:-1]
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self.scale.shape[-1:]
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return (self._align(self.scale, eta).log() - (-eta).log()).sum(-1)
@@ -400,7 +384,7 @@ class TestLaws:
 
 class TestDerivatives:
     @pytest.mark.medium
-    @some_slow("count", [3, 1, 7], 1, ids=lambda count: f"{count} points in 3 dimensions")
+    @some_slow("count", [1, 3, 7], 1, ids=lambda count: f"{count} points in 3 dimensions")
     def test_in_the_points_their_weights_and_the_mean_twice(self, count):
         """With 3 points or fewer the family is not minimal, and what A cannot see turns with the points."""
 
@@ -591,14 +575,6 @@ class Cliff(Measure):
     """Not steep: the domain is eta ≤ 0 and the mean is at most 2 on it, though the support has no end."""
 
     scale: Tensor
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.scale.shape[:-1]
-
-    @property
-    def event_shape(self) -> torch.Size:
-        return self.scale.shape[-1:]
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return (2 * eta + eta.square()).sum(-1)

@@ -14,7 +14,7 @@ from scripts import mutants, test_table
 from tests import conftest
 from tests.support import needs
 from tests.support.rounding import FAST_EXPONENTIAL, rounding_error
-from tests.support.rows import every_row, some_slow
+from tests.support.rows import every_row, one_in, some_slow
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,6 +59,16 @@ def test_some_values_are_slow():
         ((6,), ["slow"], "b"),
         ((7,), ["slow"], "c"),
     ]
+
+
+def test_one_combination_in_so_many_is_quick_and_every_value_is_in_one():
+    names, values = one_in(2, {"letter": "abc", "number, square": [(1, 1), (2, 4)]}).args
+    assert names == ["letter", "number", "square"]
+    quick = [tuple(value.values) for value in values if not value.marks]
+    assert quick == [("a", 1, 1), ("b", 2, 4), ("c", 1, 1)]
+    assert len(values) == 6
+    with pytest.raises(AssertionError, match="one in 3 leaves out a value altogether"):
+        one_in(3, {"letter": "ab", "number": [1, 2]})
 
 
 @every_row("size", [1e-6, 1.0, 1e6])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import root
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row, some_slow
+from tests.support.rows import every_row, one_in, some_slow
 
 from massieu.energy import SpinModel, sites
 from massieu.errors import ConvergenceError
@@ -69,7 +69,7 @@ OTHER_METHODS = {kind: METHODS[:2] for kind in SITES if kind not in ("spins", "a
         *((kind, ("adaptive_tap",)) for kind in SITES if kind != "atoms"),
         *OTHER_METHODS.items(),
     ],
-    len(SITES),
+    3,
 )
 def test_errors_fall_as_theory_says_for_every_kind_of_site(kind, methods):
     models = [(model, model.exact()) for model in (model_of(kind, strength) for strength in (0.2, 0.05))]
@@ -209,7 +209,7 @@ def test_sites_that_cannot_move():
     torch.testing.assert_close(frozen.adaptive_tap().mean, frozen.exact().mean, rtol=1e-9, atol=1e-9)
 
 
-@every_row("kind", ["spins", "Potts", "atoms"])
+@pytest.mark.parametrize("kind", ["spins", "Potts", "atoms"])
 def test_gradients_of_log_z_are_moments(kind):
     """Adaptive TAP's free energy is stationary: its gradient in J_ij is (Λ − J)⁻¹_ij + ⟨S_i⟩⟨S_j⟩ᵀ, for i ≠ j."""
     site = SITES[kind]
@@ -223,7 +223,7 @@ def test_gradients_of_log_z_are_moments(kind):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("method", METHODS)
+@some_slow("method", METHODS, 1)
 def test_derivatives_in_couplings_and_fields(method):
     upper = couplings(3)[:, :, 0, 0].triu(1)
 
@@ -251,8 +251,7 @@ def test_derivatives_of_potts_and_gaussian_sites():
 
 
 @pytest.mark.medium
-@every_row("method", ["exact", *METHODS])
-@every_row("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+@one_in(2, {"method": ["exact", *METHODS], "dtypes": [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)]})
 def test_the_wider_dtype_is_used(method, dtypes):
     """Couplings that bfloat16 holds exactly."""
     coupling = torch.tensor([[0.0, 0.5, -0.25], [0.5, 0.0, 0.125], [-0.25, 0.125, 0.0]])

@@ -9,7 +9,7 @@ import torch
 from scipy.integrate import quad
 from scipy.linalg import sqrtm
 from tests.support.derivatives import check_derivatives
-from tests.support.largest import Largest
+from tests.support.memory import LargestTensor
 from tests.support.rows import every_row
 
 from massieu.energy.boltzmann import BoltzmannMachine
@@ -243,7 +243,7 @@ def test_machines_with_one(visible, hidden, weight):
     ],
 )
 def test_whether_there_is_a_normaliser_takes_memory_linear_in_units(visible, hidden):
-    with Largest() as largest:
+    with LargestTensor() as largest:
         BoltzmannMachine.create(visible, hidden, torch.full((600, 3), 1e-3))
         BoltzmannMachine.create(hidden, visible, torch.full((3, 600), 1e-3))
     assert largest.numbers <= 8 * 600 * 3 < 600 * 600

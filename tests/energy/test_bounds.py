@@ -8,7 +8,7 @@ import torch
 from scipy.spatial.distance import pdist
 from scipy.special import lambertw
 from tests.energy.cases import F64, constant, draw
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 from massieu import measures
 from massieu.energy import HopfieldEnergy, activations, bounds
@@ -148,7 +148,7 @@ def test_what_a_basin_promises():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("squared", "splits"), [(0.9, False), (1.0, False), (1.05, True)])
+@some_slow(("squared", "splits"), [(0.9, False), (1.05, True), (1.0, False)], 2)
 def test_the_pitchfork_is_at_one(squared: float, splits: bool):
     a = torch.tensor([0.6, 0.8], dtype=F64)
     energy = HopfieldEnergy.create(torch.stack([a, -a]), scale=squared)

@@ -20,7 +20,7 @@ from massieu.theory import ClusteringEnergy
 # --- retrieval -------------------------------------------------------------------------------------------------------
 
 
-@every_row("name", ["identity", "spin", "LayerNorm", "Gaussian"])
+@pytest.mark.parametrize("name", ["identity", "spin", "LayerNorm", "Gaussian"])
 def test_retrieval_ends_where_a_step_stays(name: str):
     energy = HopfieldEnergy.create(draw(3, 5, 4), reference=REFERENCES[name](4), scale=3.0)
     start = energy.step(draw(3, 6, 4, seed=1))

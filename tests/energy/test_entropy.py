@@ -9,7 +9,7 @@ import torch
 from scipy.optimize import minimize
 from tests.energy.cases import F64, constant, draw
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 from massieu import nn, ops
 from massieu.energy import least_entropy
@@ -38,7 +38,7 @@ def test_it_is_attained(keys, sigma):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("keys", "sigma"), [(2, 1.0), (3, 0.3), (5, 2.0), (5, 6.0), (16, 2.0), (16, 5.0)])
+@some_slow(("keys", "sigma"), [(2, 1.0), (3, 0.3), (5, 6.0), (5, 2.0), (16, 2.0), (16, 5.0)], 3)
 def test_no_search_finds_less(keys, sigma):
     bound, generator = float(least_entropy(constant(sigma), keys)), np.random.default_rng(0)
 

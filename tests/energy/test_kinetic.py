@@ -62,7 +62,7 @@ def test_the_covariance_is_the_jacobian_and_the_state_the_inverse(exact):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("exact", [True, False])
+@some_slow("exact", [False, True], 1)
 def test_derivatives_exist_at_zero(exact):
     model = spins(exact=exact)
     zero = torch.zeros(4, 8).double().requires_grad_()
@@ -79,7 +79,7 @@ def second_derivative(model, state, contracted):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("exact", [True, False])
+@some_slow("exact", [False, True], 1)
 def test_the_echo_is_half_the_second_derivative_by_the_first(exact):
     model = spins(2, 5, exact=exact)
     before = states(model)

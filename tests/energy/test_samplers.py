@@ -138,7 +138,7 @@ def expected(p, spins, units):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("kind", "role"), list(zip(UNITS, itertools.cycle(["visible", "hidden"]), strict=False)))
+@some_slow(("kind", "role"), zip(UNITS, itertools.cycle(["visible", "hidden"]), strict=False), 6)
 def test_chains_have_the_exact_law(kind, role):
     """10⁴ independent chains within five standard errors (B8), each kind of unit in each layer, beside spins."""
     measure, (points, log_weight) = UNITS[kind]

@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 from tests.energy.cases import F64, draw
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -98,8 +98,7 @@ def rises(potential: Potential, state: Tensor, scale: float) -> Tensor:
 
 
 @pytest.mark.medium
-@every_row(("scale", "dtype"), zip(SCALES, cycle([torch.float32, F64]), strict=False))
-@every_row("name", MEMORIES)
+@one_in(3, {"scale, dtype": zip(SCALES, cycle([torch.float32, F64]), strict=False), "name": MEMORIES})
 def test_the_energy_of_any_memory_at_any_scale(name: str, scale: float, dtype: torch.dtype):
     make, potential = MEMORIES[name]
     memory = make()

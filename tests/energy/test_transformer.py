@@ -7,9 +7,8 @@ from scipy.special import logsumexp
 from tests.energy.cases import F64, constant, draw
 from tests.energy.transformer_cases import explicit_energy, network, padding, weights
 from tests.support.derivatives import check_derivatives
+from tests.support.memory import LargestTensor
 from tests.support.rows import every_row
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.energy import TransformerEnergy, mutual
 from massieu.energy.activations import LayerNorm
@@ -150,29 +149,16 @@ def test_a_large_common_part_of_a_token_leaves_it_in_the_range():
     torch.testing.assert_close(energy(state), energy(energy.normalise(tokens)), rtol=1e-2, atol=0)
 
 
-class _Largest(TorchDispatchMode):
-    """The size of the largest tensor that any operation makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for part in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(part, Tensor):
-                self.numel = max(self.numel, part.numel())
-        return result
-
-
 @pytest.mark.parametrize("padded", [True, False])
 def test_memory_is_linear_in_tokens(padded):
     count = 1024
     keep = torch.arange(count).unsqueeze(0) < 1000 if padded else None
     energy = network(heads=1, keep=keep)
     tokens = draw(1, count, 6).requires_grad_()
-    with _Largest() as largest:
+    with LargestTensor() as largest:
         path = energy.flow(tokens, steps=1, step_size=0.1)
         path.states[-1].square().sum().backward()
-    assert largest.numel <= 64 * count
+    assert largest.numbers <= 64 * count
 
 
 # --- derivatives, precision, transforms ------------------------------------------------------------------------------

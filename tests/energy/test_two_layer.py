@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import solve_ivp
 from scipy.special import logsumexp, softmax
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 from massieu.energy import HopfieldEnergy
 from massieu.energy.activations import LayerNorm, Tanh
@@ -69,7 +69,7 @@ def test_the_split_flow_and_the_step_never_raise_the_energy(name, seed, duration
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", LAYERS)
+@some_slow("name", LAYERS, 3)
 def test_runge_kutta_raises_the_energy_by_no_more_than_its_order(name):
     layers, state = network(name), draw(6, 8, seed=4)
     steps = 20
@@ -78,7 +78,7 @@ def test_runge_kutta_raises_the_energy_by_no_more_than_its_order(name):
     assert (path.energies[-1] < path.energies[0]).all()
 
 
-@every_row("name", LAYERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_the_energy_falls_at_the_rate_of_the_theorem(name):
     """dℰ/dt = −τ_v v̇ᵀ∇²L_v v̇ − τ_h ḣᵀ∇²L_h ḣ, the left side by differences of a path, the right one by autograd."""
     layers, start = network(name, visible_time=0.5, hidden_time=2.0), draw(8, seed=5)

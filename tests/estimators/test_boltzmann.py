@@ -10,8 +10,8 @@ from scipy import stats
 from scipy.special import log_expit, logsumexp
 from sklearn.mixture import GaussianMixture
 from sklearn.neural_network import BernoulliRBM
-from tests.support.largest import Largest
-from tests.support.rows import every_row
+from tests.support.memory import LargestTensor
+from tests.support.rows import every_row, some_slow
 
 from massieu.energy import sites
 from massieu.measures import Poisson
@@ -133,7 +133,7 @@ def test_the_largest_variance_is_that_of_the_covariance(table: np.ndarray):
 def test_wide_tables_take_memory_linear_in_columns():
     table = RANDOM.normal(size=(30, 600))
     tracemalloc.start()
-    with Largest() as largest:
+    with LargestTensor() as largest:
         model = trained(table, n_iter=2, learning_rate=0.01)
         assert np.isfinite(model.free_energy(table)).all()
     peak = tracemalloc.get_traced_memory()[1]
@@ -143,13 +143,15 @@ def test_wide_tables_take_memory_linear_in_columns():
 
 
 @pytest.mark.medium
-@every_row(
+@some_slow(
     "table, kind, hidden",
     [
         (RANDOM.negative_binomial(1, 0.1, (200, 4)) + 20.0 * BITS[np.arange(200) % 80, :1], "poisson", "bernoulli"),
         (np.repeat(RANDOM.normal(size=(200, 1)), 20, 1), "gaussian", "spin"),
         (RANDOM.standard_t(3, (200, 4)) + 3.0 * BITS[np.arange(200) % 80, :1], "gaussian", "bernoulli"),
     ],
+    1,
+    ids=["large counts", "columns alike", "outliers"],
 )
 def test_learning_rates_suit_large_counts_columns_alike_and_outliers(table: np.ndarray, kind: str, hidden: str):
     """Training ends, and the machine is no worse than columns by themselves."""

@@ -14,7 +14,7 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import Binarizer, StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 from massieu import measures, regression
 from massieu.sklearn import AttentionRegressor, BoltzmannEstimator, ConditionalMeanRegressor, HopfieldMemory
@@ -39,7 +39,7 @@ OF_A_PIPELINE = {
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("estimator", CHEAP, ids=lambda estimator: type(estimator).__name__)
+@some_slow("estimator", CHEAP, 2, ids=lambda estimator: type(estimator).__name__)
 def test_scikit_learn_s_checks(estimator: Any):
     """None is expected to fail, not even the two of `BernoulliRBM`: likelihoods here are no draws."""
     check_estimator(estimator, on_skip=None)
@@ -122,7 +122,7 @@ def test_names_of_features():
 
 
 @pytest.mark.medium
-@every_row(
+@some_slow(
     "estimator, grid",
     [
         (QUICK, {"hidden": ["bernoulli", "spin"]}),
@@ -130,6 +130,7 @@ def test_names_of_features():
         (AttentionRegressor(), {"scores": ["distance", "dot_product"]}),
         (HopfieldMemory(), {"scale": ["auto", 1e-3]}),
     ],
+    2,
 )
 def test_chosen_in_a_pipeline(estimator: Any, grid: dict[str, list[Any]]):
     steps = Pipeline([("scale", StandardScaler()), ("last", clone(estimator))])

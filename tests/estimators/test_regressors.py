@@ -55,7 +55,7 @@ def test_deviations_are_a_gaussian_process_s():
 
 
 @pytest.mark.medium
-@every_row("kernel", ["gaussian", "exponential", "linear"])
+@pytest.mark.parametrize("kernel", ["gaussian", "exponential", "linear"])
 def test_the_choice_is_that_of_refitting_without_each_row(kernel: str):
     model = ConditionalMeanRegressor(kernel=kernel).fit(TABLE, TARGET)
     values = (TARGET - MEAN) / TARGET.std()

@@ -47,7 +47,7 @@ def run(seed, particles=100, **keywords):
         {"groups": 20},
         {"groups": 20, "threshold": 1.0},
     ],
-    2,
+    1,
 )
 def test_the_error_is_honest_over_many_runs(keywords):
     runs = 60
@@ -142,3 +142,9 @@ def test_a_point_outside_the_support_has_weight_zero():
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_more_steps_than_are_ever_done_are_refused(monkeypatch):
+    monkeypatch.setattr("massieu.inference.annealed.MOST", 5)
+    with pytest.raises(ValueError, match=r"schedule must be a whole number, .*5, got 6"):
+        run(0, schedule=6)

@@ -337,3 +337,12 @@ def test_domain_errors_name_the_bound():
 def test_bad_input_is_refused(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_bit_that_is_nearly_certain_keeps_its_digits():
+    """ν·log(1 + e^l) − χ·l + log B(χ, ν − χ): past l = 20 the logarithm is not l yet."""
+    logit, strength, chi = 22.0, 2.5, 2.0
+    likelihood = Bernoulli(tensor(logit))
+    found = ConjugatePrior.create(likelihood, tensor(strength)).log_partition(tensor(chi))
+    wanted = (strength - chi) * logit + strength * math.log1p(math.exp(-logit)) + special.betaln(chi, strength - chi)
+    assert found.item() == pytest.approx(wanted, rel=1e-14)

@@ -231,7 +231,7 @@ def test_log_partition_is_the_log_of_the_sum_or_integral(name):
 def test_first_six_cumulants_are_derivatives(name):
     family, measure = FAMILIES[name], FAMILIES[name].measure()
     zeros = 0 if name.startswith("uniform") else 1  # where mpmath has no Taylor series of the quotient
-    points = [0.0] * zeros + [eta for eta in some_points(family) if abs(eta) >= 1]
+    points = [0.0] * zeros + [family.inside[3]]
     cumulants = measure.cumulants(column(points), torch.full((len(points), 1), -1.5, dtype=torch.float64), 6)
     for i, eta in enumerate(points):
         with mpmath.workdps(250):

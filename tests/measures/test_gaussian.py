@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import multivariate_normal
-from tests.support.largest import Largest
+from tests.support.memory import LargestTensor
 from tests.support.rows import every_row
 
 from massieu.measures import Gaussian, MissingFormError
@@ -129,7 +129,7 @@ def test_log_prob_is_that_of_scipy(kind):
 @pytest.mark.medium
 def test_a_wide_diagonal_takes_memory_linear_in_coordinates():
     law = Gaussian.create(torch.zeros(600), torch.full((600,), 2.0))
-    with Largest() as largest:
+    with LargestTensor() as largest:
         law.log_prob(torch.zeros(600), torch.ones(3, 600))
         law._support(torch.ones(3, 600))
     assert largest.numbers <= 4 * 600

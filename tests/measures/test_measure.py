@@ -101,14 +101,6 @@ def test_static_fields_are_structure():
         size: torch.Tensor
         power: int = static_field(default=2)
 
-        @property
-        def batch_shape(self):
-            return self.size.shape[:-1]
-
-        @property
-        def event_shape(self):
-            return self.size.shape[-1:]
-
         def _log_partition(self, eta):
             return (self._align(self.size, eta) * eta**self.power).sum(-1)
 

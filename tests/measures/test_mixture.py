@@ -131,7 +131,7 @@ BATCHED = {
 }
 
 
-@every_row("name", BATCHED)
+@pytest.mark.parametrize("name", BATCHED)
 def test_a_batch_of_components_is_the_list_of_them(name):
     components, log_weight = BATCHED[name](), draw(3, seed=3)
     together, listed = mixture(log_weight, components), mixture(log_weight, _one_by_one(components))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row, some_slow
+from tests.support.rows import every_row, one_in
 from torch import nn
 
 from massieu import measures
@@ -59,9 +59,9 @@ def masks(kind, batch=BATCH):
 
 
 @pytest.mark.medium
-@every_row("options", TORCH.values(), ids=TORCH)
-@every_row("kind", ["none", "boolean", "float", "a head each"])
-@every_row("need_weights", [True, False])
+@one_in(
+    3, {"options": TORCH.values(), "kind": ["none", "boolean", "float", "a head each"], "need_weights": [True, False]}
+)
 def test_equals_pytorchs_module_in_outputs_weights_and_gradients(options, kind, need_weights):
     theirs, ours = pair(**options)
     arguments = inputs(theirs)
@@ -343,8 +343,8 @@ def test_half_precision(dtype, need_weights, autocast):
     assert all(bool(p.grad.isfinite().all()) for p in module.parameters())
 
 
-@pytest.mark.medium
-@some_slow("need_weights", [False, True], 1)
+@pytest.mark.slow
+@pytest.mark.parametrize("need_weights", [False, True])
 def test_compiled(need_weights):
     heads = SoftmaxHeads(sink=0.1, scale=nn.Parameter(torch.tensor([0.2, 0.4])))
     module = Attention(WIDTH, HEADS, batch_first=True, heads=heads)

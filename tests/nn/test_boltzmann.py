@@ -215,7 +215,7 @@ UNITS = {
 
 @pytest.mark.medium
 @some_slow("role", ["visible", "hidden"], 1)
-@pytest.mark.parametrize("kind", UNITS)
+@some_slow("kind", UNITS, 6)
 def test_units_of_every_kind_learn_and_are_kept(kind, role, tmp_path):
     """Data from the layer, tilted: the likelihood of the data rises, and a checkpoint gives the same machine."""
     generator = torch.Generator().manual_seed(0)

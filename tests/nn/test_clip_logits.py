@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -100,8 +100,13 @@ def logits_of(module: Plain, x: Tensor) -> Tensor:
     return (torch.einsum("blhd,bnhd->bhln", query, key) * query.shape[-1] ** -0.5).amax((0, 2, 3)).detach()
 
 
-@every_row("options", [{}, {"fused": False}, {"fused": False, "cap": 5.0}, {"size": 1}, {"size": 16}])
-@every_row("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@one_in(
+    3,
+    {
+        "options": [{}, {"fused": False}, {"fused": False, "cap": 5.0}, {"size": 1}, {"size": 16}],
+        "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    },
+)
 def test_modules_that_users_write_in_every_precision(options, dtype):
     torch.manual_seed(0)
     module = Plain(**options).to(dtype)
@@ -211,7 +216,7 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason_and_nothing_is_changed
     assert all(torch.equal(before[key], tensor) for key, tensor in model["good"].state_dict().items())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_adapters_are_refused_by_name():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(nn.Sequential(Plain()), peft.LoraConfig(target_modules=["qkv"]))
@@ -297,7 +302,7 @@ def test_names_of_a_part_and_of_wrapped_models():
         clip_logits(model, 1.0, {"attention": torch.tensor([4.0])})
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_names_of_compiled_models():
     inner = nn.Sequential(nn.MultiheadAttention(4, 1))
     inner[0] = torch.compile(inner[0])

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.rows import every_row
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -134,7 +133,7 @@ def check_rows(before: Tensor, after: Tensor, wanted: Tensor) -> None:
     assert bool(((ratio - allowed).abs().amin(-1) < 1e-12).all())
 
 
-@every_row("name", MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_the_largest_logit_of_transformers_models_is_the_threshold(name):
     options, module = MODELS[name]
     model = transformers_model(name, options)
@@ -159,7 +158,7 @@ def test_rows_that_a_softmax_of_their_own_hides():
     assert torch.equal(projected[0][2], projected[1][2])
 
 
-@every_row("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_scores_that_weights_do_not_scale_are_refused_and_nothing_is_changed(name):
     options, module, reason = REFUSED[name]
     model = transformers_model(name, options)

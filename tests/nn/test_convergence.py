@@ -46,7 +46,7 @@ ITEMS = {
 }
 
 
-@every_row("name", ITEMS)
+@pytest.mark.parametrize("name", ITEMS)
 def test_a_module_goes_on_and_says_so_once(name: str):
     module, tokens = modules(max_steps=1)[name], draw(3, 5, 8)
     assert iterating(module).convergence is None

@@ -4,13 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rows import one_in
 
 from massieu import nn, ops
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "query_offset": 1}], ids=str)
-@pytest.mark.parametrize("asked", [{}, {"need_log_partition": True}, {"need_moments": True}], ids=str)
-@pytest.mark.parametrize("need_weights", [False, True])
+@one_in(
+    2,
+    {
+        "options": [{}, {"is_causal": True}, {"is_causal": True, "query_offset": 1}],
+        "asked": [{}, {"need_log_partition": True}, {"need_moments": True}],
+        "need_weights": [False, True],
+    },
+)
 def test_one_call_a_document(options: dict[str, Any], asked: dict[str, bool], need_weights: bool) -> None:
     torch.manual_seed(0)
     lengths = [3, 1, 6]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -157,7 +157,10 @@ CASES = {
         machines, "hidden=Bernoulli × 2", any_dtype="data are cast, as bits are whole numbers"
     ),
 }
-NAMES = list(CASES)
+NAMES = sorted(CASES, key=lambda name: "," in name)
+CLASSES = [name for name in NAMES if "," not in name]
+every_module = some_slow("name", NAMES, len(CLASSES))
+"""Other settings of a class are slow tests."""
 
 
 def made(name: str, **options: Any) -> nn.Module:
@@ -179,11 +182,16 @@ def output(module: nn.Module, given: Tensor | None = None) -> Tensor:
 
 def test_every_public_class_has_a_case():
     classes = {name for name in modules.__all__ if isinstance(getattr(modules, name), type)}
-    assert {name.partition(",")[0] for name in NAMES} == classes
+    assert set(CLASSES) == classes
 
 
-def check_on_meta(name: str) -> None:
-    """Made there in both ways, forwards and backwards: the shapes of real tensors, and no value is asked for."""
+@pytest.mark.medium
+@every_module
+def test_on_meta_a_module_is_made_and_computes_shapes(name: str) -> None:
+    """Made there in both ways, forwards and backwards: the shapes of real tensors, and no value is asked for.
+
+    So it does on a GPU, where no tensor of the CPU may take part.
+    """
     wanted = output(made(name))
     with torch.device("meta"):
         inside = made(name)
@@ -199,20 +207,7 @@ def check_on_meta(name: str) -> None:
 
 
 @pytest.mark.medium
-@every_row("name", [name for name in NAMES if "," not in name])
-def test_on_meta_a_module_is_made_and_computes_shapes(name: str):
-    """So it does on a GPU, where no tensor of the CPU may take part and no value should be asked for."""
-    check_on_meta(name)
-
-
-@pytest.mark.slow
-@every_row("name", [name for name in NAMES if "," in name])
-def test_on_meta_with_other_settings(name: str):
-    check_on_meta(name)
-
-
-@pytest.mark.medium
-@every_row("name", NAMES)
+@every_module
 def test_a_dtype_is_that_of_all_numbers(name: str):
     module = made(name, device="cpu", dtype=torch.float64)
     dtypes = {held.dtype for held in module.state_dict().values() if held.is_floating_point()}
@@ -222,7 +217,7 @@ def test_a_dtype_is_that_of_all_numbers(name: str):
     assert torch.equal(output(module, given), output(other, given))
 
 
-@every_row("name", NAMES)
+@every_module
 def test_from_meta_to_memory_to_the_start(name: str):
     """The same draws as at the construction, and the numbers that were given, not what was in memory or learned.
 
@@ -246,7 +241,7 @@ def test_from_meta_to_memory_to_the_start(name: str):
 
 
 @pytest.mark.medium
-@every_row("name", NAMES)
+@every_module
 def test_copies_and_checkpoints_compute_the_same(name: str):
     module = made(name)
     with torch.no_grad():
@@ -274,7 +269,7 @@ def test_the_repr_shows_the_settings(name: str):
 
 @pytest.mark.medium
 @pytest.mark.filterwarnings("ignore::massieu.errors.ConvergenceWarning")
-@every_row(("name", "dtype"), zip(NAMES, cycle([torch.bfloat16, torch.float16]), strict=False))
+@some_slow(("name", "dtype"), zip(NAMES, cycle([torch.bfloat16, torch.float16]), strict=False), len(CLASSES))
 def test_half_precision_comes_back_as_it_was(name: str, dtype: torch.dtype):
     found = output(made(name, dtype=dtype), tokens(dtype))
     assert found.dtype == dtype

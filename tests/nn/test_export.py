@@ -57,7 +57,7 @@ def test_an_exported_module_takes_any_batch_and_length(name: str):
         torch.testing.assert_close(program.module()(given), module(given))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_fused_operator_can_be_taken_apart():
     """What is left is PyTorch's own, so that a saved program loads without massieu."""
 

@@ -33,7 +33,7 @@ def read(given, state):
     return getattr(nn, given["module"]).from_hflayers(state, **keywords)
 
 
-@every_row("name", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_theirs(name):
     given, tensors = CASES[name]
     module = read(given, part(tensors, "state"))

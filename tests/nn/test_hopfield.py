@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in, some_slow
 from torch import nn
 
 from massieu.energy.activations import RMSNorm, Tanh
@@ -68,7 +68,7 @@ def test_heads_scales_and_sink_are_each_heads_own():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("scale", [0.3, 4.0, 32.0])
+@some_slow("scale", [4.0, 0.3, 32.0], 1)
 def test_a_descent_to_its_end_is_many_steps(scale):
     inputs = patterns()
     found = bare(steps=None, scale=scale)(inputs)
@@ -80,11 +80,11 @@ def test_a_descent_to_its_end_is_many_steps(scale):
 
 
 @pytest.mark.medium
-def test_second_derivatives():
+@some_slow("steps", [None, 2], 1)
+def test_second_derivatives(steps):
     inputs = tuple(tensor.detach().requires_grad_() for tensor in patterns(batch=1, keys=3, states=2, width=2))
-    for steps in (2, None):
-        layer = bare(steps=steps, scale=0.3)
-        check_derivatives(lambda *x, layer=layer: layer(x), inputs)
+    layer = bare(steps=steps, scale=0.3)
+    check_derivatives(lambda *x: layer(x), inputs)
 
 
 def test_noise_is_taken_off_stored_patterns():
@@ -99,8 +99,7 @@ def test_noise_is_taken_off_stored_patterns():
     assert (found - stored).norm(dim=-1).max() < 1e-2
 
 
-@every_row("activation", [None, Activation(RMSNorm.create(0.9)), Tanh.create()])
-@every_row("sink", [None, 0.4])
+@one_in(2, {"activation": [None, Activation(RMSNorm.create(0.9)), Tanh.create()], "sink": [None, 0.4]})
 def test_every_step_lowers_the_energy_of_the_memory(activation, sink):
     stored, state, _ = patterns()
     padding = torch.zeros(2, 7, dtype=torch.bool)
@@ -215,9 +214,7 @@ def test_evaluation_has_the_gradient_of_training_and_dropout_is_of_the_last_weig
     assert error.max() < 5
 
 
-@every_row("dtype", [torch.bfloat16, torch.float16])
-@every_row("steps", [1, 3, None])
-@every_row("autocast", [True, False])
+@one_in(3, {"dtype": [torch.bfloat16, torch.float16], "steps": [1, 3, None], "autocast": [True, False]})
 def test_half_precision(dtype, steps, autocast):
     torch.manual_seed(0)
     layer = Hopfield(6, 2, steps=steps, scale=0.5).double()

@@ -104,7 +104,7 @@ def call(name: str, module: nn.Module, given: object) -> object:
 
 @pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
-@every_row("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_any_input_works_or_is_one_sentence(name: str):
     module = build(name)
     for given, make in GIVEN.items():

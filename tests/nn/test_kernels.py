@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row
+from tests.support.rows import one_in, some_slow
 from torch import Tensor, nn
 
 from massieu import measures
@@ -98,8 +98,7 @@ def masks(kind: str) -> tuple[dict, Tensor]:
 
 
 @pytest.mark.parametrize("name", MADE)
-@every_row("kind", ["none", "padding", "log-weights", "per query", "causal"])
-@every_row("need_weights", [True, False])
+@one_in(2, {"kind": ["none", "padding", "log-weights", "per query", "causal"], "need_weights": [True, False]})
 def test_equals_the_matrix_of_weights_and_so_do_gradients(name, kind, need_weights):
     made, arguments = module(MADE[name]()), inputs()
     given, bias = masks(kind)
@@ -115,7 +114,7 @@ def test_equals_the_matrix_of_weights_and_so_do_gradients(name, kind, need_weigh
             torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", MADE)
+@some_slow("name", MADE, 3)
 def test_gradients_of_gradients(name):
     made = module(MADE[name]())
     arguments = [tensor.detach()[:1, :3].requires_grad_() for tensor in inputs()]

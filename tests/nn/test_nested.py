@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 from torch import Tensor, nn
 
 from massieu.nn import Attention, ConditionalMeanHeads, EntmaxHeads, ImplicitHeads, NormalizedHeads, SoftmaxHeads
@@ -52,8 +52,7 @@ def test_more_keys_and_half_precision():
         torch.testing.assert_close(found[~PADDING], wanted[~PADDING], **close)
 
 
-@every_row("layout", [torch.strided, torch.jagged])
-@every_row("name", STRATEGIES)
+@one_in(2, {"layout": [torch.strided, torch.jagged], "name": STRATEGIES})
 def test_nested_tensors_of_either_layout(name: str, layout: torch.layout):
     """Each sequence is what it is alone, and gradients reach it."""
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw, finite
-from tests.support.rows import every_row, some_slow
+from tests.support.rows import every_row, one_in, some_slow
 
 from massieu import ops
 from massieu.ops import Partial, fisher, moment_blocks, reference, score_tiles
@@ -85,9 +85,7 @@ KINDS = ["plain", "causal", "booleans", "padding", "weights of keys", "weights o
 
 
 @pytest.mark.medium
-@every_row("dtype", OUTPUT)
-@every_row("kind", KINDS)
-@every_row("backend", ["reference", "fused"])
+@one_in(4, {"dtype": OUTPUT, "kind": KINDS, "backend": ["reference", "fused"]})
 def test_attention(kind, backend, dtype, monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_PAIRS", 25_003)
     leaves, options = inputs(kind, dtype)
@@ -121,8 +119,7 @@ def test_attention_over_many_blocks(backend, dtype, monkeypatch):
 
 
 @pytest.mark.medium
-@every_row("kind", KINDS)
-@every_row("dtype", OUTPUT)
+@one_in(3, {"kind": KINDS, "dtype": OUTPUT})
 def test_moments_and_covariances(kind, dtype, monkeypatch):
     monkeypatch.setattr(moment_blocks, "PAIRS_PER_THREAD", 2_251)
     monkeypatch.setattr(fisher, "PAIRS_PER_THREAD", 2_251)
@@ -143,8 +140,7 @@ def test_moments_and_covariances(kind, dtype, monkeypatch):
     close(product, wanted, far_or(kind, dtype, OUTPUT[dtype]) * max(1.0, float(wanted.abs().max())))
 
 
-@every_row("kind", ["plain", "far"])
-@every_row("dtype", [torch.float32, *HALF])
+@one_in(2, {"kind": ["plain", "far"], "dtype": [torch.float32, *HALF]})
 def test_merged_blocks(kind, dtype):
     """A dozen parts merged in float32 are as accurate as one call."""
     (query, key, value), options = inputs(kind, dtype)
@@ -163,8 +159,7 @@ def test_merged_blocks(kind, dtype):
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
-@every_row("dtype", OUTPUT)
-@every_row("kind", ["plain", "biased", "smoothed", "far"])
+@one_in(2, {"dtype": OUTPUT, "kind": ["plain", "biased", "smoothed", "far"]})
 def test_linear_cross_entropy(kind, dtype, monkeypatch):
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 4_099)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 37)
@@ -190,9 +185,7 @@ def test_linear_cross_entropy(kind, dtype, monkeypatch):
 
 
 @pytest.mark.medium
-@every_row("dtype", OUTPUT)
-@every_row("kind", ["plain", "weighted", "masked", "far"])
-@every_row("symmetric", [False, True])
+@one_in(3, {"dtype": OUTPUT, "kind": ["plain", "weighted", "masked", "far"], "symmetric": [False, True]})
 def test_info_nce(kind, symmetric, dtype, monkeypatch):
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 1_009)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 37)

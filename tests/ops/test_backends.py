@@ -20,7 +20,7 @@ from tests.support.rows import every_row
 from torch.nn.attention import flex_attention as peer
 
 from massieu import ops
-from massieu.ops.cuda import flex
+from massieu.ops.cuda import flex, proof
 
 REGISTRY = importlib.import_module("massieu.ops.attention")
 NAMES = [backend.name for backend in REGISTRY.BACKENDS]
@@ -81,6 +81,8 @@ def only(name, monkeypatch):
             patch.setattr(peer, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
             patch.setattr(peer, "_validate_device", lambda *tensors: None)
             patch.setitem(vars(REGISTRY.FLEX), "_compiled", flex._attend)
+            # Its proof, on far larger problems, is tried in test_flex.py; here it is right in every row or the row fails.
+            patch.setattr(proof, "failure", lambda backend, problem: None)
         yield
 
 
@@ -154,7 +156,7 @@ def fast_rows(name, dtype):
     if name in QUICK:
         return ROWS
     if MAIN_DTYPE[name] == dtype:
-        return [row for row in ROWS if row[1] == "grouped" or (name != "flex" and row[1] in ("odd", "one key"))]
+        return [row for row in ROWS if row[1] in (("grouped",) if name == "flex" else ("grouped", "odd", "one key"))]
     return ROWS[::4]
 
 
@@ -253,11 +255,11 @@ DRAWS = {0.01: 20, 0.001: 400}
 SHARES = [
     pytest.param(
         name, dtype, ratio,
-        marks=pytest.mark.medium if ratio == 0.01 and MAIN_DTYPE.get(name, dtype) == dtype and name != "flex"
+        marks=pytest.mark.medium if ratio == 0.01 and MAIN_DTYPE.get(name, "bfloat16") == dtype and name != "flex"
         else pytest.mark.slow,
     )
     for name, dtype, ratio in itertools.product(NAMES, ("float32", "bfloat16", "float16"), DRAWS)
-    if name != "blocks" and (name, dtype) not in NOT_ITS_DTYPE and (name, ratio) != ("flex", 0.001)
+    if name != "blocks" and (name, dtype) not in NOT_ITS_DTYPE and (ratio == 0.01 or (name != "flex" and dtype != "float16"))
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 from massieu.ops import reference, score_tiles
 from massieu.ops.contrastive import FalseNegatives, info_nce
@@ -139,7 +139,7 @@ WEIGHTS = {
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("weights", WEIGHTS)
+@some_slow("weights", WEIGHTS, 2)
 @pytest.mark.usefixtures("small_tiles")
 def test_derivatives_of_every_kind(weights):
     def function(query, key, negatives, temperature):

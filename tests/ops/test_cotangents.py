@@ -65,7 +65,7 @@ def assert_all_arrives(shares):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", CALLS)
+@some_slow("name", CALLS, 6)
 def test_all_of_it_arrives_in_bfloat16(name):
     options = dict(CALLS[name])
     shape = {key: options.pop(key) for key in ("size", "value_size", "group") if key in options}
@@ -181,8 +181,8 @@ def test_mapped_as_one_at_a_time(dtype):
             torch.testing.assert_close(found[place], wanted)
 
 
-@pytest.mark.medium
-@some_slow("dtype", [HALF, SINGLE], 1)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
 def test_compiled_as_eagerly(dtype):
     (query, key, value), grad, level = problem(24, dtype, 0)
     grad = patterns(grad)["half of them are"].clone()

@@ -9,7 +9,7 @@ import torch
 from tests.support.ops import explicit, simulated
 from tests.support.ops.explicit import draw
 from tests.support.ops.simulated import KERNELS, WRONG
-from tests.support.rows import every_row, some_slow
+from tests.support.rows import every_row, one_in, some_slow
 
 from massieu import ops
 from massieu.ops.cuda import proof
@@ -72,7 +72,7 @@ def _taken(kernel, dtype, name):
 
 @pytest.mark.medium
 @every_row("kernel", list(KERNELS), ids=str)
-@some_slow("dtype", [torch.float32, torch.bfloat16, torch.float16], 2, ids=str)
+@some_slow("dtype", [torch.bfloat16, torch.float32, torch.float16], 1, ids=str)
 def test_both_results_and_all_gradients(cuda, kernel, dtype):
     tensors = _tensors(dtype=dtype)
     grad, level = draw(2, 4, 37, 24, seed=4).to(dtype), 0.3 * draw(2, 4, 37, seed=5)
@@ -186,7 +186,7 @@ PACKED = {
 }
 
 
-@every_row("name", list(PACKED), ids=str)
+@pytest.mark.parametrize("name", list(PACKED), ids=str)
 def test_documents_by_one_call(cuda, monkeypatch, name):
     from massieu.ops.cuda.packed_flash import PACKED_FLASH
 
@@ -426,8 +426,7 @@ def test_shapes_of_the_real_operators(kernel, monkeypatch):
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("turned", [False, True])
+@one_in(2, {"name": KERNELS, "turned": [False, True]})
 def test_views_whose_rows_begin_anywhere_in_memory(cuda, name, turned):
     """Kernels read sixteen bytes at a time: where that is not possible in place there is a copy."""
 

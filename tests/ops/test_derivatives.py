@@ -11,7 +11,7 @@ import torch
 from tests.support.derivatives import check_derivatives
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw, finite
-from tests.support.rows import every_row, some_slow
+from tests.support.rows import some_slow
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from massieu import ops
@@ -146,7 +146,7 @@ def test_blocks_of_queries(name, monkeypatch):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", FUNCTIONS)
+@some_slow("name", FUNCTIONS, 1)
 def test_views(name):
     """Of leaves in other layouts of memory, one of which is expanded."""
     function, leaves = case(name, "booleans of pairs")
@@ -201,23 +201,13 @@ def close(found, wanted, bound=1e-10):
 
 
 SPELT = [(*pair, ("four", "five")[place % 2]) for place, pair in enumerate(PAIRED)]
-A_THIRD = [one for place, one in enumerate(SPELT) if (place + place // len(KINDS)) % 3 == 0]
+A_FIFTH = [one for place, one in enumerate(SPELT) if (place + place // len(KINDS)) % 5 == 0]
 """In which each function and each kind occurs."""
 
 
 @pytest.mark.medium
-@every_row(("name", "kind", "spelling"), A_THIRD)
+@pytest.mark.parametrize(("name", "kind", "spelling"), slowly(SPELT, lambda one: one in A_FIFTH))
 def test_kinds_by_formulas(name, kind, spelling):
-    assert_derivatives_of_formulas(name, kind, spelling)
-
-
-@pytest.mark.slow
-@every_row(("name", "kind", "spelling"), [one for one in SPELT if one not in A_THIRD])
-def test_the_other_kinds_by_formulas(name, kind, spelling):
-    assert_derivatives_of_formulas(name, kind, spelling)
-
-
-def assert_derivatives_of_formulas(name, kind, spelling):
     """Gradients, forward derivatives, and second ones: backwards, and forwards over backwards."""
     function, leaves = case(name, kind, spelling)
     wanted_function = explicit_case(name, kind)
@@ -366,7 +356,7 @@ def test_info_nce(kind):
     check(function, (*leaves, *([] if shape is None else [leaf(*shape, seed=3)])))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
 def test_n_pairs():
     ids = FalseNegatives(torch.tensor([0, 1, 0, 2, 3]))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.largest import Largest
+from tests.support.memory import LargestTensor
+from tests.support.rows import one_in
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
 from massieu.ops import packed
@@ -81,8 +81,19 @@ def compare(
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("lengths", LENGTHS)
+def test_which_keys_are_seen_and_how_far_behind_they_are(lengths: str) -> None:
+    seen, behind = ops.Documents.of_lengths(*LENGTHS[lengths]).seen(torch.device("cpu"))
+    queries, keys = LENGTHS[lengths]
+    rows, columns = (
+        [(number, place) for number, count in enumerate(counts) for place in range(count)]
+        for counts in (queries, queries if keys is None else keys)
+    )
+    assert seen.tolist() == [[one == other for other, _ in columns] for one, _ in rows]
+    assert behind.tolist() == [[row - place for _, place in columns] for _, row in rows]
+
+
+@one_in(2, {"options": OPTIONS, "lengths": LENGTHS})
 def test_attention_is_one_call_a_document(lengths: str, options: str) -> None:
     documents, leaves = made(lengths)
     given = OPTIONS[options]
@@ -104,8 +115,13 @@ def test_every_precision(dtype: torch.dtype, is_causal: bool) -> None:
         torch.testing.assert_close(one.double(), other, rtol=4 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("lengths", ["equal", "mixed", "keys of their own"])
-@pytest.mark.parametrize("form", [(2, 4, True, True), (1, 1, True, True), (1, 1, False, True), (2, 1, True, False)])
+@one_in(
+    2,
+    {
+        "lengths": ["equal", "mixed", "keys of their own"],
+        "form": [(2, 4, True, True), (1, 1, True, True), (1, 1, False, True), (2, 1, True, False)],
+    },
+)
 def test_log_weights_scales_and_sinks_by_position_in_the_row(lengths: str, form: tuple[int, int, bool, bool]) -> None:
     documents, leaves = made(lengths)
     batch, heads, rows, keys = form
@@ -139,8 +155,7 @@ def test_every_backend(lengths: str, backend: str) -> None:
     torch.testing.assert_close(list(found), wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", ["plain", "causal", "causal window"])
-@pytest.mark.parametrize("lengths", ["equal", "mixed", "keys of their own"])
+@one_in(2, {"options": ["plain", "causal", "causal window"], "lengths": ["equal", "mixed", "keys of their own"]})
 def test_log_partition_and_fisher(lengths: str, options: str) -> None:
     documents, (query, key, _) = made(lengths)
     given, vector = OPTIONS[options], torch.randn_like(query, requires_grad=True)
@@ -204,7 +219,7 @@ def test_memory_follows_the_documents(backend: str) -> None:
     documents = ops.Documents.of_lengths([16, 20, 9, 1, 30] * 30)
     length = documents.query_boundaries[-1]
     query, key, value = (torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))
-    with Largest() as largest:
+    with LargestTensor() as largest:
         output, log_z = ops.attention(query, key, value, documents=documents, is_causal=True, backend=backend)
         (output.sum() + log_z.sum()).backward()
     # Padding at most about doubles a length, and scores of documents are at most 38 numbers a query.

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from tests.support.ops.explicit import attention, draw, finite
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 from torch.nn.attention import flex_attention as peer
 
 from massieu import ops
@@ -110,7 +110,7 @@ def assert_close(found, wanted, tolerance):
 @pytest.mark.parametrize(
     "layout", ["square", *(pytest.param(name, marks=pytest.mark.medium) for name in ("long keys", "long queries"))]
 )
-@every_row("name", OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_results(registered, layout, name):
     registered()
     tensors, options = problem(layout, OPTIONS[name])
@@ -120,7 +120,7 @@ def test_results(registered, layout, name):
     assert torch.equal(log_z, found.log_partition)
 
 
-@every_row("name", ["plain", "soft cap", "causal", "window", "wide window", "scale per head", "boolean"])
+@pytest.mark.parametrize("name", ["plain", "soft cap", "causal", "window", "wide window", "scale per head", "boolean"])
 def test_gradients(registered, name):
     registered()
     tensors, options = problem("square", OPTIONS[name])
@@ -314,7 +314,7 @@ def test_on_the_cpu_it_refuses():
         ops.attention(*problem("square", {})[0], backend="flex")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_it_is_compiled_once(registered):
     """Once for each of: with and without gradients, caps, kinds of mask. Another length makes sizes variable, once."""
     counts = torch._dynamo.testing.CompileCounterWithBackend("eager")
@@ -334,35 +334,27 @@ def test_it_is_compiled_once(registered):
 # --- the proof -------------------------------------------------------------------------------------------------------
 
 
-def call(name, layout="square", dtype=torch.float32):
-    """Results of `auto`, with gradients."""
-    tensors, options = problem(layout, OPTIONS[name], dtype)
-    return gradients(ops.attention, tensors, options)
-
-
-def assert_proved_and_taken(name, dtype):
-    call(name, dtype=dtype)
+@pytest.mark.medium
+@some_slow(
+    "name, dtype, compiler",
+    [
+        ("window", torch.float32, None),
+        ("soft cap", torch.bfloat16, None),
+        *((name, torch.float32, None) for name in ("plain", "causal", "scale per head", "boolean")),
+        # Weights that are learned take a compiler.
+        *((name, torch.float32, "eager") for name in ("keys", "pairs")),
+    ],
+    2,
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_it_is_proved_and_taken(registered, name, dtype, compiler):
+    registered(compiler, proves=True)
+    tensors, options = problem("square", OPTIONS[name], dtype)
+    gradients(ops.attention, tensors, options)
     assert set(proof._verdicts.values()) == {None}
     assert all(key[0] == "flex" for key in proof._verdicts)
     layouts = [key[3] for key in proof._verdicts]
     assert {isinstance(one, proof.Layout) and one.capped for one in layouts} == {"softcap" in OPTIONS[name]}
-
-
-@pytest.mark.medium
-@every_row("name, dtype", [
-    *((name, torch.float32) for name in ("plain", "causal", "window", "scale per head", "boolean")),
-    ("soft cap", torch.bfloat16),
-])  # fmt: skip
-def test_it_is_proved_and_taken(registered, name, dtype):
-    registered(proves=True)
-    assert_proved_and_taken(name, dtype)
-
-
-@pytest.mark.slow
-@every_row("name", ["keys", "pairs"])
-def test_with_learned_weights_it_is_proved_and_taken(registered, name):
-    registered("eager", proves=True)
-    assert_proved_and_taken(name, torch.float32)
 
 
 def in_base_two(run, *given):
@@ -397,24 +389,24 @@ def out_of_order(*given):
     ("soft cap", without_its_cotangent, "its grad_query is off by|of the gradient of"),
     ("soft cap", without_its_cap, "its output is off by"),
     ("causal", with_a_late_band, "its output is off by"),
-    pytest.param("keys", without_a_weight_gradient, "its grad_log_weight is off by", marks=pytest.mark.medium),
+    pytest.param("keys", without_a_weight_gradient, "its grad_log_weight is off by", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_is_wrong_is_not_taken(registered, name, fault, told):
     """And the results are the reference's, with one warning."""
     backend = registered("eager" if name == "keys" else None, proves=True)  # weights that are learned take a compiler
     run = backend._compiled
     backend.__dict__["_compiled"] = lambda *given: fault(run, *given)
+    tensors, options = problem("square", OPTIONS[name])
     with pytest.warns(UserWarning, match="'flex' is not used on cpu") as warned:
-        found, again = call(name), call(name)
+        found, again = (gradients(ops.attention, tensors, options) for _ in range(2))
     assert len(warned) == 1
     assert re.search(told, str(warned[0].message))
-    tensors, options = problem("square", OPTIONS[name])
     wanted = gradients(attention, [t.double() for t in tensors], options)
     assert_close(found, wanted, 40 * SINGLE)
     assert all(map(torch.equal, found, again))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_within_compiled_code_it_is_proved_before_or_not_taken(registered):
     """The proof would have to be compiled meanwhile, which never ends."""
     registered(proves=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
@@ -36,8 +36,7 @@ def inputs(length=37, keys=53, dtype=torch.float64):
     )
 
 
-@every_row("backend", ["blocks", "reference"])
-@every_row("option", OPTIONS)
+@one_in(2, {"backend": ["blocks", "reference"], "option": OPTIONS})
 def test_one_alone_is_bit_for_bit_the_one_of_all(option, backend):
     query, key, value = inputs(dtype=torch.float32)
     options = OPTIONS[option] | {"backend": backend}
@@ -91,8 +90,7 @@ def test_the_first_of_several_largest_scores(backend):
         assert found.tolist() == [3] * 7 + [-1] + [3] * 42
 
 
-@every_row("backend", ["blocks", "reference"])
-@every_row("window", [(3, 2), (0, 0), (50, 5), (2, 110)])
+@one_in(2, {"backend": ["blocks", "reference"], "window": [(3, 2), (0, 0), (50, 5), (2, 110)]})
 def test_positions_in_windows(window, backend, monkeypatch):
     """In chunks of queries, folded into the batch and not, with more queries than keys and fewer."""
     monkeypatch.setattr("massieu.ops.band.LEAST", 8)

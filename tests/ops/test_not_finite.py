@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from tests.support.ops.explicit import draw
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in, some_slow
 
 from massieu import ops
 from massieu.energy import HopfieldEnergy
@@ -52,20 +52,33 @@ OPTIONS = {
 
 
 @pytest.mark.medium
-@every_row(
-    "number, keys",
-    [*((math.nan, keys) for keys in LENGTHS), (math.inf, 3), (math.inf, 16), (-math.inf, 7), (-math.inf, 33)],
+@one_in(
+    3,
+    {
+        "number, keys": [
+            *((math.nan, keys) for keys in LENGTHS),
+            (math.inf, 3),
+            (math.inf, 16),
+            (-math.inf, 7),
+            (-math.inf, 33),
+        ],
+        "name": OPTIONS,
+    },
 )
-@every_row("name", OPTIONS)
 def test_a_query(name, keys, number):
     """One entry of it, and all of it, beside finite ones: float32 here, every type below."""
     _compare(name, keys, number, torch.float32, where="query")
 
 
 @pytest.mark.medium
-@every_row("number", VALUES)
-@every_row("dtype", DTYPES)
-@every_row("where, keys", [("query", 3), ("key", 16), ("value", 17), ("keys", 3), ("keys", 17)])
+@one_in(
+    3,
+    {
+        "number": VALUES,
+        "dtype": DTYPES,
+        "where, keys": [("query", 3), ("key", 16), ("value", 17), ("keys", 3), ("keys", 17)],
+    },
+)
 def test_every_type(where, keys, dtype, number):
     _compare("whole", keys, number, dtype, where)
 
@@ -195,10 +208,7 @@ def test_overflow_is_no_missing_key():
 
 
 @pytest.mark.medium
-@every_row("backend", ["reference", "auto"])
-@every_row("keys", [3, 20])
-@every_row("number", VALUES)
-@every_row("hide", ["keys of a query", "window"])
+@one_in(3, {"backend": ["reference", "auto"], "keys": [3, 20], "number": VALUES, "hide": ["keys of a query", "window"]})
 def test_a_query_that_sees_nothing_takes_no_part(hide, number, keys, backend):
     """Log Z −∞, output 0, and all other numbers, gradients too, as if it held zeros."""
     query, key, value = (draw(1, 1, n, 3, seed=n, dtype=torch.float32) for n in (keys + 4, keys, keys))
@@ -235,7 +245,7 @@ def test_a_log_partition_of_exactly_0_stays(monkeypatch):
     assert ops.attention(query, key, value, log_weight=keep).log_partition.flatten().tolist() == [0.0, NO_KEY, 0.0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled():
     query, key = draw(1, 2, 4, 3, dtype=torch.float32), draw(1, 1, 5, 3, seed=1, dtype=torch.float32)
     query[0, 0, 1] = math.nan
@@ -249,7 +259,7 @@ def test_compiled():
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@some_slow("dtype", [torch.float32, torch.bfloat16], 1)
 def test_the_operator_of_compiled_code(dtype):
     query, key = draw(1, 2, 4, 3, dtype=dtype), draw(1, 1, 20, 3, seed=1, dtype=dtype)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

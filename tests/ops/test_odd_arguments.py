@@ -303,7 +303,7 @@ SIZES = {
         ("some of all", torch.float64),
         ("no item", torch.float32),
     ],
-    quick=4,
+    quick=2,
     ids=lambda one: str(one).removeprefix("torch."),
 )
 def test_shapes_where_nothing_is_left_and_on_the_meta_device(sizes, dtype):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.derivatives import check_derivatives
 from tests.support.ops.explicit import log_partition_room
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 
 from massieu import ops
 
@@ -96,9 +96,7 @@ def test_attention(case, backend):
     assert torch.allclose(alone.double(), expected["log_partition"], atol=2e-5)
 
 
-@every_row("dtype", [torch.float32, torch.float64])
-@every_row("backend", ["reference", "fused"])
-@every_row("case", CASES)
+@one_in(3, {"dtype": [torch.float32, torch.float64], "backend": ["reference", "fused"], "case": CASES})
 def test_gradients_for_both_results(case, backend, dtype):
     options = dict(CASES[case])
     arguments = tensors(dtype=dtype)
@@ -183,9 +181,7 @@ def test_forward_mode_and_vmap():
     assert torch.allclose(mapped[1], textbook(2 * query, key)["log_partition"], atol=1e-9)
 
 
-@every_row("backend", ["reference", "blocks"])
-@every_row("softcap", [None, 1.5])
-@every_row("case", CASES)
+@one_in(3, {"backend": ["reference", "blocks"], "softcap": [None, 1.5], "case": CASES})
 def test_moments(case, softcap, backend):
     options = dict(CASES[case])
     query, key, value = tensors(spread=1.7)

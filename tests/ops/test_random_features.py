@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 
 from massieu import ops
 from massieu.ops.random_features import random_feature_log_partition
@@ -42,8 +42,7 @@ def second_moment(q, keys, weights):
     return total
 
 
-@every_row("scale", [None, 1.0, 0.3, -0.6])
-@every_row("weighted", [False, True])
+@one_in(2, {"scale": [None, 1.0, 0.3, -0.6], "weighted": [False, True]})
 def test_the_standard_error_is_that_of_the_formula(scale, weighted):
     query, key = short(1, 4, 3, SIZE, norm=1.5, seed=1), short(1, 2, 6, SIZE, norm=2.0, seed=2)
     log_weight = draw(6, seed=3) if weighted else None

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from tests.support.derivatives import check_derivatives
-from tests.support.largest import Largest
+from tests.support.memory import LargestTensor
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 
 from massieu import ops
 
@@ -45,10 +45,17 @@ def weights(name, length, keys):
     }[name]
 
 
-@every_row("weight", WEIGHTS)
-@every_row(
-    "position, length, softcap",
-    [("causal", 51, None), ("offset", 33, 1.5), ("long offset", 33, None), ("offset window", 51, None)],
+@one_in(
+    2,
+    {
+        "weight": WEIGHTS,
+        "position, length, softcap": [
+            ("causal", 51, None),
+            ("offset", 33, 1.5),
+            ("long offset", 33, None),
+            ("offset window", 51, None),
+        ],
+    },
 )
 def test_it_is_the_sum_of_weights(position, length, softcap, weight):
     query, key = inputs(length, 40)
@@ -100,8 +107,7 @@ def test_every_query_gives_one_and_the_sink_takes_the_rest(backend):
     torch.testing.assert_close(share.sum(-1), torch.ones(2, 4, dtype=torch.float64))
 
 
-@every_row("position", ["all", "causal", "offset window"])
-@every_row("weight", ["none", "keys", "pairs kept"])
+@one_in(3, {"position": ["all", "causal", "offset window"], "weight": ["none", "keys", "pairs kept"]})
 def test_documents_are_as_one_call_each(position, weight):
     """Of unlike lengths, one without queries and one without keys; with positions, and the position of the largest score."""
     query, key = (tensor.requires_grad_() for tensor in inputs(26, 30))
@@ -173,8 +179,7 @@ def test_scales_and_both_forms_of_a_query(scale, grouped):
 
 
 @pytest.mark.medium
-@every_row("backend", ["fused", "reference"])
-@every_row("weight", ["none", "keys", "pairs"])
+@one_in(2, {"backend": ["fused", "reference"], "weight": ["none", "keys", "pairs"]})
 def test_first_and_second_derivatives_by_finite_differences(weight, backend):
     query, key = (tensor.requires_grad_() for tensor in inputs(3, 3, 2, 1, 2))
     sink, given = draw(2, seed=3).requires_grad_(), None
@@ -189,8 +194,7 @@ def test_first_and_second_derivatives_by_finite_differences(weight, backend):
     check_derivatives(function, leaves)
 
 
-@every_row("is_causal", [False, True])
-@every_row("weighted", [False, True])
+@one_in(2, {"is_causal": [False, True], "weighted": [False, True]})
 def test_transforms(is_causal, weighted):
     """`jvp`, `vmap` and the Hessian of `grad` in `grad`, against autograd through explicit weights."""
     query, key = inputs(4, 4, 2, 2, 3)
@@ -216,8 +220,7 @@ def test_transforms(is_causal, weighted):
     torch.testing.assert_close(along(ours), along(theirs))
 
 
-@every_row("dtype", [torch.bfloat16, torch.float16])
-@every_row("backend", ["fused", "blocks", "reference"])
+@one_in(2, {"dtype": [torch.bfloat16, torch.float16], "backend": ["fused", "blocks", "reference"]})
 def test_half_precision_rounds_no_log_partition(dtype, backend):
     """Log Z near 40: rounded to bfloat16 the totals would be wrong by a tenth."""
     query, key = (6 * tensor for tensor in inputs(size=16))
@@ -245,9 +248,14 @@ def test_half_precision_rounds_no_log_partition(dtype, backend):
         torch.testing.assert_close(leaf.grad.double(), exact.grad, atol=8 * eps * float(exact.grad.abs().max()), rtol=0)
 
 
-@every_row("backend", ["auto", "fused", "blocks", "reference"])
-@every_row("position", ["all", "causal", "window"])
-@every_row("pairs", [False, True])
+@one_in(
+    3,
+    {
+        "backend": ["auto", "fused", "blocks", "reference"],
+        "position": ["all", "causal", "window"],
+        "pairs": [False, True],
+    },
+)
 def test_nan_and_infinity_reach_the_keys_that_see_them(backend, position, pairs):
     query, key = inputs(20, 20, 2, 2)
     options = POSITIONS[position] | ({"log_weight": torch.ones(20, 20, dtype=torch.bool)} if pairs else {})
@@ -328,13 +336,13 @@ def test_extremes():
     torch.testing.assert_close(half, ops.attention_received(query.bfloat16(), key.bfloat16(), is_causal=True).total)
 
 
-@every_row("position", ["all", "causal", "causal window", "rectangular"])
+@pytest.mark.parametrize("position", ["all", "causal", "causal window", "rectangular"])
 def test_memory_is_linear(position):
     length = 700 if position == "rectangular" else 1024
     query, key = inputs(length, 1024, 2, 1, dtype=torch.float32)
     query.requires_grad_()
     options = {"is_causal": True} if position == "rectangular" else POSITIONS[position]
-    with Largest() as largest:
+    with LargestTensor() as largest:
         ops.attention_received(query, key, **options).total.square().sum().backward()
     assert largest.numbers <= 10 * query.numel() < length * 1024
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.support import processes
 from tests.support.ops import sharded_losses as losses
 from tests.support.ops import sharded_work as work
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 
 from massieu import ops
 from massieu.ops import sharded
@@ -91,8 +91,7 @@ def test_causal_queries_and_keys_are_numbered_over_all_processes(found, kind):
     same(joined(results, f"causal, {kind}", [along, along, along, *gradients, *gradients]), expected, 1e-10)
 
 
-@every_row("kind", work.CAUSAL)
-@every_row("name", work.OPTIONS)
+@one_in(2, {"kind": work.CAUSAL, "name": work.OPTIONS})
 def test_windows_caches_caps_sinks_and_weights_of_pairs(found, name, kind):
     """The sink is one key in all, and with sharded queries its gradient is the sum over processes."""
     size, results = found

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.rows import some_slow
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
@@ -41,9 +42,7 @@ def arguments(name, dtype=torch.float64):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("name", "dtype"), list(zip(PROBLEMS, itertools.cycle([torch.float64, torch.bfloat16]), strict=False)), ids=str
-)
+@some_slow(("name", "dtype"), zip(PROBLEMS, itertools.cycle([torch.float64, torch.bfloat16]), strict=False), 2, ids=str)
 def test_operators_are_well_formed(name, dtype):
     """PyTorch's own checks: shapes, strides and dtypes without values and for unknown sizes; nothing is overwritten."""
     given = arguments(name, dtype)
@@ -114,7 +113,7 @@ def pairs(count):
     return (lambda q, k: info_nce(q, k, temperature=0.1, symmetric=True, log_weight=same)), (query, key)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [words, pairs])
 def test_no_graph_holds_the_scores(problem):
     torch._dynamo.reset()
@@ -147,7 +146,7 @@ def test_one_graph_for_any_number_of_tokens():
     assert len(programs) == 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_tensor_given_twice():
     """Ids of queries that are those of keys, and labels, reach the tiles as one tensor."""
     torch._dynamo.reset()

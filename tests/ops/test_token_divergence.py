@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support.derivatives import check_derivatives
-from tests.support.largest import Largest
+from tests.support.memory import LargestTensor
 from tests.support.ops.explicit import draw
 from tests.support.rows import every_row
 from torch.autograd import forward_ad
@@ -59,7 +59,7 @@ OPTIONS = {
 }
 
 
-@every_row("name", list(OPTIONS), ids=str)
+@pytest.mark.parametrize("name", list(OPTIONS), ids=str)
 @pytest.mark.parametrize("tile", [1 << 20, 16], ids=["one tile", "many"])
 def test_values_and_gradients(name, tile, monkeypatch):
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", tile * 8)
@@ -332,18 +332,19 @@ def test_no_tokens():
 
 
 def test_no_memory_in_tokens_times_words(monkeypatch):
+
     monkeypatch.setattr(score_tiles, "TILE_PAIRS", 1 << 12)
     monkeypatch.setattr(score_tiles, "TILE_ROWS", 64)
     # Logits of both models at a time.
     monkeypatch.setattr(token_divergence, "BLOCK_PAIRS", 1 << 11)
     tensors = [torch.randn(*shape, requires_grad=True) for shape in ((110, 4), (300, 4), (110, 4), (300, 4))]
-    with Largest() as mode:
+    with LargestTensor() as mode:
         found = ops.token_divergence(*tensors)
         (found.divergence.sum() + found.reverse_divergence.sum()).backward()
     assert mode.numbers <= 1 << 12 < 110 * 300
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled():
     tensors = [tensor.float() for tensor in _models(words=5, lead=(2,))]
     target = torch.tensor([0, -100])

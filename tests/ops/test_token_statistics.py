@@ -356,7 +356,7 @@ def test_on_a_device_without_values():
     assert all(part.shape == (6,) and part.device.type == "meta" for part in found)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled():
     torch._dynamo.reset()
 

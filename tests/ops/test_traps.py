@@ -201,7 +201,7 @@ def test_trap_34_attention_over_a_sample_is_biased_by_one_over_its_size():
     factor = torch.tensor([[1.0, 0.0], [0.3, 0.8]], dtype=torch.float64)
     covariance = factor @ factor.T
     level = math.exp(beta**2 * float(query @ covariance @ query))
-    population, count, repeats = beta * covariance @ query, 100, 40_000
+    population, count, repeats = beta * covariance @ query, 100, 20_000
     key = draw(repeats, 1, count, 2, seed=3) @ factor.T
     # Σ_n (key_n − mean) has mean 0 and takes most of the noise that is linear in the sample.
     output = ops.attention(query.expand(repeats, 1, 1, 2), key, key, scale=beta).output[:, 0, 0]

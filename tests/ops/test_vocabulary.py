@@ -274,7 +274,7 @@ def test_compiled_training_step():
     assert_equal(loss + log_z.sum(), eager.loss + eager.log_partition.sum(), arguments)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiling_a_transform_keeps_the_gradient():
     torch._dynamo.reset()
     hidden, weight, _, target = (tensor.detach() for tensor in inputs())

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.ops.test_vocabulary import assert_equal, inputs
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 
 from massieu import ops
 from massieu.ops import score_tiles
@@ -167,7 +167,7 @@ def test_precision(dtype, bound):
         torch.testing.assert_close(one.double(), other, rtol=bound, atol=2e-6 * float(other.abs().max()) + 6e-8)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled():
     torch._dynamo.reset()
     *arguments, _ = inputs()
@@ -202,8 +202,7 @@ def test_nothing_of_tokens_times_words_is_kept_but_the_target():
     assert 600 <= max(sizes) < 1000
 
 
-@every_row("reduction", ["sum", "mean"])
-@every_row("kind", ["words", "words, ignored", "factors", "shares"])
+@one_in(2, {"reduction": ["sum", "mean"], "kind": ["words", "words, ignored", "factors", "shares"]})
 def test_documents_of_a_packed_row(kind, reduction):
     """Each as a call of its own; one has no tokens, one none that counts."""
     lengths, (hidden, weight, bias, _) = (2, 0, 3, 1), inputs(12)

@@ -175,7 +175,7 @@ def _by_quadrature(given: AttentionLayer, before: Gaussian, population: Gaussian
 _WHITE = Whitening.create(draw(2, seed=30), torch.tensor([[1.3, 0.4], [0.4, 0.8]]).double())
 
 
-@every_row(
+@some_slow(
     "options",
     [
         {},
@@ -186,6 +186,7 @@ _WHITE = Whitening.create(draw(2, seed=30), torch.tensor([[1.3, 0.4], [0.4, 0.8]
         {"population": law(2, seed=7)},
         {"population": law(2, seed=7), "normalisation": _WHITE, "residual": False},
     ],
+    4,
 )
 def test_a_gaussian_law_stays_gaussian(options):
     given = AttentionLayer.create(**weights(2, 3, 2, 3), scale=torch.tensor([0.5, 1.0, -0.7]), **options)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.support.kinds import raw_errors
-from tests.support.rows import every_row
+from tests.support.kinds import PARTS, raw_errors
+from tests.support.rows import some_slow
 
 from massieu import posteriors
 from massieu.measures import Bernoulli
@@ -67,7 +67,8 @@ CASES = {
 
 
 @pytest.mark.medium
-@every_row("name", CASES)
-def test_no_argument_ends_in_an_error_of_pytorchs(name):
+@some_slow("part", range(PARTS), 1)
+@pytest.mark.parametrize("name", CASES)
+def test_no_argument_ends_in_an_error_of_pytorchs(name, part):
     function, arguments = CASES[name]
-    assert raw_errors(function, arguments) == []
+    assert raw_errors(function, arguments, part) == []

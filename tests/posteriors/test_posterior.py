@@ -39,7 +39,7 @@ def test_order_counts_for_a_chain():
     assert (moved.log_evidence - plain.log_evidence).abs().max() > 1e-3
 
 
-@every_row("name", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_masked_token_is_not_there_whatever_it_holds(name):
     case = CASES[name]
     seen = torch.tensor([[True, True, False, True, False, False], [False, True, True, True, True, True]])
@@ -60,7 +60,7 @@ def test_a_masked_token_is_not_there_whatever_it_holds(name):
             torch.testing.assert_close(here.log_evidence, torch.stack(whole).logsumexp(0), **EXACT)
 
 
-@every_row("name", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_one_prior_serves_many_sequences_and_queries(name):
     case = CASES[name]
     stack = torch.stack([case.tokens, case.tokens.flip(1)], 1)  # (2, 2, n, …)

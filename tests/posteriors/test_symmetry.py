@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.rows import every_row
 from torch import nn
 
 from massieu.posteriors import GaussianMean, HiddenMarkov, model_permutation_gap, permutation_gap
@@ -44,7 +43,7 @@ def test_an_encoder_permutes_with_its_positions(name):
 
 
 @pytest.mark.medium
-@every_row("name", ["gpt2", "gpt2, eager", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2, eager", "llama"])
 def test_a_causal_model_permutes_only_with_its_mask(name):
     found = model_permutation_gap(made(name), IDS)
     assert found.passes() == ("with_mask",)

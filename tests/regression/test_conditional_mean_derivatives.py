@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.support.derivatives import check_derivatives
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in, some_slow
 
 from massieu.regression import (
     Cholesky,
@@ -42,20 +42,21 @@ def inputs(keys=5, queries=3):
 
 # With more keys than features (linear has 2, "features" 4) the features' matrix is factored, otherwise the Gram matrix.
 @pytest.mark.medium
-@pytest.mark.parametrize(
+@some_slow(
     ("name", "what", "keys"),
     [
         ("linear", "variance", 3),
-        ("linear", "causal", 1),
         ("exponential", "causal", 2),
         ("gaussian", "variance", 2),
-        ("features", "mean", 2),
         ("features", "causal", 5),
-        pytest.param("linear", "causal", 3, marks=pytest.mark.slow),
-        pytest.param("exponential", "variance", 5, marks=pytest.mark.slow),
-        pytest.param("gaussian", "causal", 5, marks=pytest.mark.slow),
-        pytest.param("features", "variance", 5, marks=pytest.mark.slow),
+        ("linear", "causal", 1),
+        ("features", "mean", 2),
+        ("linear", "causal", 3),
+        ("exponential", "variance", 5),
+        ("gaussian", "causal", 5),
+        ("features", "variance", 5),
     ],
+    4,
 )
 def test_first_and_second_derivatives_of_the_exact_methods(name, what, keys):
     def function(q, k, v, w, ridge, n):
@@ -76,14 +77,15 @@ def test_first_and_second_derivatives_of_the_exact_methods(name, what, keys):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
+@some_slow(
     ("name", "method", "rank"),
     [
-        pytest.param("gaussian", ConjugateGradients(), 0, marks=pytest.mark.slow),
         ("exponential", ConjugateGradients(), 2),
-        ("gaussian", ConjugateGradients(preconditioner=lambda x: 2 * x), 0),
         ("gaussian", LowRank(2), 0),
+        ("gaussian", ConjugateGradients(preconditioner=lambda x: 2 * x), 0),
+        ("gaussian", ConjugateGradients(), 0),
     ],
+    2,
 )
 def test_first_and_second_derivatives_without_the_gram_matrix(name, method, rank, monkeypatch):
     monkeypatch.setattr("massieu.regression.iterative.BLOCK_PAIRS", 6)  # two rows at a time
@@ -135,8 +137,7 @@ def test_hidden_keys_have_no_gradient_and_leave_finite_ones():
             assert (slope[:, :, [2, 4] if not is_causal else [2]] != 0).any()
 
 
-@pytest.mark.parametrize("name", ["linear", "gaussian", "exponential"])
-@pytest.mark.parametrize("is_causal", [False, True])
+@one_in(2, {"name": ["linear", "gaussian", "exponential"], "is_causal": [False, True]})
 def test_vmap_of_second_derivatives_is_a_loop(name, is_causal):
     query, key, value = (leaf(3, *tensor.shape, seed=seed).detach() for seed, tensor in enumerate(inputs()[:3]))
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rows import every_row
 from tests.support.sentences import works_or_says, wrongs
 
 from massieu.solve import (
@@ -59,7 +58,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@every_row("name", CALLS)
+@pytest.mark.parametrize("name", CALLS)
 def test_any_argument_works_or_is_one_sentence(name: str):
     for label, given in wrongs(START).items():
         if name in ("function", "product") and not callable(given):

@@ -1,8 +1,9 @@
-"""A table of calls as one test: every row is tried, and all rows that fail are told together."""
+"""Tables of calls as tests: many rows as one test, and rows of which only some belong to the fast tests."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -79,3 +80,22 @@ def some_slow(
         label = row.id if isinstance(row, ParameterSet) else None
         marked.append(pytest.param(*chosen, marks=marks, id=str(given[place]) if given else label))
     return pytest.mark.parametrize(names, marked, ids=ids if callable(ids) else None)
+
+
+def one_in(quick: int, columns: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
+    """As `pytest.mark.parametrize` with all combinations of some values, of which one in so many is no slow test.
+
+    Quick are those whose places in their columns add up to a multiple of `quick`: the values of a column then meet those
+    of the others in turn, and each must occur. A column may be of several names: "length, keys".
+    """
+    groups = [[name.strip() for name in names.split(",")] for names in columns]
+    tables = [list(values) for values in columns.values()]
+    rows, tried = [], set()
+    for places in itertools.product(*(range(len(table)) for table in tables)):
+        cells = zip(groups, tables, places, strict=True)
+        row = [number for names, table, place in cells for number in _numbers(table[place], len(names))]
+        is_slow = sum(places) % quick > 0
+        rows.append(pytest.param(*row, marks=[pytest.mark.slow] if is_slow else []))
+        tried.update(() if is_slow else enumerate(places))
+    assert len(tried) == sum(map(len, tables)), f"one in {quick} leaves out a value altogether: try more of them"
+    return pytest.mark.parametrize(list(itertools.chain.from_iterable(groups)), rows)

@@ -72,6 +72,7 @@ def test_a_renormalisation_before_attention_keeps_laws_too():
     torch.testing.assert_close(cases.covariance(found), matrix @ cases.covariance(law) @ matrix.T)
 
 
+@pytest.mark.slow
 def test_particles_stay_up_to_the_error_of_their_number():
     """No particle of the equilibrium moves; N particles move by O(N^−½) in three layers.
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.support.rows import every_row
+from tests.support.rows import every_row, one_in
 
 from massieu.theory import attention_lipschitz, generalisation_bound, log_cover_size
 
@@ -24,8 +24,7 @@ def test_the_weights_are_one_lipschitz_and_no_less():
     assert 1 - 1e-6 < ratio <= 1
 
 
-@every_row("length", [2, 16, 512])
-@every_row("scale", [0.3, 2.0])
+@one_in(2, {"length": [2, 16, 512], "scale": [0.3, 2.0]})
 def test_a_head_moves_no_further_than_its_bound(length, scale):
     radius = 1.7
     for seed in range(20):

@@ -7,7 +7,7 @@ import mpmath
 import pytest
 import torch
 from scipy import optimize, special
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close as close
@@ -210,7 +210,7 @@ def test_the_error_of_finitely_many_keys_on_the_circle_to_its_last_digit(scale, 
 
 
 @pytest.mark.medium
-@every_row(("keys", "dimension", "noise"), [(64, 2, 0.25), (10**5, 3, 0.1), (64, 8, 1.0)])
+@some_slow(("keys", "dimension", "noise"), [(64, 2, 0.25), (10**5, 3, 0.1), (64, 8, 1.0)], 1)
 def test_the_optimal_scale_is_the_minimum(keys, dimension, noise):
     power = double(0.5, 0.3, 0.0, 0.1)
     found = optimal_scale(keys, power, noise, dimension).item()
