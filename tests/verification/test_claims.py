@@ -14,17 +14,24 @@ from typer.testing import CliRunner
 
 from massieu.cli.commands import app
 from massieu.errors import InputError
+from massieu.verification.claim import Claim
 from massieu.verification.registry import claims
 from massieu.verification.run import verify
 
 THEORY = Path(__file__).parents[2] / "docs" / "theory"
 
 
-def _failing(id: str, settings: Mapping[str, int | float | str] | None = None) -> list[str]:
-    """The rows that are not as they should be."""
-    (claim,) = verify(id, settings=settings)
+def _wrong(claim: Claim) -> list[str]:
+    """The rows that are not as they should be, or why there are none."""
+    if claim.reason is not None:
+        return [claim.reason]
     wrong = [check for check in claim.checks if check.holds != (check.form == "corrected")]
     return [f"{check.name}: {check.measured} {check.comparison} {check.bound} ({check.form})" for check in wrong]
+
+
+def _failing(id: str, settings: Mapping[str, int | float | str] | None = None) -> list[str]:
+    (claim,) = verify(id, settings=settings)
+    return _wrong(claim)
 
 
 @pytest.mark.medium
@@ -34,16 +41,19 @@ def test_the_claim_holds(id: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("id", SMALL)
-def test_the_claim_holds_with_its_own_settings(id: str):
-    assert _failing(id) == []
+@pytest.mark.parametrize("id", claims())
+def test_the_claim_holds_with_its_own_settings_and_chance_fails_it_less_than_once_in_ten_thousand_runs(id: str):
+    (claim,) = verify(id)
+    assert _wrong(claim) == []
+    assert claim.false_alarm < 1e-4
+    assert all(check.basis for check in claim.checks if check.false_alarm > 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("id", [id for id, entry in claims().items() if "seed" in entry.parameters])
-def test_the_claim_holds_for_other_seeds(id: str, seed: int):
-    assert _failing(id, {"seed": seed}) == []
+def test_the_claim_holds_for_another_seed(id: str):
+    """Before a release, 40 seeds are tried: `scripts/claims_at_seeds.py`."""
+    assert _failing(id, {"seed": 1}) == []
 
 
 TOO_FEW: list[tuple[str, dict[str, int]]] = [
