@@ -3,6 +3,7 @@
     python scripts/mutants.py                      # 40 mutants, drawn with the commit's hash as the seed
     python scripts/mutants.py --seed abc --only 7  # one of them again
     python scripts/mutants.py --list ops           # all that there are in a room, without running any
+    python scripts/mutants.py --rooms cli report   # 40 of two rooms
 
 A mutant is one change of one expression: another sign, a factor or a term left out, another axis, an argument forgotten.
 It is made in a copy of `src`, which the tests import in place of the original. The fast tests of its room run first,
@@ -177,13 +178,13 @@ def all_mutants() -> dict[str, list[Mutant]]:
     return rooms
 
 
-def drawn(count: int, seed: str) -> list[Mutant]:
-    """So many, one room after the other in a random order, and again from the first."""
-    rooms = all_mutants()
+def drawn(count: int, seed: str, rooms: Sequence[str] = ()) -> list[Mutant]:
+    """So many, one room after the other in a random order, and again from the first; of all rooms if none is named."""
+    by_room = all_mutants()
     generator = random.Random(seed)
-    order = sorted(rooms)
+    order = sorted(rooms or by_room)
     generator.shuffle(order)
-    return [generator.choice(rooms[order[place % len(order)]]) for place in range(count)]
+    return [generator.choice(by_room[order[place % len(order)]]) for place in range(count)]
 
 
 def _source_with(mutant: Mutant, folder: Path) -> Path:
@@ -228,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", help="of the draw; the commit's hash by default")
+    parser.add_argument("--rooms", nargs="+", default=[], metavar="ROOM", help="draw from these rooms alone")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the draw")
     parser.add_argument("--room-only", action="store_true", help="run the tests of the mutant's room alone")
     parser.add_argument("--workers", type=int, default=2)
@@ -241,7 +243,7 @@ def main() -> None:
         return
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     seed = arguments.seed or head.strip()
-    mutants = drawn(arguments.count, seed)
+    mutants = drawn(arguments.count, seed, arguments.rooms)
     numbers = arguments.only or range(len(mutants))
     tried = partial(noticed_by, room_only=arguments.room_only)
     survivors = []
