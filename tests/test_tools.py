@@ -36,7 +36,7 @@ def test_every_row_that_fails_is_told():
     assert notes == [["row: 1: (2, 5)"], ["row: three"]]
 
 
-@every_row("wrong", ["nothing", "twice"])
+@pytest.mark.parametrize("wrong", ["nothing", "twice"])
 def test_a_table_that_cannot_be_one_is_refused(wrong):
     with pytest.raises(AssertionError, match="no row" if wrong == "nothing" else "takes no other"):
         every_row("number" if wrong == "nothing" else "other", [] if wrong == "nothing" else [1])(lambda number: None)
@@ -60,7 +60,7 @@ def test_some_values_are_slow():
     ]
 
 
-@every_row("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_float32_stays_within_the_bound_and_a_wrong_factor_does_not(size):
     generator = torch.Generator().manual_seed(0)
     matrix, vector = (size * torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((9, 9), (9,)))
@@ -70,7 +70,7 @@ def test_float32_stays_within_the_bound_and_a_wrong_factor_does_not(size):
     assert bool((1e-4 * torch.mv(matrix, vector).abs() > allowed).any())
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("names", "found"),
     [
         (["chromium", "chromedriver"], ("chrome", "chromium", "chromedriver")),
@@ -128,7 +128,7 @@ def test_processor_time_of_processes_counts_while_they_live_and_after():
     assert before + 0.01 < alive <= cpu_times._cpu_seconds() + 0.02
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("mark", "keyword", "args", "found"),
     [
         ("", "", ["tests/ops"], conftest.QUICK),

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from tests.support.report.saving import NAMES, RECORD, files, save, save_often
-from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.report import folder as folders
@@ -533,8 +532,8 @@ def _taken(folder: Path) -> Path:
     return folder / "a file"
 
 
-@every_row(
-    "place, said",
+@pytest.mark.parametrize(
+    ("place", "said"),
     [
         (lambda here: _taken(here), "cannot be made: .*a file is a file"),
         (lambda here: _taken(here) / "below" / "it", "cannot be made: .*a file is a file"),

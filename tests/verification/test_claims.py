@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
-from tests.support.rows import every_row
 from tests.support.verification.small import SMALL
 from tests.verification.wrong import WRONG
 from typer.testing import CliRunner
@@ -228,7 +227,7 @@ def pages() -> list[str]:
     return [path.read_text(encoding="utf-8") for path in sorted(THEORY.glob("*.md"))]
 
 
-@every_row("id", claims())
+@pytest.mark.parametrize("id", claims())
 def test_the_documentation_has_the_claim_with_its_status(id: str, pages: list[str]):
     number = id.lower()
     if not any(f'<a id="{number}">' in text for text in pages):
@@ -255,7 +254,7 @@ def test_the_readme_counts_the_claims():
     assert int(count) == len(claims())
 
 
-@every_row("id", claims())
+@pytest.mark.parametrize("id", claims())
 def test_the_claim_is_told_in_sentences(id: str):
     entry = claims()[id]
     assert len(entry.title) <= 47  # a line of a terminal with 80 columns

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import sympy
 import torch
-from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.measures import Gaussian, mixture
@@ -64,7 +63,7 @@ def _hopfield(patterns: Tensor, beta: float) -> Mixture:
     return mixture(log_weight, Gaussian.create(patterns, covariance))
 
 
-@every_row("beta", [0.4, 1.0, 2.5])
+@pytest.mark.parametrize("beta", [0.4, 1.0, 2.5])
 def test_the_hopfield_density_is_a_mixture_with_its_normaliser(beta: float):
     patterns = normal_draws(0)(5, 2)
     line, log_weight = quadrature(-15.0, 15.0, panels=30)
