@@ -30,11 +30,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_CpuTimes(config, Path(path)), "cpu-times-recorder")
 
 
-def _cpu_seconds() -> float:
-    """Of this process, of its descendants that have ended, and of those that live."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    living = sum(_cpu_ticks(process) for process in _living_descendants("self")) / os.sysconf("SC_CLK_TCK")
-    return time.process_time() + ended.ru_utime + ended.ru_stime + living
+class Clock:
+    """Processor time of this process, of its descendants that have ended, and of those that live; but not of looking."""
+
+    def __init__(self) -> None:
+        self._looking = 0.0
+
+    def seconds(self) -> float:
+        started = time.process_time()
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        living = sum(_cpu_ticks(process) for process in _living_descendants("self")) / os.sysconf("SC_CLK_TCK")
+        seconds = started - self._looking + ended.ru_utime + ended.ru_stime + living
+        self._looking += time.process_time() - started
+        return seconds
 
 
 def _living_descendants(process: str) -> Iterator[str]:
@@ -62,17 +70,18 @@ class _CpuTimes:
         self._config = config
         self._path = path
         self._seconds: dict[str, float] = defaultdict(float)
+        self._clock = Clock()
         self._started = 0.0
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        self._started = _cpu_seconds()
+        self._started = self._clock.seconds()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        now = _cpu_seconds()
+        now = self._clock.seconds()
         # A process that ends without its parent waiting for it takes its time along: less than nothing is nothing.
         report.user_properties.append((_PROPERTY, max(0.0, now - self._started)))
         self._started = now
@@ -80,9 +89,9 @@ class _CpuTimes:
 
     def pytest_collection_finish(self) -> None:
         if hasattr(self._config, "workeroutput"):
-            self._config.workeroutput[_COLLECTION] = _cpu_seconds()
+            self._config.workeroutput[_COLLECTION] = self._clock.seconds()
         elif not self._config.getoption("numprocesses", None):
-            self._seconds[_COLLECTION] += _cpu_seconds()
+            self._seconds[_COLLECTION] += self._clock.seconds()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
