@@ -107,11 +107,14 @@ EMULATED_avx2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 EMULATED_default := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000
 PROCESSORS := avx2 default
 
-# Without what processes say to each other, and what is compiled to machine code, which is this processor's own.
+# Without what processes say to each other; what is compiled to machine code, which is this processor's own; what simulates
+# CUDA; and wrong calls, whose sentences no processor changes.
+NOT_EMULATED := $(addprefix --ignore-glob=*/test_,sharded*.py flex.py *cuda*.py devices.py policies.py bad_calls.py *validation.py \
+  odd_arguments.py arguments.py)
 emulated: $(PROCESSORS:%=emulated-%) ## ops and measures, as other processors compute them
 emulated-%: $(VENV)/installed packages
 	env $(EMULATED_$*) $(PYTEST) --dist loadfile --hypothesis-profile=check -m "not slow" \
-	  --ignore-glob="*/test_sharded*.py" --ignore-glob="*/test_flex.py" tests/ops tests/measures
+	  $(NOT_EMULATED) tests/ops tests/measures
 
 # Every room; part of the release check.
 emulated-all: $(PROCESSORS:%=emulated-all-%)

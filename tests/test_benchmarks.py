@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from tests.support.rows import every_row
 
 from massieu import ops
 
@@ -70,7 +69,7 @@ def test_an_exact_power_law_is_found_without_doubt():
     assert found.extrapolated == pytest.approx(768)
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("sizes", "amounts", "named"),
     [([1, 2], [1, 2], "got 2 and 2"), ([1, 2, 3], [1, 2], "got 3 and 2"), ([1, 2, 3], [1, 0, 2], "positive")],
 )
@@ -111,7 +110,7 @@ def _comparison(**changes):
     return harness.Comparison(**(plain | changes))
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("changes", "met"),
     [
         ({}, None),
@@ -157,7 +156,7 @@ def test_explicit_attention_is_fused_attention(passes):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("ours", "reference"),
     [
         (ops.attention, lengths._matrix),
@@ -183,7 +182,7 @@ def test_gradients_of_the_lengths_agree(ours, reference):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
 
 
-@every_row("name", list(losses.CASES))
+@pytest.mark.parametrize("name", list(losses.CASES))
 def test_sides_of_the_losses_agree(name, monkeypatch):
     monkeypatch.setattr(losses, "WORDS", 301)
     monkeypatch.setattr(losses, "ROWS", 16)
@@ -193,7 +192,7 @@ def test_sides_of_the_losses_agree(name, monkeypatch):
 
 
 # The search has no output: its two sides try different numbers.
-@every_row("name", [name for name in conditional_mean.CASES if name != conditional_mean.SEARCH])
+@pytest.mark.parametrize("name", [name for name in conditional_mean.CASES if name != conditional_mean.SEARCH])
 def test_sides_of_conditional_means_agree(name):
     reference, ours = (work() for work in conditional_mean.CASES[name].prepare(60))
     for expected, found in zip(reference, ours, strict=True):
@@ -207,7 +206,7 @@ def test_the_page_is_what_the_results_say():
     assert (ROOT / "docs" / "benchmarks.md").read_text() == page.page(RESULTS), "run python benchmarks/page.py"
 
 
-@every_row("name", [name for name, content in RESULTS.items() if "rows" in content])
+@pytest.mark.parametrize("name", [name for name, content in RESULTS.items() if "rows" in content])
 def test_stored_verdicts_are_those_of_the_stored_numbers(name):
     for row in RESULTS[name]["rows"]:
         if "time_interval" in row:
@@ -431,7 +430,7 @@ def test_broken_runs_have_healthy_twins():
 
 
 @pytest.mark.medium
-@every_row("model", alarm_runs.MODELS)
+@pytest.mark.parametrize("model", alarm_runs.MODELS)
 def test_a_run_records_what_every_detector_looks_at(model: str):
     run = alarm_runs.train(alarm_runs.Setting(model, "rounded attention", 3), steps=6)
     assert run.steps.tolist() == [0, 5]

@@ -19,7 +19,6 @@ from tests.support.command_line import (
     process,
     run,
 )
-from tests.support.rows import every_row
 
 import massieu
 from massieu import cli
@@ -288,7 +287,9 @@ def test_numbers_out_of_range(tmp_path, text, option, value):
     assert_bad(run("probe", "--text", text, "--out", tmp_path, option, value), f"must be at least ., got {value}")
 
 
-@every_row("arguments", [["probe", "--nonsense"], ["prob"], ["probe", "--seed", "x"], ["report"], []])
+@pytest.mark.parametrize(
+    "arguments", [["probe", "--nonsense"], ["prob"], ["probe", "--seed", "x"], ["report"], []], ids=" ".join
+)
 def test_wrong_usage_ends_with_two(arguments):
     assert run(*arguments).exit_code == 2
 
@@ -375,7 +376,9 @@ def test_describe_draws_tables(monkeypatch):
     assert plain.exit_code == 0 and json.loads(plain.stdout) == found
 
 
-@every_row("command", [[], ["probe"], ["describe"], ["report"], ["statistics"], ["verify"], ["experiment"]])
+@pytest.mark.parametrize(
+    "command", [[], ["probe"], ["describe"], ["report"], ["statistics"], ["verify"], ["experiment"]], ids=" ".join
+)
 def test_help_is_plain_and_short(command):
     ran = run(*command, "--help")
     assert ran.exit_code == 0

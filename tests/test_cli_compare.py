@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tests.support.command_line import COMMAND, ENVIRONMENT, checkpoint
-from tests.support.rows import every_row
 from typer.testing import CliRunner
 
 from massieu.cli.commands import app
@@ -83,8 +82,8 @@ def test_json_is_the_comparison_and_nothing_else(stored: tuple[Path, Path], tmp_
     assert said["changed"]["tuned"][0]["layer"] == 1
 
 
-@every_row(
-    "arguments, said",
+@pytest.mark.parametrize(
+    ("arguments", "said"),
     [
         (["a"], "at least two models or results, got 1"),
         (["a", "b", "--fail-above", "entropy"], "needs a number, as in entropy=0.1, got 'entropy'"),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from tests.support.command_line import COMMAND, ENVIRONMENT, assert_bad, run
-from tests.support.rows import every_row
 
 from massieu.ops import reference
 from massieu.ops import survey as room
@@ -164,7 +163,7 @@ def test_interrupted(monkeypatch):
     assert ran.stderr.splitlines()[-1] == "massieu: interrupted: the remaining backends were not measured"
 
 
-@every_row("device, message", [
+@pytest.mark.parametrize(("device", "message"), [
     ("abacus", "device 'abacus' is not there"), ("cuda:99", "device 'cuda:99' is not there"),
     ("meta", "device must be the CPU or CUDA, got 'meta'"),
 ])  # fmt: skip

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.rows import every_row
 from typer.testing import CliRunner
 
 from massieu.cli.commands import app
@@ -107,7 +106,7 @@ def test_a_reference_of_another_model_is_said_on_the_page(tmp_path: Path):
     assert said in (tmp_path / "run.html").read_text()
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["{tmp}/none.jsonl"], "massieu: cannot read {tmp}/none.jsonl: No such file or directory"),

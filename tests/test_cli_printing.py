@@ -1,6 +1,9 @@
-"""What the command line prints of others' strings steers no terminal."""
+"""What the command line prints of others' strings steers no terminal, and its lines fit one."""
 
+import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,3 +65,18 @@ def test_progress_with_a_models_name(capsys):
     with terminal.progress_shown() as show:
         show(ProbeProgress(f"{ESCAPES}: reading", 0, None, 0))
     _check(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("narrower", "lines"), [(0, 1), (1, 2)], ids=["just wide enough", "a column too narrow"])
+def test_the_meaning_of_a_statistic_goes_below_where_its_line_would_not_fit(narrower, lines, monkeypatch, capsys):
+    rows = [
+        SimpleNamespace(name="long_name", group="g", question="Is it?"),
+        SimpleNamespace(name="n", group="group", question="So?"),
+    ]
+    columns = len("long_name") + 2 + len("group") + 2 + len("Is it?") - narrower
+    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: True)
+    terminal.list_statistics(rows)
+    *printed, _, _ = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).splitlines()
+    assert len(printed) == len(rows) * lines
+    assert max(map(len, printed)) <= columns

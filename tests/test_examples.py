@@ -1,6 +1,7 @@
 """What the documentation shows runs: every Python block, and every script in examples/."""
 
 import contextlib
+import importlib.util
 import io
 import re
 import runpy
@@ -62,8 +63,10 @@ PAGES_WITH_CODE = (
 SLOW_PAGES = {
     *("how-to/compile_export", "how-to/experiments", "how-to/flow", "how-to/machines", "how-to/attention_sinks"),
     *("how-to/adapters", "how-to/population", "how-to/compare", "how-to/results", "how-to/large_models"),
+    *("how-to/many_machines", "how-to/measures", "how-to/own_model", "how-to/replacing_attention"),
+    *("how-to/monitor_logging", "how-to/monitor"),
 }
-"""Pages whose blocks compile, train or read a model; of the others, each takes less than half a second."""
+"""Pages whose blocks compile, train, read a model or start processes; the others take a fraction of a second each."""
 TUTORIALS = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {ROOT / "docs" / "tutorials" / "index.md"})
 PAGES = [f"docs/{name}.md" for name in PAGES_WITH_CODE]
 EXAMPLES = {
@@ -98,15 +101,25 @@ def eight_draws() -> Iterator[None]:
         yield
 
 
-def run(script: str, *arguments: object) -> str:
-    """What an example prints; in this process, since loading all libraries once more takes longer than most examples."""
+def run(script: str, *arguments: object, **constants: object) -> str:
+    """What an example prints; in this process, since loading all libraries once more takes longer than most examples.
+
+    `constants` of the script get other values: what a shorter run shows too need not be shown by the whole one.
+    """
     printed = io.StringIO()
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", [script, *map(str, arguments)])
+        patch.setitem(sys.modules, spec.name, example)  # where processes that the example starts look for it
         with contextlib.redirect_stdout(printed):
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            spec.loader.exec_module(example)
+            for name, value in constants.items():
+                patch.setattr(example, name, value)
+            example.main()
     torch.set_num_threads(threads)
     assert torch.get_default_dtype() == dtype
     return printed.getvalue()
@@ -166,18 +179,23 @@ def test_every_page_with_code_is_run():
 
 
 @pytest.mark.medium
-def test_a_block_of_a_tutorial_has_its_output_below_it_and_one_that_fails_ends_the_build(tmp_path, monkeypatch):
-    shown = executed(
+def test_a_block_of_a_tutorial_has_its_output_below_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = run_blocks(
         "# One\n\n```python\na = 2\nopen('a.txt', 'w').write('two')\nprint(a)\n```\n\n"
         "Then.\n\n```python\nb = a + 1\n```\n\n```console\n$ ls\n$ massieu --version\n```\n"
     )
     assert "print(a)\n```\n\n```text\n2\n```\n" in shown and shown.count("```text") == 2
-    assert "--version\n```\n\n```text\na.txt\nmassieu " in shown  # the folder was empty
-    with pytest.raises(RuntimeError, match="ValueError: so"):
-        executed("```python\nraise ValueError('so')\n```\n")
-    monkeypatch.chdir(tmp_path)
+    assert "--version\n```\n\n```text\na.txt\nmassieu " in shown
     with pytest.raises(RuntimeError, match="no-such-folder"):
         run_blocks("```console\n$ ls no-such-folder\n$ ls\n```\n")
+
+
+@pytest.mark.slow
+def test_a_tutorial_is_run_in_an_empty_folder_and_a_block_that_fails_ends_the_build():
+    assert "$ ls -A\n```\n\nThe end" in executed("```console\n$ ls -A\n```\n\nThe end\n")
+    with pytest.raises(RuntimeError, match="ValueError: so"):
+        executed("```python\nraise ValueError('so')\n```\n")
 
 
 @pytest.mark.medium
@@ -232,7 +250,7 @@ def test_attention_over_ones_own_measure_trains(tmp_path):
 @pytest.mark.slow
 def test_gradient_caching_changes_no_gradient_and_the_encoder_learns(tmp_path):
     picture = tmp_path / "picture.png"
-    found = run("examples/contrastive.py", "--picture", picture)
+    found = run("examples/contrastive.py", "--picture", picture, STEPS=40)
     assert float(re.search(r"uncached ones by: (\S+)", found).group(1)) < 1e-6
     before, after = (
         float(re.search(rf"accuracy {when} training: +(\S+)", found).group(1)) for when in ("before", "after")
@@ -272,7 +290,7 @@ def test_a_memory_of_digits_recalls_within_its_bound(tmp_path):
 
 @pytest.mark.slow
 def test_machines_of_four_kinds_of_units_learn_digits(tmp_path):
-    found = run("examples/digits_machine.py", "--picture", tmp_path / "picture.png")
+    found = run("examples/digits_machine.py", "--picture", tmp_path / "picture.png", HIDDEN=40, TRAINED=600)
     held_out = {name: float(score) for name, score in numbers(r" *(\S+): log-likelihood .* on, +(\S+) held out", found)}
     independent = -24.4  # of the best product of 64 independent bits
     for name in ("bits", "spins", "Gaussian", "Poisson"):
@@ -285,7 +303,7 @@ def test_machines_of_four_kinds_of_units_learn_digits(tmp_path):
 
 @pytest.mark.slow
 def test_foreign_digits_are_told_apart(tmp_path):
-    found = run("examples/foreign_digits.py", "--picture", tmp_path / "picture.png")
+    found = run("examples/foreign_digits.py", "--picture", tmp_path / "picture.png", STEPS=100, BOOTSTRAPS=50)
     areas = [float(area) for (area,) in numbers(r"AUROC (\S+) \[", found)]
     assert len(areas) == 18
     assert min(areas) > 0.55
@@ -302,7 +320,7 @@ def test_pooling_finds_the_nine(tmp_path):
 @pytest.mark.slow
 def test_language_models_train(tmp_path):
     picture = tmp_path / "picture.png"
-    found = run("examples/character_language_model.py", "--steps", "20", "--picture", picture)
+    found = run("examples/character_language_model.py", "--steps", "10", "--picture", picture)
     (alone,) = numbers(r"(\S+) by counts of characters", found)[0]
     rows = numbers(r" *(.+): (\S+) before training, (\S+) after", found)
     assert len(rows) == 3
@@ -478,12 +496,12 @@ def test_training_runs_are_watched(tmp_path):
     """Short runs tell nothing of leads; the tables and the picture are there, and a second call repeats no run."""
     picture = tmp_path / "runs.png"
     arguments = ("examples/watch_training.py", "--quick", "--folder", tmp_path, "--picture", picture)
-    found = run(*arguments)
+    found = run(*arguments, LAYERS=1, BATCH=4)
     assert found.count("the loss is in alarm in") == 3 and " 9 of 9" in found
     assert picture.stat().st_size > 10_000
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
     assert len(kept) == 9
-    again = run(*arguments)
+    again = run(*arguments, LAYERS=1, BATCH=4)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
     assert again.split("\n\n")[1:] == found.split("\n\n")[1:]
 

@@ -13,7 +13,7 @@ SHOWN = re.findall(
 BLOCKS = [block for block, _ in SHOWN]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_block_runs_and_prints_what_stands_below_it(capsys):
     assert len(SHOWN) == 7
     page: dict[str, object] = {"__name__": "extending"}

@@ -1,13 +1,15 @@
-"""The house: which room may import which. Every import of the package is parsed, lazy ones inside functions too."""
+"""The house: which room may import which, and no circle of files. Every import is parsed, lazy ones inside functions too."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.rows import every_row
 
 SOURCE = Path(__file__).parent.parent / "src" / "massieu"
 
@@ -77,53 +79,82 @@ ONLY = {
 }
 
 
-def _imported(path: Path) -> set[str]:
-    """Dotted names below `massieu` that a file imports."""
+@dataclass(frozen=True)
+class Import:
+    """One name that a file imports from the package, lazily or not: `from module import name`, or `import module`."""
+
+    module: str
+    name: str | None
+
+    @property
+    def room(self) -> str:
+        """The room that is imported: of `from massieu import ops` it is `ops`."""
+        parts = self.module.split(".")[1:]
+        if parts:
+            return parts[0]
+        return self.name if self.name in ALLOWED else "__init__"
+
+
+def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Each statement, those inside of others too; imports are never inside of an expression."""
+    for statement in body:
+        yield statement
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _statements(getattr(statement, part, ()))
+
+
+@cache
+def _imports(path: Path) -> frozenset[Import]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.ImportFrom):
-            raise AssertionError(f"{path}: relative import; write the full name")
-        else:
-            continue
-        found |= {name for name in names if name.split(".")[0] == "massieu"}
-    return found
-
-
-def _room(name: str) -> str:
-    parts = name.split(".")[1:]
-    return parts[0] if parts else "__init__"
+    for statement in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
+        if isinstance(statement, ast.Import):
+            found |= {Import(alias.name, None) for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.module is not None and statement.level == 0, (
+                f"{path}: relative import; write the full name"
+            )
+            found |= {Import(statement.module, alias.name) for alias in statement.names}
+    return frozenset(each for each in found if each.module.split(".")[0] == "massieu")
 
 
 def _files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
+def _room_of_file(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+# --- directions ------------------------------------------------------------------------------------------------------
+
+
 def test_every_file_is_in_a_known_room():
-    for path in _files():
-        relative = path.relative_to(SOURCE)
-        assert relative.parts[0].removesuffix(".py") in ALLOWED, f"{relative} is in no room of the house"
+    assert not [str(path) for path in _files() if _room_of_file(path) not in ALLOWED]
+
+
+def _upwards(room: str, path: Path, imports: Iterable[Import]) -> list[str]:
+    """What a file of this room imports though it may not."""
+    wrong = []
+    for each in imports:
+        if each.room not in {room} | ALLOWED[room]:
+            wrong.append(f"{path} imports {each.module}: {room} may import {sorted(ALLOWED[room])}")
+        record = each.module.startswith("massieu.report.record")
+        if (
+            each.room == "report"
+            and room in ("probing", "population")
+            and not record
+            and str(path) not in ONLY["report"]
+        ):
+            wrong.append(f"{path} imports {each.module}: only {sorted(ONLY['report'])} may")
+    return wrong
 
 
 @pytest.mark.medium
-@every_row("path", _files(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_downwards(path: Path):
-    relative = path.relative_to(SOURCE)
-    room = relative.parts[0].removesuffix(".py")
-    for name in _imported(path):
-        target = _room(name)
-        if target == room or (target == "__init__" and "__init__" in ALLOWED[room]):
-            continue
-        allowed = ALLOWED[room]
-        fits = target in allowed or any("." in a and name.removeprefix("massieu.").startswith(a) for a in allowed)
-        package = any(a.startswith(f"{target}.") for a in allowed) and name == f"massieu.{target}"
-        # `from massieu import ops` also names the package itself
-        assert fits or package or name == "massieu", f"{relative} imports {name}: {room} may import {sorted(allowed)}"
-        if target in ONLY and room in ("probing", "population") and not name.startswith("massieu.report.record"):
-            assert str(relative) in ONLY[target], f"only {ONLY[target]} may import massieu.{target}, not {relative}"
+def test_imports_point_downwards():
+    wrong = []
+    for path in _files():
+        wrong += _upwards(_room_of_file(path), path.relative_to(SOURCE), _imports(path))
+    assert not wrong, "\n".join(wrong)
 
 
 def test_rooms_of_the_probe_import_rooms_below_them():
@@ -136,7 +167,8 @@ def test_rooms_of_the_probe_import_rooms_below_them():
         if parts == ("__init__",):
             continue
         assert parts[0] in PROBE, f"{path} is in no room of the probe"
-        used[parts[0]] |= {name.split(".")[2] for name in _imported(path) if name.startswith("massieu.probing.")}
+        names = {f"{each.module}.{each.name}" for each in _imports(path)}
+        used[parts[0]] |= {name.split(".")[2] for name in names if name.startswith("massieu.probing.")}
     for room, targets in used.items():
         assert targets - {room} == set(PROBE[room]), f"{room} imports {sorted(targets - {room})}"
 
@@ -149,25 +181,89 @@ def test_the_architecture_shows_the_rooms_of_the_probe():
     assert with_table(page) == page
 
 
-def test_the_rule_can_fail(tmp_path):
+def test_an_import_that_points_upwards_would_be_seen(tmp_path: Path):
     bad = tmp_path / "bad.py"
-    bad.write_text("def f():\n    from massieu.report import page\n")
-    assert "massieu.report" in _imported(bad)
-    assert "report" not in ALLOWED["ops"]
+    bad.write_text(
+        "def f():\n    try:\n        from massieu import cli, ops\n    finally:\n        import massieu.report.page\n"
+    )
+    wrong = {line.partition(":")[0] for line in _upwards("ops", Path("ops/bad.py"), _imports(bad))}
+    assert wrong == {"ops/bad.py imports massieu", "ops/bad.py imports massieu.report.page"}
+    assert len(_upwards("population", Path("population/bad.py"), _imports(bad))) == 2
+    assert _upwards("population", Path("population/flow_result.py"), [Import("massieu.report.page", "render")]) == []
 
 
-def test_importing_massieu_loads_no_torch():
-    code = "import sys, massieu; print([m for m in ('torch', 'transformers', 'polars', 'sklearn') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert found == "[]"
+# --- circles ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_is_run_without_the_compiler():
+def _module(path: Path) -> str:
+    parts = ("massieu", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """Modules of the package that a file imports, lazily too. A package stands for what its `__init__` holds."""
+    found = set()
+    for each in _imports(path):
+        inner = f"{each.module}.{each.name}"
+        found.add(inner if inner in modules else each.module)
+    return (found & modules) - {"massieu", _module(path)}
+
+
+def _circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected groups of more than one file (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in sorted(imports[name]):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == order[name]:
+            place = stack.index(name)
+            group, stack[place:] = stack[place:], []
+            if len(group) > 1:
+                circles.append(sorted(group))
+
+    for name in sorted(imports):
+        if name not in order:
+            visit(name)
+    return sorted(circles)
+
+
+@pytest.mark.medium
+def test_no_file_circle():
+    modules = {_module(path) for path in _files()}
+    files = [path for path in _files() if path != SOURCE / "__init__.py"]
+    circles = _circles({_module(path): _imported_modules(path, modules) for path in files})
+    assert not circles, "\n".join(" ⇄ ".join(circle) for circle in circles)
+
+
+def test_a_circle_would_be_seen():
+    assert _circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert _circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+# --- what is loaded --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.medium
+def test_importing_massieu_loads_no_torch_and_a_kernel_is_run_without_the_compiler():
     """`torch._dynamo` takes seconds to import, and only compiled code needs it."""
-    call = "massieu.ops.attention(*torch.randn(3, 1, 1, 2, 4))"
-    code = f"import sys, torch, massieu; {call}; print('torch._dynamo' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert found == "False"
+    code = (
+        "import sys, massieu\n"
+        "print([name for name in ('torch', 'transformers', 'polars', 'sklearn') if name in sys.modules])\n"
+        "import torch\n"
+        "massieu.ops.attention(*torch.randn(3, 1, 1, 2, 4))\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["[]", "False"]
 
 
 def test_a_proof_is_marked_as_pytorch_would():

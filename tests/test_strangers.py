@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu.energy import Energy
@@ -70,7 +69,7 @@ def run(checks: Any, *, but: tuple[str, ...] = ()) -> None:
 
 
 @pytest.mark.medium
-@every_row("hooks", [ACTIVATION, HARD, DIRECTION], ids=lambda hooks: "")
+@pytest.mark.parametrize("hooks", [ACTIVATION, HARD, DIRECTION], ids=["tanh", "clamp", "direction"])
 def test_a_right_activation_passes_though_its_conjugate_of_nan_is_a_number(hooks):
     run(activation_checks(ActivationCase(made(Activation, hooks), POINTS)))
 
@@ -93,7 +92,7 @@ WRONG_ACTIVATIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.medium
-@every_row("name", WRONG_ACTIVATIONS)
+@pytest.mark.parametrize("name", WRONG_ACTIVATIONS)
 def test_a_wrong_activation_is_noticed(name):
     hooks, law = WRONG_ACTIVATIONS[name]
     checks = activation_checks(ActivationCase(made(Activation, ACTIVATION | hooks), POINTS))
@@ -147,7 +146,7 @@ def test_a_right_kernel_passes():
 
 
 @pytest.mark.medium
-@every_row("name", WRONG_KERNELS)
+@pytest.mark.parametrize("name", WRONG_KERNELS)
 def test_a_wrong_kernel_is_noticed(name):
     hooks, law = WRONG_KERNELS[name]
     with pytest.raises(AssertionError):
@@ -195,7 +194,7 @@ def test_a_right_energy_passes():
 
 
 @pytest.mark.medium
-@every_row("name", WRONG_ENERGIES)
+@pytest.mark.parametrize("name", WRONG_ENERGIES)
 def test_a_wrong_energy_is_noticed(name):
     hooks, law = WRONG_ENERGIES[name]
     with pytest.raises(AssertionError):

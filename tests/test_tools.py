@@ -1,6 +1,5 @@
 """What the tests themselves stand on: tables of rows, bounds from rounding, programs that may be missing."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from scipy.optimize import linprog
 from scripts import mutants, test_table
 from tests import conftest
-from tests.support import needs
+from tests.support import cpu_times, needs
 from tests.support.rounding import FAST_EXPONENTIAL, rounding_error
 from tests.support.rows import every_row, one_in, some_slow
 
@@ -37,7 +36,7 @@ def test_every_row_that_fails_is_told():
     assert notes == [["row: 1: (2, 5)"], ["row: three"]]
 
 
-@every_row("wrong", ["nothing", "twice"])
+@pytest.mark.parametrize("wrong", ["nothing", "twice"])
 def test_a_table_that_cannot_be_one_is_refused(wrong):
     with pytest.raises(AssertionError, match="no row" if wrong == "nothing" else "takes no other"):
         every_row("number" if wrong == "nothing" else "other", [] if wrong == "nothing" else [1])(lambda number: None)
@@ -71,7 +70,7 @@ def test_one_combination_in_so_many_is_quick_and_every_value_is_in_one():
         one_in(3, {"letter": "ab", "number": [1, 2]})
 
 
-@every_row("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_float32_stays_within_the_bound_and_a_wrong_factor_does_not(size):
     generator = torch.Generator().manual_seed(0)
     matrix, vector = (size * torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((9, 9), (9,)))
@@ -81,7 +80,7 @@ def test_float32_stays_within_the_bound_and_a_wrong_factor_does_not(size):
     assert bool((1e-4 * torch.mv(matrix, vector).abs() > allowed).any())
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("names", "found"),
     [
         (["chromium", "chromedriver"], ("chrome", "chromium", "chromedriver")),
@@ -106,39 +105,41 @@ def test_browsers_are_found_by_their_names(names, found, tmp_path_factory):
         assert browser == needs.Browser(kind, str(folder / program), driver and str(folder / driver))
 
 
-def _without_programs(tmp_path: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """One test that needs a browser, where there is none."""
+@pytest.mark.medium
+def test_a_program_that_is_missing_is_named_in_the_closing_lines_and_fails_where_ci_runs(tmp_path):
     test = tmp_path / "test_needy.py"
     test.write_text("import pytest\n\n@pytest.mark.needs('browser')\ndef test_it():\n    pass\n")
     code = (
-        "import sys\nsys.path.insert(0, '.')\nimport pytest\nfrom tests.support import needs; from tests import conftest\n"
+        "import os, sys\nsys.path.insert(0, '.')\nimport pytest\nfrom tests.support import needs; from tests import conftest\n"
         "needs.FOUND['browser'] = lambda: None\n"
-        f"sys.exit(pytest.main(['-c', 'pyproject.toml', '--rootdir', '.', {str(test)!r}], plugins=[conftest]))"
+        "for os.environ['CI'] in ('', 'true'):\n"
+        f"    print('status', pytest.main(['-c', 'pyproject.toml', '--rootdir', '.', {str(test)!r}], plugins=[conftest]))"
     )
-    inherited = {name: value for name, value in os.environ.items() if name != "CI"}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=inherited | environment, capture_output=True, text=True
-    )
-
-
-@pytest.mark.medium
-def test_what_is_missing_is_named_in_the_closing_lines(tmp_path):
-    ran = _without_programs(tmp_path)
-    assert ran.returncode == 0, ran.stdout
-    *_, told, test, closing = ran.stdout.splitlines()
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    elsewhere, _, in_ci = ran.stdout.partition("status 0\n")
+    *_, told, test, closing = elsewhere.splitlines()
     assert told == f"not run, for want of {needs.INSTALL['browser']}:"
     assert test.endswith("::test_it")
     assert "1 skipped" in closing
+    assert f"CI runs every test, and this one needs {needs.INSTALL['browser']}" in in_ci
+    assert in_ci.endswith("status 1\n")
 
 
 @pytest.mark.medium
-def test_nothing_is_missing_where_ci_runs(tmp_path):
-    ran = _without_programs(tmp_path, CI="true")
-    assert ran.returncode == 1
-    assert f"CI runs every test, and this one needs {needs.INSTALL['browser']}" in ran.stdout
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="living processes are looked up in /proc")
+def test_processor_time_of_processes_counts_while_they_live_and_after():
+    clock = cpu_times.Clock()
+    before = clock.seconds()
+    code = "for _ in range(2_000_000): pass\nprint(flush=True)\ninput()"
+    busy = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert busy.stdin is not None and busy.stdout is not None
+    busy.stdout.readline()
+    alive = clock.seconds()
+    busy.communicate("\n")
+    assert before + 0.01 < alive <= clock.seconds() + 0.02
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("mark", "keyword", "args", "found"),
     [
         ("", "", ["tests/ops"], conftest.QUICK),

@@ -1,4 +1,4 @@
-"""What type checkers know of massieu's results: `typing_samples.py` passes in both of them, and runs."""
+"""What type checkers know of massieu's results: `typing_samples.py` passes in mypy too, and runs; `make types` has pyright."""
 
 import importlib.util
 import os
@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SAMPLES = "tests/typing_samples.py"
 COMMANDS = {
-    "pyright": ["-m", "pyright", SAMPLES],
     # PyTorch's own `backward` has no annotations.
     "mypy": ["-m", "mypy", "--strict", "--follow-imports=silent", "--untyped-calls-exclude=torch", SAMPLES],
     "massieu": [SAMPLES],

@@ -98,6 +98,35 @@ def test_ranks_are_scipys_and_a_masked_mean_is_that_of_the_posterior():
     torch.testing.assert_close(sizes, torch.tensor([1.0, 1.0, 1.0, 0.25], dtype=torch.float64))
 
 
+class _OneNumber(length_free._Task):
+    """Every output is the head's one number; the last copy learns 0, the others 2."""
+
+    def fitted(self, batch: length_free._Batch) -> length_free._Parameters:
+        learnt = torch.full((length_free._COPIES, 1, 1, 1), 2.0, dtype=torch.float64)
+        learnt[-1] = 0
+        return [learnt]
+
+
+def test_gap_error_and_excess_of_heads_are_those_by_hand():
+    def sample(copies: int, number: int, length: int) -> length_free._Batch:
+        """The two sequences to learn have the targets 1 and 3, all others 0."""
+        seen = torch.tensor([1.0, 3.0], dtype=torch.float64)
+        targets = seen if number == 2 else torch.zeros(number, dtype=torch.float64)
+        return (
+            torch.zeros(copies, number, length, 1),
+            torch.zeros(copies, number, 1, 1),
+            targets[:, None].expand(copies, -1, 1),
+        )
+
+    task = _OneNumber("toy", sample, lambda heads, batch: heads[0][:, 0].expand_as(batch[2]), lambda length: [], 0)
+    cell = length_free._Cell(task, [torch.ones(1, 1, 1, dtype=torch.float64)], 2, 5)
+    # Squared errors of the heads 2, 0 and the best one, 1: 1, 5 and 2 on their own sequences, 4, 0 and 1 on others.
+    assert cell.gap == pytest.approx((7 * (4 - 1 + 2 - 1) + (0 - 1 + 2 - 5)) / 8)
+    assert cell.above_best == pytest.approx(5 / 2 - 1)
+    assert (cell.error, cell.distance) == (pytest.approx(1), pytest.approx(1))
+    assert cell.gap_over_bound == pytest.approx((4 - 1) / length_free._bound(2))
+
+
 def test_the_masked_head_and_the_supervised_one_are_as_written_down():
     supervised, masked, positional = length_free._tasks(torch.Generator().manual_seed(0), 10)
     tokens, queries, targets = supervised.sample(2, 3, 5)

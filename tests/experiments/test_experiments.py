@@ -29,13 +29,13 @@ def test_the_precision_is_the_best_score_and_the_best_scale_beats_its_neighbours
 
 @pytest.mark.medium
 def test_the_best_denoiser_is_a_regression_and_no_multiple_of_the_best_matrix_has_less_risk():
-    task = denoiser._Task(torch.Generator().manual_seed(0), 4096)
-    _, queries, tokens = task.batch(400, clean=True)
+    task = denoiser._Task(torch.Generator().manual_seed(0), 1024)
+    _, queries, tokens = task.batch(200, clean=True)
     asked, wanted = queries.flatten(0, 2).numpy(), tokens.flatten(0, 2).numpy()
     fitted, *_ = np.linalg.lstsq(asked, wanted, rcond=None)
     assert np.abs(fitted.T - task.best.numpy()).max() < 5 / math.sqrt(len(asked))
     for clean in (True, False):
-        context, *_ = task.batch(40, clean=clean)
+        context, *_ = task.batch(20, clean=clean)
         noise = torch.zeros(4) if clean else torch.full((4,), denoiser.NOISE**2)
         expected = (task.covariance + noise.double().diag()).numpy()
         assert np.abs(np.cov(context.flatten(0, 2).mT) - expected).max() < 0.1

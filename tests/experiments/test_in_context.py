@@ -73,7 +73,7 @@ def test_what_is_learned_is_the_mean_and_nothing_from_targets_of_others():
         features = torch.randn(64, 3, 1, generator=drawn)
         return features, 3 * torch.rand(64, 1, generator=drawn) + torch.arange(3)
 
-    options = {"steps": 100, "depth": 1, "step_size": 3e-3}
+    options = {"steps": 60, "depth": 1, "step_size": 5e-3}
     models = [in_context.trained(sample, drawn, shuffled=shuffled, **options) for shuffled in (False, True)]
     features, targets = sample()
     with torch.no_grad():

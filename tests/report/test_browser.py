@@ -33,8 +33,8 @@ pytestmark = pytest.mark.needs("browser")
 @pytest.mark.medium
 @some_slow(
     ("kind", "width", "theme"),
-    [("encoder", 1400, "light"), ("hostile", 400, "dark"), ("encoder_decoder", 1400, "dark"), ("large", 400, "light")],
-    2,
+    [("hostile", 400, "dark"), ("encoder", 1400, "light"), ("encoder_decoder", 1400, "dark"), ("large", 400, "light")],
+    1,
 )
 def test_every_page_is_drawn_quietly_and_fits_its_width(
     kind: str, width: int, theme: str, open_page: Callable[..., Page]
@@ -268,7 +268,7 @@ def test_the_page_of_a_training_run(width: int, theme: str, driver: ChromiumDriv
     assert driver.get_log("browser") == []
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_page_of_a_comparison(driver: ChromiumDriver, tmp_path: Path) -> None:
     """It draws what is chosen, and fits its window."""
     made = encoder(layers=2, heads=3)

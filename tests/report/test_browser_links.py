@@ -8,7 +8,6 @@ from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 from tests.support.report.browsing import Page, assert_map_shows, assert_quiet, values_of
 from tests.support.report.synthetic_results import Results
-from tests.support.rows import every_row
 
 pytestmark = pytest.mark.needs("browser")
 
@@ -54,7 +53,7 @@ def test_an_address_says_the_difference_and_the_site_of_a_layer_that_has_several
 
 
 @pytest.mark.slow
-@every_row(
+@pytest.mark.parametrize(
     ("address", "said"),
     [
         ("#statistic=nothing&layer=99&head=3", "the statistic nothing; layer 99."),

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.report.flow import Panel, draw
@@ -56,7 +55,7 @@ def test_a_vector_is_bands_from_quantile_to_quantile():
     assert "logarithmic" in wide.html
 
 
-@every_row(
+@pytest.mark.parametrize(
     "values",
     [
         [[1.0]],

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.rows import every_row
+from tests.support.report.saving import NAMES, RECORD, files, save, save_often
 
 from massieu.errors import InputError
 from massieu.report import folder as folders
@@ -25,8 +25,6 @@ from massieu.report.locking import is_locked, locked
 from massieu.report.writing import check_name, try_to_write, write_whole
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
-NAMES = ("one", "two", "three")
-RECORD = "run.json"
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -39,22 +37,8 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-def files(content: str) -> dict[str, bytes]:
-    return {name: f"{name} {content}".encode() for name in NAMES}
-
-
 def texts(content: str) -> dict[str, str]:
     return {name: f"{name} {content}" for name in sorted(NAMES)}
-
-
-def record_of(listed: Mapping[str, bytes]) -> bytes:
-    hashes = {name: folders.digest(content) for name, content in listed.items()}
-    return json.dumps({"schema_version": 1, "files": hashes}).encode()
-
-
-def save(folder: Path, listed: dict[str, bytes], linked: Mapping[str, Path] = {}) -> None:
-    named = listed | {name: path.read_bytes() for name, path in linked.items()}
-    folders.save(folder, RECORD, {**listed, RECORD: record_of(named)}, linked)
 
 
 def reserved(folder: Path, room: int = 10) -> AbstractContextManager[None]:
@@ -507,16 +491,11 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     assert (tmp_path / folders.STORE / ".massieu-theirs").is_dir()  # it may be alive
 
 
-def _save_often(folder: str, who: str, times: int) -> None:
-    for number in range(times):
-        save(Path(folder), files(f"{who}{number}"))
-
-
 @pytest.mark.medium
 def test_two_processes_save_and_a_third_reads_whole_results(tmp_path):
     save(tmp_path, files("first"))
     start = multiprocessing.get_context("spawn")
-    writers = [start.Process(target=_save_often, args=(str(tmp_path), who, 30)) for who in "ab"]
+    writers = [start.Process(target=save_often, args=(str(tmp_path), who, 30)) for who in "ab"]
     for writer in writers:
         writer.start()
 
@@ -553,8 +532,8 @@ def _taken(folder: Path) -> Path:
     return folder / "a file"
 
 
-@every_row(
-    "place, said",
+@pytest.mark.parametrize(
+    ("place", "said"),
     [
         (lambda here: _taken(here), "cannot be made: .*a file is a file"),
         (lambda here: _taken(here) / "below" / "it", "cannot be made: .*a file is a file"),

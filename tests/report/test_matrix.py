@@ -4,14 +4,15 @@ import numpy as np
 import polars
 import pytest
 from tests.support.report.synthetic_results import Results
-from tests.support.rows import every_row
 
 from massieu.errors import InputError
 from massieu.report.matrix import figure_of, matrix_of
 from massieu.report.tables import sites_of
 
 
-@every_row(("name", "error", "column"), [("encoder", False, "value"), ("encoder_decoder", True, "standard_error")])
+@pytest.mark.parametrize(
+    ("name", "error", "column"), [("encoder", False, "value"), ("encoder_decoder", True, "standard_error")]
+)
 def test_every_head_is_where_the_table_says(results: dict[str, Results], name: str, error: bool, column: str) -> None:
     result = results[name]
     sites = sites_of(result.run, result.heads)

@@ -14,7 +14,6 @@ import pytest
 from plotly import offline
 from tests.report.conftest import Made
 from tests.support.report.synthetic_results import HOSTILE, Results, encoder
-from tests.support.rows import every_row
 
 from massieu.errors import MissingExtraError
 from massieu.probing.result.stored import run_of
@@ -90,7 +89,7 @@ def parsed(pages: dict[str, str]) -> dict[str, Parsed]:
 
 
 @pytest.mark.medium
-@every_row("kind", SMALL_KINDS)
+@pytest.mark.parametrize("kind", SMALL_KINDS)
 def test_nothing_is_loaded_from_outside(kind: str, parsed: dict[str, Parsed]) -> None:
     page = parsed[kind]
     for tag, attributes in page.tags:
@@ -107,7 +106,7 @@ def test_nothing_is_loaded_from_outside(kind: str, parsed: dict[str, Parsed]) ->
     assert not re.search(r"https?:|\bfetch\(|XMLHttpRequest|WebSocket|\bimport\b|innerHTML|document\.write", own)
 
 
-@every_row("kind", SMALL_KINDS)
+@pytest.mark.parametrize("kind", SMALL_KINDS)
 def test_only_the_two_known_scripts_may_run(kind: str, parsed: dict[str, Parsed]) -> None:
     page = parsed[kind]
     scripts = [*page.scripts(), page.plotly()]
@@ -182,7 +181,7 @@ def packed_numbers_are_those_of_the_table(kind: str, parsed: dict[str, Parsed], 
         assert packed["count"] == rows["count"][0]
 
 
-@every_row("kind", ["encoder", "encoder_decoder"])
+@pytest.mark.parametrize("kind", ["encoder", "encoder_decoder"])
 def test_packed_numbers_are_those_of_the_table(kind: str, parsed: dict[str, Parsed], results: dict) -> None:
     packed_numbers_are_those_of_the_table(kind, parsed, results)
 
@@ -282,7 +281,7 @@ def test_counts_stand_with_their_words() -> None:
     assert not re.search(r"(?<![.,\d\u202f])1 (heads|windows|units|sites|tokens|warnings)", text)
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("How far selective log Z rises.", ["selective log Z"]),

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from tests.support.report.synthetic_results import encoder_decoder
-from tests.support.rows import every_row
 from tokenizers import pre_tokenizers
 
 from massieu.probing.result.stored import run_of
@@ -23,7 +22,7 @@ from massieu.report.tables import sites_of
 from massieu.report.tokens import readable
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("tokens", "expected"),
     [
         (["Ġthe", "Ġhouse", "s"], " the house|s"),

@@ -1,58 +1,17 @@
-"""The claims on exponential families notice what is wrong, and the numbers they measure by are right themselves."""
+"""The numbers by which the claims on exponential families measure are right themselves."""
 
 import math
 
 import pytest
 import torch
-from tests.support.rows import every_row
 
-from massieu.errors import InputError
-from massieu.measures import Atoms, Exponential, Gaussian, Poisson, Spin
+from massieu.measures import Atoms
 from massieu.verification.inputs import normal_draws
 from massieu.verification.run import verify
 from massieu.verification.shim import finite_keys
 from massieu.verification.shim.catalogue import library
 
-
-def _uncentred(self, eta):
-    weights = self._log_probability(eta).exp()
-    return (weights.unsqueeze(-1) * self.points).mT @ self.points
-
-
-def _too_wide(self, eta, shape, generator):
-    return 1.05 * _SAMPLE(self, eta, shape, generator)
-
-
-def _swapped(self, eta, delta):
-    return _KL(Spin(self.field + delta), eta, -delta)
-
-
-_SAMPLE, _KL, _MEAN = Gaussian._sample, Spin._kl, Atoms._mean
-
-WRONG = {
-    "S1: no domain": ("S1", Exponential, "_in_domain", lambda self, eta: None),
-    "S2: a sampler five percent too wide": ("S2", Gaussian, "_sample", _too_wide),
-    "S2: a density without its constant": (
-        "S2",
-        Poisson,
-        "_log_prob_each",
-        lambda self, eta, x: eta * x - torch.lgamma(x + 1) - self._log_partition_each(eta),
-    ),
-    "S3: an output one percent too large": ("S3", Atoms, "_mean", lambda self, eta: 1.01 * _MEAN(self, eta)),
-    "S4: a tilt the wrong way": ("S4", Spin, "_tilt", lambda self, eta: Spin(self.field - eta)),
-    "S5: half the covariance": ("S5", Gaussian, "_mean", lambda self, eta: self.location + self._covariance_times(eta) / 2),
-    "S7: arguments in the published order": ("S7", Spin, "_kl", _swapped),
-    "S10: uncentred": ("S10", Atoms, "_fisher", _uncentred),
-    "S25: an entropy that sees the origin": ("S25", Atoms, "_entropy", lambda self, eta: self._log_partition(eta)),
-}  # fmt: skip
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_measure_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
-    id, owner, name, replacement = WRONG[case]
-    monkeypatch.setattr(owner, name, replacement)
-    assert verify(id)[0].verdict == "fails"
+_MEAN = Atoms._mean
 
 
 @pytest.mark.slow
@@ -68,27 +27,6 @@ def test_one_key_is_its_own_output():
     torch.testing.assert_close(exact.bias, -finite_keys._SHIFT, rtol=0, atol=1e-10)
     torch.testing.assert_close(exact.covariance, finite_keys._COVARIANCE, rtol=0, atol=1e-10)
     assert math.isclose(exact.log_bias, -0.5 * finite_keys._VARIANCE, abs_tol=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"N": 1}, {"N": 1024, "seed": 3}])
-def test_s15_holds_for_other_numbers_of_keys(settings: dict[str, int]):
-    assert verify("S15", settings={"repetitions": 2000, **settings})[0].verdict == "holds"
-
-
-@every_row(
-    ("id", "settings"),
-    [
-        ("S15", {"repetitions": 10}),
-        ("S3", {"dimensions": 1}),
-        ("S6", {"atoms": 1}),
-        ("S8", {"atoms": 4}),
-        ("S2", {"samples": 1}),
-    ],
-)
-def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
-    with pytest.raises(InputError, match="must be at least"):
-        verify(id, settings=settings)
 
 
 def test_the_weighted_points_have_the_known_moments():

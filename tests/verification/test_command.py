@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rows import every_row
 from tests.support.verification.samples import as_printed, false, noise, register
 from typer.testing import CliRunner
 
@@ -95,7 +94,7 @@ def test_a_published_form_that_happens_to_hold_is_told():
     assert _run().stdout.endswith("1 claim holds. With these settings the printed form holds too: S7.\n")
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("standing", "outcome", "told", "summary"),
     [
         ("ambiguous", "ambiguous", "; ambiguous: the other reading fails, as it should", "1 reading is ambiguous."),
@@ -233,7 +232,9 @@ def test_json_has_nothing_beside_it():
     assert json.loads(verify().to_json())[0].keys() == KEYS
 
 
-@every_row(("value", "text"), [(1e-10, "1e−10"), (-1e-8, "−1e−8"), (5.0, "5"), (0.25, "0.25"), (0.0, "0")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(1e-10, "1e−10"), (-1e-8, "−1e−8"), (5.0, "5"), (0.25, "0.25"), (0.0, "0")]
+)
 def test_a_bound_is_written_as_it_was_set(value, text):
     assert bound(value) == text
     assert bound(None) == "undefined"

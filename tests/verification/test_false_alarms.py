@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from scipy import stats
-from tests.support.rows import every_row
 
 from massieu.verification.claim import differs, mean_of_draws, near_in_standard_errors, not_below
 from massieu.verification.false_alarms import FALSE_ALARM, allowed_distance, binomial_tail, skewness_of_mean
@@ -15,7 +14,7 @@ def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("numbers", "degrees"),
     [(1, math.inf), (7, math.inf), (1, 19.0), (10, 29.0), (1, 99.0), (5, 5e3), (1, 1e6)],
 )
@@ -59,7 +58,7 @@ def test_a_mean_of_draws_has_a_distance_in_standard_errors():
     assert mean_of_draws("means and 2, but for a bias", draws, 2.0, bias=2.0).holds
 
 
-@every_row("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_what_is_not_a_number_meets_no_bound(broken: float):
     draws = _normal(40)
     draws[0] = broken

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.support.rows import every_row
 from tests.support.verification.samples import as_printed, false, noise, register
 
 from massieu.errors import InputError
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("empty_registry")
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-@every_row(
+@pytest.mark.parametrize(
     ("check", "holds"),
     [
         (at_most("", 1.0, 1.0), True),
@@ -120,7 +119,7 @@ def test_a_number_is_taken_once():
         register("S7")
 
 
-@every_row("id", ["S", "7", "s7", "S07", "Q7", "S7bc", "S 7", ""])
+@pytest.mark.parametrize("id", ["S", "7", "s7", "S07", "Q7", "S7bc", "S 7", ""])
 def test_a_malformed_number(id):
     with pytest.raises(ValueError, match="such as S7 or X3b"):
         register(id)

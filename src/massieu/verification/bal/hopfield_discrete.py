@@ -53,7 +53,7 @@ def discrete_hopfield_networks(
     yield from _exponential_rule(normal(2 * patterns + 1, units).sign(), spins)
     yield from _synchronous(symmetric + symmetric.T, bias, spins)
     yield from _first_errors(normal, networks)
-    yield from _exponential_storage(normal)
+    yield from _exponential_storage(normal, max(1, networks // 10))
 
 
 def _hidden_units(weights: Tensor, bias: Tensor, spins: Tensor) -> Iterator[Check]:
@@ -149,9 +149,9 @@ def _first_errors(normal: Normal, networks: int) -> Iterator[Check]:
     yield mean_of_draws("13 patterns of 60 spins: unstable units", unstable, tail)
 
 
-def _exponential_storage(normal: Normal) -> Iterator[Check]:
-    """By Chebyshev a unit is unstable with probability of at most P·(cosh(2)/e²)^(d−1): here 1e-9, 2e-4 in all."""
-    stored = normal(20, 256, 40).sign()
+def _exponential_storage(normal: Normal, networks: int) -> Iterator[Check]:
+    """By Chebyshev a unit is unstable with probability of at most P·(cosh(2)/e²)^(d−1): here 1e-9, 1e-5 in a network."""
+    stored = normal(networks, 256, 40).sign()
     sweep: Callable[[Tensor], Tensor] = DenseHopfieldEnergy.create(stored).step
     changed = (sweep(stored) != stored).sum()
     yield at_most("F = exp, 256 patterns of 40 spins (0.138·40 = 5.5): units that leave them", changed, 0.0)

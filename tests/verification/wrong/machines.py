@@ -1,15 +1,10 @@
-"""The claims on Boltzmann machines notice a library that is wrong."""
+"""Wrong Boltzmann machines."""
 
-import pytest
 import torch
-from tests.support.rows import every_row
-from tests.support.verification.small import SMALL
 
 from massieu.energy import BoltzmannMachine, boltzmann
-from massieu.errors import InputError
 from massieu.measures import Bernoulli, Exponential, Gaussian, Laplace, Spin
 from massieu.verification.bal import learning
-from massieu.verification.run import verify
 
 _ENERGY, _COUPLINGS, _VISIBLE = BoltzmannMachine.energy, BoltzmannMachine.couplings, BoltzmannMachine.sample_visible
 _SWEEP, _DIVERGENCE, _BITS = learning.gibbs_step, learning.contrastive_divergence, Bernoulli._sample
@@ -71,26 +66,3 @@ WRONG = {
         lambda self, eta: torch.nn.functional.softplus(eta),
     ),
 }
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_machine_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
-    id, owner, name, replacement = WRONG[case]
-    monkeypatch.setattr(owner, name, replacement)
-    assert verify(id, settings=SMALL.get(id))[0].verdict == "fails"
-
-
-@every_row(("id", "settings"), [("B1", {"machines": 1}), ("B8", {"chains": 100}), ("B8", {"sweeps": 3})])
-def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
-    with pytest.raises(InputError, match="must be at least"):
-        verify(id, settings=settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("id", "settings"),
-    [("B1", {"machines": 100, "seed": 7}), ("B8", {"chains": 5000, "seed": 3}), ("B10", {"seed": 9})],
-)
-def test_the_claim_holds_for_other_settings(id: str, settings: dict[str, int]):
-    assert verify(id, settings=settings)[0].verdict == "holds"

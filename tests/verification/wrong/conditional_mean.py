@@ -1,16 +1,10 @@
-"""That wrong conditional mean attention fails its claims, and that settings are read."""
+"""Wrong conditional means."""
 
 from types import SimpleNamespace
 
-import pytest
-from tests.support.rows import every_row
-from tests.support.verification.small import SMALL
-
 from massieu import ops
-from massieu.errors import InputError
 from massieu.regression import conditional_mean_attention
 from massieu.verification.beyond import regression
-from massieu.verification.run import verify
 from massieu.verification.zhang import conditional_mean as claims
 
 
@@ -66,49 +60,3 @@ WRONG = {
         _of(lambda keywords: {"ridge": 2 * keywords["ridge"]}),
     ),
 }
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_conditional_mean_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
-    id, owner, name, replacement = WRONG[case]
-    monkeypatch.setattr(owner, name, replacement)
-    assert verify(id, settings=SMALL.get(id))[0].verdict == "fails"
-
-
-def test_trap_21_the_proofs_ridge_is_worse_at_every_length():
-    (claim,) = verify("Z6", settings=SMALL["Z6"])
-    (check,) = [check for check in claim.checks if check.name.startswith("error with λ = σ²/λ₀ by that with L^{3/4}")]
-    assert check.measured < 0.5
-
-
-@every_row(
-    ("id", "settings"),
-    [
-        ("Z4", {"keys": 1}),
-        ("Z5", {"letters": 1}),
-        ("Z5", {"tokens": 5}),
-        ("Z6", {"repetitions": 10}),
-        ("Z8", {"repetitions": 10}),
-        ("N17", {"keys": 5}),
-    ],
-)
-def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
-    with pytest.raises(InputError, match="must be at least"):
-        verify(id, settings=settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("id", "settings"),
-    [
-        ("Z4", {"keys": 5, "dimensions": 1}),
-        ("Z4", {"keys": 150, "dimensions": 5, "noise": 1.0, "prior_variance": 0.5}),
-        ("Z5", {"tokens": 200, "dimensions": 4, "letters": 8}),
-        ("Z6", {"repetitions": 20, "noise": 0.5}),
-        ("Z8", {"scale": 1.0, "turn": -0.5}),
-        ("N17", {"keys": 100, "dimensions": 8, "ridge": 10.0}),
-    ],
-)
-def test_the_claim_holds_for_other_settings(id: str, settings: dict[str, float]):
-    assert verify(id, settings=settings)[0].verdict == "holds"

@@ -1,18 +1,14 @@
-"""Claims on populations notice what is wrong."""
+"""Wrong populations."""
 
 from collections.abc import Callable
 
-import pytest
 import torch
-from tests.support.rows import every_row
 
-from massieu.errors import InputError
 from massieu.measures import Gaussian
 from massieu.population import AttentionLayer, FeedForward
 from massieu.population.operator import ParticleMoments
 from massieu.theory import gaussian_flow
 from massieu.verification.beyond import population as beyond
-from massieu.verification.run import verify
 
 _ATTENTION, _CALL, _FORWARD = AttentionLayer._attention_to, AttentionLayer.__call__, FeedForward.__call__
 _GAUSSIAN = AttentionLayer.gaussian
@@ -72,35 +68,3 @@ WRONG = {
     "N12: a skip connection that is always there": ("N12", AttentionLayer, "__call__", _always(True)),
     "N12: none ever": ("N12", AttentionLayer, "__call__", _always(False)),
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_implementation_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
-    id, owner, name, replacement = WRONG[case]
-    monkeypatch.setattr(owner, name, replacement)
-    small = {"particles": 2000, "repetitions": 250, "populations": 2000} if id == "S20" else {}
-    assert verify(id, settings=small)[0].verdict == "fails"
-
-
-@every_row(
-    ("id", "settings"),
-    [("S20", {"particles": 10}), ("S20", {"repetitions": 5}), ("N6", {"dimensions": 1}), ("N12", {"tokens": 1})],
-)
-def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
-    with pytest.raises(InputError, match="must be at least"):
-        verify(id, settings=settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("id", "settings"),
-    [
-        ("S20", {"particles": 2000, "populations": 5000}),
-        ("N6", {"dimensions": 5}),
-        ("N12", {"tokens": 2, "dimensions": 2, "layers": 2}),
-        ("N12", {"tokens": 30, "dimensions": 12}),
-    ],
-)
-def test_the_claim_holds_for_other_settings(id: str, settings: dict[str, int]):
-    assert verify(id, settings=settings)[0].verdict == "holds"

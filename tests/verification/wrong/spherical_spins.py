@@ -1,14 +1,9 @@
-"""Claims on spins notice what is wrong."""
+"""Wrong spherical spins."""
 
-import pytest
 import torch
-from tests.support.rows import every_row
-from tests.support.verification.small import SMALL
 
 from massieu.energy import KineticIsing, KineticSpins
-from massieu.errors import InputError
 from massieu.theory import SphericalSpins, large_dimension
-from massieu.verification.run import verify
 
 _SADDLE, _ECHO, _NEWTON = SphericalSpins.saddle_point, KineticSpins._echo, large_dimension._newton
 
@@ -61,40 +56,3 @@ WRONG = {
     ),
     "B21: spins that are independent": ("B21", SphericalSpins, "saddle_point", _correlations_of_means),
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_model_fails_its_claim(case: str, monkeypatch: pytest.MonkeyPatch):
-    id, owner, name, replacement = WRONG[case]
-    monkeypatch.setattr(owner, name, replacement)
-    assert verify(id, settings=SMALL.get(id))[0].verdict == "fails"
-
-
-@every_row(("id", "settings"), [("B15", {"spins": 1}), ("B16", {"components": 2}), ("B21", {"spins": 1})])
-def test_too_few_to_check_anything(id: str, settings: dict[str, int]):
-    with pytest.raises(InputError, match="must be at least"):
-        verify(id, settings=settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("id", "settings"),
-    [
-        ("B15", {"spins": 20, "components": 3, "scale": 2.0, "strength": 1.5}),
-        ("B15", {"spins": 2, "components": 2, "scale": 0.1, "strength": 0.2}),
-        ("B16", {"spins": 3, "components": 3, "scale": 0.5}),
-        ("B16", {"spins": 10, "components": 30, "scale": 2.0}),
-        ("B21", {"spins": 5, "components": 10, "scale": 2.0}),
-    ],
-)
-def test_the_claim_holds_for_other_settings(id: str, settings: dict[str, int]):
-    assert verify(id, settings=settings)[0].verdict == "holds"
-
-
-@pytest.mark.medium
-def test_the_reconstructed_forms_fail():
-    for id in ("B15", "B16"):
-        rows = [check for check in verify(id, settings=SMALL.get(id))[0].checks if check.form == "published"]
-        assert rows
-        assert not any(check.holds for check in rows)
