@@ -1,12 +1,14 @@
 """Every per-query statistic against float64 attention matrices formed in the test, and the invariances they must have."""
 
 import functools
+import re
 import runpy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import polars
 import pytest
 import torch
 from tests.support.probing import oracle, zoo
@@ -22,6 +24,7 @@ from massieu.probing.checks.check import first_look
 from massieu.probing.reading.examples import _numbers
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading
+from massieu.probing.statistics import attention as attention_file
 from massieu.probing.statistics import registry
 from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
@@ -321,6 +324,33 @@ def test_a_new_statistic_is_in_the_tables_the_page_and_the_lists(own_statistic):
     assert "2 H (of a test)" in result._page()
     assert own_statistic in CliRunner().invoke(app, ["statistics"]).stdout
     assert "How much is twice the entropy?" in runpy.run_path(str(TABLES))["table"]("head")
+
+
+@pytest.fixture
+def statistic_of_the_recipe() -> Iterator[str]:
+    """The code that CONTRIBUTING.md shows for a new statistic, run in the file that it names."""
+    page = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    found = re.search(r"\*\*a statistic\.\*\*.*?```python\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    scope = vars(attention_file).copy()
+    before = set(STATISTICS)
+    exec(compile(found[1], "CONTRIBUTING.md", "exec"), scope)
+    (name,) = set(STATISTICS) - before
+    yield name
+    del STATISTICS[name], registry.measures(ATTENTION)[name]
+
+
+def test_the_recipe_of_a_statistic_works(statistic_of_the_recipe):
+    """max s − log Z of explicit scores in float64, query by query, and beside it the random models."""
+    model, batch = zoo.model("gpt2"), zoo.inputs("gpt2", rows=2)
+    result = massieu.probe(model, [batch] * 2, max_length=20, statistics=[statistic_of_the_recipe], draws=2)
+    found = result.heads.filter(polars.col("statistic") == statistic_of_the_recipe)["value"].to_numpy()
+    expected = []
+    for layer in oracle.attention_of("gpt2", batch):
+        scores = layer["scores"].double()
+        expected.append((scores.amax(-1) - scores.logsumexp(-1)).mean((0, 2)).numpy())
+    np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-5)
+    assert f"{statistic_of_the_recipe}/reinitialised" in result.heads["statistic"].to_list()
 
 
 def test_a_name_that_is_taken_and_a_headline_that_depends_on_the_key_origin_are_refused(own_statistic):
