@@ -196,9 +196,7 @@ class SessionRecord:
 
     def _ratios(self, sampled: bool) -> Iterator[RunningRatio]:
         """What was measured on the sampled windows alone, or on all of the text."""
-        for group in self.reading.groups.values():
-            if group.sampled == sampled and group.name not in group.failed:
-                yield from group.ratios()
+        yield from (each for each in self.reading.ratios() if each.ratio.units.sampled == sampled)
 
     def _sampled(self) -> list[Ratio]:
         """What was measured on the sampled windows alone, each once."""

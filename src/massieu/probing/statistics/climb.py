@@ -424,7 +424,6 @@ class ClimbGroup(Group):
     NOTES = (*Group.NOTES, "sampled_queries")
     name = CLIMB
     events = frozenset({Event.STEPS})
-    sampled = True
 
     def begin(self, model: ModelReading) -> None:
         """A running result for each site."""

@@ -174,7 +174,6 @@ class ExpansionGroup(Group):
 
     name = EXPANSION
     events = frozenset({Event.STEPS})
-    sampled = True
 
     def begin(self, model: ModelReading) -> None:
         """Running results."""

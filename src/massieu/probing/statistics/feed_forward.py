@@ -294,7 +294,6 @@ class FeedForwardGroup(Group):
 
     name = FEED_FORWARD
     events = frozenset({Event.STEPS})
-    sampled = True
 
     def begin(self, model: ModelReading) -> None:
         """Find the layers, in one pass over one item of a batch."""

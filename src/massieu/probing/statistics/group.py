@@ -311,8 +311,6 @@ class Group(RunningParts):
     NOTES = ("failed", "unavailable")
     name: ClassVar[str]
     events: ClassVar[frozenset[Event]] = frozenset()
-    sampled: ClassVar[bool] = False
-    """Whether it is measured on the sampled windows alone."""
     beginning: ClassVar[str | None] = None
     sampled_queries = 0
 

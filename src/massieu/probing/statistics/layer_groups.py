@@ -74,7 +74,6 @@ class SublayerGroup(Group):
     """A group whose statistics are of sublayers, with running means over the sampled windows."""
 
     events = frozenset({Event.STEPS})
-    sampled = True
 
     def begin(self, model: ModelReading) -> None:
         """Running means."""

@@ -88,7 +88,6 @@ class RegressionGroup(Group):
     """A group that regresses what a step adds on vectors of the same token."""
 
     events = frozenset({Event.STEPS})
-    sampled = True
 
     def begin(self, model: ModelReading) -> None:
         """Inner products of no window yet."""

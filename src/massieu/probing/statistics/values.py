@@ -74,6 +74,7 @@ def writes_at(read: AttentionRead, positions: Int[Tensor, " S"]) -> Float[Tensor
 class ValuesGroup(Group):
     """Norms of values, at every token, and of the heads' writes, on the sampled windows."""
 
+    NOTES = (*Group.NOTES, "sampled_queries")
     name = VALUES
     events = frozenset({Event.CALLS, Event.STEPS})
 
@@ -82,6 +83,7 @@ class ValuesGroup(Group):
         super().begin(model)
         self.first_value = [Ratio((1, info.heads), model.units) for info in model.sites]
         self.write_norm = [Ratio((1, info.heads), model.sampled_units) for info in model.sites]
+        self.sampled_queries = 0
         for info in model.sites:
             if info.value_sets > 1:
                 reason = f"the same attention weights are applied to {info.value_sets} sets of values"
@@ -126,7 +128,10 @@ class ValuesGroup(Group):
             usable = found.isfinite()
             sums.append((torch.where(usable, found, 0.0).sum(-1), usable.sum(-1)))
         total, count = (torch.stack(parts).sum(0)[:, None] for parts in zip(*sums, strict=True))
-        self.write_norm[self.model.site(read.call).index].update(total, count, window.numbers)
+        index = self.model.site(read.call).index
+        self.write_norm[index].update(total, count, window.numbers)
+        if index == 0:
+            self.sampled_queries += len(positions)
 
     def ratios(self) -> Iterator[RunningRatio]:
         """Both."""

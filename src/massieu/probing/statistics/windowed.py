@@ -175,7 +175,6 @@ class HeadWindowGroup(Group):
     """A group that is measured head by head on the sampled windows."""
 
     events = frozenset({Event.CALLS})
-    sampled = True
 
     def begin(self, model: ModelReading) -> None:
         """A running result for each site."""
