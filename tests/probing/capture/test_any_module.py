@@ -233,18 +233,23 @@ def test_of_scores_alone_only_what_needs_no_more_is_given():
         "score_variance_attended",
     }
     assert not named[first.name] & without
-    assert not any(name.startswith(("own_write", "update", "write_", "symmetric")) for name in named[first.name])
+    assert not any(name.startswith(("own_write", "update", "write_score", "symmetric")) for name in named[first.name])
     assert without < named[second.name]
     assert {*without, "climb", "maps"} < set(first.unavailable)
     module = model.get_submodule(first.name)
     given = attention_inputs(model, first.name, batch)
-    query, key, _ = (
+    query, key, value = (
         part.unflatten(2, (plain.HEADS, -1)).transpose(1, 2).double()
         for part in module.qkv(given).split(plain.WIDTH, 2)
     )
     scores = nn.functional.gelu(query @ key.mT / 2).masked_fill(~torch.ones(LENGTH, LENGTH).tril().bool(), -torch.inf)
     weights = scores.softmax(-1)
+    stream = attention_inputs(model, first.name.replace("attention", "first"), batch).double()
+    written = torch.einsum(
+        "bhlv,dhv->bhld", weights @ value, module.out.weight.double().unflatten(1, (plain.HEADS, -1))
+    )
     for name, values in {
+        "write_norm_ratio": written.norm(dim=-1) / stream.norm(dim=-1)[:, None],
         "entropy": torch.special.entr(weights).sum(-1),
         "log_partition": scores.logsumexp(-1),
         "weight_first": weights[..., 0],
