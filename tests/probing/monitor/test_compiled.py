@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rows import every_row
+from tests.support.rows import some_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -106,7 +106,7 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@every_row("form", ["whole", "in place", "layers"])
+@some_slow("form", ["whole", "in place", "layers"], 1)
 @pytest.mark.filterwarnings("ignore:massieu.Monitor. in compiled code watch sees")
 def test_training_is_the_same_bit_for_bit_and_compiled_once_more(form):
     alone, _, graphs = trained(form)
@@ -143,6 +143,7 @@ def llama(attention: str = "sdpa") -> Any:
     return transformers.LlamaForCausalLM(config).train()
 
 
+@pytest.mark.slow
 def test_a_watched_step_has_the_record_of_a_model_that_is_not_compiled():
     """Grouped keys, rotary positions and padding; the whole graph in one piece."""
     ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(2))
@@ -183,6 +184,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.encoder, x, use_reentrant=False)
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_counts_once():
     model = Checkpointed()
     called = torch.compile(model, backend=BACKEND, fullgraph=True)
@@ -211,6 +213,7 @@ class Turns(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_nothing_is_clipped_where_it_is_not_known_which_call_is_whose():
     model = Turns()
     called = compiled(model, "whole")
@@ -248,6 +251,7 @@ def test_attention_that_is_written_out_is_refused_before_the_step():
             raise AssertionError("the step was begun")
 
 
+@pytest.mark.slow
 def test_a_part_that_is_written_out_is_left_out_and_named_once():
     model = nn.Sequential(Explicit(), encoder())
     called = compiled(model, "whole")

@@ -237,10 +237,18 @@ class CompiledPasses:
         log_weight = None if mask is None else mask_log_weight(mask)
         if log_weight is not None:
             log_weight = log_weight.reshape(*(1,) * (4 - log_weight.dim()), *log_weight.shape)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        module = self.model.get_submodule(site.module_name)
         return AttentionCall(
-            site, module, query, key, value, log_weight, is_causal, scale, None, None, output.transpose(1, 2)
+            site,
+            module=self.model.get_submodule(site.module_name),
+            query=query,
+            key=key,
+            value=value,
+            log_weight=log_weight,
+            is_causal=is_causal,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            softcap=None,
+            sink=None,
+            output=output.transpose(1, 2),
         )
 
 

@@ -34,10 +34,13 @@ class UnchangedWeights:
     """Of the weights in half precision that have a gradient, how many a step leaves bit for bit as they were.
 
     A weight w in bfloat16 has neighbours at a distance of |w|/256 to |w|/128: a step of less than half of that is lost.
-    Weights of a group whose learning rate is 0 are left out, and so are weights that are sharded over processes.
+    Left out are weights of a group whose learning rate is 0, or has risen since the step that was compared before: a warm-up
+    means its steps to be small, and loses little with them. So are weights that are sharded over processes.
     """
 
     def __init__(self) -> None:
+        # Of each optimiser's groups, at the step before.
+        self._rates: dict[int, list[float]] = {}
         self._before: dict[int, list[_Before]] = {}
         # For each optimiser (2,): entries that stayed, and entries that have a gradient.
         self._counts: dict[int, Tensor] = {}
@@ -45,7 +48,15 @@ class UnchangedWeights:
     @torch.no_grad()
     def begin(self, optimizer: Optimizer) -> None:
         """Keep some entries of each weight, as a step of this optimiser begins."""
-        trained = [weight for group in groups([optimizer]) if float(group["lr"]) != 0 for weight in group["params"]]
+        rates = [float(group["lr"]) for group in groups([optimizer])]
+        rates_before = self._rates.get(id(optimizer), [])
+        self._rates[id(optimizer)] = rates
+        settled = [
+            group
+            for group, rate, before in zip(groups([optimizer]), rates, rates_before, strict=False)
+            if 0 < rate <= before
+        ]
+        trained = [weight for group in settled for weight in group["params"]]
         self._before[id(optimizer)] = [_sampled(weight) for weight in _half(trained)]
 
     @torch.no_grad()
