@@ -63,12 +63,12 @@ def largest(model: Any, *batches: Tensor) -> Tensor:
 def compiled(model: Any, form: str, backend: str = BACKEND) -> Any:
     """A model that is compiled as a whole, in place, or in its layers alone."""
     if form == "whole":
-        return torch.compile(model, backend=backend)
+        return torch.compile(model, backend=backend, fullgraph=True)
     if form == "in place":
-        model.compile(backend=backend)
+        model.compile(backend=backend, fullgraph=True)
     if form == "layers":
         for layer in model.layers:
-            layer.compile(backend=backend)
+            layer.compile(backend=backend, fullgraph=True)
     return model
 
 

@@ -8,6 +8,7 @@ Which module a call belongs to is not known in compiled code. Calls are told apa
 one pass that is not compiled has shown (`fused_sites`).
 """
 
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.capture import recomputing
-from massieu.probing.capture.follow.fused import RUN_OPEN, mask_log_weight
+from massieu.probing.capture.follow.fused import mask_log_weight
 from massieu.probing.capture.routes import capturing
 from massieu.probing.model.forward import run
 from massieu.probing.model.watching import Whereabouts
@@ -35,7 +36,7 @@ _ORDER = torch.zeros(0)
 """What every call of the operator claims to change: compilers keep them all, in their order."""
 
 
-@torch.library.custom_op("massieu::show_attention", mutates_args=("order",))
+@torch.library.custom_op("massieu::show_attention", mutates_args=("order",), tags=(torch.Tag.flexible_layout,))
 def _show(
     query: Tensor,
     key: Tensor,
@@ -66,14 +67,40 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    order: Tensor = _ORDER,
 ) -> Tensor:
     """The function itself, whose inputs and output are shown."""
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     mask = None if attn_mask is None else attn_mask.detach()
-    _show(query.detach(), key.detach(), value.detach(), mask, is_causal, scale, output.detach(), _ORDER)
+    _show(query.detach(), key.detach(), value.detach(), mask, is_causal, scale, output.detach(), order)
     return output
+
+
+def _with_shown_attention(function: Any) -> Callable[..., Any]:
+    """A function of `torch.nn.functional` that runs its own code with our attention, in place of handing itself to the mode."""
+    names = {
+        **function.__globals__,
+        "has_torch_function": lambda *_: False,
+        "scaled_dot_product_attention": lambda *args, **kwargs: _attention(*args, **kwargs, order=_given_order.get()),
+    }
+    changed = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return changed
+
+
+_multi_head_code = _with_shown_attention(F.multi_head_attention_forward)
+_given_order: ContextVar[Tensor] = ContextVar("massieu_order", default=_ORDER)
+
+
+def _multi_head(order: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """As PyTorch's compiler takes the function itself: one step, whose code it looks into only later."""
+    token = _given_order.set(order)
+    try:
+        return _multi_head_code(*args, **kwargs)
+    finally:
+        _given_order.reset(token)
 
 
 class _ShownAttention(TorchFunctionMode):
@@ -87,8 +114,7 @@ class _ShownAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with self:  # its own code, step by step
-                return RUN_OPEN[func](*args, **kwargs)
+            return _multi_head(_ORDER, *args, **kwargs)
         if func is CHECKPOINT:
             return func(self._inside(args[0]), *args[1:], **kwargs)
         # Under a mode, PyTorch 2.13 cannot trace the method.
@@ -110,8 +136,9 @@ class _ShownAttention(TorchFunctionMode):
 def _showing() -> Iterator[None]:
     """Inside, what is traced and what runs shows its attention functions."""
     # Importing it takes a second, and whoever has compiled a model has done so.
-    from torch._dynamo import config
+    from torch._dynamo import allow_in_graph, config
 
+    allow_in_graph(_multi_head)
     # PyTorch takes the mode for a side effect of checkpointed code. What is computed again is not to be shown again.
     with config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True), _ShownAttention():
         yield
