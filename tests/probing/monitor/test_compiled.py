@@ -52,7 +52,7 @@ def encoder() -> Any:
     """One layer, whose second head has logits of a hundred."""
     torch.manual_seed(0)
     layer = Layer(WIDTH, HEADS, 32, batch_first=True, dropout=0.3)
-    model = Encoder(layer, 1, enable_nested_tensor=False)
+    model: Any = Encoder(layer, 1, enable_nested_tensor=False)
     with torch.no_grad():
         model.layers[0].self_attn.in_proj_weight[8:16].mul_(60)
     return model.train()
@@ -199,7 +199,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.slow
 def test_what_is_computed_again_counts_once():
     model = Checkpointed()
-    called = torch.compile(model, backend=BACKEND, fullgraph=True)
+    called: Any = torch.compile(model, backend=BACKEND, fullgraph=True)
     monitor = Monitor(called, BATCHES[0])
     with monitor.clip(0, 1e9) as found:
         called(BATCHES[0]).square().mean().backward()

@@ -111,13 +111,13 @@ def test_a_large_weight_is_sampled():
     moves[5050:] = 1 / 128
     optimizer = torch.optim.SGD([model.table], 1.0)
     with Monitor(model, BATCH.bfloat16(), every=1, optimizer=optimizer) as monitor:
+        records: list[Any] = []
         for step in range(2):
             model.table.data.fill_(1)
             model.table.grad = moves.view(100, 101).bfloat16()
             optimizer.step()
-            record = monitor(step)
-    assert record is not None
-    assert record["massieu/unchanged_weights"] == pytest.approx(0.5, abs=1e-3)
+            records.append(monitor(step))
+    assert records[1]["massieu/unchanged_weights"] == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.medium
