@@ -79,6 +79,8 @@ def watched(run: Run) -> dict[str, tuple[tuple[Place, ...], np.ndarray]]:
         quantity = "entropy_fraction" if rule.quantity == "distance_from_uniform" else rule.quantity
         # Names such as massieu/layer0/head1/entropy, massieu/layer0/spread and massieu/gradient_norm.
         names = [key for key in run.keys if key.startswith("massieu/") and key.endswith(f"/{quantity}")]
+        if not names:  # the share of unchanged weights is of half precision alone
+            continue
         numbers = np.stack([run.curve(name) for name in names], 1)
         if rule.quantity == "distance_from_uniform":
             numbers = 1 - numbers

@@ -5,7 +5,7 @@
 float32, one thread, AdamW. A call measures a batch as large as a training step's, gradient norm included. Steps and calls take
 turns in one process. A step with its share of a call is compared with a step: a hundredth, or what the monitor's own budget of
 1 % makes of it. Two whole loops differ by more than 1 % anyway. Steps that are watched or clipped in their own forward pass are
-beside them, and loops of 200 steps, without a bar. Memory is what PyTorch allocates. About twenty minutes; rows are written as
+beside them, and loops of 200 steps, without a bar. Memory is what PyTorch allocates. About half an hour; rows are written as
 they are done.
 """
 
@@ -116,12 +116,13 @@ def beside_a_step(name: str, compiled: bool, rounds: int) -> harness.Comparison:
     return harness.Comparison(*title, *found, rounds=rounds)
 
 
-def by_context(length: int, rounds: int) -> list[harness.Comparison]:
+def by_context(length: int, compiled: bool, rounds: int) -> list[harness.Comparison]:
     """Steps of the character model at one context length: with the default's share of a call, watched, and clipped."""
     torch.manual_seed(0)
-    model = CharacterModel(length)
+    module = CharacterModel(length)
+    model = torch.compile(module) if compiled else module
     ids = torch.randint(CHARACTERS, (max(TOKENS // length, 1), length + 1))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    optimizer = torch.optim.AdamW(module.parameters(), 1e-4)
     monitor = massieu.Monitor(model, ids[:, :-1], every=1)
 
     def step() -> None:
@@ -144,6 +145,7 @@ def by_context(length: int, rounds: int) -> list[harness.Comparison]:
     every = period.needed(float(np.median(times[:, 0])))
     times[:, 1] = times[:, 0] + times[:, 1] / every
     rows = []
+    name = f"character model, context {length}{', compiled' if compiled else ''}"
     for side, title, bar in (
         (1, f"a step with its share of a call, by default every {every} steps", TIME_BAR),
         (2, "a watched step", None),
@@ -151,7 +153,7 @@ def by_context(length: int, rounds: int) -> list[harness.Comparison]:
     ):
         timing = harness.paired(times[:, [0, side]])
         found = timing.reference_seconds, timing.seconds, timing.ratio, timing.interval, bar
-        rows.append(harness.Comparison(f"character model, context {length}: {title}", "a step", *found, rounds=rounds))
+        rows.append(harness.Comparison(f"{name}: {title}", "a step", *found, rounds=rounds))
     return rows
 
 
@@ -221,8 +223,8 @@ def main() -> None:
         return
     chosen = [name for name in MODELS if arguments.only is None or arguments.only in name]
     works: dict[str, Callable[[], list[harness.Comparison]]] = {}
-    for length in CONTEXTS if LOOPED in chosen else ():
-        works[f"{LOOPED}: context {length}"] = lambda n=length: by_context(n, 15)
+    for length, compiled in product(CONTEXTS if LOOPED in chosen else (), (False, True)):
+        works[f"{LOOPED}: context {length}, compiled: {compiled}"] = lambda n=length, c=compiled: by_context(n, c, 15)
     for name, compiled in product(chosen, (False, True)):
         rounds = ROUNDS[name]
         works[f"{name}: calls, compiled: {compiled}"] = lambda n=name, c=compiled, r=rounds: [beside_a_step(n, c, r)]

@@ -216,12 +216,48 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason_and_nothing_is_changed
     assert all(torch.equal(before[key], tensor) for key, tensor in model["good"].state_dict().items())
 
 
-@pytest.mark.slow
-def test_adapters_are_refused_by_name():
+def adapted() -> tuple[nn.Module, Plain]:
+    """A model with a LoRA adapter that is not zero, and the module in it whose queries and keys the adapter changes."""
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(nn.Sequential(Plain()), peft.LoraConfig(target_modules=["qkv"]))
-    with pytest.raises(ValueError, match=r"\(Plain\): its qkv.base_layer.weight is frozen"):
-        clip_logits(adapted, 1.0, {"0": torch.full((4,), 2.0)})
+    torch.manual_seed(0)
+    module = Plain().double()
+    settings = peft.LoraConfig(target_modules=["qkv"], r=3, lora_alpha=12, init_lora_weights=False)
+    return peft.get_peft_model(nn.Sequential(module), settings), module
+
+
+def effective_weight(module: Plain) -> Tensor:
+    """W + (alpha / r) B A, by hand."""
+    layer = module.qkv
+    low_rank = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    return (layer.base_layer.weight + 12 / 3 * low_rank).detach()
+
+
+@pytest.mark.medium
+def test_what_is_frozen_below_an_adapter_is_refused_by_name():
+    model, module = adapted()
+    before = effective_weight(module)
+    told = r"\(Plain\): its qkv.base_layer.weight is frozen \(requires_grad=False\); frozen=True scales it too"
+    with pytest.raises(ValueError, match=told):
+        clip_logits(model, 1.0, {"0": torch.full((4,), 2.0)})
+    assert torch.equal(effective_weight(module), before)
+
+
+@pytest.mark.medium
+def test_the_base_weight_and_the_adapter_get_one_factor():
+    model, module = adapted()
+    module.eval()
+    x, before = draw(2, 9, 16), effective_weight(module)
+    logits = logits_of(module, x)
+    threshold = float(logits.median())
+    low_rank = module.qkv.lora_A["default"].weight.detach().clone()
+    gamma = clip_logits(model, threshold, {"0": logits}, frozen=True)["0"]
+    assert bool((gamma < 1).any() and (gamma == 1).any())
+    factors = torch.cat([gamma.sqrt().repeat_interleave(4)] * 2 + [torch.ones(16, dtype=torch.float64)])
+    # Two products of a few terms and one sum, each rounded in float64.
+    torch.testing.assert_close(effective_weight(module), factors.unsqueeze(-1) * before, rtol=1e-13, atol=1e-14)
+    assert torch.equal(module.qkv.lora_A["default"].weight, low_rank)
+    torch.testing.assert_close(logits_of(module, x), logits.clamp(max=threshold))
+    assert not module.qkv.base_layer.weight.requires_grad
 
 
 def test_keys_that_are_values_too_are_left_alone():

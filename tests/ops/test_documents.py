@@ -9,6 +9,7 @@ import torch
 from tests.support.memory import LargestTensor
 from tests.support.rows import one_in
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
 from massieu.ops import packed

@@ -5,6 +5,7 @@ import pytest
 import torch
 from tests.support.memory import LargestTensor
 from tests.support.rows import every_row, one_in, some_slow
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu.errors import ConvergenceError
 from massieu.regression import (

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 
-from massieu.probing import stored
+from massieu.probing.result import stored
 from massieu.report.record import Entry
 
 NULL_BUT_THERE = {

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.foundation.arguments import FLOATS, check_values, described, floating, instance, number
+from massieu.foundation.arguments import FLOATS, check_values, described, flag, floating, instance, number
 from massieu.nn.score_weights import Rows, score_weights
 
 _known: WeakKeyDictionary[nn.Module, tuple[object, tuple[Rows, ...]]] = WeakKeyDictionary()
@@ -25,7 +25,7 @@ class Logits(Protocol):
 
 
 def clip_logits(
-    model: nn.Module, threshold: float, record: Mapping[str, Float[Tensor, " H"]] | Logits
+    model: nn.Module, threshold: float, record: Mapping[str, Float[Tensor, " H"]] | Logits, *, frozen: bool = False
 ) -> dict[str, Float[Tensor, " H"]]:
     """Scale weights in place so that the largest logit of every head is at most the threshold: QK-clip.
 
@@ -45,6 +45,9 @@ def clip_logits(
         threshold: Positive.
         record: What `massieu.Monitor` returned, or the largest logit of each head by the name of the attention module. Modules
             that share a weight get the smallest of their factors.
+        frozen: scale weights that do not train (``requires_grad=False``) too, as those below an adapter. Under LoRA the rows of
+            the base weight W and of B get one factor, and so does W + BA. An adapter that is then saved alone does not fit the
+            base model that it began from: save the two merged.
 
     Returns:
         The factor γ of each head, by the name of each module in which a head was above the threshold; empty where none was.
@@ -52,8 +55,8 @@ def clip_logits(
     Raises:
         TypeError: an argument of another kind.
         ValueError: a logit that is NaN or infinite, a name or number of heads that the model does not have, or a module whose
-            logits its weights do not scale, with the reason: shared gains, adapters and parametrisations, frozen or packed
-            weights, scores that hold positions within the product.
+            logits its weights do not scale, with the reason: shared gains, parametrisations, packed weights, weights that are
+            frozen, scores that hold positions within the product.
 
     Source:
         Kimi Team, arXiv 2507.20534, section 2.1.
@@ -67,6 +70,7 @@ def clip_logits(
     """
     instance("model", model, nn.Module, "a torch.nn.Module")
     number("threshold", threshold, above=0)
+    flag("frozen", frozen)
     modules, largest = _modules(model), _largest(record)
     named = {name: _module(modules, name) for name in largest}
     gammas: dict[str, Tensor] = {}
@@ -82,7 +86,7 @@ def clip_logits(
         gammas[name] = threshold / logits.clamp(min=threshold)
         try:
             for rows in _rows(module, len(logits)):
-                parameter, factors = _parameter(module, rows.part), rows.factors(gammas[name])
+                parameter, factors = _parameter(module, rows.part, frozen), rows.factors(gammas[name])
                 before = parts.get(id(parameter), (factors, parameter))[0]
                 parts[id(parameter)] = torch.minimum(before, factors), parameter
         except ValueError as error:
@@ -144,13 +148,13 @@ def _rows(module: nn.Module, heads: int) -> tuple[Rows, ...]:
     return found[1]
 
 
-def _parameter(module: nn.Module, name: str) -> nn.Parameter:
+def _parameter(module: nn.Module, name: str, frozen: bool) -> nn.Parameter:
     """The parameter, if it can be scaled in place."""
     parameter = module.get_parameter(name)
     if parameter.dtype not in FLOATS:
         raise ValueError(f"its {name} is packed ({parameter.dtype})")
-    if not parameter.requires_grad:
-        raise ValueError(f"its {name} is frozen (requires_grad=False)")
+    if not (parameter.requires_grad or frozen):
+        raise ValueError(f"its {name} is frozen (requires_grad=False); frozen=True scales it too")
     if type(parameter) is nn.Parameter:
         return parameter
     placements = _placements(parameter)

@@ -35,6 +35,7 @@ class _Title(NamedTuple):
 TITLES = {
     "loss": _Title("Loss"),
     "gradient_norm": _Title("Gradient norm"),
+    "unchanged_weights": _Title("Share of weights that a step leaves as they were"),
     "learning_rate": _Title("Learning rate"),
     "weight_norm": _Title("Weight norm"),
     "selective_log_partition": _Title(

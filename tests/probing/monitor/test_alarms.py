@@ -100,6 +100,7 @@ def test_noise_has_to_be_exceeded_too():
         ("collapsing tokens", 9.7, 7.5, 7.4),
         ("falling rank", 11.0, 5.1, 4.9),
         ("growing gradient", 0.5, 1.49, 1.51),
+        ("lost updates", 0.1, 0.49, 0.51),
     ],
 )
 def test_each_rule_has_its_factor(title: str, usual: float, inside: float, outside: float):
@@ -108,6 +109,11 @@ def test_each_rule_has_its_factor(title: str, usual: float, inside: float, outsi
     assert steps_in_alarm(history + [inside] * 3, quantity) == []
     found = rung(Alarms(), heads([[value] for value in history + [outside] * 3], quantity))
     assert [[alarm.rule.title for alarm in alarms] for alarms in found[-2:]] == [[title], [title]]
+
+
+def test_a_rule_with_a_bound_does_not_compare_with_its_history():
+    assert steps_in_alarm([0.01, 0.02, 0.01, 0.4, 0.4, 0.4], "unchanged_weights", every=1) == []
+    assert steps_in_alarm([0.8, 0.8, 0.8, 0.8, 0.4, 0.8], "unchanged_weights", every=1) == [2, 3]
 
 
 # --- false alarms ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from massieu import InputError, Monitor
+from massieu import Monitor
 
 pytestmark = pytest.mark.medium
 HEADS, WIDTH = 2, 16
@@ -138,9 +138,75 @@ def test_heads_without_a_real_query_have_no_logit_to_clip():
 
 
 def test_bad_calls():
-    monitor = Monitor(torch.compile(encoder()), BATCHES[0])
-    with pytest.raises(InputError, match="a compiled model cannot be watched"), monitor.clip(0, 1.0):
-        pass
+    monitor = Monitor(encoder(), BATCHES[0])
     for wrong, error in ((0.0, ValueError), ("high", TypeError)):
         with pytest.raises(error, match="bound must be"), monitor.clip(0, wrong):  # type: ignore[arg-type]
             pass
+
+
+def llama_with_lora() -> tuple[Any, Any]:
+    """A Llama of two layers and grouped keys, and the same with an adapter on queries and keys that is not zero."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50))
+    settings = peft.LoraConfig(target_modules=["q_proj", "k_proj"], r=4, lora_alpha=64, init_lora_weights=False)
+    return base, peft.get_peft_model(base, settings)
+
+
+class LlamaLogits:
+    """The largest raw logit of each head that queries and keys of a Llama give, rotated and masked by hand in float64."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def of(self, ids: Tensor) -> Tensor:
+        inputs: list[Tensor] = []
+        layers = self.model.model.layers
+        handles = [
+            layer.self_attn.register_forward_pre_hook(
+                lambda _, __, keywords: inputs.append(keywords["hidden_states"]), with_kwargs=True
+            )
+            for layer in layers
+        ]
+        self.model(input_ids=ids)
+        for handle in handles:
+            handle.remove()
+        return torch.stack(
+            [self._of_layer(layer.self_attn, states) for layer, states in zip(layers, inputs, strict=True)]
+        )
+
+    def _of_layer(self, attention: Any, states: Tensor) -> Tensor:
+        query, key = (
+            projection(states).double().unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for projection in (attention.q_proj, attention.k_proj)
+        )
+        half = attention.head_dim // 2
+        angles = torch.arange(states.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+        turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)
+        query, key = (torch.complex(each[..., :half], each[..., half:]) * turn for each in (query, key))
+        logits = (query @ key.repeat_interleave(2, 1).conj().mT).real / math.sqrt(attention.head_dim)
+        hidden = torch.ones(states.shape[1], states.shape[1]).triu(1).bool()
+        return logits.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
+
+
+def test_lora_is_clipped_with_the_base_weights_below_it():
+    base, model = llama_with_lora()
+    ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(2))
+    logits = LlamaLogits(base)
+    monitor, before = Monitor(model, {"input_ids": ids}), logits.of(ids)
+    bound = float(before[0].median())
+    with pytest.raises(ValueError, match=r"q_proj\.base_layer\.weight is frozen"), monitor.clip(0, bound):
+        model(input_ids=ids)
+    assert torch.equal(logits.of(ids), before)
+    with monitor.clip(1, bound, frozen=True) as found:
+        model(input_ids=ids)
+    seen = torch.stack(list(found.largest_logits.values()))
+    # Products of 8 terms of float32 numbers, which came from sums of 32.
+    assert torch.allclose(seen, before, rtol=1e-4)
+    assert bool((before[0] > bound).any())
+    assert torch.allclose(logits.of(ids)[0], before[0].clamp(max=bound), rtol=1e-4)
+    with torch.no_grad():
+        merged = model.merge_and_unload()
+    assert torch.allclose(LlamaLogits(merged).of(ids)[0], before[0].clamp(max=bound), rtol=1e-4)

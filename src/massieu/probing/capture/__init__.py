@@ -1,1 +1,1 @@
-"""Attention calls as they happen, by two routes, and which tokens they are about."""
+"""Attention calls as they happen, by three routes, and which tokens they are about."""

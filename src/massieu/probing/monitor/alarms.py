@@ -45,17 +45,19 @@ class Rule:
         negligible: smaller numbers count as this one, since their changes do not matter.
         first_step: what to do first.
         over_mean: whether the mean over all heads is compared, rather than each number.
+        bound: the number is compared with this from the beginning, and not with its history; None where it is not.
     """
 
     title: str
     quantity: str
     key: str
     rises: bool
-    factor: float
-    factor_at_first: float
     negligible: float
     first_step: str
+    factor: float = 1.0
+    factor_at_first: float = 1.0
     over_mean: bool = False
+    bound: float | None = None
 
     @property
     def page(self) -> str:
@@ -137,6 +139,15 @@ RULES = (
         negligible=1e-12,
         first_step="look at the batch, then lower the learning rate or clip gradients",
     ),
+    Rule(
+        "lost updates",
+        quantity="unchanged_weights",
+        key="unchanged_weights",
+        rises=True,
+        negligible=1e-3,
+        first_step="keep the weights that the optimiser trains in float32, and compute in half precision by autocast",
+        bound=0.5,
+    ),
 )
 """All rules."""
 
@@ -168,7 +179,7 @@ class Alarm(NamedTuple):
         rule: the rule that it broke.
         key: the name in the record of what is compared.
         value: what is compared, at this step.
-        usual: the median of its history, or the first record's where there is none yet.
+        usual: the median of its history, or the first record's where there is none yet; or the bound of a rule that has one.
         step: of this record.
         since: the step of the first record outside.
         place: the head or layer that has moved furthest.
@@ -195,9 +206,10 @@ class Alarm(NamedTuple):
         if self.places > 1:
             unit = "layer" if self.place.head is None else "head"
             where += f" and {self.places - 1} more {unit}{'s' if self.places > 2 else ''}"
+        beside = "where its own history has" if self.rule.bound is None else "and an alarm from"
         return (
             f"{self.rule.title}{where}, since step {self.since}: {compared} is {self.value:.3g} at step {self.step}, "
-            f"where its own history has {self.usual:.3g}. First {self.rule.first_step}. See {self.rule.page}"
+            f"{beside} {self.usual:.3g}. First {self.rule.first_step}. See {self.rule.page}"
         )
 
 
@@ -210,7 +222,7 @@ class Alarms:
     history's, at one in 100,000 over all numbers of the rule. While there are fewer records, the first one is the
     history, with the rule's ``factor_at_first``, which is larger, since learning begins. Outside in two records running
     is an alarm. It lasts while the number is as far from what it was compared with at first. NaN counts as the
-    number before it: the monitor names it by itself.
+    number before it: the monitor names it by itself. A rule with a ``bound`` compares with that alone.
 
     Simulations, and the runs that the factors come from, are on the page of alarms.
 
@@ -305,14 +317,17 @@ class History:
         """Find what is newly outside in the latest records."""
         levels = np.stack(self._levels)
         past, recent = levels[:-RUNNING], levels[-RUNNING:]
-        if len(past) < WINDOW:
+        if self.rule.bound is not None:
+            usual_values = np.full(len(self._places), self.rule.bound)
+            usual = self._level(self._compared(usual_values))
+            least = np.zeros_like(usual)
+        elif len(past) < WINDOW:
             usual, usual_values = self._first_level, self._first_values
-            factor, walked = self.rule.factor_at_first, len(past)
+            least = np.maximum(math.log(self.rule.factor_at_first), _by_chance(past, len(past) + RUNNING))
         else:
             usual, usual_values = np.median(past, 0), np.median(np.stack(self._values)[:-RUNNING], 0)
             # The end of a random walk of n steps is √(n/3) deviations of a step from the walk's own mean, or median.
-            factor, walked = self.rule.factor, len(past) / 3
-        least = np.maximum(math.log(factor), _by_chance(past, walked + RUNNING))
+            least = np.maximum(math.log(self.rule.factor), _by_chance(past, len(past) / 3 + RUNNING))
         new = (recent.min(0) - usual >= least) & np.isnan(self._since)
         if new.any():
             self._since = np.where(new, self._steps[-RUNNING], self._since)
@@ -357,7 +372,7 @@ def _by_chance(past: Array, walked: float) -> Array:
 
 
 def watched_numbers(measured: MonitorSums, record: Mapping[str, float]) -> dict[str, Numbers]:
-    """What rules look at, by quantity: numbers of heads and layers, and the gradient norm.
+    """What rules look at, by quantity: numbers of heads and layers, and of the whole model.
 
     Args:
         measured: What a monitor measured.
@@ -376,6 +391,7 @@ def watched_numbers(measured: MonitorSums, record: Mapping[str, float]) -> dict[
     for quantity in STREAM if layers else ():
         values = np.array([record[f"{layer}/{quantity}"] for layer in layers])
         watched[quantity] = Numbers(tuple(Place(layer, None) for layer in layers), values)
-    if "gradient_norm" in record:
-        watched["gradient_norm"] = Numbers((Place("", None),), np.array([record["gradient_norm"]]))
+    for quantity in ("gradient_norm", "unchanged_weights"):
+        if quantity in record:
+            watched[quantity] = Numbers((Place("", None),), np.array([record[quantity]]))
     return watched

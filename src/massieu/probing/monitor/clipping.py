@@ -36,6 +36,10 @@ class LargestLogits(WatchedPasses):
         self._largest: dict[tuple[str, int], Tensor] = {}
         super().__init__(model, look, inputs)
 
+    def forget(self) -> None:
+        """Forget all calls that were taken."""
+        self._largest.clear()
+
     def take(self, call: AttentionCall, info: SiteInfo, queries: Tokens) -> None:
         """Keep the largest logits of a call, as the statistic ``largest_score`` defines them."""
         if info.grade != "full":

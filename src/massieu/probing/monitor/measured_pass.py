@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
-from massieu.probing.capture.capture import Capture, recomputing
+from massieu.probing.capture.capture import recomputing
+from massieu.probing.capture.compiled import CompiledPasses
+from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens, Tokens, drawn_for, is_sampled
 from massieu.probing.checks.check import FirstLook
@@ -44,16 +46,29 @@ class WatchedPasses(ABC):
         self.inputs, self.tokens = inputs, BatchTokens(inputs)
 
     @contextmanager
-    def of_training(self, capture: Capture) -> Iterator[None]:
+    def of_training(self) -> Iterator[None]:
         """Take every call of the model for a forward pass of its own, and learn which tokens its batch has."""
+        with capturing(self.model, self.attention) as capture:
 
-        def before(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            if not recomputing():
-                capture.begin_pass()
-                self.begin(called_with(model, arguments, keywords))
+            def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+                if not recomputing():
+                    capture.begin_pass()
+                    self._begin_with(arguments, keywords)
 
-        with hooked([self.model], before=before):
+            with hooked([self.model], before=before):
+                yield
+
+    @contextmanager
+    def of_compiled_training(self, passes: CompiledPasses) -> Iterator[None]:
+        """The same of a model that is compiled."""
+        with passes.reading(self.attention, before=self._begin_with):
             yield
+        if passes.elsewhere:
+            self.elsewhere = True
+            self.forget()
+
+    def _begin_with(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self.begin(called_with(self.model, arguments, keywords))
 
     @torch.no_grad()
     def attention(self, call: AttentionCall) -> None:
@@ -66,6 +81,10 @@ class WatchedPasses(ABC):
             return
         if not call.repeated:
             self.take(call, info, self.tokens.of(call, decoder=info.in_decoder, cross=info.kind == "cross"))
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget all calls that were taken."""
 
     @abstractmethod
     def take(self, call: AttentionCall, info: SiteInfo, queries: Tokens) -> None:
@@ -105,9 +124,9 @@ class MeasuredPass(WatchedPasses):
             self.share = self.share or BatchShare(batch_name(inputs))
 
     @contextmanager
-    def of_training(self, capture: Capture) -> Iterator[None]:
+    def of_training(self) -> Iterator[None]:
         """And listen to what leaves the blocks."""
-        with self.hooks(), super().of_training(capture):
+        with self.hooks(), super().of_training():
             yield
 
     @contextmanager
@@ -126,6 +145,10 @@ class MeasuredPass(WatchedPasses):
                 known.append(layer)
         with hooked(self._layers, after=self._block):
             yield
+
+    def forget(self) -> None:
+        """Forget all calls that were taken."""
+        self.sums.clear()
 
     def take(self, call: AttentionCall, info: SiteInfo, queries: Tokens) -> None:
         """Add the queries of a call to the sums of its site."""

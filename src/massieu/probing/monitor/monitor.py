@@ -4,6 +4,7 @@ import math
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -18,6 +19,8 @@ from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described, flag, number, whole_number
 from massieu.foundation.printable import visible
 from massieu.nn import clip_logits
+from massieu.probing.capture.attention_call import AttentionSite
+from massieu.probing.capture.compiled import CompiledPasses, entry_of, fused_sites, is_compiled
 from massieu.probing.capture.routes import capturing
 from massieu.probing.checks.check import FirstLook, first_look
 from massieu.probing.checks.padding import PaddingCheck
@@ -46,6 +49,7 @@ from massieu.probing.monitor.training import (
     parameters_of,
 )
 from massieu.probing.monitor.trouble import trouble
+from massieu.probing.monitor.unchanged_weights import UnchangedWeights
 from massieu.probing.monitor.undisturbed import undisturbed
 from massieu.probing.monitor.writers import Outlets
 
@@ -118,7 +122,8 @@ class Monitor:
             per_head: also ``massieu/layer3/head5/entropy`` and so on, for every head.
             top_k: also the entropy of so many least and most entropic heads, by name.
             optimizer: its gradients' norm and learning rates are recorded too; or several, with the norm of all gradients
-                together. The norm is taken as each one's step begins, which is after clipping: give the one before as
+                together. Of weights in half precision, ``unchanged_weights`` is the share that its step leaves as they were.
+                The norm is taken as each one's step begins, which is after clipping: give the one before as
                 ``monitor(step, gradient_norm=norm)``.
             to: a path (JSON lines), a Weights & Biases run, trackio, a TensorBoard writer, a function of record and step; or
                 a list of these.
@@ -153,19 +158,23 @@ class Monitor:
         self._optimizers = optimizers_of(optimizer)
         self.model = unwrapped(model)
         check_loaded(self.model, type(self.model).__name__)
-        self._compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
+        self._entry = entry_of(model, self.model)
+        self._fused_sites: list[AttentionSite | None] | None = None
         self._period = Period(every, budget)
         self.per_head, self.top_k, self.prefix = per_head, top_k, prefix
         own = callable(batch) and not isinstance(batch, Tensor | tuple | list | Mapping)
         self._batch: Any = batch if own else named_inputs(self.model, batch)
         self._norms: dict[int, float] = {}
+        self._unchanged = UnchangedWeights()
         self._looks_clipped = ClippingDoubt()
-        self._armed = True
+        self._arrived: int | None = None
+        self._steps_since = Counter[int]()  # of each optimiser
         self._said: dict[str, set[int]] = {}
         self._beyond: set[tuple[str, int]] = set()
         self._collapsed: set[str] = set()
         self._unclipped: set[str] = set()
         self._untold: set[int] = set()
+        self._told_of_stream = False
         with undisturbed(self.model):
             inputs = self._inputs()
             if any(isinstance(value, Tensor) and not value.numel() for value in inputs.values()):
@@ -177,7 +186,8 @@ class Monitor:
         self._alarms = Alarms(prefix) if alarms else None
         self._watch_alarms = Alarms(prefix) if alarms else None
         self._hooks = [
-            each.register_step_pre_hook(_norm_taker(self, index)) for index, each in enumerate(self._optimizers)
+            *(each.register_step_pre_hook(_norm_taker(self, index)) for index, each in enumerate(self._optimizers)),
+            *(each.register_step_post_hook(_end_of_step(self)) for each in self._optimizers),
         ]
 
     @property
@@ -240,7 +250,7 @@ class Monitor:
             What holds the ``record`` afterwards: None where the step was not due, or no process called its model.
 
         Raises:
-            InputError: the model that the monitor was given is compiled, so that its attention cannot be seen.
+            InputError: the model is compiled, and does not attend by `scaled_dot_product_attention`.
         """
         whole_number("step", step, least=0)
         seen = Watch()
@@ -251,6 +261,11 @@ class Monitor:
         reading = MeasuredPass(self.model, self._look, self._places, {}, extreme_activations=extreme)
         with self._watching(reading):
             yield seen
+        if is_compiled(self._entry) and not self._told_of_stream:
+            self._told_of_stream = True
+            self._warn(
+                "in compiled code watch sees attention alone: rank and spread of the stream are left out of its records"
+            )
         # The others wait for a process that did not call its model too.
         measured = over_processes(reading.measured(step, {}, self._period.told()))
         if measured.sites:
@@ -258,7 +273,7 @@ class Monitor:
         self._period.watched()
 
     @contextmanager
-    def clip(self, step: int, bound: float, *, every: int = 1) -> Iterator[Clipping]:
+    def clip(self, step: int, bound: float, *, every: int = 1, frozen: bool = False) -> Iterator[Clipping]:
         """QK-clip within the training loop: at the block's end no logit of its forward passes is above the bound any more.
 
         The block holds a step's forward and backward passes and the optimiser's step. Their largest logits are taken from
@@ -269,13 +284,14 @@ class Monitor:
             step: as in a call.
             bound: the largest logit that is allowed, positive: 100 is usual.
             every: clip at steps that are multiples of this; at others nothing is done.
+            frozen: scale weights that do not train too, as those below a LoRA adapter: see `massieu.nn.clip_logits`.
 
         Yields:
             What holds the largest ``largest_logits`` and the ``factors`` afterwards.
 
         Raises:
-            TypeError, ValueError: as `massieu.nn.clip_logits`.
-            InputError: the model that the monitor was given is compiled, so that its attention cannot be seen.
+            TypeError, ValueError: as `massieu.nn.clip_logits`, whose refusals come at the first head above the bound.
+            InputError: the model is compiled, and does not attend by `scaled_dot_product_attention`.
 
         Source:
             Kimi Team, arXiv 2507.20534, section 2.1.
@@ -283,6 +299,7 @@ class Monitor:
         whole_number("step", step, least=0)
         whole_number("every", every, least=1)
         number("bound", bound, above=0)
+        flag("frozen", frozen)
         found = Clipping()
         if step % every:
             yield found
@@ -295,7 +312,7 @@ class Monitor:
         above = {name: largest.clamp(min=0) for name, largest in found.largest_logits.items()}
         unknown = [name for name, largest in above.items() if not bool(largest.isfinite().all())]
         if not unknown:
-            found.factors = clip_logits(self.model, bound, above)
+            found.factors = clip_logits(self.model, bound, above, frozen=frozen)
         elif new := [name for name in unknown if name not in self._unclipped]:
             self._unclipped.update(new)
             self._warn(
@@ -307,11 +324,14 @@ class Monitor:
         """Around a training step whose attention is looked at.
 
         Raises:
-            InputError: the model is compiled.
+            InputError: the model is compiled, and none of its attention can be seen.
         """
-        if self._compiled or any(module._compiled_call_impl is not None for module in self.model.modules()):
-            raise InputError("a compiled model cannot be watched: call the monitor, which runs a batch uncompiled")
-        with capturing(self.model, reading.attention) as capture, reading.of_training(capture):
+        if is_compiled(self._entry):
+            passes = CompiledPasses(self.model, self._entry, self._sites_in_compiled_code())
+            watched = reading.of_compiled_training(passes)
+        else:
+            watched = reading.of_training()
+        with watched:
             yield
         self._name_untold(reading)
         if reading.elsewhere:
@@ -320,16 +340,46 @@ class Monitor:
                 "call the monitor, which finds its sites again"
             )
 
+    def _sites_in_compiled_code(self) -> list[AttentionSite | None]:
+        """The sites of the attention functions that compiled code calls, in order, as one pass without compilation shows them.
+
+        Raises:
+            InputError: no site is among them.
+        """
+        if self._fused_sites is None:
+            name = type(self.model).__name__
+            with undisturbed(self.model):
+                sites = fused_sites(self.model, model_inputs(self.model, self._inputs(), items=1))
+            unseen = [info.site.name for info in self._look.sites if info.site not in sites]
+            if len(unseen) == len(self._look.sites):
+                raise InputError(
+                    f"this compiled {name} cannot be watched: compiled code shows attention by scaled_dot_product_attention "
+                    "alone, and it computes attention in another way; call the monitor, which runs a batch uncompiled"
+                )
+            if unseen:
+                self._warn(
+                    f"watch and clip leave out {len(unseen)} attention modules of the compiled {name} ({unseen[0]} is the "
+                    "first), which compute attention in another way than by scaled_dot_product_attention"
+                )
+            self._fused_sites = sites
+        return self._fused_sites
+
     def _begins(self, step: int) -> bool:
         """Whether the step at which training has come is due."""
         self._period.arrived(step)
-        self._armed = self._period.is_due(step + 1)
+        self._arrived = step
+        self._steps_since.clear()
         due = self._period.is_due(step)
         if not due:
             self._norms.clear()
+            self._unchanged.clear()
         if not due and self.layer_norms is not None:
             self.layer_norms.clear()
         return due
+
+    def _next_is_due(self, optimizer: Optimizer) -> bool:
+        """Whether a record follows the step that this optimiser takes: a loop may call the monitor at due steps alone."""
+        return self._arrived is None or self._period.is_due(self._arrived + self._steps_since[id(optimizer)])
 
     def _finished_work(self) -> float:
         """The time, in seconds, at which all that was begun on the model's device is done."""
@@ -410,6 +460,7 @@ class Monitor:
             name = type(self.model).__name__
             self._warn(f"{name} computes attention in other places than before; its sites are found again")
             self._find_sites(inputs)
+            self._fused_sites = None
             if self.layer_norms is not None:
                 self.layer_norms.layers = self._layer_names()
             found = self._pass(inputs, share)
@@ -446,6 +497,8 @@ class Monitor:
         for layer, found in measured.stream.items():
             values |= {f"{layer}/{name}": value for name, value in found.means().items()}
         values |= self._of_training(beside) | measured.period.numbers() | beside | self._norms_by_layer(beside)
+        if (unchanged := self._unchanged.share()) is not None:
+            values["unchanged_weights"] = unchanged
         named = {f"{self.prefix}/{name}" if self.prefix else name: value for name, value in values.items()}
         record = MonitorRecord(
             measured.step, named, _largest_logits(measured.sites), _where(measured.sites), self.prefix
@@ -575,15 +628,31 @@ def _norm_taker(monitor: Monitor, index: int) -> Callable[..., None]:
 
     def take(optimizer: Optimizer, *_: Any) -> None:
         found = held()
-        if found is None or not found._armed:
+        if found is None:
+            return
+        found._steps_since[id(optimizer)] += 1
+        if not found._next_is_due(optimizer):
             return
         parameters = parameters_of([optimizer])
         if (norm := gradient_norm(parameters)) is not None:
             found._norms[index] = norm
             if found.layer_norms is not None:
                 found.layer_norms.take(parameters, id(optimizer))
+        found._unchanged.begin(optimizer)
 
     return take
+
+
+def _end_of_step(monitor: Monitor) -> Callable[..., None]:
+    """A hook that compares weights with those from which the step began. It does not keep the monitor alive."""
+    held = weakref.ref(monitor)
+
+    def compare(optimizer: Optimizer, *_: Any) -> None:
+        found = held()
+        if found is not None and found._next_is_due(optimizer):
+            found._unchanged.end(optimizer)
+
+    return compare
 
 
 def _number(name: str, value: float | Tensor) -> float:

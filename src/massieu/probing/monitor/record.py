@@ -10,6 +10,7 @@ from massieu.probing.monitor.alarms import Alarm
 SUMMARY = (
     "loss",
     "gradient_norm",
+    "unchanged_weights",
     "learning_rate",
     "largest_logit_max",
     "largest_logit_layer",

@@ -83,16 +83,20 @@ def _dims_of(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[
 
 
 def _masked(mask: Tensor, dims: tuple[Dims, Dims, Dims, Dims]) -> tuple[Tensor, Dims]:
-    """A mask as log-weights: booleans, or floats with −inf for hidden keys."""
+    """A mask as log-weights, and what its dimensions mean."""
     spelled = [*dims[3][:-1], dims[1][-2]]
-    where = broadcast(spelled, mask.shape)
+    return mask_log_weight(mask), broadcast(spelled, mask.shape)
+
+
+def mask_log_weight(mask: Tensor) -> Tensor:
+    """A mask as log-weights: booleans, or floats with −inf for hidden keys."""
     if mask.dtype == torch.bool:
-        return mask, where
+        return mask
     mask = mask.float() if mask.dtype in (torch.float16, torch.bfloat16) else mask
     hidden = as_low_as_a_mask(mask)
     if not bool(mask.masked_fill(hidden, 0.0).any()):
-        return ~hidden, where
-    return mask.masked_fill(hidden, -torch.inf), where
+        return ~hidden
+    return mask.masked_fill(hidden, -torch.inf)
 
 
 def _own_code(function: Any) -> Callable[..., Any]:
