@@ -108,6 +108,7 @@ SEEDS = {
     "Z13: a matrix that hardly tells two latents apart": ("Z13", 315),
     "N2: a weight that begins within a step of the differences": ("N2", 139),
     "N23: patterns each of which has all the weight": ("N23", 324),
+    "N23: weights about a minimum that spread more than equal ones": ("N23", 415),
     "Z10: a head that descent has not quite reached": ("Z10", 301),
 }
 

@@ -211,12 +211,12 @@ class RowPlace(NamedTuple):
     order: int
 
     @classmethod
-    def of_site(cls, info: SiteInfo) -> "Place":
+    def of_site(cls, info: SiteInfo) -> "RowPlace":
         """An attention site."""
         return cls("head", info.site.name, info.layer, info.index)
 
     @classmethod
-    def of_sublayer(cls, sublayer: Sublayer) -> "Place":
+    def of_sublayer(cls, sublayer: Sublayer) -> "RowPlace":
         """A step of the stream."""
         return cls("layer", sublayer.name, sublayer.layer, sublayer.index)
 
