@@ -311,8 +311,8 @@ def test_what_is_no_state_is_refused_in_one_sentence():
         with pytest.raises(InputError, match="there") as error:
             unpacked(broken, "there")
         assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match="format 7, and this version of massieu reads 3; begin without resume"):
-        unpacked(content.replace(b'format\\":3', b'format\\":7'), "there")
+    with pytest.raises(InputError, match="format 7, and this version of massieu reads 4; begin without resume"):
+        unpacked(content.replace(b'format\\":4', b'format\\":7'), "there")
 
 
 @pytest.mark.medium

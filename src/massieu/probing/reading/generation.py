@@ -29,9 +29,8 @@ from massieu.probing.model.watching import hooked
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading, RowNumbers
 from massieu.probing.statistics.group import CallQueries, Event
-from massieu.probing.statistics.query_means import Queries, query_statistics
-from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import ATTENTION, moments_of
+from massieu.probing.statistics.query_means import Queries
+from massieu.probing.statistics.registry import ATTENTION
 
 _CUT = {"weight_first", "weight_special"}  # of tokens that a cache of the latest ones has dropped
 
@@ -192,10 +191,7 @@ class GeneratingReading(Reading):
         asked = Tokens(self._going[:, None], None)
         self.broken = self.broken or in_call(call, asked.real, keys.real)
         position = torch.tensor([place], device=call.query.device)
-        names = [name for name in self.options.of_attention() if name not in self.failed]
-        with self._timed("queries"):
-            reading = QueryReading(call, asked, keys, position, True, moments_of(names))
-            found = query_statistics(reading, names, self._fence)
+        found = self._statistics(call, asked, keys, position, True)
         if place + 1 < self._real.shape[1]:
             for name in _CUT & found.values.keys():
                 del found.values[name]

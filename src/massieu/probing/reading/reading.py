@@ -27,7 +27,6 @@ from massieu.probing.data.token_names import frames_of
 from massieu.probing.model.forward import decoder_given, output_tensor, run
 from massieu.probing.model.model import model_inputs
 from massieu.probing.model.packed import dense_inside
-from massieu.probing.model.unexpected import unexpected
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.pooled import PooledLengths
 from massieu.probing.statistics import groups_of
@@ -43,8 +42,9 @@ from massieu.probing.statistics.group import (
     SampledWindow,
     SiteWeights,
     Source,
+    fenced,
 )
-from massieu.probing.statistics.query_means import query_statistics
+from massieu.probing.statistics.query_means import Queries, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import STATISTICS, moments_of
 from massieu.probing.stream.replay import HeadMaps, Replay, head_maps, write_maps
@@ -348,15 +348,13 @@ class Reading(RunningParts):
         groups = self._wanting(Event.QUERIES)
         if not groups:
             return
-        try:
+        failed: dict[str, str] = {}
+        with fenced(failed, *(group.name for group in groups)):
             for part in self._of_queries(call, tokens):
                 for group in groups:
                     self._deliver(group, partial(group.on_queries, part))
-        except InputError:
-            raise
-        except Exception as error:  # what all these groups are given could not be computed
-            for group in groups:
-                group.failed[group.name] = unexpected(error)
+        for group in groups:
+            group.failed |= {name: reason for name, reason in failed.items() if name == group.name}
 
     def _of_queries(self, call: AttentionCall, tokens: CallTokens) -> Iterator[CallQueries]:
         """The numbers of all queries, or of a sample of each row's."""
@@ -381,20 +379,24 @@ class Reading(RunningParts):
         positions = positions.to(call.query.device)
         part = call.rows(item).at(positions) if len(positions) < length else call
         asked, attended = _part(tokens.queries, item, positions), _part(tokens.keys, item, slice(None))
-        names = [name for name in self.options.of_attention() if name not in self.failed]
-        with self._timed("queries"):
-            reading = QueryReading(part, asked, attended, positions, tokens.info.itself, moments_of(names))
-            found = query_statistics(reading, names, self._fence)
+        found = self._statistics(part, asked, attended, positions, tokens.info.itself)
         ids = (each.ids if each.ids is None else each.ids[item] for each in (tokens.queries, tokens.keys))
         places = Places(positions, tokens.windows[chosen], len(rows), *ids)
         numbers = None if tokens.numbers is None else tokens.numbers[chosen]
         return CallQueries(tokens.info, found, len(rows), numbers, places, part, asked.real, length)
 
-    @contextmanager
-    def _fence(self, statistic: str) -> Iterator[None]:
-        """What fails inside costs one per-query statistic."""
-        with self._wanting(Event.QUERIES)[0].fence(statistic):
-            yield
+    def _statistics(
+        self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor, itself: bool
+    ) -> Queries:
+        """The per-query statistics that are wanted; one that fails is lost to every group that would take it."""
+        names = [name for name in self.options.of_attention() if name not in self.failed]
+        failed: dict[str, str] = {}
+        with self._timed("queries"):
+            reading = QueryReading(call, queries, keys, positions, itself, moments_of(names))
+            found = query_statistics(reading, names, partial(fenced, failed))
+        for group in self._wanting(Event.QUERIES):
+            group.failed |= failed
+        return found
 
     def _on_step(self, step: Step) -> None:
         if step.before.dim() != 3 or step.before.shape[0] != self._rows:

@@ -269,9 +269,11 @@ class Session(SessionRecord):
         else:
             around = self.given.batches.around if isinstance(self.given.batches, TextBatches) else None
             self.source = Source(self.loaded, self.given.tokenizer, around)
-            tell = lambda said: self.tell(ProbeProgress(said))  # noqa: E731
-            self.reading = Reading(module, look.sites, *read, inputs, self.source, tell)
+            self.reading = Reading(module, look.sites, *read, inputs, self.source, self._say)
         self.begun = True
+
+    def _say(self, stage: str) -> None:
+        self.tell(ProbeProgress(stage))
 
     def _begin_beside(self, inputs: dict[str, Any]) -> None:
         """Before the text: the control, and what is measured beside the reading of the text."""

@@ -5,7 +5,7 @@ the end. Whoever reads the model knows no group by its name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -293,6 +293,23 @@ def rows_of(place: RowPlace, statistic: str, parts: RatioParts, index: Any) -> I
         yield Row(place, statistic, half, parts.at(index, half))
 
 
+@contextmanager
+def fenced(failed: dict[str, str], *names: str) -> Iterator[None]:
+    """What fails inside makes these groups or statistics unavailable, with the reason, and nothing else.
+
+    Whatever is wrong with the input or the capture itself still ends the reading.
+
+    Args:
+        failed: where the reason is kept, by name.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        failed.update(dict.fromkeys(names, unexpected(error)))
+
+
 class Group(RunningParts):
     """Running results of some statistics on one model, and what has to be known to make them.
 
@@ -361,18 +378,9 @@ class Group(RunningParts):
 
     # What could not be computed ---------------------------------------------------------------------------------------
 
-    @contextmanager
-    def fence(self, *names: str) -> Iterator[None]:
-        """What fails inside makes these statistics unavailable, with the reason, and nothing else.
-
-        Whatever is wrong with the input or the capture itself still ends the reading.
-        """
-        try:
-            yield
-        except InputError:
-            raise
-        except Exception as error:
-            self.failed.update(dict.fromkeys(names, unexpected(error)))
+    def fence(self, *names: str) -> AbstractContextManager[None]:
+        """What fails inside costs the group these statistics alone; see `fenced`."""
+        return fenced(self.failed, *names)
 
     def measures(self, name: str) -> bool:
         """Whether a statistic is wanted, and has not failed."""

@@ -21,7 +21,7 @@ from massieu.errors import InputError
 State = dict[str, Any]
 """Arrays, numbers, texts, lists and None, by name, in dictionaries of the same; keys are strings."""
 
-FORMAT = 3
+FORMAT = 4
 """Of stored states; another one is refused."""
 _HEADER, _CHECKSUM, _NOTES = "plain", "sha256", "notes"
 _LENGTH_BYTES = 8
