@@ -129,11 +129,12 @@ def counted_bits() -> tuple[float, float]:
 
 
 def draw(courses: dict[str, list[float]], levels: dict[str, float], path: Path) -> None:
-    """The first seed's losses in training, means of twenty steps."""
+    """The first seed's losses in training, means of twenty steps (of all, where there are fewer)."""
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for name, course in courses.items():
-        means = torch.tensor(course[: len(course) // 20 * 20]).unflatten(0, (-1, 20)).mean(1)
-        axes.plot(torch.arange(10, 20 * len(means), 20), means, label=name)
+        together = min(20, len(course))
+        means = torch.tensor(course[: len(course) // together * together]).unflatten(0, (-1, together)).mean(1)
+        axes.plot(together * (torch.arange(len(means)) + 0.5), means, label=name)
     for name, level in levels.items():
         axes.axhline(level, color="grey", linestyle=":", linewidth=1)
         axes.annotate(name, (0, level), color="grey", fontsize=8, va="bottom")

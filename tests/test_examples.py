@@ -320,7 +320,7 @@ def test_pooling_finds_the_nine(tmp_path):
 @pytest.mark.slow
 def test_language_models_train(tmp_path):
     picture = tmp_path / "picture.png"
-    found = run("examples/character_language_model.py", "--steps", "10", "--picture", picture)
+    found = run("examples/character_language_model.py", "--steps", "20", "--picture", picture)
     (alone,) = numbers(r"(\S+) by counts of characters", found)[0]
     rows = numbers(r" *(.+): (\S+) before training, (\S+) after", found)
     assert len(rows) == 3
