@@ -362,7 +362,7 @@ def test_it_is_opt_in_and_never_quick():
 @pytest.mark.slow
 @pytest.mark.needs("decoder")
 def test_a_real_decoder_has_heads_that_look_tokens_up():
-    result = massieu.probe(needs.decoder(), statistics=["repeated"], max_tokens=1024)
+    result = massieu.probe(needs.decoder(), statistics=["repeated"], max_tokens=256)
     values = {key: value for key, (value, _, _) in rows(result, "induction_weight").items()}
     control = [value for value, _, _ in rows(result, "induction_weight/reinitialised").values()]
     assert max(values.values()) > 0.3 and max(control) < 0.1
