@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.probing.logits import largest_logits
 from torch import Tensor, nn
 
 from massieu import Monitor
@@ -26,16 +27,9 @@ def encoder() -> Any:
     return model.train()
 
 
-@torch.no_grad()
 def largest(model: Any, *batches: Tensor) -> Tensor:
-    """The largest logit of each head, written out in float64."""
-    attention = model.layers[0].self_attn
-    found = []
-    for states in batches:
-        projected = states.double() @ attention.in_proj_weight.double().T + attention.in_proj_bias.double()
-        query, key, _ = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in projected.chunk(3, -1))
-        found.append((query @ key.mT / math.sqrt(WIDTH // HEADS)).amax((0, 2, 3)))
-    return torch.stack(found).amax(0)
+    """The largest logit of each head."""
+    return torch.stack([largest_logits(model.layers[0].self_attn, each) for each in batches]).amax(0)
 
 
 def test_no_logit_of_the_steps_micro_batches_is_above_the_bound():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.probing.logits import largest_logits
 from tests.support.rows import some_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -58,18 +59,10 @@ def encoder() -> Any:
     return model.train()
 
 
-@torch.no_grad()
 def largest(model: Any, *batches: Tensor) -> Tensor:
-    """The largest logit of each head over queries that are no padding, written out in float64."""
-    attention = model.layers[0].self_attn
-    found = []
-    for states in batches:
-        projected = states.double() @ attention.in_proj_weight.double().T + attention.in_proj_bias.double()
-        query, key, _ = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in projected.chunk(3, -1))
-        logits = query @ key.mT / math.sqrt(WIDTH // HEADS)
-        unseen = (PADDING[:, :, None] | PADDING[:, None, :])[:, None]
-        found.append(logits.masked_fill(unseen, -torch.inf).amax((0, 2, 3)))
-    return torch.stack(found).amax(0)
+    """The largest logit of each head over queries and keys that are no padding."""
+    unseen = (PADDING[:, :, None] | PADDING[:, None, :])[:, None]
+    return torch.stack([largest_logits(model.layers[0].self_attn, each, unseen) for each in batches]).amax(0)
 
 
 def compiled(model: Any, form: str, backend: str = BACKEND) -> Any:

@@ -389,8 +389,8 @@ class Reading(RunningParts):
         self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor, itself: bool
     ) -> Queries:
         """The per-query statistics that are wanted; one that fails is lost to every group that would take it."""
-        names = [name for name in self.options.of_attention() if name not in self.failed]
-        failed: dict[str, str] = {}
+        before, failed = self.failed, dict[str, str]()
+        names = [name for name in self.options.of_attention() if name not in before]
         with self._timed("queries"):
             reading = QueryReading(call, queries, keys, positions, itself, moments_of(names))
             found = query_statistics(reading, names, partial(fenced, failed))
