@@ -59,12 +59,13 @@ PAGES_WITH_CODE = (
     "how-to/compile_export",
     "how-to/from_hopfield_layers",
     "how-to/reading_numbers",
+    "how-to/own_statistics",
 )
 SLOW_PAGES = {
     *("how-to/compile_export", "how-to/experiments", "how-to/flow", "how-to/machines", "how-to/attention_sinks"),
     *("how-to/adapters", "how-to/population", "how-to/compare", "how-to/results", "how-to/large_models"),
     *("how-to/many_machines", "how-to/measures", "how-to/own_model", "how-to/replacing_attention"),
-    *("how-to/monitor_logging", "how-to/monitor"),
+    *("how-to/monitor_logging", "how-to/monitor", "how-to/own_statistics"),
 }
 """Pages whose blocks compile, train, read a model or start processes; the others take a fraction of a second each."""
 TUTORIALS = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {ROOT / "docs" / "tutorials" / "index.md"})

@@ -34,7 +34,7 @@ ALLOWED = {
     "regression": WORKSHOP,
     "nn": MODELS,
     "theory": MODELS,
-    "probing": {"report", "interruption", "__init__"} | MODELS - {"posteriors"},
+    "probing": {"report", "interruption", "testing", "__init__"} | MODELS - {"posteriors"},
     "report": GROUND,
     "testing": MODELS,
     "sklearn": MODELS - {"population", "posteriors"},
@@ -47,6 +47,7 @@ ALLOWED = {
 # The rooms of the probe, the highest first: a room may import itself and what is listed here, always rooms below it.
 # ARCHITECTURE.md shows this table (`python -m scripts.rooms_table`).
 PROBE = {
+    "statistic_checks": ("statistics", "capture", "sums"),
     "compare": ("run", "session", "result", "statistics", "data", "model", "sums"),
     "monitor": ("statistics", "checks", "capture", "data", "model"),
     "population_layers": ("checks", "stream", "capture", "model"),

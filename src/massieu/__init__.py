@@ -10,7 +10,8 @@ divergences of A. François Massieu's function is log Z read as a thermodynamic 
 
 Three doors:
 
-- see: ``massieu.probe(model, tokenizer, text=...)`` or the command ``massieu probe MODEL``;
+- see: ``massieu.probe(model, tokenizer, text=...)`` or the command ``massieu probe MODEL``; statistics of your own by
+  ``massieu.statistic``, with what ``massieu.probing`` gives their functions;
 - build: ``massieu.nn`` (modules), ``massieu.ops`` (attention that also returns log Z), ``massieu.energy`` (memories and
   machines), ``massieu.measures`` (any h, with what follows from it), ``massieu.duality`` (from a mean back to its natural
   parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.posteriors`` (exact laws of a latent given
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         ops,
         population,
         posteriors,
+        probing,
         regression,
         sklearn,
         solve,
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from massieu.probing.replaced.context import replaced
     from massieu.probing.result.result import ProbeResult
     from massieu.probing.run import describe, probe
+    from massieu.probing.statistics.group import Group
+    from massieu.probing.statistics.own import statistic
     from massieu.verification.claim import Claim
     from massieu.verification.run import verify
 
@@ -67,6 +71,7 @@ _EXPORTS = {
     "population": "massieu.population",
     "population_layers": "massieu.probing.population_layers:population_layers",
     "posteriors": "massieu.posteriors",
+    "probing": "massieu.probing",
     "regression": "massieu.regression",
     "replace_attention": "massieu.nn.replace:replace_attention",
     "replaced": "massieu.probing.replaced.context:replaced",
@@ -74,7 +79,9 @@ _EXPORTS = {
     "solve": "massieu.solve",
     "testing": "massieu.testing",
     "theory": "massieu.theory",
+    "Group": "massieu.probing.statistics.group:Group",
     "Monitor": "massieu.probing.monitor.monitor:Monitor",
+    "statistic": "massieu.probing.statistics.own:statistic",
     "probe": "massieu.probing.run:probe",
     "describe": "massieu.probing.run:describe",
     "verify": "massieu.verification.run:verify",
@@ -88,6 +95,7 @@ _EXPORTS = {
 __all__ = [
     "Claim",
     "Comparison",
+    "Group",
     "InputError",
     "MissingExtraError",
     "Monitor",
@@ -104,11 +112,13 @@ __all__ = [
     "population_layers",
     "posteriors",
     "probe",
+    "probing",
     "regression",
     "replace_attention",
     "replaced",
     "sklearn",
     "solve",
+    "statistic",
     "testing",
     "theory",
     "verify",

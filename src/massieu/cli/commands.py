@@ -172,7 +172,7 @@ def probe(
                 images=images,
                 source=source,
                 target=target,
-                statistics=chosen,
+                statistics=take.statistics_in(chosen),
                 max_length=max_length,
                 max_tokens=max_tokens,
                 batch_size=batch_size,
@@ -265,8 +265,9 @@ def compare(
     """Compare models on the same text, head by head."""
     from massieu.cli.compare import Asked, limits_of, run
 
-    names, chosen = take.names_in(*() if revisions is None else (revisions,)), take.names_in(*statistics or ())
+    names = take.names_in(*() if revisions is None else (revisions,))
     with context.obj.loading():
+        chosen = take.statistics_in(take.names_in(*statistics or ()))
         limits = limits_of(fail_above, chosen)
     given: dict[str, Any] = {"text": text, "column": column, "source": source, "target": target}
     given |= {"max_length": max_length, "max_tokens": max_tokens, "bos": bos}
@@ -345,14 +346,14 @@ def statistics(
     names: take.Names = None,
 ) -> None:
     """List the statistics, or explain the ones you name."""
-    from massieu.probing.statistics.registry import STATISTICS, select
+    from massieu.probing.statistics.catalogue import PACKAGE, Selection
 
     if not names:
-        terminal.list_statistics(STATISTICS.values())
+        terminal.list_statistics(PACKAGE.statistics.values())
         return
-    wanted, _ = select(names)
-    for statistic in STATISTICS.values():
-        if statistic.name in wanted:
+    selection = Selection.of(take.statistics_in(names))
+    for statistic in selection.catalogue.statistics.values():
+        if statistic.name in selection.names:
             terminal.show_statistic(statistic)
 
 

@@ -15,6 +15,7 @@ from massieu.report.folder import save_or_elsewhere
 if TYPE_CHECKING:
     from massieu.interruption import Interruption
     from massieu.probing.compare.comparison import Comparison
+    from massieu.probing.statistics.catalogue import Named
 
 SHOWN = 6
 """Heads that are listed for each model."""
@@ -32,21 +33,22 @@ class Asked:
     as_json: bool
 
 
-def limits_of(given: str | None, chosen: Sequence[str] | None) -> dict[str, float]:
+def limits_of(given: str | None, chosen: "Sequence[Named] | None") -> dict[str, float]:
     """The largest differences that are let pass, by statistic, from ``NAME=X,...``.
 
     Raises:
         InputError: no such statistic of heads, or one that is not measured; a limit that is no number, or below 0.
     """
-    from massieu.probing.statistics.registry import STATISTICS, select
+    from massieu.probing.statistics.catalogue import Selection
 
-    wanted, _ = select(chosen)
+    selection = Selection.of(chosen)
+    known, wanted = selection.catalogue.statistics, selection.names
     limits: dict[str, float] = {}
     for part in (given or "").split(","):
         if not part.strip():
             continue
         name, _, text = (word.strip() for word in part.partition("="))
-        statistic = STATISTICS.get(name)
+        statistic = known.get(name)
         if statistic is None or statistic.scope == "layer" or name not in wanted:
             why = (
                 "is not measured, because --statistics leaves it out"

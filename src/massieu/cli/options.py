@@ -4,10 +4,13 @@ import os
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from massieu.probing.statistics.catalogue import Named
 
 DEFAULT_NAME = "all-MiniLM-L6-v2"
 
@@ -95,7 +98,8 @@ ReplaceWindows = Annotated[int, option("N", "Number of sampled windows for --rep
 Quick = Annotated[bool, option(None, "Attention statistics only, without controls and text examples.", "--quick")]
 Draws = Annotated[int | None, option("N", "Re-initialised models that heads are compared with [8].")]
 Statistics = Annotated[
-    list[str] | None, option("NAME,...", "Only these; 'massieu statistics' lists names and groups [all].")
+    list[str] | None,
+    option("NAME,...", "Only these: names or groups that 'massieu statistics' lists, or your own, FILE.py:NAME [all]."),
 ]
 PerToken = Annotated[str | None, option("NAME,...", _PER_TOKEN)]
 Resume = Annotated[bool, option(None, _RESUME, "--resume")]
@@ -120,6 +124,13 @@ EveryRow = Annotated[bool, option(None, _EVERY_ROW, "--all")]
 def names_in(*listed: str) -> list[str] | None:
     """The names of an option that takes several, separated by commas, however often it is given; None where it is not."""
     return [name.strip() for each in listed for name in each.split(",") if name.strip()] if listed else None
+
+
+def statistics_in(names: list[str] | None) -> "list[Named] | None":
+    """The statistics of these names; those of a file, as ``heads.py:nearby``, as what the file makes of them."""
+    from massieu.probing.statistics.own_files import named
+
+    return None if names is None else named(names)
 
 
 def per_token(given: str | None) -> bool | list[str]:

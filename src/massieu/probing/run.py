@@ -27,15 +27,13 @@ from massieu.probing.session.draws import DRAWS
 from massieu.probing.session.session import Input, ProbeProgress, Session
 from massieu.probing.session.sharing import Sharing
 from massieu.probing.session.sources import load_given, of_images, of_text
+from massieu.probing.statistics.catalogue import Named, Selection
 from massieu.probing.statistics.registry import (
     ATTENTION,
     CLIMB,
     MAPS,
     REPEATED,
     REPLACEMENT,
-    STATISTICS,
-    select,
-    select_quick,
 )
 from massieu.probing.sums.units import Units
 from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
@@ -79,7 +77,7 @@ def probe(
     column: str | None = None,
     source: str | None = None,
     target: str | None = None,
-    statistics: Sequence[str] | None = None,
+    statistics: Sequence[Named] | None = None,
     max_length: int | None = None,
     max_tokens: int | None = None,
     batch_size: int = 8,
@@ -125,7 +123,8 @@ def probe(
         column: column of a data set or of a file, or field of JSON objects, that holds the text; None is "text".
         source, target: for an encoder–decoder, in place of ``column``: the columns of the texts that the encoder and the
             decoder read, each pair in a row of its own. ``texts`` may then be pairs of strings, without such names.
-        statistics: names of statistics or groups; None is all of them.
+        statistics: names of statistics or groups, and functions of your own (see `massieu.statistic`) or your own groups; None
+            is all of the package's that are cheap.
         max_length: tokens in a window, or in each side of a pair; None is 256, or as many as the model has positions for if
             these are fewer.
         max_tokens: stop after this many tokens.
@@ -187,11 +186,12 @@ def probe(
     """
     if not isinstance(quick, bool):
         raise InputError(f"quick must be True or False, got {quick!r}")
-    wanted, groups = (select_quick if quick else select)(statistics)
+    selection = (Selection.of_quick if quick else Selection.of)(statistics)
+    wanted, groups = selection.names, selection.groups
     draws = DRAWS if draws is None else draws
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 2:
         raise InputError(f"draws must be a whole number, 2 or more, got {draws!r}; quick leaves the control out")
-    rows = check_per_token(per_token, wanted if ATTENTION in groups else ())
+    rows = check_per_token(per_token, selection)
     replacing = Replace.create(replace, replace_per, replace_windows)
     if REPLACEMENT in groups:
         replacing = replacing.with_heads()
@@ -207,14 +207,16 @@ def probe(
             raise InputError(f"{name} must be at least {least}, got {value}")
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
     loading |= {"trust_remote_code": trust_remote_code, "device_map": device_map}
-    settings = {"statistics": None if statistics is None else list(statistics), "column": column, "packing": packing}
+    settings = {"statistics": selection.asked, "column": column, "packing": packing}
+    if own := selection.catalogue.digests():
+        settings |= {"own_statistics": own}
     settings |= {"source": source, "target": target, "bos": bos}
     if isinstance(tokenizer_or_batches, str | Path) and images is None:
         settings |= {"tokenizer": str(tokenizer_or_batches)}
         tokenizer_or_batches = load_tokenizer(tokenizer_or_batches, trust_remote_code=trust_remote_code)
     settings |= {**sizes, "query_sample": query_sample, "generate": generate, "quick": quick, "draws": draws, **loading}
     if generate is not None:
-        wanted, groups, packing = _while_generating(wanted, statistics), frozenset({ATTENTION}), False
+        wanted, groups, packing = _while_generating(selection), frozenset({ATTENTION}), False
         loading["head"] = True
         if rows:
             raise InputError("per_token and generate do not work together: give one of them")
@@ -254,7 +256,7 @@ def probe(
     units = Units(mode="window" if given.packing else "document")
     options = Options(
         groups, units, given.max_length, query_sample, seed=seed, statistics=wanted, quick=quick, new_tokens=generate,
-        replace=replacing, per_token=rows, draws=draws,
+        replace=replacing, per_token=rows, draws=draws, catalogue=selection.catalogue,
     )  # fmt: skip
     settings["max_length"] = course.settings["max_length"] = given.max_length
     with interruptible() as interruption:
@@ -268,16 +270,18 @@ def probe(
         return session.result(wanted, settings, complete)
 
 
-def _while_generating(wanted: frozenset[str], named: Sequence[str] | None) -> frozenset[str]:
+def _while_generating(selection: Selection) -> frozenset[str]:
     """The statistics of new tokens: those of attention.
 
     Raises:
         InputError: another one was named.
     """
-    others = sorted(name for name in wanted if STATISTICS[name].group != ATTENTION)
-    if others and named is not None:
-        raise InputError(f"while a model generates, only statistics of attention are measured, not {', '.join(others)}")
-    return wanted - set(others)
+    others = selection.others()
+    if others and selection.named:
+        raise InputError(
+            f"while a model generates, only statistics of attention are measured, not {', '.join(sorted(others))}"
+        )
+    return selection.names - others
 
 
 def _holding(tell: Callable[[ProbeProgress], None], interruption: Interruption) -> Callable[[ProbeProgress], None]:

@@ -220,6 +220,7 @@ class Statistic(Entry):
         signed: zero or the control is the natural centre of its scale.
         control: the control its map is compared with (a qualifier of the result table), or None.
         cost: of its group.
+        sampled: it is measured on the sampled windows alone.
         scale: on which its numbers are compared: "share" by their logit, "positive" by their logarithm, "number" as they are.
         smallest: the smallest difference from a control that is announced; of a positive number in other units than nats,
             a share of the control.
@@ -242,6 +243,7 @@ class Statistic(Entry):
     cost: str = ""
     scale: str = "number"
     smallest: float = 0.0
+    sampled: bool = False
 
     @property
     def relative(self) -> bool:

@@ -1,12 +1,16 @@
-"""Conformance suites: named checks for your own measure, energy, activation, operator, posterior or kernel.
+"""Conformance suites: named checks for your own measure, energy, activation, operator, posterior, kernel or statistic.
 
-`measure_checks`, `energy_checks`, `activation_checks`, `operator_checks`, `posterior_checks` and `kernel_checks` take a case,
-the object beside points and independent oracles, and return pairs of a name and a check. None of them needs pytest or SciPy.
+`measure_checks`, `energy_checks`, `activation_checks`, `operator_checks`, `posterior_checks`, `kernel_checks` and
+`statistic_checks` take a case, the object beside points and independent oracles, and return pairs of a name and a check. None
+of them needs pytest or SciPy.
 
 Of measures, laws are grouped by theme: `derivatives`, `divergence`, `distribution` (density, samples, support), `inverse`
 (mean to natural parameter, the boundary), `edges` (emptiness, no values), `batching` and `precision`. What all the other
 contracts share is in `everywhere`.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from massieu.testing.activations import ActivationCase, activation_checks
 from massieu.testing.energies import EnergyCase, energy_checks
@@ -16,6 +20,13 @@ from massieu.testing.operators import OperatorCase, operator_checks
 from massieu.testing.posteriors import PosteriorCase, posterior_checks
 from massieu.testing.subject import MeasureCase
 
+if TYPE_CHECKING:
+    StatisticCase: Any
+    statistic_checks: Any
+
+# These live in the probe, which nothing here imports: it is loaded when they are first used.
+_OF_THE_PROBE = {"StatisticCase", "statistic_checks"}
+
 __all__ = [
     "ActivationCase",
     "EnergyCase",
@@ -23,13 +34,21 @@ __all__ = [
     "MeasureCase",
     "OperatorCase",
     "PosteriorCase",
+    "StatisticCase",
     "activation_checks",
     "energy_checks",
     "kernel_checks",
     "measure_checks",
     "operator_checks",
     "posterior_checks",
+    "statistic_checks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_THE_PROBE:
+        raise AttributeError(f"module 'massieu.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module("massieu.probing.statistic_checks"), name)
 
 
 def __dir__() -> list[str]:

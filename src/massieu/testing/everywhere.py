@@ -292,7 +292,7 @@ def without(field: str) -> Callable[[Any], str | None]:
     return lambda case: None if getattr(case, field) is not None else f"no `{field}` is given"
 
 
-def checks_with_exemptions(case: Any, trial_of: Callable[[Any], Trial[Any]], laws: Sequence[Law[Any, Any]]) -> Checks:
+def checks_with_exemptions(case: Any, trial_of: Callable[[Any], Any], laws: Sequence[Law[Any, Any]]) -> Checks:
     """The checks of a case but for those laws that it is exempt from.
 
     Raises:

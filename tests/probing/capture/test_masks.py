@@ -18,6 +18,7 @@ from massieu.probing.capture.tokens import BatchTokens, Tokens
 from massieu.probing.checks.check import first_look
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading
+from massieu.probing.statistics.catalogue import PACKAGE
 from massieu.probing.statistics.query_means import query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import ATTENTION
@@ -83,7 +84,7 @@ def test_the_largest_score_is_that_of_a_visible_key_and_weights_are_the_models()
     scores = 0.5 * call.query.double() @ call.key.double().mT
     p = torch.softmax(scores + weight.double(), -1)
     seen = scores[..., ~SHUT]
-    values = query_statistics(reading_of(call)).values
+    values = query_statistics(reading_of(call), PACKAGE.query_functions).values
     expected = {
         "largest_score": seen.amax(-1),
         "largest_score_above_mean": seen.amax(-1) - seen.mean(-1),
@@ -164,7 +165,7 @@ def test_keys_that_a_model_masks_with_a_small_number_are_not_counted(name):
         entropy = -torch.where(seen, weights * weights.log(), 0.0).sum(-1)
         right = entropy / seen.sum(-1).clamp_min(2).log()
         counts |= set(seen.sum(-1).flatten().tolist())
-        found = query_statistics(reading_of(call)).values["entropy_fraction"]
+        found = query_statistics(reading_of(call), PACKAGE.query_functions).values["entropy_fraction"]
         assert torch.allclose(found.double(), right, atol=1e-5, rtol=1e-5), call.site.name
     assert len(counts) > 1  # some keys are masked
 

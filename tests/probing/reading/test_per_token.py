@@ -29,9 +29,11 @@ from massieu.probing.reading.per_token import TOKENS, TokenWriter, check_per_tok
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.session.course import Course, forget
 from massieu.probing.session.session import Input, Session
+from massieu.probing.statistics.attention import REGISTER as ATTENTION_REGISTER
+from massieu.probing.statistics.catalogue import Selection
 from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.query_means import Queries
-from massieu.probing.statistics.registry import ATTENTION, measures
+from massieu.probing.statistics.registry import ATTENTION
 from massieu.probing.sums.units import Units
 from massieu.report import page
 from massieu.report.folder import STORE
@@ -132,7 +134,7 @@ def test_the_mean_over_rows_is_the_value_of_the_table(name):
             own = result.tokens(site.layer, head).filter(polars.col("site") == site.index)
             table = result.heads.filter((polars.col("site") == site.name) & (polars.col("head") == head))
             measured = {row["statistic"]: row for row in table.rows(named=True)}
-            for statistic in measures(ATTENTION):
+            for statistic in ATTENTION_REGISTER.functions:
                 column = own[statistic].drop_nulls()
                 row = measured.get(statistic)
                 assert len(column) == (row["count"] if row else 0), statistic
@@ -585,9 +587,9 @@ def test_bad_names_on_the_command_line(names, tmp_path):
 
 
 def test_names_of_columns():
-    assert check_per_token(False, ["entropy"]) == ()
-    assert check_per_token(True, ["maps", "entropy", "log_partition"]) == ("log_partition", "entropy")
-    assert check_per_token(["entropy"], ["entropy", "log_partition"]) == ("entropy",)
+    assert check_per_token(False, Selection.of(["entropy"])) == ()
+    assert check_per_token(True, Selection.of(["maps", "entropy", "log_partition"])) == ("log_partition", "entropy")
+    assert check_per_token(["entropy"], Selection.of(["entropy", "log_partition"])) == ("entropy",)
 
 
 def test_the_size_is_said_beforehand():

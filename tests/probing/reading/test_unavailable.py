@@ -17,9 +17,13 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import find_sites, first_pass
 from massieu.probing.model.model import model_inputs
 from massieu.probing.reading import reading as reading_file
+from massieu.probing.statistics import attention as attention_file
 from massieu.probing.statistics import climb as climb_file
+from massieu.probing.statistics import flow as flow_file
+from massieu.probing.statistics import maps as maps_file
+from massieu.probing.statistics import memory as memory_file
 from massieu.probing.statistics import values as values_file
-from massieu.probing.statistics.registry import STATISTICS, measures
+from massieu.probing.statistics.registry import STATISTICS
 from massieu.probing.stream.replay import Replay
 from massieu.probing.stream.wiring import StreamTracer
 
@@ -185,13 +189,21 @@ def test_a_group_that_fails_is_left_out_with_its_reason(file, name, lost, two_ba
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    "name", ["entropy", "first_value_norm_ratio", "symmetric_share", "keys_in_use", "stream_cosine"]
+    ("name", "functions"),
+    [
+        ("entropy", attention_file.REGISTER.functions),
+        ("first_value_norm_ratio", values_file.OF_CALLS.functions),
+        ("symmetric_share", maps_file.REGISTER.functions),
+        ("keys_in_use", memory_file.REGISTER.functions),
+        ("stream_cosine", flow_file.REGISTER.functions),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_a_function_that_fails_costs_its_own_statistic_alone(name, two_batches, monkeypatch):
+def test_a_function_that_fails_costs_its_own_statistic_alone(name, functions, two_batches, monkeypatch):
     group = STATISTICS[name].group
-    asked = list(measures(group))
+    asked = [each.name for each in STATISTICS.values() if each.group == group]
     whole = massieu.probe(zoo.model("gpt2", n_layer=2), two_batches, statistics=asked, max_length=20, draws=2)
-    honest, calls = measures(group)[name], []
+    honest, calls = functions[name], []
 
     def failing(*arguments):
         calls.append(None)
@@ -199,7 +211,7 @@ def test_a_function_that_fails_costs_its_own_statistic_alone(name, two_batches, 
             raise ArithmeticError("not this one")
         return honest(*arguments)
 
-    monkeypatch.setitem(measures(group), name, failing)
+    monkeypatch.setitem(functions, name, failing)
     if name == "first_value_norm_ratio":
         failing.__name__ = name
         monkeypatch.setattr(values_file, name, failing)

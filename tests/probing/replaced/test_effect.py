@@ -13,7 +13,7 @@ import massieu
 from massieu.errors import InputError
 from massieu.probing.model.model import load_model
 from massieu.probing.replaced.effect import Effects, Replace
-from massieu.probing.statistics.registry import select
+from massieu.probing.statistics.catalogue import Selection
 
 HEADS, SIZE, WINDOWS = 4, 8, 6
 SIZES: dict[str, Any] = {
@@ -147,7 +147,7 @@ def test_the_statistic_of_every_head():
     rows = result.heads.filter(result.heads["statistic"] == "loss_without_head").sort("layer", "head")
     assert rows["value"].to_list() == [each.value for each in result.run.replacements]
     assert rows["standard_error"].to_list() == [each.standard_error for each in result.run.replacements]
-    assert "loss_without_head" not in select(None)[0]
+    assert "loss_without_head" not in Selection.of(None).names
     beside = massieu.probe(
         model, BATCHES, statistics=["replacement"], replace="joint", replace_windows=2
     ).run.replacements

@@ -230,7 +230,7 @@ def test_a_record_of_the_first_release_is_read_into_attributes_and_written_as_it
     for part in ("error_unit", "sample"):
         value[part] |= {"degrees": None}
     for statistic in value["statistics"]:
-        statistic |= {"scale": "number", "smallest": 0.0}
+        statistic |= {"scale": "number", "smallest": 0.0, "sampled": False}
     value |= {"replacements": [], "per_token": None}
     assert list(run.to_dict().items()) == list(value.items())
 

@@ -15,7 +15,7 @@ from massieu.probing.statistics.conditional_mean import (
     value_by_kernel,
     value_by_ridge,
 )
-from massieu.probing.statistics.registry import CONDITIONAL_MEAN, measures
+from massieu.probing.statistics.conditional_mean import REGISTER as CONDITIONAL_MEAN_REGISTER
 from massieu.probing.statistics.windowed import shuffled_values
 
 H, N, D = 2, 24, 4
@@ -128,7 +128,7 @@ def test_few_tokens_and_numbers_that_are_not_finite_have_no_share():
     few = window(drawn(H, 5, D), drawn(H, 5, D, 1), drawn(H, 5, 5, 2))
     value = drawn(H, N, 5, 2)
     value[0] = 2.0  # nothing to tell
-    for measure in measures(CONDITIONAL_MEAN).values():
+    for measure in CONDITIONAL_MEAN_REGISTER.functions.values():
         total, count = measure(few)
         assert count.tolist() == [0.0] * H or measure is value_by_attention
         total, count = measure(window(drawn(H, N, D), drawn(H, N, D, 1), value))
@@ -137,5 +137,5 @@ def test_few_tokens_and_numbers_that_are_not_finite_have_no_share():
 
 @pytest.mark.medium
 def test_batches_change_nothing():
-    names = list(measures(CONDITIONAL_MEAN))
+    names = list(CONDITIONAL_MEAN_REGISTER.functions)
     check_batches_change_nothing("llama", names, dict.fromkeys(names, "shuffled_values"))

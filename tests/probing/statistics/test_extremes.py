@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import massieu
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.tokens import Tokens
+from massieu.probing.statistics.catalogue import PACKAGE
 from massieu.probing.statistics.extremes import EXTREMES, PLACES, Extremes, Places
 from massieu.probing.statistics.query_means import query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
@@ -123,7 +124,7 @@ def updated(into: Extremes, query: Tensor, key: Tensor, windows: list[int]) -> N
     real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool)
     positions = torch.arange(query.shape[2])
     reading = QueryReading(call, Tokens(real, None), Tokens(real, None), positions, itself=True)
-    into.update(query_statistics(reading), call, Places(positions, windows, len(windows)))
+    into.update(query_statistics(reading, PACKAGE.query_functions), call, Places(positions, windows, len(windows)))
 
 
 def test_any_split_in_any_order_gives_the_whole():

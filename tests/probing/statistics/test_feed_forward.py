@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import massieu
+from massieu.probing.statistics.feed_forward import REGISTER as FEED_FORWARD_REGISTER
 from massieu.probing.statistics.feed_forward import FeedForwardStatistics, Sampled, _ridge
-from massieu.probing.statistics.registry import FEED_FORWARD, measures
 
-NAMES = tuple(measures(FEED_FORWARD))
+NAMES = tuple(FEED_FORWARD_REGISTER.functions)
 WIDTH, LENGTH = 12, 40
 IDS = torch.randint(1, 60, (8, LENGTH), generator=torch.Generator().manual_seed(0))
 BATCHES = [{"input_ids": IDS[:4]}, {"input_ids": IDS[4:]}]
@@ -155,7 +155,7 @@ def sampled(function: Any, width: int = 10, windows: int = 12, tokens: int = 40)
 
 
 def value(name: str, tokens: Sampled) -> float:
-    total, count = measures(FEED_FORWARD)[name](tokens)
+    total, count = FEED_FORWARD_REGISTER.functions[name](tokens)
     return float(total.sum() / count.sum())
 
 

@@ -22,7 +22,7 @@ from massieu.probing.statistics.flow import (
     stream_gaussian_distance,
     stream_third_cumulant,
 )
-from massieu.probing.statistics.registry import FLOW, measures
+from massieu.probing.statistics.flow import REGISTER as FLOW_REGISTER
 from massieu.probing.sums.units import Units
 
 IDS = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i))[:16] for i in range(3)])
@@ -69,7 +69,7 @@ def explicit(cloud: np.ndarray) -> dict[str, float]:
 def test_functions_are_the_explicit_ones():
     cloud = torch.randn(30, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3 + 0.5
     for name, expected in explicit(cloud.numpy()).items():
-        assert float(measures(FLOW)[name](cloud)) == pytest.approx(expected, rel=1e-9)
+        assert float(FLOW_REGISTER.functions[name](cloud)) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.medium
@@ -96,13 +96,13 @@ def test_the_clouds_are_the_hidden_states_after_each_step(kind):
         assert len(here), (name, rows["site"].unique().to_list())
         values = [explicit(window.double().numpy()) for window in states]
         sampled = int(here.filter(here["statistic"] == "stream_cosine")["count"][0])
-        for statistic in measures(FLOW):
+        for statistic in FLOW_REGISTER.functions:
             expected = np.mean([value[statistic] for value in values[:sampled]])
             found = here.filter(here["statistic"] == statistic)["value"][0]
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
     names = {*rows["statistic"]}
-    assert {f"{name}/reinitialised" for name in measures(FLOW)} <= names
-    assert {f"{name}/gaussian" for name in measures(FLOW) if name != "stream_effective_rank"} <= names
+    assert {f"{name}/reinitialised" for name in FLOW_REGISTER.functions} <= names
+    assert {f"{name}/gaussian" for name in FLOW_REGISTER.functions if name != "stream_effective_rank"} <= names
     assert "stream_effective_rank/gaussian" not in names
 
 
@@ -192,7 +192,7 @@ def test_two_models_drawn_alike_are_not_told_apart(kind):
 
 
 def test_functions_are_those_that_are_registered():
-    assert [*measures(FLOW).values()] == [
+    assert [*FLOW_REGISTER.functions.values()] == [
         stream_effective_rank, stream_third_cumulant, stream_fourth_cumulant, stream_gaussian_distance, stream_cosine,
         stream_clusters,
     ]  # fmt: skip

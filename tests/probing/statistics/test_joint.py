@@ -5,9 +5,10 @@ import pytest
 import torch
 from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, window
 
+from massieu.probing.statistics.head_window import HeadWindow
+from massieu.probing.statistics.joint import REGISTER as JOINT_REGISTER
 from massieu.probing.statistics.joint import gating_information, mixture_gap, responsibility
-from massieu.probing.statistics.registry import JOINT, measures
-from massieu.probing.statistics.windowed import HeadWindow, permuted_heads
+from massieu.probing.statistics.windowed import permuted_heads
 
 H, N, D = 3, 20, 4
 
@@ -36,7 +37,7 @@ def test_numbers_are_the_explicit_ones(kind):
     parts = 2 * drawn(H, N, D), drawn(heads, N, D, 1), drawn(heads, N, 5, 2)
     given = window(*parts, causal=kind == "causal", real=real)
     for name, expected in explicit(given).items():
-        np.testing.assert_allclose(mean(measures(JOINT)[name](given)), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mean(JOINT_REGISTER.functions[name](given)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_gap_is_that_of_the_bound():
@@ -74,7 +75,7 @@ def test_a_query_that_sees_nothing_counts_in_no_head():
     query, key = drawn(H, N, D), drawn(H, N, D, 1)
     query[1, 7] = torch.nan
     given = window(query, key, drawn(H, N, 5))
-    for measure in measures(JOINT).values():
+    for measure in JOINT_REGISTER.functions.values():
         total, count = measure(given)
         assert count.tolist() == [len(given.queries) - 1] * H and total.isfinite().all()
 
@@ -86,4 +87,4 @@ def test_batches_change_nothing():
         "responsibility": "reinitialised",
         "gating_information": "permuted_heads",
     }
-    check_batches_change_nothing("bert", list(measures(JOINT)), controls)
+    check_batches_change_nothing("bert", list(JOINT_REGISTER.functions), controls)

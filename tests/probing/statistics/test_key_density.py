@@ -7,6 +7,8 @@ import torch
 from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, window
 
 from massieu.probing.statistics import key_density
+from massieu.probing.statistics.head_window import HeadWindow
+from massieu.probing.statistics.key_density import REGISTER as KEY_DENSITY_REGISTER
 from massieu.probing.statistics.key_density import (
     VARIANCES,
     Halves,
@@ -19,8 +21,7 @@ from massieu.probing.statistics.key_density import (
     shrunk_covariance,
     sphere_density,
 )
-from massieu.probing.statistics.registry import KEY_DENSITY, measures
-from massieu.probing.statistics.windowed import HeadWindow, shuffled_coordinates
+from massieu.probing.statistics.windowed import shuffled_coordinates
 
 H, N, D = 2, 200, 3
 
@@ -144,7 +145,7 @@ def test_shuffled_coordinates_keep_mean_covariance_and_each_coordinates_law():
 def test_few_keys_equal_keys_and_numbers_that_are_not_finite_have_no_law():
     key = drawn(3, 40, D)
     key[0], key[1, 3] = 1.0, torch.nan
-    for measure in measures(KEY_DENSITY).values():
+    for measure in KEY_DENSITY_REGISTER.functions.values():
         total, count = measure(made(key))
         assert count[:2].tolist() == [0.0, 0.0] and count[2] == 20 and total.isfinite().all()
         assert measure(made(key, real=15))[1].tolist() == [0.0] * 3
@@ -152,5 +153,5 @@ def test_few_keys_equal_keys_and_numbers_that_are_not_finite_have_no_law():
 
 @pytest.mark.medium
 def test_batches_change_nothing():
-    names = list(measures(KEY_DENSITY))
+    names = list(KEY_DENSITY_REGISTER.functions)
     check_batches_change_nothing("bert", names, dict.fromkeys(names[:2], "shuffled_coordinates"))

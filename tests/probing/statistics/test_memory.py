@@ -12,17 +12,18 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 import massieu
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.statistics import windowed
+from massieu.probing.statistics.head_window import QUERIES, HeadWindow
+from massieu.probing.statistics.memory import REGISTER as MEMORY_REGISTER
 from massieu.probing.statistics.memory import (
     keys_in_use,
     pattern_weight_evenness,
     retrieval_slope,
     retrieval_slope_bound,
 )
-from massieu.probing.statistics.registry import MEMORY, measures
-from massieu.probing.statistics.windowed import QUERIES, HeadWindow, other_heads_keys, shuffled_values
+from massieu.probing.statistics.windowed import other_heads_keys, shuffled_values
 
 H, N, D, SCALE = 4, 24, 6, 0.4
-NAMES = tuple(measures(MEMORY))
+NAMES = tuple(MEMORY_REGISTER.functions)
 
 
 def window(key: Tensor, query: Tensor, *, causal: bool = False, real: int = N, scale: float = SCALE) -> HeadWindow:
@@ -73,7 +74,7 @@ def test_numbers_are_the_explicit_ones(kind):
     key, query = drawn(2 if kind == "grouped" else H)
     given = window(key, query, causal=kind == "causal", real=17 if kind == "padded" else N)
     for name, expected in explicit(given).items():
-        total, count = measures(MEMORY)[name](given)
+        total, count = MEMORY_REGISTER.functions[name](given)
         # The slope comes of 24 products, whose error falls with the square of the ratio of the two largest eigenvalues.
         np.testing.assert_allclose(total / count, expected, rtol=5e-3 if name == "retrieval_slope" else 1e-5)
         if name == "retrieval_slope":
@@ -83,7 +84,7 @@ def test_numbers_are_the_explicit_ones(kind):
 def test_an_origin_of_the_keys_moves_nothing():
     key, query = drawn()
     moved = window(key + 30 * torch.randn(1, H, 1, D, generator=torch.Generator().manual_seed(3)), query)
-    for name, measure in measures(MEMORY).items():
+    for name, measure in MEMORY_REGISTER.functions.items():
         before, after = (total / count for total, count in map(measure, (window(key, query), moved)))
         torch.testing.assert_close(after, before, rtol=2e-3, atol=1e-4, msg=name)
 
@@ -127,7 +128,7 @@ def test_what_is_not_finite_counts_nowhere():
     query[0, 1, 5] = torch.nan
     key[0, 2] = torch.inf
     given = window(key, query)
-    sums = windowed.WindowStatistics(MEMORY, H, windowed.Units())
+    sums = windowed.WindowStatistics(windowed.registered(MEMORY_REGISTER), H, windowed.Units())
     sums.update(given, [0])
     value, _, count = sums.ratio.estimate()
     place = NAMES.index("keys_in_use")

@@ -9,14 +9,14 @@ import torch
 from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, weights_of, window
 from tests.support.rows import some_slow
 
+from massieu.probing.statistics.head_window import QUERIES, HeadWindow
+from massieu.probing.statistics.metric import REGISTER as METRIC_REGISTER
 from massieu.probing.statistics.metric import (
     fisher_evenness,
     precision_antisymmetric_share,
     precision_cosine,
     retrieved_law_distance,
 )
-from massieu.probing.statistics.registry import METRIC, measures
-from massieu.probing.statistics.windowed import QUERIES, HeadWindow
 
 H, N, D = 3, 40, 4
 
@@ -24,7 +24,7 @@ H, N, D = 3, 40, 4
 def explicit(given: HeadWindow) -> dict[str, list[float]]:
     """By inverses and symmetric roots in place of triangular factors."""
     call, real = given.call, int(given.real.sum())
-    found: dict[str, list[float]] = {name: [] for name in measures(METRIC)}
+    found: dict[str, list[float]] = {name: [] for name in METRIC_REGISTER.functions}
     for head in range(H):
         keys = call.key[0, head * call.key.shape[1] // H, :real].double()
         query = call.query[0, head, :real].double().numpy()
@@ -55,7 +55,7 @@ def test_numbers_are_the_explicit_ones(kind):
     key = drawn(heads, N, D, 1) @ drawn(heads, D, D, 3) + 2
     given = window(2 * drawn(H, N, D) + 1, key, drawn(heads, N, 5, 2), causal=kind == "causal", real=real)
     for name, expected in explicit(given).items():
-        np.testing.assert_allclose(mean(measures(METRIC)[name](given)), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mean(METRIC_REGISTER.functions[name](given)), expected, rtol=1e-5, atol=1e-6)
 
 
 def with_metric(power: float, scale: float = 1.0) -> HeadWindow:
@@ -92,7 +92,7 @@ def test_how_a_head_splits_its_map_moves_nothing():
     query, key, turn = drawn(H, N, D), drawn(H, N, D, 1), drawn(1, D, D, 7)[0] + 2 * torch.eye(D)
     one = window(query, key, drawn(H, N, 5))
     other = window(query @ torch.linalg.inv(turn).T, key @ turn + drawn(H, 1, D, 8), drawn(H, N, 5))
-    for measure in measures(METRIC).values():
+    for measure in METRIC_REGISTER.functions.values():
         np.testing.assert_allclose(mean(measure(one)), mean(measure(other)), rtol=1e-3, atol=1e-4)
 
 
@@ -100,7 +100,7 @@ def test_other_sequences_few_tokens_and_numbers_that_are_not_finite_have_no_numb
     query, key = drawn(H, N, D), drawn(H, N, D, 1)
     key[1, 3] = torch.inf
     given = window(query, key, drawn(H, N, 5))
-    for measure in measures(METRIC).values():
+    for measure in METRIC_REGISTER.functions.values():
         total, count = measure(given)
         assert count.tolist() == [1, 0, 1] and total.isfinite().all()
         assert measure(replace(given, itself=False))[1].tolist() == [0] * H
@@ -110,5 +110,5 @@ def test_other_sequences_few_tokens_and_numbers_that_are_not_finite_have_no_numb
 @pytest.mark.medium
 @some_slow("kind", ["llama", "bert"], 1)
 def test_batches_change_nothing(kind):
-    names = list(measures(METRIC))
+    names = list(METRIC_REGISTER.functions)
     check_batches_change_nothing(kind, names, dict.fromkeys(names, "mismatched_keys"))

@@ -10,7 +10,7 @@ import massieu
 from massieu.errors import InputError
 from massieu.probing.checks.nonfinite import kind_of
 from massieu.probing.statistics import registry
-from massieu.probing.statistics.registry import ATTENTION, measures
+from massieu.probing.statistics.attention import REGISTER as ATTENTION_REGISTER
 
 CONFIG = {"vocab_size": 61, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "attn_implementation": "sdpa"}
 
@@ -48,7 +48,7 @@ def test_a_quick_run_has_the_attention_statistics_of_a_whole_one_with_their_erro
     result = massieu.probe(small_model(), batches(), max_length=24, quick=True)
     quick = rows(result)
     compared = ("/reinitialised", "/p_value", "/q_value")
-    group = measures(ATTENTION)
+    group = ATTENTION_REGISTER.functions
     assert quick == same(
         {k: v for k, v in whole.items() if k[2].split("/")[0] in group and not k[2].endswith(compared)}
     )
@@ -57,7 +57,7 @@ def test_a_quick_run_has_the_attention_statistics_of_a_whole_one_with_their_erro
     assert "re-initialised control" not in result.run.timing and not result.details["examples"]
 
 
-@pytest.mark.parametrize("name", measures(ATTENTION))
+@pytest.mark.parametrize("name", ATTENTION_REGISTER.functions)
 def test_a_statistic_by_itself_is_what_it_is_among_all(name, whole):
     found = rows(massieu.probe(small_model(), batches(), max_length=24, quick=True, statistics=[name]))
     alone = {key: value for key, value in whole.items() if key[2] == name}

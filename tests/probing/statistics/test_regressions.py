@@ -11,14 +11,15 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 import massieu
 from massieu.probing.statistics import regressions
-from massieu.probing.statistics.registry import RESIDUAL, TAP, measures
 from massieu.probing.statistics.regressions import Regressions, coefficient, explained, gain, random_like
+from massieu.probing.statistics.residual import REGISTER as RESIDUAL_REGISTER
 from massieu.probing.statistics.residual import (
     ResidualGroup,
     update_gradient_gain,
     update_stream_coefficient,
     update_stream_share,
 )
+from massieu.probing.statistics.tap import REGISTER as TAP_REGISTER
 from massieu.probing.statistics.tap import TapGroup, reaction_coefficient, reaction_gain
 from massieu.probing.sums.units import Units
 
@@ -206,7 +207,7 @@ def test_stream_update_and_gradient_are_the_explicit_ones(kind, monkeypatch):
             assert number == row and len(own[0]) == int(real.sum())
             for found, expected in zip(own, (updates[layer][row], streams[layer][row], slope), strict=True):
                 torch.testing.assert_close(found.float(), expected[real].detach(), rtol=1e-3, atol=1e-4)
-    names = set(measures(RESIDUAL))
+    names = set(RESIDUAL_REGISTER.functions)
     assert names <= {*result.layers["statistic"]} and {f"{n}/random" for n in names} <= {*result.layers["statistic"]}
     assert {f"{name}/q_value" for name in names} <= {*result.layers["statistic"]}
 
@@ -247,7 +248,7 @@ def test_the_reaction_is_the_square_of_the_heads_mean_weights(monkeypatch):
             factor = (control[2] / stream)[:, 0]
             torch.testing.assert_close(factor.sort().values, squares.sort().values, rtol=1e-4, atol=1e-5)
             assert update.shape == stream.shape
-    assert {*measures(TAP)} <= {*result.layers["statistic"]}
+    assert {*TAP_REGISTER.functions} <= {*result.layers["statistic"]}
 
 
 @pytest.mark.parametrize("weight", [-3.0, 0.0])
@@ -280,5 +281,9 @@ def test_batches_change_nothing():
 
 
 def test_functions_are_those_that_are_registered():
-    assert list(measures(RESIDUAL).values()) == [update_stream_coefficient, update_stream_share, update_gradient_gain]
-    assert list(measures(TAP).values())[:2] == [reaction_gain, reaction_coefficient]
+    assert list(RESIDUAL_REGISTER.functions.values()) == [
+        update_stream_coefficient,
+        update_stream_share,
+        update_gradient_gain,
+    ]
+    assert list(TAP_REGISTER.functions.values())[:2] == [reaction_gain, reaction_coefficient]

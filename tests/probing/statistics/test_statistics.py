@@ -25,10 +25,10 @@ from massieu.probing.reading.examples import _numbers
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading
 from massieu.probing.statistics import attention as attention_file
-from massieu.probing.statistics import registry
+from massieu.probing.statistics.catalogue import PACKAGE, Selection
 from massieu.probing.statistics.query_means import AttentionStatistics, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import ATTENTION, OPT_IN, STATISTICS, VALUES, select
+from massieu.probing.statistics.registry import ATTENTION, OPT_IN, STATISTICS, VALUES
 from massieu.probing.statistics.registry import GROUPS as ALL_GROUPS
 from massieu.probing.sums.units import Units
 
@@ -120,8 +120,8 @@ def test_a_constant_added_to_the_keys_moves_no_headline(causal):
     )
     tokens = Tokens(torch.ones(2, 40, dtype=torch.bool), torch.zeros(2, 40, dtype=torch.bool))
     positions = torch.arange(40)
-    plain = query_statistics(QueryReading(call, tokens, tokens, positions, True))
-    moved = query_statistics(QueryReading(shifted(call, 5.0), tokens, tokens, positions, True))
+    plain = query_statistics(QueryReading(call, tokens, tokens, positions, True), PACKAGE.query_functions)
+    moved = query_statistics(QueryReading(shifted(call, 5.0), tokens, tokens, positions, True), PACKAGE.query_functions)
     for name, value in plain.values.items():
         difference = float((value - moved.values[name]).abs().max())
         if STATISTICS[name].headline:
@@ -157,7 +157,9 @@ def test_weights_of_single_keys_are_right_where_scores_are_huge(size, dtype, cau
         "weight_diagonal": p.diagonal(dim1=-2, dim2=-1),
     }
     tokens = Tokens(torch.ones(2, 24, dtype=torch.bool), special, None, restarts)
-    values = query_statistics(QueryReading(call, tokens, tokens, torch.arange(24), True)).values
+    values = query_statistics(
+        QueryReading(call, tokens, tokens, torch.arange(24), True), PACKAGE.query_functions
+    ).values
     for name, right in expected.items():
         assert float(values[name].max()) <= 1, name
         assert torch.allclose(values[name].double(), right, atol=1e-5), name
@@ -226,14 +228,14 @@ def test_entropy_bins_are_bins_of_the_number_of_visible_keys():
 
 
 def test_nan_is_reported_and_left_out():
-    results = AttentionStatistics(2, Units(), 8)
+    results = AttentionStatistics(tuple(PACKAGE.query_functions), 2, Units(), 8)
     query, key = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4)
     query[0, 1, 3] = torch.nan
     call = AttentionCall(
         AttentionSite("a"), torch.nn.Identity(), query, key, key, None, False, 0.5, None, None, torch.empty(1, 8, 2, 4)
     )
     tokens = Tokens(torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.bool))
-    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(8), True))
+    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(8), True), PACKAGE.query_functions)
     results.update(found, torch.arange(8), 1)
     assert results.broken.counts.tolist() == [0, 1]
     estimate = results.ratio.estimate()
@@ -252,7 +254,7 @@ def test_learned_sink_takes_its_share_of_z():
         model(**batch, use_cache=False)
     call = calls[0]
     tokens = Tokens(batch["attention_mask"].bool(), torch.zeros(3, 20, dtype=torch.bool))
-    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(20), True))
+    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(20), True), PACKAGE.query_functions)
     key = call.key.double().repeat_interleave(2, 1)
     z = (call.query.double() @ key.mT * call.scale).masked_fill(~call.visible(), -torch.inf).exp().sum(-1)
     b = call.sink.double()[:, None].exp()
@@ -261,14 +263,16 @@ def test_learned_sink_takes_its_share_of_z():
 
 
 def test_selection_of_statistics():
-    everything, groups = select(None)
+    every = Selection.of(None)
+    everything, groups = every.names, every.groups
     assert everything == {name for name, each in STATISTICS.items() if each.group not in OPT_IN}
-    assert groups == set(ALL_GROUPS) - OPT_IN and select(ALL_GROUPS)[0] == set(STATISTICS)
-    names, groups = select(["entropy", "maps"])
+    assert groups == set(ALL_GROUPS) - OPT_IN and Selection.of(ALL_GROUPS).names == set(STATISTICS)
+    some = Selection.of(["entropy", "maps"])
+    names, groups = some.names, some.groups
     assert groups == {"attention", "maps"}
     assert names == {"entropy", "write_score_cosine", "symmetric_share", "antisymmetric_share"}
     with pytest.raises(ValueError, match=r"unknown statistic 'entropie'; known are .*entropy_fraction"):
-        select(["entropie"])
+        Selection.of(["entropie"])
 
 
 def test_first_value_against_the_mean_of_all():
@@ -299,13 +303,13 @@ def test_sampled_queries_belong_to_their_window_however_windows_come():
 def own_statistic() -> Iterator[str]:
     """All that somebody writes who adds a statistic of a query: a function, and what is said of it."""
 
-    @registry.statistic(ATTENTION, "Twice the entropy", formula="2 H (of a test)", claim="S8", unit="nats")
+    @attention_file.REGISTER.statistic("Twice the entropy", formula="2 H (of a test)", claim="S8", unit="nats")
     def twice_entropy(reading: QueryReading) -> torch.Tensor:
         """How much is twice the entropy?"""
         return 2 * reading.moments.entropy
 
     yield twice_entropy.__name__
-    del STATISTICS[twice_entropy.__name__], registry.measures(ATTENTION)[twice_entropy.__name__]
+    del STATISTICS[twice_entropy.__name__], attention_file.REGISTER.functions[twice_entropy.__name__]
 
 
 TABLES = Path(__file__).parents[3] / "scripts" / "statistics_table.py"
@@ -337,7 +341,7 @@ def statistic_of_the_recipe() -> Iterator[str]:
     exec(compile(found[1], "CONTRIBUTING.md", "exec"), scope)
     (name,) = set(STATISTICS) - before
     yield name
-    del STATISTICS[name], registry.measures(ATTENTION)[name]
+    del STATISTICS[name], attention_file.REGISTER.functions[name]
 
 
 def test_the_recipe_of_a_statistic_works(statistic_of_the_recipe):
@@ -355,9 +359,11 @@ def test_the_recipe_of_a_statistic_works(statistic_of_the_recipe):
 
 def test_a_name_that_is_taken_and_a_headline_that_depends_on_the_key_origin_are_refused(own_statistic):
     with pytest.raises(ValueError, match="the name is taken"):
-        registry.statistic(ATTENTION, "", formula="", claim="", name=own_statistic)(len)
+        attention_file.REGISTER.statistic("", formula="", claim="", name=own_statistic)(len)
     with pytest.raises(ValueError, match="cannot be a headline"):
-        registry.statistic(ATTENTION, "", formula="", claim="", name="new", gauge_dependent=True, headline=True)(len)
+        attention_file.REGISTER.statistic("", formula="", claim="", name="new", gauge_dependent=True, headline=True)(
+            len
+        )
 
 
 def test_the_page_on_the_probe_has_the_tables_of_now():

@@ -6,13 +6,13 @@ import torch
 from tests.support.probing.windows import check_batches_change_nothing, drawn, mean, weights_of, window
 from tests.support.rows import some_slow
 
-from massieu.probing.statistics.registry import UNCERTAINTY, measures
+from massieu.probing.statistics.head_window import QUERIES, HeadWindow
+from massieu.probing.statistics.uncertainty import REGISTER as UNCERTAINTY_REGISTER
 from massieu.probing.statistics.uncertainty import (
     output_effective_tokens,
     output_lipschitz,
     query_fisher_information,
 )
-from massieu.probing.statistics.windowed import QUERIES, HeadWindow
 
 H, N, D = 3, 20, 4
 
@@ -25,7 +25,7 @@ def made(kind: str) -> HeadWindow:
 
 def explicit(given: HeadWindow) -> dict[str, list[float]]:
     call, real = given.call, int(given.real.sum())
-    found: dict[str, list[float]] = {name: [] for name in measures(UNCERTAINTY)}
+    found: dict[str, list[float]] = {name: [] for name in UNCERTAINTY_REGISTER.functions}
     for head in range(H):
         own = head * call.key.shape[1] // H
         keys, values = (part[0, own, :real].double().numpy() for part in (call.key, call.value))
@@ -55,7 +55,7 @@ def test_numbers_are_the_explicit_ones(kind):
     given = made(kind)
     for name, expected in explicit(given).items():
         # Power iteration finds the norm from below, with an error that falls with the square of the ratio of the two largest.
-        found = mean(measures(UNCERTAINTY)[name](given))
+        found = mean(UNCERTAINTY_REGISTER.functions[name](given))
         np.testing.assert_allclose(found, expected, rtol=5e-3 if name == "output_lipschitz" else 1e-6)
 
 
@@ -97,7 +97,7 @@ def test_one_token_and_all_of_them():
 
 def test_scales_and_origins_move_nothing():
     query, key, value = drawn(H, N, D), drawn(H, N, D, 1), drawn(H, N, 5, 2)
-    for measure in measures(UNCERTAINTY).values():
+    for measure in UNCERTAINTY_REGISTER.functions.values():
         before = mean(measure(window(query, key, value)))
         shifted = mean(measure(window(query, key + drawn(H, 1, D, 5), 3 * value + drawn(H, 1, 5, 6))))
         split = mean(measure(window(7 * query, key / 7, value)))
@@ -112,7 +112,7 @@ def test_what_cannot_be_known_has_no_number():
     given = window(query, key, value)
     assert output_effective_tokens(given)[1].tolist() == [0, QUERIES - 1, QUERIES]
     alone = window(query[:, :1], key[:, :1], value[:, :1])
-    for measure in measures(UNCERTAINTY).values():
+    for measure in UNCERTAINTY_REGISTER.functions.values():
         total, count = measure(alone)
         assert total.isfinite().all() and count.isfinite().all()
 
@@ -120,5 +120,5 @@ def test_what_cannot_be_known_has_no_number():
 @pytest.mark.medium
 @some_slow("kind", ["llama", "bert"], 1)
 def test_batches_change_nothing(kind):
-    names = list(measures(UNCERTAINTY))
+    names = list(UNCERTAINTY_REGISTER.functions)
     check_batches_change_nothing(kind, names, dict.fromkeys(names, "reinitialised"))

@@ -10,7 +10,7 @@ from tests.support.probing import zoo
 
 
 def attention_of(name: str, batch: dict[str, torch.Tensor], shift: float = 0.0) -> list[dict[str, torch.Tensor]]:
-    """For each layer of a BERT, GPT-2 or Llama in float64: scores (hidden keys −inf), values, output weights.
+    """For each layer of a BERT, GPT-2 or Llama in float64: scores (hidden keys −inf), queries, keys, values.
 
     ``shift`` adds a constant vector to every key.
     """
@@ -29,7 +29,7 @@ def attention_of(name: str, batch: dict[str, torch.Tensor], shift: float = 0.0) 
     def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         scores = q @ (k + shift).mT / size**0.5
-        found.append({"scores": scores.masked_fill(~visible, -torch.inf), "value": v})
+        found.append({"scores": scores.masked_fill(~visible, -torch.inf), "query": q, "key": k + shift, "value": v})
 
     def bert(module, arguments, output):
         x = arguments[0]

@@ -142,8 +142,7 @@ def _difference(
 ) -> tuple[Difference, bool]:
     """The difference and its error, and whether it is paired."""
     sums = [None if result.units is None else result.units.sums.get(key) for result in results]
-    groups = {each.name: each.group for each in results[0].run.statistics}
-    sampled = key[0] == "layer" or groups.get(key[2]) in SAMPLED
+    sampled = key[0] == "layer" or key[2] in _sampled(results[0])
     units = Units("document" if results[0].run.text.packing is False else "window", sampled=sampled)
     if sums[0] is not None and sums[1] is not None and sums[0].totals.shape[1] == len(cells[0].heads):
         if how.paired and same_units(sums[0], sums[1]):
@@ -199,3 +198,8 @@ def _with_q_values(rows: list[dict[str, Any]], model: str) -> "polars.DataFrame"
     polars = require_extra("polars", "probe")
     frame = polars.DataFrame([{"model": model} | row for row in rows], schema=difference_schema(), orient="row")
     return frame.with_columns(polars.col(*NUMBERS).fill_nan(None))
+
+
+def _sampled(result: ProbeResult) -> set[str]:
+    """The statistics that were measured on the sampled windows; records of earlier versions say their group alone."""
+    return {each.name for each in result.run.statistics if each.sampled or each.group in SAMPLED}

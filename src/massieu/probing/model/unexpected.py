@@ -1,12 +1,51 @@
-"""What is said of an error that nobody foresaw, where the reading goes on without the part that raised it."""
+"""What is said of an error where the reading goes on without the part that raised it."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+
+_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+"""Folders of code that no user of a statistic has written."""
+
+
+class OwnFunctionError(Exception):
+    """A function of the user's own raised an error, or gave what is no statistic; the message says which."""
 
 
 def unexpected(error: Exception) -> str:
     """One line for the page: that memory ran out, or that the error is worth a report, with what it said."""
-    said = f"{type(error).__name__}: {error}".rstrip(": ")
-    line = " ".join(said.split())[:200]
+    if isinstance(error, OwnFunctionError):
+        return str(error)
+    line = _in_a_line(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return f"memory ran out ({line})"
     return f"an error that was not foreseen and is worth a report: {line}"
+
+
+@contextmanager
+def calling_own() -> Iterator[None]:
+    """What a function of the user's own raises inside is told with the line that raised it.
+
+    Raises:
+        OwnFunctionError: it raised anything but that memory ran out.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, OwnFunctionError):
+        raise
+    except Exception as error:
+        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
+        where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
+        raise OwnFunctionError(f"it raised {_in_a_line(error)}{where}") from error
+
+
+def _is_theirs(file: str) -> bool:
+    return not file.startswith((*_NOT_THE_USERS, "<frozen")) and Path(file).name != "contextlib.py"
+
+
+def _in_a_line(error: Exception) -> str:
+    said = f"{type(error).__name__}: {error}".rstrip(": ")
+    return " ".join(said.split())[:200]

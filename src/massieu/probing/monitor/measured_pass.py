@@ -23,7 +23,8 @@ from massieu.probing.model.watching import hooked
 from massieu.probing.monitor.extreme_activations import extreme_tokens
 from massieu.probing.monitor.period import ToldPeriod
 from massieu.probing.monitor.processes import BatchShare, MonitorSums, batch_name, head_shard
-from massieu.probing.monitor.quantities import QUANTITIES, SPLIT, StreamNumbers, Sums, stream_numbers
+from massieu.probing.monitor.quantities import StreamNumbers, Sums, stream_numbers
+from massieu.probing.statistics.query_means import Functions
 
 CLOUD = 64  # tokens of a window whose spread is measured
 
@@ -100,10 +101,12 @@ class MeasuredPass(WatchedPasses):
         look: FirstLook,
         names: Mapping[AttentionSite, str],
         inputs: dict[str, Any],
+        functions: Functions,
         share: BatchShare | None = None,
         extreme_activations: bool = False,
     ) -> None:
         self.names = names
+        self._functions = functions
         self.share = share
         self.sums: dict[Any, Sums] = {}
         self.clouds: dict[str, list[Cloud]] = {}
@@ -155,11 +158,11 @@ class MeasuredPass(WatchedPasses):
         cross = info.kind == "cross"
         keys = self.tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
         positions = torch.arange(call.query.shape[2], device=call.query.device)
-        names = tuple(name for name in QUANTITIES if info.grade == "full" or name not in SPLIT)
+        functions = {n: each for n, each in self._functions.items() if info.grade == "full" or not each.needs_scores}
         sums = self.sums.get(call.site)
         if sums is None:
             first = head_shard(call.module) * info.heads
-            sums = self.sums[call.site] = Sums(info, self.names[call.site], first, names)
+            sums = self.sums[call.site] = Sums(info, self.names[call.site], first, functions)
         sums.add(call, queries, keys, positions)
         if in_call(call, queries.real, keys.real):
             sums.look_for_trouble(call)
@@ -197,6 +200,10 @@ class MeasuredPass(WatchedPasses):
             if len(chosen) > 1:
                 cloud = Cloud(state[row].index_select(0, chosen.to(state.device)), dtype)
                 self.clouds.setdefault(layers[visit], []).append(cloud)
+
+    def failed(self) -> dict[str, str]:
+        """Of the user's own functions, why one could not be computed."""
+        return {name: reason for sums in self.sums.values() for name, reason in sums.failed.items()}
 
     def measured(self, step: int, beside: Mapping[str, float], period: ToldPeriod) -> MonitorSums:
         """What the passes have shown."""

@@ -5,7 +5,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -35,11 +35,7 @@ from massieu.probing.monitor.measured_pass import MeasuredPass, WatchedPasses
 from massieu.probing.monitor.period import BUDGET, Period
 from massieu.probing.monitor.places import places
 from massieu.probing.monitor.processes import BatchShare, MonitorSums, batch_share, over_processes
-from massieu.probing.monitor.quantities import (
-    QUANTITIES,
-    SPLIT,
-    SiteNumbers,
-)
+from massieu.probing.monitor.quantities import SPLIT, SiteNumbers, quantities
 from massieu.probing.monitor.record import MonitorRecord
 from massieu.probing.monitor.training import (
     ClippingDoubt,
@@ -52,6 +48,7 @@ from massieu.probing.monitor.trouble import trouble
 from massieu.probing.monitor.unchanged_weights import UnchangedWeights
 from massieu.probing.monitor.undisturbed import undisturbed
 from massieu.probing.monitor.writers import Outlets
+from massieu.probing.statistics.catalogue import Named
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
@@ -106,6 +103,7 @@ class Monitor:
         prefix: str = "massieu",
         norms: bool = False,
         extreme_activations: bool = False,
+        statistics: Iterable[Named] | None = None,
         on_nan: Literal["raise"] | Callable[[MonitorRecord], object] | None = None,
     ) -> None:
         """Look at the model once, so that what cannot be measured is known before training begins.
@@ -135,6 +133,8 @@ class Monitor:
                 ``gradient_norm`` is given beside the step, the layers' gradients are before that clipping too.
             extreme_activations: also ``massieu/layer3/extreme_activations``, the share of tokens behind the layer with an entry
                 above 100 in magnitude and at least 1,000 times the median magnitude of the row's (arXiv 2402.17762).
+            statistics: more statistics of queries: names of the probe's, and functions of your own (`massieu.statistic`), tried
+                once at the beginning. The record has their means as it has the entropy's.
             on_nan: a function that is called with every record of which a number is NaN or infinite, after it was written; or
                 "raise", so that training stops there.
 
@@ -155,6 +155,7 @@ class Monitor:
         flag("alarms", alarms)
         if not isinstance(prefix, str):
             raise InputError(f"prefix must be a string, got {described(prefix)}")
+        self._quantities = quantities(statistics)
         self._optimizers = optimizers_of(optimizer)
         self.model = unwrapped(model)
         check_loaded(self.model, type(self.model).__name__)
@@ -174,6 +175,7 @@ class Monitor:
         self._collapsed: set[str] = set()
         self._unclipped: set[str] = set()
         self._untold: set[int] = set()
+        self._lost: set[str] = set()
         self._told_of_stream = False
         with undisturbed(self.model):
             inputs = self._inputs()
@@ -181,6 +183,7 @@ class Monitor:
                 raise InputError("the batch is empty: give one with at least one item and two tokens")
             self._find_sites(inputs)
             self._warn_of_padding(inputs)
+            self._try_own_functions(inputs)
         self.layer_norms = LayerNorms(self.model, self._layer_names()) if norms else None
         self.outlets = Outlets(to, self.settings)
         self._alarms = Alarms(prefix) if alarms else None
@@ -257,10 +260,10 @@ class Monitor:
         if not self._begins(step):
             yield seen
             return
-        extreme = self._extreme_activations
-        reading = MeasuredPass(self.model, self._look, self._places, {}, extreme_activations=extreme)
+        reading = self._new_pass({})
         with self._watching(reading):
             yield seen
+        self._name_failed(reading)
         if is_compiled(self._entry) and not self._told_of_stream:
             self._told_of_stream = True
             self._warn(
@@ -473,11 +476,38 @@ class Monitor:
         names = {name for name, _ in self.model.named_modules()}
         if any(info.block not in names for info in self._look.sites):
             return None
-        reading = MeasuredPass(self.model, self._look, self._places, inputs, share, self._extreme_activations)
+        reading = self._new_pass(inputs, share)
         with reading.hooks(), capturing(self.model, reading.attention):
             run(self.model, inputs)
         self._name_untold(reading)
+        self._name_failed(reading)
         return None if reading.elsewhere or len(reading.sums) < len(self._places) else reading
+
+    def _new_pass(self, inputs: dict[str, Any], share: BatchShare | None = None) -> MeasuredPass:
+        return MeasuredPass(
+            self.model, self._look, self._places, inputs, self._quantities, share, self._extreme_activations
+        )
+
+    def _try_own_functions(self, inputs: dict[str, Any]) -> None:
+        """That the user's own functions work, before training begins.
+
+        Raises:
+            InputError: one does not.
+        """
+        if not any(each.own for each in self._quantities.values()):
+            return
+        reading = self._new_pass(inputs)
+        with capturing(self.model, reading.attention):
+            run(self.model, inputs)
+        for name, reason in reading.failed().items():
+            raise InputError(f"the statistic {name} does not work on the batch: {reason}")
+
+    def _name_failed(self, reading: MeasuredPass) -> None:
+        """Warn once of a function of the user's own that has failed: training goes on without its numbers."""
+        for name, reason in reading.failed().items():
+            if name not in self._lost:
+                self._lost.add(name)
+                self._warn(f"{name} could not be computed and is left out of this record: {reason}")
 
     def _name_untold(self, reading: WatchedPasses) -> None:
         """Warn, once for each length, of padding that counts as tokens because nothing in one pass tells where it is."""
@@ -515,11 +545,11 @@ class Monitor:
     def _values(self, sites: list[SiteNumbers]) -> dict[str, float]:
         values: dict[str, float] = {}
         for site in sites:
-            for name in filter(site.has, QUANTITIES):
+            for name in filter(site.has, site.names):
                 values |= _over_heads(f"{site.place}/{name}", name, [site])
                 for head in range(site.heads) if self.per_head else ():
                     values[f"{site.place}/head{head}/{name}"] = float(site.means(name)[head])
-        for name in QUANTITIES:
+        for name in self._quantities:
             having = [site for site in sites if site.has(name)]
             if having:
                 values |= _over_heads(name, name, having)

@@ -1,13 +1,15 @@
 """What a monitor measures of each attention call and of the stream, as numbers that can be added up over processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from massieu.errors import InputError
 from massieu.population import observables
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo
@@ -15,25 +17,51 @@ from massieu.probing.capture.tokens import Tokens
 from massieu.probing.checks.nonfinite import kind_of
 from massieu.probing.model.precision import ONE_POINT_RANK, Cloud, is_one_point
 from massieu.probing.statistics import attention as of_query
-from massieu.probing.statistics.query_reading import QueryReading
+from massieu.probing.statistics.catalogue import Named, Selection
+from massieu.probing.statistics.group import fenced
+from massieu.probing.statistics.query_means import Functions, Queries, QueryFunction, moments_read, query_statistics
+from massieu.probing.statistics.query_reading import QueryMeasure, QueryReading
 from massieu.probing.statistics.registry import moments_of
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Measure = Callable[[QueryReading], Any]
-
-QUANTITIES: dict[str, tuple[Measure, str]] = {
-    "selective_log_partition": (of_query.selective_log_partition, "mean"),
-    "largest_logit": (of_query.largest_score, "max"),
-    "largest_logit_above_mean": (of_query.largest_score_above_mean, "mean"),
-    "entropy": (of_query.entropy, "mean"),
-    "entropy_fraction": (of_query.entropy_fraction, "mean"),
-    "weight_first": (of_query.weight_first, "mean"),
+QUANTITIES: dict[str, QueryMeasure] = {
+    "selective_log_partition": of_query.selective_log_partition,
+    "largest_logit": of_query.largest_score,
+    "largest_logit_above_mean": of_query.largest_score_above_mean,
+    "entropy": of_query.entropy,
+    "entropy_fraction": of_query.entropy_fraction,
+    "weight_first": of_query.weight_first,
 }
-"""Each quantity's function, a statistic of the probe, and what a head's number is over the queries."""
+"""Each quantity's function, a statistic of the probe. A head's number is its mean over the queries, but for `LARGEST`."""
+LARGEST = "largest_logit"
+"""Of this quantity a head's number is the largest over its queries, those that see a single key too."""
 SPLIT = ("selective_log_partition", "largest_logit", "largest_logit_above_mean")
 """They have no meaning where scores are known, but not apart from log-weights."""
 STREAM = ("effective_rank", "spread")
-_MOMENTS = moments_of([measure.__name__ for measure, _ in QUANTITIES.values()])
+
+
+def quantities(more: Iterable[Named] | None) -> Functions:
+    """What is measured of each attention call, by name: `QUANTITIES`, and what the user asks for beside them.
+
+    Args:
+        more: names of the attention's statistics, and functions of the user's own.
+
+    Raises:
+        InputError: one is no statistic of queries.
+    """
+    own = {
+        name: QueryFunction(measure, moments_of([measure.__name__]), name in SPLIT)
+        for name, measure in QUANTITIES.items()
+    }
+    if more is None:
+        return own
+    selection = Selection.of(more)
+    if others := selection.others():
+        raise InputError(
+            f"a monitor measures statistics of queries, and {', '.join(sorted(others))} is none; massieu.probe measures it"
+        )
+    known = selection.catalogue.query_functions
+    return own | {name: replace(each, control=None) for name, each in known.items() if name in selection.names - {*own}}
 
 
 @dataclass(eq=False)
@@ -74,14 +102,14 @@ class SiteNumbers:
         """What each head's number is; NaN where a query's is not finite, or there is none."""
         index = self.names.index(name)
         with np.errstate(invalid="ignore"):
-            found = self.totals[index] / self.counts[index] if QUANTITIES[name][1] == "mean" else self.largest[index]
+            found = self.largest[index] if name == LARGEST else self.totals[index] / self.counts[index]
         return np.where((self.counts[index] > 0) & (self.broken == 0), found, np.nan)
 
     def beyond(self) -> list[int]:
         """Heads whose largest logit the type of queries and keys cannot hold."""
-        if not self.has("largest_logit"):
+        if not self.has(LARGEST):
             return []
-        return np.flatnonzero(self.means("largest_logit") > self.limit).tolist()
+        return np.flatnonzero(self.means(LARGEST) > self.limit).tolist()
 
     def maxima(self, name: str) -> Array:
         """The largest over each head's queries."""
@@ -91,36 +119,47 @@ class SiteNumbers:
 
 @dataclass(eq=False)
 class Sums:
-    """The sums of one site on their way: tensors on the model's device, read only once all sites are measured."""
+    """The sums of one site on their way: tensors on the model's device, read only once all sites are measured.
+
+    Attributes:
+        functions: what is measured, by name.
+        failed: of the user's own functions, why one could not be computed.
+    """
 
     info: SiteInfo
     place: str
     first_head: int
-    names: tuple[str, ...]
+    functions: Functions
+    failed: dict[str, str] = field(default_factory=dict)
     parts: list[Tensor] = field(default_factory=list)
     what: str | None = None
     limit: float = np.inf
 
     def add(self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor) -> None:
         """Add the queries of one call; of those that see a single key the logit alone, since all else of them is fixed."""
-        reading = QueryReading(call, queries, keys, positions, itself=self.info.kind != "cross", names=_MOMENTS)
-        broken = (reading.real & ~reading.valid).sum((0, 2))
+        itself = self.info.kind != "cross"
+        reading = QueryReading(call, queries, keys, positions, itself, moments_read(self.functions))
+        found = query_statistics(reading, self.functions, partial(fenced, self.failed))
+        broken = found.broken.sum((0, 2))
         self.limit = torch.finfo(call.query.dtype).max
-        rows = []
-        for name in self.names:
-            found = QUANTITIES[name][0](reading)
-            values, defined = found if isinstance(found, tuple) else (found, True)
-            counted = (reading.valid if name == "largest_logit" else reading.has_choice) & defined
-            rows.append(
-                torch.stack(
-                    [
-                        torch.where(counted, values, 0.0).sum((0, 2), dtype=torch.float64),
-                        counted.sum((0, 2), dtype=torch.float64),
-                        values.masked_fill(~counted, -torch.inf).amax((0, 2)).double(),
-                    ]
-                )
-            )
+        rows = [self._summed(name, found, reading) for name in self.functions]
         self.parts.append(torch.stack([*rows, broken.double().expand(3, -1)]))
+
+    def _summed(self, name: str, found: Queries, reading: QueryReading) -> Tensor:
+        """Of each head the sum over the queries that count, their number, and the largest; nothing where there is none."""
+        values = found.values.get(name)
+        if values is None:
+            nothing = reading.log_partition.new_zeros(self.info.heads, dtype=torch.float64)
+            return torch.stack([nothing, nothing, nothing - torch.inf])
+        counted = reading.valid if name == LARGEST else reading.has_choice
+        counted = counted & found.defined.get(name, counted)
+        return torch.stack(
+            [
+                torch.where(counted, values, 0.0).sum((0, 2), dtype=torch.float64),
+                counted.sum((0, 2), dtype=torch.float64),
+                values.masked_fill(~counted, -torch.inf).amax((0, 2)).double(),
+            ]
+        )
 
     def look_for_trouble(self, call: AttentionCall) -> None:
         """Which tensor of a call is not finite."""
@@ -133,7 +172,8 @@ class Sums:
         parts = torch.stack(self.parts).cpu().numpy()
         quantities, broken = parts[:, :-1], parts[:, -1, 0].sum(0)
         totals, counts, largest = quantities[:, :, 0].sum(0), quantities[:, :, 1].sum(0), quantities[:, :, 2].max(0)
-        where = (self.place, self.info.site.module_name, self.info.layer, self.first_head, self.names)
+        names = tuple(self.functions)
+        where = (self.place, self.info.site.module_name, self.info.layer, self.first_head, names)
         return SiteNumbers(*where, totals, counts, largest, broken, self.what, self.limit)
 
 

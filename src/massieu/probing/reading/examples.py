@@ -11,7 +11,6 @@ from torch import Tensor
 from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import Tokens
-from massieu.probing.statistics.attention import selective_log_partition
 from massieu.probing.statistics.group import CallTokens, Event, Group
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.statistics.registry import moments_of
@@ -138,7 +137,7 @@ def _numbers(call: AttentionCall) -> dict[str, np.ndarray]:
     queries = torch.arange(call.query.shape[2], device=call.query.device)
     reading = QueryReading(call, everything, everything, queries, False, moments_of(["selective_log_partition"]))
     blind = reading.log_partition == -torch.inf
-    selective = selective_log_partition(reading).masked_fill(blind, torch.nan)
+    selective = reading.selective_log_partition().masked_fill(blind, torch.nan)
     if call.grade == "scores":
         selective = torch.full_like(selective, torch.nan)
     keys, weights = _strongest(call)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from massieu.probing.replaced.effect import NOTHING, Replace
-from massieu.probing.statistics.registry import ATTENTION, measures
+from massieu.probing.statistics.catalogue import PACKAGE, Catalogue
+from massieu.probing.statistics.query_means import Functions
 from massieu.probing.sums.units import Units
 
 
@@ -22,6 +23,7 @@ class Options:
         new_tokens: the rows are prompts, and the model writes at most so many tokens after each, whose queries are measured.
         quick: no re-initialised control and no example windows.
         draws: so many re-initialised models are drawn.
+        catalogue: all statistics that the run knows.
     """
 
     groups: frozenset[str]
@@ -36,8 +38,9 @@ class Options:
     replace: Replace = NOTHING
     per_token: tuple[str, ...] = ()
     draws: int = 8
+    catalogue: Catalogue = PACKAGE
 
-    def of_attention(self) -> tuple[str, ...]:
+    def of_attention(self) -> Functions:
         """The attention's statistics to compute, the entropy always: it tells how many units an error has."""
-        wanted = measures(ATTENTION)
-        return tuple(n for n in wanted if self.statistics is None or n in self.statistics or n == "entropy")
+        known, wanted = self.catalogue.query_functions, self.statistics
+        return {name: known[name] for name in known if wanted is None or name in wanted or name == "entropy"}

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,10 +27,10 @@ from massieu.errors import InputError, require_extra
 from massieu.foundation.files import replacing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.data.text import token_strings
+from massieu.probing.statistics.catalogue import Selection
 from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.group import CallQueries, Event, Group
 from massieu.probing.statistics.query_means import Queries
-from massieu.probing.statistics.registry import ATTENTION, measures
 from massieu.report import folder as folders
 from massieu.report.record_files import TOKENS
 from massieu.report.writing import explaining
@@ -53,19 +53,19 @@ _KEY_BYTES = 6  # of a row on the disk, compressed, beside the values: measured
 _MANY = 1_000  # tokens, in what is said of the size
 
 
-def check_per_token(asked: object, measured: Collection[str]) -> tuple[str, ...]:
+def check_per_token(asked: object, selection: Selection) -> tuple[str, ...]:
     """The statistics that have a column, in the order of registration; none where no table is wanted.
 
     Args:
         asked: False, True for all that are measured, or names of statistics of the attention.
-        measured: the statistics that the run measures.
+        selection: what the run measures.
 
     Raises:
         InputError: it is none of these, or names what is not measured query by query.
     """
     if asked is False or asked is None:
         return ()
-    can = [name for name in measures(ATTENTION) if name in measured]
+    can = [name for name in selection.catalogue.query_functions if name in selection.names]
     if asked is not True and (isinstance(asked, str) or not isinstance(asked, Sequence) or not asked):
         raise InputError(f"per_token must be True or a list of names of statistics, got {asked!r}")
     if not can:

@@ -44,9 +44,8 @@ from massieu.probing.statistics.group import (
     Source,
     fenced,
 )
-from massieu.probing.statistics.query_means import Queries, query_statistics
+from massieu.probing.statistics.query_means import Queries, moments_read, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import STATISTICS, moments_of
 from massieu.probing.stream.replay import HeadMaps, Replay, head_maps, write_maps
 from massieu.probing.stream.replays import Replays
 from massieu.probing.stream.wiring import AttentionRead, Step, StreamTracer
@@ -116,7 +115,9 @@ class Reading(RunningParts):
         self._told = ModelReading(
             model, sites, self.tracer.sublayers, options.units, options.max_length, options.seed, options.query_sample,
             options.climb_queries, options.statistics, {} if inputs is None else inputs, source,
+            options.catalogue.query_functions, options.catalogue.own,
         )  # fmt: skip
+        self._functions = options.of_attention()
         self._replays = Replays(sites)
         self._weighed: set[str] = set()  # sites whose weights were handed out
         self._pooled = PooledLengths(model, sites)
@@ -128,7 +129,7 @@ class Reading(RunningParts):
         self._sampled: list[SampledWindow] = []
         self._chosen: dict[tuple[int, int, bool, bool], Tensor] = {}
         self.groups: dict[str, Group] = {}
-        for group in groups_of(options.groups):
+        for group in groups_of(options.groups, options.catalogue.groups):
             if group.beginning is not None:
                 tell(group.beginning)
             self.add_group(group)
@@ -285,7 +286,8 @@ class Reading(RunningParts):
     def left_out(self) -> frozenset[str]:
         """Names of the statistics that could not be computed."""
         failed = self.failed
-        return frozenset(n for n, s in STATISTICS.items() if n in failed or s.group in failed)
+        known = self.options.catalogue.statistics
+        return frozenset(name for name, each in known.items() if name in failed or each.group in failed)
 
     def unavailable(self, info: SiteInfo) -> dict[str, str]:
         """Groups and statistics that one site does not have, with the reason."""
@@ -390,10 +392,10 @@ class Reading(RunningParts):
     ) -> Queries:
         """The per-query statistics that are wanted; one that fails is lost to every group that would take it."""
         before, failed = self.failed, dict[str, str]()
-        names = [name for name in self.options.of_attention() if name not in before]
+        functions = {name: each for name, each in self._functions.items() if name not in before}
         with self._timed("queries"):
-            reading = QueryReading(call, queries, keys, positions, itself, moments_of(names))
-            found = query_statistics(reading, names, partial(fenced, failed))
+            reading = QueryReading(call, queries, keys, positions, itself, moments_read(functions))
+            found = query_statistics(reading, functions, partial(fenced, failed))
         for group in self._wanting(Event.QUERIES):
             group.failed |= failed
         return found
@@ -426,4 +428,5 @@ class Reading(RunningParts):
 
 def _part(tokens: Tokens, item: slice, positions: slice | Tensor) -> Tokens:
     special = None if tokens.special is None else tokens.special[item, positions]
-    return Tokens(tokens.real[item, positions], special)
+    ids = None if tokens.ids is None else tokens.ids[item, positions]
+    return Tokens(tokens.real[item, positions], special, ids)

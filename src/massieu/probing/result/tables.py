@@ -9,12 +9,13 @@ import numpy as np
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.result.long_table import TableBuilder
 from massieu.probing.statistics.group import Row, RowPlace, RunningRatio
-from massieu.probing.statistics.registry import ASKED, STATISTICS
+from massieu.probing.statistics.registry import ASKED
 from massieu.probing.sums.accumulate import Ratio, block_sums
 from massieu.probing.sums.comparisons import Arrangement, BesideRandom, RandomModels, both, with_their_tails
 from massieu.probing.sums.significance import benjamini_hochberg, difference_p
 from massieu.probing.sums.unit_sums import Key, SiteSums
 from massieu.probing.sums.units import Estimate
+from massieu.report.record import Statistic
 
 Null = tuple[np.ndarray, np.ndarray]
 """Of a control: its values, and the p-values against it."""
@@ -31,7 +32,8 @@ class _Test:
 class Tests:
     """The tests of all heads, or of all sublayers, statistic by statistic."""
 
-    def __init__(self) -> None:
+    def __init__(self, statistics: Mapping[str, Statistic]) -> None:
+        self._statistics = statistics
         self._tests: dict[str, list[_Test]] = {}
 
     def add(
@@ -50,7 +52,7 @@ class Tests:
         """Place, statistic, p-values and q-values; the statistics that answer one question are one family."""
         families: dict[str, list[tuple[str, _Test, np.ndarray]]] = {}
         for name, tests in self._tests.items():
-            group = STATISTICS[name].group
+            group = self._statistics[name].group
             family = families.setdefault(group if group in ASKED else name, [])
             family += [(name, test, p) for test, p in zip(tests, _p_values(tests), strict=True)]
         for family in families.values():
@@ -95,13 +97,14 @@ class Tables:
         cls,
         rows: Iterable[Row],
         draws: RandomModels | None,
-        wanted: frozenset[str],
+        wanted: Mapping[str, Statistic],
         arrangements: Mapping[str, Arrangement],
     ) -> "Tables":
         """Every row that is wanted, with what it is compared with and the p- and q-values.
 
         Args:
             draws: the re-initialised control.
+            wanted: the statistics that are, by name.
             arrangements: by an attention site's name, which of its heads may be exchanged.
         """
         found = cls(TableBuilder(), TableBuilder())
@@ -109,7 +112,7 @@ class Tables:
         for row in sorted(known, key=lambda row: (row.place.scope, row.place.order)):
             found._add(row.place, row.name, row.found)
         for scope in ("head", "layer"):
-            found._add_tests([row for row in known if row.place.scope == scope], draws, arrangements)
+            found._add_tests([row for row in known if row.place.scope == scope], wanted, draws, arrangements)
         return found
 
     def _add(self, place: RowPlace, name: str, found: Estimate) -> None:
@@ -120,13 +123,17 @@ class Tables:
             self.layers.add(place.name, place.layer, name, value, error, count)
 
     def _add_tests(
-        self, rows: Sequence[Row], draws: RandomModels | None, arrangements: Mapping[str, Arrangement]
+        self,
+        rows: Sequence[Row],
+        statistics: Mapping[str, Statistic],
+        draws: RandomModels | None,
+        arrangements: Mapping[str, Arrangement],
     ) -> None:
         """Test statistics against controls of their own and against random models; q-values over all of one scope."""
-        tests = Tests()
-        controls = {(row.place, row.statistic): row for row in rows if row.part == STATISTICS[row.statistic].control}
+        tests = Tests(statistics)
+        controls = {(row.place, row.statistic): row for row in rows if row.part == statistics[row.statistic].control}
         for row in rows:
-            statistic = STATISTICS[row.statistic]
+            statistic = statistics[row.statistic]
             if row.part or statistic.control is None or statistic.gauge_dependent:
                 continue
             control = controls.get((row.place, row.statistic))

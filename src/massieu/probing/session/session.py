@@ -42,7 +42,7 @@ from massieu.probing.session.draws import ControlWindow, Draws
 from massieu.probing.session.session_record import Input, SessionRecord, behind_prefix
 from massieu.probing.session.sharing import Sharing
 from massieu.probing.statistics.group import Source
-from massieu.probing.statistics.registry import ATTENTION, STATISTICS
+from massieu.probing.statistics.registry import ATTENTION
 from massieu.probing.sums.running import State
 from massieu.report.record_files import TOKENS
 
@@ -145,6 +145,7 @@ class Session(SessionRecord):
         if first or self.course.takes(self.batches):
             self._measure(batch, inputs, special, rows)
         if first:
+            self._check_own_functions()
             self.course.begin(self, empty)
             self._go_on_with_rows()
         self._keep_for_draws(inputs, special, rows)
@@ -155,6 +156,17 @@ class Session(SessionRecord):
         self.batches += 1
         self.windows += rows
         self.passed += BatchTokens(inputs).counted() or 0
+
+    def _check_own_functions(self) -> None:
+        """That the user's own functions work on the first batch, before much is read.
+
+        Raises:
+            InputError: one does not.
+        """
+        failed = self.reading.failed
+        for name in self.options.catalogue.own:
+            if name in failed:
+                raise InputError(f"the statistic {name} does not work on the first batch: {failed[name]}")
 
     def _measure(self, batch: Any, inputs: dict[str, Any], special: Marks, rows: int) -> None:
         numbers = range(self.windows, self.windows + rows)
@@ -315,8 +327,8 @@ class Session(SessionRecord):
 
     def _compares(self) -> bool:
         """Whether any statistic that is wanted is compared with a control."""
-        names = self.options.statistics
-        wanted = (each for name, each in STATISTICS.items() if names is None or name in names)
+        names, known = self.options.statistics, self.options.catalogue.statistics
+        wanted = (each for name, each in known.items() if names is None or name in names)
         return any(each.control is not None and each.group in self.options.groups for each in wanted)
 
     def _begin_draws(self, inputs: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from massieu.probing.result.result import ProbeResult
 from massieu.probing.result.tables import Tables, arrangement_of, unit_sums
 from massieu.probing.session.draws import Draws
 from massieu.probing.statistics.group import RunningRatio
-from massieu.probing.statistics.registry import ATTENTION, STATISTICS
+from massieu.probing.statistics.registry import ATTENTION
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.unit_sums import UnitSums
 from massieu.probing.sums.units import Estimate
@@ -94,7 +94,8 @@ class SessionRecord:
         wanted = wanted - reading.left_out()
         tokens, token_rows = self._token_table()
         arrangements = {info.site.name: arrangement_of(info) for info in reading.sites}
-        tables = Tables.of(reading.rows(), self.draws, wanted, arrangements)
+        known = self.options.catalogue.statistics
+        tables = Tables.of(reading.rows(), self.draws, {name: known[name] for name in wanted}, arrangements)
         heads, layers = tables.heads.frame(), tables.layers.frame()
         run = record.RunRecord(
             massieu_version=massieu.__version__,
@@ -123,7 +124,7 @@ class SessionRecord:
                 max((group.sampled_queries for group in reading.groups.values()), default=0),
                 self._sample_degrees(),
             ),
-            statistics=[each for each in STATISTICS.values() if each.name in wanted],
+            statistics=[each for each in known.values() if each.name in wanted],
             findings=findings(heads, layers, self._half_degrees()),
             warnings=self.all_warnings(),
             unavailable=self._unavailable(),

@@ -1,6 +1,7 @@
 """What the probe measures: a file for each group of statistics."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 # Statistics are listed in the order of their registration, which is that of `GROUPS`.
 # isort: off
@@ -23,6 +24,7 @@ from massieu.probing.statistics.residual import ResidualGroup
 from massieu.probing.statistics.tap import TapGroup
 from massieu.probing.statistics.response import ResponseGroup
 from massieu.probing.statistics.symmetry import SymmetryGroup
+from massieu.probing.statistics.own_groups import OwnSteps, OwnWindows
 
 # isort: on
 from massieu.probing.statistics.group import Group
@@ -30,11 +32,15 @@ from massieu.probing.statistics.group import Group
 _KINDS: tuple[type[Group], ...] = (
     *(AttentionGroup, ValuesGroup, ClimbGroup, MapsGroup, ExpansionGroup, RepeatedGroup, MemoryGroup, FeedForwardGroup),
     *(ConditionalMeanGroup, KeyDensityGroup, JointGroup, UncertaintyGroup, MetricGroup, FlowGroup, ResidualGroup),
-    *(TapGroup, ResponseGroup, SymmetryGroup),
+    *(TapGroup, ResponseGroup, SymmetryGroup, OwnWindows, OwnSteps),
 )
 """Those that are read with the text; replaced attention is measured after it (`massieu.probing.replaced`)."""
 
 
-def groups_of(names: Collection[str]) -> list[Group]:
-    """New groups of these names, of which nothing is measured yet."""
-    return [kind() for kind in _KINDS if kind.name in names]
+def groups_of(names: Collection[str], own: Mapping[str, type[Group]] = MappingProxyType({})) -> list[Group]:
+    """New groups of these names, of which nothing is measured yet.
+
+    Args:
+        own: the user's own groups, by name.
+    """
+    return [kind() for kind in (*_KINDS, *own.values()) if kind.name in names]

@@ -27,13 +27,14 @@ from massieu.probing.statistics.group import (
     RunningRatio,
     rows_of,
 )
-from massieu.probing.statistics.query_means import AttentionStatistics
-from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import ATTENTION, BAL, NEEDS_SCORES, SHIM, statistic
+from massieu.probing.statistics.query_means import AttentionStatistics, names_with_controls
+from massieu.probing.statistics.query_reading import QueryMeasure, QueryReading
+from massieu.probing.statistics.registry import ATTENTION, BAL, SHIM, Register
 from massieu.probing.stream.replays import SCORES_ONLY
 from massieu.probing.sums.units import Estimate
 
-_per_query = partial(statistic, ATTENTION)
+REGISTER = Register[QueryMeasure](ATTENTION)
+_per_query = REGISTER.statistic
 _of_scores = partial(_per_query, needs_scores=True)
 _to_itself = partial(_per_query, claim="S12", caveat="It is defined for self-attention only.")
 
@@ -47,8 +48,7 @@ _to_itself = partial(_per_query, claim="S12", caveat="It is defined for self-att
 )
 def selective_log_partition(reading: QueryReading) -> Tensor:
     """How far is the attention from uniform over the visible keys?"""
-    moments = reading.moments
-    return reading.log_partition - moments.prior_log_partition - moments.prior_mean_score
+    return reading.selective_log_partition()
 
 
 @_per_query(
@@ -221,10 +221,13 @@ class AttentionGroup(Group):
     def begin(self, model: ModelReading) -> None:
         """A running result for each site."""
         super().begin(model)
-        self.sites = [AttentionStatistics(info.heads, model.units, model.max_length) for info in model.sites]
+        functions = model.query_functions
+        names = names_with_controls(functions)
+        self.sites = [AttentionStatistics(names, info.heads, model.units, model.max_length) for info in model.sites]
         self.extremes = [Extremes(info.heads) for info in model.sites]
+        split = sorted(name for name, function in functions.items() if function.needs_scores)
         for info in model.sites:
-            for name in sorted(NEEDS_SCORES) if info.grade == "scores" else ():
+            for name in split if info.grade == "scores" else ():
                 self.missing(info.site.name, name, SCORES_ONLY)
 
     def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
@@ -247,7 +250,11 @@ class AttentionGroup(Group):
         for info, results, extremes in zip(self.model.sites, self.sites, self.extremes, strict=True):
             place, parts = RowPlace.of_site(info), RatioParts(results.ratio)
             for index, name in enumerate(results.names):
-                yield from rows_of(place, name, parts, index)
+                own, _, control = name.partition("/")
+                if control:
+                    yield Row(place, own, control, parts.at(index))
+                else:
+                    yield from rows_of(place, name, parts, index)
             for name, spread in results.spreads.items():
                 value = spread.value()
                 yield Row(place, name, "spread", Estimate(value, np.full_like(value, np.nan), spread.count()))
@@ -261,7 +268,8 @@ class AttentionGroup(Group):
         """The means."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
             for index, name in enumerate(results.names):
-                yield RunningRatio(RowPlace.of_site(info), name, results.ratio, index)
+                if "/" not in name:  # the means of controls are paired with nothing
+                    yield RunningRatio(RowPlace.of_site(info), name, results.ratio, index)
 
     def nonfinite(self) -> Iterator[tuple[SiteInfo, int, int]]:
         """Site, head, and how many of its queries had scores that are not finite."""

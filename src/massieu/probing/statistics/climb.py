@@ -30,7 +30,7 @@ from massieu.probing.statistics.group import (
     SampledWindow,
     rows_of,
 )
-from massieu.probing.statistics.registry import CLIMB, SHIM, STATISTICS, statistic
+from massieu.probing.statistics.registry import CLIMB, SHIM, STATISTICS, Register
 from massieu.probing.statistics.values import TOGETHER, writes_at
 from massieu.probing.stream.replay import Replay, why_no_writes
 from massieu.probing.stream.replays import why_no_replay
@@ -65,7 +65,9 @@ class _Changes(NamedTuple):
     raw: Tensor
 
 
-Part = Callable[..., Tensor]
+Part = Callable[[Any], Tensor]
+"""A function of slopes or of changes."""
+REGISTER = Register[Part](CLIMB)
 _SAID: dict[Part, dict[str, Any]] = {}
 
 
@@ -151,8 +153,7 @@ _SLOPES, _STEPS = (
 PARTS = (*_SLOPES, *_STEPS)
 for _mover, _who in _WHO.items():
     for _part_of_it, _said in _SAID.items():
-        statistic(
-            CLIMB,
+        REGISTER.statistic(
             **_said | {"title": _said["title"].format(who=_who)},
             name=f"{_mover}_{_part_of_it.__name__}",
             question=(_part_of_it.__doc__ or "").format(step=_who.lower()),

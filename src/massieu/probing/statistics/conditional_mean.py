@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.probing.statistics.registry import CONDITIONAL_MEAN, ZHANG, statistic
-from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, mean_over_queries, nothing
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries, nothing
+from massieu.probing.statistics.registry import CONDITIONAL_MEAN, ZHANG, Register
+from massieu.probing.statistics.windowed import HeadWindowGroup
 
 MOST = 256
 """Tokens of a window that are held out."""
@@ -23,9 +24,9 @@ PRECISIONS = 4.0 ** torch.arange(-2, 5, dtype=torch.float64)
 """Over the median squared distance of every fourth key from the others."""
 _FEWEST = 8
 _ROUNDING = 1e-20
+REGISTER = Register[WindowMeasure](CONDITIONAL_MEAN)
 _of_head = partial(
-    statistic,
-    CONDITIONAL_MEAN,
+    REGISTER.statistic,
     paper=ZHANG,
     control="shuffled_values",
     signed=True,
@@ -173,3 +174,4 @@ class ConditionalMeanGroup(HeadWindowGroup):
     """What of the values the keys tell."""
 
     name = CONDITIONAL_MEAN
+    register = REGISTER

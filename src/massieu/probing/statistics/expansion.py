@@ -1,6 +1,6 @@
 """Does a step along the residual stream move a window's tokens apart or together? (claim S12, experiment E3)"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from massieu.probing.statistics.group import (
     SampledWindow,
 )
 from massieu.probing.statistics.layer_groups import SublayerRatios, sublayer_rows
-from massieu.probing.statistics.registry import EXPANSION, SHIM, statistic
+from massieu.probing.statistics.registry import EXPANSION, SHIM, Register
 from massieu.probing.stream.replays import NO_ORDER
 from massieu.probing.stream.wiring import Step
 from massieu.probing.sums.units import Units
@@ -31,7 +31,9 @@ _BEFORE, _AFTER, _CHANGE = 0, 1, 2
 FEWEST = 8  # tokens; fewer say nothing about a covariance
 TOGETHER = 2**20  # numbers in the clouds that are measured at a time; in float64 they still fit a processor's cache
 _POINTS = "Measured within windows, on at most 64 positions with distinct tokens."
-_of_points = partial(statistic, EXPANSION, paper=SHIM, caveat=_POINTS, scope="layer")
+REGISTER = Register[Callable[[Tensor, Tensor], Tensor]](EXPANSION)
+"""Of numbers before and after a step, or of clouds and their spectra."""
+_of_points = partial(REGISTER.statistic, paper=SHIM, caveat=_POINTS, scope="layer")
 _change = partial(_of_points, signed=True)
 _level = partial(_of_points, headline=False)
 

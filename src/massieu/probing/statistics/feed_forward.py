@@ -29,7 +29,7 @@ from massieu.probing.statistics.group import (
 )
 from massieu.probing.statistics.layer_groups import rows_beside_control
 from massieu.probing.statistics.query_means import Fence
-from massieu.probing.statistics.registry import FEED_FORWARD, SHIM, STATISTICS, statistic
+from massieu.probing.statistics.registry import FEED_FORWARD, SHIM, STATISTICS, Register
 from massieu.probing.stream.chains import chain_between, recording
 from massieu.probing.stream.replay import relative_difference, tolerance
 from massieu.probing.stream.wiring import Step, StreamTracer
@@ -42,14 +42,6 @@ PROBES = 2
 DERIVATIVE_TOKENS = 8
 """Of each window."""
 _RIDGES = torch.logspace(-8, 4, 25, dtype=torch.float64)
-_of_layer = partial(
-    statistic,
-    FEED_FORWARD,
-    claim="S21, E7",
-    paper=SHIM,
-    scope="layer",
-    caveat="Measured on the tokens of this text; other tokens may be treated differently.",
-)
 Sums = tuple[Float64[Tensor, " windows"], Float64[Tensor, " windows"]]
 
 
@@ -79,6 +71,16 @@ class Sampled:
         number = int(self.window.max()) + 1
         sums = [torch.zeros(number, dtype=torch.float64).index_add_(0, window, value.double()) for value in values]
         return sums[0], sums[1]
+
+
+REGISTER = Register[Callable[[Sampled], Sums]](FEED_FORWARD)
+_of_layer = partial(
+    REGISTER.statistic,
+    claim="S21, E7",
+    paper=SHIM,
+    scope="layer",
+    caveat="Measured on the tokens of this text; other tokens may be treated differently.",
+)
 
 
 @_of_layer("Size of the feed-forward update", formula="E‖f‖² / E‖x‖²", control=None, scale="positive")
@@ -321,8 +323,8 @@ class FeedForwardGroup(Group):
             if ratio is not None:
                 tokens = float(self.layers.tokens(sublayer.index))
                 counts = {"estimate": tokens} | dict.fromkeys(HALVES, tokens / 2)
-                names = [each.__name__ for each in MEASURES]
-                yield from rows_beside_control(RowPlace.of_sublayer(sublayer), RatioParts(ratio), names, counts)
+                statistics = [STATISTICS[each.__name__] for each in MEASURES]
+                yield from rows_beside_control(RowPlace.of_sublayer(sublayer), RatioParts(ratio), statistics, counts)
 
 
 def _sampled(part: FeedForwardPart, windows: Sequence[Float[Tensor, "S D"]], seed: int) -> Sampled:

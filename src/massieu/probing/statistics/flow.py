@@ -4,6 +4,7 @@ The tokens of a window after each step of the stream are a cloud of points. Its 
 Gaussian points with the same mean and covariance. Directions are drawn once, and are the same at every step.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,22 +18,22 @@ from massieu.population.clusters import cluster_count
 from massieu.probing.model.precision import ONE_POINT_RANK, computed_in, is_one_point
 from massieu.probing.statistics.group import SampledWindow
 from massieu.probing.statistics.layer_groups import SublayerGroup
-from massieu.probing.statistics.registry import FLOW, SHIM, measures, statistic
+from massieu.probing.statistics.registry import FLOW, SHIM, Register
 from massieu.probing.stream.wiring import Step
 
 PROJECTIONS = 64
 FEWEST = 8
 RADIUS = 0.5
 """Of a cluster of unit vectors: an angle of 29°."""
+Cloud = Float[Tensor, "n d"]
+REGISTER = Register[Callable[[Cloud], Tensor]](FLOW)
 _of_cloud = partial(
-    statistic,
-    FLOW,
+    REGISTER.statistic,
     paper=SHIM,
     scope="layer",
     control="gaussian",
     caveat="Measured on the distinct tokens of a window; a few tokens of huge norm can decide it. No equilibrium is claimed.",
 )
-Cloud = Float[Tensor, "n d"]
 
 
 def _directions(cloud: Cloud) -> Float[Tensor, "m d"]:
@@ -110,6 +111,7 @@ class FlowGroup(SublayerGroup):
     """The law of the tokens of a sampled window after each step of the stream."""
 
     name = FLOW
+    register = REGISTER
 
     def on_step(self, step: Step, window: SampledWindow) -> None:
         """Measure the cloud after one step, and a Gaussian one."""
@@ -117,7 +119,7 @@ class FlowGroup(SublayerGroup):
         if len(positions) < FEWEST:
             return
         cloud = step.after[window.row, positions].detach().cpu().double()
-        functions = measures(FLOW)
+        functions = REGISTER.functions
         values = torch.full((len(functions), 2), torch.nan, dtype=torch.float64)
         if bool(cloud.isfinite().all()):
             clouds = cloud, gaussian(cloud, drawn)

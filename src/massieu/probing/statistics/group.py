@@ -23,13 +23,14 @@ from massieu.probing.capture.tokens import Tokens
 from massieu.probing.model.model import LoadedModel, model_inputs
 from massieu.probing.model.unexpected import unexpected
 from massieu.probing.statistics.extremes import Places
-from massieu.probing.statistics.query_means import Queries
+from massieu.probing.statistics.own import OwnStatistic
+from massieu.probing.statistics.query_means import Functions, Queries
 from massieu.probing.stream.replay import HeadMaps, Replay
 from massieu.probing.stream.wiring import Step
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import RunningParts
 from massieu.probing.sums.units import FEWEST_UNITS, Estimate, Units
-from massieu.report.record import Sublayer
+from massieu.report.record import Statistic, Sublayer
 
 Half = Literal["first_half", "second_half"]
 HALVES: tuple[Half, Half] = "first_half", "second_half"
@@ -76,6 +77,8 @@ class ModelReading:
         names: statistics that are wanted; None is all.
         inputs: the first batch.
         source: where the text comes from; None where that is not known.
+        query_functions: the statistics of queries that the run knows, by name; computed for groups that want `Event.QUERIES`.
+        own: functions of the user's own, by name.
     """
 
     model: nn.Module
@@ -89,6 +92,8 @@ class ModelReading:
     names: frozenset[str] | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
     source: Source | None = None
+    query_functions: Functions = field(default_factory=dict)
+    own: Mapping[str, OwnStatistic] = field(default_factory=dict)
 
     @cached_property
     def one_item(self) -> dict[str, Any]:
@@ -318,6 +323,7 @@ class Group(RunningParts):
     Attributes:
         name: of the group.
         events: that it wants.
+        statistics: what is said of each; those of the package's own groups are registered where they are computed.
         model: what it was begun for.
         beginning: what the progress says while it begins, if that takes long.
         sampled_queries: how many queries of the first site were sampled, where a group counts them.
@@ -328,6 +334,7 @@ class Group(RunningParts):
     NOTES = ("failed", "unavailable")
     name: ClassVar[str]
     events: ClassVar[frozenset[Event]] = frozenset()
+    statistics: ClassVar[tuple[Statistic, ...]] = ()
     beginning: ClassVar[str | None] = None
     sampled_queries = 0
 

@@ -12,12 +12,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import explicit_attention
-from massieu.probing.statistics.registry import JOINT, SHIM, statistic
-from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, mean_over_queries
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries
+from massieu.probing.statistics.registry import JOINT, SHIM, Register
+from massieu.probing.statistics.windowed import HeadWindowGroup
 
+REGISTER = Register[WindowMeasure](JOINT)
 _of_heads = partial(
-    statistic,
-    JOINT,
+    REGISTER.statistic,
     claim="S14, E9",
     paper=SHIM,
     control="permuted_heads",
@@ -78,3 +79,4 @@ class JointGroup(HeadWindowGroup):
     """The heads of a layer as one mixture."""
 
     name = JOINT
+    register = REGISTER

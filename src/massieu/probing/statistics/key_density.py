@@ -15,8 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops.bessel import log_sphere_partition
-from massieu.probing.statistics.registry import KEY_DENSITY, SHIM, statistic
-from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, nothing
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, nothing
+from massieu.probing.statistics.registry import KEY_DENSITY, SHIM, Register
+from massieu.probing.statistics.windowed import HeadWindowGroup
 
 MOST = 256
 """Keys of a window."""
@@ -26,9 +27,9 @@ VARIANCES = torch.logspace(-2, 0.5, 21, dtype=torch.float64)
 _STEPS = 16
 _FEWEST = 16
 _LEAST_VARIANCE = 1e-3
+REGISTER = Register[WindowMeasure](KEY_DENSITY)
 _of_keys = partial(
-    statistic,
-    KEY_DENSITY,
+    REGISTER.statistic,
     paper=SHIM,
     control="shuffled_coordinates",
     signed=True,
@@ -196,3 +197,4 @@ class KeyDensityGroup(HeadWindowGroup):
     """Which law the keys have."""
 
     name = KEY_DENSITY
+    register = REGISTER

@@ -1,7 +1,7 @@
 """What the groups about layers have in common: their rows of the layers' table, each beside a control of its own."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -9,10 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.probing.statistics.group import HALVES, Event, Group, ModelReading, RatioParts, Row, RowPlace, RunningRatio
-from massieu.probing.statistics.registry import STATISTICS, measures
+from massieu.probing.statistics.registry import STATISTICS, Register
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import State
 from massieu.probing.sums.units import Estimate, Units
+from massieu.report.record import Statistic
 
 
 class SublayerRatios:
@@ -44,9 +45,8 @@ class SublayerRatios:
 class SublayerMeans(SublayerRatios):
     """A group's running means over windows, each beside its control, at every sublayer."""
 
-    def __init__(self, group: str, units: Units) -> None:
-        super().__init__((len(measures(group)) + 1, 2), units)  # the last one counts windows
-        self.group = group
+    def __init__(self, statistics: int, units: Units) -> None:
+        super().__init__((statistics + 1, 2), units)  # the last one counts windows
 
     def add(
         self,
@@ -63,7 +63,7 @@ class SublayerMeans(SublayerRatios):
         finite = total.isfinite() & count.isfinite()
         if not bool((finite & (count > 0)).any()):
             return
-        sums = torch.ones(2, 1, len(measures(self.group)) + 1, 2, dtype=torch.float64)
+        sums = torch.ones(2, 1, *self.shape, dtype=torch.float64)
         for row, given in enumerate((total, count)):
             sums[row, 0, :-1] = torch.where(finite, given.double(), 0.0)
         ratio = self.sublayers.setdefault(index, self._begun())
@@ -74,11 +74,16 @@ class SublayerGroup(Group):
     """A group whose statistics are of sublayers, with running means over the sampled windows."""
 
     events = frozenset({Event.STEPS})
+    register: ClassVar[Register[Any]]
+
+    def named(self) -> list[Statistic]:
+        """Its statistics, in their order."""
+        return [STATISTICS[name] for name in self.register.functions]
 
     def begin(self, model: ModelReading) -> None:
         """Running means."""
         super().begin(model)
-        self.means = SublayerMeans(self.name, model.sampled_units)
+        self.means = SublayerMeans(len(self.named()), model.sampled_units)
 
     def finish(self) -> None:
         """Say why there are no numbers, if there are none."""
@@ -93,9 +98,9 @@ class SublayerGroup(Group):
         """The means."""
         for sublayer in self.model.sublayers:
             if sublayer.index in self.means.sublayers:
-                for place, name in enumerate(measures(self.name)):
+                for place, statistic in enumerate(self.named()):
                     ratio = self.means.sublayers[sublayer.index]
-                    yield RunningRatio(RowPlace.of_sublayer(sublayer), name, ratio, (place, slice(0, 1)))
+                    yield RunningRatio(RowPlace.of_sublayer(sublayer), statistic.name, ratio, (place, slice(0, 1)))
 
     def rows(self) -> Iterator[Row]:
         """The means beside their controls; the count is of windows."""
@@ -103,11 +108,11 @@ class SublayerGroup(Group):
             if sublayer.index in self.means.sublayers:
                 parts = RatioParts(self.means.sublayers[sublayer.index])
                 counts = {part: float(getattr(parts, part).count[-1].max()) for part in ("estimate", *HALVES)}
-                yield from rows_beside_control(RowPlace.of_sublayer(sublayer), parts, list(measures(self.name)), counts)
+                yield from rows_beside_control(RowPlace.of_sublayer(sublayer), parts, self.named(), counts)
 
 
 def rows_beside_control(
-    place: RowPlace, parts: RatioParts, names: Sequence[str], counts: Mapping[str, float]
+    place: RowPlace, parts: RatioParts, statistics: Sequence[Statistic], counts: Mapping[str, float]
 ) -> Iterator[Row]:
     """Rows of sums of shape (statistics, 2), own and control; of half the text without the controls.
 
@@ -116,11 +121,11 @@ def rows_beside_control(
     Args:
         counts: by part of the text, what the table gives as the number of entries.
     """
-    for index, name in enumerate(names):
-        yield from sublayer_rows(place, name, parts, (index, 0), counts)
-        control = STATISTICS[name].control
-        if has_own_control(name) and control is not None:
-            yield from sublayer_rows(place, name, parts, (index, 1), {control: counts["estimate"]})
+    for index, statistic in enumerate(statistics):
+        yield from sublayer_rows(place, statistic.name, parts, (index, 0), counts)
+        if has_own_control(statistic) and statistic.control is not None:
+            beside = {statistic.control: counts["estimate"]}
+            yield from sublayer_rows(place, statistic.name, parts, (index, 1), beside)
 
 
 def sublayer_rows(
@@ -141,6 +146,6 @@ def sublayer_rows(
             yield Row(place, name, "" if part == "estimate" else part, Estimate(value, error, number, degrees))
 
 
-def has_own_control(name: str) -> bool:
+def has_own_control(statistic: Statistic) -> bool:
     """Whether a statistic is measured on a control of its own, which is not the re-initialised model."""
-    return STATISTICS[name].control not in (None, "reinitialised")
+    return statistic.control not in (None, "reinitialised")

@@ -6,7 +6,7 @@ are taken through Dh × Dh matrices; the maps themselves are never formed:
 ⟨O V, QᵀK⟩ = ⟨Q O, K Vᵀ⟩, ‖O V‖² = ⟨OᵀO, V Vᵀ⟩, ‖QᵀK‖² = ⟨Q Qᵀ, K Kᵀ⟩ and ⟨M, Mᵀ⟩ = tr((K Qᵀ)²).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from massieu.probing.statistics.group import Event, Group, ModelReading, Row, RowPlace, SiteWeights
 from massieu.probing.statistics.query_means import Fence
-from massieu.probing.statistics.registry import MAPS, SHIM, measures, statistic
+from massieu.probing.statistics.registry import MAPS, SHIM, Register
 from massieu.probing.stream.replay import HeadMaps
 from massieu.probing.stream.replays import why_no_maps
 from massieu.probing.sums.significance import other_heads, two_sided_p
 from massieu.probing.sums.units import Estimate
 
-_of_maps = partial(statistic, MAPS, paper=SHIM)
+REGISTER = Register[Callable[[HeadMaps], Tensor]](MAPS)
+_of_maps = partial(REGISTER.statistic, paper=SHIM)
 
 
 def _dot(left: Float[Tensor, "H A B"], right: Float[Tensor, "H A B"]) -> Float[Tensor, " H"]:
@@ -89,7 +90,7 @@ class MapStatistics:
 def map_statistics(maps: HeadMaps, fence: Fence = nullcontext) -> MapStatistics:
     """Every statistic of the weights of a site; what fails in the fence costs the statistic of its name alone."""
     values = {}
-    for name, measure in measures(MAPS).items():
+    for name, measure in REGISTER.functions.items():
         with fence(name):
             values[name] = measure(maps)
     return MapStatistics(values, 1.0 / maps.query.shape[-1])

@@ -11,14 +11,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.statistics.registry import BAL, MEMORY, statistic
-from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, mean_over_queries
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries
+from massieu.probing.statistics.registry import BAL, MEMORY, Register
+from massieu.probing.statistics.windowed import HeadWindowGroup
 
 _STEPS = 24
 _MOST = 0.9
+REGISTER = Register[WindowMeasure](MEMORY)
 _of_memory = partial(
-    statistic,
-    MEMORY,
+    REGISTER.statistic,
     paper=BAL,
     control="mismatched_keys",
     caveat="Keys are held fixed, and the model takes one step, not many: no equilibrium is claimed.",
@@ -104,3 +105,4 @@ class MemoryGroup(HeadWindowGroup):
     """What a head stores and retrieves."""
 
     name = MEMORY
+    register = REGISTER

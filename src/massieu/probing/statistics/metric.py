@@ -12,17 +12,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.statistics.registry import METRIC, SHIM, statistic
-from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, nothing
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, nothing
+from massieu.probing.statistics.registry import METRIC, SHIM, Register
+from massieu.probing.statistics.windowed import HeadWindowGroup
 
 MOST = 1_024
 """Tokens of a window."""
 _FEWEST = 2
 """Tokens for each dimension of a key: below, a sample covariance says little of small directions, which the precision weighs
 most. It is not shrunk, since shrinking knows the axes, and the numbers would depend on how a head splits its map."""
+REGISTER = Register[WindowMeasure](METRIC)
 _of_head = partial(
-    statistic,
-    METRIC,
+    REGISTER.statistic,
     paper=SHIM,
     control="mismatched_keys",
     caveat="Measured within a window, with the window's covariance, on queries and keys as they enter the scores "
@@ -131,3 +132,4 @@ class MetricGroup(HeadWindowGroup):
     """What a head compares tokens by."""
 
     name = METRIC
+    register = REGISTER

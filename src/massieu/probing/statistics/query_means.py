@@ -1,16 +1,19 @@
 """Running means of the per-query statistics of one site, over the whole text and in bins of it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import ATTENTION, NEEDS_SCORES, measures
+from massieu.foundation.arguments import described
+from massieu.probing.model.unexpected import OwnFunctionError, calling_own
+from massieu.probing.statistics.query_reading import PerQuery, QueryMeasure, QueryReading
+from massieu.probing.statistics.registry import ALWAYS_READ
 from massieu.probing.sums.accumulate import Histogram, Ratio, Spread, Tally
 from massieu.probing.sums.running import RunningParts
 from massieu.probing.sums.units import Units
@@ -18,6 +21,8 @@ from massieu.probing.sums.units import Units
 _SPREADS = ("selective_log_partition", "entropy")
 _POSITION_BINS = 8
 _VISIBLE_BINS = 24  # 1, 2, 3–4, 5–8, … keys
+SHARE_ROUNDING = 1e-4
+"""By so much a share may leave 0 to 1: sums of weights in half precision."""
 HISTOGRAM_EDGES = {
     "selective_log_partition": np.linspace(0.0, 10.0, 41),
     "entropy_fraction": np.linspace(0.0, 1.0, 26),
@@ -39,24 +44,100 @@ Fence = Callable[[str], AbstractContextManager[None]]
 """What fails inside costs the statistic of this name alone."""
 
 
-def query_statistics(
-    reading: QueryReading, names: Collection[str] | None = None, fence: Fence = nullcontext
-) -> Queries:
-    """The per-query statistics of one attention call that have a meaning there: those named, or all."""
-    values, defined = {}, {}
-    valid = reading.valid
-    for name, measure in measures(ATTENTION).items():
-        if names is not None and name not in names:
-            continue
-        if reading.call.grade == "scores" and name in NEEDS_SCORES:
+@dataclass(frozen=True, eq=False)
+class QueryFunction:
+    """A statistic of queries, and what has to be known to compute it.
+
+    Attributes:
+        moments: those that it reads beside `ALWAYS_READ`.
+        needs_scores: it has no meaning where scores are not known apart from log-weights.
+        control: the name of its own control, and what makes it; None where there is none, or random models are the control.
+        own: the user's: what it gives is checked.
+        share: its numbers lie between 0 and 1.
+    """
+
+    measure: QueryMeasure | Callable[[QueryReading], object]
+    moments: tuple[str, ...] = ()
+    needs_scores: bool = False
+    control: tuple[str, Callable[[QueryReading], object]] | None = None
+    own: bool = False
+    share: bool = False
+
+
+Functions = Mapping[str, QueryFunction]
+"""By the statistics' names."""
+
+
+def moments_read(functions: Functions) -> tuple[str, ...]:
+    """The moments that these statistics read, each once."""
+    read = (moment for each in functions.values() for moment in each.moments)
+    return tuple(dict.fromkeys([*ALWAYS_READ, *read]))
+
+
+def names_with_controls(functions: Functions) -> tuple[str, ...]:
+    """What running means are kept of: every statistic, and every control that is another call, as ``NAME/CONTROL``."""
+    controls = (f"{name}/{each.control[0]}" for name, each in functions.items() if each.control is not None)
+    return *functions, *controls
+
+
+def query_statistics(reading: QueryReading, functions: Functions, fence: Fence = nullcontext) -> Queries:
+    """The per-query statistics of one attention call that have a meaning there, each beside its own control."""
+    found = Queries({}, reading.valid, {}, reading.visible, reading.real & ~reading.valid)
+    for name, function in functions.items():
+        if reading.call.grade == "scores" and function.needs_scores:
             continue
         with fence(name):
-            found = measure(reading)
-            if isinstance(found, tuple):
-                values[name], defined[name] = found[0], valid & found[1]
-            elif found is not None:
-                values[name] = found
-    return Queries(values, valid, defined, reading.visible, reading.real & ~valid)
+            _take(found, name, function, reading)
+            if function.control is not None:
+                called, make = function.control
+                with calling_own():
+                    other = make(reading)
+                if not (other is None or isinstance(other, QueryReading)):
+                    raise OwnFunctionError(
+                        f"its control returned {described(other)}; needed is a QueryReading, or None"
+                    )
+                if other is not None:
+                    _take(found, f"{name}/{called}", function, other)
+    return found
+
+
+def _take(found: Queries, name: str, function: QueryFunction, reading: QueryReading) -> None:
+    if function.own:
+        with calling_own():
+            given = function.measure(reading)
+        given = _checked(given, found.valid.shape, function.share)
+    else:
+        given = cast(PerQuery, function.measure(reading))
+    if isinstance(given, tuple):
+        found.values[name], found.defined[name] = given[0], found.valid & given[1]
+    elif given is not None:
+        found.values[name] = given
+
+
+def _checked(given: object, shape: Sequence[int], share: bool) -> PerQuery:
+    """What a function of the user's own has given, NaN as not defined.
+
+    Raises:
+        OwnFunctionError: it is not a number for each query.
+    """
+    if given is None:
+        return None
+    values, defined = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    expected = (
+        f"a tensor of shape (B, H, L) = {tuple(shape)}, such a pair of values and of where they are defined, or None"
+    )
+    if not isinstance(values, Tensor) or not (defined is None or isinstance(defined, Tensor)):
+        raise OwnFunctionError(f"it returned {described(given)}; needed is {expected}")
+    for part in (values,) if defined is None else (values, defined):
+        if part.dim() != 3 or not all(size in (1, whole) for size, whole in zip(part.shape, shape, strict=True)):
+            raise OwnFunctionError(f"it returned a tensor of shape {tuple(part.shape)}; needed is {expected}")
+    if values.is_complex():
+        raise OwnFunctionError(f"it returned complex numbers; needed is {expected}")
+    values = values.detach().double().expand(*shape)
+    known = ~values.isnan() if defined is None else ~values.isnan() & defined.bool()
+    if share and bool((known & ((values < -SHARE_ROUNDING) | (values > 1 + SHARE_ROUNDING))).any()):
+        raise OwnFunctionError("it returned numbers outside of 0 to 1, and its scale is 'share'; say scale='number'")
+    return values, known
 
 
 class AttentionStatistics(RunningParts):
@@ -66,8 +147,8 @@ class AttentionStatistics(RunningParts):
     its sequences added up.
     """
 
-    def __init__(self, heads: int, units: Units, max_length: int) -> None:
-        self.names = tuple(measures(ATTENTION))
+    def __init__(self, names: Sequence[str], heads: int, units: Units, max_length: int) -> None:
+        self.names = tuple(names)
         self.heads = heads
         self.max_length = max_length
         self.ratio = Ratio((len(self.names), heads), units)

@@ -5,7 +5,7 @@ unchanged by it (S25), and the difference log Z − mean score then loses no dig
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,15 +24,22 @@ ROUNDING = 1e-3
 """Largest rounding of a score, in nats and so relative of a weight, with which weights are formed in float32."""
 
 
+TILE = 2**21
+"""Weights that are formed at a time, of all heads and sequences together."""
+Places = Callable[[Int[Tensor, "L 1"], Int[Tensor, "1 N"]], Tensor]
+"""A function of the positions of queries and of keys, (L, N)."""
+
+
 @dataclass(frozen=True, eq=False)
 class QueryReading:
-    """What a per-query statistic is computed from.
+    """One attention call, as a statistic of its queries sees it: B sequences, H heads, L queries, N keys.
 
     Attributes:
+        call: what the attention was given, and what it gave.
         queries, keys: the tokens asked about and those attended to (the same for self-attention).
         positions: where in the sequence the call's queries are.
         itself: a sequence attends to itself, so that "diagonal" and "previous" mean something.
-        names: the moments that are computed; the others are None.
+        names: the moments that are computed at once; another one costs a second pass over the scores.
     """
 
     call: AttentionCall
@@ -79,7 +86,7 @@ class QueryReading:
         """A moment that no statistic declared: it costs a second pass over the scores, never a result."""
         warnings.warn(
             f"a statistic reads the moment {name!r} without declaring it: moments=({name!r},) saves a second pass",
-            stacklevel=4,
+            stacklevel=3,
         )
         return getattr(self._moments((name,)), name)
 
@@ -102,6 +109,11 @@ class QueryReading:
     def raw_log_partition(self) -> Float[Tensor, "B H L"]:
         """log Z of the keys as they are, a learned sink left out."""
         return self.log_partition + self.shift
+
+    def selective_log_partition(self) -> Float[Tensor, "B H L"]:
+        """log Z − log Σw − Σ h_j s_j, the divergence of the attention from uniform attention over the visible keys."""
+        moments = self.moments
+        return self.log_partition - moments.prior_log_partition - moments.prior_mean_score
 
     @cached_property
     def largest_logit(self) -> Float[Tensor, "B H L"]:
@@ -193,6 +205,115 @@ class QueryReading:
         order = special.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
         hidden = ~special.gather(1, order)[:, None, None]
         return self.weight_at(order).masked_fill(hidden, 0.0).sum(-1).clamp(max=1.0)
+
+    # Scores of papers -------------------------------------------------------------------------------------------------
+
+    def expected(self, numbers: Places) -> Float[Tensor, "B H L"]:
+        """Mean over the attention, Σ_j p_j f(i, j), of numbers that depend on where query and key are.
+
+        Args:
+            numbers: called with the positions of some queries, (L, 1), and of all keys, (1, N).
+
+        Example:
+            How far away are the keys that a token attends to? ``reading.expected(lambda query, key: (query - key).abs())``
+        """
+        return self._over_tiles(lambda places: numbers(self.positions[places, None], self._key_places)[None, None])
+
+    def weight_where(self, chosen: Places) -> Float[Tensor, "B H L"]:
+        """Attention on all keys that are chosen by where query and key are.
+
+        Args:
+            chosen: called with the positions of some queries, (L, 1), and of all keys, (1, N); True at the keys that count.
+        """
+        return self.expected(chosen).clamp(max=1.0)
+
+    def weight_where_tokens(
+        self,
+        chosen: Callable[[Int[Tensor, "B L 1"], Int[Tensor, "B 1 N"]], Bool[Tensor, "B L N"]],
+        queries: Int[Tensor, "B L"] | None = None,
+    ) -> Float[Tensor, "B H L"] | None:
+        """Attention on all keys that are chosen by the numbers of the query's and the key's token.
+
+        Args:
+            chosen: called with the tokens of some queries, (B, L, 1), and of all keys, (B, 1, N).
+            queries: tokens that stand for the queries, in place of their own.
+
+        Returns:
+            The weights; None where the model was given no tokens, as where it reads images.
+        """
+        asked, attended = self.queries.ids if queries is None else queries, self.keys.ids
+        if asked is None or attended is None:
+            return None
+        return self._over_tiles(lambda places: chosen(asked[:, places, None], attended[:, None])[:, None]).clamp(
+            max=1.0
+        )
+
+    def weight_on(self, keys: Bool[Tensor, "B N"]) -> Float[Tensor, "B H L"]:
+        """Attention on all keys that are chosen, the same for every query."""
+        return self.expected_of_keys(keys[:, None].to(self.log_partition)).clamp(max=1.0)
+
+    def expected_of_keys(self, numbers: Float[Tensor, "B #H N"]) -> Float[Tensor, "B H L"]:
+        """Mean over the attention, Σ_j p_j f_j, of numbers that keys have, the same for every query; by head, or for all."""
+        return self._over_tiles(lambda places: numbers[:, :, None])
+
+    def strongest_key(self) -> Int[Tensor, "B H L"]:
+        """Where the key with the largest weight is; of equal ones the first."""
+        return torch.cat([self._tile(places).argmax(-1) for places in self._tiles()], dim=-1)
+
+    def weighted_value(self) -> Float[Tensor, "B H L Dv"]:
+        """Mean over the attention of the values, Σ_j p_j v_j, before the output projection; a learned sink left out."""
+        value = self.call.value.to(self.log_partition)
+        value = value.repeat_interleave(self.call.query.shape[1] // value.shape[1], 1)
+        parts = [self._tile(places) @ value.to(self._precise.log_partition) for places in self._tiles()]
+        return torch.cat(parts, dim=2).to(self.log_partition)
+
+    @cached_property
+    def value_norms(self) -> Float[Tensor, "B H N"]:
+        """Norm of each key's value, as each head sees it."""
+        norms = self.call.value.float().norm(dim=-1)
+        return norms.repeat_interleave(self.call.query.shape[1] // norms.shape[1], 1)
+
+    def output_norm(self) -> Float[Tensor, "B H L"]:
+        """Norm of the head's output at each query, before the output projection."""
+        return self.call.output.float().norm(dim=-1).transpose(1, 2)
+
+    @property
+    def _key_places(self) -> Int[Tensor, "1 N"]:
+        return torch.arange(self.call.key.shape[2], device=self.call.key.device)[None]
+
+    def _tiles(self) -> Iterator[Int[Tensor, " T"]]:
+        """Places of the call's queries, so many at a time that their weights take bounded memory."""
+        batch, heads, length, _ = self.call.query.shape
+        rows = max(1, TILE // max(1, batch * heads * self.call.key.shape[2]))
+        yield from torch.arange(length, device=self.call.query.device).split(rows)
+
+    def _tile(self, places: Int[Tensor, " T"]) -> Float[Tensor, "B H T N"]:
+        """The weights of some queries on all keys."""
+        call, key = self._precise.call.at(places), self._precise.key
+        product = _product(_grouped(call.query, key), key[:, :, None]).flatten(1, 2)
+        logits = _score(call, product)
+        if call.log_weight is not None:
+            shut = call.log_weight.dtype == torch.bool
+            logits = logits.masked_fill(~call.log_weight, -torch.inf) if shut else logits + call.log_weight
+        weights = torch.exp(logits - self._precise.log_partition[:, :, places, None])
+        # A query that sees no key has no weights: exp(−∞ + ∞).
+        return torch.where(logits.isneginf(), 0.0, weights).clamp(max=1.0)
+
+    def _over_tiles(self, numbers: Callable[[Int[Tensor, " T"]], Tensor]) -> Float[Tensor, "B H L"]:
+        """Σ_j p_j f(i, j), the numbers f of some queries at a time: (B, H, T, N), or 1 where they are the same."""
+        sums = []
+        for places in self._tiles():
+            weights, given = self._tile(places), numbers(places)
+            seen = given if given.dtype == torch.bool else weights > 0  # what no query sees may be of any size
+            counted = weights if given.dtype == torch.bool else weights * given
+            sums.append(torch.where(seen, counted, 0.0).sum(-1))
+        return torch.cat(sums, dim=-1).to(self.log_partition)
+
+
+PerQuery = Float[Tensor, "B H L"] | tuple[Float[Tensor, "B H L"], Bool[Tensor, "B #H L"]] | None
+"""A number for each query; these, and where they are defined; or None where the statistic has no meaning."""
+QueryMeasure = Callable[[QueryReading], PerQuery]
+"""A statistic of queries."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,19 +1,18 @@
 """Every statistic of the probe: name, formula, claim, which question it answers, what it does not say, what it costs.
 
-Each is said where it is computed, by `statistic`. The tables' rows, the command ``massieu statistics``, the page's methods
-section and the table in ``docs/probe.md`` are made from it. Of the attention what is named is computed; the statistics
+Each is said where it is computed, by `Register.statistic`. The tables' rows, the command ``massieu statistics``, the page's
+methods section and the table in ``docs/probe.md`` are made from it. Of the attention what is named is computed; the statistics
 of another group are computed together, and naming any of them switches the group on.
 
 Notation: one query sees n keys with scores s_j = β q·k_j and log-weights log w_j; h_j = w_j / Σw, p = softmax(s + log w),
 log Z = log Σ w_j e^{s_j}. r is the residual stream, Δ what a head or a whole attention layer adds to it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
-from massieu.errors import InputError
 from massieu.probing.sums.random_heads import Scale
 from massieu.report.record import Statistic
 
@@ -24,6 +23,8 @@ GROUPS = (
     *(UNCERTAINTY := "uncertainty", METRIC := "metric", FLOW := "flow", RESIDUAL := "residual", TAP := "tap"),
     *(RESPONSE := "response", SYMMETRY := "symmetry"),
 )
+OWN_WINDOWS, OWN_STEPS = "own_windows", "own_steps"
+"""Groups of functions of the user's own: of sampled windows, and of steps of the stream."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ KINDS: dict[str, Kind] = {
     ),
     SYMMETRY: _question("only when named; 16 windows again, each in 2 orders, and twice more to find position numbers"),
     FEED_FORWARD: _question("only when named; at most 2,048 tokens: each layer once, 2 derivatives, 4 regressions"),
+    OWN_WINDOWS: Kind("the sample: a function of the user's own", sampled=True, opt_in=True),
+    OWN_STEPS: Kind("the sample: a function of the user's own, at every step", sampled=True, opt_in=True),
 }
 ASKED = frozenset(name for name, kind in KINDS.items() if kind.question)
 """Groups that answer a question of the papers: the statistics of one are tested together."""
@@ -86,116 +89,112 @@ _DESCRIPTION = "Describes this text and this model; weight on a token is not inf
 _KEY_ORIGIN = (
     "Depends on the key origin: adding one vector to all keys of a head moves it and leaves attention as it is."
 )
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 STATISTICS: dict[str, Statistic] = {}
-"""Those that are registered, by name."""
+"""Those of the package, by name."""
 ALWAYS_READ = ("log_partition", "entropy")
 """The moments that tell which queries have finite numbers."""
 NEEDS_SCORES: set[str] = set()
 """Those of the attention that have no meaning where scores are not known apart from log-weights."""
 _MOMENTS: dict[str, tuple[str, ...]] = {}
-_MEASURES: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in GROUPS}
 
 
-def statistic(
-    group: str,
-    title: str,
-    *,
-    formula: str,
-    claim: str,
-    paper: str = OWN,
-    name: str | None = None,
-    question: str | None = None,
-    caveat: str | None = None,
-    unit: str = "",
-    control: str | None = "reinitialised",
-    headline: bool | None = None,
-    gauge_dependent: bool = False,
-    signed: bool = False,
-    scope: str = "head",
-    needs_scores: bool = False,
-    moments: tuple[str, ...] = (),
-    scale: Scale | None = None,
-    smallest: float | None = None,
-) -> Callable[[F], F]:
-    """Register the function as a statistic; `Statistic` says what each entry means.
+class Register(Generic[F]):
+    """The statistics of one group whose functions have one signature, each registered where it is defined.
 
-    Args:
-        name: the function's name, unless one is given.
-        question: the function's docstring, unless one is given.
-        caveat: that it describes this text, or that it depends on the key origin, unless one is given.
-        needs_scores: whether it has no meaning where scores are not known apart from log-weights.
-        moments: those of `ops.attention_moments` that it reads beside `ALWAYS_READ`.
-        headline: whatever does not depend on the key origin, unless said otherwise.
-        scale: a number where it is signed; else a share where it has no unit, and positive where it has one.
-        smallest: 0.05 of a share or of a number without unit, 0.1 of one with a unit, a tenth of a positive number.
-
-    Raises:
-        ValueError: there is no such group, the name is taken, or a headline depends on the key origin.
+    Attributes:
+        functions: by the statistics' names, in the order of registration.
     """
 
-    def register(measure: F) -> F:
-        own, asked = name or measure.__name__, question or (measure.__doc__ or "").strip()
-        if group not in GROUPS or own in STATISTICS:
-            raise ValueError(f"statistic {own!r}: the name is taken, or {group!r} is no group")
-        if gauge_dependent and headline:
-            raise ValueError(f"statistic {own!r} depends on the key origin and cannot be a headline")
-        NEEDS_SCORES.update([own] if needs_scores else [])
-        warned = caveat or (_KEY_ORIGIN if gauge_dependent else _DESCRIPTION)
-        said = (own, title, formula, claim, paper, group, asked, warned, unit, scope)
-        compared = not gauge_dependent if headline is None else headline
-        on = scale or ("number" if signed else "positive" if unit else "share")
-        least = smallest or (0.1 if unit or on == "positive" else 0.05)
-        STATISTICS[own] = Statistic(*said, compared, gauge_dependent, signed, control, KINDS[group].cost, on, least)
-        _MEASURES[group][own], _MOMENTS[own] = measure, moments
-        return measure
+    def __init__(self, group: str) -> None:
+        if group not in KINDS:
+            raise ValueError(f"{group!r} is no group")
+        self.group = group
+        self.functions: dict[str, F] = {}
 
-    return register
+    def statistic(
+        self,
+        title: str,
+        *,
+        formula: str,
+        claim: str,
+        paper: str = OWN,
+        name: str | None = None,
+        question: str | None = None,
+        caveat: str | None = None,
+        unit: str = "",
+        control: str | None = "reinitialised",
+        headline: bool | None = None,
+        gauge_dependent: bool = False,
+        signed: bool = False,
+        scope: str = "head",
+        needs_scores: bool = False,
+        moments: tuple[str, ...] = (),
+        scale: Scale | None = None,
+        smallest: float | None = None,
+    ) -> Callable[[F], F]:
+        """Register the function as a statistic; `Statistic` says what each entry means.
+
+        Args:
+            name: the function's name, unless one is given.
+            question: the function's docstring, unless one is given.
+            caveat: that it describes this text, or that it depends on the key origin, unless one is given.
+            needs_scores: whether it has no meaning where scores are not known apart from log-weights.
+            moments: those of `ops.attention_moments` that it reads beside `ALWAYS_READ`.
+            headline: whatever does not depend on the key origin, unless said otherwise.
+            scale: a number where it is signed; else a share where it has no unit, and positive where it has one.
+            smallest: 0.05 of a share or of a number without unit, 0.1 of one with a unit, a tenth of a positive number.
+
+        Raises:
+            ValueError: the name is taken, or a headline depends on the key origin.
+        """
+
+        def register(measure: F) -> F:
+            own, asked = name or measure.__name__, question or (measure.__doc__ or "").strip()
+            if own in STATISTICS:
+                raise ValueError(f"statistic {own!r}: the name is taken")
+            if gauge_dependent and headline:
+                raise ValueError(f"statistic {own!r} depends on the key origin and cannot be a headline")
+            NEEDS_SCORES.update([own] if needs_scores else [])
+            on = scale or ("number" if signed else "positive" if unit else "share")
+            STATISTICS[own] = Statistic(
+                name=own,
+                title=title,
+                formula=formula,
+                claim=claim,
+                paper=paper,
+                group=self.group,
+                question=asked,
+                caveat=caveat or caveat_of(gauge_dependent),
+                unit=unit,
+                scope=scope,
+                headline=not gauge_dependent if headline is None else headline,
+                gauge_dependent=gauge_dependent,
+                signed=signed,
+                control=control,
+                cost=KINDS[self.group].cost,
+                scale=on,
+                smallest=smallest or smallest_of(unit, on),
+                sampled=KINDS[self.group].sampled,
+            )
+            self.functions[own], _MOMENTS[own] = measure, moments
+            return measure
+
+        return register
 
 
-def measures(group: str) -> dict[str, Callable[..., Any]]:
-    """The functions of a group by their statistics' names, in the order of registration."""
-    return _MEASURES[group]
+def caveat_of(gauge_dependent: bool) -> str:
+    """What is to be said of a statistic of which nothing else is said."""
+    return _KEY_ORIGIN if gauge_dependent else _DESCRIPTION
 
 
-def select_quick(names: Sequence[str] | None) -> tuple[frozenset[str], frozenset[str]]:
-    """`select` for a quick run, which has the attention's statistics alone; None selects these.
-
-    Raises:
-        InputError: as `select`; also a name of another group.
-    """
-    wanted, groups = select([ATTENTION] if names is None else names)
-    others = sorted(name for name in wanted if STATISTICS[name].group != ATTENTION)
-    if others:
-        raise InputError(
-            f"a quick run has the attention's statistics alone, got {', '.join(others)}; leave out quick, or those names"
-        )
-    return wanted, groups
+def smallest_of(unit: str, scale: str) -> float:
+    """The smallest difference from a control that is announced, where a statistic does not say."""
+    return 0.1 if unit or scale == "positive" else 0.05
 
 
 def moments_of(names: Collection[str]) -> tuple[str, ...]:
     """The moments that these statistics read, each once."""
     return tuple(dict.fromkeys([*ALWAYS_READ, *(moment for name in names for moment in _MOMENTS[name])]))
-
-
-def select(names: Sequence[str] | None) -> tuple[frozenset[str], frozenset[str]]:
-    """The statistics to report and the groups to compute. A group's name selects it; None selects all that are not `OPT_IN`.
-
-    Raises:
-        InputError: a name is neither a statistic nor a group; the message lists the known ones.
-    """
-    if names is None:
-        groups = frozenset(GROUPS) - OPT_IN
-        return frozenset(name for name, each in STATISTICS.items() if each.group in groups), groups
-    wanted: set[str] = set()
-    for name in names:
-        members = [s.name for s in STATISTICS.values() if name in (s.name, s.group)]
-        if not members:
-            known = ", ".join([*GROUPS, *STATISTICS])
-            raise InputError(f"unknown statistic {name!r}; known are the groups and statistics: {known}")
-        wanted.update(members)
-    if not wanted:
-        raise InputError("no statistic was named; leave the option out to compute all of them")
-    return frozenset(wanted), frozenset(STATISTICS[name].group for name in wanted)

@@ -5,8 +5,9 @@ the width nor with the tokens, and coefficients are fitted on every second sampl
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,20 +17,22 @@ from torch import Tensor
 from massieu.probing.statistics.group import HALVES, Event, Group, ModelReading, RatioParts, Row, RowPlace
 from massieu.probing.statistics.layer_groups import has_own_control, rows_beside_control
 from massieu.probing.statistics.query_means import Fence
-from massieu.probing.statistics.registry import measures
+from massieu.probing.statistics.registry import STATISTICS, Register
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import State
 from massieu.probing.sums.units import Units
 
 Products = Float64[np.ndarray, "windows vectors vectors"]
 Sums = tuple[Float64[np.ndarray, " windows"], Float64[np.ndarray, " windows"]]
+RegressionMeasure = Callable[[Products], Sums]
+"""A statistic of such inner products."""
 
 
 class Regressions:
     """Inner products of one group at each sublayer, by sampled window: of the vectors themselves, and of the control's."""
 
-    def __init__(self, group: str, units: Units) -> None:
-        self.group, self.units = group, units
+    def __init__(self, functions: Mapping[str, RegressionMeasure], units: Units) -> None:
+        self.functions, self.units = functions, units
         self._products: dict[int, dict[int, Float64[np.ndarray, "2 vectors vectors"]]] = {}
         self.tokens: dict[int, int] = {}
         self.results: dict[int, Ratio] = {}
@@ -55,16 +58,15 @@ class Regressions:
         for index, windows in self._products.items():
             numbers = sorted(windows)
             given = np.stack([windows[number] for number in numbers], 1)
-            functions = measures(self.group)
-            totals, counts = torch.zeros(2, len(numbers), len(functions), 2, dtype=torch.float64)
-            for place, (name, measure) in enumerate(functions.items()):
+            totals, counts = torch.zeros(2, len(numbers), len(self.functions), 2, dtype=torch.float64)
+            for place, (name, measure) in enumerate(self.functions.items()):
                 with fence(name):
-                    for which in range(1 + has_own_control(name)):
+                    for which in range(1 + has_own_control(STATISTICS[name])):
                         total, count = (torch.from_numpy(part) for part in measure(given[which]))
                         usable = total.isfinite() & count.isfinite()
                         totals[:, place, which] = torch.where(usable, total, 0.0)
                         counts[:, place, which] = torch.where(usable, count, 0.0)
-            self.results[index] = Ratio((len(functions), 2), self.units)
+            self.results[index] = Ratio((len(self.functions), 2), self.units)
             self.results[index].update(totals, counts, numbers)
 
     def state(self) -> State:
@@ -88,11 +90,12 @@ class RegressionGroup(Group):
     """A group that regresses what a step adds on vectors of the same token."""
 
     events = frozenset({Event.STEPS})
+    register: ClassVar[Register[RegressionMeasure]]
 
     def begin(self, model: ModelReading) -> None:
         """Inner products of no window yet."""
         super().begin(model)
-        self.regressions = Regressions(self.name, model.sampled_units)
+        self.regressions = Regressions(self.register.functions, model.sampled_units)
 
     def finish(self) -> None:
         """Fit and score, or say why there is nothing to fit."""
@@ -111,8 +114,8 @@ class RegressionGroup(Group):
             if ratio is not None:
                 tokens = float(self.regressions.tokens[sublayer.index])
                 counts = {"estimate": tokens} | dict.fromkeys(HALVES, tokens / 2)
-                names = list(measures(self.name))
-                yield from rows_beside_control(RowPlace.of_sublayer(sublayer), RatioParts(ratio), names, counts)
+                statistics = [STATISTICS[name] for name in self.register.functions]
+                yield from rows_beside_control(RowPlace.of_sublayer(sublayer), RatioParts(ratio), statistics, counts)
 
 
 def explained(given: Products, target: int, features: Sequence[int]) -> Sums:

@@ -5,7 +5,7 @@ Each function of a reading gives the weight of every query on the key so many pl
 Elhage et al. and of Olsson et al.; the definitions are stated in full here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from massieu.probing.statistics.group import (
     rows_of,
 )
 from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import REPEATED, moments_of, statistic
+from massieu.probing.statistics.registry import REPEATED, Register, moments_of
 from massieu.probing.stream.readout import tokens_through
 from massieu.probing.stream.replays import why_no_maps
 from massieu.probing.sums.accumulate import Ratio
@@ -44,9 +44,10 @@ from massieu.probing.sums.units import Estimate, Units
 CIRCUITS = "Elhage et al., A Mathematical Framework for Transformer Circuits (2021)"
 INDUCTION = "Olsson et al., In-context Learning and Induction Heads (arXiv 2209.11895)"
 
+REGISTER = Register[Callable[[QueryReading, int], Tensor]](REPEATED)
+COPYING = Register[Callable[[Tensor, Tensor, Tensor], Tensor]](REPEATED)
 _on_repeated = partial(
-    statistic,
-    REPEATED,
+    REGISTER.statistic,
     claim="",
     caveat="Measured on random tokens. A head may attend to a token without copying it: see the copying score.",
 )
@@ -86,8 +87,7 @@ class RepeatedWeights:
     ratio: Ratio
 
 
-@statistic(
-    REPEATED,
+@COPYING.statistic(
     "Copying score",
     formula="Σλ / Σ|λ|, λ the eigenvalues of W_U W_O W_V W_E, norm gains folded in",
     claim="",

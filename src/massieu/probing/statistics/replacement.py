@@ -1,13 +1,17 @@
 """What a model loses if a head writes its mean at every token (experiment E3)."""
 
+from collections.abc import Callable
+
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.probing.statistics.registry import REPLACEMENT, statistic
+from massieu.probing.statistics.registry import REPLACEMENT, Register
+
+REGISTER = Register[Callable[..., Tensor]](REPLACEMENT)
+"""What is read of the model is not the same for both: the losses, or the states and which are real."""
 
 
-@statistic(
-    REPLACEMENT,
+@REGISTER.statistic(
     "Loss when the head's output is replaced by its mean",
     formula="E[−log p(next)] with the head's output at its mean over the text, minus without",
     claim="E3",
@@ -22,8 +26,7 @@ def loss_without_head(replaced: Tensor, stock: Tensor) -> Float[Tensor, "R L"]:
     return replaced - stock
 
 
-@statistic(
-    REPLACEMENT,
+@REGISTER.statistic(
     "Change of the output when the head's output is replaced by its mean",
     formula="‖Δ last hidden state‖² / mean ‖x − x̄‖²",
     claim="E3",

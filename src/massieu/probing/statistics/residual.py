@@ -9,10 +9,11 @@ from functools import partial
 
 from massieu.probing.statistics.climb import gradient, whole_update
 from massieu.probing.statistics.group import SampledWindow
-from massieu.probing.statistics.registry import RESIDUAL, SHIM, statistic
+from massieu.probing.statistics.registry import RESIDUAL, SHIM, Register
 from massieu.probing.statistics.regressions import (
     Products,
     RegressionGroup,
+    RegressionMeasure,
     Sums,
     coefficient,
     explained,
@@ -23,9 +24,9 @@ from massieu.probing.stream.wiring import Step
 
 UPDATE, STREAM, GRADIENT = range(3)
 """The vectors of a token."""
+REGISTER = Register[RegressionMeasure](RESIDUAL)
 _of_update = partial(
-    statistic,
-    RESIDUAL,
+    REGISTER.statistic,
     claim="S22, S12, E8",
     paper=SHIM,
     scope="layer",
@@ -66,6 +67,7 @@ class ResidualGroup(RegressionGroup):
     """What attention adds to the stream, beside the stream itself and the gradient of the heads' log-partitions."""
 
     name = RESIDUAL
+    register = REGISTER
 
     def nothing(self) -> str:
         """Without queries there is no gradient."""

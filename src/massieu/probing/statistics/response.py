@@ -6,7 +6,7 @@ heads' mean weights J_ij, and with the response (I − J)⁻¹ of a system whose
 diagonal). That is asked of what an attention layer adds, and of the last state with the mean of J from this depth on.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import run
 from massieu.probing.statistics.again import FEWEST, AgainGroup, Sums, UnsuitableInputsError, real_alone, watching
 from massieu.probing.statistics.layer_groups import has_own_control
-from massieu.probing.statistics.registry import BAL, RESPONSE, measures, statistic
+from massieu.probing.statistics.registry import BAL, RESPONSE, STATISTICS, Register
 from massieu.probing.statistics.windowed import HeadWindow
 from massieu.probing.stream.wiring import Step
 
@@ -33,7 +33,6 @@ _ROWS = 64
 LOCAL, DEEP = "", "deep_"
 """What a statistic's name begins with: of one layer's output, or of the last state."""
 _LINES = "One linear relation is fitted over the tokens that a token sees; a token that all attend to can decide it."
-_asked = partial(statistic, RESPONSE, paper=BAL, scope="layer", control="shuffled_positions", caveat=_LINES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +50,10 @@ class Response:
     itself: Float[Tensor, ""]
     weights: Float[Tensor, " K"]
     collective: Float[Tensor, " K"]
+
+
+REGISTER = Register[Callable[[Response, Response], Tensor]](RESPONSE)
+_asked = partial(REGISTER.statistic, paper=BAL, scope="layer", control="shuffled_positions", caveat=_LINES)
 
 
 def explained(outcome: Float[Tensor, " K"], *given: Float[Tensor, " K"]) -> Tensor:
@@ -173,7 +176,7 @@ def _stack_responses(steps: Sequence[Step], last: Tensor, drawn: torch.Generator
     deep = [_gradients(last, token, line, streams) for token, line in zip(asked, along, strict=True)]
     total = torch.zeros((), dtype=torch.float64)
     for place in range(len(steps) - 1, -1, -1):
-        step, sums = steps[place], torch.zeros(2, len(measures(RESPONSE)), 2, dtype=torch.float64)
+        step, sums = steps[place], torch.zeros(2, len(REGISTER.functions), 2, dtype=torch.float64)
         coupling = _mean_weights(step)
         total = total.to(coupling.device) + coupling
         for token, line, whole in zip(asked, along, deep, strict=True):
@@ -219,9 +222,9 @@ def _add(sums: Float[Tensor, "2 statistics 2"], prefix: str, own: Response, draw
     moved = Response(own.others, own.itself, own.weights[order], own.collective[order])
     if len(order) < FEWEST or not bool(own.collective.isfinite().all()):
         return
-    for place, (name, measure) in enumerate(measures(RESPONSE).items()):
+    for place, (name, measure) in enumerate(REGISTER.functions.items()):
         if name.startswith(DEEP) == (prefix == DEEP):
-            for which, compared in enumerate((own, moved)[: 1 + has_own_control(name)]):
+            for which, compared in enumerate((own, moved)[: 1 + has_own_control(STATISTICS[name])]):
                 value = measure(own, compared)
                 if bool(value.isfinite()):
                     sums[0, place, which] += value.cpu()
@@ -232,6 +235,7 @@ class ResponseGroup(AgainGroup):
     """How tokens' states answer to each other, by gradients."""
 
     name = RESPONSE
+    register = REGISTER
     windows = 8
 
     def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, Sums]:

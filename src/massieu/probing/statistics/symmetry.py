@@ -8,7 +8,7 @@ all see each other must then give the same, and what is left shows its mask.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import output_tensor, run
 from massieu.probing.statistics.again import FEWEST, AgainGroup, Sums, UnsuitableInputsError, real_alone, watching
-from massieu.probing.statistics.registry import SYMMETRY, ZHANG, statistic
+from massieu.probing.statistics.registry import SYMMETRY, ZHANG, Register
 from massieu.probing.stream.replay import relative_difference, tolerance
 from massieu.probing.stream.wiring import Step
 
 _POSITIONS = "position_ids"
 
 
-@statistic(
-    SYMMETRY,
+Pair = tuple[Tensor, Tensor]
+REGISTER = Register[Callable[[Tensor, Tensor, Tensor], Pair]](SYMMETRY)
+
+
+@REGISTER.statistic(
     "Permutation gap",
     formula="Σ‖x_i − x'_i‖² / Σ‖x_i − x_j‖², x' the states in another order, j another token of the window",
     claim="Z14",
@@ -167,6 +170,7 @@ class SymmetryGroup(AgainGroup):
     """How much the states change when a window's tokens stand in another order."""
 
     name = SYMMETRY
+    register = REGISTER
     windows = 16
 
     def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, Sums]:

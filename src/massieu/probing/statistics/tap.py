@@ -14,16 +14,24 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.probing.statistics.group import ModelReading, SampledWindow
-from massieu.probing.statistics.registry import BAL, TAP, statistic
-from massieu.probing.statistics.regressions import Products, RegressionGroup, Sums, coefficient, explained, gain
-from massieu.probing.statistics.windowed import HeadWindow
+from massieu.probing.statistics.head_window import HeadWindow
+from massieu.probing.statistics.registry import BAL, TAP, Register
+from massieu.probing.statistics.regressions import (
+    Products,
+    RegressionGroup,
+    RegressionMeasure,
+    Sums,
+    coefficient,
+    explained,
+    gain,
+)
 from massieu.probing.stream.wiring import AttentionRead, Step
 
 UPDATE, STREAM, REACTION = range(3)
 """The vectors of a token."""
+REGISTER = Register[RegressionMeasure](TAP)
 _of_update = partial(
-    statistic,
-    TAP,
+    REGISTER.statistic,
     claim="B13, B14, E11",
     paper=BAL,
     scope="layer",
@@ -68,6 +76,7 @@ class TapGroup(RegressionGroup):
     """What a feed-forward layer adds, beside the stream and the reaction that squared attention weights tell."""
 
     name = TAP
+    register = REGISTER
 
     def begin(self, model: ModelReading) -> None:
         """No attention step was seen yet."""

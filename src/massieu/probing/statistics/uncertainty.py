@@ -11,13 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.statistics.registry import OWN, UNCERTAINTY, statistic
-from massieu.probing.statistics.windowed import HeadWindow, HeadWindowGroup, Sums, mean_over_queries
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries
+from massieu.probing.statistics.registry import OWN, UNCERTAINTY, Register
+from massieu.probing.statistics.windowed import HeadWindowGroup
 
 _STEPS = 24
+REGISTER = Register[WindowMeasure](UNCERTAINTY)
 _of_output = partial(
-    statistic,
-    UNCERTAINTY,
+    REGISTER.statistic,
     paper=OWN,
     caveat="It describes the head at the queries of this text, not how the model uses the output.",
 )
@@ -98,3 +99,4 @@ class UncertaintyGroup(HeadWindowGroup):
     """What a head's output rests on."""
 
     name = UNCERTAINTY
+    register = REGISTER

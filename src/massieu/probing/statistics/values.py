@@ -1,7 +1,6 @@
 """How large is what a head reads at the first token, and what it writes? (claims X4, N25; experiment E3)"""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,15 +20,16 @@ from massieu.probing.statistics.group import (
     SampledWindow,
     rows_of,
 )
-from massieu.probing.statistics.registry import VALUES, statistic
+from massieu.probing.statistics.registry import VALUES, Register
 from massieu.probing.stream.replay import why_no_writes
 from massieu.probing.stream.wiring import AttentionRead, Step
 from massieu.probing.sums.accumulate import Ratio
 
-_of_values = partial(statistic, VALUES)
+OF_CALLS = Register[Callable[[AttentionCall, Tokens], tuple[Tensor, Tensor]]](VALUES)
+OF_WRITES = Register[Callable[[Tensor, Tensor], Tensor]](VALUES)
 
 
-@_of_values(
+@OF_CALLS.statistic(
     "Norm of the first token's value",
     formula="‖v_first‖ / mean ‖v_j‖",
     claim="X4, N25",
@@ -47,7 +47,7 @@ def first_value_norm_ratio(call: AttentionCall, keys: Tokens) -> tuple[Float[Ten
     return ratio, ratio.isfinite() & keys.real.any(-1)[:, None]
 
 
-@_of_values(
+@OF_WRITES.statistic(
     "Norm of the head's write",
     formula="‖W_O,h o_h‖ / ‖r‖",
     claim="E3",

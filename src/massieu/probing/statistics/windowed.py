@@ -5,15 +5,15 @@ be divided by, so that the windows' sums make a mean with a standard error. Its 
 window, which lacks the property in question.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
+from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.statistics.group import (
     CallTokens,
     Event,
@@ -25,68 +25,12 @@ from massieu.probing.statistics.group import (
     RunningRatio,
     rows_of,
 )
+from massieu.probing.statistics.head_window import Control, HeadWindow, WindowMeasure
 from massieu.probing.statistics.query_means import Fence
-from massieu.probing.statistics.registry import STATISTICS, measures
+from massieu.probing.statistics.registry import STATISTICS, Register
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import RunningParts
 from massieu.probing.sums.units import Units
-
-QUERIES = 16
-"""Of each sampled window, for what costs much."""
-Sums = tuple[Float[Tensor, " H"], Float[Tensor, " H"]]
-"""For each head a total, and what it is to be divided by; 0 where there is nothing."""
-
-
-@dataclass(frozen=True, eq=False)
-class HeadWindow:
-    """One window at one attention site.
-
-    Attributes:
-        call: of this window alone.
-        real: keys that are no padding.
-        queries: sampled positions of queries that are no padding.
-        seed: of what a statistic or a control draws, which belongs to the window.
-        itself: the sequence attends to itself, so that a query and the key at its position are of one token.
-        permuted: what belongs to a query is to be taken from another one, head by head.
-    """
-
-    call: AttentionCall
-    real: Bool[Tensor, " N"]
-    queries: Int[Tensor, " S"]
-    seed: int
-    itself: bool = True
-    permuted: bool = False
-
-    def few(self) -> "HeadWindow":
-        """With the first `QUERIES` of the queries."""
-        return replace(self, queries=self.queries[:QUERIES])
-
-    def tokens(self, most: int) -> Int[Tensor, " T"]:
-        """Positions of keys that are no padding, in order: all, or so many of them drawn at random."""
-        places = self.real.nonzero()[:, 0]
-        if len(places) <= most:
-            return places
-        drawn = torch.randperm(len(places), generator=self.generator())[:most].sort().values
-        return places[drawn.to(places.device)]
-
-    def generator(self) -> torch.Generator:
-        """Anew the same random numbers."""
-        return torch.Generator().manual_seed(self.seed)
-
-    def of_heads(self, part: Float[Tensor, "1 Hk N E"]) -> Float[Tensor, "H N E"]:
-        """Keys or values in float32, grouped ones repeated."""
-        heads = self.call.query.shape[1]
-        return part[0].float().repeat_interleave(heads // part.shape[1], 0)
-
-    def weights(self) -> Float[Tensor, "H S N"]:
-        """Attention of the sampled queries in float32, a learned sink's share left out; 0 where a query sees no key."""
-        scores, weight = explicit_attention(self.call.at(self.queries))
-        logits = (scores + weight)[0]
-        return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, torch.softmax(logits, -1))
-
-
-Control = Callable[[HeadWindow], HeadWindow | None]
-"""A window without the property; None where there is none."""
 
 
 def other_heads_keys(window: HeadWindow) -> HeadWindow | None:
@@ -133,18 +77,33 @@ CONTROLS: dict[str, Control] = {
 """By the name that `Statistic.control` has."""
 
 
-def own_control(name: str) -> str | None:
-    """The control of a statistic that is another window; None where it has none, or the re-initialised model is its control."""
-    control = STATISTICS[name].control
-    return control if control in CONTROLS else None
+@dataclass(frozen=True, eq=False)
+class WindowFunction:
+    """A statistic of a window, and its control that is another window.
+
+    Attributes:
+        control: the name of the control, and what makes it; None where there is none, or random models are the control.
+    """
+
+    measure: WindowMeasure
+    control: tuple[str, Control] | None = None
+
+
+def registered(register: Register[WindowMeasure]) -> dict[str, WindowFunction]:
+    """The statistics of a group of the package, by their names."""
+    found: dict[str, WindowFunction] = {}
+    for name, measure in register.functions.items():
+        control = STATISTICS[name].control
+        found[name] = WindowFunction(measure, (control, CONTROLS[control]) if control in CONTROLS else None)
+    return found
 
 
 class WindowStatistics(RunningParts):
     """Running means of one group at one site, each with its control."""
 
-    def __init__(self, group: str, heads: int, units: Units) -> None:
-        self.measures = measures(group)
-        self.ratio = Ratio((2, len(self.measures), heads), units)
+    def __init__(self, functions: Mapping[str, WindowFunction], heads: int, units: Units) -> None:
+        self.functions = functions
+        self.ratio = Ratio((2, len(functions), heads), units)
 
     def update(self, window: HeadWindow, numbers: Sequence[int] | None, fence: Fence = nullcontext) -> None:
         """Add a window.
@@ -156,14 +115,16 @@ class WindowStatistics(RunningParts):
         total = torch.zeros(1, *self.ratio.shape, dtype=torch.float64)
         count = torch.zeros_like(total)
         others: dict[str, HeadWindow | None] = {}
-        for place, (name, measure) in enumerate(self.measures.items()):
+        for place, (name, function) in enumerate(self.functions.items()):
             with fence(name):
-                control = own_control(name)
-                if control is not None and control not in others:
-                    others[control] = CONTROLS[control](window)
-                for row, given in enumerate((window, None if control is None else others[control])):
-                    if given is not None:
-                        total[0, row, place], count[0, row, place] = _finite(*measure(given))
+                total[0, 0, place], count[0, 0, place] = _finite(*function.measure(window))
+                if function.control is None:
+                    continue
+                called, make = function.control
+                if called not in others:
+                    others[called] = make(window)
+                if (other := others[called]) is not None:
+                    total[0, 1, place], count[0, 1, place] = _finite(*function.measure(other))
         self.ratio.update(total, count, numbers)
 
 
@@ -172,14 +133,24 @@ PURPOSE = 100_000
 
 
 class HeadWindowGroup(Group):
-    """A group that is measured head by head on the sampled windows."""
+    """A group that is measured head by head on the sampled windows.
+
+    Attributes:
+        register: its statistics.
+    """
 
     events = frozenset({Event.CALLS})
+    register: ClassVar[Register[WindowMeasure]]
+
+    def functions(self) -> Mapping[str, WindowFunction]:
+        """What is measured, by the statistics' names."""
+        return registered(self.register)
 
     def begin(self, model: ModelReading) -> None:
         """A running result for each site."""
         super().begin(model)
-        self.sites = [WindowStatistics(self.name, info.heads, model.sampled_units) for info in model.sites]
+        functions = self.functions()
+        self.sites = [WindowStatistics(functions, info.heads, model.sampled_units) for info in model.sites]
 
     def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
         """Measure each sampled window by itself."""
@@ -199,33 +170,20 @@ class HeadWindowGroup(Group):
     def ratios(self) -> Iterator[RunningRatio]:
         """The means."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
-            for place, name in enumerate(results.measures):
+            for place, name in enumerate(results.functions):
                 yield RunningRatio(RowPlace.of_site(info), name, results.ratio, (0, place))
 
     def rows(self) -> Iterator[Row]:
         """The means, their halves, and those of the controls."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
             place, parts = RowPlace.of_site(info), RatioParts(results.ratio)
-            for index, name in enumerate(results.measures):
+            for index, (name, function) in enumerate(results.functions.items()):
                 yield from rows_of(place, name, parts, (0, index))
-                control = own_control(name)
-                if control is not None:
-                    yield Row(place, name, control, parts.at((1, index)))
+                if function.control is not None:
+                    yield Row(place, name, function.control[0], parts.at((1, index)))
 
 
 def _finite(total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """Without the heads whose numbers are not finite."""
     kept = total.isfinite() & count.isfinite()
     return (torch.where(kept, part, 0.0).double().cpu() for part in (total, count))  # pyright: ignore[reportReturnType]
-
-
-def nothing(window: HeadWindow) -> Sums:
-    """No number for any head."""
-    zeros = torch.zeros(window.call.query.shape[1], dtype=torch.float64)
-    return zeros, zeros
-
-
-def mean_over_queries(values: Float[Tensor, "H S"]) -> Sums:
-    """Sums of the finite values of each head, and how many there are."""
-    kept = values.isfinite()
-    return torch.where(kept, values, 0.0).sum(-1, dtype=torch.float64), kept.sum(-1).double()

@@ -1,0 +1,81 @@
+"""One sampled window at one attention site, and what a function of it gives: for each head a sum and its divisor."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
+
+QUERIES = 16
+"""Of each sampled window, for what costs much."""
+Sums = tuple[Float[Tensor, " H"], Float[Tensor, " H"]]
+"""For each head a total, and what it is to be divided by; 0 where there is nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWindow:
+    """One window at one attention site.
+
+    Attributes:
+        call: of this window alone.
+        real: keys that are no padding.
+        queries: sampled positions of queries that are no padding.
+        seed: of what a statistic or a control draws, which belongs to the window.
+        itself: the sequence attends to itself, so that a query and the key at its position are of one token.
+        permuted: what belongs to a query is to be taken from another one, head by head.
+    """
+
+    call: AttentionCall
+    real: Bool[Tensor, " N"]
+    queries: Int[Tensor, " S"]
+    seed: int
+    itself: bool = True
+    permuted: bool = False
+
+    def few(self) -> "HeadWindow":
+        """With the first `QUERIES` of the queries."""
+        return replace(self, queries=self.queries[:QUERIES])
+
+    def tokens(self, most: int) -> Int[Tensor, " T"]:
+        """Positions of keys that are no padding, in order: all, or so many of them drawn at random."""
+        places = self.real.nonzero()[:, 0]
+        if len(places) <= most:
+            return places
+        drawn = torch.randperm(len(places), generator=self.generator())[:most].sort().values
+        return places[drawn.to(places.device)]
+
+    def generator(self) -> torch.Generator:
+        """Anew the same random numbers."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def of_heads(self, part: Float[Tensor, "1 Hk N E"]) -> Float[Tensor, "H N E"]:
+        """Keys or values in float32, grouped ones repeated."""
+        heads = self.call.query.shape[1]
+        return part[0].float().repeat_interleave(heads // part.shape[1], 0)
+
+    def weights(self) -> Float[Tensor, "H S N"]:
+        """Attention of the sampled queries in float32, a learned sink's share left out; 0 where a query sees no key."""
+        scores, weight = explicit_attention(self.call.at(self.queries))
+        logits = (scores + weight)[0]
+        return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, torch.softmax(logits, -1))
+
+
+WindowMeasure = Callable[[HeadWindow], Sums]
+"""A statistic of a window."""
+Control = Callable[[HeadWindow], HeadWindow | None]
+"""A window without the property in question; None where there is none."""
+
+
+def nothing(window: HeadWindow) -> Sums:
+    """No number for any head."""
+    zeros = torch.zeros(window.call.query.shape[1], dtype=torch.float64)
+    return zeros, zeros
+
+
+def mean_over_queries(values: Float[Tensor, "H S"]) -> Sums:
+    """Sums of the finite values of each head, and how many there are."""
+    kept = values.isfinite()
+    return torch.where(kept, values, 0.0).sum(-1, dtype=torch.float64), kept.sum(-1).double()
