@@ -159,3 +159,35 @@ def test_eigenvalues_are_asked_for_in_one_place():
 
 def _callers(call: str) -> set[str]:
     return {_module(path) for path in _files() if call in path.read_text(encoding="utf-8")}
+
+
+# --- where a newcomer is sent ----------------------------------------------------------------------------------------
+
+
+def _where_to_look() -> Iterator[tuple[str, str]]:
+    """The tasks of ARCHITECTURE.md's table, and what stands beside each."""
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = page.partition("Where to look first:\n\n")[2].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        _, task, answer, _ = row.split("|")
+        yield task.strip(), answer
+
+
+def test_where_a_newcomer_is_sent_there_is_what_is_named():
+    """Files that are named are in the probe (or are `report/…`), and one of them, or its room, has the names beside them."""
+    tasks = dict(_where_to_look())
+    assert len(tasks) >= 6
+    for task, answer in tasks.items():
+        code = re.findall(r"`([^`]+)`", answer)
+        named = [word for word in code if word.endswith(".py")]
+        assert named, task
+        found = []
+        for name in named:
+            places = [SOURCE / name, SOURCE / "probing" / name, *(SOURCE / "probing").rglob(Path(name).name)]
+            assert any(place.is_file() for place in places), f"{task}: there is no {name}"
+            found.append(next(place for place in places if place.is_file()).read_text(encoding="utf-8"))
+        for word in code:
+            for part in (
+                re.findall(r"[^\W\d]\w*", word) if word not in named and " " not in word and "." not in word else ()
+            ):
+                assert any(re.search(rf"\b{part}\b", text) for text in found), f"{task}: {part} is in none of {named}"
