@@ -213,8 +213,9 @@ def test_what_is_no_statistic_is_refused_where_it_is_made(make, said):
         ([3], "a statistic is a name, a function or what massieu.statistic makes of one, got int 3"),
         ([massieu.Group], "the group Group needs a name, one word"),
         ([], "no statistic was named"),
+        (iter(()), "no statistic was named"),
     ],
-    ids=["twice", "one name", "a number", "no group", "nothing"],
+    ids=["twice", "one name", "a number", "no group", "nothing", "an empty iterator"],
 )
 def test_what_cannot_be_asked_for_is_said_before_the_model_is_read(given, said):
     with pytest.raises(InputError, match=said):
@@ -288,7 +289,7 @@ def test_not_a_number_says_that_it_is_not_defined():
 
 
 @pytest.mark.medium
-def test_every_token_a_generation_and_a_comparison_have_it(tmp_path):
+def test_every_token_and_a_comparison_have_it():
     result = massieu.probe(
         zoo.model("gpt2"), BATCHES[:2], statistics=[nearby], max_length=20, quick=True, per_token=True
     )
@@ -321,6 +322,42 @@ def test_a_run_is_gone_on_with_by_the_same_code_alone(tmp_path):
         massieu.probe(zoo.model("gpt2"), batches, statistics=[other], resume=True, **settings)
     result = massieu.probe(zoo.model("gpt2"), batches, statistics=[nearby], resume=True, **settings)
     assert result.table.equals(whole.table)
+
+
+def test_a_digest_tells_code_and_what_it_takes_from_around_it():
+    def within(number, chosen=(), *, factor=1.0):
+        def inside(reading):
+            return factor * reading.weight_where(lambda query, key: (query - key).abs() <= number)
+
+        def other(reading):
+            return inside(reading) + reading.weight_on(chosen)
+
+        return massieu.statistic(name="mine")(other).digest()
+
+    ten, ids = within(10, torch.tensor([1, 2])), torch.tensor([1, 3])
+    assert ten == within(10, torch.tensor([1, 2]))
+    assert (
+        len({ten, within(11, torch.tensor([1, 2])), within(10, ids), within(10, ids, factor=2.0), within(10, {3})}) == 5
+    )
+    unread = {"massieu": massieu}
+    codes = []
+    for text in ("p in {'a', 'b'}", "p in {'b', 'a'}", "p in {'a', 'c'}"):
+        exec(f"def mine(p): return {text}", unread)  # no source to read
+        codes.append(massieu.statistic(unread["mine"]).digest())
+    assert codes[0] == codes[1] != codes[2]
+
+
+@pytest.mark.medium
+def test_new_tokens_have_it():
+    """Of one new token after a prompt: the query that it came of is the prompt's last, beside explicit weights."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(zoo.model("gpt2").config).eval()
+    model.transformer.load_state_dict(zoo.fresh("gpt2").state_dict())
+    batch = {name: value[:1] for name, value in zoo.inputs("gpt2").items()}
+    result = massieu.probe(model, [batch], statistics=[nearby], generate=1)
+    expected = torch.stack([near(layer)[0, :, -1] for layer in weights("gpt2", batch)]).flatten()
+    np.testing.assert_allclose(values(result, "nearby"), expected, rtol=1e-5)
 
 
 HEADS = """

@@ -97,6 +97,8 @@ class Selection:
             groups = frozenset(GROUPS) - OPT_IN
             names = frozenset(name for name, each in STATISTICS.items() if each.group in groups)
             return cls(PACKAGE, names, groups, None)
+        if isinstance(asked, str):
+            raise InputError(f"statistics must be a list of names and functions, got {asked!r}")
         asked = list(asked)
         catalogue = _catalogue_of([each for each in asked if not isinstance(each, str)])
         wanted = {name for each in asked if isinstance(each, str) for name in _members(each)}

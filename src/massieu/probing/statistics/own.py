@@ -2,10 +2,14 @@
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
 
 from massieu.errors import InputError
 from massieu.ops.moments import NAMES
@@ -32,6 +36,8 @@ _GIVEN: dict[Of, str] = {
     "window": "one argument, a HeadWindow",
     "step": "two arguments, the tokens before and after a step",
 }
+_PACKAGES = ("torch", "numpy", "massieu")
+"""What their functions do is told by the versions in the record."""
 _SCALES: tuple[Scale, ...] = ("share", "positive", "number")
 
 
@@ -201,8 +207,10 @@ def as_own(given: object) -> OwnStatistic:
 
 
 def digest_of(code: Sequence[Function | type], said: str) -> str:
-    """Of the code of functions and classes, and of what is said of them; not of other functions that they call."""
-    return hashlib.sha256("\0".join([said, *map(_code_of, code)]).encode()).hexdigest()
+    """Of the code of functions and classes, of the numbers, words, tensors and functions that they take from around them,
+    and of what is said of them; not of other objects, nor of what packages hold."""
+    seen: set[str] = set()
+    return hashlib.sha256("\0".join([said, *(_told(each, seen) for each in code)]).encode()).hexdigest()
 
 
 def _function(given: object) -> Function:
@@ -255,15 +263,53 @@ def _control_name(own: str, control: object) -> str | None:
     )
 
 
-def _code_of(given: Function | type) -> str:
+def _told(value: object, seen: set[str]) -> str:
+    """A value in words that are the same in every process. A function is told once, with what it takes from around it."""
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(_told(each, seen) for each in value)})"
+    if isinstance(value, set | frozenset):
+        return f"set({', '.join(sorted(_told(each, seen) for each in value))})"
+    if isinstance(value, dict):
+        return f"dict({', '.join(sorted(f'{_told(k, seen)}: {_told(v, seen)}' for k, v in value.items()))})"
+    if isinstance(value, Tensor):
+        held = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(held.numpy().tobytes()).hexdigest()}"
+    if isinstance(value, OwnStatistic):
+        return _told(value.function, seen)
+    if inspect.isfunction(value) or inspect.ismethod(value) or isinstance(value, type):
+        return _told_code(value, seen)
+    return type(value).__qualname__
+
+
+def _told_code(value: Function | type, seen: set[str]) -> str:
+    name = f"{value.__module__}.{value.__qualname__}"
+    package = (value.__module__ or "").partition(".")[0]
+    if name in seen or package in sys.stdlib_module_names or package in _PACKAGES:
+        return name
+    seen.add(name)
+    functions = (
+        [value] if not isinstance(value, type) else [each for each in vars(value).values() if inspect.isfunction(each)]
+    )
+    around = [_told(sorted(_around(each).items()), seen) for each in functions if inspect.isfunction(each)]
+    return " ".join([name, _source_of(value, functions), *around])
+
+
+def _around(function: Function) -> dict[str, object]:
+    """What a function takes from around it, by name."""
+    found = inspect.getclosurevars(function)
+    return {**found.globals, **found.nonlocals}
+
+
+def _source_of(value: Function | type, functions: Sequence[Any]) -> str:
     """Its source, or what it was compiled to where there is no source."""
     try:
-        return inspect.getsource(given)
+        return inspect.getsource(value)
     except (OSError, TypeError):
-        functions = vars(given).values() if isinstance(given, type) else [given]
-        return repr([_constants(each.__code__) for each in functions if hasattr(each, "__code__")])
+        return repr([_constants(each.__code__) for each in functions])
 
 
 def _constants(code: CodeType) -> tuple[Any, ...]:
-    inner = (_constants(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts)
+    inner = (_constants(each) if isinstance(each, CodeType) else _told(each, set()) for each in code.co_consts)
     return code.co_code.hex(), code.co_names, *inner
