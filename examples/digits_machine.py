@@ -107,7 +107,9 @@ def draw(models: dict[str, RestrictedBoltzmannMachine], test: Tensor, path: Path
     noisy = torch.where(noise, 1 - test[:SHOWN], test[:SHOWN])
     figure = plt.figure(figsize=(10.5, 3.9), layout="constrained")
     samples, completed, coupled = figure.subfigures(1, 3, width_ratios=(SHOWN + 1.2, SHOWN, 1.5))
-    drawn = [model.sample(SHOWN, sweeps=SWEEPS, generator=torch.Generator().manual_seed(3)) for model in models.values()]
+    drawn = [
+        model.sample(SHOWN, sweeps=SWEEPS, generator=torch.Generator().manual_seed(3)) for model in models.values()
+    ]
     show(samples, "held-out images; samples", [test[:SHOWN], *drawn], ["images", *models])
     restored = [model.reconstruct(noisy) for model in models.values()]
     show(completed, "a tenth of the bits flipped; reconstructions", [noisy, *restored])

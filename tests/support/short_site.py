@@ -4,6 +4,7 @@ Every block is executed, and what it prints and draws is on the page; `make docs
 run in forks of one process that has loaded what most of them load.
 """
 
+import importlib
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -52,25 +53,15 @@ def _run_in(folder: str, page: str) -> str:
     return scripts.tutorials.run(page)
 
 
-def _load() -> None:
-    """What the pages load, once for all."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-    import sklearn.datasets
-    import sklearn.model_selection
-    import transformers
-
-    import massieu.energy
-    import massieu.experiments.tasks
-    import massieu.nn
-    import massieu.probing.run
-    import massieu.report.page
-    import massieu.testing
+LOADED = (
+    "matplotlib.pyplot", "sklearn.datasets", "sklearn.model_selection", "transformers", "massieu.energy", "massieu.nn",
+    "massieu.experiments.tasks", "massieu.probing.run", "massieu.report.page", "massieu.testing",
+)  # fmt: skip
+"""What the pages load, once for all."""
 
 
 if __name__ == "__main__":
-    _load()
+    for name in LOADED:
+        importlib.import_module(name)
     scripts.tutorials.executed = executed
     cli()
