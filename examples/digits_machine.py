@@ -28,6 +28,7 @@ from massieu.measures import Bernoulli, Gaussian, Measure, Poisson, Spin
 from massieu.nn import RestrictedBoltzmannMachine
 
 HIDDEN, TRAINED, SHOWN, PIXEL = 100, 1500, 8, 27
+TEMPERATURES, SWEEPS = 2000, 2000
 
 
 def bits(number: int) -> Bernoulli:
@@ -76,7 +77,7 @@ def trained(train: Tensor) -> dict[str, RestrictedBoltzmannMachine]:
 def report(models: dict[str, RestrictedBoltzmannMachine], train: Tensor, test: Tensor) -> None:
     for name, model in track(models.items(), "log Z", console=Console(file=sys.stderr), transient=True):
         estimate = model.machine().estimate_log_partition(
-            256, schedule=2000, generator=torch.Generator().manual_seed(1)
+            256, schedule=TEMPERATURES, generator=torch.Generator().manual_seed(1)
         )
         scores = [model.score_samples(data, estimate.log_partition).mean().item() for data in (train, test)]
         print(
@@ -106,7 +107,9 @@ def draw(models: dict[str, RestrictedBoltzmannMachine], test: Tensor, path: Path
     noisy = torch.where(noise, 1 - test[:SHOWN], test[:SHOWN])
     figure = plt.figure(figsize=(10.5, 3.9), layout="constrained")
     samples, completed, coupled = figure.subfigures(1, 3, width_ratios=(SHOWN + 1.2, SHOWN, 1.5))
-    drawn = [model.sample(SHOWN, sweeps=2000, generator=torch.Generator().manual_seed(3)) for model in models.values()]
+    drawn = [
+        model.sample(SHOWN, sweeps=SWEEPS, generator=torch.Generator().manual_seed(3)) for model in models.values()
+    ]
     show(samples, "held-out images; samples", [test[:SHOWN], *drawn], ["images", *models])
     restored = [model.reconstruct(noisy) for model in models.values()]
     show(completed, "a tenth of the bits flipped; reconstructions", [noisy, *restored])

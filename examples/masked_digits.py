@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from massieu.nn import EnergyTransformer
 
-TRAINED, PATCHES, HIDDEN, WIDTH, BATCH, SEED = 1200, 16, 8, 64, 64, 0
+TRAINED, PATCHES, HIDDEN, WIDTH, STEPS, BATCH, SEED = 1200, 16, 8, 64, 6, 64, 0
 
 
 class Completion(nn.Module):
@@ -34,7 +34,7 @@ class Completion(nn.Module):
         self.encode, self.decode = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
         self.missing = nn.Parameter(torch.zeros(WIDTH))
         self.position = nn.Parameter(0.5 * torch.randn(PATCHES, WIDTH))
-        self.layer = EnergyTransformer(WIDTH, 4, steps=6, step_size=0.15)
+        self.layer = EnergyTransformer(WIDTH, 4, steps=STEPS, step_size=0.15)
 
     def forward(self, patches: Tensor, missing: Tensor) -> Tensor:
         return self.decode(self.layer.normalisation(self.layer(self.tokens(patches, missing))))

@@ -13,6 +13,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -56,8 +57,13 @@ def softmax(scale: float) -> Estimator:
     return estimate
 
 
+@cache
+def best_scale(length: int) -> float:
+    return optimal_scale(length, POWER, NOISE**2, DIMENSION).item()
+
+
 def tuned(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return softmax(optimal_scale(len(key), POWER, NOISE**2, DIMENSION).item())(query, key, value)
+    return softmax(best_scale(len(key)))(query, key, value)
 
 
 def deconvolved(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

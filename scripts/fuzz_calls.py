@@ -196,12 +196,12 @@ def _run_example(name: str, value: Any, watch: Callable[..., None]) -> None:
     text = inspect.getdoc(value) or ""
     example = doctest.DocTestParser().get_doctest(text, {"__name__": "__main__"}, name, None, 0)
     runner = doctest.DocTestRunner(verbose=False)
-    sys.setprofile(watch)
+    sys.settrace(watch)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             runner.run(example, out=lambda _: None, clear_globs=False)
     finally:
-        sys.setprofile(None)
+        sys.settrace(None)
 
 
 # --- what is wrong -----------------------------------------------------------------------------------------------------
@@ -453,7 +453,6 @@ def _work(room: str, count: int, seed: int, done: int, pipe: Connection) -> None
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         calls, values = record_calls(room), hostile_values()
-        torch.linalg.eigvalsh(torch.eye(2, device="meta"))  # PyTorch imports much for the first tensor on meta
         pipe.send(len({call.name for call in calls}))
         resource.setrlimit(resource.RLIMIT_AS, (_memory_in_use() + MEMORY,) * 2)
         for hostile in plans(calls, len(values), count, seed)[done:]:
@@ -516,6 +515,8 @@ def seed_of_commit() -> int:
 def run(count: int, seed: int) -> list[dict[str, str]]:
     """So many hostile calls, in each room as many as it has public names, and how each ended."""
     sizes = {room: sum(1 for _ in public_objects(room)) for room in rooms()}
+    # PyTorch imports much for the first tensor on meta: here, and not in the process of each room.
+    torch.linalg.eigvalsh(torch.eye(2, device="meta"))
     shares = {room: -(-count * size // sum(sizes.values())) for room, size in sizes.items() if size}
     return [row for room, share in shares.items() for row in outcomes(room, share, seed)]
 

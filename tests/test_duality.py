@@ -465,7 +465,7 @@ class TestCompile:
     @pytest.mark.slow
     def test_transforms_inside(self, monkeypatch):
         # A transform makes as many copies of a Newton step as may be needed; from here few are.
-        monkeypatch.setattr(newton, "_UNROLLED", 12)
+        monkeypatch.setattr(newton, "_UNROLLED", 6)
         torch.compiler.reset()
         measure = Atoms.create(draw(5, 2))
         mu = measure.mean(0.3 * draw(2, 2, seed=1))

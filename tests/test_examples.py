@@ -161,6 +161,7 @@ def test_the_blocks_on_the_probe_run(tmp_path, monkeypatch):
     (tmp_path / "notes.md").write_text("Attention is the gradient of its log-partition. " * 40)
     (tmp_path / "page.py").write_text("\n\n".join(blocks))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("massieu.probing.run.DRAWS", 2)  # no number of these blocks is on the page
     found = runpy.run_path("page.py")
     assert found["again"].table.equals(found["frame"])
     assert len(found["sharpest"]) == 3
@@ -251,13 +252,12 @@ def test_attention_over_ones_own_measure_trains(tmp_path):
 @pytest.mark.slow
 def test_gradient_caching_changes_no_gradient_and_the_encoder_learns(tmp_path):
     picture = tmp_path / "picture.png"
-    found = run("examples/contrastive.py", "--picture", picture, STEPS=40)
+    found = run("examples/contrastive.py", "--picture", picture, STEPS=24)
     assert float(re.search(r"uncached ones by: (\S+)", found).group(1)) < 1e-6
     before, after = (
         float(re.search(rf"accuracy {when} training: +(\S+)", found).group(1)) for when in ("before", "after")
     )
-    assert before < 0.75
-    assert after > 0.8
+    assert after > before + 0.05  # five standard errors of an accuracy among 1,747 images
     assert picture.stat().st_size > 10_000
 
 
@@ -291,7 +291,8 @@ def test_a_memory_of_digits_recalls_within_its_bound(tmp_path):
 
 @pytest.mark.slow
 def test_machines_of_four_kinds_of_units_learn_digits(tmp_path):
-    found = run("examples/digits_machine.py", "--picture", tmp_path / "picture.png", HIDDEN=40, TRAINED=600)
+    small = {"HIDDEN": 40, "TRAINED": 600, "TEMPERATURES": 200, "SWEEPS": 50}
+    found = run("examples/digits_machine.py", "--picture", tmp_path / "picture.png", **small)
     held_out = {name: float(score) for name, score in numbers(r" *(\S+): log-likelihood .* on, +(\S+) held out", found)}
     independent = -24.4  # of the best product of 64 independent bits
     for name in ("bits", "spins", "Gaussian", "Poisson"):
@@ -321,7 +322,8 @@ def test_pooling_finds_the_nine(tmp_path):
 @pytest.mark.slow
 def test_language_models_train(tmp_path):
     picture = tmp_path / "picture.png"
-    found = run("examples/character_language_model.py", "--steps", "20", "--picture", picture)
+    small = {"CONTEXT": 32, "BATCH": 8}
+    found = run("examples/character_language_model.py", "--steps", "20", "--picture", picture, **small)
     (alone,) = numbers(r"(\S+) by counts of characters", found)[0]
     rows = numbers(r" *(.+): (\S+) before training, (\S+) after", found)
     assert len(rows) == 3
@@ -332,12 +334,13 @@ def test_language_models_train(tmp_path):
 
 @pytest.mark.slow
 def test_masked_digits_are_completed_down_an_energy(tmp_path):
-    found = run("examples/masked_digits.py", "--updates", "400", "--picture", tmp_path / "picture.png")
+    easy = {"TRAINED": 1600, "HIDDEN": 4, "STEPS": 2}
+    found = run("examples/masked_digits.py", "--updates", "300", "--picture", tmp_path / "picture.png", **easy)
     (rise,) = numbers(r"largest change of an image's energy in a step: (\S+)", found)[0]
     assert float(rise) < 0
     row = r" *(.+): mean squared error of a missing pixel (\S+)"
     error = {name: float(mean) for name, mean in numbers(row, found)}
-    # After all 2,500 updates it is below the ridge too: the page has that run.
+    # With six steps and after all 2,500 updates it is below the ridge too: the page has that run.
     assert error["Energy Transformer"] < 0.8 * error["mean image"]
     assert error["ridge"] < error["mean image"]
     assert (tmp_path / "picture.png").stat().st_size > 10_000
@@ -346,10 +349,10 @@ def test_masked_digits_are_completed_down_an_energy(tmp_path):
 @pytest.mark.slow
 def test_spins_attend(tmp_path):
     picture = tmp_path / "picture.png"
-    found = run("examples/spin_attention.py", "--seeds", "1", "--steps", "60", "--picture", picture)
+    found = run("examples/spin_attention.py", "--seeds", "1", "--steps", "30", "--picture", picture)
     rows = numbers(r" *(.+): accuracy (\S+) ± \S+ \((\d+) parameters", found)
     assert len(rows) == 5
-    assert all(float(accuracy) > 0.5 for _, accuracy, _ in rows)  # 0.1 by chance
+    assert all(float(accuracy) > 0.3 for _, accuracy, _ in rows)  # 0.1 by chance
     assert len({size for _, _, size in rows}) == 1
     errors = {
         name: (float(without), float(echo))
@@ -497,12 +500,13 @@ def test_training_runs_are_watched(tmp_path):
     """Short runs tell nothing of leads; the tables and the picture are there, and a second call repeats no run."""
     picture = tmp_path / "runs.png"
     arguments = ("examples/watch_training.py", "--quick", "--folder", tmp_path, "--picture", picture)
-    found = run(*arguments, LAYERS=1, BATCH=4)
+    small = {"LAYERS": 1, "WIDTH": 16, "CONTEXT": 16, "BATCH": 4}
+    found = run(*arguments, **small)
     assert found.count("the loss is in alarm in") == 3 and " 9 of 9" in found
     assert picture.stat().st_size > 10_000
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
     assert len(kept) == 9
-    again = run(*arguments, LAYERS=1, BATCH=4)
+    again = run(*arguments, **small)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
     assert again.split("\n\n")[1:] == found.split("\n\n")[1:]
 

@@ -17,6 +17,7 @@ from scripts.papers import papers_page, standing, used_names
 from scripts.reference import places, public_names, reference_page, reference_uri, rooms
 from scripts.site_pages import bars
 from tests import test_house as house
+from tests.support.short_site import SHORTER
 
 from massieu.verification.registry import claims
 
@@ -145,9 +146,14 @@ def test_a_claim_names_what_it_uses_and_how_it_stands(id, names, stands):
 # --- the site --------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_made_shorter_stands_in_a_tutorial():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "tutorials").glob("*.md"))
+    assert not [printed for printed in SHORTER if printed not in pages]
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.short_site", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     pages = {path.relative_to(tmp_path): path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}

@@ -200,11 +200,22 @@ def test_tuning_stores_each_loss(tmp_path: Path):
     assert stored["losses"] == found and "all at 0.024" in found and stored["seed"] == 0
 
 
+# The large experiment's command with models of default size, which learn as much in as many steps.
+_OF_SMALL_SIZE = """
+from massieu.cli import main
+from massieu.experiments import wind_tunnel
+
+wind_tunnel._LARGE = wind_tunnel._DEFAULT
+main()
+"""
+
+
 @pytest.mark.slow
 def test_two_processes_train_one_model(tmp_path: Path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "massieu.cli", "experiment"]
+    (tmp_path / "small.py").write_text(_OF_SMALL_SIZE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(tmp_path / "small.py")]
     done = subprocess.run(
-        [*command, "wind-tunnel", "--large", "--quick", "--out", str(tmp_path)],
+        [*command, "experiment", "wind-tunnel", "--large", "--quick", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=1800,

@@ -83,7 +83,7 @@ def test_compiled_inside_transforms(transform):
     adjoint = Implicit(check_attraction=False)
 
     def loss(query):
-        return solve(query, memory, method=Picard(), max_steps=16, rtol=1e-3, adjoint=adjoint).value.sin().sum()
+        return solve(query, memory, method=Picard(), max_steps=8, rtol=1e-2, adjoint=adjoint).value.sin().sum()
 
     whole = transform(loss)
     assert bool(whole(query).isfinite().all())

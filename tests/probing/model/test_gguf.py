@@ -1,5 +1,6 @@
 """GGUF files: weights, tokenizer and record, and a real decoder through and through."""
 
+import functools
 import struct
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from massieu.probing.data.documents import reference_documents
 from massieu.probing.data.text import TextBatches
 from massieu.probing.model.checkpoint import find_checkpoint
 from massieu.probing.model.model import load_model
+from massieu.probing.statistics import repeated
 
 LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 2, 4, 2, 16
 WIDTH = HEADS * HEAD_SIZE
@@ -270,14 +272,20 @@ def _first_layer(file: Path, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.needs("decoder")
 def test_a_real_decoder(monkeypatch):
-    """SmolLM2-135M-Instruct: 30 layers of 9 heads; the first by its bytes in float64, all by the model's eager weights."""
+    """SmolLM2-135M-Instruct: 30 layers of 9 heads; the first by its bytes in float64, all by the model's eager weights.
+
+    One reading for all that is asked of it, since it takes seconds to be loaded: it also has heads that look tokens up.
+    """
     file = needs.decoder()
     assert file is not None
+    # The file has 50,000 words, which are read for the tokenizer, the configuration and the weights: here once for all.
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+    monkeypatch.setattr(repeated, "SEQUENCES", 4)
     kept = []
     monkeypatch.setattr(
         "massieu.probing.session.sources.load_model", lambda *a, **k: kept.append(load_model(*a, **k)) or kept[0]
     )
-    statistics = ["weight_first", "entropy", "log_partition"]
+    statistics = ["weight_first", "entropy", "log_partition", "repeated"]
     result = massieu.probe(file, max_tokens=4 * TOKENS, max_length=TOKENS, statistics=statistics)
     run = result.run
     assert (run.model.layers, run.model.heads) == (30, 270)
@@ -309,6 +317,9 @@ def test_a_real_decoder(monkeypatch):
     assert np.allclose(measured("entropy")[0], entropy.mean((0, 2)), rtol=1e-4)
     assert np.allclose(measured("log_partition")[0], log_z.mean((0, 2)), rtol=1e-4)
     assert np.allclose(measured("weight_first")[0], weights[..., 0].mean((0, 2)), rtol=1e-3)
+
+    assert measured("induction_weight").max() > 0.3
+    assert measured("induction_weight/reinitialised").max() < 0.1
 
     loaded.module.set_attn_implementation("eager")
     with torch.no_grad():

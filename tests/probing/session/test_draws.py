@@ -176,8 +176,8 @@ def test_heads_with_other_log_weights_are_apart_and_those_that_share_keys_togeth
 
 @pytest.mark.slow
 def test_few_random_models_are_announced(monkeypatch):
-    """20 small random models, probed as if they were trained: at 5 % each, four with a card happen in 1.6 % of cases."""
+    """10 small random models, probed as if they were trained: at 5 % each, three with a card happen in 1.2 % of cases."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     models = importlib.import_module("control_models")
     monkeypatch.setattr("massieu.probing.run.DRAWS", 8)
-    assert sum(bool(models.announced(*models.random_run(seed, questions=False))["cards"]) for seed in range(20)) < 4
+    assert sum(bool(models.announced(*models.random_run(seed, questions=False))["cards"]) for seed in range(10)) < 3

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support import needs
 from tests.support.rows import some_slow
 from torch import Tensor, nn
 from transformers import (
@@ -23,7 +22,6 @@ from transformers import (
 
 import massieu
 from massieu.errors import InputError
-from massieu.probing.statistics import repeated
 from massieu.probing.statistics.repeated import LENGTH, SEQUENCES, RepeatedTokens
 
 WORDS = 60
@@ -357,13 +355,3 @@ def test_it_is_opt_in_and_never_quick():
     assert not rows(massieu.probe(llama(), [{"input_ids": IDS}]), "induction_weight")
     with pytest.raises(InputError, match=r"attention's statistics alone, got .*induction_weight"):
         massieu.probe(llama(), [{"input_ids": IDS}], statistics=["repeated"], quick=True)
-
-
-@pytest.mark.slow
-@pytest.mark.needs("decoder")
-def test_a_real_decoder_has_heads_that_look_tokens_up():
-    result = massieu.probe(needs.decoder(), statistics=["repeated"], max_tokens=256)
-    values = {key: value for key, (value, _, _) in rows(result, "induction_weight").items()}
-    control = [value for value, _, _ in rows(result, "induction_weight/reinitialised").values()]
-    assert max(values.values()) > 0.3 and max(control) < 0.1
-    assert repeated.LENGTH == 50
