@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import massieu
 from massieu.probing.model.model import longest
-from massieu.probing.statistics.registry import FEED_FORWARD, REPEATED, STATISTICS, TAP
+from massieu.probing.statistics.registry import FEED_FORWARD, REPEATED, RESPONSE, STATISTICS, TAP
 from massieu.probing.statistics.tap import OTHER_TOKENS
 
 EVERYTHING = sorted({each.group for each in STATISTICS.values()} - {"replacement"})
@@ -55,6 +55,29 @@ def led() -> tuple[nn.Module, dict[str, Tensor]]:
     return eager.create("LED", settings), {"input_ids": IDS, "decoder_input_ids": IDS[:, :8]}
 
 
+def xlnet() -> tuple[nn.Module, dict[str, Tensor]]:
+    settings = {"vocab_size": 99, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 16}
+    return eager.create("XLNet", settings), {"input_ids": IDS, "attention_mask": torch.ones(2, 12)}
+
+
+def canine() -> tuple[nn.Module, dict[str, Tensor]]:
+    settings = SIZES | {
+        "local_transformer_stride": 16, "downsampling_rate": 4, "num_hash_buckets": 64, "num_hash_functions": 4,
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+    ids = torch.arange(128).reshape(2, 64) + 5
+    return eager.create("Canine", settings), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def segformer() -> tuple[nn.Module, dict[str, Tensor]]:
+    settings: dict[str, Any] = {
+        "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "patch_sizes": [7, 3],
+        "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+    }  # fmt: skip
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return eager.create("Segformer", settings), {"pixel_values": pixels}
+
+
 @pytest.mark.medium
 def test_windows_of_an_image_are_not_the_streams_tokens():
     """Its attention has fewer queries than the stream has tokens, and more rows than the batch: no token's own weights."""
@@ -70,6 +93,9 @@ def test_windows_of_an_image_are_not_the_streams_tokens():
         (bloom, {FEED_FORWARD: "the layer cannot be run and differentiated on single tokens (RuntimeError)"}),
         (led, {}),
         (mpt, {}),
+        (xlnet, {RESPONSE: "a layer's output was not computed from the states that were seen before it"}),
+        (canine, {REPEATED: "the model is not given tokens of a vocabulary"}),
+        (segformer, {FEED_FORWARD: "no feed-forward layer was seen on the way of the stream"}),
     ],
 )
 def test_reasons_are_in_words(make, said):

@@ -190,9 +190,17 @@ def _stack_responses(steps: Sequence[Step], last: Tensor, drawn: torch.Generator
 def _gradients(
     output: Float[Tensor, "1 L D"], token: int, along: Float[Tensor, " D"], streams: Sequence[Float[Tensor, "1 L D"]]
 ) -> list[Float[Tensor, "L D"]]:
-    """Of one token's output along a direction, with respect to states of the stream, in float64."""
-    found = torch.autograd.grad((output[0, token] * along).sum(), list(streams), retain_graph=True)
-    return [each[0].double() for each in found]
+    """Of one token's output along a direction, with respect to states of the stream, in float64.
+
+    Raises:
+        UnsuitableInputsError: it does not depend on one of them.
+    """
+    product = (output[0, token] * along).sum()
+    found = torch.autograd.grad(product, list(streams), retain_graph=True, allow_unused=True)
+    known = [each for each in found if each is not None]
+    if len(known) < len(found):
+        raise UnsuitableInputsError("a layer's output was not computed from the states that were seen before it")
+    return [each[0].double() for each in known]
 
 
 def _mean_weights(step: Step) -> Float[Tensor, "L L"]:
