@@ -12,10 +12,11 @@ from massieu.foundation.arguments import choice, described
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, moment_blocks, packed, reference, tiles
 from massieu.ops import sink as with_sink
+from massieu.ops.cuda.triton_moments import TritonMoments
 from massieu.ops.documents import Documents
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
-MomentsBackend = Literal["auto", "reference", "compiled", "blocks"]
+MomentsBackend = Literal["auto", "reference", "triton", "compiled", "blocks"]
 
 REPAYING_PAIRS = 5e10
 """So many scores make up for a compilation: about 15 s, against 0.3 ns saved a score."""
@@ -167,7 +168,7 @@ def attention_moments(
         return chosen.forward(part)
 
     labels = names if value is None else (*names, "output")
-    found = dict(zip(labels, _in_parts(compute, names, problem), strict=True))
+    found = dict(zip(labels, _in_parts(compute, names, problem, chosen.bands), strict=True))
     if problem.sink is not None:
         found = with_sink.moments(found, problem)
     restored = {name: problem.restore(found[name]) for name in wanted}
@@ -201,8 +202,14 @@ def _with_needed(wanted: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in NAMES if name in needed)
 
 
-def _in_parts(forward: band.Function, names: tuple[str, ...], problem: AttentionProblem) -> tuple[Tensor, ...]:
-    """By documents and chunks of a window; positions are then those in the whole row."""
+def _in_parts(
+    forward: band.Function, names: tuple[str, ...], problem: AttentionProblem, bands: bool
+) -> tuple[Tensor, ...]:
+    """By documents and chunks of a window, if it has no bands; positions are then those in the whole row."""
+    if bands and problem.documents is None:
+        return forward(problem)
+    if "max_position" not in names and problem.documents is not None:
+        return packed.apply(partial(_in_parts, forward, names, bands=bands), problem)
     if "max_position" not in names or (problem.documents is None and problem.window is None):
         return band.apply(forward, problem)
     place = names.index("max_position")
@@ -217,7 +224,7 @@ def _in_parts(forward: band.Function, names: tuple[str, ...], problem: Attention
     if problem.documents is None:
         found = band.apply(relative, problem)
         return change(found, _moved(found[place], problem, 1))
-    found = packed.apply(partial(_in_parts, forward, names), problem)
+    found = packed.apply(partial(_in_parts, forward, names, bands=bands), problem)
     lengths, first = torch.tensor(
         [problem.documents.lengths, problem.documents.key_boundaries[:-1]], device=problem.query.device
     )
@@ -275,17 +282,19 @@ class _Compiled(tiles.Blocks):
 
 def _registry(problem: AttentionProblem, asked: str, names: tuple[str, ...]) -> tuple[backends.Backend, ...]:
     """In order of preference. A compilation is taken where it is asked for, or repaid."""
-    registry = (
-        _Compiled(partial(moment_blocks.compiled_moments, names)),
+    triton, compiled = TritonMoments(names), _Compiled(partial(moment_blocks.compiled_moments, names))
+    eager = (
         tiles.Blocks(partial(moment_blocks.moments, names)),
         reference.Reference(partial(_by_reference, names)),
     )
-    met = _Work.pairs >= REPAYING_PAIRS and problem.query.device.type == "cpu"
-    repaid = asked != "auto" or (met and moment_blocks.gains_compiled(names, problem))
-    return registry if repaid else registry[1:]
+    if asked != "auto":
+        return triton, compiled, *eager
+    if _Work.pairs < REPAYING_PAIRS or not moment_blocks.gains_compiled(names, problem):
+        return eager
+    return (triton if problem.query.device.type == "cuda" else compiled), *eager
 
 
-BACKENDS = ("compiled", "blocks", "reference")
+BACKENDS = ("triton", "compiled", "blocks", "reference")
 
 
 def _by_reference(names: tuple[str, ...], problem: AttentionProblem) -> tuple[Tensor, ...]:

@@ -1,0 +1,64 @@
+"""Whether Triton's kernels for rows (`massieu.ops.cuda.row_kernels`) are used: tried once for each device.
+
+Where Triton is not installed, cannot compile, or gives other numbers than plain operations do, these are used, and a
+warning says so once.
+"""
+
+import threading
+import warnings
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from massieu.foundation.transforms import in_functorch, values_are_readable
+
+_verdicts: dict[torch.device, bool] = {}
+_lock = threading.Lock()
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors: numbers on CUDA, outside compiled code and transforms."""
+    device = tensors[0].device
+    if device.type != "cuda" or torch.compiler.is_compiling() or in_functorch() or not values_are_readable(*tensors):
+        return False
+    found = _verdicts.get(device)
+    if found is None:
+        # A kernel cannot be compiled and compared while a graph is captured.
+        return not torch.cuda.is_current_stream_capturing() and _try(device)
+    return found
+
+
+def _try(device: torch.device) -> bool:
+    with _lock:
+        if device not in _verdicts:
+            reason = None if find_spec("triton") is None else _difference(device)
+            _verdicts[device] = find_spec("triton") is not None and reason is None
+            if reason is not None:
+                warnings.warn(f"Triton's kernels are not used on {device}, but plain operations: {reason}", stacklevel=4)
+    return _verdicts[device]
+
+
+def _difference(device: torch.device) -> str | None:
+    """What is wrong with the kernels, on small tensors in half precision; None if nothing is."""
+    from massieu.ops.cuda import kernel, row_kernels
+    from massieu.ops.fused_kernel import least_parts
+
+    numbers = torch.Generator().manual_seed(0)
+    grad, output = (torch.randn(2, 3, 50, 24, generator=numbers).to(device, torch.bfloat16) for _ in range(2))
+    level = torch.randn(2, 3, 50, generator=numbers).to(device)
+    grad[:, :, :7] = 0.0
+    infinite, lost = level.masked_fill(level > 1, torch.inf), output.masked_fill(level[..., None] > 1.5, torch.nan)
+    try:
+        changed, carrier = row_kernels.merged(grad, level, output, *least_parts(output.dtype))
+        shown = row_kernels.with_missing(lost, infinite)
+    except Exception as error:
+        # Whatever a compiler says is the verdict.
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    total = (grad.double() * output.double()).sum(-1) - level.double()
+    error = ((changed.double() * carrier.double()).sum(-1) - total).abs() / (1 + total.abs())
+    kept = torch.equal(changed[:, :, 7:], grad[:, :, 7:]) and bool(changed.abs().amax() == grad.abs().amax())
+    # What is carried is right to the square of the rounding.
+    right = kept and bool((error <= 4 * torch.finfo(grad.dtype).eps ** 2).all())
+    same = torch.equal(shown.nan_to_num(), kernel.plain_missing(lost, infinite).nan_to_num())
+    return None if right and same else "their numbers are wrong"
