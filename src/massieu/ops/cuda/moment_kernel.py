@@ -1,8 +1,9 @@
 """The sums of attention's moments in one pass over the keys, in Triton: no score is ever written to memory.
 
 As FlashAttention takes them: a program has some queries, goes through the tiles of keys that they see, and keeps each sum
-relative to the largest score until then. Scores are sums in float32 of exact products, or, of float32 numbers, of three
-products in TF32, which leave out 2⁻²² of each. Weights are rounded to the values' dtype before they meet these.
+relative to the largest score until then. Scores are in units of log 2, because the hardware has powers of two. They are sums
+in float32 of exact products, or, of float32 numbers, of three products in TF32, which leave out 2⁻²² of each. Weights are
+rounded to the values' dtype before they meet these.
 """
 
 # pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportArgumentType=false
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from massieu.foundation.numerics import LOG2_E
 from massieu.ops.shapes import AttentionProblem
 
 LEAST_SIZE = 16
@@ -39,7 +41,11 @@ def _tile(
     )
     scores = tl.dot(queries, key, input_precision=PRECISION) * scale
     if CAPPED:
-        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+        # The hyperbolic tangent; of small numbers by its series, where the difference would lose digits.
+        square_of = scores * scores
+        small = scores * (1.0 + square_of * (-1 / 3 + square_of * (2 / 15 - square_of * (17 / 315))))
+        large = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2 * 1.4426950408889634)))
+        scores = softcap * tl.where(square_of < 0.01, small, large)
     if MASKED or KEPT:
         seen = there[None, :] & (rows[:, None] >= 0)
         if LOW:
@@ -59,10 +65,10 @@ def _tile(
     # Nothing seen yet: the sums are zero and stay so.
     none = level == float("-inf")
     step = tl.where(top == float("-inf"), 0.0, top - level)
-    change = tl.where(top == float("-inf"), 0.0, tl.exp(step))
+    change = tl.where(top == float("-inf"), 0.0, tl.exp2(step))
     shift = tl.where(none, 0.0, level)
     below = scores - shift[:, None]
-    weights = tl.exp(below)
+    weights = tl.exp2(below)
     if MASKED or KEPT:
         weights = tl.where(seen, weights, 0.0)
         below = tl.where(seen, below, 0.0)
@@ -106,7 +112,7 @@ def _summarise(
     query_item, query_head, query_group, query_row,
     key_item, key_head, key_row, value_item, value_head, value_row,
     keep_item, keep_head, keep_group, keep_row, keep_key,
-    key_heads, group, length, keys, size, value_size, low, high, scale, softcap,
+    key_heads, group, length, keys, size, value_size, low, high, scale, softcap, unit,
     KEPT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, CAPPED: tl.constexpr,
     SHAPE: tl.constexpr, PRIOR: tl.constexpr, POSITION: tl.constexpr, VALUED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
@@ -164,6 +170,12 @@ def _summarise(
     top, total, first, second, square, mean, spread, count, position, product = sums
     # The largest of numbers of which one is NaN is not NaN here; their sum is.
     top = tl.where(total == total, top, float("nan"))
+    # In nats.
+    top *= unit
+    first *= unit
+    second *= unit * unit
+    mean *= unit
+    spread *= unit * unit
     at = found + head * length + rows
     apart = tl.num_programs(1).to(tl.int64) * length
     tl.store(at, top, valid)
@@ -204,14 +216,19 @@ def summarise(problem: AttentionProblem, shape: bool, prior: bool, position: boo
     padded, value_padded = (max(LEAST_SIZE, triton.next_power_of_2(each)) for each in (size, value_size))
     rows, columns, warps, stages = _tiling(query.element_size(), max(padded, value_padded))
     low, high = problem.band or (None, None)
+    scale = problem.scale * LOG2_E if problem.softcap is None else problem.scale / problem.softcap
     # What is not there is not read.
     valued, kept = key if value is None else value, query if keep is None else keep.view(torch.uint8)
-    steps = (0,) * 5 if keep is None else [0 if many == 1 else step for many, step in zip(keep.shape, keep.stride())]
+    steps = (
+        (0,) * 5
+        if keep is None
+        else [0 if many == 1 else step for many, step in zip(keep.shape, keep.stride(), strict=True)]
+    )
     _summarise[(triton.cdiv(length, rows), batch * key_heads * group)](
         query, key, valued, kept, query if output is None else output, found,
         *query.stride()[:-1], *key.stride()[:-1], *valued.stride()[:-1], *steps,
-        key_heads, group, length, key.shape[2], size, value_size, low or 0, high or 0, problem.scale,
-        problem.softcap or 1.0,
+        key_heads, group, length, key.shape[2], size, value_size, low or 0, high or 0, scale,
+        (problem.softcap or 1.0) * LOG2_E, 1 / LOG2_E,
         KEPT=keep is not None, LOW=low is not None, HIGH=high is not None, CAPPED=problem.softcap is not None,
         SHAPE=shape, PRIOR=prior, POSITION=position, VALUED=value is not None,
         PRECISION="ieee" if query.element_size() == 2 else "tf32x3",
@@ -223,5 +240,5 @@ def summarise(problem: AttentionProblem, shape: bool, prior: bool, position: boo
 def _tiling(bytes_each: int, size: int) -> tuple[int, int, int, int]:
     """Queries and keys of a tile, warps, and tiles that are on the way."""
     if bytes_each == 4:
-        return (64, 32, 4, 2) if size <= 64 else (32, 32, 4, 2)
-    return (128, 64, 4, 3) if size <= 64 else (128, 64, 8, 2) if size <= 128 else (64, 32, 4, 2)
+        return (64, 64, 4, 2) if size <= 64 else (32, 32, 4, 2)
+    return (64, 64, 4, 3) if size <= 128 else (64, 32, 4, 2)

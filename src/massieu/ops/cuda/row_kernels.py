@@ -35,9 +35,7 @@ def _merge(
     there = row < count
     channel = tl.arange(0, SIZE)[None, :]
     inside = there[:, None] & (channel < size)
-    given = tl.load(
-        grad + _places(row, heads, length, grad_item, grad_head, grad_row)[:, None] + channel, inside, 0.0
-    )
+    given = tl.load(grad + _places(row, heads, length, grad_item, grad_head, grad_row)[:, None] + channel, inside, 0.0)
     averaged = tl.load(
         output + _places(row, heads, length, output_item, output_head, output_row)[:, None] + channel, inside, 0.0
     )

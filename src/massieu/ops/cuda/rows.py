@@ -35,7 +35,9 @@ def _try(device: torch.device) -> bool:
             reason = None if find_spec("triton") is None else _difference(device)
             _verdicts[device] = find_spec("triton") is not None and reason is None
             if reason is not None:
-                warnings.warn(f"Triton's kernels are not used on {device}, but plain operations: {reason}", stacklevel=4)
+                warnings.warn(
+                    f"Triton's kernels are not used on {device}, but plain operations: {reason}", stacklevel=4
+                )
     return _verdicts[device]
 
 
