@@ -212,7 +212,7 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     if rows.usable(output):
         from massieu.ops.cuda import row_kernels
 
-        return row_kernels.merged(grad_output, grad_log_z, output, *least_parts(output.dtype))
+        return row_kernels.merged(grad_output, grad_log_z, output, *rows.least_parts(output.dtype))
     pieces = min(-(-output.numel() // (_PIECE if output.device.type == "cpu" else _CUDA_PIECE)), output.shape[2])
     if torch.compiler.is_compiling() or pieces < 2:
         return _merged(grad_output, grad_log_z, output)
@@ -231,22 +231,13 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     return grad_output, carrier
 
 
-def least_parts(dtype: torch.dtype) -> tuple[float, float]:
-    """The least norm that either part of a cotangent may have, and the least in units of the total.
-
-    (Not globals: with dynamic shapes the compiler would make inputs of those.) In float16, whose range is short, both
-    cotangents come with a size of about 1.
-    """
-    return (2.0**-14, 2.0**-15) if dtype == torch.float16 else (1e-30, 1e-36)
-
-
 def _merged(grad_output: Tensor, grad_log_z: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     """The same of some rows; the cotangent itself where it can carry all.
 
     Channel 0 carries what rounding leaves of the total that all others carry. They do so by signs and a norm: nothing is
     squared, so nothing underflows. The output itself could not take g up: a change below half its rounding is none.
     """
-    tiny, share = least_parts(output.dtype)
+    tiny, share = rows.least_parts(output.dtype)
     dtype = torch.promote_types(output.dtype, torch.float32)
     # One buffer as large as the output, for one thing after the other.
     buffer = grad_output.to(dtype, copy=True).mul_(output)

@@ -19,7 +19,7 @@ from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_prob
 MomentsBackend = Literal["auto", "reference", "triton", "compiled", "blocks"]
 
 REPAYING_PAIRS = 5e10
-"""So many scores make up for a compilation: about 15 s, against 0.3 ns saved a score."""
+"""So many scores make up for a compilation: about 15 s, against 0.3 ns saved a score; on CUDA 2 s, against 0.03 ns."""
 
 
 Moment = TypeVar("Moment", Float[Tensor, "*query"], Float[Tensor, "*query"] | None)

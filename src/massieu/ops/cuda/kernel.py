@@ -45,17 +45,7 @@ operators = torch.ops.aten
 
 def with_missing(output: Tensor, log_z: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log Z of rows whose log Z is infinite: NaN where the output is, else they see no key."""
-    if rows.usable(output):
-        from massieu.ops.cuda import row_kernels
-
-        return output, row_kernels.with_missing(output, log_z)
-    return output, plain_missing(output, log_z)
-
-
-def plain_missing(output: Tensor, log_z: Tensor) -> Tensor:
-    """The same log Z by plain operations."""
-    level = torch.where(output[..., 0].isnan(), torch.nan, -torch.inf)
-    return torch.where(log_z.isinf(), level, log_z)
+    return output, rows.with_missing(output, log_z)
 
 
 def aligned(*tensors: Tensor) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ rounded to the values' dtype before they meet these.
 """
 
 # pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportArgumentType=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
 import torch
 import triton
 import triton.language as tl
@@ -119,8 +119,9 @@ def _summarise(
 ):  # fmt: skip
     """The sums of some queries of one head."""
     # The last queries of a causal attention see most keys, and are begun first.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(length, ROWS)
+    block = blocks - 1 - tl.program_id(0) % blocks
+    head = (tl.program_id(0) // blocks).to(tl.int64)
     item = head // (key_heads * group)
     of_item = head % (key_heads * group)
     key_at = of_item // group
@@ -177,7 +178,7 @@ def _summarise(
     mean *= unit
     spread *= unit * unit
     at = found + head * length + rows
-    apart = tl.num_programs(1).to(tl.int64) * length
+    apart = (tl.num_programs(0) // blocks).to(tl.int64) * length
     tl.store(at, top, valid)
     tl.store(at + apart, total, valid)
     tl.store(at + 2 * apart, first, valid)
@@ -224,7 +225,7 @@ def summarise(problem: AttentionProblem, shape: bool, prior: bool, position: boo
         if keep is None
         else [0 if many == 1 else step for many, step in zip(keep.shape, keep.stride(), strict=True)]
     )
-    _summarise[(triton.cdiv(length, rows), batch * key_heads * group)](
+    _summarise[(triton.cdiv(length, rows) * batch * key_heads * group,)](
         query, key, valued, kept, query if output is None else output, found,
         *query.stride()[:-1], *key.stride()[:-1], *valued.stride()[:-1], *steps,
         key_heads, group, length, key.shape[2], size, value_size, low or 0, high or 0, scale,

@@ -4,7 +4,7 @@ It is what plain operations do in `massieu.ops.fused_kernel` and `massieu.ops.cu
 after the other and write everything in float32.
 """
 
-# pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportArgumentType=false, reportIndexIssue=false
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +19,10 @@ MANY_ROWS = 512
 @triton.jit
 def _places(row, heads, length, item_stride, head_stride, row_stride):
     """Where rows begin that are counted through items, heads and queries."""
-    item = row // (heads * length)
-    head = row // length % heads
-    return item * item_stride + head * head_stride + row % length * row_stride
+    # Places need 64 bits, and rows are counted with 32: a division by 64 bits takes many instructions.
+    item = (row // (heads * length)).to(tl.int64)
+    head = (row // length % heads).to(tl.int64)
+    return item * item_stride + head * head_stride + (row % length).to(tl.int64) * row_stride
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def _merge(
     changed_item, changed_head, changed_row, carrier_item, carrier_head, carrier_row,
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < count
     channel = tl.arange(0, SIZE)[None, :]
     inside = there[:, None] & (channel < size)
@@ -72,7 +73,7 @@ def _show_missing(
     output, log_z, shown, count, heads, length,
     output_item, output_head, output_row, level_item, level_head, level_row, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < count
     level = tl.load(log_z + _places(row, heads, length, level_item, level_head, level_row), there, 0.0)
     first = tl.load(output + _places(row, heads, length, output_item, output_head, output_row), there, 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from massieu.ops import moment_blocks, tiles
 from massieu.ops.cuda import proof
-from massieu.ops.moment_blocks import MOMENTS, Names
+from massieu.ops.moment_blocks import MOMENTS, Names, Sums
 from massieu.ops.shapes import AttentionProblem
 
 MOST_SIZE = 256
@@ -56,7 +56,7 @@ class TritonMoments:
             found, output = moment_kernel.summarise(
                 problem, shape=bool(needed & {"second", "square"}), prior=prior, position="position" in needed
             )
-        sums = dict(zip(moment_kernel.NAMES, found, strict=True))
+        sums: Sums = dict(zip(moment_kernel.NAMES, found, strict=True))
         none = sums["count"] == 0 if prior else sums["total"] == 0
         sums["count"] = sums["count"].clamp_min(1)
         if "position" in needed:
