@@ -376,6 +376,7 @@ def _measure_cases(
     save: Callable[[bool], None],
 ) -> None:
     done = {row["name"] for row in content["rows"]}
+    places = {case: place for place, case in enumerate(chosen)}
     for case in harness.steps(each for each in chosen if each not in done):
         try:
             row, missing = compare(case, chosen[case], device, seconds)
@@ -383,6 +384,7 @@ def _measure_cases(
             content["lost"][case] = "out of memory"
         else:
             content["rows"].append(asdict(row) | {"met": row.met})
+            content["rows"].sort(key=lambda each: places.get(each["name"], -1))
             content["lost"] |= missing
         save(False)
 

@@ -4,6 +4,7 @@ Errors are relative: of output, log Z and gradients in the norm of all numbers, 
 are what roundings explain: of float32 in sums, and of the dtype in results, weights and gradients.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -251,6 +252,9 @@ def accuracy(device: torch.device) -> Iterator[dict[str, Any]]:
                     if "cannot be used here" not in str(error):
                         raise
                     continue
+                except RuntimeError as error:  # a kernel that fails is wrong, and the others are still looked at
+                    print(f"{function} by {backend}, {dtype}, {kind}: {error}", flush=True)
+                    errors = {type(error).__name__: math.inf}
                 share = max(error / bar(part, dtype) for part, error in errors.items())
                 row = {"function": function, "backend": backend, "dtype": dtype, "kind": kind, "errors": errors}
                 yield row | {"of_bar": share, "met": share <= 1}

@@ -142,7 +142,7 @@ def _gradient(
         if one_channel:
             gradients = tuple(gradient[..., :1].contiguous() for gradient in gradients)
     if unit is not None:
-        gradients = tuple(gradient.float() / unit for gradient in gradients)
+        gradients = tuple(rows.scaled(gradient, 1 / unit) for gradient in gradients)
     return tuple(gradient.to(dtype) for gradient, needed in zip(gradients, wanted, strict=True) if needed)
 
 
@@ -150,14 +150,14 @@ def _in_range(
     grad_output: Tensor | None, grad_log_z: Tensor | None, output: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The cotangents times a power of two that brings the largest near 1, where float16 has its digits; and that power."""
-    parts = [part.abs().amax().float() for part in (grad_output, grad_log_z) if part is not None]
+    parts = [end.abs().float() for part in (grad_output, grad_log_z) if part is not None for end in part.aminmax()]
     if not parts:
         return None, None, None
     largest = torch.stack(parts).amax()
     # No such power, of zeros, infinities or NaN, changes anything.
     known = (largest > 0) & largest.isfinite()
     unit = torch.where(known, -torch.where(known, largest, 1.0).log2().floor(), 0.0).clamp(-126, 126).exp2()
-    grad_output = None if grad_output is None else (grad_output.float() * unit).to(output.dtype)
+    grad_output = None if grad_output is None else rows.scaled(grad_output.to(output.dtype), unit)
     return grad_output, None if grad_log_z is None else grad_log_z * unit, unit
 
 

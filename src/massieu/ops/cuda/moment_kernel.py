@@ -1,4 +1,4 @@
-"""The sums of attention's moments in one pass over the keys, in Triton: no score is ever written to memory.
+"""The moments of attention's weights in one pass over the keys, in Triton: no score is ever written to memory.
 
 As FlashAttention takes them: a program has some queries, goes through the tiles of keys that they see, and keeps each sum
 relative to the largest score until then. Scores are in units of log 2, because the hardware has powers of two. They are sums
@@ -8,6 +8,8 @@ rounded to the values' dtype before they meet these.
 
 # pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportArgumentType=false
 # pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
+from collections.abc import Collection
+
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +21,21 @@ from massieu.ops.shapes import AttentionProblem
 LEAST_SIZE = 16
 """Triton multiplies no narrower matrices."""
 MOST_SIZE = 256
-NAMES = ("top", "total", "first", "second", "square", "mean", "spread", "count", "position")
-"""Of `massieu.ops.moment_blocks.Sums`, in the order in which the kernel writes them."""
+NAMES = (
+    "log_partition",
+    "entropy",
+    "mean_score",
+    "max_weight",
+    "max_score",
+    "score_variance",
+    "collision",
+    "prior_log_partition",
+    "prior_mean_score",
+    "prior_score_variance",
+)
+"""In the order in which the kernel writes them; `max_position` is by itself."""
+SHAPE, PRIOR = ("score_variance", "collision"), NAMES[-3:]
+"""What needs more sums than the others: of weights, and of the scores themselves."""
 
 
 @triton.jit
@@ -39,13 +54,15 @@ def _tile(
     key = tl.load(
         key_at + columns[None, :] * key_stride + inner[:, None], (inner[:, None] < size) & there[None, :], 0.0
     )
-    scores = tl.dot(queries, key, input_precision=PRECISION) * scale
+    scores = tl.dot(queries, key, input_precision=PRECISION)
     if CAPPED:
+        scores *= scale
         # The hyperbolic tangent; of small numbers by its series, where the difference would lose digits.
         square_of = scores * scores
         small = scores * (1.0 + square_of * (-1 / 3 + square_of * (2 / 15 - square_of * (17 / 315))))
         large = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2 * 1.4426950408889634)))
         scores = softcap * tl.where(square_of < 0.01, small, large)
+        scale = 1.0
     if MASKED or KEPT:
         seen = there[None, :] & (rows[:, None] >= 0)
         if LOW:
@@ -57,7 +74,8 @@ def _tile(
         shown = tl.where(seen, scores, float("-inf"))
     else:
         shown = scores
-    highest = tl.max(shown, 1)
+    # The scale is positive, and is multiplied as the level is subtracted: one operation in place of two.
+    highest = tl.max(shown, 1) * scale
     level = tl.maximum(top, highest)
     if POSITION:
         place_of_highest = place + tl.argmax(shown, 1)
@@ -67,7 +85,7 @@ def _tile(
     step = tl.where(top == float("-inf"), 0.0, top - level)
     change = tl.where(top == float("-inf"), 0.0, tl.exp2(step))
     shift = tl.where(none, 0.0, level)
-    below = scores - shift[:, None]
+    below = scores * scale - shift[:, None]
     weights = tl.exp2(below)
     if MASKED or KEPT:
         weights = tl.where(seen, weights, 0.0)
@@ -108,7 +126,7 @@ def _tile(
 
 @triton.jit(do_not_specialize=["length", "keys", "low", "high", "key_heads", "group"])
 def _summarise(
-    query, key, value, keep, output, found,
+    query, key, value, keep, output, found, places,
     query_item, query_head, query_group, query_row,
     key_item, key_head, key_row, value_item, value_head, value_row,
     keep_item, keep_head, keep_group, keep_row, keep_key,
@@ -169,49 +187,52 @@ def _summarise(
             True, KEPT, LOW, HIGH, CAPPED, SHAPE, PRIOR, POSITION, VALUED, PRECISION, KEYS, SIZE, VALUE_SIZE,
         )  # fmt: skip
     top, total, first, second, square, mean, spread, count, position, product = sums
-    # The largest of numbers of which one is NaN is not NaN here; their sum is.
-    top = tl.where(total == total, top, float("nan"))
-    # In nats.
-    top *= unit
-    first *= unit
-    second *= unit * unit
-    mean *= unit
-    spread *= unit * unit
+    # The largest of numbers of which one is NaN is not NaN here; their sum is. And all in nats.
+    top = tl.where(total == total, top * unit, float("nan"))
+    none = total == 0.0
+    whole = tl.where(none, 1.0, total)
+    mean_below = first / whole * unit
     at = found + head * length + rows
     apart = (tl.num_programs(0) // blocks).to(tl.int64) * length
-    tl.store(at, top, valid)
-    tl.store(at + apart, total, valid)
-    tl.store(at + 2 * apart, first, valid)
+    tl.store(at, tl.where(none, float("-inf"), top + tl.log(whole)), valid)
+    tl.store(at + apart, tl.log(whole) - mean_below, valid)
+    tl.store(at + 2 * apart, tl.where(none, 0.0, top + mean_below), valid)
+    tl.store(at + 3 * apart, tl.where(none, 0.0, 1.0 / whole), valid)
+    tl.store(at + 4 * apart, tl.where(none, float("-inf"), top), valid)
     if SHAPE:
-        tl.store(at + 3 * apart, second, valid)
-        tl.store(at + 4 * apart, tl.sqrt(square), valid)
+        variance = second / whole * (unit * unit) - mean_below * mean_below
+        tl.store(at + 5 * apart, tl.where(variance < 0.0, 0.0, variance), valid)
+        tl.store(at + 6 * apart, square / whole / whole, valid)
     if PRIOR:
-        tl.store(at + 5 * apart, mean, valid)
-        tl.store(at + 6 * apart, tl.sqrt(spread), valid)
-        tl.store(at + 7 * apart, count, valid)
+        blind = count == 0.0
+        number = tl.where(blind, 1.0, count)
+        tl.store(at + 7 * apart, tl.where(blind, float("-inf"), tl.log(number)), valid)
+        tl.store(at + 8 * apart, mean * unit, valid)
+        tl.store(at + 9 * apart, spread / number * (unit * unit), valid)
     if POSITION:
-        tl.store(at + 8 * apart, position.to(tl.float32), valid)
+        known = (tl.abs(top) < float("inf")) & (none == 0)
+        tl.store(places + head * length + rows, tl.where(known, position, -1).to(tl.int64), valid)
     if VALUED:
         outer = tl.arange(0, VALUE_SIZE)
-        whole = product / tl.where(total == 0.0, 1.0, total)[:, None]
+        averaged = product / whole[:, None]
         tl.store(
             output + (head * length + rows[:, None]) * value_size + outer[None, :],
-            whole.to(output.dtype.element_ty),
+            averaged.to(output.dtype.element_ty),
             valid[:, None] & (outer[None, :] < value_size),
         )
 
 
-def summarise(problem: AttentionProblem, shape: bool, prior: bool, position: bool) -> tuple[Tensor, Tensor | None]:
-    """The sums ``(9, B, Hk, G, L)`` in the order of `NAMES`, and the output ``(B, Hk, G, L, E)`` where there are values.
+def moments(problem: AttentionProblem, names: Collection[str]) -> dict[str, Tensor]:
+    """The moments of these names ``(B, Hk, G, L)``, and where there are values the ``output (B, Hk, G, L, E)``.
 
     Args:
-        problem: its scale is a number, its log-weights are booleans if there are any, and rows are of adjacent numbers.
-        shape, prior, position: whether there are `second` and `square`; `mean`, `spread` and `count`; `position`. Else
-            those hold anything.
+        problem: its scale is a positive number, its log-weights are booleans if there are any, and rows are of adjacent
+            numbers.
     """
     query, key, value, keep = problem.query, problem.key, problem.value, problem.log_weight
     batch, key_heads, group, length, size = query.shape
     found = query.new_empty(len(NAMES), batch, key_heads, group, length, dtype=torch.float32)
+    places = query.new_empty((batch, key_heads, group, length), dtype=torch.int64)
     output = None if value is None else query.new_empty(batch, key_heads, group, length, value.shape[-1])
     value_size = LEAST_SIZE if value is None else value.shape[-1]
     padded, value_padded = (max(LEAST_SIZE, triton.next_power_of_2(each)) for each in (size, value_size))
@@ -226,16 +247,18 @@ def summarise(problem: AttentionProblem, shape: bool, prior: bool, position: boo
         else [0 if many == 1 else step for many, step in zip(keep.shape, keep.stride(), strict=True)]
     )
     _summarise[(triton.cdiv(length, rows) * batch * key_heads * group,)](
-        query, key, valued, kept, query if output is None else output, found,
+        query, key, valued, kept, query if output is None else output, found, places,
         *query.stride()[:-1], *key.stride()[:-1], *valued.stride()[:-1], *steps,
         key_heads, group, length, key.shape[2], size, value_size, low or 0, high or 0, scale,
         (problem.softcap or 1.0) * LOG2_E, 1 / LOG2_E,
         KEPT=keep is not None, LOW=low is not None, HIGH=high is not None, CAPPED=problem.softcap is not None,
-        SHAPE=shape, PRIOR=prior, POSITION=position, VALUED=value is not None,
+        SHAPE=any(name in names for name in SHAPE), PRIOR=any(name in names for name in PRIOR),
+        POSITION="max_position" in names, VALUED=value is not None,
         PRECISION="ieee" if query.element_size() == 2 else "tf32x3",
         ROWS=rows, KEYS=columns, SIZE=padded, VALUE_SIZE=value_padded, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return found, output
+    results = dict(zip(NAMES, found, strict=True)) | {"max_position": places}
+    return {name: results[name] for name in names} | ({} if output is None else {"output": output})
 
 
 def _tiling(bytes_each: int, size: int) -> tuple[int, int, int, int]:

@@ -69,6 +69,19 @@ def _merge(
 
 
 @triton.jit
+def _scale(
+    numbers, factor, found, count, heads, length, size, item, head, row_step, found_item, found_head, found_row,
+    ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, SIZE)[None, :]
+    inside = (row < count)[:, None] & (channel < size)
+    given = tl.load(numbers + _places(row, heads, length, item, head, row_step)[:, None] + channel, inside, 0.0)
+    made = (given.to(tl.float32) * tl.load(factor)).to(given.dtype)
+    tl.store(found + _places(row, heads, length, found_item, found_head, found_row)[:, None] + channel, made, inside)
+
+
+@triton.jit
 def _show_missing(
     output, log_z, shown, count, heads, length,
     output_item, output_head, output_row, level_item, level_head, level_row, ROWS: tl.constexpr,
@@ -93,6 +106,18 @@ def merged(grad_output: Tensor, grad_log_z: Tensor, output: Tensor, tiny: float,
         *strides[:3], *grad_log_z.stride(), *strides[3:], ROWS=ROWS, SIZE=triton.next_power_of_2(size),
     )  # fmt: skip
     return changed, carrier
+
+
+def scaled(numbers: Tensor, factor: Tensor) -> Tensor:
+    """Numbers ``(B, H, L, D)`` times one of float32, in their own dtype."""
+    found = torch.empty_like(numbers)
+    _, heads, length, size = numbers.shape
+    count = numbers.shape[:-1].numel()
+    _scale[(triton.cdiv(count, ROWS),)](
+        numbers, factor, found, count, heads, length, size, *numbers.stride()[:3], *found.stride()[:3],
+        ROWS=ROWS, SIZE=triton.next_power_of_2(size),
+    )  # fmt: skip
+    return found
 
 
 def with_missing(output: Tensor, log_z: Tensor) -> Tensor:

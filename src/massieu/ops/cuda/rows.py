@@ -43,6 +43,15 @@ def least_parts(dtype: torch.dtype) -> tuple[float, float]:
     return (2.0**-14, 2.0**-15) if dtype == torch.float16 else (1e-30, 1e-36)
 
 
+def scaled(numbers: Tensor, factor: Tensor) -> Tensor:
+    """Numbers ``(B, H, L, D)`` times one of float32, which their own dtype may not hold."""
+    if usable(numbers) and numbers.stride(-1) == 1:
+        from massieu.ops.cuda import row_kernels
+
+        return row_kernels.scaled(numbers, factor)
+    return (numbers.float() * factor).to(numbers.dtype)
+
+
 def with_missing(output: Tensor, log_z: Tensor) -> Tensor:
     """Log Z ``(B, H, L)``; where it is infinite, NaN if the output ``(B, H, L, D)`` is, else −∞: the row sees no key."""
     if usable(output):
@@ -81,6 +90,7 @@ def _difference(device: torch.device) -> str | None:
     try:
         changed, carrier = row_kernels.merged(grad, level, output, *least_parts(output.dtype))
         shown = row_kernels.with_missing(lost, infinite)
+        scaled = row_kernels.scaled(output, torch.full((), 0.5, device=device))
     except Exception as error:
         # Whatever a compiler says is the verdict.
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -90,4 +100,5 @@ def _difference(device: torch.device) -> str | None:
     # What is carried is right to the square of the rounding.
     right = kept and bool((error <= 4 * torch.finfo(grad.dtype).eps ** 2).all())
     same = torch.equal(shown.nan_to_num(), _plain_missing(lost, infinite).nan_to_num())
+    same = same and torch.equal(scaled, output / 2)
     return None if right and same else "their numbers are wrong"

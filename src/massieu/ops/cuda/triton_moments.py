@@ -12,12 +12,10 @@ from torch import Tensor
 
 from massieu.ops import moment_blocks, tiles
 from massieu.ops.cuda import proof
-from massieu.ops.moment_blocks import MOMENTS, Names, Sums
+from massieu.ops.moment_blocks import Names
 from massieu.ops.shapes import AttentionProblem
 
 MOST_SIZE = 256
-PRIOR = {"mean", "spread"}
-"""Sums of the scores themselves, not of weights."""
 
 
 class TritonMoments:
@@ -49,20 +47,9 @@ class TritonMoments:
         """The moments ``(B, Hk, G, L)``, and the output where there are values."""
         from massieu.ops.cuda import moment_kernel
 
-        problem = _laid_out(problem)
-        needed = set().union(*(MOMENTS[name][0] for name in self._names))
-        prior = bool(needed & PRIOR) or "prior_log_partition" in self._names
         with torch.no_grad(), torch.cuda.device_of(problem.query):
-            found, output = moment_kernel.summarise(
-                problem, shape=bool(needed & {"second", "square"}), prior=prior, position="position" in needed
-            )
-        sums: Sums = dict(zip(moment_kernel.NAMES, found, strict=True))
-        none = sums["count"] == 0 if prior else sums["total"] == 0
-        sums["count"] = sums["count"].clamp_min(1)
-        if "position" in needed:
-            sums["position"] = sums["position"].long()
-        results = [MOMENTS[name][1](sums).masked_fill_(none, MOMENTS[name][2]) for name in self._names]
-        return *results, *([] if output is None else [output])
+            found = moment_kernel.moments(_laid_out(problem), self._names)
+        return tuple(found.values())
 
     def _failure(self, problem: AttentionProblem) -> str | None:
         # Documents are done one after the other, or padded to one length.
@@ -97,11 +84,13 @@ class MomentErrors:
 
 
 def _laid_out(problem: AttentionProblem) -> AttentionProblem:
-    """Rows of adjacent numbers, and a scale that is a number."""
+    """Rows of adjacent numbers, and a scale that is a positive number."""
     query, key, value, scale = problem.query, problem.key, problem.value, problem.scale
     if isinstance(scale, Tensor):
         query, scale = query.to(problem.dtype) * scale, 1.0
         key, value = key.to(problem.dtype), None if value is None else value.to(problem.dtype)
+    elif scale <= 0:
+        query, scale = query * (-1 if scale < 0 else 0), -scale or 1.0
     query, key, value = (
         part if part is None or part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)
     )
