@@ -123,9 +123,9 @@ def attention_moments(
     """Log-partition, entropy and moments of the scores of every query, in memory linear in queries and keys.
 
     Without gradient (under `torch.no_grad`, or no argument requires it) on the CPU this costs about as much as fused
-    attention, and less where fewer moments are asked for. On CUDA the same tiles are larger (not measured). Where a
-    gradient, forward mode or a `torch.func` transform is wanted, and on other devices, the reference computes it,
-    differentiable any number of times.
+    attention, and less where fewer moments are asked for. On CUDA the same tiles are larger, and cost many times as much
+    as fused attention; "triton" costs about twice as much. Where a gradient, forward mode or a `torch.func` transform is
+    wanted, and on other devices, the reference computes it, differentiable any number of times.
 
     Args:
         query, key, value, log_weight, scale, is_causal, window, query_offset, documents, softcap, sink, sink_value: as in
@@ -136,7 +136,9 @@ def attention_moments(
 
             - "reference": plain operations in blocks of queries;
             - "blocks": tiles that stay in cache, without gradient;
-            - "compiled": the same with each tile fused by `torch.compile`: 5 to 30 s once, needs a C++ compiler. Float
+            - "triton": one pass over the keys on CUDA, compiled in about 2 s once. Weights are rounded to the values' dtype
+              for the output, as fused attention does. Of log-weights booleans alone.
+            - "compiled": tiles with each one fused by `torch.compile`: 5 to 30 s once, needs a C++ compiler. Float
               log-weights and tiles of a single query or key are done as in "blocks".
 
     Numbers agree between backends to rounding: in float32 the score's variance has an absolute error of about
@@ -249,12 +251,12 @@ def moments_backend(
     is_causal: bool = False,
     moments: Collection[str] | None = None,
 ) -> str:
-    """Which backend ``attention_moments(..., backend="auto")`` would take now: "reference", "blocks" or "compiled".
+    """Which backend ``attention_moments(..., backend="auto")`` would take now: "reference", "blocks", "compiled", "triton".
 
     "reference" where "blocks" cannot go (gradients, transforms, other devices than the CPU and CUDA); "compiled" once the calls
     of this process have met `REPAYING_PAIRS` scores, about what makes up for the compilation, and there is a C++
-    compiler; else "blocks". A window, soft cap or sink makes no difference. Where only log-partitions, entropy, mean, largest
-    weight or largest score are asked for, "blocks" is as quick, and is taken.
+    compiler, or on CUDA "triton"; else "blocks". A window, soft cap or sink makes no difference. Where only log-partitions,
+    entropy, mean, largest weight or largest score are asked for, "blocks" is as quick on the CPU, and is taken.
 
     Raises:
         TypeError, ValueError: as `attention_moments`.
