@@ -134,6 +134,16 @@ def test_what_the_kernel_cannot_do_is_said(installed, name):
         ops.attention_moments(tensor, tensor, tensor, **options, backend="triton")
 
 
+def test_heads_that_lie_far_apart_in_memory_are_refused():
+    """A kernel's places in a head are of 32 bits: of 600,000 keys, with 4,096 numbers between one row and the next."""
+    near = torch.empty(1, 1, 1, 8, 64, device="meta")
+    far = torch.empty(1, 600_000, 64, 64, device="meta").transpose(1, 2)
+    for key, reach in ((far, 599_999 * 4096 + 63), (far[:, :, :500_000], 499_999 * 4096 + 63)):
+        problem = types.SimpleNamespace(query=near, key=key, value=None, log_weight=None)
+        assert triton_moments._reach(problem) == reach
+        assert (reach >= triton_moments.MOST_REACH) is (key is far)
+
+
 def test_on_the_cpu_it_is_refused():
     tensor = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="it runs on CUDA, got cpu"):

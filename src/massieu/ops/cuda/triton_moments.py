@@ -16,6 +16,7 @@ from massieu.ops.moment_blocks import Names
 from massieu.ops.shapes import AttentionProblem
 
 MOST_SIZE = 256
+MOST_REACH = 2**31
 
 
 class TritonMoments:
@@ -40,6 +41,8 @@ class TritonMoments:
         size = max(query.shape[4], 0 if value is None else value.shape[3])
         if size > MOST_SIZE:
             return f"it has heads of at most {MOST_SIZE} numbers, got {size}"
+        if _reach(problem) >= MOST_REACH:
+            return f"it counts the numbers of a head with 32 bits, which here lie {_reach(problem):,} apart"
         reason = tiles.Blocks(self.forward).refuses(problem, *others)
         return reason if reason is not None else self._failure(problem)
 
@@ -81,6 +84,14 @@ class MomentErrors:
             if not error <= bar:
                 return f"its {name} is off by {error:.1e} of its size, of which rounding explains {bar:.1e}"
         return None
+
+
+def _reach(problem: AttentionProblem) -> int:
+    """How far apart in memory two numbers of one head can be, at the most."""
+    parts = [part for part in (problem.query, problem.key, problem.value, problem.log_weight) if part is not None]
+    return max(
+        sum((size - 1) * step for size, step in zip(part.shape[-2:], part.stride()[-2:], strict=True)) for part in parts
+    )
 
 
 def _laid_out(problem: AttentionProblem) -> AttentionProblem:
