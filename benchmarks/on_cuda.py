@@ -1,10 +1,11 @@
-"""Attention with log Z, and losses, on CUDA, beside the best of PyTorch's own kernels and of other libraries.
+"""Attention with log Z, its moments, losses, a probe and a Monitor on CUDA, beside the best of PyTorch's own kernels.
 
     python benchmarks/on_cuda.py
     python benchmarks/on_cuda.py --only "bfloat16, causal, L = 4096" --only linear --seconds 1
 
-Half precision, 16 heads. Times are by CUDA events; all sides take turns. About twenty minutes and 60 GiB on the device,
-estimated, not measured. What is measured is kept: interrupted, it goes on from there when it is called again. Liger and
+Every backend is held against float64 (`benchmarks/right.py`). Times of kernels are the device's, by CUDA events behind work
+that keeps it busy; all sides take turns. What a call takes of the host is told apart. About six minutes on an H100, and 10 GiB
+on the device. What is measured is kept: interrupted, it goes on from there when it is called again. Liger and
 cut-cross-entropy take part where they are installed. It is not called cuda.py, because PyTorch imports NVIDIA's `cuda`.
 """
 
@@ -13,7 +14,8 @@ import importlib
 import json
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -26,23 +28,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import harness
-from massieu.ops import attention, linear_cross_entropy
+import right
+from massieu.ops import attention, attention_moments, linear_cross_entropy
 from massieu.ops.measure import (
     Attention,
     Work,
     both_work,
     draw,
-    errors_of,
     forward_work,
+    host_seconds,
     peak_memory,
     stock_attention,
     turns,
 )
 
 OURS = "ours"
-HEADS, SECONDS = 16, 3.0
-LENGTHS, SIZES = (1024, 4096, 16384, 65536), (64, 128)
-TOKENS, WIDTH, VOCABULARIES = 8192, 1024, (50257, 152064)
+HEADS, TOKENS_AT_ONCE, SECONDS = 16, 16384, 1.0
+SMALL = 16
+"""Tokens of a call whose time is the host's."""
+LOSS_TOKENS, LOSS_WIDTH, VOCABULARIES = 8192, 1024, (50257, 152064)
+SIX = ("log_partition", "entropy", "mean_score", "score_variance", "max_weight", "collision")
+"""Moments under the attention weights."""
+PROBED = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}
+WINDOW, BATCH = 512, 8
+PROBES: tuple[tuple[str, dict[str, Any], int], ...] = (
+    ("quick", {"quick": True}, 64),
+    ("quick", {"quick": True}, 256),
+    ("attention, eight re-initialised models", {"statistics": ["attention"]}, 64),
+)
+"""Their names, options, and windows."""
 TRAINED = 8, 1024
 """Rows and tokens of a training step's batch."""
 TRAINED_MODEL = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}
@@ -61,22 +75,68 @@ class Case:
     """What is compared with the best of the others, and the bars."""
 
     prepare: Callable[[torch.device], Sides]
-    time_bar: float
+    time_bar: float | None
     memory_bar: float | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of an attention with `HEADS` heads and `TOKENS_AT_ONCE` tokens in all rows together."""
+
+    length: int
+    size: int
+    dtype: str = "bfloat16"
+    is_causal: bool = True
+    key_heads: int = HEADS
+
+    @property
+    def name(self) -> str:
+        kind = f"{'causal, ' * self.is_causal}{'grouped, ' * (self.key_heads < HEADS)}"
+        return f"{self.dtype}, {kind}L = {self.length}, D = {self.size}"
+
+    def drawn(self, device: torch.device) -> tuple[Tensor, ...]:
+        batch = max(1, TOKENS_AT_ONCE // self.length)
+        return draw(self.dtype, device, HEADS, self.key_heads, self.length, self.size, batch)
+
+    def peers(self, device: torch.device) -> tuple[dict[str, Attention], dict[str, str]]:
+        return stock_attention(device, self.dtype, self.is_causal, self.key_heads < HEADS, compiled=False)
+
+
+SHAPES = (
+    Shape(1024, 64),
+    Shape(4096, 64),
+    Shape(16384, 64),
+    Shape(4096, 128),
+    Shape(16384, 128),
+    Shape(4096, 128, is_causal=False),
+    Shape(16384, 128, key_heads=HEADS // 4),
+    Shape(4096, 64, "float16"),
+    Shape(4096, 64, "float32"),
+)
+MOMENT_SHAPES = Shape(4096, 64), Shape(4096, 128), Shape(512, 64, "float32")
 
 
 def _ours(is_causal: bool) -> Attention:
     return lambda query, key, value: attention(query, key, value, is_causal=is_causal)
 
 
-def _attention(
-    dtype: str, length: int, size: int, is_causal: bool, key_heads: int, backward: bool, device: torch.device
-) -> Sides:
-    peers, lost = stock_attention(device, dtype, is_causal, key_heads < HEADS)
-    batch = max(1, LENGTHS[-2] // length)
-    inputs = draw(dtype, device, HEADS, key_heads, length, size, batch)
-    work = both_work if backward else forward_work
-    return Sides({name: work(run, inputs) for name, run in {**peers, OURS: _ours(is_causal)}.items()}, lost)
+def _attention(shape: Shape, backward: bool, device: torch.device) -> Sides:
+    peers, lost = shape.peers(device)
+    inputs, work = shape.drawn(device), both_work if backward else forward_work
+    runs = {**peers, OURS: _ours(shape.is_causal)}
+    return Sides({name: work(run, inputs) for name, run in runs.items()}, lost)
+
+
+def _moments(shape: Shape, names: tuple[str, ...] | None, device: torch.device) -> Sides:
+    """With the output, beside attention that gives the output alone."""
+    peers, lost = shape.peers(device)
+    backend = "triton" if device.type == "cuda" else "blocks"
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> object:
+        return attention_moments(query, key, value, is_causal=shape.is_causal, moments=names, backend=backend)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    inputs = shape.drawn(device)
+    return Sides({name: forward_work(run, inputs) for name, run in {**peers, OURS: ours}.items()}, lost)
 
 
 def _losses(dtype: torch.dtype, tokens: int, width: int, words: int, device: torch.device) -> Sides:
@@ -116,19 +176,16 @@ def _first(result: Any) -> Tensor:
 def cases() -> dict[str, Case]:
     """By name."""
     found = {}
-    for dtype in ("bfloat16", "float16"):
-        for size in SIZES:
-            for length in LENGTHS:
-                for is_causal in (False, True):
-                    for key_heads in (HEADS, HEADS // 4):
-                        for backward in (False, True):
-                            kind = f"{'causal, ' * is_causal}{'grouped, ' * (key_heads < HEADS)}"
-                            name = f"{dtype}, {kind}L = {length}, D = {size}, forward{' and backward' * backward}"
-                            prepare = partial(_attention, dtype, length, size, is_causal, key_heads, backward)
-                            found[name] = Case(prepare, 1.10 if backward else 1.05, 1.2)
+    for shape in SHAPES:
+        for backward in (False, True):
+            name = f"{shape.name}, forward{' and backward' * backward}"
+            found[name] = Case(partial(_attention, shape, backward), 1.10 if backward else 1.05, 1.2)
+    for shape in MOMENT_SHAPES:
+        found[f"{shape.name}, six moments"] = Case(partial(_moments, shape, SIX), 1.7)
+    found[f"{MOMENT_SHAPES[0].name}, all moments"] = Case(partial(_moments, MOMENT_SHAPES[0], None), None)
     for words in VOCABULARIES:
-        prepare = partial(_losses, torch.bfloat16, TOKENS, WIDTH, words)
-        found[f"linear cross-entropy, bfloat16, {TOKENS} × {WIDTH} × {words}"] = Case(prepare, 1.1)
+        prepare = partial(_losses, torch.bfloat16, LOSS_TOKENS, LOSS_WIDTH, words)
+        found[f"linear cross-entropy, bfloat16, {LOSS_TOKENS} × {LOSS_WIDTH} × {words}"] = Case(prepare, 1.1)
     return found
 
 
@@ -157,33 +214,64 @@ def compare(
     ), sides.lost
 
 
-def accuracy(device: torch.device) -> list[dict[str, Any]]:
-    """Relative errors of ours and of PyTorch's, whose double and one rounding are the bar, by dtype and head size."""
-    found = []
-    for dtype in ("bfloat16", "float16"):
-        for size in SIZES:
-            for is_causal in (False, True):
-                peers, _ = stock_attention(device, dtype, is_causal)
-                ours, share = errors_of(_ours(is_causal), dtype, device, is_causal=is_causal, size=size)
-                theirs = [
-                    errors_of(run, dtype, device, is_causal=is_causal, size=size, grouped=False)[0]
-                    for run in peers.values()
-                ]
-                rounding = torch.finfo(getattr(torch, dtype)).eps
-                bars = {part: 2 * min(errors[part] for errors in theirs) + rounding for part in theirs[0]}
-                row = {
-                    "dtype": dtype,
-                    "size": size,
-                    "is_causal": is_causal,
-                    "errors": ours,
-                    "bars": bars,
-                    "share": share,
-                }
-                found.append(row | {"met": all(ours[part] <= bar for part, bar in bars.items())})
-    return found
+def fixed_costs(device: torch.device) -> list[dict[str, Any]]:
+    """Seconds that a call of a few tokens takes of the host, with and without a gradient, PyTorch's and ours."""
+    rows = []
+    inputs = draw("bfloat16", device, HEADS, HEADS, SMALL)
+    stock = stock_attention(device, "bfloat16", compiled=False)[0]["SDPA"]
+    for backward in (False, True):
+        work = both_work if backward else forward_work
+        reference, ours = (host_seconds(work(run, inputs), device) for run in (stock, _ours(True)))
+        rows.append({"backward": backward, "reference_seconds": reference, "seconds": ours})
+    return rows
 
 
-def training(device: torch.device, seconds: float = SECONDS) -> list[dict[str, Any]]:
+def walls(works: dict[str, Work], device: torch.device, rounds: int) -> dict[str, float]:
+    """The median seconds of each on the clock on the wall, in turns, until the device is done."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            start = _waited(device)
+            work()
+            found[name].append(_waited(device) - start)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def _waited(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def probes(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Forward passes of the shape of GPT-2 small, and probes of the same windows."""
+    import transformers
+
+    import massieu
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**PROBED)
+    model = transformers.GPT2Model(config).eval().to(device)
+    most = max(number for *_, number in PROBES)
+    windows = torch.randint(config.vocab_size, (most, WINDOW), device=device)
+    massieu.probe(model, windows[:BATCH].split(1), quick=True)  # the first of a process loads what it needs
+    for name, options, number in PROBES:
+        batches = list(windows[:number].split(BATCH))
+
+        def forward(given: list[Tensor] = batches) -> None:
+            with torch.no_grad():
+                for batch in given:
+                    model(batch, use_cache=False)
+
+        def probe(given: list[Tensor] = batches, chosen: dict[str, Any] = options) -> None:
+            massieu.probe(model, given, **chosen)
+
+        plain = walls({"forward": forward}, device, 3)["forward"]
+        ours = walls({"probe": probe}, device, 1)["probe"]
+        yield {"name": name, "windows": number, "forward_seconds": plain, "seconds": ours}
+
+
+def training(device: torch.device) -> list[dict[str, Any]]:
     """A monitor's call, a watched step and a clipped step, each beside a training step of the shape of GPT-2 small."""
     import transformers
 
@@ -217,7 +305,8 @@ def training(device: torch.device, seconds: float = SECONDS) -> list[dict[str, A
             step()
 
     works = {"a step": step, "a call of the monitor": called, "a watched step": watched, "a clipped step": clipped}
-    times = {name: statistics.median(found) for name, found in turns(works, device, seconds).items()}
+    walls(works, device, 1)
+    times = walls(works, device, 5)
     return [{"name": name, "seconds": found, "steps": found / times["a step"]} for name, found in times.items()]
 
 
@@ -249,28 +338,55 @@ def measure(
     Args:
         whole: whether no case is missing once these are measured.
     """
-    before = _earlier(harness.RESULTS / "on_cuda.json", name)
-    rows, lost = before.get("rows", []), before.get("lost", {})
-    done = {row["name"] for row in rows}
+    content: dict[str, Any] = {"rows": [], "lost": {}, "accuracy": [], "fixed": [], "probes": [], "training": []}
+    content |= {
+        part: found for part, found in _earlier(harness.RESULTS / "on_cuda.json", name).items() if part in content
+    }
 
-    def save(complete: bool, **more: Any) -> None:
-        harness.save("on_cuda", device=name, complete=complete, rows=rows, lost=lost, **more)
+    def save(complete: bool) -> None:
+        harness.save("on_cuda", device=name, complete=complete, **content)
 
     try:
-        for case in harness.steps(each for each in chosen if each not in done):
-            try:
-                row, missing = compare(case, chosen[case], device, seconds)
-            except torch.OutOfMemoryError:
-                lost[case] = "out of memory"
-            else:
-                rows.append(asdict(row) | {"met": row.met})
-                lost |= missing
-            save(complete=False)
-        save(complete=whole, accuracy=accuracy(device), training=training(device, seconds))
+        _measure_cases(device, chosen, seconds, content, save)
+        for part, rows in (
+            ("fixed", lambda: fixed_costs(device)),
+            ("training", lambda: training(device)),
+            ("probes", lambda: probes(device)),
+            ("accuracy", lambda: right.accuracy(device)),
+        ):
+            if not content[part] and whole:
+                print(part, flush=True)
+                found = []
+                for row in rows():
+                    found.append(row)
+                    harness.save("on_cuda", device=name, complete=False, **content | {part: found})
+                content[part] = found
+        save(complete=whole)
     except KeyboardInterrupt:
-        print(f"interrupted: {len(rows)} of {len(chosen)} cases are kept", file=sys.stderr)
+        print(f"interrupted: {len(content['rows'])} of {len(chosen)} cases are kept", file=sys.stderr)
         return 130
     return 0
+
+
+def _measure_cases(
+    device: torch.device,
+    chosen: dict[str, Case],
+    seconds: float,
+    content: dict[str, Any],
+    save: Callable[[bool], None],
+) -> None:
+    done = {row["name"] for row in content["rows"]}
+    places = {case: place for place, case in enumerate(chosen)}
+    for case in harness.steps(each for each in chosen if each not in done):
+        try:
+            row, missing = compare(case, chosen[case], device, seconds)
+        except torch.OutOfMemoryError:
+            content["lost"][case] = "out of memory"
+        else:
+            content["rows"].append(asdict(row) | {"met": row.met})
+            content["rows"].sort(key=lambda each: places.get(each["name"], -1))
+            content["lost"] |= missing
+        save(False)
 
 
 if __name__ == "__main__":

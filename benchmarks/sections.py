@@ -180,45 +180,79 @@ def conditional_mean(content: Json) -> str:
     return comparisons.compared(content["rows"]) + "\nAll numbers are in float64.\n\n" + table(head, cells)
 
 
-def _precision(row: Json) -> str:
-    return f"{row['dtype']}, D = {row['size']}{', causal' * row['is_causal']}"
+def _right(rows: list[Json]) -> str:
+    """Backends by dtype: what they take, and their largest errors over all of it."""
+    groups: dict[tuple[str, str, str], list[Json]] = {}
+    for row in rows:
+        groups.setdefault((row["function"], row["backend"], row["dtype"]), []).append(row)
+    cells = []
+    for (function, backend, dtype), own in sorted(groups.items(), key=lambda item: item[0][0]):
+        parts = {"output": [], "log_partition": [], "": []}
+        for row in own:
+            for part, error in row["errors"].items():
+                parts[part if part in parts else ""].append(error)
+        largest = [f"{max(errors):.1e}" if errors else "—" for errors in parts.values()]
+        share = max(row["of_bar"] for row in own)
+        wrong = [row["kind"] for row in own if not row["met"]]
+        kinds = ", ".join(row["kind"] for row in own)
+        cells.append(
+            [function, f"`{backend}`", dtype, kinds, *largest, ratio(share), ", ".join(wrong) or verdict(not wrong)]
+        )
+    head = ["", "backend", "dtype", "kinds of problem", "output", "log Z", "gradients, or moments", "of its bar", ""]
+    return table(head, cells)
 
 
 def on_cuda(content: Json) -> str:
-    rows = [
-        [
-            _precision(row),
-            *(f"{row['errors'][part]:.1e} (≤ {row['bars'][part]:.1e})" for part in row["bars"]),
-            f"{row['errors']['log_partition']:.1e}",
-            ratio(row["share"]),
-            verdict(row["met"]),
-        ]
-        for row in content.get("accuracy", [])
-    ]
-    head = [
-        "precision",
-        "output",
-        "for the query",
-        "for the key",
-        "for the value",
-        "log Z",
-        "share of log Z's gradient",
-        "",
-    ]
     whole = "" if content["complete"] else " Some of the planned rows were not measured."
     beside = "compared with the fastest of PyTorch's own kernels or of the libraries"
-    parts = [f"On one {content['device']}, times by CUDA events, {beside}.{whole}\n"]
-    parts += [comparisons.compared(content["rows"])]
-    if rows:
-        parts += [
-            "Errors relative to float64. A bar is twice PyTorch's own error plus one rounding.\n",
-            table(head, rows),
+    parts = [
+        f"On one {content['device']}, {beside}. Times are the device's, by CUDA events, where it is busy when a call "
+        f"comes.{whole}\n",
+        comparisons.compared(content["rows"]),
+    ]
+    if content["fixed"]:
+        costs = [
+            [
+                "forward and backward" if row["backward"] else "forward",
+                duration(row["seconds"]),
+                duration(row["reference_seconds"]),
+            ]
+            for row in content["fixed"]
         ]
-    if content.get("training"):
+        parts += [
+            "What a call of 16 tokens takes of the host, which matters where the device would have nothing to do:\n",
+            table(["attention and log Z", "ours", "PyTorch's"], costs),
+        ]
+    if content["training"]:
         steps = [[row["name"], duration(row["seconds"]), ratio(row["steps"])] for row in content["training"]]
         parts += [
             "Training the shape of GPT-2 small in bfloat16 autocast, 8 rows of 1,024 tokens, with `massieu.Monitor`:\n",
             table(["", "time", "beside a step"], steps),
+        ]
+    if content["probes"]:
+        parts += [
+            "Probing the shape of GPT-2 small in float32, windows of 512 tokens, 8 a batch, beside forward passes of the "
+            "same windows:\n",
+            table(
+                ["probe", "windows", "time", "forward passes", "ratio"],
+                [
+                    [
+                        row["name"],
+                        str(row["windows"]),
+                        duration(row["seconds"]),
+                        duration(row["forward_seconds"]),
+                        ratio(row["seconds"] / row["forward_seconds"]),
+                    ]
+                    for row in content["probes"]
+                ],
+            ),
+        ]
+    if content["accuracy"]:
+        parts += [
+            "Errors relative to explicit matrices in float64: of output, log Z and gradients in the norm of all numbers, of "
+            "a moment the largest beside the largest. Each is the largest over the kinds of problem that the backend takes. "
+            "A bar is what roundings explain, for the output four of its dtype's.\n",
+            _right(content["accuracy"]),
         ]
     parts += [f"* Not measured: {name}: {reason}" for name, reason in content["lost"].items()]
     return "\n".join(parts) + "\n"
@@ -232,7 +266,9 @@ def verdicts(name: str, content: Json) -> list[Verdict]:
         grown = [(f"memory of {row['moves']} moves", row["growth"] <= row["bar"]) for row in content["memory"]]
         return grown + [(f"{row['name']}, {row['dtype']}", row["error"] <= row["bar"]) for row in content["accuracy"]]
     rows = _probe_rows(content) if name == "probe" else content.get("rows", [])
-    accuracy = content.get("accuracy", []) if name == "on_cuda" else []
-    right = [(f"errors, {_precision(row)}", row["met"]) for row in accuracy]
+    right: dict[str, bool] = {}
+    for row in content.get("accuracy", []) if name == "on_cuda" else []:
+        what = f"errors of {row['function']} by {row['backend']}, {row['dtype']}"
+        right[what] = right.get(what, True) and row["met"]
     found = [(f"{row['name']}, beside {row['reference']}", comparisons.met(row)) for row in rows]
-    return right + [(what, met) for what, met in found if met is not None]
+    return [*right.items()] + [(what, met) for what, met in found if met is not None]

@@ -27,7 +27,7 @@ def _module(name: str) -> ModuleType:
 
 
 comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
-lengths, losses, on_cuda, page = map(_module, ("lengths", "losses", "on_cuda", "page"))
+lengths, losses, on_cuda, page, right = map(_module, ("lengths", "losses", "on_cuda", "page", "right"))
 conditional_mean, scaling, sections = map(_module, ("conditional_mean", "scaling", "sections"))
 RESULTS = page.read(FOLDER / "results")
 
@@ -266,35 +266,58 @@ def few(monkeypatch, tmp_path) -> dict:
         return {name: [1.0 if name == on_cuda.OURS else 1.02] * 3 for name in works}
 
     monkeypatch.setattr(on_cuda, "turns", once)
-    chosen = {
-        f"{key_heads} key heads{', causal' * is_causal}": on_cuda.Case(
-            partial(on_cuda._attention, "bfloat16", 64, 64, is_causal, key_heads, backward), 1.05, 1.2
-        )
-        for key_heads, backward, is_causal in ((16, False, True), (4, True, False))
-    }
-    monkeypatch.setattr(on_cuda, "LENGTHS", (16, 32, 64, 128))
-    monkeypatch.setattr(on_cuda, "SIZES", (16,))
+
+    def fifth(works: dict, device: torch.device, rounds: int) -> dict[str, float]:
+        for work in works.values():
+            work()
+        return dict.fromkeys(works, 0.5) | ({"probe": 1.5} if "probe" in works else {"a call of the monitor": 4.0})
+
+    monkeypatch.setattr(on_cuda, "walls", fifth)
+    monkeypatch.setattr(on_cuda, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(on_cuda, "PROBES", (("quick", {"quick": True}, 3),))
+    monkeypatch.setattr(on_cuda, "WINDOW", 8)
     monkeypatch.setattr(on_cuda, "TRAINED", (1, 8))
-    monkeypatch.setattr(on_cuda, "TRAINED_MODEL", {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 32})
+    monkeypatch.setattr(on_cuda, "TRAINED_MODEL", SMALL_MODEL)
+    monkeypatch.setattr(on_cuda, "PROBED", SMALL_MODEL)
+    monkeypatch.setattr(right, "LENGTH", 12)
+    monkeypatch.setattr(right, "SIZE", 8)
+    monkeypatch.setattr(right, "DTYPES", ("bfloat16",))
+    shapes = on_cuda.Shape(64, 64), on_cuda.Shape(64, 64, is_causal=False, key_heads=4)
+    chosen = {
+        f"{shape.key_heads} key heads": on_cuda.Case(partial(on_cuda._attention, shape, backward), 1.05, 1.2)
+        for shape, backward in zip(shapes, (False, True), strict=True)
+    }
+    chosen["six moments"] = on_cuda.Case(partial(on_cuda._moments, shapes[0], on_cuda.SIX), 1.7)
     return chosen | {"loss": on_cuda.Case(partial(on_cuda._losses, torch.bfloat16, 8, 16, 32), 1.1)}
 
 
+SMALL_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 32}
+
+
+@pytest.mark.medium
 def test_the_cases_of_cuda_run(few):
     assert on_cuda.measure(torch.device("cpu"), "some device", few, 0.0) == 0
     found = page.read(harness.RESULTS)["on_cuda"]
     assert [row["name"] for row in found["rows"]] == list(few)
-    assert [row["reference"] for row in found["rows"][:2]] == ["SDPA", "SDPA"]
+    assert [row["reference"] for row in found["rows"][:3]] == ["SDPA"] * 3
     assert all(row["met"] and row["rounds"] == 3 for row in found["rows"])
     assert set(found["lost"]) <= {"liger_kernel", "cut_cross_entropy"}
+    kinds = [
+        row["kind"] for row in found["accuracy"] if (row["function"], row["backend"]) == ("attention", "reference")
+    ]
+    assert kinds == list(right.problems("bfloat16"))
     assert all(row["met"] for row in found["accuracy"])
     text = page.page(_fixture() | {"on_cuda": found})
     assert "## CUDA\n" in text
     assert "CUDA: not measured" not in text
     assert "On one some device" in text
-    assert "| a call of the monitor | 1.02 s | " in text
-    assert "| 16 key heads, causal | SDPA | 1 s / 1.02 s | 0.98 [0.98, 0.98] | ≤ 1.05 |" in text
+    assert "| a call of the monitor | 4 s | 8.00 |" in text
+    assert "| quick | 3 | 1.5 s | 500 ms | 3.00 |" in text
+    assert "| attention | `reference` | bfloat16 | plain, causal, " in text
+    assert "| 16 key heads | SDPA | 1 s / 1.02 s | 0.98 [0.98, 0.98] | ≤ 1.05 |" in text
     assert "planned rows" not in text
-    assert "**9 of 10 bars are met.**" in text
+    # Of the fixture two of three, four rows, and the errors of three backends of attention and two of moments.
+    assert "**11 of 12 bars are met.**" in text
 
 
 def test_an_interrupted_run_on_cuda_goes_on(few, monkeypatch, capsys):
@@ -306,10 +329,10 @@ def test_an_interrupted_run_on_cuda_goes_on(few, monkeypatch, capsys):
         return turns(*given)
 
     monkeypatch.setattr(on_cuda, "turns", interrupted)
-    monkeypatch.setattr(on_cuda, "accuracy", lambda device: [])
-    monkeypatch.setattr(on_cuda, "training", lambda device, seconds: [])
+    for module, part in ((right, "accuracy"), (on_cuda, "training"), (on_cuda, "probes"), (on_cuda, "fixed_costs")):
+        monkeypatch.setattr(module, part, lambda device: [])
     assert on_cuda.measure(torch.device("cpu"), "some device", few, 0.0) == 130
-    assert capsys.readouterr().err == "interrupted: 1 of 3 cases are kept\n"
+    assert capsys.readouterr().err == "interrupted: 1 of 4 cases are kept\n"
     kept = page.read(harness.RESULTS)["on_cuda"]
     assert (len(kept["rows"]), kept["complete"]) == (1, False)
     assert "Some of the planned rows were not measured" in page.page({"on_cuda": kept})
@@ -317,15 +340,28 @@ def test_an_interrupted_run_on_cuda_goes_on(few, monkeypatch, capsys):
     assert on_cuda.measure(torch.device("cpu"), "some device", few, 0.0) == 0
     done = page.read(harness.RESULTS)["on_cuda"]
     assert [row["name"] for row in done["rows"]] == list(few)
-    assert (done["complete"], next(places)) == (True, 4)
+    assert (done["complete"], next(places)) == (True, 5)
     assert on_cuda._earlier(harness.RESULTS / "on_cuda.json", "some device") == {}
 
 
 def test_the_cases_of_cuda_are_those_of_the_bars():
     names = on_cuda.cases()
-    assert len(names) == 2 * 2 * 4 * 2 * 2 * 2 + 2
+    assert len(names) == 2 * len(on_cuda.SHAPES) + len(on_cuda.MOMENT_SHAPES) + 1 + 2
     assert {case.time_bar for name, case in names.items() if name.endswith("forward")} == {1.05}
     assert {case.time_bar for name, case in names.items() if name.endswith("backward")} == {1.1}
+    assert {case.time_bar for name, case in names.items() if name.endswith("six moments")} == {1.7}
+
+
+@pytest.mark.parametrize("kind", right.problems("float32"))
+def test_an_error_beyond_rounding_misses_its_bar(kind):
+    problem = right.problems("float32")[kind]
+    exact = right.exact_attention(problem)
+    assert max(exact[part].abs().max() for part in exact if part != "log_partition") < 1e3
+    moved = exact | {"output": exact["output"] * (1 + 1e-4)}
+    found = right.attention_errors(problem, moved, "reference", torch.device("cpu"))
+    assert found["output"] == pytest.approx(1e-4, rel=0.05)
+    assert found["output"] > right.bar("output", "float32")
+    assert all(error <= right.bar(part, "float32") for part, error in found.items() if part != "output")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")

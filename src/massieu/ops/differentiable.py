@@ -108,9 +108,10 @@ def differentiable(
         def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
             wanted = tuple(ctx.needs_input_grad[:3])
             arguments = (*ctx.saved_tensors, *cotangents, *ctx.options, wanted)
-            # Compiled code takes first derivatives alone.
-            compute = compute_gradient if torch.compiler.is_compiling() else Backward.apply
-            found = list(compute(*arguments))  # pyright: ignore[reportArgumentType]
+            given = [tensor for tensor in (*ctx.saved_tensors, *cotangents) if tensor is not None]
+            # Compiled code takes first derivatives alone, and so does most of the rest.
+            last = torch.compiler.is_compiling() or not (in_functorch() or may_be_differentiated(*given))
+            found = list((compute_gradient if last else Backward.apply)(*arguments))  # pyright: ignore[reportArgumentType]
             return *(found.pop(0) if one else None for one in wanted), *(None,) * (tensors - 3 + options)
 
         @staticmethod

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.ops import packed, reference
+from massieu.ops.cuda import rows
 from massieu.ops.differentiable import differentiable
 from massieu.ops.documents import Documents
 from massieu.ops.shapes import AttentionProblem
@@ -124,7 +125,7 @@ def _gradient(
         query, key, value, output = (tensor.float() for tensor in (query, key, value, output))
         mask = None if mask is None else mask.float()
     # Weights of 0 where all scores are −∞, as where there is no key.
-    log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)
+    log_z = log_z.nan_to_num(torch.nan, torch.inf, 0.0)
     exact_masks = exact_masks or query.dtype == log_z.dtype
     exchanged = exact_masks and value_is_key and grad_output is None and _is_per_key(mask) and high is None
     if exchanged and grad_log_z is not None:
@@ -141,7 +142,7 @@ def _gradient(
         if one_channel:
             gradients = tuple(gradient[..., :1].contiguous() for gradient in gradients)
     if unit is not None:
-        gradients = tuple(gradient.float() / unit for gradient in gradients)
+        gradients = tuple(rows.scaled(gradient, 1 / unit) for gradient in gradients)
     return tuple(gradient.to(dtype) for gradient, needed in zip(gradients, wanted, strict=True) if needed)
 
 
@@ -149,14 +150,14 @@ def _in_range(
     grad_output: Tensor | None, grad_log_z: Tensor | None, output: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The cotangents times a power of two that brings the largest near 1, where float16 has its digits; and that power."""
-    parts = [part.abs().amax().float() for part in (grad_output, grad_log_z) if part is not None]
+    parts = [end.abs().float() for part in (grad_output, grad_log_z) if part is not None for end in part.aminmax()]
     if not parts:
         return None, None, None
     largest = torch.stack(parts).amax()
     # No such power, of zeros, infinities or NaN, changes anything.
     known = (largest > 0) & largest.isfinite()
     unit = torch.where(known, -torch.where(known, largest, 1.0).log2().floor(), 0.0).clamp(-126, 126).exp2()
-    grad_output = None if grad_output is None else (grad_output.float() * unit).to(output.dtype)
+    grad_output = None if grad_output is None else rows.scaled(grad_output.to(output.dtype), unit)
     return grad_output, None if grad_log_z is None else grad_log_z * unit, unit
 
 
@@ -208,14 +209,18 @@ def _merge_cotangents(grad_output: Tensor | None, grad_log_z: Tensor | None, out
     grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
     if grad_log_z is None:
         return grad_output, output
+    if rows.usable(output):
+        from massieu.ops.cuda import row_kernels
+
+        return row_kernels.merged(grad_output, grad_log_z, output, *rows.least_parts(output.dtype))
     pieces = min(-(-output.numel() // (_PIECE if output.device.type == "cpu" else _CUDA_PIECE)), output.shape[2])
     if torch.compiler.is_compiling() or pieces < 2:
         return _merged(grad_output, grad_log_z, output)
     carrier, given = torch.empty_like(grad_output), grad_output
-    rows = -(-output.shape[2] // pieces)
-    for place in range(0, output.shape[2], rows):
+    size = -(-output.shape[2] // pieces)
+    for place in range(0, output.shape[2], size):
         own, log_z, whole, part = (
-            tensor.narrow(2, place, min(rows, output.shape[2] - place))
+            tensor.narrow(2, place, min(size, output.shape[2] - place))
             for tensor in (given, grad_log_z, output, carrier)
         )
         merged, made = _merged(own, log_z, whole)
@@ -232,10 +237,7 @@ def _merged(grad_output: Tensor, grad_log_z: Tensor, output: Tensor) -> tuple[Te
     Channel 0 carries what rounding leaves of the total that all others carry. They do so by signs and a norm: nothing is
     squared, so nothing underflows. The output itself could not take g up: a change below half its rounding is none.
     """
-    # The least norm that either part of a cotangent may have, and the least in units of the total. (Not globals: with
-    # dynamic shapes the compiler would make inputs of those.) In float16, whose range is short, both cotangents come with
-    # a size of about 1.
-    tiny, share = (2.0**-14, 2.0**-15) if output.dtype == torch.float16 else (1e-30, 1e-36)
+    tiny, share = rows.least_parts(output.dtype)
     dtype = torch.promote_types(output.dtype, torch.float32)
     # One buffer as large as the output, for one thing after the other.
     buffer = grad_output.to(dtype, copy=True).mul_(output)

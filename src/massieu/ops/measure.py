@@ -4,6 +4,7 @@ An attention here is a function of query, key and value to an output, or to an o
 root mean square, to explicit softmax in float64 on the CPU.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,9 +33,13 @@ def draw(
 
 
 def stock_attention(
-    device: torch.device, dtype: str, is_causal: bool = True, grouped: bool = False
+    device: torch.device, dtype: str, is_causal: bool = True, grouped: bool = False, compiled: bool = True
 ) -> tuple[dict[str, Attention], dict[str, str]]:
-    """PyTorch's own attention by kernel, with those that do not run here, grouped where that is asked, and their reason."""
+    """PyTorch's own attention by kernel, with those that do not run here, grouped where that is asked, and their reason.
+
+    Args:
+        compiled: whether FlexAttention is one of them, which takes many seconds to compile.
+    """
 
     def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         shared = key.shape[1] != query.shape[1]
@@ -51,7 +56,7 @@ def stock_attention(
         return {"SDPA": stock}, {}
     kernels = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
     given = {f"SDPA {name}": pinned(getattr(SDPBackend, kernel)) for name, kernel in kernels.items()}
-    given |= {"SDPA": stock, "FlexAttention": _flex_attention(is_causal)}
+    given |= {"SDPA": stock} | ({"FlexAttention": _flex_attention(is_causal)} if compiled else {})
     found, lost = {}, {}
     for name, run in given.items():
         query, key, value, grad, _ = draw(dtype, device, 2, 1 if grouped else 2, 256)
@@ -170,8 +175,15 @@ def both_work(run: Attention, inputs: Sequence[Tensor]) -> Work:
     return work
 
 
+AHEAD = 10_000_000
+"""Cycles, a few milliseconds, that a device waits before it is timed: calls are then on their way, as within a model."""
+
+
 def turns(works: dict[str, Work], device: torch.device, budget: float) -> dict[str, list[float]]:
-    """Each work's seconds in rounds in which all take turns, 3 to 50 of them, after one that is not measured."""
+    """Each work's seconds in rounds in which all take turns, 3 to 50 of them, after one that is not measured.
+
+    On CUDA they are the device's, as where it is busy when a call comes; what a call takes of the host is `host_seconds`.
+    """
     for work in works.values():
         work()
     start, found, rounds = time.perf_counter(), {name: [] for name in works}, 0
@@ -189,11 +201,25 @@ def _time(work: Work, device: torch.device) -> float:
         return time.perf_counter() - start
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.device(device):
+        torch.cuda._sleep(AHEAD)
         first.record()
         work()
         last.record()
         last.synchronize()
     return first.elapsed_time(last) / 1e3
+
+
+def host_seconds(work: Work, device: torch.device, rounds: int = 50) -> float:
+    """The median of what a call takes until it returns, which on CUDA is before the device has done it."""
+    work()
+    found = []
+    for _ in range(rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
 
 
 def peak_memory(work: Work, device: torch.device) -> float | None:

@@ -86,8 +86,9 @@ def is_fusable(problem: AttentionProblem) -> bool:
 
 
 def gains_compiled(names: Names, problem: AttentionProblem) -> bool:
-    """Whether compiled tiles would be quicker: not for those few sums that take as many passes eagerly."""
-    return is_fusable(problem) and any(MOMENTS[name][0] - {"position", *FEW} for name in names)
+    """Whether compiled code would be quicker: on the CPU not for those few sums that take as many passes eagerly."""
+    few = not any(MOMENTS[name][0] - {"position", *FEW} for name in names)
+    return is_fusable(problem) and not (few and problem.query.device.type == "cpu")
 
 
 def moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:

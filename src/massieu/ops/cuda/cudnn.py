@@ -78,7 +78,7 @@ class CudnnKernel(CudaKernel):
         query, key, value = kernel.aligned(query, key, value)
         # PyTorch keeps a graph for each layout of query, key and value, and takes the layout of the output and its
         # cotangent for the one that they had when it was made. So they always have the query's, as the output has at first.
-        grad, output = (torch.empty_like(query).copy_(part) for part in (grad, output))
+        grad, output = (_laid_out_like(query, part) for part in (grad, output))
         return kernel.operators._scaled_dot_product_cudnn_attention_backward(
             grad,
             query,
@@ -96,6 +96,11 @@ class CudnnKernel(CudaKernel):
             high is not None,
             scale=scale,
         )
+
+
+def _laid_out_like(query: Tensor, part: Tensor) -> Tensor:
+    wanted = torch.empty_like(query, device="meta").stride()
+    return part if part.stride() == wanted and kernel.is_aligned(part) else torch.empty_like(query).copy_(part)
 
 
 def _spread(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

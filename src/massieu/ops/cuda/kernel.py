@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from massieu.ops.cuda import rows
 from massieu.ops.fused_kernel import Masks
 from massieu.ops.shapes import AttentionProblem
 
@@ -44,16 +45,16 @@ operators = torch.ops.aten
 
 def with_missing(output: Tensor, log_z: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log Z of rows whose log Z is infinite: NaN where the output is, else they see no key."""
-    level = torch.where(output[..., 0].isnan(), torch.nan, -torch.inf)
-    return output, torch.where(log_z.isinf(), level, log_z)
+    return output, rows.with_missing(output, log_z)
 
 
 def aligned(*tensors: Tensor) -> tuple[Any, ...]:
     """Kernels read sixteen adjacent bytes at a time, some without looking; what lies otherwise is copied."""
-    return tuple(part if _is_aligned(part) else part.clone(memory_format=torch.contiguous_format) for part in tensors)
+    return tuple(part if is_aligned(part) else part.clone(memory_format=torch.contiguous_format) for part in tensors)
 
 
-def _is_aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether every row begins at a multiple of sixteen bytes, and its numbers are next to each other."""
     numbers = 16 // tensor.element_size()
     places = tensor.storage_offset(), *tensor.stride()[:-1]
     return tensor.stride(-1) == 1 and all(place % numbers == 0 for place in places)
@@ -61,12 +62,12 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 def finite(log_z: Tensor) -> Tensor:
     """Where nothing is seen all scores are −∞, and any level makes their weights 0; NaN is in the scores themselves."""
-    return torch.where(log_z.isfinite(), log_z, 0.0)
+    return log_z.nan_to_num(0.0, 0.0, 0.0)
 
 
 def no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that there is not."""
-    return tuple(torch.zeros(size, dtype=torch.int64, device=like.device) for size in ((2,), ()))  # pyright: ignore
+    """Seed and offset of a dropout that there is not: nobody reads them."""
+    return tuple(torch.empty(size, dtype=torch.int64, device=like.device) for size in ((2,), ()))  # pyright: ignore
 
 
 def by_key_head(gradient: Tensor, heads: int) -> Tensor:

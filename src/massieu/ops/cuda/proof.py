@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -134,6 +134,14 @@ def _exact(problem: AttentionProblem) -> tuple[Tensor, ...]:
     return packed.apply(reference.attention, problem)
 
 
+class Verdict(Protocol):
+    """What was measured of a kernel."""
+
+    def beyond(self, dtype: torch.dtype) -> str | None:
+        """Which error is beyond what its dtype explains; None if none is."""
+        ...
+
+
 class Errors(NamedTuple):
     """Relative errors against float64; None where there is no such thing."""
 
@@ -161,7 +169,7 @@ class Errors(NamedTuple):
 
         level = draw(problem.query.shape[:4])
         grad = None if problem.value is None else draw((*problem.query.shape[:4], problem.value.shape[3])).to(dtype)
-        exact = _differentiated(_exact, _wide(problem), grad, level)
+        exact = _differentiated(_exact, wide(problem), grad, level)
         found = _differentiated(run, problem, grad, level)
         pairs = [_relative(one, other) for one, other in zip(found, exact, strict=True)]
         weight = pairs.pop() if layout.learned_weight else None
@@ -169,7 +177,7 @@ class Errors(NamedTuple):
             log_z, query, key = pairs
             return Errors(None, log_z, query, key, None, weight, _share(found[1], None, exact[1]))
         # Sums of a function that is linear in the cotangents: what is left is log Z's own.
-        alone = _differentiated(_exact, _wide(problem), torch.zeros_like(level)[..., None] + 0 * grad, level)
+        alone = _differentiated(_exact, wide(problem), torch.zeros_like(level)[..., None] + 0 * grad, level)
         small = _differentiated(run, problem, grad, SMALL * level)
         without = _differentiated(run, problem, grad, 0 * level)
         share = _share(small[2], without[2], SMALL * alone[2])
@@ -194,7 +202,8 @@ class Errors(NamedTuple):
         return f"of the gradient of log_partition {share:.3f} arrives, which ought to be 1 within {room:.2f}"
 
 
-def _wide(problem: AttentionProblem) -> AttentionProblem:
+def wide(problem: AttentionProblem) -> AttentionProblem:
+    """A problem in float64."""
     value, weight = problem.value, problem.log_weight
     return replace(
         problem,
@@ -270,7 +279,7 @@ _failure._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberA
 
 
 def proved(
-    name: str, device: torch.device, dtype: torch.dtype, layout: Layout, check: Callable[[], Errors] | None
+    name: str, device: torch.device, dtype: torch.dtype, layout: Layout, check: Callable[[], Verdict] | None
 ) -> str | None:
     """The verdict on a kernel: None, or what is wrong with it.
 
