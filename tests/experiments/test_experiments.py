@@ -119,6 +119,6 @@ def test_quick_runs_end_with_every_quantity_that_is_judged(name: str):
     assert complete and len(first.runs) == 1
     wanted = {criterion.quantity for criterion in first.experiment.criteria}
     assert wanted <= set(first.runs[5]) and all(math.isfinite(first.runs[5][quantity]) for quantity in wanted)
-    if name in ("temperature", "sink"):  # all draw and train by the same functions
+    if name in ("temperature", "sufficiency"):  # all draw and train by the same functions
         again, _ = run(name, quick=True)
         assert first.runs == again.runs, "the same seed gave other numbers"
