@@ -123,7 +123,7 @@ def first_pass(
         states.pop(module, None)  # else every activation of the pass would stay until its end
 
     def attend(call: AttentionCall) -> None:
-        if call.route == "tap":
+        if call.route != "interface":
             tapped.add(call.module)
         found.noted.append(None if look is None else look(call))
         found.sequences.append(call.query.shape[0])

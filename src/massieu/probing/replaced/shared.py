@@ -38,6 +38,8 @@ def attention_of(
     """The call's attention with something else in its place; ``keep`` leaves out more keys."""
     needs_values(call)
     settings = settings_of(call)
+    if value is None:
+        settings["sink_value"] = call.sink_value
     if scale is not None:
         settings["scale"] = scale
     if keep is not None:
@@ -61,7 +63,15 @@ def apart(call: AttentionCall) -> AttentionCall:
     key, value = item(call.key[:, :, :used]), item(call.value[:, :, :used])
     output = call.output.flatten(0, 1)[:, None]
     return replace(
-        call, query=query, key=key, value=value, log_weight=weight, is_causal=False, output=output, weights=None
+        call,
+        query=query,
+        key=key,
+        value=value,
+        log_weight=weight,
+        is_causal=False,
+        output=output,
+        weights=None,
+        seen=None,
     )
 
 
@@ -112,7 +122,10 @@ def by_weights(
             sink = call.sink[None, :, None, None].expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, sink.to(logits)], -1)
         p = softmax(logits) if weights is None else weights(logits)
-        found.append(p[..., : call.key.shape[2]] @ value)
+        output = p[..., : call.key.shape[2]] @ value
+        if call.sink_value is not None:
+            output = output + p[..., call.key.shape[2] :] * call.sink_value.to(dtype)[:, None]
+        found.append(output)
     return torch.cat(found, 2).transpose(1, 2)
 
 
@@ -142,5 +155,13 @@ def needs_scores(rule: Any, call: AttentionCall) -> None:
 
 
 def needs_values(call: AttentionCall) -> None:
+    """Raises:
+    InputError: the output is no average of values that are known.
+    """
     if not call.value.shape[-1]:
         raise InputError(f"the attention of {call.site.name} cannot be replaced: the layout of its values is not known")
+    if call.no_distribution:
+        raise InputError(
+            f"the attention of {call.site.name} cannot be replaced by this rule, which averages values: its own weights do "
+            "not add up to 1 or are negative; 'off' and functions of your own can take its place"
+        )
