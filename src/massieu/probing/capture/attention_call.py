@@ -12,6 +12,10 @@ GAP = 80.0
 """Nats without a log-weight between them that tell a mask from a bias by position; e^−80 is nothing beside a float's digits."""
 
 
+_BROADCASTING = "log_weight", "seen", "sink", "sink_value"
+"""What a call has for each item and query, or once for all; the last two also once a head."""
+
+
 @dataclass(frozen=True)
 class AttentionSite:
     """One place where attention is computed: a module and which of its calls in one forward pass.
@@ -39,7 +43,7 @@ class AttentionCall:
             windows and additive position biases; None when every key is visible or ``is_causal`` says it all.
         scale: inverse temperature of the scores.
         softcap: scores are ``softcap · tanh(score / softcap)`` before the log-weight; None where there is no cap.
-        sink: one extra logit per head (gpt-oss); None elsewhere.
+        sink: one extra logit per head (gpt-oss), or for each query; None elsewhere.
         sink_value: the value that the sink has; None for 0.
         output: the model's own result, before the output projection.
         grade: "full": scores are exactly what query, key, scale and log-weight give. "scores": they are not an affine function
@@ -65,16 +69,21 @@ class AttentionCall:
     is_causal: bool
     scale: float
     softcap: float | None
-    sink: Float[Tensor, " H"] | None
+    sink: Float[Tensor, " H"] | Float[Tensor, "B_or_1 H L_or_1"] | None
     output: Float[Tensor, "B L H Dv"]
     grade: Literal["full", "scores"] = "full"
     weights: Float[Tensor, "B H L N"] | None = None
     moving: bool = False
     repeated: bool = False
     route: Literal["interface", "tap", "ops"] = "tap"
-    sink_value: Float[Tensor, "H Dv"] | None = None
+    sink_value: Float[Tensor, "B_or_1 H L_or_1 Dv"] | None = None
     seen: Bool[Tensor, "B_or_1 H_or_1 L_or_1 N"] | None = None
     no_distribution: bool = False
+
+    @property
+    def sink_logits(self) -> Float[Tensor, "B_or_1 H L_or_1"] | None:
+        """The sink's logit for each query."""
+        return self.sink[None, :, None] if self.sink is not None and self.sink.dim() == 1 else self.sink
 
     def visible(self) -> Bool[Tensor, "B_or_1 H_or_1 L N"]:
         """Which keys each query can see: what is counted, what fractions refer to, and where a largest score is looked for.
@@ -117,9 +126,10 @@ class AttentionCall:
         """The same call for some items of the batch."""
         parts: dict[str, Any] = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output")}
         parts["weights"] = None if self.weights is None else self.weights[index]
-        for name in ("log_weight", "seen"):
-            weight = getattr(self, name)
-            parts[name] = weight[index] if weight is not None and weight.shape[0] > 1 else weight
+        for name in _BROADCASTING:
+            value = getattr(self, name)
+            along = value is not None and value.dim() > 1 and value.shape[0] > 1
+            parts[name] = value[index] if along else value
         return replace(self, **parts)
 
     def at(self, positions: Int[Tensor, " S"]) -> "AttentionCall":
@@ -130,11 +140,12 @@ class AttentionCall:
         elif weight is not None and weight.shape[2] > 1:
             weight = weight[:, :, positions]
         weights = None if self.weights is None else self.weights[:, :, positions]
-        seen = self.seen
-        if seen is not None and seen.shape[2] > 1:
-            seen = seen[:, :, positions]
-        parts = {"query": self.query[:, :, positions], "output": self.output[:, positions]}
-        parts |= {"weights": weights, "seen": seen}
+        parts: dict[str, Any] = {"query": self.query[:, :, positions], "output": self.output[:, positions]}
+        parts["weights"] = weights
+        for name in _BROADCASTING[1:]:
+            value = getattr(self, name)
+            along = value is not None and value.dim() > 1 and value.shape[2] > 1
+            parts[name] = value[:, :, positions] if along else value
         return replace(self, **parts, log_weight=weight, is_causal=False)
 
 

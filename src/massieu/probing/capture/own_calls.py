@@ -56,9 +56,8 @@ class OwnCalls:
 
     def hear(self, told: ObservedAttention | ObservedWeights) -> Tensor | None:
         """Give a call to the capture's observer, and what takes its output's place back to `ops`."""
-        reason = self._unreadable or _why_not(told)
-        if reason is not None:
-            self.refuse(reason)
+        if self._unreadable is not None:
+            self.refuse(self._unreadable)
             return None
         if self.capture.projections is not None:
             self.capture.projections.append(_projections(told))
@@ -78,7 +77,9 @@ class OwnCalls:
         log_weight, is_causal = _log_weight(problem)
         moving = told.moving
         if moving is None:
-            moving = problem.log_weight is not None and self.tap.is_moving(problem.log_weight)
+            terms = problem.log_weight, problem.sink, problem.sink_value
+            moving = any(term is not None and self.tap.is_moving(term) for term in terms)
+        sink = _of_queries(None if problem.sink is None else problem.sink.unsqueeze(-1), problem)
         assert problem.value is not None
         return AttentionCall(
             site=site,
@@ -90,8 +91,8 @@ class OwnCalls:
             is_causal=is_causal,
             scale=scale,
             softcap=problem.softcap,
-            sink=_per_head(problem.sink, problem),
-            sink_value=_per_head(problem.sink_value, problem, problem.value.shape[-1]),
+            sink=_of_heads(sink),
+            sink_value=_of_queries(problem.sink_value, problem),
             output=told.output.flatten(1, 2).transpose(1, 2),
             moving=moving,
             repeated=repeated,
@@ -103,6 +104,8 @@ class OwnCalls:
         shares = _shares(told.weights)
         nothing = shares.log_weight.new_zeros(1)
         batch, heads, length, keys = shares.log_weight.shape
+        # A query none of whose keys has a weight is as one that sees none.
+        seen = ~shares.nowhere.expand(-1, -1, -1, keys) if told.seen is None else told.seen & ~shares.nowhere
         return AttentionCall(
             site=site,
             module=owner,
@@ -117,7 +120,7 @@ class OwnCalls:
             output=told.output.transpose(1, 2),
             grade="scores",
             weights=told.weights,
-            seen=told.seen,
+            seen=seen,
             no_distribution=shares.no_distribution,
             moving=True,
             repeated=repeated,
@@ -131,17 +134,6 @@ def _projections(told: ObservedAttention | ObservedWeights) -> tuple[Tensor, Ten
         return told.query, told.key, told.value
     assert told.problem.value is not None
     return _scaled(told.problem)[0], told.problem.key, told.problem.value
-
-
-def _why_not(told: ObservedAttention | ObservedWeights) -> str | None:
-    """Why a call is none that can be read."""
-    if isinstance(told, ObservedWeights):
-        return None
-    for name in ("sink", "sink_value"):
-        value = getattr(told.problem, name)
-        if isinstance(value, Tensor) and value.dim() >= 4 and (value.shape[0] > 1 or value.shape[3] > 1):
-            return f"its {name} depends on the query"
-    return None
 
 
 def _scaled(problem: AttentionProblem) -> tuple[Float[Tensor, "B H L D"], float]:
@@ -189,20 +181,26 @@ def _hidden(problem: AttentionProblem, length: int, keys: int, device: torch.dev
     return None if hidden is None else hidden[None, None]
 
 
-def _per_head(value: Tensor | None, problem: AttentionProblem, size: int | None = None) -> Tensor | None:
-    """What all queries of a head have in common, (H,) or (H, size)."""
+def _of_queries(value: Tensor | None, problem: AttentionProblem) -> Float[Tensor, "B_or_1 H L_or_1 E"] | None:
+    """What is given once, one a head, or one a query, with the heads in one dimension."""
     if value is None:
         return None
-    heads = problem.query.shape[1:3]
-    if size is None:
-        return value.expand(1, *heads, 1).reshape(-1)
-    return value.expand(1, *heads, 1, size).reshape(-1, size)
+    value = value.reshape((1,) * (5 - value.dim()) + tuple(value.shape))
+    return value.expand(-1, *problem.query.shape[1:3], -1, -1).flatten(1, 2)
+
+
+def _of_heads(sink: Float[Tensor, "B_or_1 H L_or_1 1"] | None) -> Tensor | None:
+    """One logit a head, where that is all."""
+    if sink is None:
+        return None
+    return sink.flatten() if sink.shape[0] == sink.shape[2] == 1 else sink.squeeze(-1)
 
 
 class _Shares(NamedTuple):
-    """Weights as a distribution over keys: the logarithms of |w|/Σ|w|, and whether the weights differ from that."""
+    """Weights as a distribution over keys: the logarithms of |w|/Σ|w|, where there are none, and whether weights differ."""
 
     log_weight: Float[Tensor, "B H L N"]
+    nowhere: Bool[Tensor, "B H L 1"]
     no_distribution: bool
 
 
@@ -215,4 +213,4 @@ def _shares(weights: Float[Tensor, "B H L N"]) -> _Shares:
     off = (wide.sum(-1, keepdim=True) - 1).abs() > allowed
     # NaN is no reason: what breaks down is told as such.
     no_distribution = bool((wide < 0).any() | (off & (total > 0) & total.isfinite()).any())
-    return _Shares(shares.log(), no_distribution)
+    return _Shares(shares.log(), total == 0, no_distribution)

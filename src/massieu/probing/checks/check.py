@@ -233,8 +233,8 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
     scores, weight = explicit_attention(call, torch.float64)
     visible = weight > -torch.inf
     scores = scores + weight
-    if call.sink is not None:
-        sink = call.sink.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+    if call.sink_logits is not None:
+        sink = call.sink_logits.double().unsqueeze(-1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
     whole = torch.softmax(scores, dim=-1)
     weights, of_sink = whole[..., : call.key.shape[2]], whole[..., call.key.shape[2] :]
@@ -245,7 +245,7 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
             weights = call.weights.double()
         output = weights @ value
         if call.sink_value is not None:
-            output = output + of_sink * call.sink_value.double()[None, :, None]
+            output = output + of_sink * call.sink_value.double()
         return relative_difference(call.output.double()[known], output.transpose(1, 2)[known])
     if call.weights is None:
         return float("inf")  # nothing of the model's to compare with

@@ -23,7 +23,7 @@ def settings_of(call: AttentionCall) -> dict[str, Any]:
         "scale": call.scale,
         "is_causal": call.is_causal,
         "softcap": call.softcap,
-        "sink": call.sink,
+        "sink": call.sink if call.sink is None or call.sink.dim() == 1 else call.sink.unsqueeze(-1),
     }
 
 
@@ -116,15 +116,16 @@ def by_weights(
     rows = max(1, PAIRS // max(batch * heads * call.key.shape[2], 1))
     found = []
     for places in torch.arange(length, device=call.query.device).split(rows):
-        scores, weight = explicit_attention(call.at(places), dtype)
+        some = call.at(places)
+        scores, weight = explicit_attention(some, dtype)
         logits = torch.where(weight != -torch.inf, factor * scores + weight, -torch.inf)
-        if call.sink is not None:
-            sink = call.sink[None, :, None, None].expand(*logits.shape[:3], 1)
+        if some.sink_logits is not None:
+            sink = some.sink_logits.unsqueeze(-1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, sink.to(logits)], -1)
         p = softmax(logits) if weights is None else weights(logits)
         output = p[..., : call.key.shape[2]] @ value
-        if call.sink_value is not None:
-            output = output + p[..., call.key.shape[2] :] * call.sink_value.to(dtype)[:, None]
+        if some.sink_value is not None:
+            output = output + p[..., call.key.shape[2] :] * some.sink_value.to(dtype)
         found.append(output)
     return torch.cat(found, 2).transpose(1, 2)
 
