@@ -129,7 +129,7 @@ def attention(
     problem = check_problem(
         query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset, documents
     )
-    output, log_z = observed(problem, _with_sink, problem, backend)
+    output, log_z = observed(problem, computed, problem, backend)
     return AttentionResult(problem.restore(output), problem.restore(log_z))
 
 
@@ -179,8 +179,8 @@ def log_partition(
     return problem.restore(log_z)
 
 
-def _with_sink(problem: AttentionProblem, backend: AttentionBackend) -> tuple[Tensor, ...]:
-    """Output and log Z in the common layout."""
+def computed(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
+    """Output and log Z in the common layout, with the sink."""
     output, log_z = of_problem(problem, backend)
     return (output, log_z) if problem.sink is None else with_sink.attention(output, log_z, problem)
 

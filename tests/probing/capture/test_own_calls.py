@@ -760,6 +760,7 @@ def test_gradients_pass_through_what_takes_an_outputs_place() -> None:
     assert close(found, other.attention.in_proj_weight.grad, ROUNDING)
 
 
+@pytest.mark.medium
 def test_what_is_computed_again_in_the_backward_pass_is_not_told_again() -> None:
     layer, calls = Layer().train(), []
     x = tokens().float().requires_grad_()
@@ -833,6 +834,46 @@ def test_logits_of_massieus_attention_are_clipped_from_the_training_step() -> No
     record = monitor(1)
     assert record is not None
     assert record["massieu/largest_logit_max"] == pytest.approx(0.05, rel=1e-5)
+
+
+CLIPPED = {
+    "softmax": lambda: own.Attention(WIDTH, HEADS, batch_first=True),
+    "shared keys": lambda: Module(lambda *heads: ops.attention(*heads, is_causal=True).output, key_heads=1),
+    "softcap and sink": lambda: Module(lambda *heads: ops.attention(*heads, softcap=1.0, sink=0.5).output),
+    "moments": lambda: Module(FUNCTIONS["moments"]),
+    "Hopfield": lambda: own.Hopfield(WIDTH, HEADS),
+    "spins": lambda: own.SpinAttention(WIDTH, HEADS, steps=2),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_logits_are_clipped_to_the_threshold(name: str) -> None:
+    model, x = CLIPPED[name]().eval(), 3 * tokens().float()
+    monitor = quiet_monitor(model, (x,))
+    record = monitor(0)
+    assert record is not None
+    threshold = 0.6 * float(record.largest_logits[""].max())
+    with torch.no_grad():
+        own.clip_logits(model, threshold, record)
+    record = monitor(1)
+    assert record is not None
+    assert float(record.largest_logits[""].max()) == pytest.approx(threshold, rel=1e-5)
+
+
+NOT_CLIPPED = {
+    "linked keys": (lambda: own.Attention(WIDTH, HEADS, heads=own.DualLinkHeads()), "do not multiply queries and keys"),
+    "implicit": (lambda: own.Attention(WIDTH, HEADS, heads=own.ImplicitHeads()), "do not multiply queries and keys"),
+    "several steps": (lambda: own.Hopfield(WIDTH, HEADS, steps=2), "attends several times, by other scores each time"),
+    "at rest": (lambda: own.Hopfield(WIDTH, HEADS, steps=None), "not in proportion"),
+    "Energy Transformer": (lambda: own.EnergyTransformer(WIDTH, HEADS, steps=1), "no linear layer"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CLIPPED)
+def test_logits_that_weights_do_not_scale_are_refused(name: str) -> None:
+    make, reason = NOT_CLIPPED[name]
+    with pytest.raises(ValueError, match=reason):
+        own.clip_logits(make(), 1.0, {"": torch.full((HEADS,), 2.0)})
 
 
 @pytest.mark.parametrize("export", [False, True], ids=["compiled", "exported"])
