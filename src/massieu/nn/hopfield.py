@@ -238,15 +238,16 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
         query, key, log_weight = self._scored(query, key, padding, association)
         state = self._descended(query, key, log_weight)
         options: dict[str, Any] = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
+        told = listeners()
         if self.training and self.dropout > 0:
             with without_autocast(query.device):
                 weights, _ = attention_weights(state, key, **options)
                 found = (F.dropout(weights, self.dropout) @ value.to(weights.dtype)).to(value.dtype)
-            told = listeners()
-            if told:
-                found = tell_attention(told, found, state, key, value, **options)
         else:
-            found = ops.attention(state, key, value, **options).output
+            found = in_one_call(told, ops.attention, state, key, value, **options).output
+        if told:
+            start = query if self.steps is None else None
+            found = tell_attention(told, found, state, key, value, start=start, **options)
         output = self.output(merge_heads(found))
         return output if self.batch_first else output.transpose(0, 1)
 

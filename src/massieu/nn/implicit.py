@@ -133,5 +133,5 @@ class ImplicitHeads(SolvedHeads):
         key = self._drawn_in(key, alpha).to(alpha.dtype)
         options = self._options(request.log_weight) | {"is_causal": request.is_causal}
         return Retrieval(
-            (point.to(key.dtype), key, key), options, lambda retrieved: query + alpha * (retrieved - query)
+            (point.to(key.dtype), key, key), options, lambda retrieved: query + alpha * (retrieved - query), True
         )

@@ -166,6 +166,8 @@ class Retrieval(NamedTuple):
     """Of `massieu.ops.attention`."""
     step: Callable[[Tensor], Tensor]
     """From what attention gives to the step's end."""
+    moves_query: bool = False
+    """Whether the fixed point is of queries; else of values."""
 
 
 class SolvedHeads(Iterating, Heads, ABC):
@@ -195,7 +197,8 @@ class SolvedHeads(Iterating, Heads, ABC):
         with without_autocast(found.output.device):
             retrieval = self._retrieval(found.output, *heads[: len(self.projections)], request=request)
             retrieved = in_one_call(told, ops.attention, *retrieval.arguments, **retrieval.options).output
-            replaced = tell_attention(told, retrieved, *retrieval.arguments, **retrieval.options)
+            start = heads[0] if retrieval.moves_query else None
+            replaced = tell_attention(told, retrieved, *retrieval.arguments, start=start, **retrieval.options)
             if replaced is retrieved:
                 return found.output
             moved = retrieval.step(replaced) - retrieval.step(retrieved)

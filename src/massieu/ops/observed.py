@@ -24,12 +24,14 @@ class ObservedAttention:
         output: what came of it, the sink included.
         moving: the log-weight follows from queries or keys; None where only who listens may know.
         exchanged: keys and queries have exchanged roles beside the call before: the same scores, read the other way.
+        start: where an iteration over the same keys began whose end is the query; None where there was none.
     """
 
     problem: AttentionProblem
     output: Float[Tensor, "B Hk G L E"]
     moving: bool | None = None
     exchanged: bool = False
+    start: Float[Tensor, "B H L D"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +73,18 @@ def tell_attention(
     *,
     moving: bool | None = None,
     exchanged: bool = False,
+    start: Float[Tensor, "B H L D"] | None = None,
     **options: Any,
 ) -> Float[Tensor, "*query E"]:
     """Tell of softmax attention that was computed; its output itself, or what takes its place.
 
     Args:
+        moving, exchanged, start: as `ObservedAttention` has them.
         options: of `massieu.ops.attention`.
     """
     problem = check_problem(query, key, value, **{"log_weight": None, "scale": None, "is_causal": False, **options})
     laid_out = output.reshape(*problem.query.shape[:-1], output.shape[-1])
-    found = tell(told, ObservedAttention(problem, laid_out, moving, exchanged))
+    found = tell(told, ObservedAttention(problem, laid_out, moving, exchanged, start))
     return output if found is laid_out else problem.restore(found)
 
 

@@ -698,6 +698,39 @@ def test_a_mixed_model_has_all_its_sites_in_order() -> None:
     ]
 
 
+class Crossing(nn.Module):
+    """Attention of one sequence to another of the same length, by massieu's modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, heads in (("softmax", None), ("entmax", own.EntmaxHeads()), ("implicit", own.ImplicitHeads())):
+            self.add_module(name, own.Attention(WIDTH, HEADS, batch_first=True, heads=heads))
+        self.hopfield, self.at_rest = own.Hopfield(WIDTH, HEADS), own.Hopfield(WIDTH, HEADS, steps=None)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        for attention in (self.softmax, self.entmax, self.implicit):
+            x = x + attention(x, memory)[0]
+        return x + self.hopfield((memory, x, memory)) + self.at_rest((memory, x, memory))
+
+
+def test_attention_to_another_sequence_is_told_from_attention_to_itself() -> None:
+    found = massieu.describe(Crossing().eval(), {"x": tokens(0).float(), "memory": tokens(1).float()}).sites
+    assert [(site.name, site.kind) for site in found] == [
+        (name, "cross") for name in ("softmax", "entmax", "implicit", "hopfield", "at_rest")
+    ]
+    assert [site.kind for site in massieu.describe(own.Hopfield(WIDTH, HEADS).eval(), tokens().float()).sites] == [
+        "self"
+    ]
+
+
+@pytest.mark.medium
+def test_queries_that_an_iteration_over_the_keys_has_moved_are_not_replayed() -> None:
+    """The climb moves queries among frozen keys, and such queries move with the keys."""
+    model = nn.Sequential(Layer(own.ImplicitHeads()), nn.Identity()).eval()
+    result = massieu.probe(model, [tokens().float()], statistics=["update_sharpens"], draws=2)
+    assert "the replayed queries differ" in result.run.sites[0].unavailable["climb"]
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_a_replaced_model_has_the_numbers_that_it_had(batch_first: bool) -> None:
     model, x = encoder(2).eval(), tokens().float()

@@ -129,10 +129,12 @@ class OwnCalls:
 
 
 def _projections(told: ObservedAttention | ObservedWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value by head, as a call has them."""
+    """Query, key and value by head, as a call has them; of an iteration the query with which it began."""
     if isinstance(told, ObservedWeights):
         return told.query, told.key, told.value
     assert told.problem.value is not None
+    if told.start is not None:
+        return told.start, told.problem.key, told.problem.value
     return _scaled(told.problem)[0], told.problem.key, told.problem.value
 
 
