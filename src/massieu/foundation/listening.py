@@ -27,7 +27,7 @@ class Listener(Protocol):
         """Whether the call that comes is to be told; not inside another call."""
         ...
 
-    def hear(self, call: Any) -> Tensor | None:
+    def hear(self, call: Any, /) -> Tensor | None:
         """Be told of a call. What is returned, if anything, takes the place of its output."""
         ...
 

@@ -128,8 +128,9 @@ class AttentionCall:
         parts["weights"] = None if self.weights is None else self.weights[index]
         for name in _BROADCASTING:
             value = getattr(self, name)
-            along = value is not None and value.dim() > 1 and value.shape[0] > 1
-            parts[name] = value[index] if along else value
+            if value is not None and value.dim() > 1 and value.shape[0] > 1:
+                value = value[index]
+            parts[name] = value
         return replace(self, **parts)
 
     def at(self, positions: Int[Tensor, " S"]) -> "AttentionCall":
@@ -144,8 +145,9 @@ class AttentionCall:
         parts["weights"] = weights
         for name in _BROADCASTING[1:]:
             value = getattr(self, name)
-            along = value is not None and value.dim() > 1 and value.shape[2] > 1
-            parts[name] = value[:, :, positions] if along else value
+            if value is not None and value.dim() > 1 and value.shape[2] > 1:
+                value = value[:, :, positions]
+            parts[name] = value
         return replace(self, **parts, log_weight=weight, is_causal=False)
 
 
