@@ -68,7 +68,7 @@ def _told(told: Listeners, found: Mutual, query: Tensor, key: Tensor, scale: Ten
     # Query C has the weight 1/Z_C among the queries, and Σ_C p_BC is what key B receives of them all.
     level = (-found.log_partition.unsqueeze(-2)).masked_fill(~seen, -torch.inf)
     scores = (key * scale[:, None, None]) @ query.mT
-    received = (scores + level).logsumexp(-1, keepdim=True).exp()
+    received = reference.softmax(scores, level)[2].unsqueeze(-1).exp()
     mean = found.of_queries / torch.where(received > 0, received, 1.0)
     after = tell_attention(told, mean, key, query, query, scale=scale, log_weight=level, moving=True, exchanged=True)
     of_queries = found.of_queries if after is mean else found.of_queries + received * (after - mean)

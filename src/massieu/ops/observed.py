@@ -1,7 +1,7 @@
 """What the probe is told of an attention call: what attention was given, and what came of it.
 
-The functions of this package that average values tell of themselves. Code that computes attention in another way, as by
-the matrix of weights, tells of it by `tell_attention` or `tell_weights`.
+The functions of this package that average values tell of themselves. Code that computes softmax attention in another way,
+as by the matrix of weights, tells of it by `tell_attention`; code whose weights are no softmax by `tell`.
 """
 
 from collections.abc import Callable

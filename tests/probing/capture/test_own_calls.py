@@ -501,11 +501,21 @@ def test_log_weights_that_follow_from_the_keys_are_known_to_move() -> None:
     assert call.moving
 
 
+HALVES = {
+    "a scale": lambda *heads: ops.attention(*heads).output,
+    "scales of heads": lambda *heads: ops.attention(*heads, scale=SCALES.to(heads[0])).output,
+    "scales by hand": lambda q, k, v: (q * SCALES.to(q).view(-1, 1, 1) @ k.mT).softmax(-1) @ v,
+    "scales of scores": lambda q, k, v: ((q @ k.mT) * SCALES.to(q).view(-1, 1, 1)).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_read(dtype: torch.dtype) -> None:
-    module, x = Module(FUNCTIONS["attention"]).to(dtype), tokens().to(dtype)
+def test_half_precision_is_read(dtype: torch.dtype, name: str) -> None:
+    module, x = Module(HALVES[name]).to(dtype), tokens().to(dtype)
     (call,), _ = seen(module, x)
-    expected = (SCALE * call.query.double() @ call.key.double().mT).softmax(-1)
+    assert call.query.dtype == call.key.dtype == call.value.dtype == dtype
+    expected = (call.scale * call.query.double() @ call.key.double().mT).softmax(-1)
     # Weights are exponentials of scores of order 1: a rounding of a score is one of its weight.
     assert close(shares_of(call), expected, ROUNDING)
     assert close(call.output.double().transpose(1, 2), expected @ call.value.double(), 16 * torch.finfo(dtype).eps)
@@ -616,6 +626,14 @@ def test_layers_are_seen_monitored_and_replaced(make: Callable[[], nn.Module]) -
                 assert torch.equal(layer(x), expected)
         with massieu.replaced(layer, "off"):
             assert not torch.allclose(layer(x), expected, rtol=0, atol=1e-6)
+
+
+def test_gradients_of_a_replaced_energy_transformer_with_padding_are_finite() -> None:
+    block, x = own.EnergyTransformer(WIDTH, HEADS, steps=2).double(), tokens()
+    padding = torch.tensor([[False] * LENGTH, [False, False, True, True, True]])
+    with massieu.replaced(block, "scale(2)"):
+        block(x, padding).square().sum().backward()
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in block.parameters())
 
 
 def energy_steps(block: own.EnergyTransformer, x: Tensor, attention: float) -> tuple[list[Tensor], Tensor]:
@@ -805,6 +823,18 @@ def test_what_is_computed_again_in_the_backward_pass_is_not_told_again() -> None
     with capturing(layer, calls.append):
         torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["PyTorch's", "massieu's"])
+def test_another_model_that_runs_beside_is_not_taken_for_the_models_own_attention(replace: bool) -> None:
+    student, teacher, x, calls = encoder(1).eval(), encoder(1).eval(), tokens().float(), []
+    if replace:
+        student, teacher = massieu.replace_attention(student), massieu.replace_attention(teacher)
+    with capturing(student, calls.append) as capture:  # with gradients, since PyTorch's layer then takes its plain path
+        student(x)
+        teacher(x)
+    assert [call.site.name for call in calls] == ["layers.0.self_attn"]
+    assert not capture.refused
 
 
 def test_of_two_captures_each_sees_the_calls_of_its_own_model_and_the_inner_one_what_the_outer_has_made() -> None:

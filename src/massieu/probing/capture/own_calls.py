@@ -33,8 +33,10 @@ class OwnCalls:
         self._unreadable: str | None = None
 
     def listens(self) -> bool:
-        """Whether the next call is one of the forward pass that is read."""
-        return not self.capture.claimed and self.capture.thread == threading.get_ident() and not recomputing()
+        """Whether the next call is one of the forward pass that is read, and not of another model beside it."""
+        if self.capture.claimed or self.capture.thread != threading.get_ident() or recomputing():
+            return False
+        return self.tap.is_running or self.capture.projections is not None
 
     def claiming(self) -> AbstractContextManager[None]:
         """Inside, all is part of one call."""
@@ -146,7 +148,8 @@ def _scaled(problem: AttentionProblem) -> tuple[Float[Tensor, "B H L D"], float]
     first = scale.detach().flatten()[0]
     if bool((scale == first).all()) and not may_be_differentiated(scale):
         return query, float(first)
-    return problem.scaled_query().flatten(1, 2), 1.0
+    # In the query's own dtype, as keys and values are.
+    return (problem.query * scale).to(query.dtype).flatten(1, 2), 1.0
 
 
 def _log_weight(problem: AttentionProblem) -> tuple[Tensor | None, bool]:

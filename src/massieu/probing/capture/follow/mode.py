@@ -91,6 +91,8 @@ class Tap(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.capture.claimed or func in f.ASKING or recomputing():
             return func(*args, **kwargs)
+        if not self._running and self.capture.projections is None:
+            return func(*args, **kwargs)  # of another model, such as a teacher, or of the loss
         if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
             self._foreign(func)
         opened = RUN_OPEN.get(func)
@@ -372,6 +374,11 @@ class Tap(TorchFunctionMode):
         return unmerged(replaced.to(tensor.dtype), groups, note.dims)
 
     # Modules ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether some part of the model is running."""
+        return bool(self._running)
 
     def owner(self) -> nn.Module:
         """The module that is running, as a site has it."""
