@@ -7,7 +7,8 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import massieu
-from massieu import measures, ops, solve
+from massieu import measures, ops, regression, solve
 from massieu import nn as own
 from massieu.errors import InputError
 from massieu.nn.strategy import Heads, HeadsResult, Request
@@ -397,7 +398,6 @@ class Option:
     key_heads: int = HEADS
     sink: Tensor | float = -torch.inf
     sink_value: Tensor | float = 0.0
-    heads: tuple[int, ...] = field(default=(HEADS,))
 
 
 OPTIONS: dict[str, Option] = {
@@ -543,23 +543,43 @@ REFUSED = {
         lambda q, k, v: ops.resample_attention(q, k, v, generator=torch.Generator().manual_seed(0)).sample[..., 0, :],
         "resample_attention, which draws keys at random",
     ),
-    "keys on disk": (
-        lambda q, k, v: ops.streaming.attention(q, STORE).output,
-        "massieu.ops.streaming, whose keys are on disk",
-    ),
     "fixed points": (
         lambda q, k, v: solve.fixed_point(lambda z, k: ops.attention(z, k, k).output, q, (k,)).value,
         "massieu.solve.fixed_point, where the number of steps follows from the data",
     ),
+    "regression": (
+        lambda q, k, v: (
+            regression.conditional_mean_attention(q, k, v, kernel=regression.LinearKernel.create(), ridge=1.0).output
+        ),
+        "conditional_mean_attention; massieu.nn.ConditionalMeanHeads shows its weights",
+    ),
 }
-STORE = None
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "keys on disk"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_refused_by_name(name: str) -> None:
     mix, reason = REFUSED[name]
     with pytest.raises(InputError, match=reason):
         massieu.Monitor(Module(mix), tokens().float())
+
+
+def test_keys_on_disk_are_refused_by_name(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    block = ops.AtomBlock(torch.randn(HEADS, 7, SIZE, generator=generator))
+    store = ops.AtomStore.write(tmp_path / "store", [block])
+    model = Module(lambda q, k, v: ops.streaming.attention(q, store).output)
+    with pytest.raises(InputError, match=r"massieu.ops.streaming, whose keys are on disk"):
+        massieu.Monitor(model, tokens().float())
+
+
+def test_one_part_that_cannot_be_read_leaves_the_others(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Sequential(Module(FUNCTIONS["attention"]), Module(REFUSED["fixed points"][0]))
+    record = massieu.Monitor(model, tokens().float())(0)
+    assert record is not None
+    assert set(record.largest_logits) == {"0"}
+    assert any(
+        "1 is not measured: it attends inside massieu.solve.fixed_point" in str(each.message) for each in recwarn
+    )
 
 
 # Layers with several steps -------------------------------------------------------------------------------------------------

@@ -214,7 +214,8 @@ def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
 
 
 def _apart(call: AttentionCall) -> bool:
-    weight = call.log_weight
+    # Of weights that are told as they are, only what a query can see is by construction.
+    weight = call.log_weight if call.seen is None else call.seen
     return weight is not None and weight.shape[1] > 1 and not bool((weight == weight[:, :1]).all())
 
 
