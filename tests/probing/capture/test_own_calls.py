@@ -287,6 +287,41 @@ def test_each_strategy_is_replaced(name: str) -> None:
         assert close(off, x + layer.attention.out_proj.bias, ROUNDING)
 
 
+class Masked(Layer):
+    """The same, causal or with padding."""
+
+    def __init__(self, heads: nn.Module, **masks: Tensor | bool) -> None:
+        super().__init__(heads)
+        self.masks = masks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x), need_weights=False, **self.masks)[0]
+
+
+PADDING = torch.tensor([[False] * LENGTH, [False, False, False, True, True]])
+
+
+@pytest.mark.parametrize("masks", [{"is_causal": True}, {"key_padding_mask": PADDING}], ids=["causal", "padding"])
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_of_each_strategy_are_read(name: str, masks: dict[str, Tensor | bool]) -> None:
+    if name == "atoms" and "is_causal" in masks:
+        return  # a measure's weights are those of keys, one for all queries
+    layer, x = Masked(STRATEGIES[name][0](), **masks).double(), tokens()
+    (call,), _ = seen(layer, x)
+    expected = CAUSAL[None] if "is_causal" in masks else ~PADDING[:, None]
+    if name == "TAP":
+        expected = expected & OTHERS
+    if name == "window":
+        expected = expected & NEAR
+    shares, visible = shares_of(call), call.visible().expand(BATCH, HEADS, LENGTH, LENGTH)
+    expected = expected[:, None].expand_as(visible)
+    attends = shares.sum(-1, keepdim=True) > 0  # as the positive part of scores may not
+    assert torch.equal(visible, expected & attends if name == "ReLU" else expected)
+    assert not bool(shares[~expected].any())
+    record = quiet_monitor(layer, x)(0)  # which holds recomputed attention against the module's
+    assert record is not None
+
+
 @pytest.mark.parametrize(("name", "alone"), [("implicit", lambda q, v: q / 2), ("TAP", None)])
 def test_attention_at_a_fixed_point_enters_one_more_step(name: str, alone: Callable[..., Tensor] | None) -> None:
     layer, x = Layer(STRATEGIES[name][0]()).double().eval(), tokens()
@@ -662,7 +697,8 @@ def energy_steps(block: own.EnergyTransformer, x: Tensor, attention: float) -> t
     for _ in range(block.steps):
         g = block.normalisation(x)
         q, k = (torch.einsum("bnd,hzd->bhnz", g, weight) for weight in (block.query_weight, block.key_weight))
-        shares = masked(SCALE * q @ k.mT, OTHERS).softmax(-1)
+        others = ~torch.eye(x.shape[1], dtype=torch.bool)
+        shares = masked(SCALE * q @ k.mT, others).softmax(-1)
         found.append(shares)
         force = torch.einsum("bhnz,hzd->bnd", shares @ k, block.query_weight)
         force = attention * (force + torch.einsum("bhnz,hzd->bnd", shares.mT @ q, block.key_weight))
@@ -675,15 +711,10 @@ def energy_steps(block: own.EnergyTransformer, x: Tensor, attention: float) -> t
 def test_the_energy_transformer_is_one_site_a_step_read_both_ways(length: int) -> None:
     torch.manual_seed(6)
     block, x = own.EnergyTransformer(WIDTH, HEADS, steps=2).double().eval(), tokens(length=length)
-    global OTHERS
     calls, output = seen(block, x)
-    others, OTHERS = OTHERS, ~torch.eye(length, dtype=torch.bool)
-    try:
-        with torch.no_grad():
-            shares, expected = energy_steps(block, x, 1.0)
-            _, off = energy_steps(block, x, 0.0)
-    finally:
-        OTHERS = others
+    with torch.no_grad():
+        shares, expected = energy_steps(block, x, 1.0)
+        _, off = energy_steps(block, x, 0.0)
     assert close(output, expected, ROUNDING)
     names = ["(the module itself)", "(the module itself) (call 2)"]
     assert [(call.site.name, call.repeated) for call in calls] == [(n, again) for n in names for again in (False, True)]
