@@ -654,12 +654,16 @@ def test_a_hopfield_layer_is_one_site_a_step_and_at_rest_one(steps: int | None) 
 @pytest.mark.parametrize("make", [
     pytest.param(lambda: hopfield(3, sink=0.5), id="sink"),
     pytest.param(lambda: hopfield(2, euclidean=True), id="euclidean"),
-    pytest.param(lambda: hopfield(None, euclidean=True), id="euclidean at rest"),
+    pytest.param(lambda: hopfield(None, euclidean=True), id="euclidean at rest", marks=pytest.mark.slow),
     pytest.param(lambda: own.HopfieldPooling(WIDTH, HEADS, quantity=3, steps=2).double(), id="pooling"),
     pytest.param(lambda: own.HopfieldLayer(WIDTH, HEADS, quantity=7, steps=2).double(), id="layer"),
     pytest.param(lambda: own.EnergyTransformer(WIDTH, HEADS, steps=3).double(), id="Energy Transformer"),
     pytest.param(lambda: own.SpinAttention(WIDTH, HEADS, steps=3).double(), id="spins"),
-    pytest.param(lambda: own.SpinAttention(WIDTH, HEADS, steps=1, order="second").double(), id="spins, second order"),
+    pytest.param(
+        lambda: own.SpinAttention(WIDTH, HEADS, steps=1, order="second").double(),
+        id="spins, second order",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(lambda: own.SpinAttention(WIDTH, HEADS, steps=None).double(), id="spins at rest"),
 ])  # fmt: skip
 @pytest.mark.medium
@@ -821,10 +825,10 @@ def test_a_replaced_model_has_the_numbers_that_it_had(batch_first: bool) -> None
 @pytest.mark.parametrize("make", [
     pytest.param(lambda: massieu.replace_attention(encoder(2, dropout=0.2)), id="softmax"),
     pytest.param(lambda: Layer(own.EntmaxHeads(alpha=1.5)), id="entmax"),
-    pytest.param(lambda: Layer(own.ConditionalMeanHeads()), id="conditional mean"),
-    pytest.param(lambda: Layer(own.NormalizedHeads()), id="normalised"),
-    pytest.param(lambda: Layer(own.ImplicitHeads()), id="implicit"),
-    pytest.param(lambda: Layer(own.TAPHeads()), id="TAP"),
+    pytest.param(lambda: Layer(own.ConditionalMeanHeads()), id="conditional mean", marks=pytest.mark.slow),
+    pytest.param(lambda: Layer(own.NormalizedHeads()), id="normalised", marks=pytest.mark.slow),
+    pytest.param(lambda: Layer(own.ImplicitHeads()), id="implicit", marks=pytest.mark.slow),
+    pytest.param(lambda: Layer(own.TAPHeads()), id="TAP", marks=pytest.mark.slow),
     pytest.param(lambda: own.Hopfield(WIDTH, HEADS, steps=2, dropout=0.2), id="Hopfield"),
     pytest.param(lambda: own.EnergyTransformer(WIDTH, HEADS, steps=2), id="Energy Transformer"),
     pytest.param(lambda: own.SpinAttention(WIDTH, HEADS, steps=2), id="spins"),
