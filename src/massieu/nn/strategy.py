@@ -138,7 +138,8 @@ class Heads(Resettable, ABC):
             # Of a second call, so that the output is what it is when nobody listens.
             kept = dict(vars(self))
             asked = request._replace(need_weights=True, beside=None, dropout=0.0)
-            weights = in_one_call(told, self.forward, *heads, asked).weights
+            with torch.random.fork_rng([query.device] if query.is_cuda else []):
+                weights = in_one_call(told, self.forward, *heads, asked).weights
             vars(self).update(kept)
         if weights is None:
             self._refuse(told, "return no weights")

@@ -390,6 +390,22 @@ def test_a_strategy_of_ones_own_is_seen_by_the_weights_that_it_returns() -> None
     assert close(shares_of(call), torch.full_like(shares_of(call), 1 / LENGTH), ROUNDING)
 
 
+def test_a_strategy_that_draws_is_called_twice_and_draws_once() -> None:
+    class Noisy(Uniform):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+            found = super().forward(query, key, value, request)
+            return found._replace(output=found.output + torch.randn(()))
+
+    layer, x, calls = Layer(Noisy(weights=True)), tokens().float(), []
+    torch.manual_seed(0)
+    alone = layer(x), torch.randn(())
+    torch.manual_seed(0)
+    with capturing(layer, calls.append):
+        read = layer(x)
+    assert torch.equal(read, alone[0])
+    assert torch.equal(torch.randn(()), alone[1])
+
+
 def test_a_strategy_of_ones_own_without_weights_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="its Uniform return no weights"):
         massieu.Monitor(Layer(Uniform(weights=False)), tokens().float())
@@ -581,6 +597,10 @@ REFUSED = {
     "fixed points": (
         lambda q, k, v: solve.fixed_point(lambda z, k: ops.attention(z, k, k).output, q, (k,)).value,
         "massieu.solve.fixed_point, where the number of steps follows from the data",
+    ),
+    "transforms": (
+        lambda q, k, v: torch.vmap(lambda *item: ops.attention(*item).output)(q, k, v),
+        "inside a transform of torch.func",
     ),
     "regression": (
         lambda q, k, v: (

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from massieu.foundation.transforms import may_be_differentiated
+from massieu.foundation.transforms import in_functorch, may_be_differentiated
 from massieu.ops.observed import ObservedAttention, ObservedWeights
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
 from massieu.probing.capture.attention_call import AttentionCall
@@ -58,8 +58,11 @@ class OwnCalls:
 
     def hear(self, told: ObservedAttention | ObservedWeights) -> Tensor | None:
         """Give a call to the capture's observer, and what takes its output's place back to `ops`."""
-        if self._unreadable is not None:
-            self.refuse(self._unreadable)
+        unreadable = self._unreadable
+        if unreadable is None and in_functorch():
+            unreadable = "it attends inside a transform of torch.func, where tensors have no numbers of their own"
+        if unreadable is not None:
+            self.refuse(unreadable)
             return None
         if self.capture.projections is not None:
             self.capture.projections.append(_projections(told))
