@@ -35,7 +35,7 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
     ):
         if note not in (None, "none"):
             show(f"note: {note}")
-    if any(site.route == "tap" or site.grade != "full" for site in result.run.sites):
+    if any(site.route != "interface" or site.grade != "full" for site in result.run.sites):
         show(f"note: attention was read by {result.run.capture.route}")
     for finding in result.findings:
         if finding.statistic is None:  # what it needs was not asked for

@@ -13,7 +13,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu import ops
+from massieu.foundation.listening import Listeners, in_one_call, listeners
 from massieu.ops import Partial, reference
+from massieu.ops.observed import tell_attention
 
 EXPLICIT = 256
 """Up to so many tokens matrices are faster than the fused kernel: forward and backward, 2.7 times at 64, 1.4 times at 197."""
@@ -52,6 +54,28 @@ def mutual_attention(
 
     Without explicit weights the second sum is attention with exchanged roles, of queries of weight 1/Z, times its partition.
     """
+    told = listeners()
+    found = in_one_call(told, _mutual_attention, query, key, scale, keep)
+    return _told(told, found, query, key, scale, keep) if told else found
+
+
+def _told(told: Listeners, found: Mutual, query: Tensor, key: Tensor, scale: Tensor, keep: Tensor | None) -> Mutual:
+    """Both sums, or what takes their places: attention to the other tokens, and the same scores read from the keys' side."""
+    seen = ~torch.eye(query.shape[-2], dtype=torch.bool, device=query.device)[None, None]
+    if keep is not None:
+        seen = seen & keep[:, None, None] & keep[:, None, :, None]
+    of_keys = tell_attention(told, found.of_keys, query, key, key, scale=scale, log_weight=seen, moving=False)
+    # Query C has the weight 1/Z_C among the queries, and Σ_C p_BC is what key B receives of them all.
+    level = (-found.log_partition.unsqueeze(-2)).masked_fill(~seen, -torch.inf)
+    scores = (key * scale[:, None, None]) @ query.mT
+    received = reference.softmax(scores, level)[2].unsqueeze(-1).exp()
+    mean = found.of_queries / torch.where(received > 0, received, 1.0)
+    after = tell_attention(told, mean, key, query, query, scale=scale, log_weight=level, moving=True, exchanged=True)
+    of_queries = found.of_queries if after is mean else found.of_queries + received * (after - mean)
+    return Mutual(found.log_partition, of_keys, of_queries)
+
+
+def _mutual_attention(query: Tensor, key: Tensor, scale: Tensor, keep: Tensor | None) -> Mutual:
     if query.shape[-2] <= EXPLICIT:
         log_partition, weights = _explicit(query, key, scale, keep)
         return Mutual(log_partition, weights @ key, weights.mT @ query)

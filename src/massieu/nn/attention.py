@@ -183,7 +183,7 @@ class Attention(Resettable):
         values = self._with_more(others[0], self.bias_v) if others else keys
         moments = None if isinstance(need_moments, bool) else need_moments
         request = Request(log_weight, is_causal, need_weights, beside, dropout, query_offset, moments, documents)
-        found = self.heads(heads, keys, values, request)
+        found = self.heads.attend(heads, keys, values, request)
         output = self.out_proj(merge_heads(found.output))
         weights, told = found.weights if need_weights else None, found.beside if beside else None
         if weights is not None and average_attn_weights:

@@ -36,9 +36,9 @@ def clip_logits(
     queries are normalised, the norm's gain is scaled if heads have their own; if they share it, the module is refused. Other
     heads keep their bits, and optimisers their state.
 
-    Rows are not found by names. Of a module that is neither PyTorch's nor of this library, a copy with random weights is called
-    on a few random tokens, once, on the CPU. Gradients find the rows, and numbers prove them: scores scale as they should,
-    and nothing else changes. Sharded weights (FSDP2, tensor parallel) are scaled shard by shard, on every rank.
+    Rows are not found by names. Of a module other than `torch.nn.MultiheadAttention` and `Attention`, a copy with random
+    weights is called on a few random tokens, once, on the CPU. Gradients find the rows, and numbers prove them: scores scale
+    as they should, and nothing else changes. Sharded weights (FSDP2, tensor parallel) are scaled shard by shard, on every rank.
 
     Args:
         model: What the record is of. It is checked as a whole first: where a part is refused, nothing is changed.

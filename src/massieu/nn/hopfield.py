@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from massieu import energy, ops
 from massieu.foundation.arguments import flag, instance, number, whole_number
+from massieu.foundation.listening import in_one_call, listeners
 from massieu.foundation.transforms import without_autocast
 from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
@@ -16,6 +17,7 @@ from massieu.nn.activation import Activation, as_module
 from massieu.nn.descent import as_distances, descend, moved, settle
 from massieu.nn.heads import Mask, added, attention_weights, log_weight_of, merge_heads, split_heads
 from massieu.nn.modules import Device, Iterating, Number, Resettable, check_tokens, register_number, settings
+from massieu.ops.observed import tell_attention
 
 START = 0.02
 """The standard deviation of weights and patterns at the start, hopfield-layers' own."""
@@ -236,12 +238,16 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
         query, key, log_weight = self._scored(query, key, padding, association)
         state = self._descended(query, key, log_weight)
         options: dict[str, Any] = {"log_weight": log_weight, "scale": self.scale, "sink": self.sink}
+        told = listeners()
         if self.training and self.dropout > 0:
             with without_autocast(query.device):
                 weights, _ = attention_weights(state, key, **options)
                 found = (F.dropout(weights, self.dropout) @ value.to(weights.dtype)).to(value.dtype)
         else:
-            found = ops.attention(state, key, value, **options).output
+            found = in_one_call(told, ops.attention, state, key, value, **options).output
+        if told:
+            start = query if self.steps is None else None
+            found = tell_attention(told, found, state, key, value, start=start, **options)
         output = self.output(merge_heads(found))
         return output if self.batch_first else output.transpose(0, 1)
 
@@ -263,7 +269,8 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
             state = descend(before, key, 1, activation, **options)
             self._keep(*moved(before, state), warn=False)
             return state
-        found = settle(query, key, activation, self.max_steps, self.throw, **options)
+        # Its number of steps follows from the data, so the attention that is told is the last pass, where it has come to rest.
+        found = in_one_call(listeners(), settle, query, key, activation, self.max_steps, self.throw, **options)
         self._keep(found.status, found.residual)
         return found.value.to(query.dtype)
 

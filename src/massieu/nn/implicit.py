@@ -12,7 +12,7 @@ from massieu.foundation.arguments import number
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask
 from massieu.nn.modules import LearnableAlpha, Number
-from massieu.nn.strategy import SolvedHeads
+from massieu.nn.strategy import Request, Retrieval, SolvedHeads
 from massieu.solve import ConjugateGradients, Method
 from massieu.solve.methods import AS_IT_PAYS
 from massieu.solve.status import FixedPointResult
@@ -96,21 +96,42 @@ class ImplicitHeads(SolvedHeads):
         Raises:
             ConvergenceError: with `throw`, a query has no fixed point, with its residual and what to try.
         """
-        given = {"log_weight": log_weight, "scale": self.scale}
-        options = {name: value for name, value in given.items() if value is not None}
+        options = self._options(log_weight)
 
         def pulled(point: Tensor, query: Tensor, key: Tensor, alpha: Tensor, options: dict[str, Any]) -> Tensor:
             retrieved = ops.attention(point, key, key, is_causal=is_causal, **options).output
             return query + alpha * (retrieved - query)
 
         with without_autocast(query.device):
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            alpha = torch.as_tensor(self.alpha, dtype=dtype, device=query.device).reshape(-1, 1, 1)
-            if self.max_lipschitz is not None:
-                scale = key.shape[-1] ** -0.5 if self.scale is None else self.scale
-                beta = torch.as_tensor(scale, dtype=dtype, device=query.device).reshape(-1, 1, 1)
-                # In a ball of radius r, D is at most 2r.
-                excess = key.to(dtype).square().sum(-1, keepdim=True) * (alpha * beta / self.max_lipschitz)
-                key = key / excess.clamp(min=1.0).sqrt().to(key.dtype)
+            alpha = self._pull(query)
             # α·scale times a covariance is symmetric.
-            return self._solved(pulled, query, (query, key, alpha, options), 1, ConjugateGradients())
+            parameters = query, self._drawn_in(key, alpha), alpha, options
+            return self._solved(pulled, query, parameters, 1, ConjugateGradients())
+
+    def _options(self, log_weight: Mask | None) -> dict[str, Any]:
+        given = {"log_weight": log_weight, "scale": self.scale}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _pull(self, query: Tensor) -> Float[Tensor, "#H 1 1"]:
+        """α in float32 at the least."""
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        return torch.as_tensor(self.alpha, dtype=dtype, device=query.device).reshape(-1, 1, 1)
+
+    def _drawn_in(self, key: Float[Tensor, "B H N D"], alpha: Tensor) -> Float[Tensor, "B H N D"]:
+        """The keys in the ball that `max_lipschitz` asks for."""
+        if self.max_lipschitz is None:
+            return key
+        scale = key.shape[-1] ** -0.5 if self.scale is None else self.scale
+        beta = torch.as_tensor(scale, dtype=alpha.dtype, device=key.device).reshape(-1, 1, 1)
+        # In a ball of radius r, D is at most 2r.
+        excess = key.to(alpha.dtype).square().sum(-1, keepdim=True) * (alpha * beta / self.max_lipschitz)
+        return key / excess.clamp(min=1.0).sqrt().to(key.dtype)
+
+    def _retrieval(self, point: Tensor, *heads: Tensor, request: Request) -> Retrieval:
+        query, key = heads
+        alpha = self._pull(query)
+        key = self._drawn_in(key, alpha).to(alpha.dtype)
+        options = self._options(request.log_weight) | {"is_causal": request.is_causal}
+        return Retrieval(
+            (point.to(key.dtype), key, key), options, lambda retrieved: query + alpha * (retrieved - query), True
+        )

@@ -10,7 +10,8 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from massieu.foundation.listening import listening
 from massieu.nn.attention import Attention
 from massieu.nn.softmax import SoftmaxHeads
 from massieu.nn.sparse import EntmaxHeads
+from massieu.ops.attention import computed
+from massieu.ops.observed import ObservedAttention, ObservedWeights
 
 _TOKENS = 5
 _SIZES = 1.0, 1e3
@@ -67,7 +71,7 @@ def _known(module: nn.MultiheadAttention | Attention, heads: int) -> tuple[Rows,
     own = Attention if isinstance(module, Attention) else nn.MultiheadAttention
     if type(module).forward is not own.forward or "forward" in vars(module):
         raise ValueError(f"it is a {type(module).__name__} with a forward of its own")
-    if isinstance(module, Attention) and not isinstance(module.heads, SoftmaxHeads | EntmaxHeads):
+    if isinstance(module, Attention) and type(module.heads) not in (SoftmaxHeads, EntmaxHeads):
         raise ValueError(f"{type(module.heads).__name__} do not multiply queries and keys alone")
     if module.num_heads != heads:
         raise ValueError(f"it has {module.num_heads} heads, and the record {heads}")
@@ -98,24 +102,81 @@ class _Leaf(NamedTuple):
 
 
 class _Scores(TorchFunctionMode):
-    """Keeps the first scores that a call makes; with `held`, puts those in their place."""
+    """Keeps the first scores that a call makes; with `held`, puts those in their place.
+
+    Scores of PyTorch's functions are seen as a function mode, those of `massieu.ops` as a listener.
+    """
 
     def __init__(self, heads: int, held: tuple[Tensor, ...] | None = None) -> None:
         super().__init__()
         self.heads, self.held = heads, held
         self.taken: tuple[Tensor, ...] = ()
         self.scores: Tensor | None = None
+        self.several = False
+        """Whether attention was told of that has other scores than the first."""
+        self._claimed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         count = 2 if func is F.scaled_dot_product_attention else 1 if func in _SOFTMAX else 0
-        if not count or self.scores is not None or not all(isinstance(one, Tensor) for one in args[:count]):
+        if (
+            not count
+            or self._claimed
+            or self.scores is not None
+            or not all(isinstance(one, Tensor) for one in args[:count])
+        ):
             return func(*args, **kwargs)
         scores = args[0] if count == 1 else self._of_pair(args[0], args[1], kwargs.get("scale"))
-        if scores.ndim < 2 or scores.shape[-2] != _TOKENS or scores.numel() != self.heads * scores.shape[-2:].numel():
+        if not self._are_of_heads(scores):
             return func(*args, **kwargs)
         self.scores, self.taken = scores.reshape(self.heads, *scores.shape[-2:]), args[:count]
         return func(*(args[:count] if self.held is None else self.held), *args[count:], **kwargs)
+
+    def listens(self) -> bool:
+        """Whether the next call is not part of another."""
+        return not self._claimed
+
+    @contextmanager
+    def claiming(self) -> Iterator[None]:
+        """Inside, scores are those of a call that is told as a whole."""
+        before, self._claimed = self._claimed, True
+        try:
+            yield
+        finally:
+            self._claimed = before
+
+    def refusing(self, reason: str) -> AbstractContextManager[None]:
+        """Inside, the number of steps may follow from the data."""
+        return self.claiming()
+
+    def refuse(self, reason: str) -> None:
+        """Attention that is not told: no scores are seen."""
+
+    def hear(self, call: ObservedAttention | ObservedWeights) -> Tensor | None:
+        """Keep the scores of softmax attention; what they would give with those that are held."""
+        if not isinstance(call, ObservedAttention):
+            return None
+        problem = call.problem
+        query, key = problem.scaled_query(), problem.key.to(problem.dtype)
+        scores = query @ key.unsqueeze(2).mT
+        if self.scores is None and not self._are_of_heads(scores):
+            return None
+        if self.scores is None:
+            self.scores, self.taken = scores.reshape(self.heads, *scores.shape[-2:]), (problem.query, problem.key)
+        elif scores.numel() != self.scores.numel() or not torch.equal(scores.flatten(), self.scores.flatten()):
+            self.several = True
+            return None
+        if self.held is None:
+            return None
+        query, key = self.held
+        with self.claiming():
+            return computed(replace(problem, query=query, key=key))[0]
+
+    def _are_of_heads(self, scores: Tensor) -> bool:
+        """Whether they are those of all heads, for each token."""
+        if scores.ndim < 2 or scores.shape[-2] != _TOKENS:
+            return False
+        return scores.numel() == self.heads * scores.shape[-2:].numel()
 
     def _of_pair(self, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
         if query.ndim == key.ndim == 4 and key.shape[1] != query.shape[1]:
@@ -225,7 +286,13 @@ class _Trial:
         }
         seen = _Scores(self.heads, held)
         try:
-            with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), seen:
+            with (
+                torch.device("cpu"),
+                torch.random.fork_rng(devices=[]),
+                torch.autocast("cpu", enabled=False),
+                seen,
+                listening(seen),
+            ):
                 output = self.copy(**call)
         except Exception as error:  # foreign code, of any kind: the reason is told
             told = str(error).partition(chr(10))[0][:100]
@@ -234,6 +301,8 @@ class _Trial:
 
     def rows(self) -> tuple[Rows, ...]:
         """The rows that are found, and proved."""
+        if self.run()[0].several:
+            raise ValueError("it attends several times, by other scores each time")
         found = self._found()
         query = {name: rows[0].sum(0) for name, rows in found.items()}
         alone = {name: rows[0] & (query[name] == 1) for name, rows in found.items()}

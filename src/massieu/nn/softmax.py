@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from massieu import ops
 from massieu.foundation.arguments import floating, number
 from massieu.foundation.doors import door, function
+from massieu.foundation.listening import Listeners, in_one_call, listeners
 from massieu.foundation.transforms import without_autocast
-from massieu.measures import Measure
+from massieu.measures import Atoms, Measure
 from massieu.nn.heads import added, attention_weights, per_head, with_positions
 from massieu.nn.modules import Number, hold
 from massieu.nn.strategy import Heads, HeadsResult, Request
+from massieu.ops.observed import tell_attention
 from massieu.ops.shapes import sides_of
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
@@ -43,6 +45,7 @@ class SoftmaxHeads(Heads):
     gives = ("log_partition", "moments")
     takes_offset = True
     takes_documents = True
+    tells = True
     scale: Tensor | float | None
     sink: Tensor | float | None
     sink_value: Tensor | None
@@ -102,7 +105,11 @@ class SoftmaxHeads(Heads):
             masks["sink_value"] = given[1]
             moments = ops.attention_moments(query, key, given[0], moments=request.moments, **options, **masks)
         if by_weights:
-            output, weights, log_partition = self._with_weights(query, key, value, request, options)
+            told = listeners()
+            output, weights, log_partition = in_one_call(told, self._with_weights, query, key, value, request, options)
+            if told:
+                masks["sink_value"] = self.sink_value
+                output = tell_attention(told, output, query, key, value, **options, **masks)
             return HeadsResult(output, weights, log_partition if moments is None else moments)
         if moments is not None and moments.output is not None:
             return HeadsResult(moments.output, beside=moments._replace(output=None))
@@ -154,14 +161,34 @@ class MeasureHeads(Heads):
         super().__init__(scale=scale)
         self.measure = measure
 
+    def _measure(self, key: Tensor, value: Tensor, request: Request) -> Measure:
+        """The measure over pairs, in float32 at the least."""
+        points = torch.cat([key, value], -1).to(torch.promote_types(key.dtype, torch.float32))
+        weight = torch.zeros(key.shape[0], 1, 1, key.shape[2], dtype=points.dtype, device=points.device)
+        weight = added(request.log_weight, weight).squeeze(2)
+        return self.measure(points, weight.expand(points.shape[:-1]))
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         dtype = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(query.device):
-            points = torch.cat([key, value], -1).to(dtype)
-            weight = added(request.log_weight, points.new_zeros(key.shape[0], 1, 1, key.shape[2])).squeeze(2)
-            measure = self.measure(points, weight.expand(points.shape[:-1]))
+            measure = self._measure(key, value, request)
             field = query.to(dtype) * (self.head_dim**-0.5 if self.scale is None else per_head(self.scale))
             eta = torch.cat([field, torch.zeros_like(field)], -1)
             output = measure.mean(eta)[..., self.head_dim :]
             log_partition = measure.log_partition(eta) if request.beside else None
         return HeadsResult(output.to(query.dtype), beside=log_partition)
+
+    def _told(
+        self, told: Listeners, found: HeadsResult, heads: tuple[Tensor, Tensor, Tensor], request: Request
+    ) -> Tensor:
+        query, key, value = heads
+        with without_autocast(query.device):
+            measure = self._measure(key, value, request)
+            if not isinstance(measure, Atoms):
+                self._refuse(told, f"take the mean of a {type(measure).__name__}, which has no weights of keys")
+                return found.output
+            points = measure.points
+            options = {"scale": self.scale, "log_weight": measure.log_weight.unsqueeze(2)}
+            key, value = points[..., : self.head_dim], points[..., self.head_dim :]
+            output = tell_attention(told, found.output, query.to(points), key, value, **options)
+        return output.to(query.dtype)

@@ -1,7 +1,8 @@
 """Attention whose tokens are spins: attention couples them, and they all move at once."""
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -11,6 +12,7 @@ from massieu.energy import KineticSpins
 from massieu.energy.kinetic import Order
 from massieu.foundation.arguments import choice, flag, instance, of_class, whole_number
 from massieu.foundation.doors import door
+from massieu.foundation.listening import Listeners, in_one_call, listeners
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, attention_weights, log_weight_of, merge_heads, split_heads, with_positions
 from massieu.nn.modules import (
@@ -23,9 +25,18 @@ from massieu.nn.modules import (
     register_number,
     settings,
 )
+from massieu.ops.observed import tell_attention
 from massieu.solve import Auto, Implicit, Method
 
 _AUTO = Auto()
+
+
+class _Scores(NamedTuple):
+    """What couplings are a softmax of."""
+
+    query: Float[Tensor, "B H L D"]
+    key: Float[Tensor, "B H L D"]
+    log_weight: Mask | None
 
 
 @door(bias=flag)
@@ -123,9 +134,9 @@ class SpinAttention(Iterating, Resettable):
         Raises:
             ConvergenceError: with `throw`, there is no fixed point, with its residual and what to try.
         """
-        model = self.model(tokens, key_padding_mask, attn_mask, is_causal)
+        model, scores = self._model(tokens, key_padding_mask, attn_mask, is_causal)
         with without_autocast(tokens.device):
-            spins = model.mean(self.state(model))
+            spins = model.mean(self._state(model, scores))
         output = self.out_proj(merge_heads(spins).to(tokens.dtype))
         return output if self.batch_first else output.transpose(0, 1)
 
@@ -137,6 +148,12 @@ class SpinAttention(Iterating, Resettable):
         is_causal: bool = False,
     ) -> KineticSpins:
         """The spins before they move, of batch shape (B, H). Arguments and errors as for a call."""
+        return self._model(tokens, key_padding_mask, attn_mask, is_causal)[0]
+
+    def _model(
+        self, tokens: Tensor, key_padding_mask: Mask | None, attn_mask: Mask | None, is_causal: bool
+    ) -> tuple[KineticSpins, _Scores]:
+        """The spins, and what their couplings are a softmax of."""
         given = check_tokens("tokens", tokens, self.drive_proj, self.batch_first)
         projections = (self.drive_proj, self.query_proj, self.key_proj)
         drive, query, key = (split_heads(projection(given), self.num_heads) for projection in projections)
@@ -144,25 +161,52 @@ class SpinAttention(Iterating, Resettable):
         log_weight = with_positions(masks, query, key, is_causal)
         with without_autocast(tokens.device):
             coupling, _ = attention_weights(query, key, scale=self.coupling_scale, log_weight=log_weight)
-            return KineticSpins.create(drive, coupling, scale=self.scale, exact=self.exact)
+            model = KineticSpins.create(drive, coupling, scale=self.scale, exact=self.exact)
+        return model, _Scores(query, key, log_weight)
 
     @door(model=partial(of_class, kind="KineticSpins"))
     def state(self, model: KineticSpins) -> Float[Tensor, "B H L D"]:
         """θ, the spins' local fields once they have moved; a ConvergenceError as for a call."""
+        return self._state(model, None)
+
+    def _state(self, model: KineticSpins, scores: _Scores | None) -> Float[Tensor, "B H L D"]:
+        """The same, with attention told where the scores are known: of each step, or of the stationary state alone."""
+        told = () if scores is None else listeners()
+        if told and scores is not None:
+            # Once, since steps are known to have the same scores by their tensors.
+            scores = scores._replace(query=scores.query.to(model.drive), key=scores.key.to(model.drive))
         adjoint = Implicit(lost="nan" if self.throw else "zero")
-        options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw, "adjoint": adjoint}
+        step_options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw}
+        options: dict[str, Any] = step_options | {"adjoint": adjoint}
         if self.steps is None:
-            found = model.stationary(self.order, method=self.method, **options)
+            found = in_one_call(told, model.stationary, self.order, method=self.method, **options)
             self._keep(found.status, found.residual)
-            return found.value
+            moved = self._told(told, model, scores, found.value)
+            if moved is model:
+                return found.value
+            before, after = (each.step(found.value, self.order, **step_options) for each in (model, moved))
+            return found.value + (after - before)
         state, steps = model.drive, []
         for _ in range(self.steps):
+            moved = self._told(told, model, scores, state)
             if self.order == "first":
-                state = model.step(state)
+                state = moved.step(state)
             else:
-                steps.append(model.second_order_step(state, **options))
+                steps.append(moved.second_order_step(state, **options))
                 state = steps[-1].value
         if steps:
             status, residual = (torch.stack([getattr(step, name) for step in steps]) for name in ("status", "residual"))
             self._keep(status.amax(0), residual.amax(0))
         return state
+
+    def _told(
+        self, told: Listeners, model: KineticSpins, scores: _Scores | None, state: Float[Tensor, "B H L D"]
+    ) -> KineticSpins:
+        """The spins themselves, or, where something takes the place of Σ_j J_ij φ(θ_j), driven by as much more."""
+        if not told or scores is None:
+            return model
+        mean = model.mean(state)
+        retrieved = model.coupling @ mean
+        options = {"scale": self.coupling_scale, "log_weight": scores.log_weight}
+        after = tell_attention(told, retrieved, scores.query, scores.key, mean, **options)
+        return model if after is retrieved else replace(model, drive=model.drive + (after - retrieved))

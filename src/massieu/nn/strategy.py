@@ -10,11 +10,15 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from massieu import ops
 from massieu.foundation.arguments import instance, number_or_tensor
-from massieu.nn.heads import Mask
+from massieu.foundation.listening import Listeners, in_one_call, listeners
+from massieu.foundation.transforms import without_autocast
+from massieu.nn.heads import Mask, with_positions
 from massieu.nn.modules import Device, Iterating, Number, Resettable, register_number, settings
 from massieu.ops import Documents
 from massieu.ops.moments import MomentsResult
+from massieu.ops.observed import ObservedWeights, tell, tell_attention
 from massieu.solve import Implicit, LinearSolver, Method, fixed_point
 from massieu.solve.status import FixedPointResult
 
@@ -66,6 +70,9 @@ class Heads(Resettable, ABC):
     """Whether it reads `Request.query_offset`; else the module makes a mask of causality with an offset."""
     takes_documents: ClassVar[bool] = False
     """Whether it reads `Request.documents`."""
+    tells: ClassVar[bool] = False
+    """Whether `forward` computes its output by `massieu.ops.attention`, which tells a probe of it. Else a probe is told the
+    weights that `forward` returns with `need_weights`."""
     refused: Mapping[str, str] = MappingProxyType({})
     """Arguments of the module and of its call that do not go with this strategy, each with the reason."""
     num_heads: int = 0
@@ -113,9 +120,55 @@ class Heads(Resettable, ABC):
     ) -> HeadsResult:
         """What the heads do, the output in the query's dtype."""
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
+        """`forward`, of which whoever reads the model's attention is told."""
+        told = listeners()
+        if self.tells or not told:
+            return self(query, key, value, request)
+        found = in_one_call(told, self, query, key, value, request)
+        return found._replace(output=self._told(told, found, (query, key, value), request))
+
+    def _told(
+        self, told: Listeners, found: HeadsResult, heads: tuple[Tensor, Tensor, Tensor], request: Request
+    ) -> Tensor:
+        """The output, or what takes its place, once the listeners were told of what the heads have done."""
+        query, key, value = heads
+        weights = found.weights
+        if weights is None:
+            # Of a second call, so that the output is what it is when nobody listens.
+            kept = dict(vars(self))
+            asked = request._replace(need_weights=True, beside=None, dropout=0.0)
+            with torch.random.fork_rng([query.device] if query.is_cuda else []):
+                weights = in_one_call(told, self.forward, *heads, asked).weights
+            vars(self).update(kept)
+        if weights is None:
+            self._refuse(told, "return no weights")
+            return found.output
+        seen = with_positions(request.log_weight, query, key, request.is_causal)
+        if seen is not None and seen.dtype != torch.bool:
+            seen = seen > -torch.inf
+        return tell(told, ObservedWeights(query, key, value, seen, weights, found.output))
+
+    def _refuse(self, told: Listeners, reason: str) -> None:
+        for listener in told:
+            listener.refuse(f"its {type(self).__name__} {reason}")
+
     def extra_repr(self) -> str:
         names = (*vars(self), *self._parameters, *self._buffers)
         return settings(self, *(name for name in names if not name.startswith("_") and name not in _UNTOLD))
+
+
+class Retrieval(NamedTuple):
+    """The attention in one step towards a fixed point."""
+
+    arguments: tuple[Tensor, Tensor, Tensor]
+    """Query, key and value."""
+    options: dict[str, Any]
+    """Of `massieu.ops.attention`."""
+    step: Callable[[Tensor], Tensor]
+    """From what attention gives to the step's end."""
+    moves_query: bool = False
+    """Whether the fixed point is of queries; else of values."""
 
 
 class SolvedHeads(Iterating, Heads, ABC):
@@ -134,6 +187,27 @@ class SolvedHeads(Iterating, Heads, ABC):
         found = self.solve(*heads, log_weight=request.log_weight, is_causal=request.is_causal)
         self._keep(found.status, found.residual)
         return HeadsResult(found.value.to(query.dtype))
+
+    def _told(
+        self, told: Listeners, found: HeadsResult, heads: tuple[Tensor, Tensor, Tensor], request: Request
+    ) -> Tensor:
+        """Attention is told as it is at the fixed point, since the number of steps to it follows from the data.
+
+        What takes its place enters one more step; the output moves by as much as that step does.
+        """
+        with without_autocast(found.output.device):
+            retrieval = self._retrieval(found.output, *heads[: len(self.projections)], request=request)
+            retrieved = in_one_call(told, ops.attention, *retrieval.arguments, **retrieval.options).output
+            start = heads[0] if retrieval.moves_query else None
+            replaced = tell_attention(told, retrieved, *retrieval.arguments, start=start, **retrieval.options)
+            if replaced is retrieved:
+                return found.output
+            moved = retrieval.step(replaced) - retrieval.step(retrieved)
+        return found.output + moved.to(found.output.dtype)
+
+    @abstractmethod
+    def _retrieval(self, point: Tensor, *heads: Tensor, request: Request) -> Retrieval:
+        """The attention in a step from the fixed point."""
 
     def _solved(
         self, function: Callable[..., Tensor], start: Tensor, parameters: Any, item_dims: int, solver: LinearSolver

@@ -1,7 +1,7 @@
 """The heads of attention as a spin model: values are fields, attention couples them, the output is how the spins settle."""
 
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -11,7 +11,7 @@ from massieu.foundation.arguments import check_shape, choice, expanded, floating
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, attention_weights, merge_log_weights, per_head, with_positions
 from massieu.nn.modules import Number
-from massieu.nn.strategy import SolvedHeads
+from massieu.nn.strategy import Request, Retrieval, SolvedHeads
 from massieu.solve import GMRES, Auto, Method
 from massieu.solve.status import FixedPointResult
 
@@ -107,22 +107,43 @@ class TAPHeads(SolvedHeads):
             raise ValueError(
                 f"tokens couple to each other, so there must be as many keys as queries, {query.shape[2]}, got {key.shape[2]}"
             )
-        apart = ~torch.eye(field.shape[2], dtype=torch.bool, device=field.device)[None, None]
         with without_autocast(field.device):
             field = field.to(torch.promote_types(field.dtype, torch.float32))
             layout = (*field.shape[:3], field.shape[2])
             if coupling is None:
-                weight = merge_log_weights(with_positions(log_weight, query, key, is_causal), apart)
+                weight = self._of_others(query, key, log_weight, is_causal)
                 share = attention_weights(query, key, scale=self.scale, log_weight=weight)[0]
             else:
                 if log_weight is not None or is_causal:
                     raise ValueError("coupling does not go with log_weight or is_causal: set it to 0 there")
                 check_shape("coupling", floating("coupling", coupling), ("1 or batch", "1 or heads", *layout[2:]))
+                apart = self._of_others(query, key, None, False)
                 share = torch.where(apart, expanded("coupling", coupling, layout, "the heads'").to(field), 0.0)
             couplings = (share * per_head(self.strength)).to(field.dtype).expand(layout)
             # 0, but NaN where a field is: what is not finite is not to be returned as if it were.
             start = 0 * field.detach()
             return self._solved(_EQUATIONS[self.site, self.order], start, (field, couplings), 2, GMRES())
+
+    @staticmethod
+    def _of_others(query: Tensor, key: Tensor, log_weight: Mask | None, is_causal: bool) -> Mask:
+        """Log-weights of the other tokens, or which keys these are."""
+        apart = ~torch.eye(key.shape[2], dtype=torch.bool, device=key.device)[None, None]
+        merged = merge_log_weights(with_positions(log_weight, query, key, is_causal), apart)
+        assert merged is not None
+        return merged
+
+    def _retrieval(self, point: Tensor, *heads: Tensor, request: Request) -> Retrieval:
+        query, key, field = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in heads)
+        mean, strength = point.to(field.dtype), per_head(self.strength)
+        options: dict[str, Any] = {"scale": self.scale}
+        options["log_weight"] = self._of_others(query, key, request.log_weight, request.is_causal)
+        if self.site == "gaussian":
+            return Retrieval((query, key, mean), options, lambda retrieved: field + strength * retrieved)
+        alone = field
+        if self.order == "tap":
+            coupling = attention_weights(query, key, **options)[0] * strength
+            alone = field - mean * (coupling.square() @ (1 - mean.square()))
+        return Retrieval((query, key, mean), options, lambda retrieved: torch.tanh(alone + strength * retrieved))
 
 
 def _mean_field(mean: Tensor, field: Tensor, coupling: Tensor) -> Tensor:

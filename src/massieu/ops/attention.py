@@ -16,6 +16,7 @@ from massieu.ops.cuda.flex import FLEX
 from massieu.ops.cuda.packed_flash import PACKED_FLASH
 from massieu.ops.documents import Documents
 from massieu.ops.fused import CPU
+from massieu.ops.observed import observed
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
 AttentionBackend = Literal["auto", "fused", "cudnn", "flash", "efficient", "flex", "blocks", "reference"]
@@ -128,9 +129,7 @@ def attention(
     problem = check_problem(
         query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset, documents
     )
-    output, log_z = of_problem(problem, backend)
-    if problem.sink is not None:
-        output, log_z = with_sink.attention(output, log_z, problem)
+    output, log_z = observed(problem, computed, problem, backend)
     return AttentionResult(problem.restore(output), problem.restore(log_z))
 
 
@@ -178,6 +177,12 @@ def log_partition(
     if problem.sink is not None:
         log_z = with_sink.shares(log_z, problem)[0]
     return problem.restore(log_z)
+
+
+def computed(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
+    """Output and log Z in the common layout, with the sink."""
+    output, log_z = of_problem(problem, backend)
+    return (output, log_z) if problem.sink is None else with_sink.attention(output, log_z, problem)
 
 
 def of_problem(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:

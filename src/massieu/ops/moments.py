@@ -9,11 +9,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.arguments import choice, described
+from massieu.foundation.listening import in_one_call, listeners
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, moment_blocks, packed, reference, tiles
 from massieu.ops import sink as with_sink
 from massieu.ops.cuda.triton_moments import TritonMoments
 from massieu.ops.documents import Documents
+from massieu.ops.observed import ObservedAttention, tell
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
 MomentsBackend = Literal["auto", "reference", "triton", "compiled", "blocks"]
@@ -170,9 +172,15 @@ def attention_moments(
         return chosen.forward(part)
 
     labels = names if value is None else (*names, "output")
-    found = dict(zip(labels, _in_parts(compute, names, problem, chosen.bands), strict=True))
-    if problem.sink is not None:
-        found = with_sink.moments(found, problem)
+
+    def computed() -> dict[str, Tensor]:
+        found = dict(zip(labels, _in_parts(compute, names, problem, chosen.bands), strict=True))
+        return found if problem.sink is None else with_sink.moments(found, problem)
+
+    told = () if value is None else listeners()
+    found = in_one_call(told, computed)
+    if told:
+        found["output"] = tell(told, ObservedAttention(problem, found["output"].to(query.dtype)))
     restored = {name: problem.restore(found[name]) for name in wanted}
     output = None if value is None else problem.restore(found["output"]).to(query.dtype)
     return MomentsResult(output, *(restored.get(name) for name in NAMES))

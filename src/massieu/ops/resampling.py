@@ -8,6 +8,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import choice, whole_number
 from massieu.foundation.arguments import generator as check_generator
+from massieu.foundation.listening import unreadable
 from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import reference
 from massieu.ops.shapes import AttentionProblem, Scale, check_problem
@@ -30,6 +31,7 @@ class ResamplingResult(NamedTuple):
 
 
 @uncompiled
+@unreadable("it attends by massieu.ops.resample_attention, which draws keys at random", attends=True)
 def resample_attention(
     query: Float[Tensor, "*query D"],
     key: Float[Tensor, "*batch Hk N D"],

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import described, floating, whole_number
+from massieu.foundation.listening import unreadable
 from massieu.foundation.numerics import exp_
 from massieu.foundation.transforms import in_nested_forward_mode, may_be_differentiated, uncompiled
 from massieu.ops.attention import AttentionResult
@@ -55,6 +56,7 @@ class _Pass:
 
 
 @uncompiled
+@unreadable("it attends by massieu.ops.streaming, whose keys are on disk", attends=True)
 def attention(
     query: Float[Tensor, "*query D"],
     store: AtomStore,

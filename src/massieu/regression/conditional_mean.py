@@ -15,6 +15,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import door
+from massieu.foundation.listening import unreadable
 from massieu.foundation.transforms import every, in_functorch, unwrapped, values_are_readable, without_autocast
 from massieu.regression.exact import Cholesky, exact
 from massieu.regression.iterative import iterative
@@ -84,6 +85,10 @@ def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
 
 
 @door
+@unreadable(
+    "it attends by massieu.regression.conditional_mean_attention; massieu.nn.ConditionalMeanHeads shows its weights",
+    attends=True,
+)
 def conditional_mean_attention(
     query: Float[Tensor, "*query D"],
     key: Float[Tensor, "B Hk N D"],

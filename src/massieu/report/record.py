@@ -123,7 +123,8 @@ class SiteRecord(Entry):
     """An attention site.
 
     Attributes:
-        route: how it was read: "interface" (of transformers) or "tap" (scores followed to their softmax in any code).
+        route: how it was read: "interface" (of transformers), "tap" (scores followed to their softmax in any code) or "ops"
+            (told by massieu's own attention).
         grade: "full", or "scores" where scores are not known apart from log-weights.
         unavailable: reasons by statistic or group.
     """

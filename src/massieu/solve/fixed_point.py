@@ -10,6 +10,7 @@ from torch import Tensor
 from massieu.errors import ConvergenceError
 from massieu.foundation.arguments import described, instance, number, whole_number
 from massieu.foundation.doors import door, function
+from massieu.foundation.listening import unreadable
 from massieu.foundation.transforms import may_be_differentiated, repeat, some, unwrapped
 from massieu.solve.adjoint import BY_THEOREM, Adjoint, Implicit, OneStep, Unrolled, implicit, one_step
 from massieu.solve.attraction import PRODUCTS, spectrum
@@ -19,6 +20,9 @@ from massieu.solve.status import CONVERGED, DIVERGED, MAX_STEPS, NOT_ATTRACTING,
 
 
 @door(function=function)
+@unreadable(
+    "it attends inside massieu.solve.fixed_point, where the number of steps follows from the data", attends=False
+)
 def fixed_point(
     function: Callable[..., Tensor],
     start: Float[Tensor, "*items_item"],

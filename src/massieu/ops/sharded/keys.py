@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from massieu.foundation.arguments import choice
+from massieu.foundation.listening import unreadable
 from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiated, uncompiled
 from massieu.ops import sink as with_sink
 from massieu.ops.attention import AttentionResult, of_problem
@@ -38,6 +39,7 @@ Placement = Literal["replicated", "sharded"]
 
 
 @uncompiled
+@unreadable("it attends by massieu.ops.sharded, whose keys are on several processes", attends=True)
 def attention(
     query: Float[Tensor, "*query D"],
     key: Float[Tensor, "*batch Hk N D"],

@@ -12,6 +12,10 @@ GAP = 80.0
 """Nats without a log-weight between them that tell a mask from a bias by position; e^−80 is nothing beside a float's digits."""
 
 
+_BROADCASTING = "log_weight", "seen", "sink", "sink_value"
+"""What a call has for each item and query, or once for all; the last two also once a head."""
+
+
 @dataclass(frozen=True)
 class AttentionSite:
     """One place where attention is computed: a module and which of its calls in one forward pass.
@@ -39,15 +43,21 @@ class AttentionCall:
             windows and additive position biases; None when every key is visible or ``is_causal`` says it all.
         scale: inverse temperature of the scores.
         softcap: scores are ``softcap · tanh(score / softcap)`` before the log-weight; None where there is no cap.
-        sink: one extra logit per head without a value (gpt-oss); None elsewhere.
+        sink: one extra logit per head (gpt-oss), or for each query; None elsewhere.
+        sink_value: the value that the sink has; None for 0.
         output: the model's own result, before the output projection.
         grade: "full": scores are exactly what query, key, scale and log-weight give. "scores": they are not an affine function
             of q·k that is known, so the log-weight holds them whole, query and key are zeros, and statistics that
             need scores apart from log-weights have no meaning.
-        weights: the model's own attention weights, where its code forms them and the reading is the tap's.
-        route: how it was read: through transformers' attention "interface", or by the "tap" that follows scores.
+        weights: the model's own attention weights, of the grade "scores".
+        seen: which keys a query can see, where log-weights do not tell: weights may be exactly 0. None elsewhere.
+        no_distribution: the weights are negative somewhere, or do not add up to 1: then the log-weight holds the logarithms
+            of |w|/Σ|w|, and the output is that of `weights`.
+        route: how it was read: through transformers' attention "interface", by the "tap" that follows scores, or told by
+            the "ops" of this package.
         moving: the log-weight is computed from the queries or the keys, so that it would change with them.
-        repeated: the same queries and keys as in the call before, of the same module: its weights applied to other values.
+        repeated: the same queries and keys as in the call before, of the same module: its weights applied to other values,
+            or its scores read the other way.
     """
 
     site: AttentionSite
@@ -59,13 +69,21 @@ class AttentionCall:
     is_causal: bool
     scale: float
     softcap: float | None
-    sink: Float[Tensor, " H"] | None
+    sink: Float[Tensor, " H"] | Float[Tensor, "B_or_1 H L_or_1"] | None
     output: Float[Tensor, "B L H Dv"]
     grade: Literal["full", "scores"] = "full"
     weights: Float[Tensor, "B H L N"] | None = None
     moving: bool = False
     repeated: bool = False
-    route: Literal["interface", "tap"] = "tap"
+    route: Literal["interface", "tap", "ops"] = "tap"
+    sink_value: Float[Tensor, "B_or_1 H L_or_1 Dv"] | None = None
+    seen: Bool[Tensor, "B_or_1 H_or_1 L_or_1 N"] | None = None
+    no_distribution: bool = False
+
+    @property
+    def sink_logits(self) -> Float[Tensor, "B_or_1 H L_or_1"] | None:
+        """The sink's logit for each query."""
+        return self.sink[None, :, None] if self.sink is not None and self.sink.dim() == 1 else self.sink
 
     def visible(self) -> Bool[Tensor, "B_or_1 H_or_1 L N"]:
         """Which keys each query can see: what is counted, what fractions refer to, and where a largest score is looked for.
@@ -76,6 +94,8 @@ class AttentionCall:
         model's own numbers.
         """
         length, keys = self.query.shape[2], self.key.shape[2]
+        if self.seen is not None:
+            return self.seen.expand(*self.seen.shape[:2], length, keys)
         if self.is_causal:
             return torch.ones(length, keys, dtype=torch.bool, device=self.query.device).tril()[None, None]
         if self.log_weight is None:
@@ -104,12 +124,14 @@ class AttentionCall:
 
     def rows(self, index: slice | Tensor) -> "AttentionCall":
         """The same call for some items of the batch."""
-        weight = self.log_weight
-        if weight is not None and weight.shape[0] > 1:
-            weight = weight[index]
         parts: dict[str, Any] = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output")}
         parts["weights"] = None if self.weights is None else self.weights[index]
-        return replace(self, log_weight=weight, **parts)
+        for name in _BROADCASTING:
+            value = getattr(self, name)
+            if value is not None and value.dim() > 1 and value.shape[0] > 1:
+                value = value[index]
+            parts[name] = value
+        return replace(self, **parts)
 
     def at(self, positions: Int[Tensor, " S"]) -> "AttentionCall":
         """The same call for some of the queries, all keys kept; causality becomes a mask."""
@@ -119,7 +141,13 @@ class AttentionCall:
         elif weight is not None and weight.shape[2] > 1:
             weight = weight[:, :, positions]
         weights = None if self.weights is None else self.weights[:, :, positions]
-        parts = {"query": self.query[:, :, positions], "output": self.output[:, positions], "weights": weights}
+        parts: dict[str, Any] = {"query": self.query[:, :, positions], "output": self.output[:, positions]}
+        parts["weights"] = weights
+        for name in _BROADCASTING[1:]:
+            value = getattr(self, name)
+            if value is not None and value.dim() > 1 and value.shape[2] > 1:
+                value = value[:, :, positions]
+            parts[name] = value
         return replace(self, **parts, log_weight=weight, is_causal=False)
 
 

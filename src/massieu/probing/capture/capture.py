@@ -1,7 +1,8 @@
 """An active reading of one model: where its attention calls go, how they are numbered, and which thread they belong to.
 
-Calls are found in two ways: transformers' attention interface (`interface`), and following scores to their softmax in any
-PyTorch code (`tap`). Both hand an `AttentionCall` to the observer of the `Capture`, which keeps nothing after it returns.
+Calls are found in three ways: transformers' attention interface (`interface`), what this package's own attention tells
+(`own_calls`), and following scores to their softmax in any PyTorch code (`follow`). All hand an `AttentionCall` to the
+observer of the `Capture`, which keeps nothing after it returns.
 `routes.capturing` puts them together.
 """
 

@@ -1,4 +1,4 @@
-"""The third route to attention calls: of code that `torch.compile` has compiled, where hooks and the tap see nothing.
+"""A route of its own to attention calls: of code that `torch.compile` has compiled, where hooks and the tap see nothing.
 
 Beside each `scaled_dot_product_attention` that is traced, a function mode puts an operator, to which the function's inputs and
 output are shown whenever the compiled code runs. The operator computes nothing that the model sees. PyTorch compiles the

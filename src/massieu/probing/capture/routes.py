@@ -5,10 +5,12 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from massieu.foundation.listening import listening
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.capture import Capture, active
 from massieu.probing.capture.follow.mode import Tap
 from massieu.probing.capture.interface import reading_interface
+from massieu.probing.capture.own_calls import OwnCalls
 
 
 @contextmanager
@@ -26,6 +28,6 @@ def capturing(model: nn.Module, observer: Callable[[AttentionCall], Tensor | Non
     capture = Capture({module: name for name, module in model.named_modules()}, observer)
     tap = Tap(model, capture)
     capture.finish = tap.finish
-    with active(capture), reading_interface(model, capture), tap:
+    with active(capture), reading_interface(model, capture), tap, listening(OwnCalls(capture, tap)):
         yield capture
     tap.finish()

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -123,7 +124,7 @@ def first_pass(
         states.pop(module, None)  # else every activation of the pass would stay until its end
 
     def attend(call: AttentionCall) -> None:
-        if call.route == "tap":
+        if call.route != "interface":
             tapped.add(call.module)
         found.noted.append(None if look is None else look(call))
         found.sequences.append(call.query.shape[0])
@@ -152,7 +153,10 @@ def hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor
 
 
 def _crosses(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether another tensor of the form of its tokens makes a module's keys, and not its queries: another sequence."""
+    """Whether some tensors of the form of its tokens make a module's keys, and not its queries: another sequence.
+
+    These are the first of them, or the others.
+    """
     tokens: list[Tensor] = []
 
     def same(value: Tensor) -> Tensor:
@@ -160,21 +164,26 @@ def _crosses(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], ke
             tokens.append(value)
         return value
 
-    def changed(value: Tensor) -> Tensor:
-        other = value.dim() == 3 and value.is_floating_point() and not same_tensor(value, tokens[0])
-        return 2 * value + 1 if other else value
+    def changed(value: Tensor, first: bool) -> Tensor:
+        chosen = value.dim() == 3 and value.is_floating_point() and same_tensor(value, tokens[0]) is first
+        return 2 * value + 1 if chosen else value
 
-    found = []
-    for change in (same, changed):
+    def found(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         given = mapped(arguments, change), {name: mapped(value, change) for name, value in keywords.items()}
-        if all(same_tensor(value, tokens[0]) for value in tokens):
-            return False
-        try:
-            found.append(replayed(capture, module, *given))
-        except Exception:  # of whatever class the module raises, called by itself or with other numbers
-            return False
-    (query, key, _), (other_query, other_key, _) = found
-    return torch.equal(query, other_query) and not torch.equal(key, other_key)
+        return replayed(capture, module, *given)[:2]
+
+    mapped((arguments, keywords), same)
+    if all(same_tensor(value, tokens[0]) for value in tokens):
+        return False
+    try:
+        query, key = found(lambda value: value)
+        for first in (False, True):
+            other_query, other_key = found(partial(changed, first=first))
+            if torch.equal(query, other_query) and not torch.equal(key, other_key):
+                return True
+    except Exception:  # of whatever class the module raises, called by itself or with other numbers
+        return False
+    return False
 
 
 def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
@@ -205,7 +214,8 @@ def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
 
 
 def _apart(call: AttentionCall) -> bool:
-    weight = call.log_weight
+    # Of weights that are told as they are, only what a query can see is by construction.
+    weight = call.log_weight if call.seen is None else call.seen
     return weight is not None and weight.shape[1] > 1 and not bool((weight == weight[:, :1]).all())
 
 

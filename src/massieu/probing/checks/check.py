@@ -199,7 +199,7 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 def _why_nothing_was_read(model: nn.Module, refused: dict[str, str]) -> str:
     name, silent = type(model).__name__, silent_attention(model, set())
     if refused:
-        reasons = [f"{each} ({reason})" for each, reason in refused.items()]
+        reasons = [f"{each or 'the module itself'} ({reason})" for each, reason in refused.items()]
         return f"none of the attention of {name} can be read: {some(reasons)}"
     if not silent:
         return f"{name} has no attention to read; massieu reads transformers such as {READABLE}"
@@ -233,14 +233,20 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
     scores, weight = explicit_attention(call, torch.float64)
     visible = weight > -torch.inf
     scores = scores + weight
-    if call.sink is not None:
-        sink = call.sink.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+    if call.sink_logits is not None:
+        sink = call.sink_logits.double().unsqueeze(-1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : call.key.shape[2]]  # a sink has no value
+    whole = torch.softmax(scores, dim=-1)
+    weights, of_sink = whole[..., : call.key.shape[2]], whole[..., call.key.shape[2] :]
     known = real[:2][:, picked] & visible.any(-1).all(1).expand(call.query.shape[0], -1)
     if call.output.shape[-1]:
         value = call.value.double().repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
-        return relative_difference(call.output.double()[known], (weights @ value).transpose(1, 2)[known])
+        if call.no_distribution and call.weights is not None:
+            weights = call.weights.double()
+        output = weights @ value
+        if call.sink_value is not None:
+            output = output + of_sink * call.sink_value.double()
+        return relative_difference(call.output.double()[known], output.transpose(1, 2)[known])
     if call.weights is None:
         return float("inf")  # nothing of the model's to compare with
     return relative_difference(call.weights.double().transpose(1, 2)[known], weights.transpose(1, 2)[known])

@@ -441,7 +441,7 @@ class Monitor:
         if left_out:
             self._warn(
                 f"{', '.join(SPLIT)} are left out of {len(left_out)} attention modules ({left_out[0]} is the first): their "
-                "scores are not known apart from their biases"
+                "scores are not known apart from their biases, or go through no softmax"
             )
         for name, reason in self._look.refused.items():
             self._warn(f"{name or type(self.model).__name__} is not measured: {reason}")

@@ -23,7 +23,7 @@ def settings_of(call: AttentionCall) -> dict[str, Any]:
         "scale": call.scale,
         "is_causal": call.is_causal,
         "softcap": call.softcap,
-        "sink": call.sink,
+        "sink": call.sink if call.sink is None or call.sink.dim() == 1 else call.sink.unsqueeze(-1),
     }
 
 
@@ -38,6 +38,8 @@ def attention_of(
     """The call's attention with something else in its place; ``keep`` leaves out more keys."""
     needs_values(call)
     settings = settings_of(call)
+    if value is None:
+        settings["sink_value"] = call.sink_value
     if scale is not None:
         settings["scale"] = scale
     if keep is not None:
@@ -61,7 +63,15 @@ def apart(call: AttentionCall) -> AttentionCall:
     key, value = item(call.key[:, :, :used]), item(call.value[:, :, :used])
     output = call.output.flatten(0, 1)[:, None]
     return replace(
-        call, query=query, key=key, value=value, log_weight=weight, is_causal=False, output=output, weights=None
+        call,
+        query=query,
+        key=key,
+        value=value,
+        log_weight=weight,
+        is_causal=False,
+        output=output,
+        weights=None,
+        seen=None,
     )
 
 
@@ -106,13 +116,17 @@ def by_weights(
     rows = max(1, PAIRS // max(batch * heads * call.key.shape[2], 1))
     found = []
     for places in torch.arange(length, device=call.query.device).split(rows):
-        scores, weight = explicit_attention(call.at(places), dtype)
+        some = call.at(places)
+        scores, weight = explicit_attention(some, dtype)
         logits = torch.where(weight != -torch.inf, factor * scores + weight, -torch.inf)
-        if call.sink is not None:
-            sink = call.sink[None, :, None, None].expand(*logits.shape[:3], 1)
+        if some.sink_logits is not None:
+            sink = some.sink_logits.unsqueeze(-1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, sink.to(logits)], -1)
         p = softmax(logits) if weights is None else weights(logits)
-        found.append(p[..., : call.key.shape[2]] @ value)
+        output = p[..., : call.key.shape[2]] @ value
+        if some.sink_value is not None:
+            output = output + p[..., call.key.shape[2] :] * some.sink_value.to(dtype)
+        found.append(output)
     return torch.cat(found, 2).transpose(1, 2)
 
 
@@ -142,5 +156,13 @@ def needs_scores(rule: Any, call: AttentionCall) -> None:
 
 
 def needs_values(call: AttentionCall) -> None:
+    """Raises:
+    InputError: the output is no average of values that are known.
+    """
     if not call.value.shape[-1]:
         raise InputError(f"the attention of {call.site.name} cannot be replaced: the layout of its values is not known")
+    if call.no_distribution:
+        raise InputError(
+            f"the attention of {call.site.name} cannot be replaced by this rule, which averages values: its own weights do "
+            "not add up to 1 or are negative; 'off' and functions of your own can take its place"
+        )

@@ -157,15 +157,17 @@ class SessionRecord:
 
     def route(self) -> str:
         """How attention was read, in words."""
-        sites, said = self.reading.sites, []
+        sites = self.reading.sites
         own = " and ".join(stock_implementations(self.loaded.module))
+        words = {
+            "interface": f"transformers attention interface; output computed by the model's own {own} attention",
+            "tap": "scores followed to their softmax in the model's own code",
+            "ops": "told by massieu's own attention",
+        }
         by = Counter(info.route for info in sites)
-        if by["interface"]:
-            said.append(f"transformers attention interface; output computed by the model's own {own} attention")
-        if by["tap"]:
-            said.append("scores followed to their softmax in the model's own code")
+        said = [words[route] for route in words if by[route]]
         if len(by) > 1:
-            said = [f"{words} ({by[route]} sites)" for words, route in zip(said, ("interface", "tap"), strict=True)]
+            said = [f"{words[route]} ({by[route]} sites)" for route in words if by[route]]
         only = sum(info.grade == "scores" for info in sites)
         return "; ".join(said) + (f"; of {only} of {len(sites)} sites the scores alone" if only else "")
 

@@ -61,8 +61,8 @@ def selective_log_partition(reading: QueryReading) -> Tensor:
 )
 def log_partition(reading: QueryReading) -> Tensor:
     """What is the log-normaliser of the softmax, as the model computes it?"""
-    raw, sink = reading.raw_log_partition, reading.call.sink
-    return raw if sink is None else torch.logaddexp(raw, sink[:, None])
+    raw, sink = reading.raw_log_partition, reading.call.sink_logits
+    return raw if sink is None else torch.logaddexp(raw, sink)
 
 
 @_per_query(
@@ -208,8 +208,8 @@ def weight_previous(reading: QueryReading) -> tuple[Tensor, Tensor] | None:
 )
 def sink_weight(reading: QueryReading) -> Tensor | None:
     """How much attention goes to the model's own learned sink?"""
-    sink = reading.call.sink
-    return None if sink is None else torch.sigmoid(sink[:, None] - reading.raw_log_partition)
+    sink = reading.call.sink_logits
+    return None if sink is None else torch.sigmoid(sink - reading.raw_log_partition)
 
 
 class AttentionGroup(Group):

@@ -216,8 +216,10 @@ class _Landscape:
         grouped = query.unflatten(1, (self.key.shape[1], -1))
         shift = self.call.scale * (grouped * self.centre[:, :, None]).sum(-1).flatten(1, 2)
         raw = log_z + shift
-        if self.call.sink is not None:
-            raw = torch.logaddexp(raw, self.call.sink[None, :, None].to(raw))
+        sink = self.call.sink_logits
+        if sink is not None:
+            sink = sink if sink.shape[2] == 1 else sink[:, :, queries].repeat(1, 1, copies)
+            raw = torch.logaddexp(raw, sink.to(raw))
         return log_z - common, common + shift, raw
 
     def slopes(self, query: Float[Tensor, "B H S D"]) -> tuple[Tensor, Tensor]:

@@ -189,9 +189,9 @@ class StreamTracer(TorchFunctionMode):
         read = self._pending
         if self._paused or read is None or read.projection is not None or not arguments:
             return
-        if memory(arguments[0]) != memory(read.call.output):
-            return
         with self.unobserved():
+            if not _is_output(arguments[0], read):
+                return
             weight = projection_of(module, arguments[0], output)
         if weight is not None:
             self._project(arguments[0], weight, getattr(module, "bias", None), output)
@@ -273,7 +273,7 @@ class StreamTracer(TorchFunctionMode):
 
     def _project(self, source: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
         read = self._pending
-        if read is None or memory(source) != memory(read.call.output):
+        if read is None or not _is_output(source, read):
             return
         shape = (*read.turned(read.state).shape[:-1], weight.shape[0])
         update = read.turned(result.view(shape)) if result.numel() == weight.shape[0] * shape[0] * shape[1] else None
@@ -353,6 +353,20 @@ class StreamTracer(TorchFunctionMode):
         self._position += 1
         with self.unobserved():
             self.observer(Step(sublayer, turn(before), turn(after), read, info is not None and info.in_decoder))
+
+
+def _is_output(source: Tensor, read: AttentionRead) -> bool:
+    """Whether what is projected is the attention's output with its heads side by side.
+
+    Our own functions tell of an output before its heads are merged, which copies it: then the numbers are compared.
+    """
+    output = read.call.output
+    if memory(source) == memory(output):
+        return True
+    if read.call.route != "ops" or source.numel() != output.numel() or source.dtype != output.dtype:
+        return False
+    merged = output.flatten(2)
+    return any(torch.equal(source, each.reshape(source.shape)) for each in (merged, merged.transpose(0, 1)))
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

@@ -163,7 +163,7 @@ def _scaled(query: Tensor, found: AffineScores) -> tuple[Tensor, float]:
     first = coefficient.flatten()[0]
     if bool((coefficient == first).all()):
         return query, float(first)
-    return query.float() * coefficient, 1.0
+    return (query * coefficient).to(query.dtype), 1.0
 
 
 def _sink(scores: Scores, layout: HeadLayout) -> Tensor | str | None:

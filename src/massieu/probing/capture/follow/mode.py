@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from massieu.errors import InputError
+from massieu.nn.strategy import Heads
 from massieu.probing.capture.capture import Capture, StopAfterQuery, recomputing
 from massieu.probing.capture.follow import functions as f
 from massieu.probing.capture.follow.calls import HeadLayout, Output, layout_of, read_weights
@@ -90,6 +91,8 @@ class Tap(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.capture.claimed or func in f.ASKING or recomputing():
             return func(*args, **kwargs)
+        if not self._running and self.capture.projections is None:
+            return func(*args, **kwargs)  # of another model, such as a teacher, or of the loss
         if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
             self._foreign(func)
         opened = RUN_OPEN.get(func)
@@ -372,6 +375,23 @@ class Tap(TorchFunctionMode):
 
     # Modules ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_running(self) -> bool:
+        """Whether some part of the model is running."""
+        return bool(self._running)
+
+    def owner(self) -> nn.Module:
+        """The module that is running, as a site has it."""
+        return _owner(self._path()) or self.model
+
+    def refuse(self, reason: str) -> None:
+        """Say why the attention of the module that is running cannot be read."""
+        self._refuse(self._path(), reason)
+
+    def is_moving(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed from activations that were projected."""
+        return self._moves(tensor)
+
     def _path(self) -> Path:
         return tuple(self._running)
 
@@ -425,5 +445,6 @@ def _common(*paths: Path) -> Path:
 
 
 def _owner(path: Path) -> nn.Module | None:
-    """The innermost module that has parameters."""
-    return next((module for module in reversed(path) if next(module.parameters(), None) is not None), None)
+    """The innermost module that has parameters; heads belong to their module, whose projections make the scores."""
+    modules = (module for module in reversed(path) if not isinstance(module, Heads))
+    return next((module for module in modules if next(module.parameters(), None) is not None), None)
