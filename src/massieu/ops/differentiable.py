@@ -107,8 +107,9 @@ def differentiable(
         @staticmethod
         def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
             wanted = tuple(ctx.needs_input_grad[:3])
-            arguments = (*ctx.saved_tensors, *cotangents, *ctx.options, wanted)
-            given = [tensor for tensor in (*ctx.saved_tensors, *cotangents) if tensor is not None]
+            saved = ctx.saved_tensors  # read once: under activation checkpointing each reading computes them again
+            arguments = (*saved, *cotangents, *ctx.options, wanted)
+            given = [tensor for tensor in (*saved, *cotangents) if tensor is not None]
             # Compiled code takes first derivatives alone, and so does most of the rest.
             last = torch.compiler.is_compiling() or not (in_functorch() or may_be_differentiated(*given))
             found = list((compute_gradient if last else Backward.apply)(*arguments))  # pyright: ignore[reportArgumentType]

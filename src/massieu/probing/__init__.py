@@ -7,63 +7,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from massieu.probing.capture.attention_call import AttentionCall
-    from massieu.probing.capture.tokens import Tokens
-    from massieu.probing.statistics.group import (
-        CallTokens,
-        Event,
-        ModelReading,
-        RatioParts,
-        Row,
-        RowPlace,
-        RunningRatio,
-        SampledWindow,
-        rows_of,
-    )
+    from massieu.probing.statistics.group import Event, RatioParts, RowPlace, rows_of
     from massieu.probing.statistics.head_window import HeadWindow, mean_over_queries
     from massieu.probing.statistics.query_reading import QueryReading
-    from massieu.probing.stream.wiring import Step
     from massieu.probing.sums.accumulate import Ratio
     from massieu.report.record import Statistic
 
 # Public name -> where it lives; loaded when it is first used.
 _GROUP = "massieu.probing.statistics.group"
 _EXPORTS = {
-    "AttentionCall": "massieu.probing.capture.attention_call",
-    "CallTokens": _GROUP,
     "Event": _GROUP,
     "HeadWindow": "massieu.probing.statistics.head_window",
-    "ModelReading": _GROUP,
     "QueryReading": "massieu.probing.statistics.query_reading",
     "Ratio": "massieu.probing.sums.accumulate",
     "RatioParts": _GROUP,
-    "Row": _GROUP,
     "RowPlace": _GROUP,
-    "RunningRatio": _GROUP,
-    "SampledWindow": _GROUP,
     "Statistic": "massieu.report.record",
-    "Step": "massieu.probing.stream.wiring",
-    "Tokens": "massieu.probing.capture.tokens",
     "mean_over_queries": "massieu.probing.statistics.head_window",
     "rows_of": _GROUP,
 }
 
 __all__ = [
-    "AttentionCall",
-    "CallTokens",
     "Event",
     "HeadWindow",
-    "ModelReading",
     "QueryReading",
     "Ratio",
     "RatioParts",
-    "Row",
     "RowPlace",
-    "RunningRatio",
-    "SampledWindow",
     "Statistic",
-    "Step",
-    "Tokens",
     "mean_over_queries",
     "rows_of",
 ]

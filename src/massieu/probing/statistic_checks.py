@@ -89,6 +89,17 @@ def statistic_checks(case: StatisticCase) -> Checks:
 
     What a kind of statistic does not have is in ``left_out``, with the reason.
 
+    Example:
+        >>> import massieu
+        >>> from massieu.testing import StatisticCase, statistic_checks
+        >>> @massieu.statistic(scale="share")
+        ... def previous(reading):
+        ...     return reading.weight_where(lambda query, key: key == query - 1)
+        >>> checks = statistic_checks(StatisticCase(previous))
+        >>> checks["batch size"]()
+        >>> checks.left_out["oracle"]
+        'the case has no oracle'
+
     Raises:
         InputError: the case holds no statistic.
     """

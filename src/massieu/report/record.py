@@ -215,6 +215,12 @@ def interval_in_words(degrees: float | None) -> str | None:
 class Statistic(Entry):
     """One number the probe reports, and all that a reader must know about it.
 
+    Example:
+        >>> from massieu.probing import Statistic
+        >>> said = Statistic("output_norm", "Norm of the output", group="output_norms", scope="head", scale="positive")
+        >>> said.name, said.scale
+        ('output_norm', 'positive')
+
     Attributes:
         headline: may be compared between heads; invariant under a constant added to a head's keys.
         gauge_dependent: changes with that constant, which softmax cannot see; never a headline.

@@ -37,7 +37,13 @@ HALVES: tuple[Half, Half] = "first_half", "second_half"
 
 
 class Event(Enum):
-    """What a group may want to be told of. What no group wants is not produced."""
+    """What a group may want to be told of. What no group wants is not produced.
+
+    Example:
+        >>> from massieu.probing import Event
+        >>> [event.name for event in Event]
+        ['CALLS', 'QUERIES', 'STEPS', 'WEIGHTS', 'WINDOWS']
+    """
 
     CALLS = auto()
     """Each attention call of the model, with all rows of the batch."""
@@ -208,7 +214,13 @@ class SiteWeights:
 
 
 class RowPlace(NamedTuple):
-    """What a row is about: the heads of an attention site, or a sublayer; `order` is its place in the model."""
+    """What a row is about: the heads of an attention site, or a sublayer; `order` is its place in the model.
+
+    Example:
+        >>> from massieu.probing import RowPlace
+        >>> RowPlace("head", "encoder.layer.0.attention", layer=0, order=0).scope
+        'head'
+    """
 
     scope: Literal["head", "layer"]
     name: str
@@ -258,7 +270,16 @@ class RunningRatio(NamedTuple):
 
 
 class RatioParts:
-    """The estimates of a running ratio, each computed once."""
+    """The estimates of a running ratio, each computed once.
+
+    Example:
+        >>> import numpy as np
+        >>> from massieu.probing import Ratio, RatioParts
+        >>> mean = Ratio((2,))  # a number for each of two heads
+        >>> mean.update(np.array([[1.0, 2.0], [3.0, 4.0]]), np.ones((2, 2)))
+        >>> RatioParts(mean).estimate.value.tolist()
+        [2.0, 3.0]
+    """
 
     def __init__(self, ratio: Ratio) -> None:
         self.ratio = ratio
@@ -292,7 +313,16 @@ class RatioParts:
 
 
 def rows_of(place: RowPlace, statistic: str, parts: RatioParts, index: Any) -> Iterator[Row]:
-    """A statistic of heads, from the whole text and from its halves."""
+    """A statistic of heads, from the whole text and from its halves.
+
+    Example:
+        >>> import numpy as np
+        >>> from massieu.probing import Ratio, RatioParts, RowPlace, rows_of
+        >>> mean = Ratio((2,))
+        >>> mean.update(np.array([[1.0, 2.0], [3.0, 4.0]]), np.ones((2, 2)))
+        >>> [row.name for row in rows_of(RowPlace("head", "attention", 0, 0), "size", RatioParts(mean), slice(None))]
+        ['size', 'size/first_half', 'size/second_half']
+    """
     yield Row(place, statistic, "", parts.tested(index))
     for half in HALVES:
         yield Row(place, statistic, half, parts.at(index, half))
@@ -319,6 +349,34 @@ class Group(RunningParts):
     """Running results of some statistics on one model, and what has to be known to make them.
 
     Its attributes that are running results are stored and merged by themselves (`RunningParts`).
+
+    Example:
+        How many calls of attention does the model make on the text?
+
+        >>> import massieu
+        >>> import numpy as np
+        >>> import torch
+        >>> from massieu.probing import Event, Ratio, RatioParts, RowPlace, Statistic, rows_of
+        >>> class Calls(massieu.Group):
+        ...     name, events = "calls", frozenset({Event.CALLS})
+        ...     statistics = (Statistic("calls_a_row", group="calls", scope="head"),)
+        ...
+        ...     def begin(self, model):
+        ...         super().begin(model)
+        ...         self.means = [Ratio((info.heads,), model.units) for info in model.sites]
+        ...
+        ...     def on_call(self, call, tokens):
+        ...         ones = np.ones((tokens.rows, tokens.info.heads))
+        ...         self.means[tokens.info.index].update(ones, ones, tokens.numbers)
+        ...
+        ...     def rows(self):
+        ...         for info, mean in zip(self.model.sites, self.means):
+        ...             yield from rows_of(RowPlace.of_site(info), "calls_a_row", RatioParts(mean), slice(None))
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+        >>> result = massieu.probe(model, [torch.randn(2, 5, 8)] * 3, statistics=[Calls])
+        >>> result.heads["value"].to_list()[:2]
+        [1.0, 1.0]
 
     Attributes:
         name: of the group.

@@ -19,6 +19,17 @@ Sums = tuple[Float[Tensor, " H"], Float[Tensor, " H"]]
 class HeadWindow:
     """One window at one attention site.
 
+    Example:
+        A statistic of windows is a function of one: for each head a sum, and what it is divided by.
+
+        >>> import massieu
+        >>> from massieu.probing import HeadWindow, mean_over_queries
+        >>> @massieu.statistic(of="window")
+        ... def largest_weight_of_few(window: HeadWindow):
+        ...     return mean_over_queries(window.few().weights().amax(-1))
+        >>> largest_weight_of_few.of
+        'window'
+
     Attributes:
         call: of this window alone.
         real: keys that are no padding.
@@ -76,6 +87,14 @@ def nothing(window: HeadWindow) -> Sums:
 
 
 def mean_over_queries(values: Float[Tensor, "H S"]) -> Sums:
-    """Sums of the finite values of each head, and how many there are."""
+    """Sums of the finite values of each head, and how many there are.
+
+    Example:
+        >>> import torch
+        >>> from massieu.probing import mean_over_queries
+        >>> total, count = mean_over_queries(torch.tensor([[1.0, 2.0, torch.nan], [3.0, 4.0, 5.0]]))
+        >>> total.tolist(), count.tolist()
+        ([3.0, 12.0], [2.0, 3.0])
+    """
     kept = values.isfinite()
     return torch.where(kept, values, 0.0).sum(-1, dtype=torch.float64), kept.sum(-1).double()

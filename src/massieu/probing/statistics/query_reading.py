@@ -34,6 +34,15 @@ Places = Callable[[Int[Tensor, "L 1"], Int[Tensor, "1 N"]], Tensor]
 class QueryReading:
     """One attention call, as a statistic of its queries sees it: B sequences, H heads, L queries, N keys.
 
+    Example:
+        >>> import massieu
+        >>> from massieu.probing import QueryReading
+        >>> @massieu.statistic(unit="tokens", scale="positive")
+        ... def distance(reading: QueryReading):
+        ...     return reading.expected(lambda query, key: (query - key).abs())
+        >>> distance.of
+        'queries'
+
     Attributes:
         call: what the attention was given, and what it gave.
         queries, keys: the tokens asked about and those attended to (the same for self-attention).

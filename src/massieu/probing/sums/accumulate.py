@@ -30,6 +30,14 @@ class Ratio:
 
     Source: Cochran, *Sampling Techniques* (3rd edition, 1977), section 6.4.
 
+    Example:
+        >>> import numpy as np
+        >>> from massieu.probing import Ratio
+        >>> mean = Ratio((2,))  # a number for each of two heads
+        >>> mean.update(np.array([[1.0, 2.0], [3.0, 4.0]]), np.ones((2, 2)))
+        >>> mean.estimate().value.tolist()
+        [2.0, 3.0]
+
     Args:
         shape: Shape of the array of statistics, for example ``(heads,)`` or ``(bins, heads)``.
         units: What the error is computed over.
