@@ -47,10 +47,10 @@ ALLOWED = {
 # The rooms of the probe, the highest first: a room may import itself and what is listed here, always rooms below it.
 # ARCHITECTURE.md shows this table (`python -m scripts.rooms_table`).
 PROBE = {
-    "compare": ("run", "session", "result", "statistics", "data", "model", "sums"),
+    "compare": ("run", "session", "result", "replaced", "statistics", "data", "model", "sums"),
     "monitor": ("statistics", "checks", "capture", "data", "model"),
     "population_layers": ("checks", "stream", "capture", "model"),
-    "run": ("session", "result", "reading", "replaced", "statistics", "model", "sums"),
+    "run": ("session", "result", "reading", "replaced", "statistics", "data", "model", "sums"),
     "session": ("result", "reading", "replaced", "statistics", "checks", "capture", "data", "model", "sums"),
     "result": ("reading", "statistics", "capture", "sums"),
     "reading": ("replaced", "statistics", "checks", "stream", "capture", "data", "model", "sums"),

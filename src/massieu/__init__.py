@@ -10,7 +10,7 @@ divergences of A. François Massieu's function is log Z read as a thermodynamic 
 
 Three doors:
 
-- see: ``massieu.probe(model, tokenizer, text=...)`` or the command ``massieu probe MODEL``;
+- see: ``massieu.probe(model, massieu.Text(paths, tokenizer))`` or the command ``massieu probe MODEL``;
 - build: ``massieu.nn`` (modules), ``massieu.ops`` (attention that also returns log Z), ``massieu.energy`` (memories and
   machines), ``massieu.measures`` (any h, with what follows from it), ``massieu.duality`` (from a mean back to its natural
   parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.posteriors`` (exact laws of a latent given
@@ -47,11 +47,15 @@ if TYPE_CHECKING:
     from massieu.nn.replace import replace_attention
     from massieu.probing.compare.comparison import Comparison
     from massieu.probing.compare.run import compare
+    from massieu.probing.data.given import Batches, Images, Pairs, Text
+    from massieu.probing.model.given import Checkpoint
     from massieu.probing.monitor.monitor import Monitor
     from massieu.probing.population_layers import population_layers
     from massieu.probing.replaced.context import replaced
+    from massieu.probing.replaced.replacement import Replacement
     from massieu.probing.result.result import ProbeResult
     from massieu.probing.run import describe, probe
+    from massieu.probing.session.run import Run
     from massieu.verification.claim import Claim
     from massieu.verification.run import verify
 
@@ -77,6 +81,13 @@ _EXPORTS = {
     "Monitor": "massieu.probing.monitor.monitor:Monitor",
     "probe": "massieu.probing.run:probe",
     "describe": "massieu.probing.run:describe",
+    "Batches": "massieu.probing.data.given:Batches",
+    "Checkpoint": "massieu.probing.model.given:Checkpoint",
+    "Images": "massieu.probing.data.given:Images",
+    "Pairs": "massieu.probing.data.given:Pairs",
+    "Replacement": "massieu.probing.replaced.replacement:Replacement",
+    "Run": "massieu.probing.session.run:Run",
+    "Text": "massieu.probing.data.given:Text",
     "verify": "massieu.verification.run:verify",
     "Claim": "massieu.verification.claim:Claim",
     "Comparison": "massieu.probing.compare.comparison:Comparison",
@@ -86,12 +97,19 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "Batches",
+    "Checkpoint",
     "Claim",
     "Comparison",
+    "Images",
     "InputError",
     "MissingExtraError",
     "Monitor",
+    "Pairs",
     "ProbeResult",
+    "Replacement",
+    "Run",
+    "Text",
     "compare",
     "describe",
     "duality",

@@ -160,21 +160,6 @@ def measures(group: str) -> dict[str, Callable[..., Any]]:
     return _MEASURES[group]
 
 
-def select_quick(names: Sequence[str] | None) -> tuple[frozenset[str], frozenset[str]]:
-    """`select` for a quick run, which has the attention's statistics alone; None selects these.
-
-    Raises:
-        InputError: as `select`; also a name of another group.
-    """
-    wanted, groups = select([ATTENTION] if names is None else names)
-    others = sorted(name for name in wanted if STATISTICS[name].group != ATTENTION)
-    if others:
-        raise InputError(
-            f"a quick run has the attention's statistics alone, got {', '.join(others)}; leave out quick, or those names"
-        )
-    return wanted, groups
-
-
 def moments_of(names: Collection[str]) -> tuple[str, ...]:
     """The moments that these statistics read, each once."""
     return tuple(dict.fromkeys([*ALWAYS_READ, *(moment for name in names for moment in _MOMENTS[name])]))
