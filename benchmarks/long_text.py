@@ -63,14 +63,9 @@ def measure(tokens: int, step: int) -> list[dict[str, float]]:
                 file.writelines(f"{document.text}\n" for document in reference_documents())
         massieu.probe(
             small_bert(len(tokenizer)),
-            tokenizer,
-            text=text,
-            max_length=128,
-            max_tokens=tokens + 2 * step // 10,
+            massieu.Text(text, tokenizer, window=128, limit=tokens + 2 * step // 10),
             batch_size=16,
-            running=Path(folder, "running"),
-            store_every=1.0,
-            progress=note,
+            run=massieu.Run(Path(folder, "running"), store_every=1.0, progress=note),
         )
     return rows
 

@@ -52,8 +52,8 @@ SIX = ("log_partition", "entropy", "mean_score", "score_variance", "max_weight",
 PROBED = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}
 WINDOW, BATCH = 512, 8
 PROBES: tuple[tuple[str, dict[str, Any], int], ...] = (
-    ("quick", {"quick": True}, 64),
-    ("quick", {"quick": True}, 256),
+    ("quick", {"statistics": "quick"}, 64),
+    ("quick", {"statistics": "quick"}, 256),
     ("attention, eight re-initialised models", {"statistics": ["attention"]}, 64),
 )
 """Their names, options, and windows."""
@@ -254,7 +254,7 @@ def probes(device: torch.device) -> Iterator[dict[str, Any]]:
     model = transformers.GPT2Model(config).eval().to(device)
     most = max(number for *_, number in PROBES)
     windows = torch.randint(config.vocab_size, (most, WINDOW), device=device)
-    massieu.probe(model, windows[:BATCH].split(1), quick=True)  # the first of a process loads what it needs
+    massieu.probe(model, windows[:BATCH].split(1), statistics="quick")  # the first of a process loads what it needs
     for name, options, number in PROBES:
         batches = list(windows[:number].split(BATCH))
 

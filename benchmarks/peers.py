@@ -180,7 +180,9 @@ def ours(**options: Any) -> Side:
     net, names = model(), ("entropy", "largest_weight", "effective_sample_size", "weight_first")
 
     def run(batches: list[Tensor]) -> Tensor:
-        result = massieu.probe(net, [{"input_ids": batch} for batch in batches], max_length=LENGTH, **options)
+        result = massieu.probe(
+            net, massieu.Batches([{"input_ids": batch} for batch in batches], window=LENGTH), **options
+        )
         table = {(r["layer"], r["statistic"], r["head"]): r["value"] for r in result.heads.rows(named=True)}
         found = [[[table[a, name, b] for b in range(HEADS)] for name in names] for a in range(LAYERS)]
         return torch.tensor(found, dtype=torch.float64)
@@ -196,7 +198,7 @@ SIDES: dict[str, tuple[Callable[[], Side], str, bool]] = {
     "nnsight": (nnsight, BARE, True),
     "TransformerLens, hooks": (transformer_lens_hooks, BARE, False),
     "TransformerLens, run_with_cache": (transformer_lens_cache, BARE, False),
-    "massieu, quick": (lambda: ours(quick=True), "standard errors and log Z, no controls", True),
+    "massieu, quick": (lambda: ours(statistics="quick"), "standard errors and log Z, no controls", True),
     "massieu, attention": (lambda: ours(statistics=["attention"]), "all of these", True),
     "massieu, everything": (ours, "all of these", True),
 }

@@ -30,7 +30,7 @@ BATCH_TOKENS = 2048
 def text_batches(tokenizer, length: int, tokens: int) -> list[dict[str, torch.Tensor]]:
     """Full windows of the reference text, 2048 tokens a batch."""
     batches = TextBatches(
-        tokenizer, reference_documents, max_length=length, max_tokens=tokens, batch_size=BATCH_TOKENS // length
+        tokenizer, reference_documents, window=length, limit=tokens, batch_size=BATCH_TOKENS // length
     )
     return [dict(batch.inputs) for batch in batches]
 
@@ -59,7 +59,7 @@ def measure_time(rounds: int) -> list[dict]:
         batches = text_batches(loaded.tokenizer, length, tokens)
         timing = harness.compare_times(
             lambda m=model, b=batches: forward(m, b),
-            lambda m=model, b=batches, n=length: massieu.probe(m, b, max_length=n),
+            lambda m=model, b=batches, n=length: massieu.probe(m, massieu.Batches(b, window=n)),
             rounds=rounds,
             warm_up=1,
         )
@@ -90,7 +90,7 @@ def peak(times: int) -> None:
         for _ in range(times):
             yield from reference_documents()
 
-    batches = TextBatches(loaded.tokenizer, documents, max_length=256, max_tokens=16_000 * times, batch_size=8)
+    batches = TextBatches(loaded.tokenizer, documents, window=256, limit=16_000 * times, batch_size=8)
     result = massieu.probe(loaded.module, (b.inputs for b in batches))
     print(json.dumps({"times": times, "tokens": result.run.text.tokens, "peak_mib": harness.peak() / 2**20}))
 

@@ -280,7 +280,7 @@ def compare_half_probe(device: str) -> Iterator[tuple[str, float | str]]:
             "entropy": entropy[..., 1:].mean((1, 3)).flatten(),  # the first query sees one key
             "largest_weight": weights.amax(-1)[..., 1:].mean((1, 3)).flatten(),
         }
-        heads = massieu.probe(model.to(device), [ids.to(device)], statistics=["attention"], quick=True).heads
+        heads = massieu.probe(model.to(device), [ids.to(device)], statistics="quick").heads
         for name, wanted in exact.items():
             rows = heads.filter(heads["statistic"] == name).sort("layer", "head")
             found = torch.tensor(rows["value"].to_list())

@@ -54,7 +54,7 @@ def main() -> None:
     results = {}
     for name, text in texts().items():
         results[name] = massieu.probe(
-            given.model, texts=[text], max_tokens=given.tokens, statistics=given.statistics.split(",")
+            given.model, massieu.Text(strings=[text], limit=given.tokens), statistics=given.statistics.split(",")
         )
         print(f"{name}: {dict(results[name].run.timing)}", file=sys.stderr)
     print(table(results))

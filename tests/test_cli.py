@@ -1,5 +1,6 @@
 """The command line: what it passes on, what it says, how it ends."""
 
+import dataclasses
 import json
 import os
 import re
@@ -37,28 +38,39 @@ def text(tmp_path) -> Path:
     return path
 
 
+def said(value: object) -> dict[str, object]:
+    """The fields of a frozen object that are not at their defaults, but for what is made of them."""
+    fields = {
+        field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value) if field.init
+    }  # pyright: ignore[reportArgumentType]
+    return {name: held for name, (held, default) in fields.items() if held != default}
+
+
 def test_everything_is_passed_on(probed, tmp_path):
     arguments = (
-        "probe", "some/model", "--text", "a.txt", "b", "-", "--column", "body", "--out", tmp_path / "out", "--source", "en",
-        "--target", "de", "--max-length",
-        64, "--max-tokens", 1000, "--batch-size", 4, "--query-sample", 16, "--no-packing", "--no-bos", "--device", "cpu",
-        "--dtype", "bfloat16", "--statistics", "entropy", "--statistics", "climb, maps",
-        "--seed", 7, "--revision", "v1", "--trust-remote-code", "--format",
-        "csv", "--generate", 9, "--device-map", "auto", "--resume", "--store-every", 0.5,
-        "--replace", "off", "--replace", "top_k(8)", "--replace-per", "head", "--replace-windows", 3, "--quick",
-        "--tokenizer", "words/", "--images", "photos", "--images", "more", "--per-token", "entropy, largest_score",
+        "probe", "some/model", "--text", "a.txt", "b", "-", "--column", "body", "--out", tmp_path / "out",
+        "--max-length", 64, "--max-tokens", 1000, "--batch-size", 4, "--query-sample", 16, "--no-packing", "--no-bos",
+        "--device", "cpu", "--dtype", "bfloat16", "--statistics", "entropy", "--statistics", "climb, maps", "--draws", 3,
+        "--seed", 7, "--revision", "v1", "--trust-remote-code", "--format", "csv", "--generate", 9, "--resume",
+        "--store-every", 0.5, "--replace", "off", "--replace", "top_k(8)", "--replace-per", "head", "--replace-windows", 3,
+        "--tokenizer", "words/", "--per-token", "entropy, largest_score",
     )  # fmt: skip
     ran = run(*arguments)
     assert ran.exit_code == 0, ran.output
-    assert probed.model == "some/model"
+    assert said(probed.model) == {
+        "name": "some/model", "device": "cpu", "dtype": "bfloat16", "revision": "v1", "trust_remote_code": True,
+    }  # fmt: skip
+    assert said(probed.data) == {
+        "paths": ("a.txt", "b", "-"), "tokenizer": "words/", "column": "body", "window": 64, "limit": 1000,
+        "fill_windows": False, "bos": False, "continue_for": 9,
+    }  # fmt: skip
+    assert said(probed.options.pop("run")) == {
+        "folder": tmp_path / "out" / "running", "resume": True, "store_every": 0.5, "progress": probed.progress,
+    }  # fmt: skip
     assert probed.options == {
-        "text": ["a.txt", "b", "-"], "column": "body", "statistics": ["entropy", "climb", "maps"], "max_length": 64,
-        "max_tokens": 1000, "batch_size": 4, "packing": False, "query_sample": 16, "device": "cpu", "dtype": "bfloat16",
-        "seed": 7, "draws": None, "revision": "v1", "trust_remote_code": True, "generate": 9, "device_map": "auto",
-        "images": ["photos", "more"], "source": "en", "target": "de", "replace": ["off", "top_k(8)"],
-        "replace_per": "head", "replace_windows": 3, "quick": True,
-        "per_token": ["entropy", "largest_score"], "bos": False, "tokenizer_or_batches": "words/",
-        "distributed": False, "running": tmp_path / "out" / "running", "resume": True, "store_every": 0.5,
+        "statistics": ["entropy", "climb", "maps"], "draws": 3, "batch_size": 4, "query_sample": 16, "seed": 7,
+        "replace": [massieu.Replacement(rule, per="head", windows=3) for rule in ("off", "top_k(8)")],
+        "per_token": ["entropy", "largest_score"],
     }  # fmt: skip
     assert probed.result.saved == [(tmp_path / "out", "csv")]
 
@@ -66,15 +78,62 @@ def test_everything_is_passed_on(probed, tmp_path):
 def test_what_is_not_said_is_left_to_the_probe(probed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("probe").exit_code == 0
-    assert probed.model is None
+    assert said(probed.model) == said(probed.data) == {}
+    assert isinstance(probed.data, massieu.Text)
+    folder = Path("massieu-results/all-MiniLM-L6-v2/running")
+    assert said(probed.options.pop("run")) == {"folder": folder, "progress": probed.progress}
     assert probed.options == {
-        "text": None, "column": None, "statistics": None, "max_length": None, "max_tokens": None, "batch_size": 8,
-        "packing": True, "query_sample": None, "device": None, "dtype": None, "seed": 0, "draws": None, "revision": None,
-        "trust_remote_code": False, "generate": None, "device_map": None, "distributed": False,
-        "running": Path("massieu-results/all-MiniLM-L6-v2/running"), "resume": False, "store_every": 5.0,
-        "images": None, "source": None, "target": None, "replace": (), "replace_per": "all", "replace_windows": 16,
-        "quick": False, "per_token": False, "bos": None, "tokenizer_or_batches": None,
+        "statistics": None, "batch_size": 8, "query_sample": None, "seed": 0, "replace": [], "per_token": False,
     }  # fmt: skip
+
+
+def test_pairs_and_a_device_map_are_passed_on(probed, tmp_path):
+    pairs = ("--text", "a.csv", "--source", "en", "--target", "de", "--max-length", 64, "--max-tokens", 9)
+    ran = run("probe", "m", *pairs, "--device-map", "auto", "--out", tmp_path)
+    assert ran.exit_code == 0, ran.output
+    assert said(probed.model) == {"name": "m", "device_map": "auto"}
+    assert isinstance(probed.data, massieu.Pairs)
+    assert said(probed.data) == {"paths": ("a.csv",), "source": "en", "target": "de", "window": 64, "limit": 9}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (("--quick",), {"statistics": "quick"}),
+        (("--quick", "--statistics", "entropy"), {"statistics": ["entropy"], "draws": 0}),
+        (("--draws", 0), {"statistics": None, "draws": 0}),
+    ],
+)
+def test_runs_without_a_control(probed, tmp_path, arguments, options):
+    assert run("probe", "--out", tmp_path, *arguments).exit_code == 0
+    assert {name: probed.options[name] for name in ("statistics", "draws") if name in probed.options} == options
+
+
+def test_the_heads_means_are_replaced_on_as_many_windows_as_rules(probed, tmp_path):
+    assert run("probe", "--out", tmp_path, "--statistics", "replacement", "--replace-windows", 3).exit_code == 0
+    assert probed.options["replace"] == [massieu.Replacement("off(mean)", per="head", windows=3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--images", "photos", "--text", "a", "--max-tokens", 9), "in place of text: leave out --text, --max-tokens"),
+        (("--images", "photos", "--generate", 9, "--no-packing"), "leave out --generate, --no-packing"),
+        (("--text", "a.csv", "--source", "en", "--target", "de", "--column", "fr"), "of pairs: leave out --column"),
+        (("--text", "a.csv", "--source", "en", "--target", "de", "--bos"), "of pairs: leave out --bos"),
+        (("--source", "en", "--target", "de"), "no text was given; name a table with --text"),
+        (("--text", "a.csv", "--source", "en"), "only source was given; pairs need both columns"),
+        (("--max-length", 2), r"window \(--max-length\) must be at least 4, got 2"),
+        (("--max-tokens", 0), r"limit \(--max-tokens\) must be at least 1, got 0"),
+        (("--device", "cpu", "--device-map", "auto"), "either a device or a device map"),
+        (("--dtype", "int8"), "unknown dtype 'int8'; known are float32"),
+        (("--replace", "softmax"), "unknown rule 'softmax'"),
+        (("--store-every", 0), "store_every must be a positive number of minutes"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_sentence(probed, tmp_path, arguments, message):
+    assert_bad(run("probe", "--out", tmp_path / "out", *arguments), message)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +166,7 @@ def test_the_default_folder_is_named_after_the_model(probed, tmp_path, monkeypat
 def test_several_paths_may_follow_one_text_option(probed, tmp_path, arguments, model, text):
     ran = run("probe", "--out", tmp_path, *arguments)
     assert ran.exit_code == 0, ran.output
-    assert (probed.model, probed.options["text"]) == (model, text)
+    assert (probed.model.name, probed.data.paths) == (model, tuple(text))
 
 
 def test_a_model_taken_for_text_is_noticed(probed, checkpoint, text):

@@ -13,6 +13,7 @@ import torch
 from tests.support.command_line import COMMAND, ENVIRONMENT, checkpoint
 from typer.testing import CliRunner
 
+import massieu
 from massieu.cli.commands import app
 from massieu.probing.compare.comparison import Comparison
 from massieu.probing.result.result import ProbeResult
@@ -37,7 +38,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     batches = [{"input_ids": torch.randint(99, (10, 16))}]
     folder, places = tmp_path_factory.mktemp("stored"), []
     for name in ("base", "tuned"):
-        result = probe(model, batches, statistics=["entropy", "weight_first"], packing=False)
+        result = probe(model, massieu.Batches(batches, documents=True), statistics=["entropy", "weight_first"])
         places.append(result.save(folder / name))
         with torch.no_grad():
             model.encoder.layer[1].attention.self.query.weight[:8] *= 500

@@ -140,7 +140,7 @@ def test_an_ending_while_the_result_is_saved_waits_for_it(probed, tmp_path, monk
     probed.result = StandInResult(complete=complete)
     save = probed.result.save
 
-    def probe(model: Any, *, progress: Any, **options: Any) -> StandInResult:
+    def probe(*given: Any, **options: Any) -> StandInResult:
         with interruptible() as asked:
             asked.hold()
         return probed.result
@@ -164,7 +164,7 @@ def test_an_ending_while_the_result_is_saved_waits_for_it(probed, tmp_path, monk
 def test_an_error_that_an_interruption_caused_is_the_interruption(probed, tmp_path, monkeypatch):
     """As where a library catches KeyboardInterrupt while it is imported."""
 
-    def probe(model: Any, **options: Any) -> StandInResult:
+    def probe(*given: Any, **options: Any) -> StandInResult:
         try:
             signal.raise_signal(signal.SIGTERM)
             time.sleep(1)

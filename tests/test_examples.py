@@ -14,6 +14,7 @@ import torch
 from scripts.tutorials import executed
 from scripts.tutorials import run as run_blocks
 from tests.support.printed import differing
+from tests.support.probing.draws import draw_by_default
 
 from massieu.probing.statistics.registry import STATISTICS
 
@@ -98,7 +99,7 @@ EXAMPLES = {
 def eight_draws() -> Iterator[None]:
     """Pages print what users see: the numbers of eight re-initialised models."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("massieu.probing.run.DRAWS", 8)
+        draw_by_default(8, patch)
         yield
 
 

@@ -48,10 +48,10 @@ ALLOWED = {
 # ARCHITECTURE.md shows this table (`python -m scripts.rooms_table`).
 PROBE = {
     "statistic_checks": ("statistics", "capture", "sums"),
-    "compare": ("run", "session", "result", "statistics", "data", "model", "sums"),
+    "compare": ("run", "session", "result", "replaced", "statistics", "data", "model", "sums"),
     "monitor": ("statistics", "checks", "capture", "data", "model"),
     "population_layers": ("checks", "stream", "capture", "model"),
-    "run": ("session", "result", "reading", "replaced", "statistics", "model", "sums"),
+    "run": ("session", "result", "reading", "replaced", "statistics", "data", "model", "sums"),
     "session": ("result", "reading", "replaced", "statistics", "checks", "capture", "data", "model", "sums"),
     "result": ("reading", "statistics", "capture", "sums"),
     "reading": ("replaced", "statistics", "checks", "stream", "capture", "data", "model", "sums"),

@@ -10,8 +10,8 @@ divergences of A. François Massieu's function is log Z read as a thermodynamic 
 
 Three doors:
 
-- see: ``massieu.probe(model, tokenizer, text=...)`` or the command ``massieu probe MODEL``; statistics of your own by
-  ``massieu.statistic``, with what ``massieu.probing`` gives their functions;
+- see: ``massieu.probe(model, massieu.Text(paths, tokenizer))`` or the command ``massieu probe MODEL``; statistics of your
+  own by ``massieu.statistic``, with what ``massieu.probing`` gives their functions;
 - build: ``massieu.nn`` (modules), ``massieu.ops`` (attention that also returns log Z), ``massieu.energy`` (memories and
   machines), ``massieu.measures`` (any h, with what follows from it), ``massieu.duality`` (from a mean back to its natural
   parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.posteriors`` (exact laws of a latent given
@@ -49,11 +49,15 @@ if TYPE_CHECKING:
     from massieu.nn.replace import replace_attention
     from massieu.probing.compare.comparison import Comparison
     from massieu.probing.compare.run import compare
+    from massieu.probing.data.given import Batches, Images, Pairs, Text
+    from massieu.probing.model.given import Checkpoint
     from massieu.probing.monitor.monitor import Monitor
     from massieu.probing.population_layers import population_layers
     from massieu.probing.replaced.context import replaced
+    from massieu.probing.replaced.replacement import Replacement
     from massieu.probing.result.result import ProbeResult
     from massieu.probing.run import describe, probe
+    from massieu.probing.session.run import Run
     from massieu.probing.statistics.group import Group
     from massieu.probing.statistics.own import statistic
     from massieu.verification.claim import Claim
@@ -84,6 +88,13 @@ _EXPORTS = {
     "statistic": "massieu.probing.statistics.own:statistic",
     "probe": "massieu.probing.run:probe",
     "describe": "massieu.probing.run:describe",
+    "Batches": "massieu.probing.data.given:Batches",
+    "Checkpoint": "massieu.probing.model.given:Checkpoint",
+    "Images": "massieu.probing.data.given:Images",
+    "Pairs": "massieu.probing.data.given:Pairs",
+    "Replacement": "massieu.probing.replaced.replacement:Replacement",
+    "Run": "massieu.probing.session.run:Run",
+    "Text": "massieu.probing.data.given:Text",
     "verify": "massieu.verification.run:verify",
     "Claim": "massieu.verification.claim:Claim",
     "Comparison": "massieu.probing.compare.comparison:Comparison",
@@ -93,13 +104,20 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "Batches",
+    "Checkpoint",
     "Claim",
     "Comparison",
     "Group",
+    "Images",
     "InputError",
     "MissingExtraError",
     "Monitor",
+    "Pairs",
     "ProbeResult",
+    "Replacement",
+    "Run",
+    "Text",
     "compare",
     "describe",
     "duality",

@@ -10,10 +10,10 @@ class InputError(ValueError):
     Example:
         >>> import massieu
         >>> try:
-        ...     massieu.probe(max_length=2)
+        ...     massieu.probe(draws=1)
         ... except massieu.InputError as error:
         ...     print(error)
-        max_length must be at least 4, got 2
+        draws must be a whole number, 2 or more, or 0 for no control, got 1
     """
 
 

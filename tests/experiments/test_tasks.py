@@ -12,7 +12,7 @@ from massieu.experiments import depth, dual_link, minimality, resampling, suffic
 from massieu.experiments.arms import Arms, masked_loss
 from massieu.experiments.contractions import BatchWhitening, SpinMap, alignment
 from massieu.experiments.tasks import Bijection, Chain, divergence, mean_loss
-from massieu.experiments.text import Text
+from massieu.experiments.text import ReferenceText
 from massieu.experiments.transformer import Transformer, TransformerBlock
 
 
@@ -84,7 +84,7 @@ def test_masked_tokens_are_hidden_from_the_model_and_judged_alone():
 
 
 def test_arms_see_the_same_data_and_the_held_out_part_is_not_learned_from():
-    text = Text(8)
+    text = ReferenceText(8)
     whole = torch.cat([text.learned, text.held_out])
     assert len(whole) > 1e5 and len(text.held_out) == pytest.approx(0.1 * len(whole), rel=1e-3)
     make = lambda: Transformer(text.vocabulary, 8, width=8, heads=1, depth=1)  # noqa: E731

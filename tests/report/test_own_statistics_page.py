@@ -21,7 +21,9 @@ def nearby(reading):
 
 def test_its_numbers_are_found_in_the_page(driver: ChromiumDriver, tmp_path: Path) -> None:
     batches = [zoo.inputs("gpt2", seed=seed) for seed in range(4)]
-    result = massieu.probe(zoo.model("gpt2"), batches, statistics=["entropy", nearby], max_length=20, draws=4)
+    result = massieu.probe(
+        zoo.model("gpt2"), massieu.Batches(batches, window=20), statistics=["entropy", nearby], draws=4
+    )
     page = Page(driver, tmp_path / "report.html")
     page.requests()  # those of the browser's own start
     page.open(result._page(), "#statistic=nearby&layer=1&head=2")

@@ -103,11 +103,11 @@ def probed(monkeypatch) -> SimpleNamespace:
     """Stands in for the probe: takes down what it is called with, reports progress, and returns ``result``."""
     seen = SimpleNamespace(result=StandInResult(), model=None, options={}, error=None)
 
-    def probe(model: Any, **options: Any) -> StandInResult:
-        seen.model, seen.options = model, options
+    def probe(model: Any, data: Any, **options: Any) -> StandInResult:
+        seen.model, seen.data, seen.options = model, data, options
         if seen.error is not None:
             raise seen.error
-        progress = options.pop("progress")
+        seen.progress = progress = options["run"].progress
         progress(run_module.ProbeProgress("loading the model"))
         for tokens in (100, 200, 300):
             progress(run_module.ProbeProgress("reading", tokens, 300, tokens // 100))

@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperGroup
 
 import massieu
+from massieu.cli import given, terminal
 from massieu.cli import options as take
-from massieu.cli import terminal
 from massieu.cli.experiment_command import experiment
 from massieu.cli.options import (
     Device,
@@ -159,44 +159,38 @@ def probe(
     chosen = take.names_in(*statistics or ())
     with result_folder(folder, format.value, per_token is not None) if leads() else nullcontext():
         with context.obj.loading():
+            from massieu.probing.model.given import Checkpoint
             from massieu.probing.run import probe as run_probe
             from massieu.probing.session.course import forget, running_in
+            from massieu.probing.session.run import Run
 
         running = running_in(folder)
+        loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
+        own = take.statistics_in(chosen)
+        data = given.given_data(
+            text,
+            tokenizer,
+            images=images,
+            column=column,
+            source=source,
+            target=target,
+            max_length=max_length,
+            max_tokens=max_tokens,
+            no_packing=no_packing,
+            bos=bos,
+            generate=generate,
+        )
         with joined(), terminal.progress_shown() if leads() else nullcontext() as show:
             result = run_probe(
-                model,
-                tokenizer_or_batches=tokenizer,
-                text=text,
-                column=column,
-                images=images,
-                source=source,
-                target=target,
-                statistics=take.statistics_in(chosen),
-                max_length=max_length,
-                max_tokens=max_tokens,
-                batch_size=batch_size,
-                packing=not no_packing,
-                bos=bos,
-                query_sample=query_sample,
-                generate=generate,
-                replace=replace or (),
-                replace_per=replace_per.value,
-                replace_windows=replace_windows,
-                quick=quick,
-                draws=draws,
+                Checkpoint(model, trust_remote_code=trust_remote_code, **loading),
+                data,
+                **given.given_statistics(own, quick, draws),
+                replace=given.given_replacements(replace, replace_per.value, replace_windows, own),
                 per_token=take.per_token(per_token),
-                device=device,
-                device_map=device_map,
-                dtype=dtype,
+                query_sample=query_sample,
+                batch_size=batch_size,
                 seed=seed,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                distributed=many(),
-                running=running,
-                resume=resume,
-                store_every=store_every,
-                progress=show,
+                run=Run(running, resume=resume, store_every=store_every, distributed=many(), progress=show),
             )
         if leads():
             save_or_elsewhere(lambda place: result.save(place, format=format.value), folder)
@@ -269,14 +263,24 @@ def compare(
     with context.obj.loading():
         chosen = take.statistics_in(take.names_in(*statistics or ()))
         limits = limits_of(fail_above, chosen)
-    given: dict[str, Any] = {"text": text, "column": column, "source": source, "target": target}
-    given |= {"max_length": max_length, "max_tokens": max_tokens, "bos": bos}
-    given |= {"batch_size": batch_size, "packing": False if no_packing else None, "device": device, "dtype": dtype}
-    given |= {"statistics": chosen, "draws": draws, "seed": seed, "trust_remote_code": trust_remote_code or None}
-    given |= {"tokenizer_or_batches": tokenizer}
-    given = {name: value for name, value in given.items() if value is not None}
+    loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    with context.obj.loading():
+        to_compare = given.given_models(models, names, loading)
+        data = given.given_data(
+            text,
+            tokenizer,
+            column=column,
+            source=source,
+            target=target,
+            max_length=max_length,
+            max_tokens=max_tokens,
+            no_packing=no_packing,
+            bos=bos,
+        )
+    chosen_options = {"statistics": chosen, "draws": draws, "seed": seed, "batch_size": batch_size}
+    options = {"data": data} | {name: value for name, value in chosen_options.items() if value is not None}
     ends = [short_name(name) if names is None else name for name in ((names or models)[0], (names or models)[-1])]
-    asked = Asked(models, names, given, RESULTS / "-".join(ends) if out is None else out, limits, json)
+    asked = Asked(to_compare, names, options, RESULTS / "-".join(ends) if out is None else out, limits, json)
     found, above = run(asked, context.obj)
     if context.obj.asked.is_set():
         say(f"{_interrupted(context.obj)} after the last measurement: the comparison is complete")
@@ -300,10 +304,11 @@ def describe(
 ) -> None:
     """List the attention layers of a model and its heads."""
     with context.obj.loading():
+        from massieu.probing.model.given import Checkpoint
         from massieu.probing.run import describe as run_describe
 
     loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
-    found = run_describe(model, **loading, trust_remote_code=trust_remote_code)
+    found = run_describe(Checkpoint(model, trust_remote_code=trust_remote_code, **loading))
     if json:
         show(dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False))
     else:

@@ -25,8 +25,8 @@ SHOWN = 6
 class Asked:
     """What the command was asked: options that were not given are left out of ``options``."""
 
-    models: list[str]
-    revisions: list[str] | None
+    models: list[Any]
+    names: list[str] | None
     options: dict[str, Any]
     folder: Path
     limits: dict[str, float]
@@ -85,9 +85,7 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
     with reserved(asked.folder, COMPARISON_RECORD, COMPARISON_FILES, ROOM):
         with terminal.progress_shown() as progress:
             try:
-                found = compare(
-                    *asked.models, revisions=asked.revisions, out=asked.folder, progress=progress, **asked.options
-                )
+                found = compare(*asked.models, names=asked.names, out=asked.folder, progress=progress, **asked.options)
             except KeyboardInterrupt:
                 _say_stored(asked)
                 raise

@@ -95,8 +95,8 @@ Target = Annotated[str | None, option("NAME", "For encoder–decoder models: col
 Replace = Annotated[list[str] | None, option("RULE", _RULES)]
 ReplacePer = Annotated[Per, option(None, "Replace all attention at once, or one layer's (site) or one head at a time.")]
 ReplaceWindows = Annotated[int, option("N", "Number of sampled windows for --replace.")]
-Quick = Annotated[bool, option(None, "Attention statistics only, without controls and text examples.", "--quick")]
-Draws = Annotated[int | None, option("N", "Re-initialised models that heads are compared with [8].")]
+Quick = Annotated[bool, option(None, "No controls; the attention statistics only, or those that are named.", "--quick")]
+Draws = Annotated[int | None, option("N", "Re-initialised models that heads are compared with; 0 for none [8].")]
 Statistics = Annotated[
     list[str] | None,
     option("NAME,...", "Only these: names or groups that 'massieu statistics' lists, or your own, FILE.py:NAME [all]."),

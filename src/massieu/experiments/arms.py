@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from massieu.experiments.study import Numbers
 from massieu.experiments.tasks import Predictor, mean_loss
-from massieu.experiments.text import Text
+from massieu.experiments.text import ReferenceText
 from massieu.experiments.training import minimise
 
 MASKED = 0.25
@@ -39,7 +39,7 @@ class Arms:
         masked: Fill in tokens; by default, predict the next one.
     """
 
-    data: Text
+    data: ReferenceText
     models: Mapping[str, Callable[[], nn.Module]]
     step_sizes: Mapping[str, float]
     steps: int | Mapping[str, int]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from massieu.experiments.arms import Arms
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Text
+from massieu.experiments.text import ReferenceText
 from massieu.experiments.transformer import Transformer, TransformerBlock
 from massieu.nn import Attention, EnergyTransformer, ImplicitHeads, SpinAttention, TAPHeads
 from massieu.nn.strategy import Heads
@@ -63,7 +63,7 @@ _BLOCKS: dict[str, Callable[[int, int], nn.Module]] = {
 
 
 def _arms() -> Arms:
-    data = Text(_LENGTH - 1)  # windows of 16
+    data = ReferenceText(_LENGTH - 1)  # windows of 16
     made = {**_BLOCKS, **{f"{name}_at_equal_time": _BLOCKS[name] for name in _COST}}
     models = {
         name: lambda block=block: Transformer(

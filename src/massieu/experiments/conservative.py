@@ -10,7 +10,7 @@ from massieu import ops
 from massieu.experiments.arms import Arms
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Text
+from massieu.experiments.text import ReferenceText
 from massieu.experiments.transformer import Transformer, TransformerBlock
 
 MARGIN = 0.05
@@ -19,7 +19,7 @@ _HEADS = {"untied": 3, "values": 4, "outputs": 4, "all": 6}
 """By tie, so that each arm has the same number of weights."""
 
 
-def _arms(text: Text) -> Arms:
+def _arms(text: ReferenceText) -> Arms:
     models: dict[str, Callable[[], nn.Module]] = {
         name: lambda tie=name: Transformer(
             text.vocabulary,
@@ -36,7 +36,7 @@ def _arms(text: Text) -> Arms:
 
 
 def _tune(seed: int, quick: bool) -> Numbers:
-    return _arms(Text(_LENGTH)).tuned(seed, quick)
+    return _arms(ReferenceText(_LENGTH)).tuned(seed, quick)
 
 
 @experiment(
@@ -60,7 +60,7 @@ def conservative(seed: int, quick: bool) -> Numbers:
     log Z of its head (S3). Arms have 3, 4, 4 and 6 heads of size 16, and so equally many weights. All arms of a seed
     see the same windows, each with the step size that was best for it on seed 0.
     """
-    text = Text(_LENGTH)
+    text = ReferenceText(_LENGTH)
     arms = _arms(text)
     found = {name: loss for name, (loss, _) in arms.losses(seed, quick).items()}
     return {

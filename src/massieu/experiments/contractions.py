@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from massieu.experiments.arms import Arms
 from massieu.experiments.descriptions import described
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Text
+from massieu.experiments.text import ReferenceText
 from massieu.experiments.transformer import Transformer, TransformerBlock
 
 _LENGTH, _WIDTH, _STEPS = 48, 48, 300
@@ -118,7 +118,7 @@ def contractions(seed: int, quick: bool) -> Numbers:
     linear centred kernel alignment, and compared with that of two seeds with LayerNorm. Whitening uses the batch's
     moments in training, and so sees later tokens there; afterwards it uses their running mean.
     """
-    text = Text(_LENGTH)
+    text = ReferenceText(_LENGTH)
     models = {
         name: lambda norm=norm: Transformer(
             text.vocabulary,

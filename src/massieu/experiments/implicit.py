@@ -8,7 +8,7 @@ from massieu import ops
 from massieu.experiments.arms import Arms, masked_loss
 from massieu.experiments.descriptions import described
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Text
+from massieu.experiments.text import ReferenceText
 from massieu.experiments.transformer import Transformer, TransformerBlock
 from massieu.solve import ConjugateGradients, Implicit, fixed_point
 
@@ -94,7 +94,7 @@ def implicit(seed: int, quick: bool) -> Numbers:
     are compared at the weights of the last arm, on held-out windows. A forward pass costs as many attentions as it has
     steps; the seconds of a seed are of all arms.
     """
-    text = Text(_LENGTH - 1)
+    text = ReferenceText(_LENGTH - 1)
     models = {name: lambda steps=steps: _model(text.vocabulary + 1, steps) for name, steps in _ARMS.items()}
     arms = Arms(text, models, dict.fromkeys(models, 1.2e-2), steps=_TRAINED, contexts=64, masked=True)
     found = arms.losses(seed, quick)

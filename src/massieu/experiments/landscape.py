@@ -8,7 +8,7 @@ from massieu.experiments.conservative import TiedAttention
 from massieu.experiments.descriptions import described
 from massieu.experiments.study import Numbers, experiment
 from massieu.experiments.tasks import mean_loss
-from massieu.experiments.text import Text
+from massieu.experiments.text import ReferenceText
 from massieu.experiments.training import minimise
 from massieu.experiments.transformer import Transformer, TransformerBlock
 
@@ -42,7 +42,7 @@ def landscape(seed: int, quick: bool) -> Numbers:
     experiment conservative whose write is the gradient of their log Z. A raw energy depends on the origin of the keys;
     attention does not.
     """
-    text = Text(_LENGTH)
+    text = ReferenceText(_LENGTH)
     tokens = text.test(seed)[:64, :-1]
     order = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     shuffled = tokens.gather(1, order)
@@ -53,7 +53,9 @@ def landscape(seed: int, quick: bool) -> Numbers:
     return found
 
 
-def _during(text: Text, arm: str, seed: int, steps: int, tokens: Tensor, shuffled: Tensor) -> dict[int, Numbers]:
+def _during(
+    text: ReferenceText, arm: str, seed: int, steps: int, tokens: Tensor, shuffled: Tensor
+) -> dict[int, Numbers]:
     """Energies at each step of `_AT`; at the end of training for those that it does not come to."""
     drawn = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():

@@ -3,7 +3,7 @@
 from massieu.experiments.arms import Arms
 from massieu.experiments.descriptions import described
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Text
+from massieu.experiments.text import ReferenceText
 from massieu.experiments.transformer import Transformer, TransformerBlock
 
 _LENGTH, _WIDTH, _STEPS = 48, 48, 300
@@ -23,7 +23,7 @@ def no_residual(seed: int, quick: bool) -> Numbers:
     the input before a write is added, at both sums of each block. 1 is a transformer, 1 − γ has the explicit term of
     S22, −1 reverses its sign.
     """
-    text = Text(_LENGTH)
+    text = ReferenceText(_LENGTH)
     models = {
         name: lambda kept=kept: Transformer(
             text.vocabulary,

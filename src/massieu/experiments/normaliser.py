@@ -5,7 +5,7 @@ from collections.abc import Callable
 from massieu.experiments.arms import Arms
 from massieu.experiments.criterion import Criterion
 from massieu.experiments.study import Numbers, experiment
-from massieu.experiments.text import Text
+from massieu.experiments.text import ReferenceText
 from massieu.experiments.transformer import Transformer, TransformerBlock
 from massieu.nn import (
     Attention,
@@ -43,7 +43,7 @@ def _with(made: Callable[[], Heads]) -> Callable[[int, int], TransformerBlock]:
     )
 
 
-def _arms(text: Text) -> Arms:
+def _arms(text: ReferenceText) -> Arms:
     models = {
         name: lambda made=made: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, block=_with(made))
         for name, made in _MADE.items()
@@ -52,7 +52,7 @@ def _arms(text: Text) -> Arms:
 
 
 def _tune(seed: int, quick: bool) -> Numbers:
-    return _arms(Text(_LENGTH)).tuned(seed, quick)
+    return _arms(ReferenceText(_LENGTH)).tuned(seed, quick)
 
 
 @experiment(
@@ -78,7 +78,7 @@ def normaliser(seed: int, quick: bool) -> Numbers:
     Arms differ in the map from scores to weights alone, and see the same windows, each with the step size that was best
     for it on seed 0. The comparison is after a short training, not at convergence.
     """
-    text = Text(_LENGTH)
+    text = ReferenceText(_LENGTH)
     arms = _arms(text)
     losses = {name: loss for name, (loss, _) in arms.losses(seed, quick).items()}
     return {

@@ -18,7 +18,7 @@ def _characters() -> tuple[Int[Tensor, " n"], int]:
     return torch.tensor([known[character] for character in text]), len(known)
 
 
-class Text:
+class ReferenceText:
     """Windows of the text; the last tenth is held out. There is no exact law: models are compared with each other."""
 
     def __init__(self, length: int) -> None:

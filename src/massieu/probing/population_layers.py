@@ -19,7 +19,8 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo, find_sites, first_pass
 from massieu.probing.checks.check import check_evaluating
 from massieu.probing.model.forward import named_inputs, run
-from massieu.probing.model.model import as_loaded, dummy_inputs, model_inputs
+from massieu.probing.model.given import Model, given_model
+from massieu.probing.model.model import dummy_inputs, load, model_inputs
 from massieu.probing.model.watching import memory
 from massieu.probing.stream.chains import ModuleCall, chain_between, recording
 from massieu.probing.stream.replay import AffineQuery, affine_projections, output_maps, relative_difference
@@ -33,7 +34,7 @@ _NO_STEP = {
 }
 
 
-def population_layers(model: nn.Module, *, layer: int | None = None, inputs: Any = None) -> Composition:
+def population_layers(model: Model, data: Any = None, *, layer: int | None = None) -> Composition:
     """The blocks of a model as operators on its tokens, each a composition of attention and feed-forward part.
 
     Attention's maps and all norms are copies, in at least float32; the feed-forward part calls the model's own modules.
@@ -41,11 +42,11 @@ def population_layers(model: nn.Module, *, layer: int | None = None, inputs: Any
     first block are part of them.
 
     Args:
-        model: An encoder, of `transformers` or any other, in evaluation mode, whose tokens all attend to each other.
+        model: An encoder whose tokens all attend to each other: a name, a `massieu.Checkpoint`, or a module of
+            `transformers` or any other in evaluation mode.
+        data: What the check runs on: one batch of unpadded inputs as for `massieu.describe`; for a model of `transformers` a
+            made-up one of 16 tokens by default. A window that is wider than they are does not show.
         layer: One block only, counted from 0.
-        inputs: What the check runs on, a batch of unpadded inputs in any form that `probe` takes; for a model of
-            `transformers` a made-up one of 16 tokens by default. A window that is
-            wider than they are does not show.
 
     Returns:
         A composition of the blocks, which are compositions; or with `layer` that block.
@@ -53,7 +54,7 @@ def population_layers(model: nn.Module, *, layer: int | None = None, inputs: Any
     Raises:
         InputError: the block is no function of the set of its tokens (causal, windows, positions in queries and keys or in
             scores), or of no form that is known, and why; it differs from the module's own output, and by how much; there is
-            no such layer; the model does not say what it reads and ``inputs`` are not given; it is in training mode, or
+            no such layer; the model does not say what it reads and no batch is given; it is in training mode, or
             without weights (on the meta device).
 
     Example:
@@ -70,9 +71,9 @@ def population_layers(model: nn.Module, *, layer: int | None = None, inputs: Any
         >>> torch.allclose(moved, moved[0].expand(8, 8), atol=1e-6)
         True
     """
-    trunk = as_loaded(model).module
+    trunk = load(given_model(model)).module
     check_evaluating(trunk.modules())
-    blocks = _blocks(_forward_pass(trunk, inputs))
+    blocks = _blocks(_forward_pass(trunk, data))
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer not in blocks):
         raise InputError(f"layer must be in 0 … {len(blocks) - 1}, got {described(layer)}")
     with torch.no_grad():
@@ -101,8 +102,8 @@ class _ForwardPass:
     """By a step's index, `affine_projections` of its attention."""
 
 
-def _forward_pass(model: nn.Module, inputs: Any) -> _ForwardPass:
-    prepared = model_inputs(model, dummy_inputs(model) if inputs is None else named_inputs(model, inputs))
+def _forward_pass(model: nn.Module, data: Any) -> _ForwardPass:
+    prepared = model_inputs(model, dummy_inputs(model) if data is None else named_inputs(model, data))
     steps: list[Step] = []
     seen = first_pass(model, prepared)
     if not seen.calls:

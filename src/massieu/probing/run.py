@@ -1,108 +1,57 @@
 """`probe`: a model and text in, a result out; and `describe`: what would be read, without any text."""
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from dataclasses import replace as with_changes
+from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.foundation.arguments import flag, of_class, real, whole_number
-from massieu.foundation.doors import any_of, count, function, input_door, path, sequence, text
+from massieu.foundation.arguments import described
+from massieu.foundation.doors import check_fields, count, sequence
 from massieu.foundation.doors import seed as check_seed
 from massieu.interruption import Interruption, interruptible
+from massieu.probing.data.given import Data, Images, Pairs, given_data
 from massieu.probing.model.forward import named_inputs
-from massieu.probing.model.model import dummy_inputs, load_tokenizer
+from massieu.probing.model.given import Checkpoint, Model, given_model
+from massieu.probing.model.model import dummy_inputs
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.per_token import check_per_token
-from massieu.probing.replaced.effect import Replace
+from massieu.probing.replaced.replacement import Replacement, replacements, with_heads
+from massieu.probing.replaced.rules import Rule
 from massieu.probing.result.result import ProbeResult
-from massieu.probing.session.course import STORE_EVERY, course_for
 from massieu.probing.session.draws import DRAWS
+from massieu.probing.session.run import Run, given_run
 from massieu.probing.session.session import Input, ProbeProgress, Session
 from massieu.probing.session.sharing import Sharing
-from massieu.probing.session.sources import load_given, of_images, of_text
+from massieu.probing.session.sources import Opening
 from massieu.probing.statistics.catalogue import Named, Selection
-from massieu.probing.statistics.registry import (
-    ATTENTION,
-    CLIMB,
-    MAPS,
-    REPEATED,
-    REPLACEMENT,
-)
+from massieu.probing.statistics.registry import ATTENTION, CLIMB, MAPS, REPEATED, REPLACEMENT
 from massieu.probing.sums.units import Units
 from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
 
+BATCH_SIZE = 8
+"""Windows in a batch, unless a probe is told otherwise."""
+QUICK = "quick"
+"""In place of names of statistics: those of the attention, without control and examples."""
 
-@input_door(
-    model=any_of("a name, a path or a torch.nn.Module", str, Path, nn.Module),
-    seed=check_seed,
-    max_length=count,
-    max_tokens=whole_number,
-    batch_size=count,
-    query_sample=count,
-    generate=count,
-    replace_windows=count,
-    store_every=real,
-    trust_remote_code=flag,
-    distributed=flag,
-    resume=flag,
-    quick=flag,
-    packing=flag,
-    revision=text,
-    progress=function,
-    running=path,
-    column=text,
-    source=text,
-    target=text,
-    bos=flag,
-    sharing=partial(of_class, kind="Sharing"),
-    statistics=sequence,
-    texts=any_of("a string or a list of strings", str, Iterable),
-    text=any_of("a path or a list of paths", str, os.PathLike, Iterable),
-)
-@torch.inference_mode(False)  # slopes need derivatives, wherever the caller stands
+
 def probe(
-    model: str | Path | nn.Module | None = None,
-    tokenizer_or_batches: Any = None,
+    model: Model = None,
+    data: Any = None,
     *,
-    text: Sequence[str | Path] | str | Path | None = None,
-    texts: Iterable[Any] | None = None,
-    images: Iterable[Any] | str | Path | None = None,
-    column: str | None = None,
-    source: str | None = None,
-    target: str | None = None,
-    statistics: Sequence[Named] | None = None,
-    max_length: int | None = None,
-    max_tokens: int | None = None,
-    batch_size: int = 8,
-    packing: bool = True,
-    bos: bool | None = None,
-    query_sample: int | None = None,
-    generate: int | None = None,
-    replace: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
-    replace_per: Literal["all", "site", "head"] = "all",
-    replace_windows: int = 16,
-    quick: bool = False,
-    draws: int | None = None,
+    statistics: Iterable[Named] | str | None = None,
+    replace: str | Rule | Replacement | Sequence[str | Rule | Replacement] = (),
+    draws: int = DRAWS,
     per_token: bool | Sequence[str] = False,
-    device: str | None = None,
-    dtype: str | None = None,
+    query_sample: int | None = None,
+    batch_size: int = BATCH_SIZE,
     seed: int = 0,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    device_map: str | dict[str, Any] | None = None,
-    distributed: bool = False,
-    running: str | Path | None = None,
-    resume: bool = False,
-    store_every: float = STORE_EVERY,
-    progress: Callable[[ProbeProgress], None] | None = None,
-    sharing: Sharing | None = None,
+    run: str | PathLike[str] | Run | None = None,
 ) -> ProbeResult:
     """Measure every attention head and residual step of a transformer on text: weights, entropy, log Z, controls.
 
@@ -110,57 +59,28 @@ def probe(
     kept as running results, so memory does not grow with the text.
 
     Args:
-        model: a folder (of a model, or of an adapter to one), a GGUF file, a hub name, any module in memory, or None for the
-            MiniLM sentence encoder. What wraps a module is taken off: DDP, ``torch.compile``, PEFT, SentenceTransformer.
-        tokenizer_or_batches: for a model in memory, its tokenizer, the folder or hub name of that, or an iterable of batches as
-            its forward takes them: a tensor, a tuple (arguments in order) or a mapping (by name). Padding is known from a
-            mask (B, L) in a mapping: ``attention_mask`` is True at real tokens, ``key_padding_mask``,
-            ``src_key_padding_mask`` and ``tgt_key_padding_mask`` are True at padding. A model loaded by name brings its own
-            tokenizer.
-        text: files, folders or ``"-"``; None is the English reference text that every Python ships.
-        texts: the text itself, in place of ``text``: a string, a document in each string, or a ``Dataset`` or
-            ``IterableDataset`` of the package `datasets`.
-        column: column of a data set or of a file, or field of JSON objects, that holds the text; None is "text".
-        source, target: for an encoder–decoder, in place of ``column``: the columns of the texts that the encoder and the
-            decoder read, each pair in a row of its own. ``texts`` may then be pairs of strings, without such names.
+        model: a name (a folder, of a model or of an adapter to one, a GGUF file, or a name on the hub), a
+            `massieu.Checkpoint`, which also says how it is loaded, any module in memory, or None for the MiniLM sentence
+            encoder. What wraps a module is taken off: DDP, ``torch.compile``, PEFT, SentenceTransformer.
+        data: a `massieu.Text`, `massieu.Pairs`, `massieu.Images` or `massieu.Batches`. A path, or a list of paths, names
+            text; every other iterable holds batches; None is the English reference text that every Python ships. A module in
+            memory reads text with a tokenizer that it is given: ``massieu.Text(paths, tokenizer)``.
         statistics: names of statistics or groups, and functions of your own (see `massieu.statistic`) or your own groups; None
-            is all of the package's that are cheap.
-        max_length: tokens in a window, or in each side of a pair; None is 256, or as many as the model has positions for if
-            these are fewer.
-        max_tokens: stop after this many tokens.
-        batch_size: windows in a batch; it changes no number beyond rounding.
-        packing: cut the text into full windows; False keeps one document per row, with padding. Of batches, False says that
-            their rows are documents: independent, where windows of one text are like their neighbours.
-        bos: whether rows of text begin with the BOS token; None leaves it to the tokenizer's own setting. The page and
-            the terminal say which.
-        query_sample: at most this many queries per window for the per-query statistics (long inputs).
-        generate: each document is a prompt, and the model writes at most this many tokens after it, by its own ``generate``
-            with a cache. The attention statistics are then those of the query that each new token came of.
-        replace: rules, as for `massieu.replaced`, and ``"off(mean)"``, each head's mean output over the text. What each
-            changes is in ``result.run.replacements``: the loss of a model that predicts the next token, else its output.
-        replace_per: everywhere at once, or for each attention site or each head by itself: a forward pass a window for each.
-        replace_windows: on so many sampled windows.
-        quick: the attention's statistics alone, with standard errors: no re-initialised control, no examples, and a
-            self-check on one window in place of two.
-        draws: so many re-initialised models are drawn, one at a time, and heads are compared with the law of theirs; None is
-            8. With fewer than 4 the law's tails cannot be seen, and heads have to differ by twice as much.
+            is all of the package's that are cheap. ``"quick"`` is those of the attention with their standard errors alone: no
+            re-initialised control, and no examples.
+        replace: rules, as for `massieu.replaced`, and ``"off(mean)"``, each head's mean output over the text; or
+            `massieu.Replacement`, which also says in what it is put, and on how many windows it is measured. What each changes
+            is in ``result.run.replacements``: the loss of a model that predicts the next token, else its output.
+        draws: so many re-initialised models are drawn, one at a time, and heads are compared with the law of theirs. With
+            fewer than 4 the law's tails cannot be seen, and heads have to differ by twice as much. With 0 nothing is compared.
         per_token: True writes the value of every statistic of the attention at every query, a list of names those alone;
-            `massieu.ProbeResult.tokens` reads them. The rows go into ``running``, else into a temporary folder, and
+            `massieu.ProbeResult.tokens` reads them. The rows go into the folder of ``run``, else into a temporary one, and
             ``save`` puts them beside the tables. About 4 bytes for each value.
-        device, dtype: where and in which type a model is loaded by name; a GPU where there is one, and float32.
-        seed: of everything that is drawn: samples, directions and the re-initialised copy.
-        revision, trust_remote_code: as for ``from_pretrained`` of ``transformers``.
-        device_map: in place of ``device``, for a model that is larger than one: "auto" spreads its layers over the devices,
-            main memory and the disk; needs `accelerate`.
-        distributed: the processes of the default group of ``torch.distributed`` share the text: each is given all of it,
-            reads its batches and gets the result of all. Where a model is loaded by name, each loads its own.
-        running: a folder to store running sums in, every ``store_every`` minutes and when Ctrl-C ends the reading, and
-            the rows of ``per_token``. With ``replace`` nothing is stored there, since such a run begins at the beginning.
-        resume: go on from what is stored in ``running``, by a run of the same model, text and settings; the result is the
-            one of a run without a break. Where nothing is stored, the reading begins at the beginning.
-        store_every: minutes.
-        progress: called after every batch.
-        sharing: what this probe has in common with others; `massieu.compare` gives it.
+        query_sample: at most this many queries per window for the per-query statistics (long inputs).
+        batch_size: windows in a batch; it changes no number beyond rounding.
+        seed: of everything that is drawn: samples, directions and the re-initialised copies.
+        run: a folder to store running sums in, or a `massieu.Run`, which also goes on from stored ones, shares the text among
+            processes, and says how far it is.
 
     Returns:
         The result; ``complete`` is False when Ctrl-C ended it early.
@@ -184,90 +104,125 @@ def probe(
         >>> [0 < row["value"] < 2.08 for row in result.heads.rows(named=True) if row["statistic"] == "entropy"]
         [True, True]
     """
-    if not isinstance(quick, bool):
-        raise InputError(f"quick must be True or False, got {quick!r}")
-    selection = (Selection.of_quick if quick else Selection.of)(statistics)
+    asked = Measurement(statistics, replacements(replace), draws, per_token, query_sample, batch_size, seed)
+    return measured(given_model(model), given_data(data), asked, given_run(run))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a probe measures, whatever the model and the text: see `probe`, whose arguments these are.
+
+    Attributes:
+        selection: what was asked for by `statistics`.
+    """
+
+    statistics: Iterable[Named] | str | None = None
+    replace: tuple[Replacement, ...] = ()
+    draws: int = DRAWS
+    per_token: bool | Sequence[str] = False
+    query_sample: int | None = None
+    batch_size: int = BATCH_SIZE
+    seed: int = 0
+    selection: Selection = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self, draws=count, query_sample=count, batch_size=count, seed=check_seed, statistics=_names)
+        if self.draws < 0 or self.draws == 1:
+            raise InputError(f"draws must be a whole number, 2 or more, or 0 for no control, got {self.draws}")
+        for name in ("query_sample", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be at least 1, got {value}")
+        if not (self.statistics is None or isinstance(self.statistics, str)):
+            object.__setattr__(self, "statistics", list(self.statistics))  # several models may be measured by one
+        object.__setattr__(self, "selection", Selection.of([ATTENTION] if self.quick else self.statistics))
+
+    @property
+    def quick(self) -> bool:
+        """Whether the attention's statistics are measured by themselves, without control and examples."""
+        return isinstance(self.statistics, str)
+
+    def settings(self) -> dict[str, Any]:
+        """What was said of it, as a result's record holds it."""
+        named = None if self.quick else self.selection.asked
+        said: dict[str, Any] = {"statistics": named, "batch_size": self.batch_size, "query_sample": self.query_sample}
+        said |= {"quick": self.quick, "draws": self.draws}
+        if own := self.selection.catalogue.digests():
+            said |= {"own_statistics": own}
+        return said | ({"replace": [f"{each.name} for {each.per}" for each in self.replace]} if self.replace else {})
+
+
+@torch.inference_mode(False)  # slopes need derivatives, wherever the caller stands
+def measured(
+    model: Checkpoint | nn.Module, data: Data, asked: Measurement, run: Run, sharing: Sharing | None = None
+) -> ProbeResult:
+    """`probe` of what was checked by itself.
+
+    Args:
+        sharing: what this probe has in common with others.
+    """
+    selection = asked.selection
     wanted, groups = selection.names, selection.groups
-    draws = DRAWS if draws is None else draws
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 2:
-        raise InputError(f"draws must be a whole number, 2 or more, got {draws!r}; quick leaves the control out")
-    rows = check_per_token(per_token, selection)
-    replacing = Replace.create(replace, replace_per, replace_windows)
-    if REPLACEMENT in groups:
-        replacing = replacing.with_heads()
-    sizes: dict[str, Any] = {"max_length": max_length, "max_tokens": max_tokens, "batch_size": batch_size}
-    for name, value in {
-        **sizes,
-        "query_sample": query_sample,
-        "generate": generate,
-        "replace_windows": replace_windows,
-    }.items():
-        least = 4 if name == "max_length" else 1
-        if value is not None and value < least:
-            raise InputError(f"{name} must be at least {least}, got {value}")
-    loading: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
-    loading |= {"trust_remote_code": trust_remote_code, "device_map": device_map}
-    settings = {"statistics": selection.asked, "column": column, "packing": packing}
-    if own := selection.catalogue.digests():
-        settings |= {"own_statistics": own}
-    settings |= {"source": source, "target": target, "bos": bos}
-    if isinstance(tokenizer_or_batches, str | Path) and images is None:
-        settings |= {"tokenizer": str(tokenizer_or_batches)}
-        tokenizer_or_batches = load_tokenizer(tokenizer_or_batches, trust_remote_code=trust_remote_code)
-    settings |= {**sizes, "query_sample": query_sample, "generate": generate, "quick": quick, "draws": draws, **loading}
-    if generate is not None:
-        wanted, groups, packing = _while_generating(selection), frozenset({ATTENTION}), False
-        loading["head"] = True
-        if rows:
-            raise InputError("per_token and generate do not work together: give one of them")
-        if replacing.wanted:
-            raise InputError("replace and generate do not work together: give one of them")
-    if replacing.wanted:
-        settings |= {"replace": [f"{name} for {per}" for name, _, per in replacing.rules]}
-        loading.setdefault("head", "if any")
-        if distributed or resume:
-            raise InputError(
-                "replace needs a single process that reads from the beginning: leave out torchrun and resume"
-            )
-        running = None  # the windows that are run again are in no running sums, so none could be gone on from
-    if REPEATED in groups:
-        loading.setdefault("head", "if any")
-    if rows:
-        settings |= {"per_token": list(rows)}
-        if distributed and running is None:
-            raise InputError(
-                "per_token with distributed=True needs running=, a folder that all processes write their rows to"
-            )
-    course = course_for(distributed, running, resume, store_every, settings)
-    tell = progress or (lambda _: None)
-    if images is not None:
-        settings_of_text = {
-            "text": text,
-            "source": source,
-            "target": target,
-            "generate": generate,
-            "max_tokens": max_tokens,
-            "bos": bos,
-        }
-        loaded, given = of_images(model, tokenizer_or_batches, images, texts, settings_of_text, sizes, loading, tell)
-    else:
-        asked = (text, texts, source, target, column, packing, generate, bos)
-        loaded, given = of_text(model, tokenizer_or_batches, asked, sizes, loading, sharing, tell)
+    rows = check_per_token(asked.per_token, selection)
+    replacing = with_heads(asked.replace) if REPLACEMENT in groups else asked.replace
+    new_tokens = None if isinstance(data, Pairs | Images) else data.continue_for
+    if new_tokens is not None:
+        wanted, groups = _while_generating(selection), frozenset({ATTENTION})
+    _check_together(run, new_tokens is not None, bool(replacing), bool(rows))
+    settings = _settings(model, data, with_changes(asked, replace=replacing), rows)
+    course = run.course(settings, stores=not replacing)  # the windows that are run again are in no running sums
+    head = True if new_tokens is not None else "if any" if replacing or REPEATED in groups else False
+    loaded, given = Opening(model, head, asked.batch_size, run.tell, sharing).input(data)
     units = Units(mode="window" if given.packing else "document")
     options = Options(
-        groups, units, given.max_length, query_sample, seed=seed, statistics=wanted, quick=quick, new_tokens=generate,
-        replace=replacing, per_token=rows, draws=draws, catalogue=selection.catalogue,
+        groups, units, given.max_length, asked.query_sample, seed=asked.seed, statistics=wanted, examples=not asked.quick,
+        new_tokens=new_tokens, replace=replacing, per_token=rows, draws=0 if asked.quick else asked.draws,
+        catalogue=selection.catalogue,
     )  # fmt: skip
     settings["max_length"] = course.settings["max_length"] = given.max_length
+    limit = settings["max_tokens"]
     with interruptible() as interruption:
-        if resume and not course.found():
-            tell(ProbeProgress(f"nothing is stored in {running}: reading from the beginning"))
+        if run.resume and not course.found():
+            run.tell(ProbeProgress(f"nothing is stored in {run.folder}: reading from the beginning"))
         session = Session(
-            loaded, given, options, _holding(tell, interruption), max_tokens, course=course, sharing=sharing
+            loaded, given, options, _holding(run.tell, interruption), limit, course=course, sharing=sharing
         )
         complete = session.read_all(interruption.asked) and session.replace_all(interruption.asked)
-        tell(ProbeProgress("writing", session.tokens, max_tokens, session.read))
+        run.tell(ProbeProgress("writing", session.tokens, limit, session.read))
         return session.result(wanted, settings, complete)
+
+
+def _names(name: str, value: object) -> None:
+    """Raises:
+    TypeError: neither names of statistics nor `QUICK`.
+    """
+    if isinstance(value, str) and value != QUICK:
+        raise TypeError(f'{name} must be a list of names, or "{QUICK}", got {described(value)}')
+    if not isinstance(value, str):
+        sequence(name, value)
+
+
+def _check_together(run: Run, generates: bool, replaces: bool, rows: bool) -> None:
+    """Raises:
+    InputError: two things were asked for that cannot be had together.
+    """
+    if generates and rows:
+        raise InputError("per_token and continue_for do not work together: give one of them")
+    if generates and replaces:
+        raise InputError("replace and continue_for do not work together: give one of them")
+    if replaces and (run.distributed or run.resume):
+        raise InputError("replace needs a single process that reads from the beginning: leave out torchrun and resume")
+    if rows and run.distributed and run.folder is None:
+        raise InputError(
+            "per_token with distributed=True needs a folder that all processes write their rows to: massieu.Run(folder, …)"
+        )
+
+
+def _settings(model: Checkpoint | nn.Module, data: Data, asked: Measurement, rows: Sequence[str]) -> dict[str, Any]:
+    """What was said of a run, as its record holds it, and as a run that goes on from it has to say again."""
+    loading = model if isinstance(model, Checkpoint) else Checkpoint()
+    settings = data.settings() | asked.settings() | loading.settings()
+    return settings | ({"per_token": list(rows)} if rows else {})
 
 
 def _while_generating(selection: Selection) -> frozenset[str]:
@@ -311,28 +266,16 @@ class Description:
         return plain(vars(self))
 
 
-@input_door(
-    model=any_of("a name, a path or a torch.nn.Module", str, Path, nn.Module), trust_remote_code=flag, revision=text
-)
 @torch.inference_mode(False)
-def describe(
-    model: str | Path | nn.Module | None = None,
-    inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    device_map: str | dict[str, Any] | None = None,
-) -> Description:
+def describe(model: Model = None, data: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None) -> Description:
     """Find the attention layers, heads and residual steps of a model from one tiny made-up input; needs no text.
 
     Args:
         model: as for `probe`.
-        inputs: one batch, in any form that `probe` takes; needed where the model does not say what it reads.
+        data: one batch, in any form that a model's forward takes it; needed where the model does not say what it reads.
 
     Raises:
-        InputError: as for `probe`; also when the model reads neither tokens nor images and ``inputs`` is not given.
+        InputError: as for `probe`; also when the model reads neither tokens nor images and no batch is given.
 
     Example:
         A model of `transformers`, then one attention of PyTorch's own.
@@ -351,10 +294,12 @@ def describe(
         >>> [(site.kind, site.heads, site.route) for site in massieu.describe(attention, (tokens,) * 3).sites]
         [('self', 2, 'tap')]
     """
-    loading: dict[str, Any] = {"device": device, "dtype": dtype, "revision": revision}
-    loading |= {"trust_remote_code": trust_remote_code, "device_map": device_map}
-    loaded = load_given(model, None, needs_tokenizer=False, **loading)
-    ready = dummy_inputs(loaded.module) if inputs is None else named_inputs(loaded.module, inputs)
+    if isinstance(data, Data):
+        raise InputError(
+            f"describe reads one batch, as a model's forward takes it, and no massieu.{type(data).__name__}"
+        )
+    loaded = Opening(given_model(model), False, 1, lambda _: None).loaded()
+    ready = dummy_inputs(loaded.module) if data is None else named_inputs(loaded.module, data)
     options = Options(frozenset({CLIMB, MAPS}), Units(), 256, climb_queries=4)
     given = Input([ready], "made-up input", True, 256, None)
     session = Session(loaded, given, options, lambda _: None, None)

@@ -57,7 +57,7 @@ def check_equal(result, site, expected, real=None):
 def test_an_encoder_of_pytorch_equals_explicit_attention(batch_first, norm_first):
     model, tokens = plain.encoder(batch_first=batch_first, norm_first=norm_first), states()
     batch = tokens if batch_first else tokens.transpose(0, 1)
-    result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
+    result = massieu.probe(model, massieu.Batches([batch], window=LENGTH), statistics=STATISTICS, draws=0)
     for site in ("layers.0.self_attn", "layers.1.self_attn"):
         module = model.get_submodule(site)
         given = attention_inputs(model, site, batch)
@@ -70,7 +70,7 @@ def test_an_encoder_of_pytorch_equals_explicit_attention(batch_first, norm_first
 @pytest.mark.parametrize("options", [{"fused": True}, {"fused": False}, {"fused": True, "sequential": True}])
 def test_a_gpt_written_by_hand_equals_explicit_attention(options):
     model, batch = plain.gpt(**options), ids()
-    result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
+    result = massieu.probe(model, massieu.Batches([batch], window=LENGTH), statistics=STATISTICS, draws=0)
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     for index in range(2):
         site = f"blocks.{index}.attention"
@@ -104,7 +104,7 @@ def test_the_wiring_of_an_encoder(batch_first, norm_first):
 def test_an_encoder_is_one_whichever_dimension_is_first():
     tokens = states(length=12)
     tables = [
-        massieu.probe(plain.encoder(batch_first=batch_first), [batch], max_length=12).table
+        massieu.probe(plain.encoder(batch_first=batch_first), massieu.Batches([batch], window=12)).table
         for batch_first, batch in ((True, tokens), (False, tokens.transpose(0, 1)))
     ]
     assert "own_write_slope_selective" in set(tables[0]["statistic"])
@@ -133,7 +133,7 @@ def test_padding_by_pytorchs_own_mask_is_left_out(nested):
     hidden = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
     hidden[1, 7:] = hidden[2, 5:] = True
     batch = {"src": tokens, "src_key_padding_mask": hidden}
-    result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
+    result = massieu.probe(model, massieu.Batches([batch], window=LENGTH), statistics=STATISTICS, draws=0)
     module = model.get_submodule("layers.0.self_attn")
     expected = plain.attention(tokens, module.in_proj_weight, module.in_proj_bias, hidden[:, None, None])
     check_equal(result, "layers.0.self_attn", expected, real=~hidden)
@@ -143,12 +143,13 @@ def test_padding_by_pytorchs_own_mask_is_left_out(nested):
 
 @pytest.mark.medium
 def test_as_many_items_as_tokens_are_told_apart_by_batch_first():
-    tokens, options = states(length=4, rows=4), {"statistics": ["entropy", "effective_rank"], "max_length": 4}
+    tokens, names = states(length=4, rows=4), ["entropy", "effective_rank"]
     for batch_first in (True, False):
         model = plain.encoder(batch_first=batch_first)
         together = tokens if batch_first else tokens.transpose(0, 1)
         apart = tokens.split(1, dim=0) if batch_first else together.split(1, dim=1)
-        tables = [massieu.probe(model, batches, **options).table for batches in ([together], apart)]
+        data = [massieu.Batches(each, window=4) for each in ([together], apart)]
+        tables = [massieu.probe(model, each, statistics=names).table for each in data]
         own = [table.filter(~polars.col("statistic").str.contains("/reinit|/p_value|/q_value")) for table in tables]
         assert own[0].select("site", "statistic", "count").equals(own[1].select("site", "statistic", "count"))
         values = [torch.tensor(table["value"].to_list(), dtype=torch.float64) for table in own]
@@ -157,7 +158,7 @@ def test_as_many_items_as_tokens_are_told_apart_by_batch_first():
 
 def test_where_nothing_tells_items_and_tokens_apart_the_stream_is_left_out_with_the_reason():
     asked = ["entropy", "climb", "expansion"]
-    result = massieu.probe(plain.gpt(), [ids(rows=6, length=6)], max_length=6, statistics=asked)
+    result = massieu.probe(plain.gpt(), massieu.Batches([ids(rows=6, length=6)], window=6), statistics=asked)
     assert [entry.statistic for entry in result.run.unavailable if entry.of == "model"] == ["expansion"]
     assert "as many items as tokens" in result.run.unavailable[0].reason
     assert "as many items as tokens" in result.run.sites[0].unavailable["climb"]
@@ -184,7 +185,7 @@ def test_one_attention_by_itself_and_without_a_batch():
     model = plain.sharp(nn.MultiheadAttention(plain.WIDTH, plain.HEADS, batch_first=True))
     tokens = states(rows=1)
     for batch in ((tokens,) * 3, (tokens[0],) * 3):
-        result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
+        result = massieu.probe(model, massieu.Batches([batch], window=LENGTH), statistics=STATISTICS, draws=0)
         check_equal(result, "(the module itself)", plain.attention(tokens, model.in_proj_weight, model.in_proj_bias))
         assert result.run.text.windows == 1
 
@@ -195,7 +196,8 @@ def test_a_model_of_transformers_inside_another_module_gives_its_own_numbers():
     # Without the mask's name nothing says what is padding, so no token is.
     cases = ((inner, batch), (plain.Holder(inner).eval(), batch["input_ids"]))
     own, around = (
-        massieu.probe(module, [given], statistics=STATISTICS, max_length=20, quick=True) for module, given in cases
+        massieu.probe(module, massieu.Batches([given], window=20), statistics=STATISTICS, draws=0)
+        for module, given in cases
     )
     assert {site.route for site in around.run.sites} == {"interface"}
     assert [site.name for site in around.run.sites] == [f"inner.{site.name}" for site in own.run.sites]
@@ -217,7 +219,7 @@ def odd(*kinds):
 @pytest.mark.medium
 def test_of_scores_alone_only_what_needs_no_more_is_given():
     model, batch = odd(plain.Curved, None), ids()
-    result = massieu.probe(model, [batch], max_length=LENGTH)
+    result = massieu.probe(model, massieu.Batches([batch], window=LENGTH))
     first, second = result.run.sites
     assert [(site.route, site.grade) for site in (first, second)] == [("tap", "scores"), ("tap", "full")]
     assert "scores alone" in result.run.capture.route
@@ -277,7 +279,7 @@ def test_the_self_check_compares_the_models_weights_where_its_output_has_no_know
 
 
 def test_what_cannot_be_read_is_named_with_its_reason():
-    result = massieu.probe(odd(plain.Mixed, None), [ids()], statistics=["entropy"], max_length=LENGTH)
+    result = massieu.probe(odd(plain.Mixed, None), massieu.Batches([ids()], window=LENGTH), statistics=["entropy"])
     (warning,) = result.run.warnings
     assert "blocks.0.attention is not read" in warning
     assert [site.name for site in result.run.sites] == ["blocks.1.attention"]
@@ -326,7 +328,7 @@ def test_the_blocks_of_any_encoder_are_operators_on_its_tokens():
     model, batch = plain.gpt(sequential=True), ids()
     for block in model.blocks:
         block.attention.causal = False
-    operators = massieu.population_layers(model, inputs=batch)
+    operators = massieu.population_layers(model, batch)
     with torch.no_grad():
         tokens = model.tokens(batch) + model.places.weight[:LENGTH]
         assert torch.allclose(operators(tokens), model.blocks(tokens), rtol=1e-5, atol=1e-4)
@@ -348,12 +350,12 @@ def test_the_control_is_freshly_drawn_and_nothing_else_is():
         assert torch.equal(value, again.state_dict()[name]), name
         if value.dim() > 1:
             assert not torch.isclose(value, before[name]).any(), name
-    result = massieu.probe(model, [ids()], statistics=["entropy"], max_length=LENGTH)
+    result = massieu.probe(model, massieu.Batches([ids()], window=LENGTH), statistics=["entropy"])
     assert "entropy/reinitialised" in set(result.heads["statistic"])
 
 
 def test_a_weight_that_no_initialisation_reaches_leaves_the_control_out_by_name():
-    result = massieu.probe(plain.gpt(table=False), [ids()], statistics=["entropy"], max_length=LENGTH)
+    result = massieu.probe(plain.gpt(table=False), massieu.Batches([ids()], window=LENGTH), statistics=["entropy"])
     (warning,) = result.run.warnings
     assert "control is left out" in warning
     assert "places" in warning
@@ -370,7 +372,7 @@ def test_a_weight_that_feeds_no_attention_keeps_its_value_and_is_named():
             return super().forward(ids) * self.temperature
 
     torch.manual_seed(0)
-    result = massieu.probe(plain.sharp(Scaled()), [ids()], statistics=["entropy"], max_length=LENGTH)
+    result = massieu.probe(plain.sharp(Scaled()), massieu.Batches([ids()], window=LENGTH), statistics=["entropy"])
     (warning,) = result.run.warnings
     assert "control keeps" in warning.replace("it ", "")
     assert "temperature" in warning
@@ -402,7 +404,9 @@ def test_initialisations_of_a_models_own_are_applied():
             return super().forward(ids)
 
     torch.manual_seed(0)
-    result = massieu.probe(Watchful(table=False).eval(), [ids()], statistics=["entropy"], max_length=LENGTH)
+    result = massieu.probe(
+        Watchful(table=False).eval(), massieu.Batches([ids()], window=LENGTH), statistics=["entropy"]
+    )
     assert "control is left out" in result.run.warnings[0]
     assert "broken weights" in result.run.warnings[0]
 
@@ -414,7 +418,7 @@ def test_initialisations_of_a_models_own_are_applied():
 def test_batches_of_every_form_are_one():
     model, batch = plain.gpt(), ids()
     tables = [
-        massieu.probe(model, [given], statistics=["entropy"], max_length=LENGTH, quick=True).heads
+        massieu.probe(model, massieu.Batches([given], window=LENGTH), statistics=["entropy"], draws=0).heads
         for given in (batch, (batch,), [batch], {"ids": batch})
     ]
     assert all(table.equals(tables[0]) for table in tables)
@@ -427,7 +431,9 @@ def test_batches_of_every_form_are_one():
         def forward(self, *given):
             return [None, (self.inner(*given),)]
 
-    found = massieu.probe(Loose(model).eval(), [(batch,)], statistics=["entropy"], max_length=LENGTH, quick=True).heads
+    found = massieu.probe(
+        Loose(model).eval(), massieu.Batches([(batch,)], window=LENGTH), statistics=["entropy"], draws=0
+    ).heads
     assert found["value"].equals(tables[0]["value"])
 
 
@@ -488,9 +494,9 @@ def test_bad_batches_are_one_sentence():
             massieu.probe(model, [batch], statistics=["entropy"])
         assert "\n" not in str(caught.value)
     for given in (ids(), {"ids": ids()}, 3):
-        with pytest.raises(InputError, match="tokenizer_or_batches must be an iterable of batches"):
+        with pytest.raises(InputError, match="batches must be an iterable of batches"):
             massieu.probe(model, given)
-    with pytest.raises(InputError, match="Gpt does not say what its inputs are; give inputs"):
+    with pytest.raises(InputError, match="Gpt does not say what its inputs are; give data"):
         massieu.describe(model)
 
 
@@ -530,7 +536,7 @@ def test_broken_numbers_are_named_and_the_rest_is_measured():
     model = plain.gpt()
     with torch.no_grad():
         model.blocks[1].attention.qkv.bias[0] = torch.nan  # of a query
-    result = massieu.probe(model, [ids()], statistics=["entropy"], max_length=LENGTH)
+    result = massieu.probe(model, massieu.Batches([ids()], window=LENGTH), statistics=["entropy"])
     assert "blocks.1.attention.qkv.bias" in result.run.trouble.sentence
     assert not result.run.self_check.passed
     assert numbers(result, "entropy", "blocks.0.attention").isfinite().all()
@@ -551,7 +557,7 @@ def test_what_a_module_is_afterwards_whatever_happened():
             massieu.probe(model, [batch], statistics=["entropy"])
         handle.remove()
     with pytest.raises(KeyboardInterrupt):
-        massieu.probe(model, [batch], statistics=["entropy"], progress=stop)
+        massieu.probe(model, [batch], statistics=["entropy"], run=massieu.Run(progress=stop))
     for module in model.modules():
         assert not module._forward_hooks, "no hook is left"
         assert not module._forward_pre_hooks, "no hook is left"
@@ -560,14 +566,14 @@ def test_what_a_module_is_afterwards_whatever_happened():
     with torch.no_grad():
         assert torch.equal(model(batch), before)
     with torch.inference_mode():
-        inside = massieu.probe(model, [batch], statistics=["entropy"], max_length=LENGTH).heads
-    assert inside.equals(massieu.probe(model, [batch], statistics=["entropy"], max_length=LENGTH).heads)
+        inside = massieu.probe(model, massieu.Batches([batch], window=LENGTH), statistics=["entropy"]).heads
+    assert inside.equals(massieu.probe(model, massieu.Batches([batch], window=LENGTH), statistics=["entropy"]).heads)
 
 
 def test_half_precision_and_float64():
     for dtype, tolerance in ((torch.float64, 1e-6), (torch.bfloat16, 5e-2)):
         model, batch = plain.gpt().to(dtype), ids()
-        result = massieu.probe(model, [batch], statistics=STATISTICS, max_length=LENGTH, quick=True)
+        result = massieu.probe(model, massieu.Batches([batch], window=LENGTH), statistics=STATISTICS, draws=0)
         site = "blocks.0.attention"
         module, later = model.get_submodule(site), torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
         given = attention_inputs(model, site, batch)

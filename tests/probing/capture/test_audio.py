@@ -11,7 +11,7 @@ from massieu.errors import InputError
 from massieu.probing.capture.tokens import BatchTokens
 from massieu.probing.data.token_names import frames_of, token_names
 from massieu.probing.model.model import as_loaded
-from massieu.probing.replaced.effect import Effects, Replace
+from massieu.probing.replaced.effect import Effects
 
 _SPEECH: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "conv_dim": (8, 8),
@@ -64,7 +64,7 @@ def of(result: Any, site: str = "") -> list[float]:
 def test_padding_of_samples_is_padding_of_frames(name):
     model = sharp(name)
     given = {"input_values": SAMPLES[:2], "attention_mask": MASK[:2]}
-    found = massieu.probe(model, [given], statistics=["entropy"], quick=True)
+    found = massieu.probe(model, [given], statistics=["entropy"], draws=0)
     real = model._get_feature_vector_attention_mask(19, MASK[:2])
     assert real.sum(1).tolist() == [19, 9]
     model.set_attn_implementation("eager")
@@ -112,7 +112,7 @@ def test_whispers_encoder_attends_to_all_of_its_window():
     ids = torch.tensor([[3, 9, 8, 7], [3, 9, 0, 0]])
     given = {"input_features": features, "decoder_input_ids": ids, "decoder_attention_mask": (ids > 0).long()}
     given["attention_mask"] = (torch.arange(60) < torch.tensor([[60], [30]])).long()  # which the model does not use
-    found = massieu.probe(model, [given], statistics=["entropy", "climb"], max_length=30)
+    found = massieu.probe(model, massieu.Batches([given], window=30), statistics=["entropy", "climb"])
     model.set_attn_implementation("eager")
     with torch.no_grad():
         stock = model(**given, output_attentions=True)
@@ -144,15 +144,15 @@ def test_a_row_too_short_for_a_frame_counts_nothing():
     model = sharp("wav2vec2")
     mask = MASK * torch.tensor([1, 1, 0])[:, None]
     assert int(model._get_feature_vector_attention_mask(19, mask)[2].sum()) > 0  # the model attends to its padding
-    both = massieu.probe(model, [{"input_values": SAMPLES, "attention_mask": mask}], statistics=["entropy"], quick=True)
+    both = massieu.probe(model, [{"input_values": SAMPLES, "attention_mask": mask}], statistics=["entropy"], draws=0)
     one = {"input_values": SAMPLES[:2], "attention_mask": mask[:2]}
-    assert of(both) == pytest.approx(of(massieu.probe(model, [one], statistics=["entropy"], quick=True)), rel=1e-5)
+    assert of(both) == pytest.approx(of(massieu.probe(model, [one], statistics=["entropy"], draws=0)), rel=1e-5)
     assert both.run.text.tokens == 19 + 9
 
 
 def test_replaced_attention_is_measured_at_real_frames():
     model = sharp("hubert")
-    effects = Effects(as_loaded(model), Replace.create(["off"], "all", 2))
+    effects = Effects(as_loaded(model), [massieu.Replacement("off", windows=2)])
     _, real = effects._values({"input_values": SAMPLES[:2], "attention_mask": MASK[:2]})
     assert real.sum(1).tolist() == [19, 9]
 

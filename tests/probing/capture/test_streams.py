@@ -100,7 +100,7 @@ def test_a_decoder_alone_reads_the_text(name):
     assert len(found) == len(expected)
     np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING)
     assert not any(info.in_decoder for info in sites)
-    run = massieu.probe(model, [given], max_length=20, statistics=["entropy"], quick=True).run
+    run = massieu.probe(model, massieu.Batches([given], window=20), statistics=["entropy"], draws=0).run
     assert {(s.query_tokens, s.key_tokens) for s in run.sites} == {("text", "text")}
 
 
@@ -126,7 +126,7 @@ def test_decoder_tokens_of_another_length_have_their_own_padding():
     longer = zoo.inputs("bert", rows=3, length=28, seed=4)
     longer["attention_mask"][0, 11:] = 0
     given |= {f"decoder_{name}": value for name, value in longer.items()}
-    result = massieu.probe(model, [given], max_length=28, statistics=["entropy", "effective_rank"])
+    result = massieu.probe(model, massieu.Batches([given], window=28), statistics=["entropy", "effective_rank"])
     own = result.heads.filter((polars.col("statistic") == "entropy") & polars.col("site").str.contains("decoder"))
     assert set(own["count"]) == {28 + 28 + 11}
     real = longer["attention_mask"].bool()
@@ -138,7 +138,7 @@ def test_decoder_tokens_of_another_length_have_their_own_padding():
 
 def test_special_tokens_that_are_not_known_have_no_weight():
     """Batches do not say which tokens are special: the weight on them is not 0 but unknown."""
-    result = massieu.probe(zoo.model("gpt2"), [batch()], max_length=20, statistics=["attention"])
+    result = massieu.probe(zoo.model("gpt2"), massieu.Batches([batch()], window=20), statistics=["attention"])
     assert "weight_special" not in set(result.heads["statistic"])
     assert all("special" in s.unavailable["weight_special"] for s in result.run.sites)
     assert "weight_first" in set(result.heads["statistic"])
@@ -154,7 +154,7 @@ def test_differential_attention_has_as_many_layers_as_the_model():
         vocab_size=99, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model, given = sharp(lambda: hf.DiffLlamaModel(config)), batch()
-    result = massieu.probe(model, [given], max_length=20)
+    result = massieu.probe(model, massieu.Batches([given], window=20))
     assert (result.run.model.layers, result.run.model.heads) == (3, 12)
     assert result.run.unavailable == []
     assert all("2 sets of values" in s.unavailable["values"] for s in result.run.sites)
@@ -190,7 +190,7 @@ def test_self_and_cross_attention_of_one_name_are_one_layer():
         encoder=zoo.fresh("bert"), decoder=hf.BertLMHeadModel(hf.BertConfig(**settings))
     ).eval()
     pair.config.decoder_start_token_id, pair.config.pad_token_id = 1, 0
-    run = massieu.probe(pair, [batch()], max_length=20, statistics=["entropy"], quick=True).run
+    run = massieu.probe(pair, massieu.Batches([batch()], window=20), statistics=["entropy"], draws=0).run
     assert run.model.layers == 3 + 3
     decoder = [(s.layer, s.kind, s.query_tokens, s.key_tokens) for s in run.sites[3:]]
     assert decoder == [
@@ -205,7 +205,7 @@ def test_self_and_cross_attention_of_one_name_are_one_layer():
 def test_an_image_model_has_read_its_patches(name, tokens):
     """32 × 32 pixels: 4 × 4 patches and a class token, or 16 × 16 patches."""
     given = [zoo.inputs(name), zoo.inputs(name, seed=2)]
-    result = massieu.probe(zoo.model(name), given, statistics=["entropy"], quick=True)
+    result = massieu.probe(zoo.model(name), given, statistics=["entropy"], draws=0)
     assert result.run.text.tokens == tokens
 
 
@@ -222,7 +222,7 @@ def test_padding_of_sound_enters_no_average():
     mask = torch.ones(2, 640, dtype=torch.long)
     mask[1, 300:] = 0
     given = {"input_values": sound * mask, "attention_mask": mask}
-    result = massieu.probe(model, [given], max_length=64, statistics=["entropy"], quick=True)
+    result = massieu.probe(model, massieu.Batches([given], window=64), statistics=["entropy"], draws=0)
     frames = [model._get_feat_extract_output_lengths(int(n)).item() for n in mask.sum(1)]
     entropy = result.heads.filter(polars.col("statistic") == "entropy")
     assert set(entropy["count"]) == {sum(frames)}

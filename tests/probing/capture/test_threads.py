@@ -99,10 +99,10 @@ def test_the_control_is_the_model_that_one_thread_alone_would_draw(name):
 def test_threads_that_draw_change_no_row_and_are_not_changed():
     model = zoo.model("bert", num_hidden_layers=1)
     before = torch.get_rng_state()
-    alone = massieu.probe(model, batches(number=1), max_length=20)
+    alone = massieu.probe(model, massieu.Batches(batches(number=1), window=20))
     assert torch.equal(torch.get_rng_state(), before), "no seed is set that another thread would draw from"
     with beside(draw):
-        beside_others = massieu.probe(model, batches(number=1), max_length=20)
+        beside_others = massieu.probe(model, massieu.Batches(batches(number=1), window=20))
     assert alone.table.equals(beside_others.table)
 
 
@@ -120,7 +120,7 @@ def test_a_model_that_another_thread_uses_is_not_read():
 
     def read_often() -> None:
         for _ in range(20):
-            massieu.probe(model, batches("gpt2", 2), max_length=20, quick=True)
+            massieu.probe(model, massieu.Batches(batches("gpt2", 2), window=20), statistics="quick")
 
     with beside(call), pytest.raises(InputError, match="another thread used the model") as caught:
         read_often()
@@ -128,7 +128,9 @@ def test_a_model_that_another_thread_uses_is_not_read():
     for output in found:  # the other thread has the model's own results
         torch.testing.assert_close(output, expected)
     assert stock_implementations(model) == ["sdpa"]
-    massieu.probe(model, batches("gpt2", 1), max_length=20, quick=True)  # alone again, it can be read
+    massieu.probe(
+        model, massieu.Batches(batches("gpt2", 1), window=20), statistics="quick"
+    )  # alone again, it can be read
 
 
 def test_one_call_by_another_thread_is_noticed():
@@ -157,12 +159,13 @@ def test_a_model_is_probed_once_at_a_time():
 @pytest.mark.medium
 def test_two_models_can_be_probed_in_two_threads():
     names = ("bert", "llama")
-    how = {"max_length": 20, "statistics": ["entropy", "climb"]}
+    how = {"statistics": ["entropy", "climb"]}
     models = {name: zoo.model(name, num_hidden_layers=1) for name in names}
-    expected = {name: massieu.probe(models[name], batches(name, 1), **how) for name in names}
+    data = {name: massieu.Batches(batches(name, 1), window=20) for name in names}
+    expected = {name: massieu.probe(models[name], data[name], **how) for name in names}
     found = {}
     threads = [
-        threading.Thread(target=lambda n=name: found.update({n: massieu.probe(models[n], batches(n, 1), **how)}))
+        threading.Thread(target=lambda n=name: found.update({n: massieu.probe(models[n], data[n], **how)}))
         for name in names
     ]
     for thread in threads:

@@ -46,7 +46,9 @@ def broken(weight, value=torch.nan, name="bert", entry=0):
     ],
 )
 def test_a_broken_weight_is_named_first(weight, value, what):
-    result = massieu.probe(broken(weight, value), batches(number=1), max_length=20, statistics=["entropy"], quick=True)
+    result = massieu.probe(
+        broken(weight, value), massieu.Batches(batches(number=1), window=20), statistics=["entropy"], draws=0
+    )
     assert result.trouble == f"the model is broken: {what} in the weight {weight}"
     assert result.run.trouble is not None and result.run.trouble.first == weight
     check = result.run.self_check
@@ -65,7 +67,7 @@ def test_a_model_of_nan_alone_has_no_numbers(length):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    result = massieu.probe(model, batches(number=1, length=length), max_length=20)
+    result = massieu.probe(model, massieu.Batches(batches(number=1, length=length), window=20))
     assert result.trouble is not None and "NaN" in result.trouble
     assert not result.run.self_check.passed
     assert result.run.self_check.error is None
@@ -77,7 +79,7 @@ def test_a_model_of_nan_alone_has_no_numbers(length):
 @pytest.mark.medium
 def test_heads_without_a_number_are_not_counted_among_those_with_one():
     model = broken("encoder.layer.2.attention.self.query.bias", entry=2 * 12)  # head 2 of 4
-    result = massieu.probe(model, batches(number=1), max_length=20, statistics=["attention"])
+    result = massieu.probe(model, massieu.Batches(batches(number=1), window=20), statistics=["attention"])
     sink = result.findings[0].sentence
     assert "Of 11 heads (1 head without a number), the most extreme is" in sink
 
@@ -115,7 +117,7 @@ def with_token(rows_with):
 @pytest.mark.medium
 @every_row("where, said", [([], None), ([1], "windows 3 to 5"), ([0, 2], "windows 0 to 2")])
 def test_an_overflow_on_some_batches_only_is_found_there(where, said):
-    result = massieu.probe(overflowing(), with_token(where), max_length=20, quick=True)
+    result = massieu.probe(overflowing(), massieu.Batches(with_token(where), window=20), statistics="quick")
     if said is None:
         assert result.trouble is None
         return
@@ -130,7 +132,7 @@ def test_an_overflow_on_some_batches_only_is_found_there(where, said):
 def test_a_broken_input_is_named():
     images = [zoo.inputs("vit"), zoo.inputs("vit", seed=2)]
     images[1]["pixel_values"][2, 0, 0, 0] = torch.nan
-    result = massieu.probe(zoo.model("vit"), images, statistics=["entropy"], quick=True)
+    result = massieu.probe(zoo.model("vit"), images, statistics=["entropy"], draws=0)
     assert result.trouble == "the input is broken: NaN in 'pixel_values' of windows 3 to 5"
 
 
@@ -140,7 +142,7 @@ def test_a_misreading_that_gives_nan_is_no_broken_model(monkeypatch):
     honest = interface._call_from
     monkeypatch.setattr(interface, "_call_from", lambda *a: replace(honest(*a), scale=float("nan")))
     with pytest.raises(InputError, match="self-check failed"):
-        massieu.probe(zoo.model("bert"), batches(number=1), quick=True)
+        massieu.probe(zoo.model("bert"), batches(number=1), statistics="quick")
 
 
 @every_row(

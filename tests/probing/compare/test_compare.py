@@ -20,9 +20,12 @@ from massieu.errors import InputError
 from massieu.probing.compare.changes import changes_of
 from massieu.probing.compare.comparison import Comparison
 from massieu.probing.compare.kept import key_of
+from massieu.probing.compare.run import _as_stored, _given, _named
 from massieu.probing.data.text import Batch
 from massieu.probing.data.text_digest import TextDigest
+from massieu.probing.replaced.replacement import replacements
 from massieu.probing.result.result import ProbeResult
+from massieu.probing.run import Measurement
 from massieu.probing.session.sharing import Sharing
 from massieu.report import page
 from massieu.report.directory import Directory
@@ -66,8 +69,8 @@ def batches(seed: int = 0, windows: int = WINDOWS, size: int = 5) -> list[dict[s
 
 
 def compared(*models: Any, **options: Any) -> Comparison:
-    said = {"statistics": ATTENTION, "packing": False} | options  # the rows are independent, as documents are
-    return massieu.compare(*models, tokenizer_or_batches=batches(), **said)
+    data = massieu.Batches(batches(), documents=True)  # the rows are independent
+    return massieu.compare(*models, data=data, **{"statistics": ATTENTION} | options)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,9 @@ def pair() -> tuple[ProbeResult, ProbeResult]:
     """Results of a model, and of one in which head 1 of the last layer is sharper. Not to be changed."""
     model = made()
     models = (model, sharper(model, 1, 1, 60.0))
-    one, other = (massieu.probe(each, batches(), statistics=SEVERAL, packing=False) for each in models)
+    one, other = (
+        massieu.probe(each, massieu.Batches(batches(), documents=True), statistics=SEVERAL) for each in models
+    )
     return one, other
 
 
@@ -182,7 +187,7 @@ def test_a_change_counts_in_deviations_over_the_first_models_heads():
 @pytest.mark.medium
 def test_batch_size_changes_no_verdict():
     model = made()
-    results = [massieu.probe(model, batches(size=size), statistics=ATTENTION, quick=True) for size in (3, WINDOWS)]
+    results = [massieu.probe(model, batches(size=size), statistics=ATTENTION, draws=0) for size in (3, WINDOWS)]
     found = Comparison.of(results, ["one", "many"])
     assert found.paired
     assert found.named().is_empty()
@@ -193,7 +198,8 @@ def test_batch_size_changes_no_verdict():
 def test_halves_of_a_text_are_compared_as_independent():
     model = made()
     one, other = (
-        massieu.probe(model, batches(seed), statistics=ATTENTION, quick=True, packing=False) for seed in (0, 1)
+        massieu.probe(model, massieu.Batches(batches(seed), documents=True), statistics=ATTENTION, draws=0)
+        for seed in (0, 1)
     )
     found = Comparison.of([one, other], ["one", "other"])
     assert not found.paired
@@ -238,7 +244,7 @@ def test_documents_are_paired_by_blocks(tmp_path: Path):
             {"input_ids": part, "attention_mask": real}
             for part, real in zip(padded.split(size), mask.split(size), strict=True)
         ]
-        results.append(massieu.probe(each, given, statistics=ATTENTION, packing=False, quick=True))
+        results.append(massieu.probe(each, massieu.Batches(given, documents=True), statistics=ATTENTION, draws=0))
     found = Comparison.of(results, ["a", "b"])
     assert found.paired
     assert (heads(found)["degrees"] < 34).all()  # 70 documents in blocks of two, which are not of one length
@@ -251,7 +257,9 @@ def test_documents_are_paired_by_blocks(tmp_path: Path):
 def test_many_models_stand_in_one_table():
     model = made()
     course = [
-        massieu.probe(sharper(model, 1, 1, factor), batches(), statistics=ATTENTION, quick=True, packing=False)
+        massieu.probe(
+            sharper(model, 1, 1, factor), massieu.Batches(batches(), documents=True), statistics=ATTENTION, draws=0
+        )
         for factor in (1.0, 40.0, 80.0)
     ]
     found = compared(*course, names=["step10", "step20", "step40"])
@@ -269,7 +277,7 @@ def test_the_shared_control_is_the_one_that_each_would_have_had():
     model = made()
     other = sharper(model, 0, 2, 5.0)
     found = compared(model, other, names=["a", "b"])
-    alone = massieu.probe(other, batches(), statistics=ATTENTION, packing=False).heads
+    alone = massieu.probe(other, massieu.Batches(batches(), documents=True), statistics=ATTENTION).heads
     shared = found.values.filter((polars.col("model") == "b") & (polars.col("scope") == "head"))
     assert_frame_equal(shared.select(alone.columns), alone, check_exact=True)
     assert (alone["statistic"] == "entropy/reinitialised").any()
@@ -422,29 +430,37 @@ def test_links_among_stored_results_are_refused(tmp_path: Path):
 
 def test_another_text_or_option_is_another_result():
     model = made()
-    key = key_of(model, None, batches(), {"statistics": ATTENTION})
-    assert key == key_of(copy.deepcopy(model), None, batches(), {"statistics": ATTENTION, "batch_size": 3, "seed": 0})
-    others: list[tuple[Any, Sequence[Any], dict[str, Any]]] = [
-        (sharper(model, 0, 0, 1.01), batches(), {"statistics": ATTENTION}),
-        (model, batches(1), {"statistics": ATTENTION}),
-        (model, batches(), {"statistics": ATTENTION, "seed": 1}),
-        (model, batches(), {"statistics": ["entropy"]}),
-        (model, batches(), {}),
+    data, asked = massieu.Batches(batches()), Measurement(ATTENTION)
+    key = key_of(model, data, asked)
+    assert key == key_of(copy.deepcopy(model), massieu.Batches(batches()), Measurement(ATTENTION, batch_size=3))
+    others: list[tuple[Any, massieu.Batches, Measurement]] = [
+        (sharper(model, 0, 0, 1.01), data, asked),
+        (model, massieu.Batches(batches(1)), asked),
+        (model, massieu.Batches(batches(), documents=True), asked),
+        (model, data, Measurement(ATTENTION, seed=1)),
+        (model, data, Measurement(ATTENTION, draws=0)),
+        (model, data, Measurement(ATTENTION, replacements("top_k(2)"))),
+        (model, data, Measurement(ATTENTION, replacements(massieu.Replacement("top_k(2)", windows=4)))),
+        (model, data, Measurement(["entropy"])),
+        (model, data, Measurement("quick")),
+        (model, data, Measurement()),
     ]
-    assert len({key, *(key_of(each, None, data, options) for each, data, options in others)}) == 1 + len(others)
+    assert len({key, *(key_of(*other) for other in others)}) == 1 + len(others)
     with pytest.raises(InputError, match="out needs batches"):
-        key_of(model, None, [{"input_ids": object()}], {})
+        key_of(model, massieu.Batches([{"input_ids": object()}]), asked)
 
 
 def test_another_setting_in_a_checkpoint_s_folder_is_another_result(tmp_path: Path):
     made().save_pretrained(tmp_path)
-    key = key_of(tmp_path, None, batches(), {})
+    model, data = massieu.Checkpoint(tmp_path), massieu.Batches(batches())
+    key = key_of(model, data, Measurement())
     (tmp_path / "notes.json").write_text("{}")
     (tmp_path / "tokenizer").mkdir()
-    assert key_of(tmp_path, None, batches(), {}) == key
+    assert key_of(model, data, Measurement()) == key
+    assert key_of(massieu.Checkpoint(tmp_path, dtype="bfloat16"), data, Measurement()) != key
     said = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(said | {"num_attention_heads": 1}))
-    assert key_of(tmp_path, None, batches(), {}) != key
+    assert key_of(model, data, Measurement()) != key
 
 
 @pytest.mark.medium
@@ -467,10 +483,10 @@ def test_an_interrupted_comparison_goes_on_from_what_is_stored(pair, tmp_path: P
 
 def test_models_that_cannot_be_compared(pair):
     one = pair[0]
-    small = massieu.probe(made("albert"), batches(), statistics=["entropy"], quick=True)
+    small = massieu.probe(made("albert"), batches(), statistics=["entropy"], draws=0)
     with pytest.raises(InputError, match="different shapes, so their heads cannot be matched"):
         of((one, small))
-    elsewhere = massieu.probe(made(seed=1), batches(1), statistics=["entropy"], quick=True)
+    elsewhere = massieu.probe(made(seed=1), batches(1), statistics=["entropy"], draws=0)
     with pytest.raises(InputError, match="two models that read different texts"):
         of((one, elsewhere))
     written = without_sums(one)
@@ -490,19 +506,15 @@ def test_bad_calls_are_one_sentence(pair):
     calls: list[tuple[str, Any]] = [
         ("at least two models or results, got 1", lambda: massieu.compare(result)),
         ("at least two models, got 0", lambda: Comparison.of([], [])),
-        ("no argument 'colour'", lambda: massieu.compare(result, result, colour=1)),
-        ("no argument 'resume'", lambda: massieu.compare(result, result, resume=True)),
-        ("no argument 'distributed'", lambda: massieu.compare(result, result, distributed=True)),
-        ("no argument 'revision'", lambda: massieu.compare(result, result, revision="a")),
-        ("must be a name, a module or a ProbeResult, got int", lambda: massieu.compare(result, 3)),
+        (
+            "must be a name, a module, a massieu.Checkpoint or a ProbeResult, got int",
+            lambda: massieu.compare(result, 3),
+        ),
         ("names must be 2 different names", lambda: massieu.compare(result, result, names=["a"])),
         ("names must be 2 different names", lambda: massieu.compare(result, result, names=["a", "a"])),
-        ("named once; 2 models were given", lambda: massieu.compare("a", "b", revisions=["x", "y"])),
-        ("named once; 1 models were given", lambda: massieu.compare(model, revisions=["x", "y"])),
-        ("revisions must be a list", lambda: massieu.compare("a", revisions="main")),
-        ("got 1", lambda: massieu.compare("a", revisions=["main"])),
-        ("read once for each model", lambda: massieu.compare(model, model, tokenizer_or_batches=generated)),
-        ("standard input can be read once", lambda: massieu.compare(model, model, text="-")),
+        ("models are compared on one text", lambda: massieu.compare("a", "b", data=massieu.Text(continue_for=2))),
+        ("read once for each model", lambda: massieu.compare(model, model, data=generated)),
+        ("standard input can be read once", lambda: massieu.compare(model, model, data="-")),
         ("level must be between 0 and 1, got 1", lambda: pair.named(1)),
         ("number must be at least 1, got 0", lambda: pair.changed(0)),
         ("no model named 'a' was compared", lambda: pair.changed(model="a")),
@@ -576,3 +588,58 @@ def test_the_digest_is_of_rows_in_their_order_without_padding():
         {"nested": {"a": [2, None, images]}}, rows=[None]
     )
     assert digest({"input_ids": whole, "odd": object()}, rows=[None]) is None
+
+
+@pytest.mark.medium
+def test_images_are_known_again_by_their_pixels(tmp_path: Path):
+    image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
+    model = made()
+    key = key_of(model, massieu.Images([image]), Measurement())
+    assert key == key_of(model, massieu.Images([image.clone()]), Measurement())
+    assert key != key_of(model, massieu.Images([image + 1]), Measurement())
+    assert key != key_of(model, massieu.Images([image], captions=["a"]), Measurement())
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        ({"max_length": 64, "max_tokens": 9, "packing": False, "bos": True}, {}, (64, 9, False, True)),
+        ({"max_length": 64, "max_tokens": 9, "packing": True, "bos": None}, {"window": 32}, (32, 9, True, None)),
+        ({"max_length": 64, "max_tokens": 9}, {"limit": 5, "fill_windows": False, "bos": False}, (64, 5, False, False)),
+    ],
+)
+def test_settings_of_a_stored_result_hold_where_none_are_given(pair, settings, given, expected):
+    stored = without_sums(pair[0])
+    stored.run.settings = settings
+    found = _as_stored(stored, massieu.Text("a.txt", **given))
+    assert isinstance(found, massieu.Text)
+    assert (found.window, found.limit, found.fill_windows, found.bos) == expected
+    assert found.paths == ("a.txt",)
+
+
+def test_columns_of_a_stored_result_make_pairs(pair):
+    stored = without_sums(pair[0])
+    stored.run.settings = {"max_length": 64, "packing": True, "source": "en", "target": "de"}
+    found = _as_stored(stored, massieu.Text("a.csv"))
+    assert isinstance(found, massieu.Pairs)
+    assert (found.paths, found.source, found.target, found.window) == (("a.csv",), "en", "de", 64)
+    stored.run.settings = {"max_length": 64, "packing": False}
+    batches = _as_stored(stored, massieu.Batches([1]))
+    assert isinstance(batches, massieu.Batches)
+    assert (batches.window, batches.documents) == (64, True)
+
+
+def test_revisions_of_one_model_have_names_of_their_own():
+    given = [_given(massieu.Checkpoint("org/model", revision=each)) for each in ("step1", "step2")]
+    assert [each.name for each in _named(given, None)] == ["model@step1", "model@step2"]
+
+
+@pytest.mark.medium
+def test_a_comparison_in_inference_mode_is_the_same_comparison():
+    """Slopes along the stream are derivatives."""
+    model = made()
+    models = (model, sharper(model, 1, 1, 60.0))
+    expected = compared(*models, statistics=["climb"])
+    with torch.inference_mode():
+        found = compared(*models, statistics=["climb"])
+    assert_frame_equal(found.differences, expected.differences)

@@ -1,5 +1,6 @@
 """Images against batches that the checkpoint's own processor makes by hand."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,13 @@ def same(one: Any, other: Any) -> None:
 def test_a_folder_is_what_its_processor_makes_of_it(folder, vit):
     from transformers import ViTImageProcessorPil, ViTModel
 
-    result = massieu.probe(vit, images=folder, batch_size=2, statistics=["attention"])
+    result = massieu.probe(vit, massieu.Images(folder), batch_size=2, statistics=["attention"])
     processor = ViTImageProcessorPil.from_pretrained(vit)
     opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
     pixels = processor(opened, return_tensors="pt")["pixel_values"]
     by_hand = [{"pixel_values": pixels}]  # in one batch
-    same(result, massieu.probe(ViTModel.from_pretrained(vit).eval(), by_hand, packing=False, statistics=["attention"]))
+    model, data = ViTModel.from_pretrained(vit).eval(), massieu.Batches(by_hand, documents=True)
+    same(result, massieu.probe(model, data, statistics=["attention"]))
     assert result.run.text is not None
     assert result.run.text.source == f"5 images of {folder}" and result.run.text.documents == 5
     assert result.run.text.tokens == 5 * (1 + (SIDE // PATCH) ** 2)
@@ -149,10 +151,11 @@ def test_images_in_memory_are_those_of_files(folder, vit):
         read = [np.asarray(image.read()) for image in given_images(given)[1]]
         assert all(np.array_equal(one, other) for one, other in zip(read, arrays, strict=True))
     named, other = (
-        massieu.probe(model, processor, images=part, statistics=["entropy"], quick=True) for part in (paths, tensors)
+        massieu.probe(model, massieu.Images(part, processor), statistics=["entropy"], draws=0)
+        for part in (paths, tensors)
     )
     same(other, named)
-    fewer = massieu.probe(model, processor, images=opened[:4], statistics=["entropy"], quick=True)
+    fewer = massieu.probe(model, massieu.Images(opened[:4], processor), statistics=["entropy"], draws=0)
     assert named.units is not None and fewer.units is not None and named.units.text != fewer.units.text
 
 
@@ -167,12 +170,13 @@ def test_an_image_that_is_not_square_has_its_own_rows():
 def test_without_text_the_vision_tower_alone_is_read(folder, clip):
     from transformers import CLIPModel, CLIPProcessor
 
-    result = massieu.probe(clip, images=folder, statistics=["entropy"], quick=True)
+    result = massieu.probe(clip, massieu.Images(folder), statistics=["entropy"], draws=0)
     tower = CLIPModel.from_pretrained(clip).eval().vision_model
     processor = CLIPProcessor.from_pretrained(clip)
     opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
     pixels = processor(images=opened, return_tensors="pt")["pixel_values"]
-    same(result, massieu.probe(tower, [{"pixel_values": pixels}], packing=False, statistics=["entropy"], quick=True))
+    data = massieu.Batches([{"pixel_values": pixels}], documents=True)
+    same(result, massieu.probe(tower, data, statistics=["entropy"], draws=0))
     assert result.run.model is not None and result.run.model.name.endswith("(vision_model)")
 
 
@@ -181,11 +185,12 @@ def test_with_texts_both_towers_are_read_and_each_has_its_names(folder, clip):
     from transformers import CLIPModel, CLIPProcessor
 
     texts = ["a temple", "a flower of gold", "a digit", "a digit", "a digit of gold"]
-    result = massieu.probe(clip, images=folder, texts=texts, statistics=["attention"])
+    result = massieu.probe(clip, massieu.Images(folder, captions=texts), statistics=["attention"])
     processor = CLIPProcessor.from_pretrained(clip)
     opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
     made = dict(processor(text=texts, images=opened, padding=True, return_tensors="pt"))
-    same(result, massieu.probe(CLIPModel.from_pretrained(clip).eval(), [made], packing=False, statistics=["attention"]))
+    data = massieu.Batches([made], documents=True)
+    same(result, massieu.probe(CLIPModel.from_pretrained(clip).eval(), data, statistics=["attention"]))
     sides = {site.name.split(".")[0]: site.query_tokens for site in result.run.sites}
     assert sides == {"text_model": "text", "vision_model": "image"}
     tokens = result.details["examples"][0]["tokens"]
@@ -217,7 +222,7 @@ def test_a_decoder_that_reads_images_within_text_is_read_with_its_vision_tower(l
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
     pictures, given = photographs()[:2], texts or ["<image>", "<image>"]
-    found = massieu.probe(str(llava), images=pictures, texts=texts, batch_size=2, statistics=["entropy"])
+    found = massieu.probe(str(llava), massieu.Images(pictures, captions=texts), batch_size=2, statistics=["entropy"])
     inputs = LlavaProcessor.from_pretrained(llava)(images=pictures, text=given, padding=True, return_tensors="pt")
     model = LlavaForConditionalGeneration.from_pretrained(llava, attn_implementation="eager").eval()
     seen: dict[str, torch.Tensor] = {}
@@ -239,14 +244,13 @@ def test_a_decoder_that_reads_images_within_text_is_read_with_its_vision_tower(l
 
 def test_a_text_without_a_sign_for_its_image_is_refused_by_the_processor(llava):
     with pytest.raises(InputError, match="LlavaProcessor cannot read image 0"):
-        massieu.probe(str(llava), images=photographs()[:1], texts=["a temple"])
+        massieu.probe(str(llava), massieu.Images(photographs()[:1], captions=["a temple"]))
 
 
 def test_where_a_text_is_as_long_as_the_patches_are_many_nothing_is_named(folder, clip):
     result = massieu.probe(
         clip,
-        images=[folder / "picture 0.jpg"],
-        texts=["a temple of gold a flower of gold a digit"],
+        massieu.Images([folder / "picture 0.jpg"], captions=["a temple of gold a flower of gold a digit"]),
         statistics=["entropy"],
     )
     assert result.details["examples"][0]["tokens"] == {}
@@ -278,29 +282,32 @@ def test_bad_input(tmp_path, folder, vit, clip):
     bare = tmp_path / "bare"
     vision_model().save_pretrained(bare)
     model, processor = vision_model(), ViTImageProcessorPil.from_pretrained(vit)
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        ((vit,), {"images": empty}, "there is no image in .*empty; files of these kinds are read: .bmp"),
-        ((vit,), {"images": tmp_path / "nowhere"}, "nowhere is neither a file nor a folder"),
-        ((vit,), {"images": broken}, r"broken\.png is no image that can be read"),
-        ((vit,), {"images": cut}, r"cut\.png is no image that can be read"),
-        ((vit,), {"images": []}, "no image was given"),
-        ((vit,), {"images": [3]}, "an image must be a file, an image of Pillow, an array or a tensor, got int"),
-        ((vit,), {"images": torch.zeros(3, 8, 8)}, "images must be a folder, or a list of files or images, got Tensor"),
-        ((vit,), {"images": folder, "text": "notes.md"}, "images are read in place of text: leave out text"),
-        ((vit,), {"images": folder, "max_tokens": 9}, "leave out max_tokens"),
-        ((vit,), {"images": folder, "generate": 2}, "leave out generate"),
-        ((vit,), {"images": folder, "texts": ["a"] * 5}, r"\(ViTModel\) reads images alone: leave out the text"),
-        ((vit,), {"images": folder, "texts": [1]}, "texts beside images must be strings"),
-        ((clip,), {"images": folder, "texts": ["a"]}, "each image needs a text of its own, got 1 texts and 5 images"),
-        ((bert,), {"images": folder}, "bert has no processor of images"),
-        ((bare,), {"images": folder}, "bare has no processor of images"),
-        ((model,), {"images": folder}, "a model in memory needs a processor of images"),
-        ((model, [{"pixel_values": torch.zeros(1)}]), {"images": folder}, "give either batches or images, not both"),
-        ((language_model(), processor), {"images": folder}, r"\(BertModel\) reads no images"),
+    images = massieu.Images
+    cases: list[tuple[Any, Callable[[], Any], str]] = [
+        (vit, lambda: images(empty), "there is no image in .*empty; files of these kinds are read: .bmp"),
+        (vit, lambda: images(tmp_path / "nowhere"), "nowhere is neither a file nor a folder"),
+        (vit, lambda: images(broken), r"broken\.png is no image that can be read"),
+        (vit, lambda: images(cut), r"cut\.png is no image that can be read"),
+        (vit, lambda: images([]), "no image was given"),
+        (vit, lambda: images([3]), "an image must be a file, an image of Pillow, an array or a tensor, got int"),
+        (
+            vit,
+            lambda: images(torch.zeros(3, 8, 8)),
+            "images must be a folder, or a list of files or images, got Tensor",
+        ),
+        (vit, lambda: images(folder, captions=["a"] * 5), r"\(ViTModel\) reads images alone: leave out the captions"),
+        (vit, lambda: images(folder, captions=[1]), "captions must be strings"),
+        (clip, lambda: images(folder, captions=["a"]), "a caption of its own, got 1 captions and 5 images"),
+        (bert, lambda: images(folder), "bert has no processor of images"),
+        (bare, lambda: images(folder), "bare has no processor of images"),
+        (model, lambda: images(folder), "a model in memory needs a processor of images"),
+        (model, lambda: images(folder, [{"pixel_values": torch.zeros(1)}]), "processor must be a processor of images"),
+        (model, lambda: processor, r"for a tokenizer, and massieu.Images\(images, processor\) for a processor"),
+        (language_model(), lambda: images(folder, processor), r"\(BertModel\) reads no images"),
     ]
-    for given, keywords, match in cases:
+    for given, data, match in cases:
         with pytest.raises(InputError, match=match):
-            massieu.probe(*given, **keywords)
+            massieu.probe(given, data())
 
 
 @pytest.mark.medium

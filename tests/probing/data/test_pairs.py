@@ -17,7 +17,8 @@ from massieu.errors import InputError
 from massieu.probing.capture.tokens import BatchTokens
 from massieu.probing.compare.kept import key_of
 from massieu.probing.data.pair_batches import PairBatches, check_pair_model, decoder_tokens
-from massieu.probing.data.pairs import Pair, check_pairs, given_pairs
+from massieu.probing.data.pairs import Pair
+from massieu.probing.run import Measurement
 
 PAIRS = [
     ("the cat sat", "die Katze sass auf der Matte"),
@@ -100,10 +101,10 @@ def values(result: Any, statistic: str) -> torch.Tensor:
 @every_row("name", MODELS)
 def test_the_numbers_are_those_of_batches_made_by_hand(name):
     made, tokens = model(name), tokenizer(BEHIND.get(name, "</s>"))
-    asked: dict[str, Any] = {"statistics": ["entropy", "largest_score"], "quick": True, "max_length": 16}
+    asked: dict[str, Any] = {"statistics": ["entropy", "largest_score"], "draws": 0}
     given = PAIRS[:3]  # a whole batch, and a part of one
-    found = massieu.probe(made, tokens, texts=given, batch_size=2, **asked)
-    expected = massieu.probe(made, by_hand(made, tokens, given), **asked)
+    found = massieu.probe(made, massieu.Pairs(strings=given, tokenizer=tokens, window=16), batch_size=2, **asked)
+    expected = massieu.probe(made, massieu.Batches(by_hand(made, tokens, given), window=16), **asked)
     assert len(found.heads) == len(expected.heads) > 0
     for statistic in asked["statistics"]:
         torch.testing.assert_close(values(found, statistic), values(expected, statistic), rtol=1e-5, atol=1e-6)
@@ -115,7 +116,7 @@ def test_the_numbers_are_those_of_batches_made_by_hand(name):
 def test_rows_are_what_training_reads(name):
     made, tokens = model(name), tokenizer(BEHIND.get(name, "</s>"))
     trunk = made.base_model  # what a model loaded by name is, without a head that shifts labels
-    batches = list(PairBatches(tokens, lambda: pairs(), trunk, name, max_length=5, batch_size=2))
+    batches = list(PairBatches(tokens, lambda: pairs(), trunk, name, window=5, batch_size=2))
     for batch, expected in zip(batches, by_hand(made, tokens, max_length=5), strict=True):
         for side in ("", "decoder_"):
             real = expected[f"{side}attention_mask"]
@@ -153,7 +154,7 @@ def test_the_target_is_tokenised_as_a_target():
         tokenizer_object=tokenizer().backend_tokenizer, eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
     )
     given = [("the cat", "der"), ("a dog", "ein Hund")]
-    batches = PairBatches(tokens, lambda: pairs(given), model("mbart"), "it", max_length=8, batch_size=1)
+    batches = PairBatches(tokens, lambda: pairs(given), model("mbart"), "it", window=8, batch_size=1)
     rows = [(batch.inputs["input_ids"][0].tolist(), batch.inputs["decoder_input_ids"][0].tolist()) for batch in batches]
     ids = WORD_IDS
     assert rows == [
@@ -168,7 +169,9 @@ def pairs(given: Any = PAIRS) -> list[Pair]:
 
 def test_the_weight_on_special_tokens_is_known_on_both_sides():
     made, tokens = model("t5"), tokenizer()
-    found = massieu.probe(made, tokens, texts=PAIRS, statistics=["weight_special"], quick=True, max_length=16)
+    found = massieu.probe(
+        made, massieu.Pairs(tokenizer=tokens, strings=PAIRS, window=16), statistics=["weight_special"], draws=0
+    )
     batches = by_hand(made, tokens, size=1)
     sums: dict[Any, Any] = {}
     counts = 0
@@ -215,9 +218,8 @@ WRITERS: dict[str, Any] = {
 
 
 def read(*given: Any, **named: Any) -> list[tuple[str | None, str | None]]:
-    found = given_pairs(*given, **{"texts": None, "source": "en", "target": "de"} | named)
-    assert found is not None
-    return [(pair.source, pair.target) for pair in found[1]()]
+    found = massieu.Pairs(*given, **{"source": "en", "target": "de"} | named)
+    return [(pair.source, pair.target) for pair in found.read()]
 
 
 @pytest.mark.parametrize("packed", ["", ".gz"])
@@ -234,19 +236,15 @@ def test_every_table_gives_its_pairs(name, packed, tmp_path):
 def test_parquet_and_values_in_memory_give_their_pairs(tmp_path):
     polars.DataFrame(FIELDS).write_parquet(tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == PAIRS
-    assert read(None, texts=FIELDS) == PAIRS
-    assert read(None, texts=iter(FIELDS)) == PAIRS
-    assert read(None, texts=[list(pair) for pair in PAIRS], source=None, target=None) == PAIRS
-
-
-def test_what_is_no_pair_is_left_to_the_text():
-    for texts in (None, "a string", ["strings"], [], iter(["a"])):
-        assert given_pairs(None, texts, None, None) is None
+    assert read(strings=FIELDS) == PAIRS
+    assert read(strings=iter(FIELDS)) == PAIRS
+    assert read(strings=[list(pair) for pair in PAIRS], source=None, target=None) == PAIRS
+    assert read(strings=iter(PAIRS), source=None, target=None) == PAIRS
 
 
 def test_rows_without_one_side_and_what_is_cut_are_said():
     given = [("the cat", ""), (None, "der"), ("the", "  "), *PAIRS]
-    batches = PairBatches(tokenizer(), lambda: pairs(given), model("bart"), "bart", max_length=5, batch_size=4)
+    batches = PairBatches(tokenizer(), lambda: pairs(given), model("bart"), "bart", window=5, batch_size=4)
     tokens = sum(int(batch.inputs[f"{side}attention_mask"].sum()) for batch in batches for side in ("", "decoder_"))
     report = batches.report
     assert (report.documents, report.windows, report.tokens) == (5, 5, tokens)
@@ -266,23 +264,23 @@ def test_pairs_are_read_while_batches_are_made():
             seen.append(len(seen))
             yield Pair(f"pair {len(seen)}", *PAIRS[len(seen) % len(PAIRS)])
 
-    batches = iter(PairBatches(tokenizer(), endless, model("bart"), "bart", max_length=16, batch_size=4))
+    batches = iter(PairBatches(tokenizer(), endless, model("bart"), "bart", window=16, batch_size=4))
     assert [len(next(batches).names) for _ in range(3)] == [4, 4, 4]
     assert len(seen) <= 3 * 4 + 1
 
 
 def test_max_tokens_counts_both_sides():
-    batches = PairBatches(tokenizer(), pairs, model("bart"), "bart", max_length=16, max_tokens=12, batch_size=4)
+    batches = PairBatches(tokenizer(), pairs, model("bart"), "bart", window=16, limit=12, batch_size=4)
     assert [len(batch.names) for batch in batches] == [2]  # 4 + 7 tokens are less than 12
     assert batches.report.tokens == 4 + 7 + 10 + 3
-    assert batches.report.dropped == "text after the first 24 tokens was not read (max_tokens)"
+    assert batches.report.dropped == "text after the first 24 tokens was not read (the limit)"
 
 
 @pytest.mark.medium
 def test_batch_size_changes_no_number_and_not_the_digest():
     made, tokens = model("t5"), tokenizer()
-    asked: dict[str, Any] = {"statistics": STATISTICS, "texts": PAIRS, "quick": True, "max_length": 16}
-    one, many = (massieu.probe(made, tokens, batch_size=size, **asked) for size in (1, 5))
+    data = massieu.Pairs(strings=PAIRS, tokenizer=tokens, window=16)
+    one, many = (massieu.probe(made, data, batch_size=size, statistics=STATISTICS, draws=0) for size in (1, 5))
     for statistic in STATISTICS:
         torch.testing.assert_close(values(one, statistic), values(many, statistic), rtol=1e-5, atol=1e-6)
     assert one.units is not None
@@ -311,13 +309,15 @@ def test_a_model_without_a_shift_of_its_own_reads_behind_its_start():
 def test_a_comparison_knows_its_pairs_again():
     made = model("t5")
 
-    def key(**options: Any) -> str:
-        return key_of(made, None, tokenizer(), options)
+    def key(strings: Any, words: Any = None, **options: Any) -> str:
+        data = massieu.Pairs(strings=strings, tokenizer=tokenizer() if words is None else words, **options)
+        return key_of(made, data, Measurement())
 
     columns = {"source": "en", "target": "de"}
-    assert key(texts=FIELDS, **columns) == key(texts=list(FIELDS), **columns)
-    others = {key(texts=FIELDS, **columns), key(texts=FIELDS[1:], **columns), key(texts=PAIRS)}
-    assert len(others | {key(texts=FIELDS, source="de", target="en")}) == 4
+    assert key(FIELDS, **columns) == key(list(FIELDS), **columns)
+    others = {key(FIELDS, **columns), key(FIELDS[1:], **columns), key(PAIRS)}
+    others |= {key(FIELDS, source="de", target="en"), key(PAIRS, tokenizer("</s> <de>"))}
+    assert len(others) == 5
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -326,25 +326,29 @@ def test_a_comparison_knows_its_pairs_again():
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"source": "en", "target": None}, "only source was given; pairs need both columns"),
-        ({"source": None, "target": "de"}, "only target was given; pairs need both columns"),
-        ({"source": "en", "target": "en"}, "source and target must be two columns, and both are 'en'"),
-        ({"source": 3, "target": "en"}, "source must be the name of a column, got 3"),
-        ({"text": None, "texts": None}, "no text was given; name a table"),
-        ({"text": None, "texts": "words"}, "texts is a string, which has none"),
-        ({"text": None, "texts": ["words"]}, "item 1 of texts is a string, which has none"),
-        ({"text": None, "texts": [{"en": "a"}]}, "at place 1 of texts has no column 'de'; its columns are 'en'"),
-        ({"text": None, "texts": [{"en": "a", "de": 3}]}, "the column 'de' does not hold text but 3"),
-        ({"text": [], "texts": None}, "no text was given"),
-        ({"text": "-", "texts": None}, "standard input is plain text"),
-        ({"text": "a.txt"}, "a.txt has none: .jsonl .json .csv .tsv .parquet have columns"),
-        ({"text": "a.csv", "target": "fr"}, "a.csv has no column 'fr'; its columns are 'id', 'en', 'de'"),
-        ({"text": "empty.csv"}, "no pairs: there is no row in it"),
-        ({"text": "null.jsonl"}, "no pairs: no row has both a source and a target"),
-        ({"text": "uneven.json"}, "'en' and 'de' are not lists of one length"),
-        ({"text": "number.json"}, "holds JSON of another form"),
-        ({"texts": [("a", "b"), "c"], "source": None, "target": None}, "begins with a pair of strings, but item 2 is str"),
-        ({"texts": [("a", "b", "c")], "source": None, "target": None}, "item 1 is a tuple of 3"),
+        ({"paths": "a.csv", "target": None}, "only source was given; pairs need both columns"),
+        ({"paths": "a.csv", "source": None}, "only target was given; pairs need both columns"),
+        ({"paths": "a.csv", "target": "en"}, "source and target must be two columns, and both are 'en'"),
+        ({"paths": "a.csv", "source": 3}, "source must be a string, got 3"),
+        ({}, "either paths .* or strings"),
+        ({"paths": "a.csv", "strings": FIELDS}, "either paths .* or strings"),
+        ({"strings": "words"}, "strings is a string, which has none"),
+        ({"strings": ["words"]}, "item 1 of strings is a string, which has none"),
+        ({"strings": [{"en": "a"}]}, "at place 1 of strings has no column 'de'; its columns are 'en'"),
+        ({"strings": [{"en": "a", "de": 3}]}, "the column 'de' does not hold text but 3"),
+        ({"paths": []}, "no text was given"),
+        ({"paths": "-"}, "standard input is plain text"),
+        ({"paths": "a.csv", "source": None, "target": None}, "pairs need the names of their columns"),
+        ({"strings": "words", "source": None, "target": None}, "pairs need the names of their columns"),
+        ({"strings": [], "source": None, "target": None}, "strings is empty"),
+        ({"paths": "a.txt"}, "a.txt has none: .jsonl .json .csv .tsv .parquet have columns"),
+        ({"paths": "a.csv", "target": "fr"}, "a.csv has no column 'fr'; its columns are 'id', 'en', 'de'"),
+        ({"paths": "empty.csv"}, "no pairs: there is no row in it"),
+        ({"paths": "null.jsonl"}, "no pairs: no row has both a source and a target"),
+        ({"paths": "uneven.json"}, "'en' and 'de' are not lists of one length"),
+        ({"paths": "number.json"}, "holds JSON of another form"),
+        ({"strings": [("a", "b"), "c"], "source": None, "target": None}, "must hold pairs of strings, but item 2 is str"),
+        ({"strings": [("a", "b", "c")], "source": None, "target": None}, "item 1 is a tuple of 3"),
     ],
 )  # fmt: skip
 def test_bad_pairs_are_refused(named, message, tmp_path, monkeypatch):
@@ -355,27 +359,24 @@ def test_bad_pairs_are_refused(named, message, tmp_path, monkeypatch):
     Path("null.jsonl").write_text('{"en": null, "de": "a"}\n{"en": "a", "de": ""}\n{"en": " ", "de": "a"}\n')
     Path("uneven.json").write_text('{"en": ["a"], "de": []}')
     Path("number.json").write_text("3")
-    asked: dict[str, Any] = {"text": None, "texts": None, "source": "en", "target": "de"} | named
     with pytest.raises(InputError, match=message):
-        check_pairs(given_pairs(**asked)[1])  # type: ignore[index]
+        massieu.Pairs(**{"source": "en", "target": "de"} | named).check()
 
 
 def test_a_bad_call_of_probe_with_pairs_is_refused():
     made, tokens = model("bart"), tokenizer()
-    with pytest.raises(InputError, match=r"give either column .'body'. or pairs of source and target"):
-        massieu.probe(made, tokens, texts=FIELDS, column="body", source="en", target="de")
-    with pytest.raises(InputError, match="give either batches or text"):
-        massieu.probe(made, by_hand(made, tokens), texts=FIELDS, source="en", target="de")
+    with pytest.raises(InputError, match="tokenizer must be a tokenizer or the name of one, got list"):
+        massieu.Pairs(strings=FIELDS, tokenizer=by_hand(made, tokens), source="en", target="de")
     with pytest.raises(InputError, match="has no tokenizer"):
-        massieu.probe(made, texts=FIELDS, source="en", target="de", max_length=16)
-    with pytest.raises(InputError, match="generate does not work with an encoder–decoder"):
-        massieu.probe(made, tokens, texts=FIELDS, source="en", target="de", generate=3, max_length=16)
+        massieu.probe(made, massieu.Pairs(strings=FIELDS, source="en", target="de", window=16))
+    with pytest.raises(InputError, match="does not work with an encoder–decoder"):
+        massieu.probe(made, massieu.Text(strings="the cat", tokenizer=tokens, window=16, continue_for=3))
     alone = hf.BartModel(hf.BartConfig(**_BART)).encoder
     with pytest.raises(InputError, match="need an encoder–decoder that reads text on both sides"):
         check_pair_model(alone, tokens, "it")
     tokens.tgt_lang = None
     with pytest.raises(InputError, match="with its language, and the target's is not set"):
         check_pair_model(made, tokens, "it")
-    narrow = PairBatches(tokenizer("</s> <de> </s> <de>"), pairs, made, "it", max_length=4)
-    with pytest.raises(InputError, match="max_length 4 leaves no room for the source of pair 0"):
+    narrow = PairBatches(tokenizer("</s> <de> </s> <de>"), pairs, made, "it", window=4)
+    with pytest.raises(InputError, match="a window of 4 tokens leaves no room for the source of pair 0"):
         list(narrow)

@@ -165,20 +165,20 @@ words = st.sampled_from(["the", "cat", "sitting", "sat", " ", "\n", ".", "mat", 
 texts = st.lists(st.lists(words, max_size=12).map("".join) | st.text(max_size=8), min_size=1, max_size=6)
 
 
-# --- packing ---------------------------------------------------------------------------------------------------------
+# --- windows ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.medium
-@given(name=names, texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
-def test_packing_loses_no_token_and_fills_every_window(name, texts, max_length, batch_size):
+@given(name=names, texts=texts, window=st.integers(4, 12), batch_size=st.integers(1, 3))
+def test_filling_windows_loses_no_token_and_fills_every_window(name, texts, window, batch_size):
     tokenizer, (before, after, separator) = made(name), AROUND[name]
     stream, begins = _stream(tokenizer, texts, separator)
-    batches = _batches(tokenizer, texts, max_length=max_length, batch_size=batch_size)
+    batches = _batches(tokenizer, texts, window=window, batch_size=batch_size)
     if not stream:
         with pytest.raises(InputError, match="the text is empty"):
             list(batches)
         return
-    room = max_length - len(before) - len(after)
+    room = window - len(before) - len(after)
     number = max(1, len(stream) // room)
     rows = _rows(batches)
     assert [ids for ids, _, _ in rows] == [before + stream[i * room : (i + 1) * room] + after for i in range(number)]
@@ -199,7 +199,7 @@ def test_packing_loses_no_token_and_fills_every_window(name, texts, max_length, 
 
 def test_rows_carry_the_name_of_the_document_they_start_in():
     tokenizer = made("bert")
-    batches = _batches(tokenizer, ["the cat sat on", "", "a mat", "the mat sat"], max_length=5, batch_size=8)
+    batches = _batches(tokenizer, ["the cat sat on", "", "a mat", "the mat sat"], window=5, batch_size=8)
     # the cat sat | on SEP a | mat SEP the | mat sat left out
     assert [name for _, _, name in _rows(batches)] == ["text 0", "text 0", "text 2"]
     assert batches.report.documents == 3
@@ -207,7 +207,7 @@ def test_rows_carry_the_name_of_the_document_they_start_in():
 
 def test_a_document_that_only_reaches_the_tail_is_not_counted():
     tokenizer = made("bert")
-    batches = _batches(tokenizer, ["the cat sat on a mat", "mat"], max_length=5)
+    batches = _batches(tokenizer, ["the cat sat on a mat", "mat"], window=5)
     assert len(_rows(batches)) == 2
     assert batches.report.documents == 1
     assert batches.report.dropped == "the last 2 tokens, too few to fill a window, were left out"
@@ -215,7 +215,7 @@ def test_a_document_that_only_reaches_the_tail_is_not_counted():
 
 def test_a_short_text_is_one_short_window():
     tokenizer = made("bert")
-    (batch,) = _batches(tokenizer, ["the cat"], max_length=64)
+    (batch,) = _batches(tokenizer, ["the cat"], window=64)
     assert batch.inputs["input_ids"].tolist() == [[2, 5, 6, 3]]
     assert _special(batch) == [[True, False, False, True]]
     assert batch.inputs["attention_mask"].bool().all()
@@ -225,12 +225,12 @@ def test_a_short_text_is_one_short_window():
 def test_the_budget_ends_with_the_window_that_reaches_it(budget, windows):
     tokenizer = made("bert")
     batches = _batches(
-        tokenizer, ["the cat sat on a mat .", "the cat sat on a mat"], max_length=5, max_tokens=budget, batch_size=3
+        tokenizer, ["the cat sat on a mat .", "the cat sat on a mat"], window=5, limit=budget, batch_size=3
     )
     assert len(_rows(batches)) == windows
     assert batches.report.tokens == 5 * windows
     if windows < 4:
-        assert batches.report.dropped == f"text after the first {5 * windows} tokens was not read (max_tokens)"
+        assert batches.report.dropped == f"text after the first {5 * windows} tokens was not read (the limit)"
     else:
         assert batches.report.dropped == "the last 2 tokens, too few to fill a window, were left out"
 
@@ -241,30 +241,32 @@ def test_no_more_is_read_than_the_budget_asks_for():
             assert i < 100, "went on reading"
             yield Document(str(i), "the cat sat on a mat")
 
-    batches = TextBatches(made("bert"), endless, max_length=8, max_tokens=64, batch_size=2)
+    batches = TextBatches(made("bert"), endless, window=8, limit=64, batch_size=2)
     assert sum(batch.inputs["attention_mask"].bool().sum().item() for batch in batches) == 64
     assert len(list(batches)) == 4  # again, from the function
 
 
 def test_a_window_needs_room_beside_the_special_tokens():
-    with pytest.raises(InputError, match="max_length 2 leaves no room for text beside the tokenizer's 2 special"):
-        list(_batches(made("bert"), ["the cat"], max_length=2))
+    with pytest.raises(
+        InputError, match="a window of 2 tokens leaves no room for text beside the tokenizer's 2 special"
+    ):
+        list(_batches(made("bert"), ["the cat"], window=2))
 
 
 # --- one document per row --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.medium
-@given(name=names, texts=texts, max_length=st.integers(4, 12), batch_size=st.integers(1, 3))
-def test_unpacked_rows_are_the_documents_cut_and_padded(name, texts, max_length, batch_size):
+@given(name=names, texts=texts, window=st.integers(4, 12), batch_size=st.integers(1, 3))
+def test_unpacked_rows_are_the_documents_cut_and_padded(name, texts, window, batch_size):
     tokenizer, (before, after, _) = made(name), AROUND[name]
     documents = [(f"text {i}", ids) for i, text in enumerate(texts) if (ids := _ids(tokenizer, text))]
-    batches = _batches(tokenizer, texts, max_length=max_length, batch_size=batch_size, packing=False)
+    batches = _batches(tokenizer, texts, window=window, batch_size=batch_size, fill_windows=False)
     if not documents:
         with pytest.raises(InputError, match="the text is empty"):
             list(batches)
         return
-    room = max_length - len(before) - len(after)
+    room = window - len(before) - len(after)
     rows = _rows(batches)
     assert [(ids, name) for ids, _, name in rows] == [(before + ids[:room] + after, name) for name, ids in documents]
     cut = [len(ids) - room for _, ids in documents if len(ids) > room]
@@ -285,7 +287,7 @@ def test_unpacked_rows_are_the_documents_cut_and_padded(name, texts, max_length,
 
 @every_row(("name", "padding"), [("bert", 0), ("t5", 0), ("gpt2", 0), ("llama", 1), ("bare", 0)])
 def test_padding_falls_back_to_the_end_token_and_then_to_zero(name, padding):
-    (batch,) = _batches(made(name), ["the cat sat on a mat", "mat"], max_length=32, packing=False)
+    (batch,) = _batches(made(name), ["the cat sat on a mat", "mat"], window=32, fill_windows=False)
     assert set(batch.inputs["input_ids"][~batch.inputs["attention_mask"].bool()].tolist()) == {padding}
 
 
@@ -293,13 +295,13 @@ def test_padding_falls_back_to_the_end_token_and_then_to_zero(name, padding):
 
 
 def test_separators_are_special_and_the_unknown_token_is_not():
-    (batch,) = _batches(made("bert"), ["the zebra", "cat [SEP] sat"], max_length=32)
+    (batch,) = _batches(made("bert"), ["the zebra", "cat [SEP] sat"], window=32)
     assert batch.inputs["input_ids"].tolist() == [[2, 5, 1, 3, 6, 3, 7, 3]]
     assert _special(batch) == [[True, False, False, True, False, True, False, True]]
 
 
 def test_the_end_token_is_special_also_where_it_doubles_as_unknown():
-    (batch,) = _batches(made("gpt2"), ["the", "the"], max_length=32)
+    (batch,) = _batches(made("gpt2"), ["the", "the"], window=32)
     assert _special(batch) == [[False, True, False]]
 
 
@@ -319,7 +321,7 @@ def test_the_end_token_is_special_also_where_it_doubles_as_unknown():
 )
 def test_the_tokenizers_setting_decides_on_a_bos_token_and_an_argument_overrides_it(name, bos, begins, sentence):
     tokenizer = made(name)
-    batches = _batches(tokenizer, ["the", "the the"], max_length=32, packing=False, bos=bos)
+    batches = _batches(tokenizer, ["the", "the the"], window=32, fill_windows=False, bos=bos)
     after = AROUND[name][1]
     rows = [ids for ids, _, _ in _rows(batches)]
     assert rows == [[*begins, *_ids(tokenizer, text), *after] for text in ("the", "the the")]
@@ -328,7 +330,7 @@ def test_the_tokenizers_setting_decides_on_a_bos_token_and_an_argument_overrides
 
 def test_a_bos_token_that_is_not_there_cannot_be_asked_for():
     with pytest.raises(InputError, match="bos=True needs a BOS token, and TokenizersBackend has none"):
-        _batches(made("t5"), ["the"], max_length=32, bos=True)
+        _batches(made("t5"), ["the"], window=32, bos=True)
 
 
 @pytest.mark.medium
@@ -336,7 +338,7 @@ def test_tokenizers_written_in_python_work_too():
     import transformers
 
     byt5 = transformers.ByT5Tokenizer()  # one token per byte, from 3 on
-    (batch,) = _batches(byt5, ["ab"], max_length=16)
+    (batch,) = _batches(byt5, ["ab"], window=16)
     assert batch.inputs["input_ids"].tolist() == [[ord("a") + 3, ord("b") + 3, byt5.eos_token_id]]
     assert _special(batch) == [[False, False, True]]
     assert token_strings(byt5, [ord("a") + 3, ord(" ") + 3, byt5.eos_token_id]) == ["a", " ", "</s>"]
@@ -345,7 +347,7 @@ def test_tokenizers_written_in_python_work_too():
 @pytest.mark.slow
 def test_a_token_for_each_character():
     canine = _canine()
-    (batch,) = _batches(canine, ["ab"], max_length=16)
+    (batch,) = _batches(canine, ["ab"], window=16)
     assert batch.inputs["input_ids"].tolist() == [[canine.cls_token_id, ord("a"), ord("b"), canine.sep_token_id]]
     assert _special(batch) == [[True, False, False, True]]
     assert token_strings(canine, [ord("é"), ord(" ")]) == ["é", " "]
@@ -354,7 +356,7 @@ def test_a_token_for_each_character():
 def test_a_pretrained_tokenizer_reads_text_longer_than_its_model_silently(caplog, recwarn):
     tokenizer = _minilm()
     with caplog.at_level(logging.WARNING):
-        batches = TextBatches(tokenizer, [Document("long", "hello world " * 2000)], max_length=128)
+        batches = TextBatches(tokenizer, [Document("long", "hello world " * 2000)], window=128)
         rows = _rows(batches)
     assert len(rows) == 4000 // 126
     assert all(ids[0] == 101 and ids[-1] == 102 and len(ids) == 128 for ids, _, _ in rows)
@@ -393,13 +395,13 @@ def test_a_long_document_gives_the_tokens_of_the_whole(name, tmp_path, monkeypat
     path = tmp_path / "long.txt"
     path.write_text(text)
     assert len(list(read_documents([path]))) == 3
-    batches = TextBatches(tokenizer, lambda: read_documents([path]), max_length=512, batch_size=64)
+    batches = TextBatches(tokenizer, lambda: read_documents([path]), window=512, batch_size=64)
     bodies = [i for ids, _, _ in _rows(batches) for i in ids[len(before) : len(ids) - len(after)]]
     expected = _ids(tokenizer, text)
     assert bodies == expected[: len(bodies)]
     assert len(expected) - len(bodies) < 512
     assert batches.report.documents == 1
-    (row,) = _rows(TextBatches(tokenizer, [Document("whole", text)], max_length=512, packing=False))
+    (row,) = _rows(TextBatches(tokenizer, [Document("whole", text)], window=512, fill_windows=False))
     assert row[0][len(before) : 512 - len(after)] == expected[: 512 - len(before) - len(after)]
 
 
@@ -534,26 +536,26 @@ def _broken_at_its_end(folder: Path) -> Path:
 
 def test_of_a_long_text_only_what_a_limit_of_tokens_may_need_is_looked_through(tmp_path):
     path = _broken_at_its_end(tmp_path)
-    check_sources([path], max_tokens=300)
-    check_sources([path, path], max_tokens=300)
+    check_sources([path], limit=300)
+    check_sources([path, path], limit=300)
     for sources in ([path], [path, tmp_path / "missing.txt"]):
         with pytest.raises(InputError, match=r"is not UTF-8|no such file"):
-            check_sources(sources, max_tokens=None if len(sources) == 1 else 300)
+            check_sources(sources, limit=None if len(sources) == 1 else 300)
 
 
 def test_the_whole_text_that_a_limit_of_tokens_may_need_is_looked_through(tmp_path):
     path = tmp_path / "short.txt"
     path.write_bytes(b"the cat sat on a mat. " * 1000 + b"\xff")
     with pytest.raises(InputError, match="is not UTF-8"):
-        check_sources([path], max_tokens=1)
+        check_sources([path], limit=1)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_reading_stops_at_the_limit_of_tokens(tmp_path, packing):
+@pytest.mark.parametrize("fill", [True, False])
+def test_reading_stops_at_the_limit_of_tokens(tmp_path, fill):
     documents = read_documents([_broken_at_its_end(tmp_path)])
-    batches = TextBatches(_bert(), documents, max_length=32, max_tokens=32, packing=packing)
+    batches = TextBatches(_bert(), documents, window=32, limit=32, fill_windows=fill)
     assert sum(batch.inputs["attention_mask"].sum().item() for batch in batches) == 32
-    assert "text after the first 32 tokens was not read (max_tokens)" in str(batches.report.dropped)
+    assert "text after the first 32 tokens was not read (the limit)" in str(batches.report.dropped)
 
 
 def _with_own_files(folder: Path) -> Path:
@@ -639,7 +641,7 @@ def test_standard_input_is_left_for_reading_and_checked_then():
         list(read_documents(["-"], stdin=bad))
     empty = [Document("standard input", "")]
     with pytest.raises(InputError, match="the text is empty"):
-        list(TextBatches(made("bert"), empty, max_length=8))
+        list(TextBatches(made("bert"), empty, window=8))
 
 
 # --- conversations ---------------------------------------------------------------------------------------------------
@@ -668,7 +670,7 @@ def test_a_conversation_is_what_the_chat_template_writes_and_has_one_bos_token(t
         list(read_documents([tmp_path / "a.json"])),
         string_documents([CHAT, CHAT[:1]]),
     ):
-        batches = TextBatches(tokenizer, documents, max_length=64, packing=False)
+        batches = TextBatches(tokenizer, documents, window=64, fill_windows=False)
         assert [ids for ids, _, _ in _rows(batches)] == expected
         assert "written by the tokenizer's chat template" in (batches.bos_sentence() or "")
 
@@ -683,4 +685,4 @@ def test_conversations_that_cannot_be_written_are_named():
         (_chat(), [CHAT], True, "bos is for plain text"),
     ):
         with pytest.raises(InputError, match=words):
-            list(TextBatches(tokenizer, string_documents(texts), max_length=64, packing=False, bos=bos))
+            list(TextBatches(tokenizer, string_documents(texts), window=64, fill_windows=False, bos=bos))

@@ -207,7 +207,7 @@ def test_bad_data_sets_are_named():
     ):
         with pytest.raises(InputError, match=message):
             list(given_documents(_Dataset(rows, None))[1]())
-    with pytest.raises(InputError, match=r"a column \('body'\) was named, but texts holds strings"):
+    with pytest.raises(InputError, match=r"a column \('body'\) was named, but strings holds texts"):
         given_documents(["a"], "body")
 
 
@@ -227,14 +227,13 @@ def test_the_package_datasets_gives_the_numbers_of_the_strings(tmp_path):
     built = datasets.Dataset(table, fingerprint="built")  # without one it is pickled, which some versions cannot do
 
     def probed(texts: Any, column: str | None) -> Any:
-        asked: dict[str, Any] = {"statistics": ["entropy"], "max_length": 8}
-        return massieu.probe(model, _bert(), texts=texts, column=column, **asked).heads
+        data = massieu.Text(strings=texts, tokenizer=_bert(), window=8, column=column)
+        return massieu.probe(model, data, statistics=["entropy"]).heads
 
     expected = probed(texts, None)
     for form in (built, built.to_iterable_dataset(), built.with_format("torch"), built.select([*range(9)])):
         assert probed(form, "body").equals(expected)
-    source = massieu.probe(model, _bert(), texts=built, column="body", max_length=8).run.text.source
-    assert source is not None and "body" in source
+    assert massieu.Text(strings=built, column="body").said == "column 'body' of a data set"
     with pytest.raises(InputError, match=r"give one of them: 'train'"):
         probed(datasets.DatasetDict(train=built), "body")
 
@@ -254,6 +253,6 @@ def test_a_packed_table_gives_the_numbers_of_the_strings(kind, tmp_path):
     path = Path(tmp_path, kind)
     content = (_separated(texts, ",") if "csv" in kind else json.dumps({"body": texts})).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    asked: dict[str, Any] = {"statistics": ["entropy"], "max_length": 8}
-    found = massieu.probe(model, _bert(), text=path, column="body", **asked)
-    assert found.heads.equals(massieu.probe(model, _bert(), texts=texts, **asked).heads)
+    found = massieu.probe(model, massieu.Text(path, _bert(), window=8, column="body"), statistics=["entropy"])
+    strings = massieu.Text(strings=texts, tokenizer=_bert(), window=8)
+    assert found.heads.equals(massieu.probe(model, strings, statistics=["entropy"]).heads)

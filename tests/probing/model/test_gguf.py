@@ -283,10 +283,10 @@ def test_a_real_decoder(monkeypatch):
     monkeypatch.setattr(repeated, "SEQUENCES", 4)
     kept = []
     monkeypatch.setattr(
-        "massieu.probing.session.sources.load_model", lambda *a, **k: kept.append(load_model(*a, **k)) or kept[0]
+        "massieu.probing.model.model.load_model", lambda *a, **k: kept.append(load_model(*a, **k)) or kept[0]
     )
     statistics = ["weight_first", "entropy", "log_partition", "repeated"]
-    result = massieu.probe(file, max_tokens=4 * TOKENS, max_length=TOKENS, statistics=statistics)
+    result = massieu.probe(file, massieu.Text(window=TOKENS, limit=4 * TOKENS), statistics=statistics)
     run = result.run
     assert (run.model.layers, run.model.heads) == (30, 270)
     assert run.model.weights == "GGUF (Q4_1, F32, Q8_0), dequantised to float32"
@@ -300,7 +300,7 @@ def test_a_real_decoder(monkeypatch):
     loaded = kept[0]
     rows = [
         batch.inputs["input_ids"]
-        for batch in TextBatches(loaded.tokenizer, reference_documents, max_length=TOKENS, max_tokens=4 * TOKENS)
+        for batch in TextBatches(loaded.tokenizer, reference_documents, window=TOKENS, limit=4 * TOKENS)
     ]
     ids = torch.cat(rows)
     assert run.text.windows == len(ids)

@@ -149,7 +149,7 @@ def test_missing_weights_stop_the_probe_too(save):
     folder = save(bert(), without("layer.1."))
     tokenizer(folder)
     with pytest.raises(InputError, match="16 weights are missing"):
-        massieu.probe(folder, texts="the cat sat on the mats", max_length=8)
+        massieu.probe(folder, massieu.Text(strings="the cat sat on the mats", window=8))
 
 
 @pytest.mark.medium
@@ -460,7 +460,7 @@ def bart() -> Any:
 def test_a_folder_without_the_tokenizers_files_is_refused(save):
     for make in (bert, gpt2, bart):
         with pytest.raises(InputError, match=r"has no vocabulary .* are missing"):
-            massieu.probe(save(make()), texts="the cat sat on the mat", max_length=16)
+            massieu.probe(save(make()), massieu.Text(strings="the cat sat on the mat", window=16))
 
 
 @pytest.mark.medium
@@ -468,13 +468,13 @@ def test_a_tokenizer_that_cannot_be_the_models_is_refused(save):
     folder = save(bert())
     tokenizer(folder, WORDS + [f"w{i}" for i in range(100)])
     with pytest.raises(InputError, match=r"cannot be that of .*: it has 111 tokens, and the model embeds 99"):
-        massieu.probe(folder, texts="the cat sat")
+        massieu.probe(folder, massieu.Text(strings="the cat sat"))
     (folder / "tokenizer.json").write_text("{")
     (folder / "vocab.txt").unlink(missing_ok=True)
     with pytest.raises(InputError, match=r"has no tokenizer \(.+\), so it cannot read text"):
-        massieu.probe(folder, texts="the cat sat")
+        massieu.probe(folder, massieu.Text(strings="the cat sat"))
     with pytest.raises(InputError, match="is not a tokenizer"):
-        massieu.probe(zoo.model("bert"), lambda text: text, texts="the cat sat")
+        massieu.probe(zoo.model("bert"), massieu.Text(tokenizer=lambda text: text, strings="the cat sat"))
 
 
 @every_row("strange", [99, -1, 2**40])
@@ -493,10 +493,11 @@ def test_an_added_token_beyond_the_embeddings_is_refused_only_where_the_text_has
     added = AutoTokenizer.from_pretrained(folder)
     added.add_tokens(["<picture>"])
     model = AutoModel.from_pretrained(folder).eval()
-    options: dict[str, Any] = {"max_length": 16, "statistics": ["entropy"], "quick": True}
-    assert massieu.probe(model, added, texts="the cat sat on the mat " * 3, **options).complete
+    plain = massieu.Text(strings="the cat sat on the mat " * 3, tokenizer=added, window=16)
+    assert massieu.probe(model, plain, statistics=["entropy"], draws=0).complete
+    strange = massieu.Text(strings="the <picture> sat on the mat", tokenizer=added, window=16)
     with pytest.raises(InputError, match="hold the token 99"):
-        massieu.probe(model, added, texts="the <picture> sat on the mat", **options)
+        massieu.probe(model, strange, statistics=["entropy"], draws=0)
 
 
 @pytest.mark.medium
@@ -505,8 +506,8 @@ def test_the_share_of_unknown_tokens_is_said_and_above_a_twentieth_warned_of(sav
     tokenizer(folder)
     for known, unknown, warning in ((38, 2, None), (37, 3, "(9 of 120)")):
         text = " ".join(["cat"] * known + ["qwertz"] * unknown)
-        options: dict[str, Any] = {"packing": False, "max_length": 64, "statistics": ["entropy"], "quick": True}
-        result = massieu.probe(folder, texts=[text] * 3, **options)
+        data = massieu.Text(strings=[text] * 3, window=64, fill_windows=False)
+        result = massieu.probe(folder, data, statistics=["entropy"], draws=0)
         assert result.run.text is not None
         assert result.run.text.unknown_share == pytest.approx(unknown / 40)
         warned = [each for each in result.run.warnings if "unknown to the tokenizer" in each]
@@ -602,11 +603,6 @@ def test_the_page_and_the_terminal_say_whether_rows_begin_with_a_bos_token(flags
     assert sentence[0].upper() + sentence[1:] in page
 
 
-def test_bos_is_for_windows_of_text():
-    with pytest.raises(InputError, match="bos is for text; batches are read as they are"):
-        massieu.probe(zoo.fresh("bert"), [zoo.inputs("bert")], bos=True)
-
-
 # --- what is said before the weights are read ------------------------------------------------------------------------
 
 
@@ -634,13 +630,13 @@ def test_what_the_configuration_decides_is_said_before_the_weights_are_read(save
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", read)
     folder, bare = save(bert(1)), save(bert(1))
     tokenizer(folder)
-    for model, options, words in (
-        (folder, {"texts": "cat", "max_length": 65}, "max_length 65 is more than the 64 positions"),
-        (folder, {"texts": [("cat", "cat")]}, "source and target need an encoder–decoder"),
-        (bare, {"texts": "cat"}, "has no vocabulary beside its special tokens"),
+    for model, data, words in (
+        (folder, massieu.Text(strings="cat", window=65), "a window of 65 tokens is more than the 64 positions"),
+        (folder, massieu.Pairs(strings=[("cat", "cat")]), "pairs of texts need an encoder–decoder"),
+        (bare, massieu.Text(strings="cat"), "has no vocabulary beside its special tokens"),
     ):
         with pytest.raises(InputError, match=words):
-            massieu.probe(model, **options)
+            massieu.probe(model, data)
 
 
 # --- models in memory, and strings -----------------------------------------------------------------------------------
@@ -655,18 +651,16 @@ def test_a_tokenizer_may_be_named(save, tmp_path):
     (words / "vocab.txt").unlink()
     bare = save(bert(1))  # as Trainer saves checkpoints that it was given no tokenizer for
     model = load_model(folder, tokenizer=False).module
-    how: dict[str, Any] = {
-        "texts": "the cat sat on the mat " * 9,
-        "max_length": 16,
-        "statistics": ["entropy"],
-        "quick": True,
-    }
-    expected = massieu.probe(folder, **how).heads
+    how: dict[str, Any] = {"statistics": ["entropy"], "draws": 0}
+
+    def data(tokenizer: Any = None) -> massieu.Text:
+        return massieu.Text(strings="the cat sat on the mat " * 9, tokenizer=tokenizer, window=16)
+
+    expected = massieu.probe(folder, data(), **how).heads
     for given in (words, str(words), str(folder)):
-        assert massieu.probe(model, given, **how).heads.equals(expected)
-    assert (
-        massieu.compare(model, model, tokenizer_or_batches=str(words), **how).differences["difference"].abs().max() == 0
-    )
+        assert massieu.probe(model, data(given), **how).heads.equals(expected)
+    compared = massieu.compare(model, model, data=data(str(words)), **how)
+    assert compared.differences["difference"].abs().max() == 0
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat " * 9)
     shared = ("--text", text, "--max-length", 16, "--quick", "--statistics", "entropy")
@@ -675,9 +669,9 @@ def test_a_tokenizer_may_be_named(save, tmp_path):
     ran = command("compare", bare, bare, *shared[:4], "--tokenizer", words, "--out", tmp_path / "compared")
     assert ran.exit_code == 0, ran.stderr
     with pytest.raises(InputError, match="has no tokenizer that can be loaded"):
-        massieu.probe(model, tmp_path / "out", **how)
+        massieu.probe(model, data(tmp_path / "out"), **how)
     with pytest.raises(InputError, match="there is no such folder or file"):
-        massieu.probe(model, "no/such", **how)
+        massieu.probe(model, data("no/such"), **how)
 
 
 def test_a_buffer_on_the_meta_device_is_named():
@@ -698,28 +692,23 @@ def test_dynamically_quantised_models_are_refused():
 @every_row(
     "options, words",
     [
-        ({"text": "a long string " * 500}, "there is no text a long string .* …: .*texts"),
-        ({"text": ["one sentence", "and another " * 500]}, "there is no text one sentence: .*texts"),
-        ({"text": "a\0b"}, "there is no text"),
-        ({"texts": []}, "texts is empty"),
-        ({"texts": ["", " \n"]}, "texts is empty"),
-        ({"texts": ["a", 3]}, "got int at place 2"),
-        ({"texts": ["a", b"b"]}, "got bytes at place 2"),
-        ({"texts": "\ud800"}, "half of a surrogate pair"),
-        ({"text": "a.txt", "texts": "b"}, "either text .* or texts"),
+        ({"paths": "a long string " * 500}, r"there is no text a long string .* …: .*massieu.Text\(strings=…\)"),
+        ({"paths": ["one sentence", "and another " * 500]}, "there is no text one sentence: .*strings="),
+        ({"paths": "a\0b"}, "there is no text"),
+        ({"strings": []}, "strings is empty"),
+        ({"strings": ["", " \n"]}, "strings is empty"),
+        ({"strings": ["a", 3]}, "got int at place 2"),
+        ({"strings": ["a", b"b"]}, "got bytes at place 2"),
+        ({"strings": "\ud800"}, "half of a surrogate pair"),
+        ({"paths": "a.txt", "strings": "b"}, "either paths .* or strings"),
     ],
 )
 def test_strings_are_no_files(options, words, monkeypatch):
     monkeypatch.setattr(
-        "massieu.probing.session.sources.load_model", lambda *a, **k: pytest.fail("a model was loaded first")
+        "massieu.probing.model.model.load_model", lambda *a, **k: pytest.fail("a model was loaded first")
     )
     with pytest.raises(InputError, match=words):
-        massieu.probe(**options)
-
-
-def test_batches_and_strings_do_not_go_together():
-    with pytest.raises(InputError, match="either batches or text"):
-        massieu.probe(zoo.model("bert"), [zoo.inputs("bert")], texts="a")
+        massieu.probe(data=massieu.Text(**options))
 
 
 @pytest.mark.medium
@@ -729,14 +718,15 @@ def test_strings_are_read_as_files_are(save, tmp_path):
     strings = ["the cat sat on the mats " * 4, "the mat sat on the cat " * 5]
     for place, string in enumerate(strings):
         (tmp_path / f"{place}.txt").write_text(string)
-    options: dict[str, Any] = {"max_length": 16, "statistics": ["entropy"], "quick": True}
-    files = massieu.probe(folder, text=[tmp_path / "0.txt", tmp_path / "1.txt"], **options)
-    given = massieu.probe(folder, texts=strings, **options)
+    options: dict[str, Any] = {"statistics": ["entropy"], "draws": 0}
+    paths = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    files = massieu.probe(folder, massieu.Text(paths, window=16), **options)
+    given = massieu.probe(folder, massieu.Text(strings=strings, window=16), **options)
     assert given.heads.equals(files.heads)
     assert given.run.text is not None
     assert given.run.text.documents == 2
     assert given.run.text.source == "2 strings"
-    one = massieu.probe(folder, texts=strings[0], **options)
+    one = massieu.probe(folder, massieu.Text(strings=strings[0], window=16), **options)
     assert one.run.text is not None
     assert one.run.text.source == "1 string"
 

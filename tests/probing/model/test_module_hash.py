@@ -206,7 +206,7 @@ def test_models_of_the_same_weights_are_measured_each(
 ):
     """The results of one were taken for those of the other."""
     data = [{"input_ids": torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))}]
-    options: dict[str, Any] = {"tokenizer_or_batches": data, "names": ["first", "second"], "statistics": ["entropy"]}
+    options: dict[str, Any] = {"data": data, "names": ["first", "second"], "statistics": ["entropy"]}
     stored = massieu.compare(first(), second(), out=tmp_path, **options)
     expected = massieu.compare(first(), second(), **options)
     assert stored.values.equals(expected.values)

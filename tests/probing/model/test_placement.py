@@ -82,7 +82,7 @@ def test_offloaded_to_disk(folder):
 
 
 def test_a_device_map_is_handed_on(folder):
-    loaded = load_model(folder, tokenizer=False, device_map=ON_DISK)
+    loaded = load_model(massieu.Checkpoint(folder, device_map=ON_DISK), tokenizer=False)
     assert loaded.describe().device == "cpu, disk" and execution_device(loaded.module) == torch.device("cpu")
     expected = llama()(IDS).last_hidden_state
     assert torch.equal(loaded.module(IDS).last_hidden_state, expected)
@@ -115,11 +115,11 @@ def test_no_control_is_made_of_an_offloaded_module_of_ones_own():
 
 def test_bad_device_maps(folder, tmp_path):
     with pytest.raises(InputError, match="either a device or a device map, got 'cpu' and 'auto'"):
-        load_model(folder, device="cpu", device_map="auto")
+        massieu.Checkpoint(folder, device="cpu", device_map="auto")
     with pytest.raises(InputError, match=r"cannot load the model .*nowhere"):
-        load_model(folder, device_map="nowhere")
-    with pytest.raises(InputError, match="device_map are for models loaded by name"):
-        massieu.probe(llama(), BATCHES, device_map="auto")
+        load_model(massieu.Checkpoint(folder, device_map="nowhere"))
+    with pytest.raises(InputError, match="name must be a path, got LlamaModel"):
+        massieu.Checkpoint(llama(), device_map="auto")
 
 
 # --- fewer bits --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from typing import Any
 
 import polars
@@ -33,9 +34,9 @@ def batch(rows=3):
 
 
 def entropies(model):
-    return massieu.probe(model, [batch()], statistics=["entropy"], quick=True, max_length=LENGTH).heads.filter(
-        polars.col("statistic") == "entropy"
-    )
+    return massieu.probe(
+        model, massieu.Batches([batch()], window=LENGTH), statistics=["entropy"], draws=0
+    ).heads.filter(polars.col("statistic") == "entropy")
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_adapters_of_peft_are_at_work_and_names_are_the_models():
 
     given = zoo.inputs("llama")
     trunk = zoo.fresh("llama")
-    how: dict[str, Any] = {"statistics": ["entropy"], "quick": True, "max_length": 20}
+    how: dict[str, Any] = {"statistics": ["entropy"], "draws": 0}
     plain_entropy = massieu.probe(trunk, [given], **how).heads
     adapted = _lora(trunk)
     with torch.no_grad():
@@ -144,6 +145,22 @@ def test_a_folder_with_an_adapter_is_loaded_onto_its_base(tmp_path):
     assert loaded.hash != load_model(base, tokenizer=False).hash
     found = massieu.describe(folder)
     assert [site.name for site in found.sites] == [f"layers.{i}.self_attn" for i in range(3)]
+
+    moved = shutil.copytree(
+        base, tmp_path / "moved"
+    )  # an adapter may be put on another copy than the one that it names
+    shutil.rmtree(base)
+    put_on = load_model(massieu.Checkpoint(moved, adapter=folder), tokenizer=False)
+    with torch.no_grad():
+        assert torch.equal(put_on.module(**given)[0], loaded.module(**given)[0])
+    assert (put_on.hash, put_on.name) == (loaded.hash, f"{moved} with the adapter {folder}")
+    with pytest.raises(InputError, match=r"is an adapter itself, so .* cannot be put on it; name its base model"):
+        load_model(massieu.Checkpoint(folder, adapter=folder), tokenizer=False)
+    with pytest.raises(
+        InputError, match=r"adapter must be the folder of an adapter, and .*moved has no adapter_config"
+    ):
+        load_model(massieu.Checkpoint(moved, adapter=moved), tokenizer=False)
+    moved.rename(base)
 
     file = folder / "adapter_model.safetensors"
     weights = load_file(file)
@@ -183,9 +200,9 @@ def test_a_sentence_transformer_reads_text_with_its_own_tokenizer():
     from massieu.probing.model.checkpoint import default_model
 
     model = sentence_transformers.SentenceTransformer(str(default_model()), device="cpu").eval()
-    options = {"texts": "the sea and the ships on it " * 20, "statistics": ["entropy"], "max_length": 32}
-    own = massieu.probe(model, **options)
-    assert own.heads.equals(massieu.probe(default_model(), **options).heads)
+    data = massieu.Text(strings="the sea and the ships on it " * 20, window=32)
+    own = massieu.probe(model, data, statistics=["entropy"])
+    assert own.heads.equals(massieu.probe(default_model(), data, statistics=["entropy"]).heads)
     assert own.run.sites[0].name == "encoder.layer.0.attention.self"
 
 
@@ -228,7 +245,9 @@ def test_virtual_tokens_are_not_called_by_the_texts(kind):
     sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 32}
     base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
     model = peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
-    result = massieu.probe(model, tokenizer, texts="cat sat sat cat", max_length=8, statistics=["entropy"])
+    result = massieu.probe(
+        model, massieu.Text(tokenizer=tokenizer, strings="cat sat sat cat", window=8), statistics=["entropy"]
+    )
     (example,), (site,) = result.details["examples"], result.run.sites
     text, virtual = ["cat", "sat", "sat", "cat"], [f"[virtual {number}]" for number in (1, 2, 3)]
     assert example["tokens"][site.key_tokens] == [*virtual, *text]
@@ -251,7 +270,7 @@ def test_the_keys_of_prefix_tuning_stand_before_the_text():
     with torch.no_grad():
         weights = model(**batch, output_attentions=True).attentions[0].double()
     assert weights.shape[-2:] == (12, 15)
-    result = massieu.probe(model, [batch], statistics=["entropy", "weight_first", "weight_previous"], quick=True)
+    result = massieu.probe(model, [batch], statistics=["entropy", "weight_first", "weight_previous"], draws=0)
     (site,) = result.run.sites
     assert (site.kind, site.query_tokens, site.key_tokens) == ("causal", "text", "text behind 3 virtual tokens")
     heads = result.heads
@@ -263,9 +282,9 @@ def test_the_keys_of_prefix_tuning_stand_before_the_text():
         assert rows["value"].to_list() == pytest.approx(expected.tolist(), rel=1e-5)
     assert heads.filter(heads["statistic"] == "weight_previous")["value"].drop_nulls().is_empty()
     padded = {**batch, "attention_mask": (torch.arange(12) < torch.tensor([[12], [11]])).long()}
-    (site,) = massieu.probe(model, [padded], statistics=["entropy"], quick=True).run.sites
+    (site,) = massieu.probe(model, [padded], statistics=["entropy"], draws=0).run.sites
     assert site.kind == "causal"
     with torch.no_grad(), massieu.replaced(model, "window(20)"):
         torch.testing.assert_close(model(**padded).logits[0], model(**batch).logits[0])
     with pytest.raises(massieu.InputError, match="3 keys of a prefix before its text"):
-        massieu.probe(model, [batch], generate=2)
+        massieu.probe(model, massieu.Batches([batch], continue_for=2))

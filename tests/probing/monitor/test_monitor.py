@@ -142,7 +142,7 @@ def test_numbers_are_those_of_the_probe(name):
     """The probe's means are over all queries, the monitor's over those that see several keys."""
     model, batch = zoo.model(name), zoo.inputs(name, padded=True)
     record = record_of(model, batch, per_head=True)
-    result = massieu.probe(model, [batch], quick=True, statistics=["entropy", "weight_first"])
+    result = massieu.probe(model, [batch], statistics=["entropy", "weight_first"], draws=0)
     compared = 0
     for site in result.run.sites:
         kind = f"/{site.kind}" if f"massieu/decoder/layer0/{site.kind}/entropy_mean" in record else ""

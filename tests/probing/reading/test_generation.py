@@ -93,7 +93,7 @@ def test_each_new_token_is_one_query(kind):
     model, most = writer(kind), 4
     texts = [written(model, row, most) for row in range(len(IDS))]
     lengths = [len(ids) - int(MASK[row].sum()) for row, ids in enumerate(texts)]
-    result = massieu.probe(model, [BATCH], generate=most)
+    result = massieu.probe(model, massieu.Batches([BATCH], continue_for=most))
     sliding = {"weight_first"} if kind == "sliding" else set()
     for name, value in expected(model, texts).items():
         if name not in sliding:
@@ -114,7 +114,7 @@ def test_texts_end_with_their_end_token():
     ends = [written(model, row, 4)[-4:].tolist() for row in (0, 2)]
     counted = [next((i for i, t in enumerate(new, 1) if t in (first, 39)), 4) for new in ends]
     assert counted[0] == 1
-    result = massieu.probe(model, [{"input_ids": IDS[[0, 2]]}], generate=4)
+    result = massieu.probe(model, massieu.Batches([{"input_ids": IDS[[0, 2]]}], continue_for=4))
     assert set(result.heads.filter(result.heads["statistic"] == "entropy")["count"]) == {sum(counted)}
 
 
@@ -124,7 +124,8 @@ def test_sampling_belongs_to_the_seed():
     model.generation_config.do_sample = True
     state = torch.random.get_rng_state()
     first, again, other = (
-        massieu.probe(model, [BATCH], generate=3, seed=seed, statistics=["entropy"]) for seed in (0, 0, 1)
+        massieu.probe(model, massieu.Batches([BATCH], continue_for=3), seed=seed, statistics=["entropy"])
+        for seed in (0, 0, 1)
     )
     assert torch.equal(torch.random.get_rng_state(), state)
     assert np.array_equal(measured(first, "entropy"), measured(again, "entropy"))
@@ -133,7 +134,7 @@ def test_sampling_belongs_to_the_seed():
 
 @pytest.mark.medium
 def test_errors_are_over_prompts_and_there_is_no_control():
-    result = massieu.probe(writer(), [BATCH], generate=5, statistics=["entropy", "weight_first"])
+    result = massieu.probe(writer(), massieu.Batches([BATCH], continue_for=5), statistics=["entropy", "weight_first"])
     assert result.run.error_unit.count == 3
     statistics = {name.partition("/")[2] for name in result.heads["statistic"].unique()}
     assert "reinitialised" not in statistics and not any(name.startswith("position") for name in statistics)
@@ -151,31 +152,33 @@ def test_what_does_not_write_is_refused(tmp_path):
     with pytest.raises(InputError, match="its files have no language head"):
         load_model(tmp_path, tokenizer=False, head=True)
     with pytest.raises(InputError, match="attends to later tokens too"):
-        massieu.probe(both_ways.eval(), [BATCH], generate=3)
+        massieu.probe(both_ways.eval(), massieu.Batches([BATCH], continue_for=3))
     bert = BertModel(BertConfig(**{**SIZES, "num_attention_heads": 4})).eval()
     for model, keywords, match in (
         (bert, {}, r"BertModel\) does not generate text"),
         (writer(), {"statistics": ["maps"]}, "only statistics of attention are measured, not"),
-        (writer(), {"generate": 0}, "generate must be at least 1, got 0"),
+        (writer(), {"replace": "off"}, "replace and continue_for do not work together"),
     ):
         with pytest.raises(InputError, match=match):
-            massieu.probe(model, [BATCH], **{"generate": 3, **keywords})
+            massieu.probe(model, massieu.Batches([BATCH], continue_for=3), **keywords)
+    with pytest.raises(InputError, match=r"continue_for \(--generate\) must be at least 1, got 0"):
+        massieu.Batches([BATCH], continue_for=0)
     embedded = {"inputs_embeds": torch.randn(2, 4, 32)}
     with pytest.raises(
-        InputError, match=r"generate needs batches of input_ids as prompts for .*, and these have inputs_embeds"
+        InputError, match=r"continue_for needs batches of input_ids as prompts for .*, and these have inputs_embeds"
     ):
-        massieu.probe(writer(), [embedded], generate=3)
+        massieu.probe(writer(), massieu.Batches([embedded], continue_for=3))
     speculating = writer()
     speculating.generation_config.prompt_lookup_num_tokens = 3
     with pytest.raises(InputError, match="does not read one token a pass"):
-        massieu.probe(speculating, [{"input_ids": IDS[:1].repeat(1, 3)}], generate=9)
+        massieu.probe(speculating, massieu.Batches([{"input_ids": IDS[:1].repeat(1, 3)}], continue_for=9))
 
 
 def test_nan_while_writing_is_said():
     model = writer()
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
-    result = massieu.probe(model, [BATCH], generate=2)
+    result = massieu.probe(model, massieu.Batches([BATCH], continue_for=2))
     assert result.trouble is not None and "v_proj" in result.trouble
 
 
@@ -189,10 +192,10 @@ def test_a_model_that_has_no_positions_left_says_how_many_it_has():
     assert model.generate(IDS[:1], max_new_tokens=4, do_sample=False).shape[1] == 13
     with pytest.raises(IndexError):
         model.generate(IDS[:1], max_new_tokens=5, do_sample=False)
-    how: dict[str, Any] = {"statistics": ["entropy"]}
-    assert massieu.probe(model, [BATCH], generate=4, **how).run.text.tokens == 24
+    how: Any = {"statistics": ["entropy"]}
+    assert massieu.probe(model, massieu.Batches([BATCH], continue_for=4), **how).run.text.tokens == 24
     with pytest.raises(InputError, match="has 12 positions: after a prompt of 9 tokens there is room for 4 new ones"):
-        massieu.probe(model, [BATCH], generate=5, **how)
+        massieu.probe(model, massieu.Batches([BATCH], continue_for=5), **how)
     llama = writer()  # rotary positions have no end
     llama.config.max_position_embeddings = 12
-    assert massieu.probe(llama, [BATCH], generate=5, **how).complete
+    assert massieu.probe(llama, massieu.Batches([BATCH], continue_for=5), **how).complete

@@ -71,10 +71,16 @@ def two_layers(name: str) -> torch.nn.Module:
 
 def probed(name: str, given: Any = None, **how: Any) -> ProbeResult:
     """With the statistics that rows are asked for, and with no others."""
-    how = {"max_length": 20, "quick": True, "per_token": True} | how
+    how = {"per_token": True, "draws": 0} | how
     if isinstance(how["per_token"], list):
         how = {"statistics": how["per_token"]} | how
-    return massieu.probe(two_layers(name), batches(name) if given is None else given, **how)
+    data = massieu.Batches(batches(name) if given is None else given, window=20)
+    return massieu.probe(two_layers(name), data, **{"statistics": "quick"} | how)
+
+
+def often(folder: Path, **how: Any) -> massieu.Run:
+    """A run that stores its sums after every batch."""
+    return massieu.Run(folder, store_every=1e-9, **how)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +101,7 @@ def rows_of(result: ProbeResult) -> "polars.DataFrame":
 @every_row("name", ["bert", "llama"])
 def test_each_value_is_that_of_plain_attention_matrices(name):
     (given,) = batches(name, 1, rows=2)
-    result = massieu.probe(zoo.model(name), [given], max_length=20, quick=True, per_token=True)
+    result = massieu.probe(zoo.model(name), massieu.Batches([given], window=20), per_token=True, statistics="quick")
     layers = oracle.attention_of(name, given)
     real = given["attention_mask"].bool()
     for layer, head in itertools.product(range(len(layers)), range(4)):
@@ -272,7 +278,7 @@ def test_a_table_that_cannot_be_written_is_left_out_and_the_measurement_kept(tmp
     expected = probed("gpt2", one_batch(), per_token=False)
     monkeypatch.setattr(module, "replacing", full)
     monkeypatch.setattr(module, "AT_ONCE", 200)
-    result = probed("gpt2", one_batch(), running=tmp_path)
+    result = probed("gpt2", one_batch(), run=tmp_path)
     assert next(room) == 2 and not list((tmp_path / TOKENS).iterdir())
     assert result.heads.equals(expected.heads) and result.run.per_token is None
     assert any("the per-token table could not be computed and is left out" in each for each in result.run.warnings)
@@ -285,7 +291,7 @@ def test_rows_that_are_missing_at_the_end_are_noticed(tmp_path):
         for path in (tmp_path / TOKENS).glob("part-*"):
             path.unlink()
 
-    result = probed("gpt2", one_batch(), running=tmp_path, progress=lose, store_every=1e-9, per_token=["entropy"])
+    result = probed("gpt2", one_batch(), run=often(tmp_path, progress=lose), per_token=["entropy"])
     assert result.run.per_token is None
     assert any(f"{tmp_path / TOKENS} holds 0 rows of" in each for each in result.run.warnings)
 
@@ -436,14 +442,14 @@ def rows_without_a_break() -> tuple[list[dict[str, Any]], "polars.DataFrame"]:
 def test_a_resumed_run_has_the_rows_of_one_without_a_break(after, at_once, rows_without_a_break, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "AT_ONCE", at_once)
     given, expected = rows_without_a_break
-    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "per_token": ["entropy"]}
+    how: dict[str, Any] = {"per_token": ["entropy"]}
     with pytest.raises(Killed):
-        probed("gpt2", given, progress=broken_off(after), **how)
+        probed("gpt2", given, run=often(tmp_path / "r", progress=broken_off(after)), **how)
     monkeypatch.setattr(Course, "store", lambda *_, **__: None)
     with pytest.raises(Killed):  # goes on, and is killed before it stores again: with more rows than sums
-        probed("gpt2", given, progress=broken_off(after + 1), resume=True, **how)
+        probed("gpt2", given, run=often(tmp_path / "r", progress=broken_off(after + 1), resume=True), **how)
     monkeypatch.undo()
-    resumed = probed("gpt2", given, resume=True, **how)
+    resumed = probed("gpt2", given, run=often(tmp_path / "r", resume=True), **how)
     assert rows_of(resumed).equals(expected)
     resumed.save(tmp_path / "saved")
     forget(tmp_path / "r")
@@ -453,27 +459,26 @@ def test_a_resumed_run_has_the_rows_of_one_without_a_break(after, at_once, rows_
 
 def test_rows_that_are_not_those_of_the_stored_sums_are_refused(tmp_path):
     given = batches("gpt2", 3, rows=1)
-    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "per_token": ["entropy"]}
-    how["statistics"] = ["entropy", "log_partition"]
+    how: dict[str, Any] = {"per_token": ["entropy"], "statistics": ["entropy", "log_partition"]}
     with pytest.raises(Killed):
-        probed("gpt2", given, progress=broken_off(2), **how)
+        probed("gpt2", given, run=often(tmp_path / "r", progress=broken_off(2)), **how)
     parts = sorted((tmp_path / "r" / TOKENS).iterdir())
     whole = parts[0].read_bytes()
     parts[0].write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
     with pytest.raises(InputError, match=r"part-.* is not as it was when the running sums were stored; begin without"):
-        probed("gpt2", given, resume=True, **how)
+        probed("gpt2", given, run=often(tmp_path / "r", resume=True), **how)
     for part in parts:
         part.unlink()
     with pytest.raises(InputError, match=r"holds 0 per-token rows, and the stored sums are of [\d,]+; begin without"):
-        probed("gpt2", given, resume=True, **how)
+        probed("gpt2", given, run=often(tmp_path / "r", resume=True), **how)
     with pytest.raises(InputError, match="another per_token"):
         probed(
             "gpt2",
             given,
-            resume=True,
-            **how | {"per_token": ["log_partition"], "statistics": ["entropy", "log_partition"]},
+            run=often(tmp_path / "r", resume=True),
+            **how | {"per_token": ["log_partition"]},
         )
-    assert len(rows_of(probed("gpt2", given, **how)))  # from the beginning
+    assert len(rows_of(probed("gpt2", given, run=often(tmp_path / "r"), **how)))  # from the beginning
 
 
 def write_rows(path: Path) -> None:
@@ -488,7 +493,7 @@ def test_a_file_of_a_parts_name_that_is_none_is_in_the_way(tmp_path):
     polars.DataFrame({"mine": [1]}).write_parquet(part)
     before = part.read_bytes()
     with pytest.raises(InputError, match=r"part-.* is in the way: it holds no per-token rows; move it"):
-        probed("gpt2", batches("gpt2", 1), per_token=["entropy"], statistics=["entropy"], running=running)
+        probed("gpt2", batches("gpt2", 1), per_token=["entropy"], statistics=["entropy"], run=running)
     forget(running)
     assert part.read_bytes() == before
 
@@ -498,10 +503,10 @@ class _Sent(Exception):  # noqa: N818 - nothing is wrong
 
 
 def session(rank: int, processes: int, given: list[dict[str, Any]], folder: Path) -> Session:
-    options = Options(frozenset({ATTENTION}), Units(), 20, quick=True, per_token=("entropy",))
+    options = Options(frozenset({ATTENTION}), Units(), 20, examples=False, draws=0, per_token=("entropy",))
     course = Course(rank, processes, folder)
     source = Input(given, "batches", True, 20, None)
-    return Session(as_loaded(two_layers("gpt2"), None), source, options, lambda _: None, None, course=course)
+    return Session(as_loaded(two_layers("gpt2")), source, options, lambda _: None, None, course=course)
 
 
 @pytest.mark.medium
@@ -553,12 +558,10 @@ def test_bad_calls_of_a_probe_with_rows():
         massieu.probe(model, given, statistics=["maps"], per_token=True)
     with pytest.raises(InputError, match="of the statistics entropy; 'log_partition' is not among them"):
         massieu.probe(model, given, statistics=["entropy"], per_token=["log_partition"])
-    with pytest.raises(InputError, match="per_token and generate do not work together"):
-        massieu.probe(model, given, generate=3, per_token=True)
-    with pytest.raises(InputError, match="per_token with distributed=True needs running="):
-        massieu.probe(model, given, distributed=True, per_token=True)
-    with pytest.raises(InputError, match="per_token"):
-        massieu.compare(model, model, tokenizer_or_batches=given, per_token=True)
+    with pytest.raises(InputError, match="per_token and continue_for do not work together"):
+        massieu.probe(model, massieu.Batches(given, continue_for=3), per_token=True)
+    with pytest.raises(InputError, match="per_token with distributed=True needs a folder"):
+        massieu.probe(model, given, per_token=True, run=massieu.Run(distributed=True))
 
 
 @pytest.mark.parametrize(
@@ -592,7 +595,7 @@ def test_names_of_columns():
     assert check_per_token(["entropy"], Selection.of(["entropy", "log_partition"])) == ("entropy",)
 
 
-def test_the_size_is_said_beforehand():
+def test_the_size_is_said_beforehand(monkeypatch):
     assert expected_size(10, 4, None) == (
         "per-token values: 10 rows for each token, up to 1 MB for each 1,000 tokens",
         0.0,
@@ -600,8 +603,9 @@ def test_the_size_is_said_beforehand():
     said, size = expected_size(1_000, 16, 1_000_000)
     assert said.startswith("per-token values: 1,000 rows for each token, up to ") and size > module.LARGE
     told: list[str] = []
-    how: dict[str, Any] = {"max_tokens": 10**10, "progress": lambda state: told.append(state.stage)}
-    result = probed("gpt2", one_batch(), per_token=["entropy"], **how)
+    monkeypatch.setattr("massieu.probing.session.session.LARGE", -1.0)
+    run = massieu.Run(progress=lambda state: told.append(state.stage))
+    result = probed("gpt2", one_batch(), per_token=["entropy"], run=run)
     assert any("rows for each token, up to" in each for each in told)
     assert any("name fewer statistics in per_token" in each for each in result.run.warnings)
 

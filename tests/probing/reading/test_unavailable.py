@@ -87,7 +87,7 @@ def test_models_with_other_tables_of_positions_are_read_whole(name):
     model = made(name)
     if model is None:
         return
-    result = massieu.probe(model, [given(name)], max_length=20)
+    result = massieu.probe(model, massieu.Batches([given(name)], window=20))
     assert result.run.self_check.passed
     assert result.run.unavailable == []
     assert result.trouble is None
@@ -147,7 +147,7 @@ def two_batches():
 
 @pytest.fixture(scope="module")
 def whole(two_batches):
-    return massieu.probe(zoo.model("gpt2", n_layer=2), two_batches, max_length=20)
+    return massieu.probe(zoo.model("gpt2", n_layer=2), massieu.Batches(two_batches, window=20))
 
 
 @pytest.mark.medium
@@ -172,7 +172,7 @@ def test_a_group_that_fails_is_left_out_with_its_reason(file, name, lost, two_ba
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(file, name, failing)
-        result = massieu.probe(zoo.model("gpt2", n_layer=2), two_batches, max_length=20)
+        result = massieu.probe(zoo.model("gpt2", n_layer=2), massieu.Batches(two_batches, window=20))
     reasons = {e.statistic: e.reason for e in result.run.unavailable if e.of == "model"}
     said = "an error that was not foreseen and is worth a report: ArithmeticError: this one cannot be computed here"
     assert reasons[lost] == said
@@ -202,7 +202,9 @@ def test_a_group_that_fails_is_left_out_with_its_reason(file, name, lost, two_ba
 def test_a_function_that_fails_costs_its_own_statistic_alone(name, functions, two_batches, monkeypatch):
     group = STATISTICS[name].group
     asked = [each.name for each in STATISTICS.values() if each.group == group]
-    whole = massieu.probe(zoo.model("gpt2", n_layer=2), two_batches, statistics=asked, max_length=20, draws=2)
+    whole = massieu.probe(
+        zoo.model("gpt2", n_layer=2), massieu.Batches(two_batches, window=20), statistics=asked, draws=2
+    )
     honest, calls = functions[name], []
 
     def failing(*arguments):
@@ -215,7 +217,9 @@ def test_a_function_that_fails_costs_its_own_statistic_alone(name, functions, tw
     if name == "first_value_norm_ratio":
         failing.__name__ = name
         monkeypatch.setattr(values_file, name, failing)
-    result = massieu.probe(zoo.model("gpt2", n_layer=2), two_batches, statistics=asked, max_length=20, draws=2)
+    result = massieu.probe(
+        zoo.model("gpt2", n_layer=2), massieu.Batches(two_batches, window=20), statistics=asked, draws=2
+    )
     assert {s.name for s in whole.run.statistics} - {s.name for s in result.run.statistics} == {name}
     assert any(each.statistic == name and "not this one" in each.reason for each in result.run.unavailable)
     base = polars.col("statistic").str.split("/").list.first() != name
@@ -245,9 +249,9 @@ def test_a_model_whose_output_is_random_is_called_that(switch):
 def test_a_probe_in_inference_mode_is_the_same_probe():
     statistics = ["entropy", "climb", "maps"]
     llama, vit = (zoo.model(name, num_hidden_layers=1) for name in ("llama", "vit"))
-    expected = massieu.probe(llama, [zoo.inputs("llama")], max_length=20, statistics=statistics)
+    expected = massieu.probe(llama, massieu.Batches([zoo.inputs("llama")], window=20), statistics=statistics)
     with torch.inference_mode():
-        found = massieu.probe(llama, [zoo.inputs("llama")], max_length=20, statistics=statistics)
+        found = massieu.probe(llama, massieu.Batches([zoo.inputs("llama")], window=20), statistics=statistics)
         images = massieu.probe(vit, [zoo.inputs("vit")], statistics=statistics)
         assert torch.is_inference_mode_enabled()
     assert found.table.equals(expected.table)

@@ -238,7 +238,8 @@ def test_bad_calls():
     model, given = models()["bert"]
     model.eval()
     before: Any = (
-        (3, None, "rule must be the name of a rule or a function of an AttentionCall, got 3"),
+        (3, None, "rule must be the name of a rule, a function of an AttentionCall or a massieu.Replacement, got 3"),
+        (massieu.Replacement("off", per="head"), None, "at once; got per='head'"),
         ("off(mean)", None, r"off\(mean\) needs each head's mean output over a text"),
         ("top_k", None, "top_k needs a number of keys"),
         ("off", "encoder", "sites must be a list of names, or a mapping of names to heads, got the text 'encoder'"),

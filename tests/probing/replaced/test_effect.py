@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import massieu
 from massieu.errors import InputError
 from massieu.probing.model.model import load_model
-from massieu.probing.replaced.effect import Effects, Replace
+from massieu.probing.replaced.effect import Effects
 from massieu.probing.statistics.catalogue import Selection
 
 HEADS, SIZE, WINDOWS = 4, 8, 6
@@ -53,7 +53,7 @@ def encoder() -> Any:
 
 def probed(model: Any, replace: Any, batches: Any = BATCHES, **how: Any) -> Any:
     """With as little beside the replacements as a probe measures."""
-    return massieu.probe(model, batches, replace=replace, statistics=["entropy"], quick=True, **how)
+    return massieu.probe(model, batches, replace=replace, statistics=["entropy"], draws=0, **how)
 
 
 def losses(model: Any, row: int) -> Tensor:
@@ -97,7 +97,7 @@ def ratio(rows: list[Tensor]) -> tuple[float, float]:
 @pytest.mark.parametrize("rule", ["off", "off(mean)"])
 def test_loss_without_each_head(rule):
     model = writer()
-    found = probed(model, rule, replace_per="head").run.replacements
+    found = probed(model, massieu.Replacement(rule, per="head")).run.replacements
     assert [(each.layer, each.head) for each in found] == [(layer, head) for layer in (0, 1) for head in range(HEADS)]
     each: Any
     for each in found:
@@ -118,7 +118,7 @@ def test_loss_without_each_head(rule):
 
 def test_a_model_without_a_loss_is_judged_by_its_output():
     model = encoder()
-    found = probed(model, ["off", "identity"], replace_per="site").run.replacements
+    found = probed(model, [massieu.Replacement(each, per="site") for each in ("off", "identity")]).run.replacements
     assert [(each.rule, each.layer, each.measure) for each in found] == [
         (rule, layer, "output") for rule in ("off", "identity") for layer in (0, 1)
     ]
@@ -149,7 +149,7 @@ def test_the_statistic_of_every_head():
     assert rows["standard_error"].to_list() == [each.standard_error for each in result.run.replacements]
     assert "loss_without_head" not in Selection.of(None).names
     beside = massieu.probe(
-        model, BATCHES, statistics=["replacement"], replace="joint", replace_windows=2
+        model, BATCHES, statistics=["replacement"], replace=massieu.Replacement("joint", windows=2)
     ).run.replacements
     assert [(each.rule, each.head is None) for each in beside] == [("joint", True), *[("off(mean)", False)] * 2 * HEADS]
 
@@ -158,7 +158,7 @@ def test_rules_of_ones_own_and_how_many_windows():
     def doubled(call: Any) -> Tensor:
         return 2 * call.output
 
-    found = probed(writer(), [doubled], replace_windows=2).run.replacements
+    found = probed(writer(), massieu.Replacement(doubled, windows=2)).run.replacements
     assert [(each.rule, each.windows, each.site) for each in found] == [("doubled", 2, None)]
 
 
@@ -180,7 +180,7 @@ def test_changes_that_are_not_finite_are_counted():
 def test_padding_that_is_not_a_number_is_in_no_mean():
     output, real = torch.randn(2, 5, HEADS, SIZE), torch.ones(2, 5, dtype=torch.bool)
     real[1, 3:] = False
-    effects = Effects(None, Replace(), [])  # pyright: ignore[reportArgumentType]
+    effects = Effects(None, (), [])  # pyright: ignore[reportArgumentType]
     effects.add("site", output.masked_fill(~real[..., None, None], torch.nan), real)
     total, count = effects.sums["site"]
     torch.testing.assert_close(total / count, output[real].double().mean(0))
@@ -206,7 +206,7 @@ def test_a_rule_that_ends_on_the_way_loses_nothing_else(monkeypatch):
 
 def test_windows_are_counted_and_not_the_blocks_of_them():
     ids = torch.randint(1, 40, (700, 3), generator=torch.Generator().manual_seed(1))
-    found = probed(writer(), "off", [{"input_ids": ids}], replace_windows=70)
+    found = probed(writer(), massieu.Replacement("off", windows=70), [{"input_ids": ids}])
     assert found.run.replacements[0].windows == 70  # more than a standard error has units
 
 
@@ -236,7 +236,7 @@ def test_an_interruption_keeps_whole_windows(monkeypatch):
             if len(calls) == 6:
                 signal.raise_signal(signal.SIGINT)
 
-    result = probed(model, ["off", "joint", "top_k(2)", "window(2)"], progress=progress)
+    result = probed(model, ["off", "joint", "top_k(2)", "window(2)"], run=massieu.Run(progress=progress))
     assert not result.complete
     assert {each.windows for each in result.run.replacements} == {1}
 
@@ -246,17 +246,31 @@ def test_bad_calls():
         return call.query[:, :1]
 
     cases: Any = (
-        ({"replace": "softmax"}, "unknown rule 'softmax'"),
-        ({"replace": [3]}, "a rule must be a text or a function of an attention call, got int"),
-        ({"replace": "off", "replace_per": "layer"}, "replace_per must be one of all, site, head, got 'layer'"),
-        ({"replace": "off", "replace_windows": 0}, "replace_windows must be at least 1, got 0"),
-        ({"replace": "off", "generate": 3}, "replace and generate do not work together"),
-        ({"replace": wrong}, "a rule must return outputs of shape"),
-        ({"replace": 3}, "replace must be a rule or a list of rules, got 3"),
+        (lambda: "softmax", "unknown rule 'softmax'"),
+        (lambda: [3], "a rule must be a text or a function of an attention call, got int"),
+        (lambda: massieu.Replacement("top_k"), "top_k needs a number of keys"),
+        (lambda: massieu.Replacement("off", per="layer"), "per must be 'all', 'site' or 'head', got 'layer'"),  # pyright: ignore[reportArgumentType]
+        (lambda: massieu.Replacement("off", windows=0), "windows of a replacement must be at least 1, got 0"),
+        (lambda: wrong, "a rule must return outputs of shape"),
+        (lambda: 3, "replace must be a rule or a list of rules, got 3"),
     )
-    for keywords, match in cases:
+    for replace, match in cases:
         with pytest.raises(InputError, match=match):
-            massieu.probe(writer(), BATCHES, **keywords)
+            massieu.probe(writer(), BATCHES, replace=replace())
+
+
+def test_each_replacement_is_measured_on_its_own_number_of_windows():
+    model = writer()
+    few, many = massieu.Replacement("off", windows=1), massieu.Replacement("top_k(2)", windows=9)
+    one, other = probed(model, [few, many]).run.replacements
+    assert (one.windows, other.windows) == (1, len(SAMPLED))
+    assert other.value == probed(model, many).run.replacements[0].value
+    row = SAMPLED[0]
+    stock = losses(model, row)
+    with massieu.replaced(model, few):
+        changed = losses(model, row)
+    assert one.tokens == len(stock)
+    assert one.value == pytest.approx(float((changed - stock).mean()), rel=1e-3, abs=2e-5)
 
 
 class Picture(nn.Module):

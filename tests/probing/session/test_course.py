@@ -74,7 +74,7 @@ def session(
     options = Options(groups, Units(), 20, climb_queries=6)
     source = Input(given, "batches", True, 20, None)
     course = Course(rank, processes)
-    return Session(as_loaded(model(name), None), source, options, lambda _: None, None, course=course)
+    return Session(as_loaded(model(name)), source, options, lambda _: None, None, course=course)
 
 
 class _Sent(Exception):  # noqa: N818 - nothing is wrong
@@ -155,7 +155,7 @@ def test_a_group_of_one_process_is_one_process(tmp_path):
     given = batches("gpt2", 2)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
-        together = massieu.probe(model("gpt2"), given, distributed=True, statistics=["entropy"])
+        together = massieu.probe(model("gpt2"), given, statistics=["entropy"], run=massieu.Run(distributed=True))
     finally:
         dist.destroy_process_group()
     assert tables(together).equals(tables(massieu.probe(model("gpt2"), given, statistics=["entropy"])))
@@ -179,14 +179,19 @@ def broken_off(after: int, kind: type[BaseException] = Killed) -> Callable[[Any]
     return tell
 
 
+def often(folder: Path, **how: Any) -> massieu.Run:
+    """A run that stores its sums after every batch."""
+    return massieu.Run(folder, store_every=1e-9, **how)
+
+
 @pytest.mark.medium
 def test_a_resumed_reading_gives_the_table_of_one_without_a_break(tmp_path):
     given = batches("gpt2")
-    whole = massieu.probe(model("gpt2"), given, max_length=20)
-    how: dict[str, Any] = {"max_length": 20, "running": tmp_path, "store_every": 1e-9}
+    whole = massieu.probe(model("gpt2"), massieu.Batches(given, window=20))
+    data = massieu.Batches(given, window=20)
     with pytest.raises(Killed):
-        massieu.probe(model("gpt2"), given, progress=broken_off(2), **how)
-    resumed = massieu.probe(model("gpt2"), given, resume=True, **how)
+        massieu.probe(model("gpt2"), data, run=often(tmp_path, progress=broken_off(2)))
+    resumed = massieu.probe(model("gpt2"), data, run=often(tmp_path, resume=True))
     assert tables(resumed).equals(tables(whole))
     assert resumed.details == whole.details
     for part in ("text", "error_unit", "sample", "warnings", "nonfinite"):
@@ -196,11 +201,11 @@ def test_a_resumed_reading_gives_the_table_of_one_without_a_break(tmp_path):
 @pytest.mark.medium
 def test_a_reading_may_be_broken_off_again_and_again(tmp_path):
     given, names = batches("gpt2", 4), ["entropy", "pairwise_distance"]
-    how: dict[str, Any] = {"statistics": names, "running": tmp_path / "r", "store_every": 1e-9, "resume": True}
     for after in (2, 3):
+        run = often(tmp_path / "r", resume=True, progress=broken_off(after))
         with pytest.raises(Killed):
-            massieu.probe(model("gpt2"), given, progress=broken_off(after), **how)
-    resumed = massieu.probe(model("gpt2"), given, **how)
+            massieu.probe(model("gpt2"), given, statistics=names, run=run)
+    resumed = massieu.probe(model("gpt2"), given, statistics=names, run=often(tmp_path / "r", resume=True))
     assert tables(resumed).equals(tables(massieu.probe(model("gpt2"), given, statistics=names)))
     forget(tmp_path / "r")
     assert not list(tmp_path.iterdir())
@@ -210,15 +215,16 @@ def test_no_batch_but_the_first_is_read_twice(tmp_path, monkeypatch):
     given, read = batches("gpt2", 4), []
     forward = Reading.forward
     monkeypatch.setattr(Reading, "forward", lambda own, *a: read.append(list(a[3])) or forward(own, *a))
-    how: dict[str, Any] = {"statistics": ["symmetric_share"], "running": tmp_path / "r", "store_every": 1e-9}
     with pytest.raises(Killed):
-        massieu.probe(model("gpt2"), given, progress=broken_off(2), **how)
-    massieu.probe(model("gpt2"), given, resume=True, **how)
+        massieu.probe(
+            model("gpt2"), given, statistics=["symmetric_share"], run=often(tmp_path / "r", progress=broken_off(2))
+        )
+    massieu.probe(model("gpt2"), given, statistics=["symmetric_share"], run=often(tmp_path / "r", resume=True))
     assert read == [[0], [1], [0], [2], [3]]
 
 
 def test_between_the_times_of_storing_nothing_is_stored(tmp_path):
-    massieu.probe(model("gpt2"), batches("gpt2"), statistics=["entropy"], running=tmp_path / "r")
+    massieu.probe(model("gpt2"), batches("gpt2"), statistics=["entropy"], run=tmp_path / "r")
     assert not (tmp_path / "r").exists()
 
 
@@ -235,10 +241,9 @@ def test_a_model_whose_passes_leave_something_on_it_is_resumed(tmp_path):
     noting = model("gpt2")
     noting.__class__ = Noting
     given = [*batches("gpt2", 1, length=8), *batches("gpt2", 1, length=12)]
-    how: dict[str, Any] = {"statistics": ["entropy"], "running": tmp_path / "r", "store_every": 1e-9}
-    massieu.probe(noting, given[:1], **how)
+    massieu.probe(noting, given[:1], statistics=["entropy"], run=often(tmp_path / "r"))
     noting(**given[1])
-    resumed = massieu.probe(noting, given, resume=True, **how)
+    resumed = massieu.probe(noting, given, statistics=["entropy"], run=often(tmp_path / "r", resume=True))
     assert tables(resumed).equals(tables(massieu.probe(model("gpt2"), given, statistics=["entropy"])))
 
 
@@ -266,8 +271,7 @@ def test_sums_that_cannot_be_stored_are_a_warning_and_not_the_end(tmp_path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(course_module, "replacing", full)
-    how: dict[str, Any] = {"statistics": ["entropy"], "running": tmp_path / "r", "store_every": 1e-9}
-    result = massieu.probe(model("gpt2"), batches("gpt2"), **how)
+    result = massieu.probe(model("gpt2"), batches("gpt2"), statistics=["entropy"], run=often(tmp_path / "r"))
     assert [warning for warning in result.run.warnings if "stored" in warning] == [
         f"running sums could not be stored in {tmp_path / 'r'}: No space left on device"
     ]
@@ -276,62 +280,64 @@ def test_sums_that_cannot_be_stored_are_a_warning_and_not_the_end(tmp_path, monk
 @pytest.mark.medium
 def test_what_belongs_to_another_run_is_refused(tmp_path):
     given = batches("gpt2", 4)
-    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["entropy"]}
     with pytest.raises(Killed):
-        massieu.probe(model("gpt2"), given, progress=broken_off(3), **how)
+        massieu.probe(model("gpt2"), given, statistics=["entropy"], run=often(tmp_path / "r", progress=broken_off(3)))
     other = zoo.fresh("gpt2", num_hidden_layers=1)
     with torch.no_grad():
         next(other.parameters()).mul_(1.5)
     cases: list[tuple[Any, Any, dict[str, Any], str]] = [
         (other, given, {}, "another model"),
-        (model("gpt2"), given, {"max_length": 64}, "another max_length: 256, not 64"),
+        (model("gpt2"), massieu.Batches(given, window=64), {}, "another max_length: 256, not 64"),
         (model("gpt2"), given, {"statistics": ["entropy", "largest_weight"]}, "another statistics"),
         (model("gpt2"), given, {"seed": 1}, "another seed: 0, not 1"),
         (model("gpt2"), [given[0], given[2], given[1]], {}, "the text differs .* among its first 3 batches"),
         (model("gpt2"), given[:2], {}, "the text has 2 batches, but .* was read from 3"),
     ]
     for changed_model, text, changed, message in cases:
+        options = {"statistics": ["entropy"], "run": often(tmp_path / "r", resume=True)} | changed
         with pytest.raises(InputError, match=message) as error:
-            massieu.probe(changed_model, text, resume=True, **how | changed)
+            massieu.probe(changed_model, text, **options)
         assert "\n" not in str(error.value)
     whole = (tmp_path / "r" / FILE).read_bytes()
     (tmp_path / "r" / FILE).write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
     with pytest.raises(InputError, match=f"{FILE} is damaged: its checksum is not that of its content; begin without"):
-        massieu.probe(model("gpt2"), given, resume=True, **how)
+        massieu.probe(model("gpt2"), given, statistics=["entropy"], run=often(tmp_path / "r", resume=True))
     (tmp_path / "r" / FILE).write_bytes(b"nothing")
     for resume in (True, False):  # nothing of somebody else's is replaced
         with pytest.raises(InputError, match=f"{FILE} is in the way: it holds no running sums"):
-            massieu.probe(model("gpt2"), given, resume=resume, **how)
+            massieu.probe(model("gpt2"), given, statistics=["entropy"], run=often(tmp_path / "r", resume=resume))
     assert (tmp_path / "r" / FILE).read_bytes() == b"nothing"
     (tmp_path / "r" / FILE).write_bytes(whole)
     (tmp_path / "r" / FILE).rename(tmp_path / "r" / "share-2-of-3.safetensors")
     with pytest.raises(InputError, match="the running sums of 3 processes; resume with as many, not with 1 process"):
-        massieu.probe(model("gpt2"), given, resume=True, **how)
+        massieu.probe(model("gpt2"), given, statistics=["entropy"], run=often(tmp_path / "r", resume=True))
 
 
 @pytest.mark.medium
 def test_a_checkpoint_whose_configuration_was_edited_is_another_model(tmp_path):
     zoo.fresh("gpt2", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     given, edited = batches("gpt2", 4), tmp_path / "model" / "config.json"
-    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["entropy"]}
     with pytest.raises(Killed):
-        massieu.probe(tmp_path / "model", given, progress=broken_off(3), **how)
+        massieu.probe(
+            tmp_path / "model", given, statistics=["entropy"], run=often(tmp_path / "r", progress=broken_off(3))
+        )
     before = edited.read_text()
     edited.write_text(json.dumps(json.loads(before) | {"scale_attn_weights": False}))
     with pytest.raises(InputError, match="of a run with another model configuration \\(by its digest\\)"):
-        massieu.probe(tmp_path / "model", given, resume=True, **how)
+        massieu.probe(tmp_path / "model", given, statistics=["entropy"], run=often(tmp_path / "r", resume=True))
     edited.write_text(before)
-    assert massieu.probe(tmp_path / "model", given, resume=True, **how).complete
+    assert massieu.probe(
+        tmp_path / "model", given, statistics=["entropy"], run=often(tmp_path / "r", resume=True)
+    ).complete
 
 
 def test_a_refused_resumption_leaves_what_is_stored(tmp_path):
     given = batches("gpt2")
-    how: dict[str, Any] = {"running": tmp_path, "store_every": 1e-9, "statistics": ["symmetric_share"]}
     with pytest.raises(Killed):
-        massieu.probe(model("gpt2"), given, progress=broken_off(2), **how)
+        massieu.probe(model("gpt2"), given, statistics=["symmetric_share"], run=often(tmp_path, progress=broken_off(2)))
     before = (tmp_path / FILE).read_bytes()
     with pytest.raises(InputError, match="the text differs"):
-        massieu.probe(model("gpt2"), given[::-1], resume=True, **how)
+        massieu.probe(model("gpt2"), given[::-1], statistics=["symmetric_share"], run=often(tmp_path, resume=True))
     assert (tmp_path / FILE).read_bytes() == before
 
 
@@ -341,18 +347,27 @@ def test_links_among_running_sums_are_refused(tmp_path, name):
     (tmp_path / "r").mkdir()
     (tmp_path / "outside").write_bytes(packed({}))
     (tmp_path / "r" / name).symlink_to(tmp_path / "outside")
-    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["symmetric_share"]}
     for resume in (True, False):
         with pytest.raises(InputError, match=f"{name} is a symbolic link, and no link among running sums is followed"):
-            massieu.probe(model("gpt2"), batches("gpt2", 1), resume=resume, **how)
+            massieu.probe(
+                model("gpt2"),
+                batches("gpt2", 1),
+                statistics=["symmetric_share"],
+                run=often(tmp_path / "r", resume=resume),
+            )
     assert (tmp_path / "outside").read_bytes() == packed({})
 
 
 def test_with_replacements_nothing_is_stored_that_could_not_be_gone_on_from(tmp_path):
     given = batches("gpt2")
-    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["entropy"]}
     with pytest.raises(Killed) as error:
-        massieu.probe(model("gpt2"), given, replace="off(mean)", progress=broken_off(2), **how)
+        massieu.probe(
+            model("gpt2"),
+            given,
+            replace="off(mean)",
+            statistics=["entropy"],
+            run=often(tmp_path / "r", progress=broken_off(2)),
+        )
     assert not (tmp_path / "r").exists()
     assert not getattr(error.value, "__notes__", [])
 
@@ -360,32 +375,31 @@ def test_with_replacements_nothing_is_stored_that_could_not_be_gone_on_from(tmp_
 def test_wrong_arguments_of_the_course_are_one_sentence(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"resume": True}, "resume=True needs running="),
-        ({"store_every": 0}, "store_every must be a positive number of minutes, got 0"),
-        ({"store_every": float("nan")}, "store_every must be a positive number of minutes, got nan"),
-        ({"running": file}, "is a file; running sums need a folder"),
-        ({"running": "a\0b"}, "cannot be the name of a file"),
-        ({"distributed": True}, "distributed=True needs an initialised process group"),
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: massieu.Run(resume=True), "resume=True needs the folder in which running sums are stored"),
+        (lambda: massieu.Run(store_every=0), "store_every must be a positive number of minutes, got 0"),
+        (lambda: massieu.Run(store_every=float("nan")), "store_every must be a positive number of minutes, got nan"),
+        (lambda: file, "is a file; running sums need a folder"),
+        (lambda: "a\0b", "cannot be the name of a file"),
+        (lambda: massieu.Run(distributed=True), "distributed=True needs an initialised process group"),
+        (lambda: 3, "run must be a folder or a massieu.Run, got 3"),
     ]
     for wrong, message in cases:
         with pytest.raises(InputError, match=message):
-            massieu.probe(model("gpt2"), batches("gpt2", 1), **wrong)
+            massieu.probe(model("gpt2"), batches("gpt2", 1), run=wrong())
 
 
 def test_what_ends_a_reading_says_what_is_stored(tmp_path):
     given: list[Any] = [*batches("gpt2", 2), {"input_ids": torch.tensor([[-1]])}]
-    how: dict[str, Any] = {"running": tmp_path / "r", "store_every": 1e-9, "statistics": ["symmetric_share"]}
     with pytest.raises(InputError) as error:
-        massieu.probe(model("gpt2"), given, **how)
+        massieu.probe(model("gpt2"), given, statistics=["symmetric_share"], run=often(tmp_path / "r"))
     assert error.value.__notes__ == [f"(running sums are stored in {tmp_path / 'r'}, to be resumed)"]
 
 
 def test_a_run_from_the_beginning_replaces_what_other_numbers_of_processes_have_stored(tmp_path):
     (tmp_path / "share-3-of-4.safetensors").write_bytes(packed({}))
     (tmp_path / "share-3-of-4 copy.safetensors").touch()
-    how: dict[str, Any] = {"running": tmp_path, "store_every": 1e-9, "statistics": ["symmetric_share"]}
-    massieu.probe(model("gpt2"), batches("gpt2", 1), **how)
+    massieu.probe(model("gpt2"), batches("gpt2", 1), statistics=["symmetric_share"], run=often(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {FILE, "share-3-of-4 copy.safetensors"}
 
 
@@ -452,7 +466,7 @@ def test_torchrun_says_bad_input_once(checkpoint, tmp_path):
     ran = torchrun(2, "probe", checkpoint, "--max-length", 2, "--out", tmp_path / "out", stdin=subprocess.DEVNULL)
     _, error = ran.communicate(timeout=240)
     assert ran.returncode != 0
-    assert said(error) == ["max_length must be at least 4, got 2"]
+    assert said(error) == ["window (--max-length) must be at least 4, got 2"]
     assert not (tmp_path / "out").exists()
 
 

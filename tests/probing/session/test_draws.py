@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from polars.testing import assert_frame_equal
+from tests.support.probing.draws import draw_by_default
 from tests.support.rows import every_row
 
 import massieu
@@ -14,6 +16,7 @@ from massieu.errors import InputError
 from massieu.probing.model.fresh import reinitialised
 from massieu.probing.session import draws as control
 from massieu.probing.session import session_record
+from massieu.probing.session.session_record import NO_CONTROL
 
 VOCABULARY, LENGTH = 60, 12
 STATISTICS = ["attention", "climb", "maps", "expansion"]
@@ -108,10 +111,12 @@ def test_a_run_that_was_broken_off_draws_the_same(whole, tmp_path):
         if state.windows >= 4:
             raise BrokenError
 
-    how: dict[str, Any] = {"statistics": STATISTICS, "draws": 8, "running": tmp_path, "store_every": 1e-9}
+    how: dict[str, Any] = {"statistics": STATISTICS, "draws": 8}
+    run = massieu.Run(tmp_path, store_every=1e-9, progress=broken)
     with pytest.raises(BrokenError):
-        massieu.probe(gpt2(), batches(6, 2), progress=broken, **how)
-    assert_alike(whole, massieu.probe(gpt2(), batches(6, 2), resume=True, **how))
+        massieu.probe(gpt2(), batches(6, 2), run=run, **how)
+    again = massieu.Run(tmp_path, store_every=1e-9, resume=True)
+    assert_alike(whole, massieu.probe(gpt2(), batches(6, 2), run=again, **how))
 
 
 def test_one_model_at_a_time_is_in_memory(monkeypatch):
@@ -142,10 +147,20 @@ def test_a_model_is_no_finding_beside_models_like_it():
     assert [finding.value for finding in result.findings] == [None] * 4
 
 
-@every_row("draws", [1, 0, -3, True, 2.0, "8"])
+@every_row("draws", [1, -3, True, 2.0, "8"])
 def test_draws_are_a_whole_number_from_two_on(draws):
-    with pytest.raises(InputError, match="draws must be a whole number, 2 or more"):
+    with pytest.raises(InputError, match="draws must be a whole number"):
         massieu.probe(gpt2(), batches(1, 1), draws=draws)
+
+
+def test_without_draws_nothing_is_compared(whole):
+    """The numbers are those of a run with a control, and a warning says what is missing."""
+    result = massieu.probe(gpt2(), batches(6, 4), statistics=STATISTICS, draws=0)
+    tested = r"/(reinitialised|p_value|q_value)$"  # of some statistics, by another control than this one
+    one, other = (each.table.filter(~each.table["statistic"].str.contains(tested)) for each in (result, whole))
+    assert_frame_equal(one, other.select(one.columns))
+    assert not result.table["statistic"].str.contains("/reinitialised").any()
+    assert result.run.warnings.count(NO_CONTROL) == 1 and "re-initialised control" not in result.run.timing
 
 
 def alibi() -> Any:
@@ -179,5 +194,5 @@ def test_few_random_models_are_announced(monkeypatch):
     """10 small random models, probed as if they were trained: at 5 % each, three with a card happen in 1.2 % of cases."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     models = importlib.import_module("control_models")
-    monkeypatch.setattr("massieu.probing.run.DRAWS", 8)
+    draw_by_default(8, monkeypatch)
     assert sum(bool(models.announced(*models.random_run(seed, questions=False))["cards"]) for seed in range(10)) < 3

@@ -368,10 +368,9 @@ def test_an_interruption_between_pieces_keeps_whole_windows_only(monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return sums(self)
 
-    asked = {"statistics": ["climb"], "max_length": 20}
-    expected = massieu.probe(model, batches[:2], **asked)
+    expected = massieu.probe(model, massieu.Batches(batches[:2], window=20), statistics=["climb"])
     monkeypatch.setattr(Climb, "sums", interrupted)
-    result = massieu.probe(model, batches, **asked)
+    result = massieu.probe(model, massieu.Batches(batches, window=20), statistics=["climb"])
     assert not result.complete
     assert result.run.text.windows == 2
     assert result.heads.equals(expected.heads)

@@ -52,7 +52,7 @@ def entropies(model: Any) -> Tensor:
 @pytest.mark.parametrize("end", ["maximum", "minimum"])
 def test_the_entropy_of_each_head(end):
     model = llama()
-    result = massieu.probe(model, batches(3), statistics=["entropy"], quick=True)
+    result = massieu.probe(model, batches(3), statistics=["entropy"], draws=0)
     expected, found = entropies(model).numpy(), result.extremes
     for row in found.filter(polars.col("statistic") == f"entropy/{end}").rows(named=True):
         own = expected[row["layer"], :, row["head"]]
@@ -74,7 +74,7 @@ def test_the_largest_score_is_that_of_its_key():
 
     with torch.no_grad(), massieu.replaced(model, keep):
         model(IDS, attention_mask=MASK)
-    result = massieu.probe(model, batches(4), statistics=["largest_score"], quick=True)
+    result = massieu.probe(model, batches(4), statistics=["largest_score"], draws=0)
     for row in result.extremes.rows(named=True):
         (call,) = calls[row["site"]]
         key = call.key.double().repeat_interleave(2, 1)[:, row["head"]]
@@ -90,9 +90,7 @@ def test_the_largest_score_is_that_of_its_key():
 @pytest.mark.medium
 def test_batches_change_nothing():
     model = llama()
-    first, other = (
-        massieu.probe(model, batches(size), statistics=["attention"], quick=True).extremes for size in (2, 6)
-    )
+    first, other = (massieu.probe(model, batches(size), statistics=["attention"], draws=0).extremes for size in (2, 6))
     columns = ["site", "head", "statistic", "window", "query", "key"]
     assert first.select(columns).equals(other.select(columns))
 
@@ -104,7 +102,9 @@ def test_tokens_are_told(tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "rivers", "and", "cities"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
-    result = massieu.probe(llama(), tokenizer, texts=["rivers and cities"], max_length=8, statistics=["entropy"])
+    result = massieu.probe(
+        llama(), massieu.Text(tokenizer=tokenizer, strings=["rivers and cities"], window=8), statistics=["entropy"]
+    )
     read = [words[number] for number in tokenizer("rivers and cities")["input_ids"]]
     for row in result.extremes.rows(named=True):
         assert (row["query_token"], row["key_token"]) == (read[row["query"]], read[row["key"]])
@@ -167,5 +167,5 @@ def test_long_windows_form_no_array_of_all_pairs(monkeypatch):
 
     monkeypatch.setattr(AttentionCall, "visible", seen)
     ids = torch.randint(3, 40, (2, length), generator=torch.Generator().manual_seed(1))
-    result = massieu.probe(llama(), [{"input_ids": ids}], query_sample=16, quick=True)
+    result = massieu.probe(llama(), [{"input_ids": ids}], query_sample=16, statistics="quick")
     assert result.complete and not result.run.unavailable  # examples, which a quick run leaves out, are cut in pieces

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,10 @@ BATCHES = [zoo.inputs("gpt2", seed=seed) for seed in range(4)]
 def nearby(reading):
     """How much attention goes to the three nearest tokens?"""
     return reading.weight_where(lambda query, key: (query - key).abs() <= 3)
+
+
+def windows(batches: Iterable[dict[str, Tensor]]) -> massieu.Batches:
+    return massieu.Batches(batches, window=20)
 
 
 def weights(name: str, batch: dict[str, Tensor]) -> list[Tensor]:
@@ -58,7 +63,7 @@ def explicit(batches, of=near, name="gpt2") -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def probed():
-    return massieu.probe(zoo.model("gpt2"), BATCHES, statistics=["entropy", nearby], max_length=20, draws=4)
+    return massieu.probe(zoo.model("gpt2"), windows(BATCHES), statistics=["entropy", nearby], draws=4)
 
 
 @pytest.mark.medium
@@ -78,9 +83,9 @@ def test_it_is_in_the_tables_beside_the_packages_own(probed):
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_padding_and_a_sample_of_queries_change_no_mean(name):
     batch = zoo.inputs(name, padded=True)
-    result = massieu.probe(zoo.model(name), [batch], statistics=[nearby], max_length=20, quick=True)
+    result = massieu.probe(zoo.model(name), windows([batch]), statistics=[nearby], draws=0)
     np.testing.assert_allclose(values(result, "nearby"), explicit([batch], name=name), rtol=1e-5)
-    some = massieu.probe(zoo.model(name), [batch] * 8, statistics=[nearby], max_length=20, quick=True, query_sample=7)
+    some = massieu.probe(zoo.model(name), windows([batch] * 8), statistics=[nearby], draws=0, query_sample=7)
     error = some.heads.filter(polars.col("statistic") == "nearby").sort("layer", "head")["standard_error"].to_numpy()
     assert (np.abs(values(some, "nearby") - values(result, "nearby")) < 6 * error + 0.05).all()
 
@@ -118,9 +123,7 @@ def strongest(reading):
 @pytest.mark.medium
 def test_a_control_of_ones_own_stands_beside_each_kind():
     batches = [zoo.inputs("gpt2", seed=seed, rows=2) for seed in range(2)]  # four windows, which are all sampled
-    result = massieu.probe(
-        zoo.model("gpt2"), batches, statistics=[strongest, first_value, moved], max_length=20, draws=2
-    )
+    result = massieu.probe(zoo.model("gpt2"), windows(batches), statistics=[strongest, first_value, moved], draws=2)
     layers = [layer for batch in batches for layer in oracle.attention_of("gpt2", batch)]
 
     def over_batches(each: list[Tensor]) -> Tensor:
@@ -152,7 +155,7 @@ def test_two_runs_may_have_two_functions_of_one_name():
 
     found = []
     for each in (massieu.statistic(name="mine")(half), massieu.statistic(name="mine")(lambda r: 0 * r.log_partition)):
-        result = massieu.probe(zoo.model("bert"), [zoo.inputs("bert")], statistics=[each], quick=True)
+        result = massieu.probe(zoo.model("bert"), [zoo.inputs("bert")], statistics=[each], draws=0)
         found.append(values(result, "mine"))
     assert (found[0] == 0.5).all() and (found[1] == 0).all()
     with pytest.raises(InputError, match="unknown statistic 'mine'"):
@@ -251,7 +254,7 @@ def test_a_function_that_does_not_work_ends_the_run_with_the_first_batch(functio
             yield zoo.inputs("bert")
 
     with pytest.raises(InputError, match="the statistic mine does not work on the first batch: .*" + said):
-        massieu.probe(zoo.model("bert"), batches(), statistics=[of_reading(function)], quick=True)
+        massieu.probe(zoo.model("bert"), batches(), statistics=[of_reading(function)], draws=0)
     assert len(read) == 1
 
 
@@ -265,8 +268,8 @@ def test_a_function_that_fails_later_costs_its_own_numbers_alone():
         return reading.moments.entropy
 
     batches = [zoo.inputs("bert", seed=seed) for seed in range(3)]
-    result = massieu.probe(zoo.model("bert"), batches, statistics=["entropy", failing], quick=True)
-    alone = massieu.probe(zoo.model("bert"), batches, statistics=["entropy"], quick=True)
+    result = massieu.probe(zoo.model("bert"), batches, statistics=["entropy", failing], draws=0)
+    alone = massieu.probe(zoo.model("bert"), batches, statistics=["entropy"], draws=0)
     assert result.heads.equals(alone.heads)
     (lost,) = result.run.unavailable
     assert lost.statistic == "failing" and "it raised ArithmeticError: no more (test_own.py, line" in lost.reason
@@ -278,7 +281,7 @@ def test_not_a_number_says_that_it_is_not_defined():
         return torch.where(reading.positions % 2 == 1, reading.moments.entropy, torch.nan)
 
     batch = zoo.inputs("gpt2")
-    result = massieu.probe(zoo.model("gpt2"), [batch], statistics=[odd], quick=True, max_length=20)
+    result = massieu.probe(zoo.model("gpt2"), windows([batch]), statistics=[odd], draws=0)
     expected = []
     for layer in weights("gpt2", batch):
         entropy = torch.special.entr(layer).sum(-1)[:, :, 1::2]
@@ -290,15 +293,11 @@ def test_not_a_number_says_that_it_is_not_defined():
 
 @pytest.mark.medium
 def test_every_token_and_a_comparison_have_it():
-    result = massieu.probe(
-        zoo.model("gpt2"), BATCHES[:2], statistics=[nearby], max_length=20, quick=True, per_token=True
-    )
+    result = massieu.probe(zoo.model("gpt2"), windows(BATCHES[:2]), statistics=[nearby], draws=0, per_token=True)
     rows = result.tokens(1, 2)
     np.testing.assert_allclose(rows["nearby"].mean(), explicit(BATCHES[:2])[4 + 2], rtol=1e-5)
     sharper = zoo.fresh("gpt2", sharpness=8.0)
-    found = massieu.compare(
-        zoo.model("gpt2"), sharper, tokenizer_or_batches=BATCHES, statistics=[nearby], max_length=20, draws=2
-    )
+    found = massieu.compare(zoo.model("gpt2"), sharper, data=windows(BATCHES), statistics=[nearby], draws=2)
     differences = found.differences.filter(polars.col("statistic") == "nearby")
     assert differences.height == 12 and differences["standard_error"].is_finite().all()
 
@@ -306,7 +305,7 @@ def test_every_token_and_a_comparison_have_it():
 @pytest.mark.medium
 def test_a_run_is_gone_on_with_by_the_same_code_alone(tmp_path):
     batches = [zoo.inputs("gpt2", seed=seed) for seed in range(6)]
-    whole = massieu.probe(zoo.model("gpt2"), batches, statistics=[nearby], max_length=20, draws=2)
+    whole = massieu.probe(zoo.model("gpt2"), windows(batches), statistics=[nearby], draws=2)
 
     def stopped():
         for number, batch in enumerate(batches):
@@ -314,13 +313,13 @@ def test_a_run_is_gone_on_with_by_the_same_code_alone(tmp_path):
                 raise ConnectionError("the text ends here")
             yield batch
 
-    settings = {"max_length": 20, "draws": 2, "running": tmp_path, "store_every": 1e-9}
+    run, again = (massieu.Run(tmp_path, resume=resume, store_every=1e-9) for resume in (False, True))
     with pytest.raises(ConnectionError):
-        massieu.probe(zoo.model("gpt2"), stopped(), statistics=[nearby], **settings)
+        massieu.probe(zoo.model("gpt2"), windows(stopped()), statistics=[nearby], draws=2, run=run)
     other = massieu.statistic(name="nearby", scale="share")(lambda reading: reading.weight_at_first())
     with pytest.raises(InputError, match="own_statistics"):
-        massieu.probe(zoo.model("gpt2"), batches, statistics=[other], resume=True, **settings)
-    result = massieu.probe(zoo.model("gpt2"), batches, statistics=[nearby], resume=True, **settings)
+        massieu.probe(zoo.model("gpt2"), windows(batches), statistics=[other], draws=2, run=again)
+    result = massieu.probe(zoo.model("gpt2"), windows(batches), statistics=[nearby], draws=2, run=again)
     assert result.table.equals(whole.table)
 
 
@@ -355,7 +354,7 @@ def test_new_tokens_have_it():
     model = GPT2LMHeadModel(zoo.model("gpt2").config).eval()
     model.transformer.load_state_dict(zoo.fresh("gpt2").state_dict())
     batch = {name: value[:1] for name, value in zoo.inputs("gpt2").items()}
-    result = massieu.probe(model, [batch], statistics=[nearby], generate=1)
+    result = massieu.probe(model, massieu.Batches([batch], continue_for=1), statistics=[nearby])
     expected = torch.stack([near(layer)[0, :, -1] for layer in weights("gpt2", batch)]).flatten()
     np.testing.assert_allclose(values(result, "nearby"), expected, rtol=1e-5)
 

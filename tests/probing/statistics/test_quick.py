@@ -41,11 +41,11 @@ def same(expected: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def whole():
-    return rows(massieu.probe(small_model(), batches(), max_length=24))
+    return rows(massieu.probe(small_model(), massieu.Batches(batches(), window=24)))
 
 
 def test_a_quick_run_has_the_attention_statistics_of_a_whole_one_with_their_errors(whole):
-    result = massieu.probe(small_model(), batches(), max_length=24, quick=True)
+    result = massieu.probe(small_model(), massieu.Batches(batches(), window=24), statistics="quick")
     quick = rows(result)
     compared = ("/reinitialised", "/p_value", "/q_value")
     group = ATTENTION_REGISTER.functions
@@ -59,7 +59,7 @@ def test_a_quick_run_has_the_attention_statistics_of_a_whole_one_with_their_erro
 
 @pytest.mark.parametrize("name", ATTENTION_REGISTER.functions)
 def test_a_statistic_by_itself_is_what_it_is_among_all(name, whole):
-    found = rows(massieu.probe(small_model(), batches(), max_length=24, quick=True, statistics=[name]))
+    found = rows(massieu.probe(small_model(), massieu.Batches(batches(), window=24), statistics=[name], draws=0))
     alone = {key: value for key, value in whole.items() if key[2] == name}
     assert alone or name in ("weight_special", "sink_weight")  # this model has neither
     assert {key: value for key, value in found.items() if key[2] == name} == same(alone)
@@ -72,18 +72,19 @@ def test_only_the_moments_that_are_needed_are_computed(monkeypatch):
     monkeypatch.setattr(
         massieu.ops, "attention_moments", lambda *a, **k: (asked.append(k["moments"]), compute(*a, **k))[1]
     )
-    massieu.probe(small_model(), batches(1), max_length=24, quick=True, statistics=["largest_weight"])
+    monkeypatch.setattr("massieu.probing.session.session.EXAMPLES", 0)
+    massieu.probe(small_model(), massieu.Batches(batches(1), window=24), statistics=["largest_weight"], draws=0)
     assert {*asked} == {("log_partition", "entropy", "max_weight")}
 
 
 def test_a_moment_that_no_statistic_declared_costs_a_second_pass_and_no_number(monkeypatch):
-    options = {"max_length": 24, "quick": True, "statistics": ["largest_weight"]}
-    expected = massieu.probe(small_model(), batches(1), **options)
+    data, options = massieu.Batches(batches(1), window=24), {"draws": 0, "statistics": ["largest_weight"]}
+    expected = massieu.probe(small_model(), data, **options)
     monkeypatch.setitem(registry._MOMENTS, "largest_weight", ())
     with pytest.warns(
         UserWarning, match=r"the moment 'max_weight' without declaring it: moments=\('max_weight',\) saves"
     ):
-        found = massieu.probe(small_model(), batches(1), **options)
+        found = massieu.probe(small_model(), data, **options)
     assert found.heads.equals(expected.heads) and found.run.unavailable == []
 
 
@@ -102,9 +103,7 @@ def test_a_sum_that_overflows_is_no_infinity(dtype):
 
 def test_bad_calls():
     model = small_model()
-    with pytest.raises(InputError, match="quick must be True or False, got 'yes'"):
-        massieu.probe(model, batches(1), quick="yes")
-    with pytest.raises(InputError, match=r"attention's statistics alone, got write_norm_ratio"):
-        massieu.probe(model, batches(1), quick=True, statistics=["entropy", "write_norm_ratio"])
+    with pytest.raises(InputError, match="statistics must be a list of names, or \"quick\", got 'entropy'"):
+        massieu.probe(model, batches(1), statistics="entropy")
     with pytest.raises(InputError, match="unknown statistic 'entrpy'"):
-        massieu.probe(model, batches(1), quick=True, statistics=["entrpy"])
+        massieu.probe(model, batches(1), statistics=["entrpy"], draws=0)

@@ -21,7 +21,6 @@ from transformers import (
 )
 
 import massieu
-from massieu.errors import InputError
 from massieu.probing.statistics.repeated import LENGTH, SEQUENCES, RepeatedTokens
 
 WORDS = 60
@@ -351,7 +350,9 @@ def test_other_precisions(dtype, monkeypatch):
         assert value == pytest.approx(single[key][0], abs=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_it_is_opt_in_and_never_quick():
-    assert not rows(massieu.probe(llama(), [{"input_ids": IDS}]), "induction_weight")
-    with pytest.raises(InputError, match=r"attention's statistics alone, got .*induction_weight"):
-        massieu.probe(llama(), [{"input_ids": IDS}], statistics=["repeated"], quick=True)
+def test_it_is_opt_in_and_needs_no_control():
+    data = [{"input_ids": IDS}]
+    for asked in (None, "quick"):
+        assert not rows(massieu.probe(llama(), data, statistics=asked), "induction_weight")
+    result = massieu.probe(llama(), data, statistics=["repeated"], draws=0)
+    assert rows(result, "induction_weight") and not rows(result, "induction_weight/reinitialised")

@@ -317,7 +317,7 @@ TABLES = Path(__file__).parents[3] / "scripts" / "statistics_table.py"
 
 def test_a_new_statistic_is_in_the_tables_the_page_and_the_lists(own_statistic):
     result = massieu.probe(
-        zoo.model("gpt2"), [zoo.inputs("gpt2")] * 2, max_length=20, statistics=[own_statistic, "entropy"]
+        zoo.model("gpt2"), massieu.Batches([zoo.inputs("gpt2")] * 2, window=20), statistics=[own_statistic, "entropy"]
     )
     values = {
         name: part["value"].to_numpy() for (name,), part in result.heads.partition_by("statistic", as_dict=True).items()
@@ -347,7 +347,9 @@ def statistic_of_the_recipe() -> Iterator[str]:
 def test_the_recipe_of_a_statistic_works(statistic_of_the_recipe):
     """max s − log Z of explicit scores in float64, query by query, and beside it the random models."""
     model, batch = zoo.model("gpt2"), zoo.inputs("gpt2", rows=2)
-    result = massieu.probe(model, [batch] * 2, max_length=20, statistics=[statistic_of_the_recipe], draws=2)
+    result = massieu.probe(
+        model, massieu.Batches([batch] * 2, window=20), statistics=[statistic_of_the_recipe], draws=2
+    )
     found = result.heads.filter(polars.col("statistic") == statistic_of_the_recipe)["value"].to_numpy()
     expected = []
     for layer in oracle.attention_of("gpt2", batch):

@@ -1,33 +1,34 @@
 """Results of a comparison's models, stored as soon as they are there, so that a later call goes on from them."""
 
 import hashlib
-import inspect
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 import massieu
 from massieu.errors import InputError, require_extra
-from massieu.probing.data.documents import beginning, given_documents, read_documents, reference_documents
-from massieu.probing.data.pairs import given_pairs
-from massieu.probing.data.text_digest import TextDigest
-from massieu.probing.model.adapter import find_adapter
-from massieu.probing.model.checkpoint import default_model, file_hash, find_checkpoint, quiet
+from massieu.probing.data.documents import beginning
+from massieu.probing.data.given import Batches, Data, Images, Pairs, Text
+from massieu.probing.data.text_digest import TextDigest, vocabulary_digest
+from massieu.probing.model.checkpoint import file_hash, quiet
+from massieu.probing.model.given import Checkpoint
+from massieu.probing.model.model import found_files
 from massieu.probing.model.module_hash import module_hash
 from massieu.probing.result.result import ProbeResult
-from massieu.probing.run import probe
+from massieu.probing.run import Measurement
 from massieu.report.folder import save_or_elsewhere
 from massieu.report.record_files import RECORD
 
 FOLDER = "models"
 _SHOWN = 12
 """Characters of a key in the name of a folder."""
-_NOT_OF_THE_NUMBERS = ("text", "texts", "batch_size")
-"""Options that are in the key by their content, or change no number."""
+_NOT_OF_THE_NUMBERS = ("batch_size", "revision")
+"""Settings that change no number, or are in the key with the weights."""
 _SETTINGS = ("*config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "*.model", "*.py")
 """Files of a checkpoint's folder that its numbers depend on, beside the weights."""
 
@@ -70,32 +71,50 @@ class Kept:
         return self._folder / f"{re.sub('[^A-Za-z0-9._-]+', '-', name)[-60:].strip('.-') or 'model'}-{key[:_SHOWN]}"
 
 
-def key_of(model: str | Path | nn.Module | None, revision: str | None, data: Any, options: Mapping[str, Any]) -> str:
+def key_of(model: Checkpoint | nn.Module, data: Data, asked: Measurement) -> str:
     """All that the numbers of a probe depend on, as a digest: weights, data, options and the version of massieu.
 
     Raises:
         InputError: there is no such model or text; batches of something that has no digest.
     """
-    defaults = {name: each.default for name, each in inspect.signature(probe).parameters.items()}
-    chosen = {name: value for name, value in options.items() if name not in _NOT_OF_THE_NUMBERS}
-    chosen = {name: value for name, value in chosen.items() if value != defaults[name]}
-    said = [massieu.__version__, _weights(model, revision), _data(data, options), chosen]
+    loading = model if isinstance(model, Checkpoint) else Checkpoint()
+    chosen = data.settings() | asked.settings() | loading.settings()
+    usual = Text().settings() | Measurement().settings() | Checkpoint().settings()
+    chosen = {name: value for name, value in chosen.items() if name not in _NOT_OF_THE_NUMBERS}
+    chosen = {name: value for name, value in chosen.items() if value != usual.get(name)}
+    chosen |= {"seed": asked.seed} if asked.seed else {}
+    chosen |= {"replace": [[str(each.rule), each.per, each.windows] for each in asked.replace]} if asked.replace else {}
+    said = [massieu.__version__, _weights(model), _data(data), chosen]
+    if isinstance(data, Text | Pairs) and data.tokenizer is not None:
+        said.append(_tokenizer(data.tokenizer))
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _weights(model: str | Path | nn.Module | None, revision: str | None) -> list[str | None]:
+def _tokenizer(tokenizer: Any) -> str | None:
+    """A digest of all that a tokenizer does; of one in plain Python, of its tokens alone."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return vocabulary_digest(tokenizer)
+    # How it cuts and pads is what its latest call left behind.
+    said = {
+        name: value for name, value in json.loads(backend.to_str()).items() if name not in ("truncation", "padding")
+    }
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def _weights(model: Checkpoint | nn.Module) -> list[str | None]:
     if isinstance(model, nn.Module):
         return [module_hash(model, held=True)]
     with quiet():
-        given = find_checkpoint(default_model() if model is None else model, revision)
-        adapter = find_adapter(given)
+        given, adapter = found_files(model)
         base = given if adapter is None else adapter.base
         # A branch of the hub moves on; the commit says which of its states is meant.
         commit = None if base.files else _commit(str(base.place), base.options)
     places = [place for place in (Path(given.place), Path(base.place)) if place.is_dir()]
     found = [file for place in places for pattern in _SETTINGS for file in sorted(place.glob(pattern))]
     settings = filter(Path.is_file, found)
-    return [str(model), revision, commit, file_hash(dict.fromkeys((*given.files, *base.files, *settings)))]
+    files = file_hash(dict.fromkeys((*given.files, *base.files, *settings)))
+    return [str(model.name), model.revision, commit, files]
 
 
 def _commit(name: str, options: Mapping[str, Any]) -> str:
@@ -103,29 +122,30 @@ def _commit(name: str, options: Mapping[str, Any]) -> str:
     return Path(require_extra("huggingface_hub", "probe").hf_hub_download(name, "config.json", **options)).parent.name
 
 
-def _data(data: Any, options: Mapping[str, Any]) -> str:
-    """A digest of the batches, or of the documents."""
-    if data is not None and not callable(data):
-        digest = TextDigest()
-        for batch in data:
-            digest.add(batch if isinstance(batch, Mapping) else {"batch": batch}, None)
-        if (found := digest.text()) is None:
-            raise InputError("out needs batches of tensors and plain values, so that stored results can be recognised")
-        return found
-    text, texts = options.get("text"), options.get("texts")
-    pairs = given_pairs(text, texts, options.get("source"), options.get("target"))
-    if pairs is not None:
-        digest = hashlib.sha256()
-        for pair in pairs[1]():
-            digest.update(json.dumps([pair.source, pair.target]).encode())
-        return digest.hexdigest()
-    if texts is not None:
-        documents = given_documents(texts, options.get("column"))[1]()
-    elif text is None:
-        documents = reference_documents()
-    else:
-        documents = read_documents([text] if isinstance(text, str | Path) else list(text), column=options.get("column"))
+def _data(data: Data) -> str:
+    """A digest of the batches, documents, pairs or images."""
+    if isinstance(data, Batches):
+        return _of_batches(data)
     digest = hashlib.sha256()
-    for document in beginning(documents, options.get("max_tokens")):
-        digest.update(f"{document.continues}{len(document.text)}:".encode() + document.text.encode("utf-8", "replace"))
+    if isinstance(data, Pairs):
+        for pair in data.read():
+            digest.update(json.dumps([pair.source, pair.target]).encode())
+    elif isinstance(data, Text):
+        for document in beginning(data.read(), data.limit):
+            digest.update(f"{document.continues}{len(document.text)}:".encode())
+            digest.update(document.text.encode("utf-8", "replace"))
+    elif isinstance(data, Images):
+        for picture in data.pictures:
+            values = np.asarray(picture.read())
+            digest.update(f"{values.dtype}{values.shape}".encode() + values.tobytes())
+        digest.update(json.dumps(data.captions).encode())
     return digest.hexdigest()
+
+
+def _of_batches(data: Batches) -> str:
+    digest = TextDigest()
+    for batch in data.batches:
+        digest.add(batch if isinstance(batch, Mapping) else {"batch": batch}, None)
+    if (found := digest.text()) is None:
+        raise InputError("out needs batches of tensors and plain values, so that stored results can be recognised")
+    return found

@@ -54,7 +54,7 @@ def pairing(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> 
             return Pairing(False, f"{one} and {other} {said}")
         raise InputError(
             f"{one} and {other} are two models that read different texts, so what differs may be the text; probe both on "
-            "the same text with the same tokenizer, max_length, max_tokens and packing"
+            "the same text with the same tokenizer, window, limit and fill_windows"
         )
     lacking = " and ".join(name for name, digest in zip(names, digests, strict=True) if digest is None)
     if _said_of_text(first) != _said_of_text(second):

@@ -40,6 +40,7 @@ _CHECKED = 1 << 20
 """Characters that are looked through before a run in any case."""
 _LONGEST_TOKEN = 32
 """Characters of a token, more than the mean over any text."""
+_OF_PAIRS = "; pairs of texts are massieu.Pairs(strings=…)"
 _CUT = re.compile(r"(?<=\S) (?=\S)")
 
 
@@ -82,17 +83,17 @@ def read_documents(
                 yield from _read(path, column)
 
 
-def checked_characters(max_tokens: int | None) -> float:
+def checked_characters(limit: int | None) -> float:
     """How much text to look through before a run that reads so many tokens; without a limit, all of it.
 
     Tokenizers make far shorter tokens of text; should one not, what is wrong further on is found when it is reached.
     """
-    return math.inf if max_tokens is None else _CHECKED + _LONGEST_TOKEN * max_tokens
+    return math.inf if limit is None else _CHECKED + _LONGEST_TOKEN * limit
 
 
-def beginning(documents: Iterable[Document], max_tokens: int | None) -> Iterator[Document]:
+def beginning(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
     """As much of the documents as so many tokens may need."""
-    wanted = checked_characters(max_tokens)
+    wanted = checked_characters(limit)
     for document in documents:
         yield document
         wanted -= len(document.text)
@@ -100,7 +101,7 @@ def beginning(documents: Iterable[Document], max_tokens: int | None) -> Iterator
             return
 
 
-def check_sources(sources: Sequence[str | Path], *, column: str | None = None, max_tokens: int | None = None) -> None:
+def check_sources(sources: Sequence[str | Path], *, column: str | None = None, limit: int | None = None) -> None:
     """Read everything but standard input once, so that bad input is found before any work is done.
 
     Where only so many tokens are wanted, as much as these may need is read.
@@ -113,7 +114,7 @@ def check_sources(sources: Sequence[str | Path], *, column: str | None = None, m
     if not sources:
         raise InputError("no text was given; name a file, a folder, or - for standard input")
     tables = False
-    wanted = checked_characters(max_tokens)
+    wanted = checked_characters(limit)
     for source in sources:
         if str(source) == STANDARD_INPUT:
             _open_input()
@@ -154,12 +155,12 @@ def string_documents(texts: Sequence[str] | str) -> list[Document]:
     for number, text in enumerate(listed, 1):
         if not isinstance(text, str):
             raise InputError(
-                f"texts takes strings, or lists of messages with a role and a content, got {type(text).__name__} at place "
-                f"{number}"
+                f"strings must be texts, or lists of messages with a role and a content, got {type(text).__name__} at place "
+                f"{number}{_OF_PAIRS if isinstance(text, tuple | list) and len(text) == 2 else ''}"
             )
-        check_characters(text, f"the string at place {number} of texts")
+        check_characters(text, f"the string at place {number} of strings")
     if not any(text.strip() for text in listed):
-        raise InputError("texts is empty: there is nothing to read in it")
+        raise InputError("strings is empty: there is nothing to read in it")
     return [Document(f"string {number}", text) for number, text in enumerate(listed, 1)]
 
 
@@ -177,7 +178,7 @@ def given_documents(texts: Any, column: str | None = None) -> tuple[str, Callabl
         rows = dataset_rows(texts, column)
         return f"column {column or 'text'!r} of a data set", lambda: _numbered("data set", rows())
     if column is not None:
-        raise InputError(f"a column ({column!r}) was named, but texts holds strings, which have none")
+        raise InputError(f"a column ({column!r}) was named, but strings holds texts, which have none")
     strings = string_documents(texts)
     return "1 string" if len(strings) == 1 else f"{len(strings):,} strings", lambda: strings
 
@@ -188,7 +189,7 @@ def files_of(named: str | Path, column: str | None) -> list[Path]:
     if not str(named):
         raise InputError("the name of a text is empty; name a file, a folder, or - for standard input")
     if not os.path.exists(named):  # unlike Path.exists, it takes any name: over-long ones too
-        strings = "; from Python, text itself goes to texts" if len(str(named).split()) > 1 else ""
+        strings = "; from Python, text itself is massieu.Text(strings=…)" if len(str(named).split()) > 1 else ""
         raise InputError(f"there is no text {shortened(str(named))}: no such file or folder{strings}")
     if source.is_dir():
         return _files_in(source, column)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,22 @@ def given_images(images: Any) -> tuple[str, list[Picture]]:
     return f"{number} of {said}" if sources else number, found
 
 
+def given_captions(captions: Any, images: int) -> list[str] | None:
+    """The texts beside so many images, one for each; None where there are none.
+
+    Raises:
+        InputError: they are not strings, or not as many.
+    """
+    if captions is None:
+        return None
+    listed = [captions] if isinstance(captions, str) else list(captions)
+    if not all(isinstance(each, str) for each in listed):
+        raise InputError("captions must be strings, one for each image")
+    if len(listed) != images:
+        raise InputError(f"each image needs a caption of its own, got {len(listed)} captions and {images} images")
+    return listed
+
+
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
         inside = sorted(path.rglob("*"), key=lambda each: (each.parent, each.name))
@@ -107,7 +124,7 @@ def _in_colour(image: Any) -> Any:
 # --- processors --------------------------------------------------------------------------------------------------------
 
 
-def processor_of(name: str | Path, revision: str | None, trust_remote_code: bool) -> Any:
+def processor_of(name: str | PathLike[str], revision: str | None, trust_remote_code: bool) -> Any:
     """What the checkpoint makes its inputs of images with.
 
     Raises:
@@ -128,9 +145,7 @@ def processor_of(name: str | Path, revision: str | None, trust_remote_code: bool
         if hasattr(found, "image_processor") or hasattr(found, "preprocess"):
             return found
     why = f" ({reasons[-1]})" if reasons else ""
-    raise InputError(
-        f"{name} has no processor of images{why}; give one from Python: massieu.probe(model, processor, images=…)"
-    )
+    raise InputError(f"{name} has no processor of images{why}; give one from Python: massieu.Images(images, processor)")
 
 
 def reads_images(loaded: LoadedModel, processor: Any, texts: Sequence[str] | None) -> LoadedModel:
@@ -145,14 +160,14 @@ def reads_images(loaded: LoadedModel, processor: Any, texts: Sequence[str] | Non
         raise InputError(f"{loaded.name} ({type(module).__name__}) reads no images")
     if texts is not None:
         if "input_ids" not in accepted:
-            raise InputError(f"{loaded.name} ({type(module).__name__}) reads images alone: leave out the text")
+            raise InputError(f"{loaded.name} ({type(module).__name__}) reads images alone: leave out the captions")
         return loaded
     if "input_ids" not in accepted or image_token(processor) is not None:
         return loaded
     tower = getattr(module, "vision_model", None)
     if tower is None or "pixel_values" not in inspect.signature(tower.forward).parameters:
         raise InputError(
-            f"{loaded.name} ({type(module).__name__}) reads text beside images: give texts, one for each image"
+            f"{loaded.name} ({type(module).__name__}) reads text beside images: give captions, one for each image"
         )
     return replace(loaded, module=tower, whole=tower, name=f"{loaded.name} (vision_model)")
 
@@ -177,8 +192,6 @@ class ImageBatches:
     def __init__(
         self, processor: Any, pictures: Sequence[Picture], texts: Sequence[str] | None, batch_size: int
     ) -> None:
-        if texts is not None and len(texts) != len(pictures):
-            raise InputError(f"each image needs a text of its own, got {len(texts)} texts and {len(pictures)} images")
         sign = image_token(processor)
         self.texts = [sign] * len(pictures) if texts is None and sign is not None else texts
         self.processor, self.pictures, self.batch_size = processor, pictures, batch_size

@@ -49,8 +49,8 @@ def check_pair_configuration(config: Any, name: str) -> None:
 
 def _no_pairs(name: str) -> InputError:
     return InputError(
-        f"source and target need an encoder–decoder that reads text on both sides, and {name} is none; "
-        "name one column of text instead"
+        f"pairs of texts need an encoder–decoder that reads text on both sides, and {name} is none; give massieu.Text, or name "
+        "one column of text (--column)"
     )
 
 
@@ -86,18 +86,18 @@ class PairBatches:
     """Batches of pairs, one in a row, while they are read: memory does not grow with the text.
 
     Each side is tokenised by itself, the target as ``text_target``, with the tokenizer's own special tokens. It is cut at
-    ``max_length`` tokens by the tokenizer, and padded at the end to the longest of its batch. A pair without text on one
+    ``window`` tokens by the tokenizer, and padded at the end to the longest of its batch. A pair without text on one
     side is left out and counted.
 
     Args:
         tokenizer: A tokenizer of ``transformers``.
         pairs: A function that reads the pairs anew.
         model: An encoder–decoder, whose shift of labels makes the decoder's tokens.
-        max_length: Tokens of a side, special ones included.
-        max_tokens: Stop with the pair that reaches this many tokens of both sides together.
+        window: Tokens of a side, special ones included.
+        limit: Stop with the pair that reaches this many tokens of both sides together.
 
     Iterating raises:
-        InputError: there is no pair in the text, or ``max_length`` leaves no room beside the special tokens.
+        InputError: there is no pair in the text, or ``window`` leaves no room beside the special tokens.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class PairBatches:
         model: nn.Module,
         name: str,
         *,
-        max_length: int,
-        max_tokens: int | None = None,
+        window: int,
+        limit: int | None = None,
         batch_size: int = 8,
     ) -> None:
         self._tokenizer, self._pairs, self._model, self._name = tokenizer, pairs, model, name
-        self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
+        self._length, self._limit, self._batch_size = window, limit, batch_size
         self._special = special_ids(tokenizer)
         unknown: int | None = tokenizer.unk_token_id
         self._unknown = None if unknown in self._special else unknown
@@ -133,12 +133,12 @@ class PairBatches:
                 batch = []
             batch.append(row)
             self._report = report = self._counted(report, row)
-            if self._max_tokens is not None and report.tokens >= self._max_tokens:
+            if self._limit is not None and report.tokens >= self._limit:
                 stopped_after = report.tokens
                 break
         if not batch:
             raise InputError("the text is empty: there is no pair with a source and a target in it")
-        self._report = replace(report, dropped=left_out.sentence(self._max_length, stopped_after))
+        self._report = replace(report, dropped=left_out.sentence(self._length, stopped_after))
         yield self._batch(batch)
 
     def _counted(self, report: TextReport, row: _Row) -> TextReport:
@@ -174,13 +174,13 @@ class PairBatches:
         """One side's tokens, cut by the tokenizer, which keeps its special tokens; None where the text has no token."""
         given = self._tokens(side, text)
         whole = given["input_ids"]
-        if len(whole) > self._max_length:
-            given = self._tokens(side, text, truncation=True, max_length=self._max_length)
+        if len(whole) > self._length:
+            given = self._tokens(side, text, truncation=True, max_length=self._length)
         ids: list[int] = given["input_ids"]
         special = [i in self._special or bool(mark) for i, mark in zip(ids, given["special_tokens_mask"], strict=True)]
         if len(whole) > len(ids) and all(special):
             raise InputError(
-                f"max_length {self._max_length} leaves no room for the {side} of {name} beside the tokenizer's "
+                f"a window of {self._length} tokens leaves no room for the {side} of {name} beside the tokenizer's "
                 f"{len(ids)} special tokens"
             )
         return None if all(special) else _Side(ids, special, len(whole) - len(ids))
@@ -225,17 +225,17 @@ class _LeftOut:
         self.source, self.target = self.source + source, self.target + target
         self.pairs += bool(source or target)
 
-    def sentence(self, max_length: int, stopped_after: int | None) -> str | None:
+    def sentence(self, window: int, stopped_after: int | None) -> str | None:
         """What is left out, for the reader of a report."""
         parts = []
         if self.pairs:
             parts.append(
                 f"{counted(self.source, 'source token')} and {counted(self.target, 'target token')} of "
-                f"{counted(self.pairs, 'pair')}, beyond a length of {max_length}, were left out"
+                f"{counted(self.pairs, 'pair')}, beyond a length of {window}, were left out"
             )
         if self.empty:
             verb = "was" if self.empty == 1 else "were"
             parts.append(f"{counted(self.empty, 'row')} without a source or a target {verb} left out")
         if stopped_after is not None:
-            parts.append(f"text after the first {counted(stopped_after, 'token')} was not read (max_tokens)")
+            parts.append(f"text after the first {counted(stopped_after, 'token')} was not read (the limit)")
         return "; ".join(parts) or None

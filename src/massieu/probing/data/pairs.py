@@ -55,54 +55,52 @@ class Pair:
         return bool(self.source and self.source.strip() and self.target and self.target.strip())
 
 
-Pairs = Callable[[], Iterable[Pair]]
+PairReader = Callable[[], Iterable[Pair]]
 """A function that reads the pairs anew."""
 
 
 def given_pairs(
-    text: Sequence[str | Path] | str | Path | None, texts: Any, source: str | None, target: str | None
-) -> tuple[str, Pairs] | None:
-    """The pairs that a caller gave: what they are, in words, and a function that reads them; None: these are no pairs.
+    paths: Sequence[str | Path] | None, strings: Any, source: str | None, target: str | None
+) -> tuple[str, PairReader]:
+    """The pairs that a caller gave: what they are, in words, and a function that reads them.
 
     Args:
-        text: Files and folders of tables.
-        texts: A data set, objects with the two columns, or pairs of strings, whose columns have no names.
+        paths: Files and folders of tables.
+        strings: A data set, objects with the two columns, or pairs of strings, whose columns have no names.
         source, target: Names of the two columns.
 
     Raises:
-        InputError: one of the two columns alone, or one for both; columns without text, or for text without columns.
+        InputError: neither paths nor strings, or both; one of the two columns alone, or one for both; columns without
+            text, or for text without columns.
     """
-    of_strings = texts is not None and not isinstance(texts, str) and not is_dataset(texts)
+    if (paths is None) == (strings is None):
+        raise InputError("pairs are given as either paths (files of tables) or strings (the pairs themselves)")
     if source is None and target is None:
-        if not of_strings or not isinstance(texts, Sequence) or not texts or not isinstance(texts[0], tuple | list):
-            return None
-        if Conversation.of(texts[0]) is not None:
-            return None
-        return _in_words(len(texts)), partial(_of_sequence, texts)
+        if paths is not None or is_dataset(strings) or isinstance(strings, str) or not isinstance(strings, Sequence):
+            raise InputError("pairs need the names of their columns: give source and target")
+        _check_pair_at(strings, 1)
+        return _in_words(len(strings)), partial(_of_sequence, strings)
     columns = _columns(source, target)
     said = f"columns {columns[0]!r} (source) and {columns[1]!r} (target) of"
-    if texts is not None:
-        if is_dataset(texts):
-            rows = dataset_fields(texts, columns)
-            return f"{said} a data set", lambda: _pairs(rows(), "data set", columns)
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise InputError(f"source and target name columns, and texts is {_kind(texts)}, which has none")
-        rows_given = texts if isinstance(texts, Sequence) else list(texts)
-        return f"{said} {_in_words(len(rows_given))}", partial(_of_objects, rows_given, columns)
-    if text is None:
-        raise InputError("source and target name columns of a text, and no text was given; name a table")
-    sources = [text] if isinstance(text, str | Path) else list(text)
-    return f"{said} {', '.join(map(str, sources))}", partial(_of_files, sources, columns)
+    if paths is not None:
+        return f"{said} {', '.join(map(str, paths))}", partial(_of_files, paths, columns)
+    if is_dataset(strings):
+        rows = dataset_fields(strings, columns)
+        return f"{said} a data set", lambda: _pairs(rows(), "data set", columns)
+    if isinstance(strings, str) or not isinstance(strings, Iterable):
+        raise InputError(f"source and target name columns, and strings is {_kind(strings)}, which has none")
+    rows_given = strings if isinstance(strings, Sequence) else list(strings)
+    return f"{said} {_in_words(len(rows_given))}", partial(_of_objects, rows_given, columns)
 
 
-def check_pairs(pairs: Pairs, max_tokens: int | None = None) -> None:
+def check_pairs(pairs: PairReader, limit: int | None = None) -> None:
     """Read all pairs once, or as many as so many tokens may need, so that bad input is found before any work is done.
 
     Raises:
         InputError: what is wrong with the text; no pair has text on both sides.
     """
     whole = [0, 0]
-    wanted = checked_characters(max_tokens)
+    wanted = checked_characters(limit)
     for pair in pairs():  # all of it: what is wrong may come last
         whole[pair.whole] += 1
         wanted -= len(pair.source or "") + len(pair.target or "")
@@ -133,31 +131,39 @@ def _kind(given: Any) -> str:
     return "a string" if isinstance(given, str) else type(given).__name__
 
 
-def _of_sequence(texts: Sequence[Any]) -> Iterator[Pair]:
-    for number, each in enumerate(texts, 1):
-        if not isinstance(each, tuple | list) or len(each) != 2:
-            given = f"a {type(each).__name__} of {len(each)}" if isinstance(each, tuple | list) else type(each).__name__
-            raise InputError(f"texts begins with a pair of strings, but item {number} is {given}")
-        yield _pair(f"pair {number}", each, f"the pair at place {number} of texts", SIDES)
+def _check_pair_at(strings: Sequence[Any], number: int) -> None:
+    """Raises:
+    InputError: there is no pair of strings at this place, counted from 1.
+    """
+    if not strings:
+        raise InputError("strings is empty: there is no pair in it")
+    each = strings[number - 1]
+    if Conversation.of(each) is not None or not isinstance(each, tuple | list) or len(each) != 2:
+        given = f"a {type(each).__name__} of {len(each)}" if isinstance(each, tuple | list) else type(each).__name__
+        raise InputError(f"strings must hold pairs of strings, but item {number} is {given}")
 
 
-def _of_objects(texts: Sequence[Any], columns: tuple[str, str]) -> Iterator[Pair]:
-    for number, each in enumerate(texts, 1):
+def _of_sequence(strings: Sequence[Any]) -> Iterator[Pair]:
+    for number, each in enumerate(strings, 1):
+        _check_pair_at(strings, number)
+        yield _pair(f"pair {number}", each, f"the pair at place {number} of strings", SIDES)
+
+
+def _of_objects(strings: Sequence[Any], columns: tuple[str, str]) -> Iterator[Pair]:
+    for number, each in enumerate(strings, 1):
         if not isinstance(each, Mapping):
             raise InputError(
-                f"source and target name columns, but item {number} of texts is {_kind(each)}, which has none"
+                f"source and target name columns, but item {number} of strings is {_kind(each)}, which has none"
             )
         if missing := [column for column in columns if column not in each]:
             there = ", ".join(map(repr, each)) or "none"
             raise InputError(
-                f"the row at place {number} of texts has no column {missing[0]!r}; its columns are {there}"
+                f"the row at place {number} of strings has no column {missing[0]!r}; its columns are {there}"
             )
-        yield _pair(f"row {number}", [each[c] for c in columns], f"the row at place {number} of texts", columns)
+        yield _pair(f"row {number}", [each[c] for c in columns], f"the row at place {number} of strings", columns)
 
 
 def _of_files(sources: Sequence[str | Path], columns: tuple[str, str]) -> Iterator[Pair]:
-    if not sources:
-        raise InputError("no text was given; name a table with the columns of source and target")
     for given in sources:
         if str(given) == STANDARD_INPUT:
             raise InputError("standard input is plain text, without columns; source and target need a table in a file")

@@ -90,26 +90,26 @@ class _LeftOut:
     cut: int = 0
     cut_documents: int = 0
 
-    def sentence(self, max_length: int, stopped_after: int | None) -> str | None:
+    def sentence(self, window: int, stopped_after: int | None) -> str | None:
         """What is left out, for the reader of a report."""
         parts = []
         if self.tail:
             parts.append(f"the last {counted(self.tail, 'token')}, too few to fill a window, were left out")
         if self.cut:
             documents = counted(self.cut_documents, "document")
-            parts.append(f"{counted(self.cut, 'token')} of {documents}, beyond a length of {max_length}, were left out")
+            parts.append(f"{counted(self.cut, 'token')} of {documents}, beyond a length of {window}, were left out")
         if stopped_after is not None:
-            parts.append(f"text after the first {counted(stopped_after, 'token')} was not read (max_tokens)")
+            parts.append(f"text after the first {counted(stopped_after, 'token')} was not read (the limit)")
         return "; ".join(parts) or None
 
 
 class TextBatches:
     """Cuts documents into batches of token windows, while they are read: memory does not grow with the text.
 
-    With packing, the tokens of all documents make one stream, documents separated by the tokenizer's EOS (or else SEP)
+    To fill windows, the tokens of all documents make one stream, documents separated by the tokenizer's EOS (or else SEP)
     token where it has one. The stream is cut into full windows, each with the tokenizer's own special tokens around it;
-    the tail that does not fill a window is left out, unless it is all there is. Without packing, a row is one document,
-    cut at ``max_length`` tokens and padded to the longest row of its batch.
+    the tail that does not fill a window is left out, unless it is all there is. Else a row is one document,
+    cut at ``window`` tokens and padded to the longest row of its batch.
 
     A row begins with what the tokenizer puts before a text: its BOS token if it is set to (Llama's is, GPT-2's and SmolLM2's
     are not), unless ``bos`` says otherwise.
@@ -121,17 +121,17 @@ class TextBatches:
         tokenizer: A tokenizer of ``transformers``.
         documents: The documents, or a function that returns them anew; with a function or a list, the batches can be
             iterated over again.
-        max_length: Tokens in a row, special ones included.
-        max_tokens: Stop with the row that reaches this many tokens.
+        window: Tokens in a row, special ones included.
+        limit: Stop with the row that reaches this many tokens.
         batch_size: Rows in a batch; the last batch may have fewer.
-        packing: Whether rows are windows of the stream; False gives each document its row.
+        fill_windows: Whether rows are windows of the stream; False gives each document its row.
         bos: Whether rows begin with the BOS token; None leaves it to the tokenizer.
 
     Raises:
         InputError: ``bos`` is True, and the tokenizer has no BOS token.
 
     Iterating raises:
-        InputError: there is no token in the text, or ``max_length`` leaves no room beside the special tokens.
+        InputError: there is no token in the text, or ``window`` leaves no room beside the special tokens.
     """
 
     def __init__(
@@ -139,10 +139,10 @@ class TextBatches:
         tokenizer: Any,
         documents: Iterable[Document] | Callable[[], Iterable[Document]],
         *,
-        max_length: int,
-        max_tokens: int | None = None,
+        window: int,
+        limit: int | None = None,
         batch_size: int = 8,
-        packing: bool = True,
+        fill_windows: bool = True,
         bos: bool | None = None,
     ) -> None:
         if bos and tokenizer.bos_token_id is None:
@@ -150,8 +150,8 @@ class TextBatches:
         self._tokenizer, self._documents = tokenizer, documents
         self._bos = bos
         self._conversations: bool | None = None
-        self._max_length, self._max_tokens, self._batch_size = max_length, max_tokens, batch_size
-        self._packing = packing
+        self._length, self._limit, self._batch_size = window, limit, batch_size
+        self._fill_windows = fill_windows
         self._special = special_ids(tokenizer)
         unknown: int | None = tokenizer.unk_token_id
         self._unknown = None if unknown in self._special else unknown  # GPT-2's marks an end and is no word's
@@ -187,7 +187,7 @@ class TextBatches:
         self._report = TextReport(unknown=None if self._unknown is None else 0)
         left_out, stopped_after = _LeftOut(), None
         batch: list[_Row] = []
-        for row in self._packed(left_out) if self._packing else self._unpacked(left_out):
+        for row in self._packed(left_out) if self._fill_windows else self._unpacked(left_out):
             if len(batch) == self._batch_size:
                 yield self._batch(batch)
                 batch = []
@@ -196,12 +196,12 @@ class TextBatches:
             words = self._report.words + len(row.ids) - sum(row.special)
             unknown = None if self._unknown is None else (self._report.unknown or 0) + row.ids.count(self._unknown)
             self._report = TextReport(row.documents, tokens, self._report.windows + 1, None, words, unknown)
-            if self._max_tokens is not None and tokens >= self._max_tokens:
+            if self._limit is not None and tokens >= self._limit:
                 stopped_after = tokens
                 break
         if not batch:
             raise InputError("the text is empty: there is no token in it")
-        self._report = replace(self._report, dropped=left_out.sentence(self._max_length, stopped_after))
+        self._report = replace(self._report, dropped=left_out.sentence(self._length, stopped_after))
         yield self._batch(batch)
 
     def _packed(self, left_out: _LeftOut) -> Iterator[_Row]:
@@ -243,10 +243,10 @@ class TextBatches:
             yield self._row(kept, name, number)
 
     def _is_last(self, length: int) -> bool:
-        """Whether a row with so many tokens of text reaches `max_tokens`."""
+        """Whether a row with so many tokens of text reaches `limit`."""
         assert self._around is not None
         tokens = self._report.tokens + length + sum(map(len, self._around))
-        return self._max_tokens is not None and tokens >= self._max_tokens
+        return self._limit is not None and tokens >= self._limit
 
     def _encoded(self) -> Iterator[tuple[int, str, list[int]]]:
         """Number and name of a document, tokens of a piece of it; documents without a token are not counted."""
@@ -284,11 +284,11 @@ class TextBatches:
         """Tokens of the text that a row has room for."""
         assert self._around is not None
         added = sum(map(len, self._around))
-        if self._max_length <= added:
+        if self._length <= added:
             raise InputError(
-                f"max_length {self._max_length} leaves no room for text beside the tokenizer's {added} special tokens"
+                f"a window of {self._length} tokens leaves no room for text beside the tokenizer's {added} special tokens"
             )
-        return self._max_length - added
+        return self._length - added
 
     def _separator(self) -> int | None:
         eos, sep = self._tokenizer.eos_token_id, self._tokenizer.sep_token_id

@@ -301,7 +301,7 @@ def dataset_fields(dataset: Any, columns: Sequence[str]) -> Callable[[], Fields]
         InputError: as for `dataset_rows`.
     """
     if is_split(dataset):
-        raise InputError(f"texts is a dictionary of data sets; give one of them: {', '.join(map(repr, dataset))}")
+        raise InputError(f"strings is a dictionary of data sets; give one of them: {', '.join(map(repr, dataset))}")
     known = dataset.column_names
     for column in columns:
         if known is not None and column not in known:

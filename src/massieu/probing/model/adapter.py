@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from massieu.errors import InputError, MissingExtraError, require_extra
-from massieu.probing.model.checkpoint import ADAPTER, Checkpoint, find_checkpoint, sentence, some
+from massieu.probing.model.checkpoint import ADAPTER, CheckpointFiles, find_checkpoint, sentence, some
 from massieu.probing.model.unwrap import unwrapped
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -35,7 +36,7 @@ class Adapter:
 
     folder: Path
     file: Path
-    base: Checkpoint
+    base: CheckpointFiles
     auto: str
 
     def applied(self, module: nn.Module) -> nn.Module:
@@ -56,8 +57,22 @@ class Adapter:
         return unwrapped(model)
 
 
-def find_adapter(checkpoint: Checkpoint) -> Adapter | None:
+def adapter_files(folder: str | os.PathLike[str]) -> CheckpointFiles:
+    """The files of an adapter's folder.
+
+    Raises:
+        InputError: it is no such folder.
+    """
+    if not Path(folder, ADAPTER).is_file():
+        raise InputError(f"adapter must be the folder of an adapter, and {folder} has no {ADAPTER}")
+    return find_checkpoint(folder, None)
+
+
+def find_adapter(checkpoint: CheckpointFiles, base: CheckpointFiles | None = None) -> Adapter | None:
     """The adapter in a checkpoint's folder; None where there is none.
+
+    Args:
+        base: the model that it is put on; None is the one that its files name.
 
     Raises:
         MissingExtraError: there is one, and `peft` is not installed.
@@ -76,17 +91,23 @@ def find_adapter(checkpoint: Checkpoint) -> Adapter | None:
         raise InputError(f"{folder} holds an adapter ({ADAPTER}) without its weights ({' or '.join(_FILES)})")
     try:
         said = json.loads((folder / ADAPTER).read_text())
-        base, task, mapping = (said.get(k) for k in ("base_model_name_or_path", "task_type", "auto_mapping"))
+        task, mapping = said.get("task_type"), said.get("auto_mapping")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{folder / ADAPTER} cannot be read: {sentence(error)}") from error
-    if not isinstance(base, str) or not base:
+    base = _base_of(folder, said) if base is None else base
+    own = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    return Adapter(folder, file, base, own or _CLASSES.get(task, "AutoModel"))
+
+
+def _base_of(folder: Path, said: dict[str, Any]) -> CheckpointFiles:
+    """The model that an adapter's files name."""
+    name = said.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
         raise InputError(f"{folder / ADAPTER} does not say by base_model_name_or_path which model it belongs to")
     try:
-        place = find_checkpoint(base, said.get("revision"))
+        return find_checkpoint(name, said.get("revision"))
     except InputError as error:
         raise InputError(f"the base model of the adapter {folder} is not there: {error}") from error
-    own = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    return Adapter(folder, file, place, own or _CLASSES.get(task, "AutoModel"))
 
 
 def _names(file: Path) -> set[str]:

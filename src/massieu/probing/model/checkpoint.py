@@ -31,7 +31,7 @@ _log = logging.getLogger("massieu")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointFiles:
     """Files that ``from_pretrained`` can read.
 
     Attributes:
@@ -72,7 +72,7 @@ def default_model() -> Path:
     return Path(found.origin).parent / "model"
 
 
-def find_checkpoint(name: str | Path, revision: str | None) -> Checkpoint:
+def find_checkpoint(name: str | os.PathLike[str], revision: str | None) -> CheckpointFiles:
     """The files that a name stands for.
 
     Raises:
@@ -92,10 +92,10 @@ def _no_model(path: Path) -> InputError:
     return InputError(f"{path} is not a model: a folder with a config.json or a .gguf file is needed")
 
 
-def _in_folder(folder: Path) -> Checkpoint:
+def _in_folder(folder: Path) -> CheckpointFiles:
     files = _weight_files(folder)
     if (folder / ADAPTER).is_file():
-        return Checkpoint(folder, tuple(sorted(folder.glob("adapter_model.*"))), "adapter", adapter=True)
+        return CheckpointFiles(folder, tuple(sorted(folder.glob("adapter_model.*"))), "adapter", adapter=True)
     found = [] if files else sorted(folder.glob("*.gguf"))
     if len(found) > 1:
         raise InputError(f"{folder} holds {len(found)} GGUF files ({some(f.name for f in found)}); name one of them")
@@ -106,7 +106,7 @@ def _in_folder(folder: Path) -> Checkpoint:
     for file in files:
         _check_weights(file)
     stored = None if not files else "safetensors" if files[0].suffix == ".safetensors" else "PyTorch"
-    return Checkpoint(folder, files, stored)
+    return CheckpointFiles(folder, files, stored)
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:
@@ -156,7 +156,7 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 # --- GGUF --------------------------------------------------------------------------------------------------------------
 
 
-def _gguf(file: Path) -> Checkpoint:
+def _gguf(file: Path) -> CheckpointFiles:
     require_extra("gguf", "gguf")
     require_extra("accelerate", "gguf")
     try:
@@ -165,13 +165,13 @@ def _gguf(file: Path) -> Checkpoint:
         raise
     except Exception as error:  # whatever bytes that are no GGUF make of its reader
         raise _unreadable(file, error) from error
-    return Checkpoint(file.parent, (file,), f"GGUF ({', '.join(found.types)})", found, {"gguf_file": file.name})
+    return CheckpointFiles(file.parent, (file,), f"GGUF ({', '.join(found.types)})", found, {"gguf_file": file.name})
 
 
 # --- the hub -----------------------------------------------------------------------------------------------------------
 
 
-def _on_hub(name: str, revision: str | None) -> Checkpoint:
+def _on_hub(name: str, revision: str | None) -> CheckpointFiles:
     """A hub name that is there, asked for once: transformers would ask six times and write a line for each."""
     hub = require_extra("huggingface_hub", "probe")
     errors = require_extra("huggingface_hub.errors", "probe")
@@ -185,7 +185,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
     if hub.is_offline_mode():
         if not cached:
             raise InputError(f"{absent} it is not in the hub's cache on this machine (HF_HUB_OFFLINE is set)")
-        return Checkpoint(name, options=options)
+        return CheckpointFiles(name, options=options)
     try:
         hub.get_hf_file_metadata(url, timeout=_SECONDS)
     except errors.GatedRepoError as error:
@@ -203,10 +203,10 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
     except (errors.HTTPError, OSError) as error:  # HTTPError is of whichever library the client is built on
         if not cached:
             raise InputError(f"{absent} the hub cannot be reached to look for it there ({sentence(error)})") from error
-        return Checkpoint(name, options={**options, "local_files_only": True})
+        return CheckpointFiles(name, options={**options, "local_files_only": True})
     if not any(isinstance(hub.try_to_load_from_cache(name, file, revision=revision), str) for file in _WEIGHTS):
         _log.warning("massieu: downloading %s from the hub to %s", name, hub.constants.HF_HUB_CACHE)
-    return Checkpoint(name, options=options)
+    return CheckpointFiles(name, options=options)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------

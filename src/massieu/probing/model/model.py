@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
 from massieu.probing.model import packed
-from massieu.probing.model.adapter import find_adapter
+from massieu.probing.model.adapter import Adapter, adapter_files, find_adapter
 from massieu.probing.model.checkpoint import (
-    Checkpoint,
+    CheckpointFiles,
     default_model,
     file_hash,
     find_checkpoint,
@@ -25,6 +26,7 @@ from massieu.probing.model.checkpoint import (
     weights_are,
 )
 from massieu.probing.model.forward import decoder_given, device_of, dtype_of, separable
+from massieu.probing.model.given import DTYPES, Checkpoint
 from massieu.probing.model.model_size import bounded, check_depth
 from massieu.probing.model.module_hash import module_hash
 from massieu.probing.model.offload import offloaded
@@ -33,7 +35,6 @@ from massieu.probing.model.tokenizers import embedded
 from massieu.probing.model.unwrap import is_pretrained, tokenizer_of, unwrapped
 from massieu.report.record import ModelRecord
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _RANDOM = "not read from the checkpoint but random, and nothing here depends on them"
 _MORE_POSITIONS = 2  # rows that a table of positions may have beyond them, as OPT's
 READABLE = (
@@ -120,68 +121,55 @@ def _device(name: str | None) -> torch.device:
 
 
 def load_model(
-    name: str | Path | None = None,
+    named: Checkpoint | str | PathLike[str] | None = None,
     *,
-    device: str | None = None,
-    dtype: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    device_map: str | dict[str, Any] | None = None,
     tokenizer: bool = True,
     head: bool | Literal["if any"] = False,
     check: Callable[[AnnouncedModel], None] | None = None,
 ) -> LoadedModel:
-    """Load a model's trunk and its tokenizer from a folder, a GGUF file or a hub name; None is the default model.
+    """Load a model's trunk and its tokenizer; a name alone is a `Checkpoint` of which nothing else is said.
 
-    A folder with an adapter is loaded onto the base model that it names.
+    A folder with an adapter is loaded onto the base model that it names, an adapter that the checkpoint names onto the model.
 
     What the checkpoint lacks is drawn at random by transformers: `missing` and `reshaped` of the result say what, and
     `massieu.probing.checks.weights` whether it matters.
 
     Args:
-        device: where to run; None picks a GPU where there is one.
-        dtype: the parameters' type; None is float32.
-        device_map: which layers go where, as for ``from_pretrained`` of transformers: "auto" fills one device after another.
         tokenizer: whether to read the tokenizer too.
         head: whether to keep the head of a language model; "if any" where the checkpoint names one.
         check: called before the weights are read, and may refuse the model.
 
     Raises:
-        InputError: no such model or device, unknown dtype, or files that are not a model of ``transformers``.
+        InputError: no such model, adapter or device, or files that are not a model of ``transformers``.
         MissingExtraError: a GGUF file without the packages that read it; an adapter without `peft`; a device map without
             `accelerate`.
     """
+    wanted = named if isinstance(named, Checkpoint) else Checkpoint(named)
+    device_map: Any = wanted.device_map
     transformers = require_extra("transformers", "probe")
     if device_map is not None:
         require_extra("accelerate", "offload")
-        if device is not None:
-            raise InputError(f"give either a device or a device map, got {device!r} and {device_map!r}")
-    target, kind = _device(device), DTYPES.get(dtype or "float32")
-    if kind is None:
-        raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    shown = "sentence-transformers/all-MiniLM-L6-v2 (the default model)" if name is None else str(name)
+    target, kind = _device(wanted.device), DTYPES[wanted.dtype or "float32"]
     with quiet():
-        given = find_checkpoint(default_model() if name is None else name, revision)
-        adapter = find_adapter(given)
+        given, adapter = found_files(wanted)
         if adapter is not None and device_map is not None:
             raise InputError(
-                f"{name} is an adapter, and a device map needs a whole model; merge the adapter into its base first"
+                f"{adapter.folder} is an adapter, and a device map needs a whole model; merge the adapter into its base first"
             )
         checkpoint = given if adapter is None else adapter.base
-        # Of a folder with a GGUF file the file says which model it is.
-        shown = shown if checkpoint.gguf is None else checkpoint.files[0].name
-        named = {**checkpoint.options, "trust_remote_code": trust_remote_code}
+        shown = _shown(wanted, checkpoint)
+        options = {**checkpoint.options, "trust_remote_code": wanted.trust_remote_code}
         with _one_sentence(shown):
-            config = transformers.AutoConfig.from_pretrained(checkpoint.place, **named)
+            config = transformers.AutoConfig.from_pretrained(checkpoint.place, **options)
         check_depth(shown, config)
-        read, problem = _tokenizer(given, named) if tokenizer else (None, None)
+        read, problem = _tokenizer(given, options) if tokenizer else (None, None)
         if tokenizer and read is None and adapter is not None:  # it is seldom saved beside an adapter
-            read, problem = _tokenizer(checkpoint, named)
+            read, problem = _tokenizer(checkpoint, options)
         if check is not None:
             check(AnnouncedModel(shown, config, read, problem))
         with _one_sentence(shown), bounded(shown, checkpoint.files):
             stored = _stored_dtype(checkpoint, config)
-            options = {**named, "output_loading_info": True, "ignore_mismatched_sizes": True}
+            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
             if getattr(config, "quantization_config", None) is not None and device_map is None:
                 device_map = {"": str(target)}  # packed weights are made where they are to stay
             if device_map is not None:
@@ -213,7 +201,7 @@ def load_model(
         module,
         shown,
         file_hash(files) or module_hash(module),
-        revision or getattr(config, "_commit_hash", None),
+        wanted.revision or getattr(config, "_commit_hash", None),
         read,
         tokenizer_problem=problem,
         from_files=True,
@@ -227,7 +215,31 @@ def load_model(
     )
 
 
-def _stored_dtype(checkpoint: Checkpoint, config: Any) -> str | None:
+def found_files(wanted: Checkpoint) -> tuple[CheckpointFiles, Adapter | None]:
+    """The files that a checkpoint's name, or else its adapter, stands for; and the adapter, with its base model.
+
+    Raises:
+        InputError: they are not there, or are no model or no adapter.
+    """
+    named = find_checkpoint(default_model() if wanted.name is None else wanted.name, wanted.revision)
+    if wanted.adapter is None:
+        return named, find_adapter(named)
+    if named.adapter:
+        raise InputError(
+            f"{wanted.name} is an adapter itself, so {wanted.adapter} cannot be put on it; name its base model"
+        )
+    folder = adapter_files(wanted.adapter)
+    return folder, find_adapter(folder, named)
+
+
+def _shown(wanted: Checkpoint, files: CheckpointFiles) -> str:
+    """What the model is called; of a folder with a GGUF file the file says which model it is."""
+    name = "sentence-transformers/all-MiniLM-L6-v2 (the default model)" if wanted.name is None else str(wanted.name)
+    name = name if files.gguf is None else files.files[0].name
+    return name if wanted.adapter is None else f"{name} with the adapter {wanted.adapter}"
+
+
+def _stored_dtype(checkpoint: CheckpointFiles, config: Any) -> str | None:
     """The type of a checkpoint's weights, of a name on the hub as its configuration says; None where they are quantised."""
     if checkpoint.gguf is not None or getattr(config, "quantization_config", None) is not None:
         return None
@@ -268,7 +280,7 @@ def _one_sentence(shown: str) -> Iterator[None]:
         raise InputError(f"cannot load the model {shown}: {sentence(error)}") from error
 
 
-def _tokenizer(checkpoint: Checkpoint, options: dict[str, Any]) -> tuple[Any, str | None]:
+def _tokenizer(checkpoint: CheckpointFiles, options: dict[str, Any]) -> tuple[Any, str | None]:
     """The model's tokenizer; or None, as for models that read something else than text, and why there is none."""
     transformers = require_extra("transformers", "probe")
     try:
@@ -277,7 +289,20 @@ def _tokenizer(checkpoint: Checkpoint, options: dict[str, Any]) -> tuple[Any, st
         return None, sentence(error)
 
 
-def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+def load(
+    given: Checkpoint | nn.Module,
+    *,
+    tokenizer: bool = False,
+    head: bool | Literal["if any"] = False,
+    check: Callable[[AnnouncedModel], None] | None = None,
+) -> LoadedModel:
+    """A model as it was given: `load_model` of a checkpoint, `as_loaded` of a module."""
+    if isinstance(given, nn.Module):
+        return as_loaded(given)
+    return load_model(given, tokenizer=tokenizer, head=head, check=check)
+
+
+def load_tokenizer(name: str | PathLike[str], *, trust_remote_code: bool = False) -> Any:
     """A tokenizer from its folder, the folder of a model, a GGUF file or a name on the hub.
 
     Raises:
@@ -286,7 +311,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     place = Path(name)
     with quiet():
         if place.is_dir() and not list(place.glob("*.gguf")):
-            checkpoint = Checkpoint(place)  # a tokenizer's own folder has no configuration of a model
+            checkpoint = CheckpointFiles(place)  # a tokenizer's own folder has no configuration of a model
         else:
             checkpoint = find_checkpoint(name, None)
         tokenizer, problem = _tokenizer(checkpoint, {**checkpoint.options, "trust_remote_code": trust_remote_code})
@@ -295,14 +320,13 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
+def as_loaded(module: nn.Module) -> LoadedModel:
     """A module that is already in memory, without what wraps it; of a transformers model with a head, its trunk.
 
     Raises:
         InputError: as `unwrapped`; packed weights, or none at all: on the meta device, or lazy ones.
     """
     inner: Any = unwrapped(module)
-    tokenizer = tokenizer_of(module) if tokenizer is None else tokenizer
     trunk: Any = _trunk(inner) if is_pretrained(inner) else inner
     kind = type(inner).__name__
     entries = trunk.state_dict()
@@ -316,7 +340,7 @@ def as_loaded(module: nn.Module, tokenizer: Any = None) -> LoadedModel:
     config = getattr(trunk, "config", None)
     name = getattr(config, "_name_or_path", "") or kind
     revision = getattr(config, "_commit_hash", None)
-    return LoadedModel(trunk, str(name), module_hash(trunk), revision, tokenizer, whole=inner)
+    return LoadedModel(trunk, str(name), module_hash(trunk), revision, tokenizer_of(module), whole=inner)
 
 
 def check_loaded(module: nn.Module, kind: str) -> None:
@@ -472,7 +496,7 @@ def dummy_inputs(module: nn.Module) -> dict[str, Tensor]:
     main = getattr(module, "main_input_name", None)
     if config is None or main is None:
         raise InputError(
-            f"{type(module).__name__} does not say what its inputs are; give inputs, a batch that its forward accepts"
+            f"{type(module).__name__} does not say what its inputs are; give data, a batch that its forward accepts"
         )
     generator = torch.Generator().manual_seed(0)
     if main == "pixel_values":

@@ -46,7 +46,7 @@ def check_generates(whole: Any, name: str) -> None:
         )
     if whole.config.is_encoder_decoder:
         raise InputError(
-            f"generate does not work with an encoder–decoder such as {name}; probe it with decoder_input_ids"
+            f"continue_for does not work with an encoder–decoder such as {name}; probe it with decoder_input_ids"
         )
 
 
@@ -56,7 +56,7 @@ def check_causal(sites: Sequence[SiteInfo], inputs: dict[str, Any], name: str) -
     """
     if not isinstance(inputs.get("input_ids"), Tensor):
         raise InputError(
-            f"generate needs batches of input_ids as prompts for {name}, and these have {', '.join(inputs)}"
+            f"continue_for needs batches of input_ids as prompts for {name}, and these have {', '.join(inputs)}"
         )
     behind = next((info for info in sites if info.prefix), None)
     if behind is not None:
@@ -81,7 +81,7 @@ def check_room(model: nn.Module, prompt: int, most: int) -> None:
         room = max(positions - prompt + 1, 0)  # nothing is read of the last one
         raise InputError(
             f"{type(model).__name__} has {positions} positions: after a prompt of {prompt} tokens there is room for {room} new "
-            f"ones, and generate is {most}; generate fewer, or give shorter prompts (max_length)"
+            f"ones, and continue_for is {most}; write fewer, or give shorter prompts (window)"
         )
 
 

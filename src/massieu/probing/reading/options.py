@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from massieu.probing.replaced.effect import NOTHING, Replace
+from massieu.probing.replaced.replacement import Replacement
 from massieu.probing.statistics.catalogue import PACKAGE, Catalogue
 from massieu.probing.statistics.query_means import Functions
 from massieu.probing.sums.units import Units
@@ -21,8 +21,8 @@ class Options:
         per_token: statistics whose value at every query is written down.
         replace: what is to be put in the place of attention, beside the reading.
         new_tokens: the rows are prompts, and the model writes at most so many tokens after each, whose queries are measured.
-        quick: no re-initialised control and no example windows.
-        draws: so many re-initialised models are drawn.
+        examples: whether example windows are kept.
+        draws: so many re-initialised models are drawn; 0 is no control.
         catalogue: all statistics that the run knows.
     """
 
@@ -33,9 +33,9 @@ class Options:
     climb_queries: int = 64
     seed: int = 0
     statistics: frozenset[str] | None = None
-    quick: bool = False
+    examples: bool = True
     new_tokens: int | None = None
-    replace: Replace = NOTHING
+    replace: tuple[Replacement, ...] = ()
     per_token: tuple[str, ...] = ()
     draws: int = 8
     catalogue: Catalogue = PACKAGE

@@ -19,19 +19,22 @@ from massieu.probing.model.checkpoint import some
 from massieu.probing.model.forward import uncompiled
 from massieu.probing.model.unwrap import unwrapped
 from massieu.probing.model.watching import hooked
-from massieu.probing.replaced.rules import MEAN, Rule, Unchanged, parse
+from massieu.probing.replaced.replacement import Replacement
+from massieu.probing.replaced.rules import Rule, Unchanged, made_of
 
 Sites = Iterable[str] | Mapping[str, Iterable[int]]
 
 
 @input_door(
     model=MODULE,
-    rule=any_of("the name of a rule or a function of an AttentionCall", str, Callable),
+    rule=any_of(
+        "the name of a rule, a function of an AttentionCall or a massieu.Replacement", str, Callable, Replacement
+    ),
     sites=any_of("names of sites, or a dictionary of heads by name", Iterable),
 )
 @contextmanager
 def replaced(
-    model: nn.Module, rule: str | Callable[[AttentionCall], Tensor], *, sites: Sites | None = None
+    model: nn.Module, rule: str | Callable[[AttentionCall], Tensor] | Replacement, *, sites: Sites | None = None
 ) -> Iterator[None]:
     """Context manager in which ``model`` runs with another attention in some or all heads; all else stays.
 
@@ -40,7 +43,8 @@ def replaced(
 
     Args:
         model: any module whose attention `massieu.probe` reads: of `transformers`, or in plain PyTorch.
-        rule: one of these, or a function of an ``AttentionCall`` that returns outputs (B, L, H, Dv).
+        rule: one of these, a function of an ``AttentionCall`` that returns outputs (B, L, H, Dv), or a `massieu.Replacement`
+            with such a rule.
 
             - ``"off"``: 0.
             - ``"top_k(8)"``, ``"window(16)"``: fewer keys, the k with the largest weights, or those nearer than w tokens.
@@ -68,7 +72,7 @@ def replaced(
         True
     """
     inner = unwrapped(model)
-    made = made_of(rule)
+    made = made_of(_everywhere(rule) if isinstance(rule, Replacement) else rule)
     chosen = _chosen(inner, sites)
     silent = {inner.get_submodule("" if name == "itself" else name): name for name in silent_attention(inner, set())}
     with ExitStack() as stack:
@@ -81,20 +85,17 @@ def replaced(
         at_work.leave()
 
 
-def made_of(rule: Any) -> Rule:
-    """A rule, from its text where it is one.
+def _everywhere(replacement: Replacement) -> Any:
+    """Its rule.
 
     Raises:
-        InputError: as `parse`; a rule that needs a text to be measured on, or is no function.
+        InputError: it is for one site or head at a time.
     """
-    if isinstance(rule, str):
-        if rule.strip() == MEAN:
-            raise InputError(f"{MEAN} needs each head's mean output over a text: massieu.probe(…, replace=[{MEAN!r}])")
-        return parse(rule)
-    if not callable(rule):
-        raise InputError(f"a rule must be a text or a function of an attention call, got {type(rule).__name__}")
-    made: Any = rule
-    return made
+    if replacement.per != "all":
+        raise InputError(
+            f"replaced puts a rule into all heads, or into those that sites names, at once; got per={replacement.per!r}"
+        )
+    return replacement.rule
 
 
 def _chosen(model: nn.Module, sites: Sites | None) -> dict[str, frozenset[int] | None] | None:

@@ -5,9 +5,9 @@ move: ‖Δ‖² beside their mean squared distance from their mean over the win
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from massieu.errors import InputError, require_extra
-from massieu.foundation.arguments import described
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens
@@ -23,8 +22,9 @@ from massieu.probing.data.token_names import frames_of
 from massieu.probing.model.checkpoint import sentence
 from massieu.probing.model.forward import decoder_given, output_tensor, run
 from massieu.probing.model.model import LoadedModel, model_inputs
-from massieu.probing.replaced.context import made_of, replaced
-from massieu.probing.replaced.rules import MEAN, AtRest, Off, Resampled, Rule
+from massieu.probing.replaced.context import replaced
+from massieu.probing.replaced.replacement import Replacement
+from massieu.probing.replaced.rules import MEAN, AtRest, Off, Resampled, Rule, made_of
 from massieu.probing.statistics.group import CallTokens, Event, Group, Row, RowPlace
 from massieu.probing.statistics.registry import REPLACEMENT
 from massieu.probing.statistics.replacement import loss_without_head, output_without_head
@@ -32,49 +32,25 @@ from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.units import Estimate
 from massieu.report.record import ReplacementRecord
 
-Per = Literal["all", "site", "head"]
-PER: tuple[Per, ...] = ("all", "site", "head")
 LOSS, CHANGE = "loss", "output"
 _NUMBERS = 2**26  # logits that are held at a time
 
 
-@dataclass(frozen=True)
-class Replace:
-    """What is asked: rules by their names, each with what it is put in the place of at a time; on how many windows."""
+@dataclass(frozen=True, eq=False)
+class ReplacementTarget:
+    """One replacement: the rule, and where it is put in place; None is everywhere."""
 
-    rules: tuple[tuple[str, Any, Per], ...] = ()
-    windows: int = 16
-
-    @classmethod
-    def create(cls, rules: Any, per: Any, windows: Any) -> "Replace":
-        """Raises:
-        InputError: an unknown rule, or nothing of ``per``'s kinds.
-        """
-        if isinstance(rules, Tensor) or not (isinstance(rules, str | Iterable | None) or callable(rules)):
-            raise InputError(f"replace must be a rule or a list of rules, got {described(rules)}")
-        listed = [rules] if isinstance(rules, str) or callable(rules) else list(rules or ())
-        listed = [each.strip() if isinstance(each, str) else each for each in listed]
-        named = tuple(
-            (each if isinstance(each, str) else getattr(each, "__name__", type(each).__name__), each) for each in listed
-        )
-        for text, rule in named:
-            if text != MEAN:
-                made_of(rule)
-        if per not in PER:
-            raise InputError(f"replace_per must be one of {', '.join(PER)}, got {per!r}")
-        return cls(tuple((text, rule, per) for text, rule in named), windows)
-
-    def with_heads(self) -> "Replace":
-        """This, and every head at its mean: the statistics of the group "replacement"."""
-        own = MEAN, MEAN, "head"
-        return self if own in self.rules else Replace((*self.rules, own), self.windows)
+    asked: Replacement
+    rule: Rule
+    info: SiteInfo | None = None
+    head: int | None = None
 
     @property
-    def wanted(self) -> bool:
-        return bool(self.rules)
-
-
-NOTHING = Replace()
+    def sites(self) -> Any:
+        """As `replaced` takes them."""
+        if self.info is None:
+            return None
+        return [self.info.site.name] if self.head is None else {self.info.site.name: [self.head]}
 
 
 @dataclass(eq=False)
@@ -91,7 +67,7 @@ class Effects:
     """
 
     loaded: LoadedModel
-    ask: Replace
+    asked: Sequence[Replacement]
     sites: Sequence[SiteInfo] = ()
     rows: list[tuple[dict[str, Any], int]] = field(default_factory=list)
     sums: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
@@ -115,16 +91,17 @@ class Effects:
                 f"replace needs a model whose output has shape (batch, tokens, width), and that of "
                 f"{type(self.loaded.module).__name__} has shape {tuple(stock.shape)}"
             )
-        for text, given, _ in self.ask.rules:
-            with replaced(self.loaded.module, "off" if text == MEAN else given):
+        for each in self.asked:
+            with replaced(self.loaded.module, "off" if each.rule == MEAN else each.rule):
                 other, _ = self._values(part)
             self._difference(other, stock, real)
         self.rows = []
 
     def keep(self, inputs: dict[str, Any], numbers: Sequence[int]) -> None:
         """Sample some rows of a batch, each of whose tensors has a row for each."""
+        most = max((each.windows for each in self.asked), default=0)
         for row, number in enumerate(numbers):
-            if len(self.rows) == self.ask.windows:
+            if len(self.rows) == most:
                 return
             part = {k: v[row : row + 1] if isinstance(v, Tensor) and v.dim() else v for k, v in inputs.items()}
             self.rows.append((part, number))
@@ -146,24 +123,24 @@ class Effects:
         words = all(isinstance(part.get("input_ids"), Tensor) for part, _ in self.rows)
         return LOSS if head is not None and causal and words and whole is not self.loaded.module else CHANGE
 
-    def targets(self) -> Iterator[tuple[str, Rule, SiteInfo | None, int | None]]:
-        """Every replacement: the rule's name and the rule, and where it is put in place; None is everywhere."""
+    def targets(self) -> Iterator[ReplacementTarget]:
+        """Every replacement."""
         means = {name: total / max(count, 1) for name, (total, count) in self.sums.items()}
-        for text, given, per in self.ask.rules:
-            rule = Off(means) if text == MEAN else made_of(given)
+        for asked in self.asked:
+            rule = Off(means) if asked.rule == MEAN else made_of(asked.rule)
             if isinstance(rule, Resampled):
                 rule.generator.manual_seed(self.seed)
-            if per == "all":
-                yield text, rule, None, None
-            for info in self.sites if per != "all" else ():
-                for head in range(info.heads) if per == "head" else (None,):
-                    yield text, rule, info, head
+            if asked.per == "all":
+                yield ReplacementTarget(asked, rule)
+            for info in self.sites if asked.per != "all" else ():
+                for head in range(info.heads) if asked.per == "head" else (None,):
+                    yield ReplacementTarget(asked, rule, info, head)
 
-    def measured(self, asked: Callable[[], bool], tell: Callable[[int, int], None]) -> list[ReplacementRecord]:
-        """Run every replacement on every window that was kept.
+    def measured(self, interrupted: Callable[[], bool], tell: Callable[[int, int], None]) -> list[ReplacementRecord]:
+        """Run every replacement on the windows that were kept, as many as it asks for.
 
         Args:
-            asked: whether to end; what is measured then is of fewer windows, the same for all replacements.
+            interrupted: whether to end; what is measured then is of fewer windows.
             tell: is told how many forward passes were made, and how many there will be.
         """
         targets = list(self.targets())
@@ -173,29 +150,37 @@ class Effects:
         for inputs in chunks:
             pairs = []
             stock, real = self._values(inputs)
-            for text, rule, info, head in targets:
-                if asked():
+            for target in targets:
+                if interrupted():
                     self.complete = False
                     return self._records(targets, found, windows)
-                total, count = np.zeros((len(real), 1)), np.zeros((len(real), 1))
-                if text not in self.failed:
-                    sites = None if info is None else [info.site.name] if head is None else {info.site.name: [head]}
-                    try:
-                        with replaced(self.loaded.module, rule, sites=sites):
-                            other, _ = self._values(inputs)
-                    except Exception as error:  # of whatever class a rule raises: the text was read, and is not lost
-                        self.failed[text] = sentence(error)
-                    else:
-                        total, count = self._difference(other, stock, real)
-                        self.lost[text] = self.lost.get(text, 0) + int(real.sum()) - int(count.sum())
-                pairs.append((total, count))
+                left = max(target.asked.windows - windows, 0)
+                pairs.append(self._change(target, inputs, stock[:left], real[:left]) if left else None)
                 tell(next(passes), len(chunks) * len(targets))
-            for ratio, (total, count) in zip(found, pairs, strict=True):
-                ratio.update(total, count)
+            for ratio, change in zip(found, pairs, strict=True):
+                if change is not None:
+                    ratio.update(*change)
             windows += len(real)
-        rules = {id(rule): (text, rule) for text, rule, _, _ in targets}
+        rules = {id(each.rule): (each.asked.name, each.rule) for each in targets}
         self.unsettled = {text: rule.lost for text, rule in rules.values() if isinstance(rule, AtRest) and rule.lost}
         return self._records(targets, found, windows)
+
+    def _change(
+        self, target: ReplacementTarget, inputs: dict[str, Any], stock: Tensor, real: Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Totals and counts of the first windows, as many as ``stock`` has; zeros where the rule failed, which is noted."""
+        name = target.asked.name
+        if name not in self.failed:
+            try:
+                with replaced(self.loaded.module, target.rule, sites=target.sites):
+                    other, _ = self._values(inputs)
+            except Exception as error:  # of whatever class a rule raises: the text was read, and is not lost
+                self.failed[name] = sentence(error)
+            else:
+                total, count = self._difference(other[: len(real)], stock, real)
+                self.lost[name] = self.lost.get(name, 0) + int(real.sum()) - int(count.sum())
+                return total, count
+        return np.zeros((len(real), 1)), np.zeros((len(real), 1))
 
     def warnings(self) -> list[str]:
         """A sentence for each rule that failed, or of which some of the changes are not what they should be."""
@@ -259,28 +244,31 @@ class Effects:
         total = torch.where(valid, values, 0.0).sum(1, dtype=torch.float64)
         return total.cpu().numpy()[:, None], valid.sum(1).double().cpu().numpy()[:, None]
 
-    def _records(self, targets: Sequence[Any], found: Sequence[Ratio], windows: int) -> list[ReplacementRecord]:
+    def _records(
+        self, targets: Sequence[ReplacementTarget], found: Sequence[Ratio], windows: int
+    ) -> list[ReplacementRecord]:
         student = require_extra("scipy.stats", "probe").t
         records = []
-        for (text, _, info, head), ratio in zip(targets, found, strict=True):
-            if text in self.failed:
+        for target, ratio in zip(targets, found, strict=True):
+            name, info = target.asked.name, target.info
+            if name in self.failed:
                 continue
             estimate = ratio.estimate()
             value, error, count = (float(each[0]) for each in estimate)
             wide = float(student.ppf(0.975, np.maximum(estimate.degrees, 1)[0])) * error
             records.append(
                 ReplacementRecord(
-                    rule=text,
+                    rule=name,
                     measure=self.measure,
                     site=info and info.site.name,
                     layer=info and info.layer,
-                    head=head,
+                    head=target.head,
                     value=value,
                     standard_error=error,
                     low=value - wide,
                     high=value + wide,
                     tokens=int(count),
-                    windows=windows,
+                    windows=min(windows, target.asked.windows),
                 )
             )
         return records

@@ -331,3 +331,19 @@ def parse(text: str) -> Rule:
         below = "" if most == math.inf else f" and below {most}"
         raise InputError(f"{name} needs {what}, at least {least}{below}, got {given or 'nothing'}")
     return made(number)
+
+
+def made_of(rule: Any) -> Rule:
+    """A rule, from its text where it is one.
+
+    Raises:
+        InputError: as `parse`; a rule that needs a text to be measured on, or is no function.
+    """
+    if isinstance(rule, str):
+        if rule.strip() == MEAN:
+            raise InputError(f"{MEAN} needs each head's mean output over a text: massieu.probe(…, replace={MEAN!r})")
+        return parse(rule)
+    if not callable(rule):
+        raise InputError(f"a rule must be a text or a function of an attention call, got {type(rule).__name__}")
+    made: Any = rule
+    return made

@@ -233,19 +233,13 @@ class Course:
         return [_broadcast(own if rank == self.rank else b"", rank, self.group) for rank in range(self.processes)]
 
 
-def course_for(
-    distributed: bool, folder: str | Path | None, resume: bool, every: float, settings: dict[str, Any]
-) -> Course:
+def course_for(distributed: bool, folder: Path | None, resume: bool, every: float, settings: dict[str, Any]) -> Course:
     """The course of this process.
 
     Raises:
-        InputError: there is no process group to share the text in, or nowhere to resume from; something that no run has
-            stored has the name of running sums.
+        InputError: there is no process group to share the text in; something that no run has stored has the name of running
+            sums.
     """
-    if resume and folder is None:
-        raise InputError("resume=True needs running=, the folder in which the running sums are stored")
-    if not every > 0:
-        raise InputError(f"store_every must be a positive number of minutes, got {every}")
     place = None if folder is None else check_name(folder)
     if place is not None and place.exists() and not place.is_dir():
         raise InputError(f"{place} is a file; running sums need a folder")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from massieu.probing.model.fresh import reinitialised
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading, RowNumbers
-from massieu.probing.replaced.effect import NOTHING
 from massieu.probing.result.tables import values
 from massieu.probing.statistics.group import Source
 from massieu.probing.statistics.registry import REPLACEMENT
@@ -173,7 +172,7 @@ def _options_of(options: Options) -> Options:
     """What a draw measures: all that the model does, but for what is about the model's own text or output."""
     groups = options.groups - {REPLACEMENT}
     units = Units(options.units.mode, capacity=2)  # of one window
-    return replace(options, groups=groups, units=units, per_token=(), replace=NOTHING)
+    return replace(options, groups=groups, units=units, per_token=(), replace=())
 
 
 def _stacked(numbers: list[Float64[np.ndarray, " heads"] | None]) -> Float64[np.ndarray, "draws heads"] | None:

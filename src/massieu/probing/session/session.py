@@ -112,7 +112,7 @@ class Session(SessionRecord):
         if not self.begun and interrupted.is_set():
             raise KeyboardInterrupt
         if not self.begun:
-            raise InputError("there is no batch to read in tokenizer_or_batches, or in the text")
+            raise InputError("there is no batch to read in data")
         self.course.check_reached(self)
         self._write_rows()
         complete = not interrupted.is_set()
@@ -292,14 +292,13 @@ class Session(SessionRecord):
         if self.options.new_tokens is not None:
             return
         self._begin_effects(inputs)
-        if not self.options.quick:
-            if ATTENTION in self.options.groups:
-                self.reading.add_group(Examples())
-            if self._compares():
-                self._begin_draws(inputs)
+        if self.options.examples and ATTENTION in self.options.groups:
+            self.reading.add_group(Examples())
+        if self.options.draws and self._compares():
+            self._begin_draws(inputs)
 
     def _begin_effects(self, inputs: dict[str, Any]) -> None:
-        if not self.options.replace.wanted:
+        if not self.options.replace:
             return
         if not self.reading.layout.separable:
             raise InputError("replace works on single windows, and these batches cannot be split into items")

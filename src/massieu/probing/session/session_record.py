@@ -43,6 +43,7 @@ QUICK = (
     "this was a quick run: the attention's statistics alone, with standard errors, but without the re-initialised control that "
     "the values are compared with, and without examples"
 )
+NO_CONTROL = "no re-initialised models were drawn (draws=0), so no value is compared with theirs"
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,8 +270,8 @@ class SessionRecord:
     def all_warnings(self) -> list[str]:
         """Sentences for the terminal and the page."""
         found = list(self.warnings)
-        if self.options.quick:
-            found.append(QUICK)
+        if not self.options.draws:
+            found.append(NO_CONTROL if self.options.examples else QUICK)
         if isinstance(self.given.batches, TextBatches | PairBatches) and (
             many := self.given.batches.report.many_unknown()
         ):

@@ -66,7 +66,7 @@ class Sharing:
             digest.add(batch.inputs, len(batch.names))
         if digest.text() != self._text:
             raise InputError(
-                f"the text is not what {self._known_from} was read on; give the same text, max_length, max_tokens and packing"
+                f"the text is not what {self._known_from} was read on; give the same text, window, limit and fill_windows"
             )
 
     def draws(self, model: nn.Module, options: Options) -> Draws | None:

@@ -110,21 +110,6 @@ class Selection:
             catalogue, frozenset(wanted), groups, [each if isinstance(each, str) else _name_of(each) for each in asked]
         )
 
-    @classmethod
-    def of_quick(cls, asked: Iterable[Named] | None) -> "Selection":
-        """The same for a quick run, which has the attention's statistics alone; None selects these.
-
-        Raises:
-            InputError: as `of`; also a statistic of another group.
-        """
-        selection = cls.of([ATTENTION] if asked is None else asked)
-        others = sorted(selection.others())
-        if others:
-            raise InputError(
-                f"a quick run has the attention's statistics alone, got {', '.join(others)}; leave out quick, or those names"
-            )
-        return selection
-
     def others(self) -> frozenset[str]:
         """The statistics that are not of queries."""
         known = self.catalogue.statistics

@@ -1,0 +1,355 @@
+"""What a probe is given to read, as objects that check themselves: text, pairs of texts, images, or batches."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from massieu.errors import InputError
+from massieu.foundation.arguments import described, flag
+from massieu.foundation.doors import check_fields, count, sequence, text
+from massieu.probing.data.documents import (
+    Document,
+    check_sources,
+    given_documents,
+    read_documents,
+    reference_documents,
+)
+from massieu.probing.data.images import Picture, given_captions, given_images
+from massieu.probing.data.pairs import PairReader, check_pairs, given_pairs
+from massieu.probing.data.text_tables import is_dataset
+
+Paths = str | PathLike[str] | Sequence[str | PathLike[str]] | None
+"""A file, a folder, "-" for standard input, or a list of these."""
+_LEAST = {"window": (4, "--max-length"), "limit": (1, "--max-tokens"), "continue_for": (1, "--generate")}
+"""What sizes are at least, and what they are called on the command line."""
+_SETTINGS: dict[str, Any] = {"column": None, "packing": True, "source": None, "target": None, "bos": None}
+_SETTINGS |= {"max_length": None, "max_tokens": None, "generate": None}
+"""What a result's record says of its data, by the names that it has there, where nothing else is said."""
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Text that a tokenizer cuts into windows: files and folders, or strings; as given, the reference text of Python.
+
+    Args:
+        paths: files, folders, or "-" for standard input; None is ``strings``, or else the English text that every Python
+            ships.
+        tokenizer: the tokenizer, its folder or its name on the hub; None is the model's own.
+        strings: the text itself, which is never taken for a path: a string, a document in each string, conversations as
+            lists of messages, or a ``Dataset`` or ``IterableDataset`` of the package `datasets`.
+        window: tokens in a window; None is 256, or as many as the model has positions for if these are fewer.
+        limit: stop after this many tokens.
+        column: column of a file or data set, or field of JSON objects, that holds the text; None is "text".
+        fill_windows: cut the text into full windows; False keeps one document per row, with padding.
+        bos: whether rows begin with the BOS token; None leaves it to the tokenizer's own setting.
+        continue_for: each document is a prompt, and the model writes at most this many tokens after it, by its own
+            ``generate`` with a cache. Measured are the queries that the new tokens came of.
+
+    Raises:
+        InputError: both paths and strings; a column without a table; something that is no text; a window of fewer than 4
+            tokens, a limit or ``continue_for`` below 1. That a file is not there is known when it is read.
+
+    Example:
+        >>> import massieu
+        >>> massieu.Text(strings=["the text itself", "another one"], window=64)
+        Text(window=64, said='2 strings')
+    """
+
+    paths: Paths = field(default=None, repr=False)
+    tokenizer: Any = field(default=None, repr=False)
+    _: KW_ONLY
+    strings: Any = field(default=None, repr=False)
+    window: int | None = None
+    limit: int | None = field(default=None, repr=False)
+    column: str | None = field(default=None, repr=False)
+    fill_windows: bool = field(default=True, repr=False)
+    bos: bool | None = field(default=None, repr=False)
+    continue_for: int | None = field(default=None, repr=False)
+    said: str = field(default="", init=False)
+    """What the text is, in words."""
+    read: Callable[[], Iterable[Document]] = field(init=False, repr=False)
+    """Reads the documents anew."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        check_fields(self, column=text, fill_windows=flag, bos=flag, tokenizer=_tokenizer, strings=_strings)
+        paths = _listed(self.paths)
+        _set(self, strings=_kept(self.strings))
+        if paths is not None and self.strings is not None:
+            raise InputError("give either paths (files and folders) or strings (the text itself), not both")
+        if self.strings is not None:
+            said, read = given_documents(self.strings, self.column)
+        elif paths is not None:
+            said, read = ", ".join(map(str, paths)), partial(read_documents, paths, column=self.column)
+        elif self.column is None:
+            said, read = "pydoc_data.topics (the reference text that ships with Python)", reference_documents
+        else:
+            raise InputError(f"a column ({self.column!r}) was named, but no table that has it; give paths or strings")
+        _set(self, paths=paths, said=said, read=read)
+
+    def check(self) -> None:
+        """Read files once, so that what is wrong with them is found before any work is done.
+
+        Raises:
+            InputError: as `check_sources`.
+        """
+        if (paths := _listed(self.paths)) is not None:
+            check_sources(paths, column=self.column, limit=self.limit)
+
+    @property
+    def filled(self) -> bool:
+        """Whether rows are full windows; prompts have a row each."""
+        return self.fill_windows and self.continue_for is None
+
+    def settings(self) -> dict[str, Any]:
+        """What was said of the data, as a result's record holds it."""
+        own = {"column": self.column, "packing": self.fill_windows, "bos": self.bos, "generate": self.continue_for}
+        return _settings(self) | own
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Pairs of texts for an encoder–decoder: a source that the encoder reads, and a target that the decoder reads.
+
+    Args:
+        paths: files of tables, or folders of them.
+        tokenizer: as for `Text`.
+        source, target: names of the two columns, or fields of JSON objects.
+        strings: the pairs themselves, in place of ``paths``: tuples of two strings, whose sides have no names, or, with
+            ``source`` and ``target``, mappings, or a data set of the package `datasets`.
+        window: tokens in each side of a pair; None as for `Text`.
+        limit: stop after this many tokens of both sides together.
+
+    Raises:
+        InputError: neither paths nor strings, or both; one of the two columns alone, or one for both; columns for text
+            without them, or pairs without; sizes as for `Text`.
+
+    Example:
+        >>> import massieu
+        >>> massieu.Pairs(strings=[("the cat", "die Katze")])
+        Pairs(window=None, said='1 pair')
+    """
+
+    paths: Paths = field(default=None, repr=False)
+    tokenizer: Any = field(default=None, repr=False)
+    _: KW_ONLY
+    source: str | None = field(default=None, repr=False)
+    target: str | None = field(default=None, repr=False)
+    strings: Any = field(default=None, repr=False)
+    window: int | None = None
+    limit: int | None = field(default=None, repr=False)
+    said: str = field(default="", init=False)
+    """What the pairs are, in words."""
+    read: PairReader = field(init=False, repr=False)
+    """Reads the pairs anew."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        check_fields(self, source=text, target=text, tokenizer=_tokenizer, strings=_strings)
+        paths = _listed(self.paths)
+        _set(self, strings=_kept(self.strings))
+        said, read = given_pairs(paths, self.strings, self.source, self.target)
+        _set(self, paths=paths, said=said, read=read)
+
+    def check(self) -> None:
+        """Read the pairs once, so that what is wrong with them is found before any work is done.
+
+        Raises:
+            InputError: as `check_pairs`.
+        """
+        check_pairs(self.read, self.limit)
+
+    def settings(self) -> dict[str, Any]:
+        """What was said of the data, as a result's record holds it."""
+        return _settings(self) | {"source": self.source, "target": self.target}
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images that a checkpoint's processor makes into batches.
+
+    Args:
+        images: a file or folder, or a list of files, folders, images of Pillow, arrays and tensors.
+        processor: the processor, its folder or its name on the hub; None is the model's own.
+        captions: texts beside the images, one for each; None where the model reads images alone.
+
+    Raises:
+        InputError: no image; a file that is not there, or holds no image; a number of captions that is not the images'.
+        MissingExtraError: files without Pillow.
+
+    Example:
+        >>> import massieu
+        >>> import torch
+        >>> massieu.Images([torch.zeros(3, 8, 8)], captions=["nothing"])
+        Images(said='1 image')
+    """
+
+    images: Any = field(repr=False)
+    processor: Any = field(default=None, repr=False)
+    _: KW_ONLY
+    captions: str | Sequence[str] | None = field(default=None, repr=False)
+    said: str = field(default="", init=False)
+    """What the images are, in words."""
+    pictures: Sequence[Picture] = field(default=(), init=False, repr=False)
+    """The images, each read when it is needed."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, processor=_processor, captions=_strings)
+        _set(self, images=_kept(self.images))
+        said, pictures = given_images(self.images)
+        _set(self, said=said, pictures=pictures, captions=given_captions(self.captions, len(pictures)))
+
+    def settings(self) -> dict[str, Any]:
+        """What was said of the data, as a result's record holds it."""
+        said = dict(_SETTINGS)
+        return said | {"tokenizer": str(self.processor)} if isinstance(self.processor, str | PathLike) else said
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Batches as a model's forward takes them. Wherever data are asked for, a list of them alone will do too.
+
+    Args:
+        batches: an iterable of batches, each a tensor, a tuple (arguments in order) or a mapping (by name). Padding is known
+            from a mask (B, L) in a mapping: ``attention_mask`` is True at real tokens, ``key_padding_mask``,
+            ``src_key_padding_mask`` and ``tgt_key_padding_mask`` are True at padding.
+        tokenizer: as for `Text`; it names the tokens on the page.
+        documents: rows are independent documents; False says that they are windows of one text, like their neighbours.
+        window: tokens in a full window, to which positions are compared; None is 256.
+        continue_for: rows are prompts, as for `Text`.
+
+    Raises:
+        InputError: one batch in place of several; strings; a window of fewer than 4 tokens, ``continue_for`` below 1.
+
+    Example:
+        >>> import massieu
+        >>> import torch
+        >>> massieu.Batches([{"input_ids": torch.arange(8)[None]}], documents=True)
+        Batches(documents=True, window=None)
+        >>> massieu.Batches(torch.arange(8)[None])
+        Traceback (most recent call last):
+        massieu.errors.InputError: batches must be an iterable of batches, got a tensor of torch.int64; put one batch in a list
+    """
+
+    batches: Iterable[Any] = field(repr=False)
+    _: KW_ONLY
+    tokenizer: Any = field(default=None, repr=False)
+    documents: bool = False
+    window: int | None = None
+    continue_for: int | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        check_fields(self, tokenizer=_tokenizer, documents=flag)
+        given = self.batches
+        if isinstance(given, Tensor | np.ndarray | Mapping) or not isinstance(given, Iterable):
+            raise InputError(f"batches must be an iterable of batches, got {described(given)}; put one batch in a list")
+        if isinstance(given, str) or (isinstance(given, Sequence) and any(isinstance(each, str) for each in given)):
+            raise InputError(
+                "batches must not be strings: give massieu.Text(strings=…) for text, or massieu.Text(paths)"
+            )
+
+    @property
+    def filled(self) -> bool:
+        """Whether rows are windows of one text."""
+        return not self.documents and self.continue_for is None
+
+    def settings(self) -> dict[str, Any]:
+        """What was said of the data, as a result's record holds it."""
+        return _settings(self) | {"packing": not self.documents, "generate": self.continue_for}
+
+
+Data = Text | Pairs | Images | Batches
+
+
+def given_data(data: Any) -> Data:
+    """What a caller gives to read. A path, or a list of paths, names text; every other iterable holds batches.
+
+    Raises:
+        InputError: it is none of these; the sentence names the object that is needed.
+    """
+    if isinstance(data, Data):
+        return data
+    if data is None or isinstance(data, str | PathLike) or _are_paths(data):
+        return Text(data)
+    if callable(data):
+        raise InputError(
+            f"data must be text, images or batches, got {described(data)}; give massieu.Text(paths, tokenizer) for a "
+            "tokenizer, and massieu.Images(images, processor) for a processor"
+        )
+    if is_dataset(data):
+        raise InputError("data is a data set: give massieu.Text(strings=data, column=…), or massieu.Batches(data)")
+    return Batches(data)
+
+
+def _are_paths(data: Any) -> bool:
+    return isinstance(data, list | tuple) and bool(data) and all(isinstance(each, str | PathLike) for each in data)
+
+
+def _listed(paths: Any) -> tuple[str | Path, ...] | None:
+    """Paths, one or several, as a tuple.
+
+    Raises:
+        InputError: there is none, or something else among them.
+    """
+    if paths is None:
+        return None
+    one = isinstance(paths, str | PathLike | Tensor | np.ndarray | Mapping) or not isinstance(paths, Iterable)
+    listed: Any = [paths] if one else list(paths)  # pyright: ignore[reportArgumentType]
+    if wrong := [each for each in listed if not isinstance(each, str | PathLike)]:
+        raise InputError(
+            f"paths must be files and folders, got {described(wrong[0])}; text itself is given as strings=, and batches as "
+            "massieu.Batches(batches)"
+        )
+    if not listed:
+        raise InputError("no text was given; name a file, a folder, or - for standard input")
+    return tuple(each if isinstance(each, str) else Path(each) for each in listed)
+
+
+def _kept(values: Any) -> Any:
+    """What can be iterated over only once, as a list."""
+    return list(values) if hasattr(values, "__next__") else values
+
+
+def _strings(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        sequence(name, value)
+
+
+def _tokenizer(name: str, value: object) -> None:
+    if not (isinstance(value, str | PathLike) or callable(value)):
+        raise TypeError(f"{name} must be a tokenizer or the name of one, got {described(value)}")
+
+
+def _processor(name: str, value: object) -> None:
+    if not (isinstance(value, str | PathLike) or callable(value)):
+        raise TypeError(f"{name} must be a processor of images or the name of one, got {described(value)}")
+
+
+def _check_sizes(data: Any) -> None:
+    """Raises:
+    InputError: a size that is no whole number, or too small.
+    """
+    check_fields(data, window=count, limit=count, continue_for=count)
+    for name, (least, option) in _LEAST.items():
+        value = getattr(data, name, None)
+        if value is not None and value < least:
+            raise InputError(f"{name} ({option}) must be at least {least}, got {value}")
+
+
+def _settings(data: Any) -> dict[str, Any]:
+    """Sizes, and the name of the tokenizer where one was given."""
+    said = _SETTINGS | {"max_length": data.window, "max_tokens": getattr(data, "limit", None)}
+    return said | {"tokenizer": str(data.tokenizer)} if isinstance(data.tokenizer, str | PathLike) else said
+
+
+def _set(data: Any, **values: Any) -> None:
+    """Set fields of a frozen object while it is made."""
+    for name, value in values.items():
+        object.__setattr__(data, name, value)

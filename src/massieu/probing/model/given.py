@@ -1,0 +1,93 @@
+"""Which model is meant: a checkpoint, by its name and how it is loaded, or a module in memory."""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from massieu.errors import InputError
+from massieu.foundation.arguments import described, flag
+from massieu.foundation.doors import any_of, check_fields, path, text
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that is loaded by its name, and how. Wherever a model is asked for, a name alone will do too.
+
+    Args:
+        name: a folder (of a model, or of an adapter to one), a GGUF file or a name on the hub; None is the MiniLM sentence
+            encoder.
+        revision: a branch, tag or commit on the hub.
+        dtype: "float32", "bfloat16", "float16" or "float64"; None is float32.
+        device: where the model runs, such as "cpu" or "cuda:1"; None is a GPU where there is one.
+        device_map: in place of ``device``, for a model that is larger than one: "auto" spreads its layers over the devices,
+            main memory and the disk; needs `accelerate`. A mapping from names of modules to devices is taken too.
+        adapter: the folder of a PEFT adapter, which is put on the model ``name``.
+        trust_remote_code: whether Python code that comes with the model, its tokenizer or its processor may run.
+
+    Raises:
+        InputError: a field of another type; an unknown dtype; both a device and a device map. That there is no such model
+            is known when it is loaded.
+
+    Example:
+        >>> import massieu
+        >>> massieu.Checkpoint("org/model", revision="step1000", dtype="bfloat16").revision
+        'step1000'
+        >>> massieu.Checkpoint("org/model", dtype="int8")
+        Traceback (most recent call last):
+        massieu.errors.InputError: unknown dtype 'int8'; known are float32, bfloat16, float16, float64
+    """
+
+    name: str | PathLike[str] | None = None
+    _: KW_ONLY
+    revision: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    device_map: str | Mapping[str, Any] | None = None
+    adapter: str | PathLike[str] | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            name=path,
+            revision=text,
+            dtype=text,
+            device=text,
+            device_map=any_of('"auto" or a mapping from modules to devices', str, Mapping),
+            adapter=path,
+            trust_remote_code=flag,
+        )
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InputError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        if self.device is not None and self.device_map is not None:
+            raise InputError(f"give either a device or a device map, got {self.device!r} and {self.device_map!r}")
+
+    def settings(self) -> dict[str, Any]:
+        """How the model is loaded, as a result's record holds it."""
+        said: dict[str, Any] = {name: getattr(self, name) for name in ("device", "dtype", "revision")}
+        said |= {"trust_remote_code": self.trust_remote_code, "device_map": self.device_map}
+        return said if self.adapter is None else said | {"adapter": str(self.adapter)}
+
+
+Model = str | Path | PathLike[str] | nn.Module | Checkpoint | None
+"""What is taken for a model: a name, a module, or a `Checkpoint`; None is the default model."""
+
+
+def given_model(model: Model) -> Checkpoint | nn.Module:
+    """A model as a caller gives it: a module, or a checkpoint.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if isinstance(model, Checkpoint | nn.Module):
+        return model
+    if model is None or isinstance(model, str | PathLike):
+        return Checkpoint(model)
+    raise InputError(f"model must be a name, a path, a torch.nn.Module or a massieu.Checkpoint, got {described(model)}")
