@@ -274,7 +274,7 @@ def few(monkeypatch, tmp_path) -> dict:
 
     monkeypatch.setattr(on_cuda, "walls", fifth)
     monkeypatch.setattr(on_cuda, "TOKENS_AT_ONCE", 64)
-    monkeypatch.setattr(on_cuda, "PROBES", (("quick", {"quick": True}, 3),))
+    monkeypatch.setattr(on_cuda, "PROBES", (("quick", {"statistics": "quick"}, 3),))
     monkeypatch.setattr(on_cuda, "WINDOW", 8)
     monkeypatch.setattr(on_cuda, "TRAINED", (1, 8))
     monkeypatch.setattr(on_cuda, "TRAINED_MODEL", SMALL_MODEL)

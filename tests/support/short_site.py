@@ -14,7 +14,8 @@ import scripts.tutorials
 from mkdocs.__main__ import cli
 
 SHORTER = {
-    "max_tokens=8192": "max_tokens=512, draws=2",
+    "limit=8192": "limit=512",
+    "massieu.probe(data=text)": "massieu.probe(data=text, draws=2)",
     "--max-tokens 2048": "--max-tokens 256 --quick",
     "tokens = (512, 1024, 2048)": "tokens = (512,)",
     "for step in range(401):": "for step in range(21):",
