@@ -47,7 +47,7 @@ ALLOWED = {
 # The rooms of the probe, the highest first: a room may import itself and what is listed here, always rooms below it.
 # ARCHITECTURE.md shows this table (`python -m scripts.rooms_table`).
 PROBE = {
-    "statistic_checks": ("statistics", "capture", "sums"),
+    "statistic_checks": ("statistics", "capture", "model", "sums"),
     "compare": ("run", "session", "result", "replaced", "statistics", "data", "model", "sums"),
     "monitor": ("statistics", "checks", "capture", "data", "model"),
     "population_layers": ("checks", "stream", "capture", "model"),

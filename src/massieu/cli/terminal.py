@@ -86,10 +86,11 @@ def show_statistic(statistic: "Statistic") -> None:
     if statistic.gauge_dependent:
         facts.append("depends on the key origin")
     show(f"  {statistic.title} ({', '.join(filter(None, facts))})", bold=statistic.name)
-    show(f"  {statistic.formula}")
-    show(f"  {statistic.question}")
-    show(f"  {statistic.caveat}")
-    show(f"  claim {statistic.claim}; {statistic.paper}; control: {statistic.control or 'none'}")
+    for line in filter(None, (statistic.formula, statistic.question, statistic.caveat)):
+        show(f"  {line}")
+    claim = f"claim {statistic.claim}" if statistic.claim else ""
+    control = f"control: {statistic.control or 'none'}"
+    show(f"  {'; '.join(filter(None, (claim, statistic.paper, control)))}")
     show(f"  cost: {statistic.cost}\n")
 
 

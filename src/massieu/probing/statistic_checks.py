@@ -4,8 +4,8 @@ A statistic is tried on made-up attention of a few heads and tokens, and on made
 """
 
 import pickle
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.tokens import Tokens
+from massieu.probing.model.unexpected import OwnFunctionError
 from massieu.probing.statistics.catalogue import Catalogue
 from massieu.probing.statistics.head_window import HeadWindow
 from massieu.probing.statistics.own import OwnStatistic, as_own
@@ -51,6 +52,7 @@ class StatisticCase:
         statistic: what `massieu.statistic` makes, or a plain function of queries.
         exempt: laws that it does not promise, by name, each with the reason: a statistic of absolute positions knows where
             padding stands.
+        tokens: numbers of which the made-up tokens are, one after the other; a statistic of some tokens needs its own.
         oracle: of a statistic of queries, its numbers (B, H, L) from explicit weights (B, H, L, N), found in another way.
 
     Example:
@@ -68,6 +70,7 @@ class StatisticCase:
     statistic: OwnStatistic | Callable[..., Any]
     exempt: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     oracle: Callable[[Float[Tensor, "B H L N"]], Float[Tensor, "B H L"]] | None = field(default=None, kw_only=True)
+    tokens: Sequence[int] = field(default=(1, 2, 3, 4, 5), kw_only=True)
 
     @property
     def own(self) -> OwnStatistic:
@@ -81,7 +84,9 @@ def statistic_checks(case: StatisticCase) -> Checks:
     * returns: what is needed, a number where it is defined, somewhere at the least;
     * oracle: the numbers of explicit weights, where the case has one;
     * leaves its input: nothing that it was given is changed;
-    * batch size; padding on the right; padding on the left: numbers of real tokens stay as they were;
+    * its control, where that is a function: the statistic can be made of what it returns;
+    * batch size; padding on the right; padding on the left; some queries: numbers of real tokens stay as they were;
+    * a soft cap far above all scores, which changes nothing;
     * key origin: a vector added to all keys of a head changes nothing, unless it is said to;
     * half precision: bfloat16 and float16 give what float64 gives of the same numbers;
     * a query of NaN; one key; another thread;
@@ -124,7 +129,8 @@ class _Trial:
     def reading(self, call: AttentionCall, real: Bool[Tensor, "B N"], places: Tensor | None = None) -> QueryReading:
         """The call as the statistic sees it; tokens are numbered so that some are the same."""
         places = torch.arange(real.shape[1]) if places is None else places
-        ids = torch.where(real, 1 + places % 5, 0).expand_as(real)
+        named = torch.tensor(self.case.tokens)
+        ids = torch.where(real, named[places % len(named)], 0).expand_as(real)
         special = (places == places[real[0]][0]).expand_as(real)
         tokens = Tokens(real, special, ids)
         return QueryReading(call, tokens, tokens, torch.arange(real.shape[1]), True, moments_read(self.functions))
@@ -132,6 +138,8 @@ class _Trial:
     def numbers(self, reading: QueryReading) -> Float[Tensor, "B H L"]:
         """The statistic in float64, NaN where it is not defined."""
         found = query_statistics(reading, self.functions)
+        if self.own.name not in found.values:
+            raise AssertionError("returns: None, of attention of ordinary size, with tokens")
         values = found.values[self.own.name].double()
         return torch.where(found.defined[self.own.name], values, torch.nan)
 
@@ -142,7 +150,7 @@ class _Trial:
         if self.own.of == "window":
             total, count = checked_sums(self.own.function(given), given.call.query.shape[1])
             return torch.stack([total.double(), count.double()])
-        return torch.tensor(summed_over_tokens(self.own.function, *given), dtype=torch.float64)
+        return torch.tensor(summed_over_tokens(self.own, *given), dtype=torch.float64)
 
     def plain(self, **changes: Any) -> Any:
         """What the statistic is given, of ordinary numbers."""
@@ -218,6 +226,42 @@ def _returns(trial: _Trial) -> None:
         raise AssertionError("returns: it is infinite, of attention of ordinary size; NaN says that it is not defined")
 
 
+def _some_queries(trial: _Trial) -> None:
+    call, places = _call(), torch.tensor([1, 4, 9])
+    whole, real = trial.reading(call, torch.ones(2, TOKENS, dtype=torch.bool)), torch.ones(2, TOKENS, dtype=torch.bool)
+    tokens = whole.queries
+    asked = Tokens(
+        real[:, places], None if tokens.special is None else tokens.special[:, places], _at(tokens.ids, places)
+    )
+    part = replace(whole, call=call.at(places), queries=asked, positions=places)
+    _same("some queries: numbers as among all", trial.numbers(part), trial.numbers(whole)[:, :, places])
+
+
+def _at(ids: Tensor | None, places: Tensor) -> Tensor | None:
+    return None if ids is None else ids[:, places]
+
+
+def _soft_cap(trial: _Trial) -> None:
+    """A cap that is far above all scores changes nothing; key origins matter with one, so keys are not centred."""
+    call = _call()
+    found = trial.measured(trial.given(replace(call, softcap=1e5)))
+    _same("a soft cap far above all scores", found, trial.measured(trial.given(call)), 1e-6)
+
+
+def _control(trial: _Trial) -> None:
+    given = trial.plain()
+    if trial.own.of == "queries":
+        called = [name for name in names_with_controls(trial.functions) if "/" in name]
+        found = query_statistics(given, trial.functions).values
+        if not all(name in found for name in called):
+            raise AssertionError("its control: it gives no number, of attention of ordinary size")
+        return
+    assert trial.own.control is not None
+    other = trial.own.control(*given) if trial.own.of == "step" else trial.own.control(given)
+    if other is not None:
+        trial.measured(other)
+
+
 def _oracle(trial: _Trial) -> None:
     assert trial.case.oracle is not None
     call = _call()
@@ -236,7 +280,10 @@ def _leaves_its_input(trial: _Trial) -> None:
         [given.call.query, given.call.key, given.call.value, given.call.output] if trial.own.of != "step" else [*given]
     )
     before = [each.clone() for each in tensors]
-    trial.measured(given)
+    try:
+        trial.measured(given)
+    except OwnFunctionError as error:
+        raise AssertionError(f"leaves its input: {error}") from error
     if not all(torch.equal(*pair) for pair in zip(before, tensors, strict=True)):
         raise AssertionError("leaves its input: a tensor that it was given has changed, which is the model's own")
 
@@ -296,12 +343,8 @@ def _one_key(trial: _Trial) -> None:
 
 
 def _another_thread(trial: _Trial) -> None:
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(trial.measured(trial.plain())))
-    thread.start()
-    thread.join()
-    if not found:
-        raise AssertionError("another thread: it raises there")
+    with ThreadPoolExecutor(1) as threads:
+        found = [threads.submit(lambda: trial.measured(trial.plain())).result()]
     _same("another thread: the numbers", found[0], trial.measured(trial.plain()))
 
 
@@ -332,6 +375,14 @@ def _only(*kinds: str) -> Callable[[StatisticCase], str | None]:
     return missing
 
 
+def _no_control(case: StatisticCase) -> str | None:
+    return "it has no control of its own" if case.own.control is None else None
+
+
+def _capped(case: StatisticCase) -> str | None:
+    return _only("queries", "window")(case) or _depends(case)
+
+
 def _no_oracle(case: StatisticCase) -> str | None:
     if case.own.of != "queries":
         return "an oracle is for statistics of queries"
@@ -347,11 +398,14 @@ def _depends(case: StatisticCase) -> str | None:
 _LAWS: list[Law[StatisticCase, _Trial]] = [
     Law("returns", _returns),
     Law("oracle", _oracle, _no_oracle),
+    Law("its control", _control, _no_control),
     Law("leaves its input", _leaves_its_input),
     Law("batch size", _batch_size, _only("queries")),
     Law("padding on the right", _padding("padding on the right", 0, PADDING), _only("queries")),
     Law("padding on the left", _padding("padding on the left", PADDING, 0), _only("queries")),
+    Law("some queries", _some_queries, _only("queries")),
     Law("key origin", _key_origin, _depends),
+    Law("a soft cap", _soft_cap, _capped),
     Law("half precision", _half_precision, _only("queries", "window")),
     Law("a query of NaN", _query_of_nan, _only("queries", "window")),
     Law("one key", _one_key),

@@ -317,7 +317,7 @@ def test_a_run_is_gone_on_with_by_the_same_code_alone(tmp_path):
     with pytest.raises(ConnectionError):
         massieu.probe(zoo.model("gpt2"), windows(stopped()), statistics=[nearby], draws=2, run=run)
     other = massieu.statistic(name="nearby", scale="share")(lambda reading: reading.weight_at_first())
-    with pytest.raises(InputError, match="own_statistics"):
+    with pytest.raises(InputError, match="is of a run in which the code of nearby was another; give the"):
         massieu.probe(zoo.model("gpt2"), windows(batches), statistics=[other], draws=2, run=again)
     result = massieu.probe(zoo.model("gpt2"), windows(batches), statistics=[nearby], draws=2, run=again)
     assert result.table.equals(whole.table)

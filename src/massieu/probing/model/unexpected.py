@@ -26,8 +26,11 @@ def unexpected(error: Exception) -> str:
 
 
 @contextmanager
-def calling_own() -> Iterator[None]:
+def calling_own(function: object = None) -> Iterator[None]:
     """What a function of the user's own raises inside is told with the line that raised it.
+
+    Args:
+        function: the line is one of its file, if any is.
 
     Raises:
         OwnFunctionError: it raised anything but that memory ran out.
@@ -36,8 +39,13 @@ def calling_own() -> Iterator[None]:
         yield
     except (MemoryError, torch.OutOfMemoryError, OwnFunctionError):
         raise
+    except SystemExit as error:
+        raise OwnFunctionError("it asks Python to end") from error
     except Exception as error:
-        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
+        frames = traceback.extract_tb(error.__traceback__)
+        file = getattr(getattr(function, "__code__", None), "co_filename", None)
+        theirs = [frame for frame in frames if frame.filename == file]
+        theirs = theirs or [frame for frame in frames if _is_theirs(frame.filename)]
         where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
         raise OwnFunctionError(f"it raised {_in_a_line(error)}{where}") from error
 

@@ -60,6 +60,8 @@ def quantities(more: Iterable[Named] | None) -> Functions:
         raise InputError(
             f"a monitor measures statistics of queries, and {', '.join(sorted(others))} is none; massieu.probe measures it"
         )
+    if taken := sorted(selection.catalogue.own.keys() & {*QUANTITIES, *STREAM}):
+        raise InputError(f"{taken[0]} is the name of one of the monitor's own quantities; give another one by name=")
     known = selection.catalogue.query_functions
     return own | {name: replace(each, control=None) for name, each in known.items() if name in selection.names - {*own}}
 

@@ -191,8 +191,9 @@ class GeneratingReading(Reading):
         asked = Tokens(self._going[:, None], None)
         self.broken = self.broken or in_call(call, asked.real, keys.real)
         position = torch.tensor([place], device=call.query.device)
-        found = self._statistics(call, asked, keys, position, True)
-        if place + 1 < self._real.shape[1]:
+        cut = place + 1 < self._real.shape[1]
+        found = self._statistics(call, asked, keys, position, True, cut)
+        if cut:
             for name in _CUT & found.values.keys():
                 del found.values[name]
                 for group in self._wanting(Event.QUERIES):

@@ -27,6 +27,7 @@ from massieu.probing.data.token_names import frames_of
 from massieu.probing.model.forward import decoder_given, output_tensor, run
 from massieu.probing.model.model import model_inputs
 from massieu.probing.model.packed import dense_inside
+from massieu.probing.model.unexpected import OwnFunctionError, calling_own
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.pooled import PooledLengths
 from massieu.probing.statistics import groups_of
@@ -38,6 +39,7 @@ from massieu.probing.statistics.group import (
     Group,
     ModelReading,
     Row,
+    RowPlace,
     RunningRatio,
     SampledWindow,
     SiteWeights,
@@ -275,7 +277,8 @@ class Reading(RunningParts):
         """
         if group.name in group.failed:
             return
-        with self._timed(group.name), group.fence(group.name):
+        own = group.name in self.options.catalogue.groups
+        with self._timed(group.name), group.fence(group.name), calling_own() if own else nullcontext():
             told()
 
     @property
@@ -299,8 +302,27 @@ class Reading(RunningParts):
     def rows(self) -> Iterator[Row]:
         """All that was measured."""
         for group in self.groups.values():
-            if group.name not in group.failed:
+            if group.name in group.failed:
+                continue
+            if group.name in self.options.catalogue.groups:
+                yield from self._own_rows(group)
+            else:
                 yield from group.rows()
+
+    def _own_rows(self, group: Group) -> list[Row]:
+        """The rows of a group of the user's own; none where they fail, or are not of its statistics."""
+        found: list[Row] = []
+        with fenced(group.failed, group.name), calling_own(group.rows):
+            found = list(group.rows())
+            names = {said.name for said in group.statistics}
+            seen: set[tuple[RowPlace, str]] = set()
+            for row in found:
+                if row.statistic not in names:
+                    raise OwnFunctionError(f"it has a row of {row.statistic}, which is none of its statistics")
+                if (row.place, row.name) in seen:
+                    raise OwnFunctionError(f"it has two rows of {row.name} at {row.place.name}")
+                seen.add((row.place, row.name))
+        return [] if group.name in group.failed else found
 
     def ratios(self) -> Iterator[RunningRatio]:
         """All running ratios by which two results may be paired."""
@@ -388,13 +410,17 @@ class Reading(RunningParts):
         return CallQueries(tokens.info, found, len(rows), numbers, places, part, asked.real, length)
 
     def _statistics(
-        self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor, itself: bool
+        self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor, itself: bool, cut: bool = False
     ) -> Queries:
-        """The per-query statistics that are wanted; one that fails is lost to every group that would take it."""
+        """The per-query statistics that are wanted; one that fails is lost to every group that would take it.
+
+        Args:
+            cut: the first tokens are no keys any more.
+        """
         before, failed = self.failed, dict[str, str]()
         functions = {name: each for name, each in self._functions.items() if name not in before}
         with self._timed("queries"):
-            reading = QueryReading(call, queries, keys, positions, itself, moments_read(functions))
+            reading = QueryReading(call, queries, keys, positions, itself, moments_read(functions), cut)
             found = query_statistics(reading, functions, partial(fenced, failed))
         for group in self._wanting(Event.QUERIES):
             group.failed |= failed
@@ -429,4 +455,5 @@ class Reading(RunningParts):
 def _part(tokens: Tokens, item: slice, positions: slice | Tensor) -> Tokens:
     special = None if tokens.special is None else tokens.special[item, positions]
     ids = None if tokens.ids is None else tokens.ids[item, positions]
-    return Tokens(tokens.real[item, positions], special, ids)
+    restarts = None if tokens.restarts is None else tokens.restarts[item, positions]
+    return Tokens(tokens.real[item, positions], special, ids, restarts)

@@ -137,6 +137,13 @@ class Course:
     def _check(self, stored: State, path: Path) -> None:
         for name, mine in self.settings.items():
             if (other := stored.get("settings", {}).get(name)) != mine:
+                if name == "own_statistics":
+                    before, now = other or {}, mine or {}
+                    changed = [each for each in before | now if before.get(each) != now.get(each)]
+                    raise InputError(
+                        f"cannot resume: {path} is of a run in which the code of {', '.join(changed)} was another; give the "
+                        "statistic that it was begun with, or begin without resume"
+                    )
                 what = f"{name} (by its digest)" if name.startswith("model") else name
                 raise InputError(f"cannot resume: {path} is of a run with another {what}: {other!r}, not {mine!r}")
 
@@ -209,6 +216,7 @@ class Course:
         if self.processes == 1:
             return complete
         own = {"complete": complete, "digest": self.digest, "session": session.state()}
+        own["own_statistics"] = self.settings.get("own_statistics")
         try:
             sent = self._exchange(packed(own))
         except RuntimeError as error:
@@ -219,6 +227,10 @@ class Course:
             ) from error
         parts = [unpacked(content, f"what process {rank} has sent") for rank, content in enumerate(sent, 1)]
         complete = all(part["complete"] for part in parts)
+        if any(part["own_statistics"] != own["own_statistics"] for part in parts):
+            raise InputError(
+                "every process must be given the same statistics; the code of one's own differs between them"
+            )
         if complete and len({part["digest"] for part in parts}) > 1:
             raise InputError(
                 "every process must be given all batches, in the same order; they were given different ones"

@@ -164,7 +164,7 @@ class Session(SessionRecord):
             InputError: one does not.
         """
         failed = self.reading.failed
-        for name in self.options.catalogue.own:
+        for name in (*self.options.catalogue.own, *self.options.catalogue.groups):
             if name in failed:
                 raise InputError(f"the statistic {name} does not work on the first batch: {failed[name]}")
 

@@ -3,7 +3,7 @@
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ from massieu.probing.result.findings import findings
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.result.tables import Tables, arrangement_of, unit_sums
 from massieu.probing.session.draws import Draws
-from massieu.probing.statistics.group import RunningRatio
+from massieu.probing.statistics.group import Row, RunningRatio
 from massieu.probing.statistics.registry import ATTENTION
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.unit_sums import UnitSums
@@ -96,7 +96,10 @@ class SessionRecord:
         tokens, token_rows = self._token_table()
         arrangements = {info.site.name: arrangement_of(info) for info in reading.sites}
         known = self.options.catalogue.statistics
-        tables = Tables.of(reading.rows(), self.draws, {name: known[name] for name in wanted}, arrangements)
+        rows = list(reading.rows())
+        wanted = wanted - reading.left_out()  # the rows of a group of the user's own may fail too
+        self._tell_of_nothing(rows)
+        tables = Tables.of(rows, self.draws, {name: known[name] for name in wanted}, arrangements)
         heads, layers = tables.heads.frame(), tables.layers.frame()
         run = record.RunRecord(
             massieu_version=massieu.__version__,
@@ -140,6 +143,13 @@ class SessionRecord:
         return ProbeResult(
             run=run, details=self._details(), heads=heads, layers=layers, units=units, token_table=tokens
         )
+
+    def _tell_of_nothing(self, rows: Sequence[Row]) -> None:
+        """Warn of statistics of the user's own that have no number anywhere."""
+        having = {row.statistic for row in rows if np.any(row.found.count > 0)}
+        for name in self.options.catalogue.own:
+            if name not in having and name not in self.reading.failed:
+                self.warnings.append(f"{name} has no number: it was defined nowhere in what was read")
 
     def _token_table(self) -> tuple[TokenTable | None, record.PerTokenRecord | None]:
         """The rows of all processes; none where they were not wanted, or some could not be computed or written."""

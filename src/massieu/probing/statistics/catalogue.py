@@ -6,8 +6,9 @@ from typing import Any
 
 from massieu.errors import InputError
 from massieu.probing.statistics.attention import REGISTER
-from massieu.probing.statistics.group import Group
-from massieu.probing.statistics.own import OwnStatistic, as_own, digest_of
+from massieu.probing.statistics.code_digest import digest_of
+from massieu.probing.statistics.group import Event, Group
+from massieu.probing.statistics.own import OwnStatistic, as_own
 from massieu.probing.statistics.query_means import QueryFunction
 from massieu.probing.statistics.registry import (
     ATTENTION,
@@ -97,7 +98,7 @@ class Selection:
             groups = frozenset(GROUPS) - OPT_IN
             names = frozenset(name for name, each in STATISTICS.items() if each.group in groups)
             return cls(PACKAGE, names, groups, None)
-        if isinstance(asked, str):
+        if isinstance(asked, str) or not isinstance(asked, Iterable):
             raise InputError(f"statistics must be a list of names and functions, got {asked!r}")
         asked = list(asked)
         catalogue = _catalogue_of([each for each in asked if not isinstance(each, str)])
@@ -137,9 +138,11 @@ def _catalogue_of(given: Sequence[object]) -> Catalogue:
             one = as_own(each)
             _check_free(one.name, own)
             own[one.name] = one
+    taken: dict[str, object] = dict(own)
     for group in groups.values():
         for said in group.statistics:
-            _check_free(said.name, own)
+            _check_free(said.name, taken)
+            taken[said.name] = said
     return Catalogue(own, groups)
 
 
@@ -160,6 +163,8 @@ def _check_group(group: type[Group]) -> None:
         raise InputError(f"{group.name} is the name of one of the package's own; give the group {called} another one")
     if not group.statistics or not all(isinstance(each, Statistic) for each in group.statistics):
         raise InputError(f"the group {called} needs statistics, a tuple of massieu.probing.Statistic")
+    if not isinstance(group.events, frozenset) or not all(isinstance(each, Event) for each in group.events):
+        raise InputError(f"the group {called} needs events, a frozenset of massieu.probing.Event, got {group.events!r}")
     for each in group.statistics:
         if each.name in STATISTICS or each.name in GROUPS:
             raise InputError(f"{each.name} is the name of one of the package's own statistics; give another one")

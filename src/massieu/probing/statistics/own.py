@@ -1,18 +1,13 @@
 """A statistic of the user's own: a function, and what is said of it. Nothing is registered anywhere: a probe is given it."""
 
-import hashlib
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, Literal, overload
-
-import torch
-from torch import Tensor
 
 from massieu.errors import InputError
 from massieu.ops.moments import NAMES
+from massieu.probing.statistics.code_digest import digest_of
 from massieu.probing.statistics.registry import (
     ATTENTION,
     GROUPS,
@@ -36,8 +31,10 @@ _GIVEN: dict[Of, str] = {
     "window": "one argument, a HeadWindow",
     "step": "two arguments, the tokens before and after a step",
 }
-_PACKAGES = ("torch", "numpy", "massieu")
-"""What their functions do is told by the versions in the record."""
+COLUMNS = ("window", "position", "token_id", "token", "site", "layer", "head", "scope", "statistic", "value", "count")
+"""Names that the tables have for something else."""
+PARTS = ("first_half", "second_half", "p_value", "q_value", "spread", "reinitialised", "minimum", "maximum")
+"""What stands behind a statistic's name in other rows of the tables."""
 _SCALES: tuple[Scale, ...] = ("share", "positive", "number")
 
 
@@ -70,7 +67,7 @@ class OwnStatistic:
         return self.said.name
 
     def digest(self) -> str:
-        """Of its own code, its control's, and all that is said of it; not of other functions that these call."""
+        """Of its code and its control's, with what they take from around them, and of all that is said of it."""
         code = [function for function in (self.function, self.control) if function is not None]
         return digest_of(code, repr((self.said, self.of, self.moments, self.needs_scores)))
 
@@ -167,6 +164,8 @@ def statistic(
 
     def made(function: Function) -> OwnStatistic:
         own = _checked_name(name, function)
+        if isinstance(moments, str):
+            raise InputError(f"statistic {own}: moments must be a list of names, got {moments!r}")
         _check_choices(own, of, scale, smallest, tuple(moments))
         _check_parameters(own, function, of)
         called = _control_name(own, control)
@@ -206,13 +205,6 @@ def as_own(given: object) -> OwnStatistic:
     return statistic(_function(given))
 
 
-def digest_of(code: Sequence[Function | type], said: str) -> str:
-    """Of the code of functions and classes, of the numbers, words, tensors and functions that they take from around them,
-    and of what is said of them; not of other objects, nor of what packages hold."""
-    seen: set[str] = set()
-    return hashlib.sha256("\0".join([said, *(_told(each, seen) for each in code)]).encode()).hexdigest()
-
-
 def _function(given: object) -> Function:
     if inspect.isfunction(given) or inspect.ismethod(given):
         return given
@@ -227,6 +219,8 @@ def _checked_name(name: str | None, function: Function) -> str:
         raise InputError(f"a statistic's name is a word as a function's, got {own!r}; give one by name=")
     if own in STATISTICS or own in GROUPS:
         raise InputError(f"{own} is the name of one of the package's own statistics; give another one by name=")
+    if own in COLUMNS:
+        raise InputError(f"{own} is the name of a column of the tables; give the statistic another one by name=")
     return own
 
 
@@ -235,7 +229,7 @@ def _check_choices(own: str, of: object, scale: object, smallest: float | None, 
         raise InputError(f"statistic {own}: of must be one of {', '.join(map(repr, _GROUPS))}, got {of!r}")
     if scale not in _SCALES:
         raise InputError(f"statistic {own}: scale must be one of {', '.join(map(repr, _SCALES))}, got {scale!r}")
-    if smallest is not None and not smallest > 0:
+    if smallest is not None and not (isinstance(smallest, int | float) and smallest > 0):
         raise InputError(f"statistic {own}: smallest must be above 0, got {smallest!r}")
     if moments and of != "queries":
         raise InputError(f"statistic {own}: moments are for statistics of queries, and this one is of a {of}")
@@ -256,60 +250,12 @@ def _control_name(own: str, control: object) -> str | None:
     if control is None or control == "reinitialised":
         return None if control is None else "reinitialised"
     if inspect.isfunction(control) and control.__name__.isidentifier():
+        if control.__name__ in PARTS:
+            raise InputError(
+                f"statistic {own}: {control.__name__} is what another row of the tables is called; rename it"
+            )
         return control.__name__
     raise InputError(
         f"statistic {own}: control must be 'reinitialised', None, or a named function of what the statistic is given, "
         f"got {control!r}"
     )
-
-
-def _told(value: object, seen: set[str]) -> str:
-    """A value in words that are the same in every process. A function is told once, with what it takes from around it."""
-    if isinstance(value, bool | int | float | complex | str | bytes | None):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}({', '.join(_told(each, seen) for each in value)})"
-    if isinstance(value, set | frozenset):
-        return f"set({', '.join(sorted(_told(each, seen) for each in value))})"
-    if isinstance(value, dict):
-        return f"dict({', '.join(sorted(f'{_told(k, seen)}: {_told(v, seen)}' for k, v in value.items()))})"
-    if isinstance(value, Tensor):
-        held = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(held.numpy().tobytes()).hexdigest()}"
-    if isinstance(value, OwnStatistic):
-        return _told(value.function, seen)
-    if inspect.isfunction(value) or inspect.ismethod(value) or isinstance(value, type):
-        return _told_code(value, seen)
-    return type(value).__qualname__
-
-
-def _told_code(value: Function | type, seen: set[str]) -> str:
-    name = f"{value.__module__}.{value.__qualname__}"
-    package = (value.__module__ or "").partition(".")[0]
-    if name in seen or package in sys.stdlib_module_names or package in _PACKAGES:
-        return name
-    seen.add(name)
-    functions = (
-        [value] if not isinstance(value, type) else [each for each in vars(value).values() if inspect.isfunction(each)]
-    )
-    around = [_told(sorted(_around(each).items()), seen) for each in functions if inspect.isfunction(each)]
-    return " ".join([name, _source_of(value, functions), *around])
-
-
-def _around(function: Function) -> dict[str, object]:
-    """What a function takes from around it, by name."""
-    found = inspect.getclosurevars(function)
-    return {**found.globals, **found.nonlocals}
-
-
-def _source_of(value: Function | type, functions: Sequence[Any]) -> str:
-    """Its source, or what it was compiled to where there is no source."""
-    try:
-        return inspect.getsource(value)
-    except (OSError, TypeError):
-        return repr([_constants(each.__code__) for each in functions])
-
-
-def _constants(code: CodeType) -> tuple[Any, ...]:
-    inner = (_constants(each) if isinstance(each, CodeType) else _told(each, set()) for each in code.co_consts)
-    return code.co_code.hex(), code.co_names, *inner

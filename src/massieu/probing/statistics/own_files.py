@@ -30,7 +30,7 @@ def _parts(given: str) -> tuple[Path, str]:
     file, _, name = given.rpartition(":")
     if not file.endswith(_SUFFIX) or not name.isidentifier():
         raise InputError(f"a statistic of a file is named FILE.py:NAME, got {given!r}")
-    return Path(file), name
+    return Path(file).expanduser(), name
 
 
 def _of_file(file: Path, name: str) -> Named:
@@ -56,10 +56,13 @@ def _run(file: Path) -> ModuleType:
     spec: Any = importlib.util.spec_from_file_location(called, whole)
     module = importlib.util.module_from_spec(spec)
     sys.modules[called] = module  # dataclasses in it look themselves up there
+    sys.path.insert(0, str(whole.parent))  # what stands beside it may be imported
     try:
         with calling_own():
             spec.loader.exec_module(module)
     except OwnFunctionError as error:
         del sys.modules[called]
         raise InputError(f"{file} cannot be run: {str(error).removeprefix('it raised ')}") from error
+    finally:
+        sys.path.remove(str(whole.parent))
     return module

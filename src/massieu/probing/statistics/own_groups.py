@@ -1,7 +1,8 @@
 """Groups of the user's own functions: of sampled windows, head by head, and of steps of the stream."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +13,8 @@ from massieu.probing.model.unexpected import OwnFunctionError, calling_own
 from massieu.probing.statistics.group import SampledWindow
 from massieu.probing.statistics.head_window import HeadWindow, Sums
 from massieu.probing.statistics.layer_groups import SublayerGroup
-from massieu.probing.statistics.own import Function, OwnStatistic
+from massieu.probing.statistics.own import OwnStatistic
+from massieu.probing.statistics.query_means import SHARE_ROUNDING
 from massieu.probing.statistics.registry import OWN_STEPS, OWN_WINDOWS
 from massieu.probing.statistics.windowed import HeadWindowGroup, WindowFunction
 from massieu.probing.stream.wiring import Step
@@ -32,22 +34,24 @@ class OwnWindows(HeadWindowGroup):
 
 def _window_function(own: OwnStatistic) -> WindowFunction:
     def measure(window: HeadWindow) -> Sums:
-        with calling_own():
+        with calling_own(own.function):
             given = own.function(window)
-        return checked_sums(given, window.call.query.shape[1])
+        return checked_sums(given, window.call.query.shape[1], own.said.scale == "share")
 
     def other(window: HeadWindow) -> HeadWindow | None:
         assert own.control is not None
-        with calling_own():
+        with calling_own(own.control):
             given = own.control(window)
         if not (given is None or isinstance(given, HeadWindow)):
             raise OwnFunctionError(f"its control returned {described(given)}; needed is a HeadWindow, or None")
+        if given is not None and given.call.query.shape[1] != window.call.query.shape[1]:
+            raise OwnFunctionError("its control returned a window with another number of heads")
         return given
 
     return WindowFunction(measure, None if own.control is None else (own.control.__name__, other))
 
 
-def checked_sums(given: object, heads: int) -> Sums:
+def checked_sums(given: object, heads: int, share: bool = False) -> Sums:
     """What a function of a window has given.
 
     Raises:
@@ -59,7 +63,19 @@ def checked_sums(given: object, heads: int) -> Sums:
     for each in given:
         if each.shape != (heads,):
             raise OwnFunctionError(f"it returned a tensor of shape {tuple(each.shape)}; needed is {expected}")
-    return given[0].detach(), given[1].detach()
+        if each.is_complex():
+            raise OwnFunctionError(f"it returned complex numbers; needed is {expected}")
+    total, count = (each.detach().double() for each in given)
+    if bool((count < 0).any()):
+        raise OwnFunctionError("what its sum is divided by is negative")
+    _check_share(total, count, share)
+    return total, count
+
+
+def _check_share(total: Tensor, count: Tensor, share: bool) -> None:
+    outside = (total < -SHARE_ROUNDING * count) | (total > (1 + SHARE_ROUNDING) * count)
+    if share and bool((outside & (count > 0)).any()):
+        raise OwnFunctionError("it returned numbers outside of 0 to 1, and its scale is 'share'; say scale='number'")
 
 
 class OwnSteps(SublayerGroup):
@@ -85,33 +101,44 @@ class OwnSteps(SublayerGroup):
         with one_thread():
             for place, each in enumerate(own):
                 with self.fence(each.name):
-                    totals[place, 0], counts[place, 0] = summed_over_tokens(each.function, *tokens)
-                    if each.control is not None:
-                        with calling_own():
-                            others = each.control(*tokens)
-                        totals[place, 1], counts[place, 1] = summed_over_tokens(each.function, *_checked_clouds(others))
+                    given = [part.clone() for part in tokens]  # whatever a function does to them is not the next one's
+                    totals[place, 0], counts[place, 0] = summed_over_tokens(each, *given)
+                    others = None if each.control is None else _control_of(each, tokens)
+                    if others is not None:
+                        totals[place, 1], counts[place, 1] = summed_over_tokens(each, *others)
         self.means.add(step.sublayer.index, totals, counts, window.number)
 
 
 def summed_over_tokens(
-    function: Function, before: Float[Tensor, "T D"], after: Float[Tensor, "T D"]
+    own: OwnStatistic, before: Float[Tensor, "T D"], after: Float[Tensor, "T D"]
 ) -> tuple[float, int]:
     """Sum of what a function gives of one step, and of how many numbers; those that are not finite left out.
 
     Raises:
         OwnFunctionError: it raised, or gave neither one number nor one a token.
     """
-    with calling_own():
-        given = function(before, after)
-    values = torch.as_tensor(given, dtype=torch.float64) if isinstance(given, Tensor | float | int) else None
-    if values is None or values.dim() > 1 or (values.dim() == 1 and len(values) != len(before)):
+    number = len(before)
+    with calling_own(own.function):
+        given = own.function(before, after)
+    if isinstance(given, Tensor) and given.is_complex():
+        raise OwnFunctionError("it returned complex numbers; needed is one number, or one for each token")
+    real = isinstance(given, Tensor | float | int | np.number)
+    values = torch.as_tensor(given, dtype=torch.float64) if real else None
+    if values is None or values.dim() > 1 or (values.dim() == 1 and len(values) != number):
         said = f"a tensor of shape {tuple(values.shape)}" if values is not None else described(given)
-        raise OwnFunctionError(f"it returned {said}; needed is one number, or one for each of the {len(before)} tokens")
+        raise OwnFunctionError(f"it returned {said}; needed is one number, or one for each of the {number} tokens")
     kept = values.isfinite()
+    _check_share(values.detach()[kept], torch.ones(int(kept.sum()), dtype=torch.float64), own.said.scale == "share")
     return float(values.detach()[kept].sum()), int(kept.sum())
 
 
-def _checked_clouds(given: object) -> tuple[Tensor, Tensor]:
+def _control_of(own: OwnStatistic, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """The tokens before and after a step without the property in question; None where there is no such thing."""
+    assert own.control is not None
+    with calling_own(own.control):
+        given = own.control(*(part.clone() for part in tokens))
+    if given is None:
+        return None
     if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(each, Tensor) for each in given):
         raise OwnFunctionError(
             f"its control returned {described(given)}; needed are the tokens before and after, two tensors of shape (T, D)"

@@ -90,7 +90,7 @@ def query_statistics(reading: QueryReading, functions: Functions, fence: Fence =
             _take(found, name, function, reading)
             if function.control is not None:
                 called, make = function.control
-                with calling_own():
+                with calling_own(make):
                     other = make(reading)
                 if not (other is None or isinstance(other, QueryReading)):
                     raise OwnFunctionError(
@@ -103,9 +103,12 @@ def query_statistics(reading: QueryReading, functions: Functions, fence: Fence =
 
 def _take(found: Queries, name: str, function: QueryFunction, reading: QueryReading) -> None:
     if function.own:
-        with calling_own():
+        before = _versions(reading, found)
+        with calling_own(function.measure):
             given = function.measure(reading)
-        given = _checked(given, found.valid.shape, function.share)
+        if _versions(reading, found)[: len(before)] != before:
+            raise OwnFunctionError("it changed a tensor that it was given, in place; work on a copy")
+        given = _checked(given, found.valid, function.share)
     else:
         given = cast(PerQuery, function.measure(reading))
     if isinstance(given, tuple):
@@ -114,14 +117,30 @@ def _take(found: Queries, name: str, function: QueryFunction, reading: QueryRead
         found.values[name] = given
 
 
-def _checked(given: object, shape: Sequence[int], share: bool) -> PerQuery:
+def _versions(reading: QueryReading, found: Queries) -> list[int]:
+    """How often each tensor was changed that a function is given, or that another one has given."""
+    call = reading.call
+    parts = [call.query, call.key, call.value, call.output, call.log_weight, *found.values.values()]
+    parts += [reading.key, reading.visible, reading.real, reading.valid, reading.positions]
+    parts += [
+        getattr(tokens, name) for tokens in (reading.queries, reading.keys) for name in ("ids", "real", "special")
+    ]
+    parts += [each for each in reading.moments.found if isinstance(each, Tensor)]
+    return [part._version for part in parts if isinstance(part, Tensor) and not part.is_inference()]
+
+
+def _checked(given: object, valid: Bool[Tensor, "B H L"], share: bool) -> PerQuery:
     """What a function of the user's own has given, NaN as not defined.
+
+    Args:
+        valid: queries that are no padding, with finite numbers.
 
     Raises:
         OwnFunctionError: it is not a number for each query.
     """
     if given is None:
         return None
+    shape = valid.shape
     values, defined = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     expected = (
         f"a tensor of shape (B, H, L) = {tuple(shape)}, such a pair of values and of where they are defined, or None"
@@ -135,7 +154,7 @@ def _checked(given: object, shape: Sequence[int], share: bool) -> PerQuery:
         raise OwnFunctionError(f"it returned complex numbers; needed is {expected}")
     values = values.detach().double().expand(*shape)
     known = ~values.isnan() if defined is None else ~values.isnan() & defined.bool()
-    if share and bool((known & ((values < -SHARE_ROUNDING) | (values > 1 + SHARE_ROUNDING))).any()):
+    if share and bool((known & valid & ((values < -SHARE_ROUNDING) | (values > 1 + SHARE_ROUNDING))).any()):
         raise OwnFunctionError("it returned numbers outside of 0 to 1, and its scale is 'share'; say scale='number'")
     return values, known
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from massieu import ops
-from massieu.foundation.transforms import without_autocast
+from massieu.foundation.transforms import in_autocast_dtype, without_autocast
 from massieu.ops.moments import NAMES, MomentsResult
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.tokens import Tokens
@@ -49,6 +49,8 @@ class QueryReading:
         positions: where in the sequence the call's queries are.
         itself: a sequence attends to itself, so that "diagonal" and "previous" mean something.
         names: the moments that are computed at once; another one costs a second pass over the scores.
+        cut: the keys are a cache of the latest tokens, as while a model with a window writes: positions are those in the
+            cache, and the first token of the document is no key any more.
     """
 
     call: AttentionCall
@@ -57,6 +59,7 @@ class QueryReading:
     positions: Int[Tensor, " L"]
     itself: bool
     names: tuple[str, ...] = NAMES[:-1]
+    cut: bool = False
 
     @cached_property
     def _centre(self) -> Float[Tensor, "B Hk 1 D"] | None:
@@ -164,8 +167,9 @@ class QueryReading:
         about ε·β·|q||k| and is relative to the weight. Of scores of some millions it would be more than the weight itself.
         """
         call = self.call
-        dtype = torch.promote_types(call.query.dtype, torch.float32)
-        query, key = call.query.to(dtype), self.key.to(dtype)
+        given = in_autocast_dtype(call.query, self.key)  # as log Z is computed from
+        dtype = torch.promote_types(given[0].dtype, torch.float32)
+        query, key = (part.to(dtype) for part in given)
         single = _Precise(replace(call, query=query), key, self.log_partition)
         if not query.numel() or not key.numel():
             return single
@@ -176,7 +180,8 @@ class QueryReading:
         weight = call.log_weight
         if weight is not None and weight.dtype != torch.bool:
             weight = weight.double()
-        call = replace(call, query=call.query.double(), key=call.key.double(), log_weight=weight)
+        query, key = in_autocast_dtype(call.query, call.key)
+        call = replace(call, query=query.double(), key=key.double(), log_weight=weight)
         settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap, "log_weight": weight}
         found = ops.attention_moments(call.query, call.key, moments=("log_partition",), **settings)
         return _Precise(call, call.key, _known(found.log_partition))
@@ -188,7 +193,9 @@ class QueryReading:
         return torch.exp(scores - log_partition).clamp(max=1.0).to(self.log_partition.dtype)
 
     def weight_at_first(self) -> Float[Tensor, "B H L"]:
-        """Attention of every query on the first real token of its document."""
+        """Attention of every query on the first real token of its document; NaN where that is no key any more."""
+        if self.cut:
+            return torch.full_like(self.log_partition, torch.nan)
         first = self.keys.first_of_document(self.positions)
         if first.shape[1] == 1:
             return self.weight_at(first)[..., 0]
@@ -234,7 +241,9 @@ class QueryReading:
         Args:
             chosen: called with the positions of some queries, (L, 1), and of all keys, (1, N); True at the keys that count.
         """
-        return self.expected(chosen).clamp(max=1.0)
+        return self._over_tiles(
+            lambda places: _chosen(chosen(self.positions[places, None], self._key_places))[None, None]
+        ).clamp(max=1.0)
 
     def weight_where_tokens(
         self,
@@ -253,16 +262,25 @@ class QueryReading:
         asked, attended = self.queries.ids if queries is None else queries, self.keys.ids
         if asked is None or attended is None:
             return None
-        return self._over_tiles(lambda places: chosen(asked[:, places, None], attended[:, None])[:, None]).clamp(
-            max=1.0
-        )
+        return self._over_tiles(
+            lambda places: _chosen(chosen(asked[:, places, None], attended[:, None]))[:, None]
+        ).clamp(max=1.0)
 
     def weight_on(self, keys: Bool[Tensor, "B N"]) -> Float[Tensor, "B H L"]:
         """Attention on all keys that are chosen, the same for every query."""
-        return self.expected_of_keys(keys[:, None].to(self.log_partition)).clamp(max=1.0)
+        return self.expected_of_keys(_chosen(keys)[:, None].to(self.log_partition)).clamp(max=1.0)
 
     def expected_of_keys(self, numbers: Float[Tensor, "B #H N"]) -> Float[Tensor, "B H L"]:
-        """Mean over the attention, Σ_j p_j f_j, of numbers that keys have, the same for every query; by head, or for all."""
+        """Mean over the attention, Σ_j p_j f_j, of numbers that keys have, the same for every query; by head, or for all.
+
+        Raises:
+            ValueError: they have another shape than (B, H, N) or (B, 1, N).
+        """
+        batch, heads, number = self.call.query.shape[0], self.call.query.shape[1], self.call.key.shape[2]
+        if tuple(numbers.shape) not in ((batch, heads, number), (batch, 1, number)):
+            raise ValueError(
+                f"numbers of keys have shape (B, H, N) = ({batch}, {heads}, {number}) or (B, 1, N), got {tuple(numbers.shape)}"
+            )
         return self._over_tiles(lambda places: numbers[:, :, None])
 
     def strongest_key(self) -> Int[Tensor, "B H L"]:
@@ -273,18 +291,19 @@ class QueryReading:
         """Mean over the attention of the values, Σ_j p_j v_j, before the output projection; a learned sink left out."""
         value = self.call.value.to(self.log_partition)
         value = value.repeat_interleave(self.call.query.shape[1] // value.shape[1], 1)
-        parts = [self._tile(places) @ value.to(self._precise.log_partition) for places in self._tiles()]
-        return torch.cat(parts, dim=2).to(self.log_partition)
+        value = value.to(self._precise.log_partition)
+        with without_autocast(value.device):
+            return torch.cat([self._tile(places) @ value for places in self._tiles()], dim=2).to(self.log_partition)
 
     @cached_property
     def value_norms(self) -> Float[Tensor, "B H N"]:
         """Norm of each key's value, as each head sees it."""
-        norms = self.call.value.float().norm(dim=-1)
+        norms = self.call.value.to(self.log_partition).norm(dim=-1)
         return norms.repeat_interleave(self.call.query.shape[1] // norms.shape[1], 1)
 
     def output_norm(self) -> Float[Tensor, "B H L"]:
         """Norm of the head's output at each query, before the output projection."""
-        return self.call.output.float().norm(dim=-1).transpose(1, 2)
+        return self.call.output.to(self.log_partition).norm(dim=-1).transpose(1, 2)
 
     @property
     def _key_places(self) -> Int[Tensor, "1 N"]:
@@ -356,6 +375,17 @@ def largest_logits(call: AttentionCall) -> Float[Tensor, "B H L"]:
     call = call.without_shut()
     settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
     return _known(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings).max_score)
+
+
+def _chosen(keys: Tensor) -> Bool[Tensor, "*shape"]:
+    """Which keys were chosen.
+
+    Raises:
+        ValueError: it is not said by True and False.
+    """
+    if keys.dtype != torch.bool:
+        raise ValueError(f"keys are chosen by True and False, got numbers of {keys.dtype}; expected() takes numbers")
+    return keys
 
 
 def _known(moment: Tensor | None) -> Tensor:

@@ -114,16 +114,16 @@ class WindowStatistics(RunningParts):
         """
         total = torch.zeros(1, *self.ratio.shape, dtype=torch.float64)
         count = torch.zeros_like(total)
-        others: dict[str, HeadWindow | None] = {}
+        others: dict[Control, HeadWindow | None] = {}
         for place, (name, function) in enumerate(self.functions.items()):
             with fence(name):
                 total[0, 0, place], count[0, 0, place] = _finite(*function.measure(window))
                 if function.control is None:
                     continue
-                called, make = function.control
-                if called not in others:
-                    others[called] = make(window)
-                if (other := others[called]) is not None:
+                make = function.control[1]
+                if make not in others:
+                    others[make] = make(window)
+                if (other := others[make]) is not None:
                     total[0, 1, place], count[0, 1, place] = _finite(*function.measure(other))
         self.ratio.update(total, count, numbers)
 

@@ -1,0 +1,284 @@
+"""What users' own statistics may do wrong: each is one sentence, or changes nothing but its own numbers."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars
+import pytest
+import torch
+from tests.support.probing import zoo
+
+import massieu
+from massieu.errors import InputError
+from massieu.probing.statistics.own_files import named
+
+BATCHES = [zoo.inputs("gpt2", seed=seed) for seed in range(2)]
+BERT = [zoo.inputs("bert")]
+
+
+def values(result, name: str) -> np.ndarray:
+    return result.heads.filter(polars.col("statistic") == name).sort("layer", "head")["value"].to_numpy()
+
+
+def mine(function, **said: Any):
+    return massieu.statistic(name="mine", **said)(function)
+
+
+# --- digests ---------------------------------------------------------------------------------------------------------
+
+WIDTH = 3
+
+
+def inside(reading):
+    return reading.weight_where(lambda query, key: (query - key).abs() <= WIDTH)
+
+
+class Within:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def measure(self, reading):
+        return reading.weight_where(lambda query, key: (query - key).abs() <= self.width)
+
+
+def by_default(width: int):
+    def function(reading, width=width):
+        return reading.weight_where(lambda query, key: (query - key).abs() <= width)
+
+    return function
+
+
+def taking(value: object):
+    def function(reading):
+        return reading.weight_on(value)
+
+    return mine(function).digest()
+
+
+def test_a_digest_tells_what_a_function_inside_takes_and_what_methods_are_of(monkeypatch):
+    before = mine(inside).digest()
+    monkeypatch.setitem(globals(), "WIDTH", 8)
+    assert mine(inside).digest() != before
+    assert mine(Within(1).measure).digest() != mine(Within(2).measure).digest()
+    assert mine(Within(1).measure).digest() == mine(Within(1).measure).digest()
+    assert mine(by_default(1)).digest() != mine(by_default(2)).digest()
+    first, second = (lambda reading: reading.moments.entropy), (lambda reading: 2 * reading.moments.entropy)
+    assert mine(lambda reading: first(reading)).digest() != mine(lambda reading: second(reading)).digest()
+
+
+def test_a_digest_tells_values_of_every_kind_apart():
+    kinds = (
+        np.arange(3),
+        np.arange(4),
+        range(3),
+        slice(3),
+        np.float32(1),
+        {"a": 1},
+        torch.float16,
+        Within(1),
+        Within(2),
+    )
+    assert len({taking(each) for each in kinds}) == len(kinds)
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    complex_numbers = torch.ones(2, dtype=torch.cfloat)
+    for odd in (cyclic, torch.ones(2).to_sparse(), torch.ones(2, device="meta"), complex_numbers.conj()):
+        assert taking(odd) == taking(odd)
+
+
+# --- numbers that would be wrong without a word ----------------------------------------------------------------------
+
+
+@pytest.mark.medium
+def test_documents_of_a_row_have_a_first_token_each():
+    """Two documents in one row, told apart by their positions, beside each by itself."""
+    model = zoo.model("llama")
+    ids = zoo.inputs("llama", rows=1)["input_ids"]
+    places = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    batch = {"input_ids": ids, "position_ids": places, "use_cache": False}
+    first = mine(lambda reading: reading.weight_at_first(), scale="share")
+    result = massieu.probe(model, [batch], statistics=[first, "weight_first"], draws=0)
+    apart = [{"input_ids": part} for part in ids.split([8, 12], dim=1)]
+    alone = [massieu.probe(model, [each], statistics=["weight_first"], draws=0) for each in apart]
+    expected = (8 * values(alone[0], "weight_first") + 12 * values(alone[1], "weight_first")) / 20
+    np.testing.assert_allclose(values(result, "weight_first"), expected, rtol=1e-4)
+    np.testing.assert_allclose(values(result, "mine"), expected, rtol=1e-4)
+
+
+def scaled(factor: float):
+    def control(window):
+        return replace(window, call=replace(window.call, value=window.call.value * factor))
+
+    return control
+
+
+@pytest.mark.medium
+def test_controls_of_one_name_are_each_ones_own():
+    def size(window):
+        return window.call.value[0, :, 0].norm(dim=-1), torch.ones(4)
+
+    own = [massieu.statistic(of="window", name=name, control=scaled(f))(size) for name, f in (("a", 2.0), ("b", 5.0))]
+    result = massieu.probe(zoo.model("gpt2"), massieu.Batches(BATCHES, window=20), statistics=own, draws=2)
+    np.testing.assert_allclose(values(result, "a/control"), 2 * values(result, "a"), rtol=1e-6)
+    np.testing.assert_allclose(values(result, "b/control"), 5 * values(result, "b"), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (mine(lambda r: r.moments.entropy.mul_(2)), "it changed a tensor that it was given, in place"),
+        (mine(lambda r: r.weight_where(lambda q, k: 2 * (q >= k))), "keys are chosen by True and False"),
+        (
+            mine(lambda r: r.expected_of_keys(torch.ones(3, 20))),
+            r"numbers of keys have shape \(B, H, N\) = \(3, 4, 20\)",
+        ),
+        (mine(lambda w: (3 * torch.ones(4), torch.ones(4)), of="window", scale="share"), "outside of 0 to 1"),
+        (mine(lambda w: (torch.ones(4), -torch.ones(4)), of="window"), "what its sum is divided by is negative"),
+        (mine(lambda w: torch.ones(4), of="window"), "needed is a sum and what it is divided by, two tensors"),
+        (mine(lambda before, after: -3.0, of="step", scale="share"), "outside of 0 to 1"),
+        (mine(lambda before, after: before[:2, 0], of="step"), "needed is one number, or one for each of the"),
+    ],
+    ids=["in place", "numbers", "shape", "window share", "divisor", "no pair", "step share", "some tokens"],
+)
+def test_numbers_that_would_be_wrong_without_a_word_are_refused(own, said):
+    with pytest.raises(InputError, match="does not work on the first batch: .*" + said):
+        massieu.probe(zoo.model("bert"), BERT, statistics=["entropy", own], draws=0)
+
+
+def test_each_function_of_a_step_has_tokens_of_its_own():
+    def spoiling(before, after):
+        return after.sub_(before).norm(dim=-1)
+
+    def honest(before, after):
+        return (after - before).norm(dim=-1)
+
+    own = [massieu.statistic(of="step")(each) for each in (spoiling, honest)]
+    layers = massieu.probe(zoo.model("bert"), BERT, statistics=own, draws=0).layers
+    steps = {name: part["value"].to_list() for (name,), part in layers.partition_by("statistic", as_dict=True).items()}
+    assert steps["spoiling"] == steps["honest"]
+
+
+def test_a_share_is_looked_at_where_tokens_are_real():
+    def of_length(reading):
+        return reading.expected(lambda query, key: query) / (reading.keys.real.sum(1)[:, None, None] - 1)
+
+    batch = zoo.inputs("bert", padded=True)
+    result = massieu.probe(zoo.model("bert"), [batch], statistics=[mine(of_length, scale="share")], draws=0)
+    assert (values(result, "mine") <= 1).all()
+
+
+def test_what_is_defined_nowhere_is_told():
+    nowhere = mine(lambda reading: torch.nan * reading.log_partition)
+    result = massieu.probe(zoo.model("bert"), BERT, statistics=["entropy", nowhere], draws=0)
+    assert any("mine has no number: it was defined nowhere" in warning for warning in result.run.warnings)
+
+
+@pytest.mark.parametrize("name", ["layer", "head", "token_id", "position", "window"])
+def test_names_of_columns_are_refused(name):
+    with pytest.raises(InputError, match=f"{name} is the name of a column of the tables"):
+        massieu.statistic(name=name)(inside)
+
+
+def p_value(reading):
+    return reading
+
+
+def test_names_of_other_rows_and_of_the_monitors_quantities_are_refused():
+    with pytest.raises(InputError, match="p_value is what another row of the tables is called"):
+        mine(inside, control=p_value)
+    own = massieu.statistic(name="largest_logit")(inside)
+    with pytest.raises(InputError, match="largest_logit is the name of one of the monitor's own quantities"):
+        massieu.Monitor(zoo.model("gpt2"), BATCHES[0], statistics=[own])
+    with pytest.raises(InputError, match="statistics must be a list of names and functions"):
+        massieu.Monitor(zoo.model("gpt2"), BATCHES[0], statistics=inside)  # pyright: ignore[reportArgumentType]
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def group_of(**parts: Any) -> type[massieu.Group]:
+    said = (massieu.probing.Statistic("mine", group="own_group", scope="head"),)
+    given = {"name": "own_group", "statistics": said, "events": frozenset({massieu.probing.Event.CALLS})} | parts
+    return type("Own", (massieu.Group,), given)
+
+
+def rows_named(name: str, times: int = 1):
+    def rows(self):
+        for info in self.model.sites:
+            for _ in range(times):
+                mean = massieu.probing.Ratio((info.heads,), self.model.units)
+                mean.update(np.ones((1, info.heads)), np.ones((1, info.heads)))
+                parts = massieu.probing.RatioParts(mean)
+                yield from massieu.probing.rows_of(massieu.probing.RowPlace.of_site(info), name, parts, slice(None))
+
+    return rows
+
+
+def failing_rows(self):
+    raise ArithmeticError("no rows")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (rows_named("entropy"), "it has a row of entropy, which is none of its statistics"),
+        (rows_named("mine", times=2), "it has two rows of mine at"),
+        (failing_rows, r"it raised ArithmeticError: no rows \(test_own_hostile.py, line"),
+        (lambda self: None, "it raised TypeError"),
+    ],
+    ids=["another's", "twice", "raises", "nothing"],
+)
+def test_a_group_whose_rows_are_wrong_costs_itself_alone(rows, said):
+    result = massieu.probe(zoo.model("bert"), BERT, statistics=["entropy", group_of(rows=rows)], draws=0)
+    assert len(values(result, "entropy")) == result.run.model.heads
+    (lost,) = result.run.unavailable
+    assert lost.statistic == "own_group"
+    assert re.search(said, lost.reason)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"events": {"calls"}}, "needs events, a frozenset of massieu.probing.Event"),
+        ({"name": "two words"}, "needs a name, one word"),
+        ({"statistics": ()}, r"needs statistics, a tuple of massieu\.probing\.Statistic"),
+    ],
+    ids=["events", "name", "statistics"],
+)
+def test_a_group_that_says_too_little_is_refused(parts, said):
+    with pytest.raises(InputError, match=said):
+        massieu.probe(zoo.model("bert"), BERT, statistics=[group_of(**parts)])
+
+
+def test_a_group_that_fails_in_the_first_batch_ends_the_run():
+    def on_call(self, call, tokens):
+        raise KeyError("x")
+
+    with pytest.raises(
+        InputError, match="the statistic own_group does not work on the first batch: it raised KeyError"
+    ):
+        massieu.probe(zoo.model("bert"), BERT, statistics=[group_of(on_call=on_call)])
+
+
+def test_two_groups_with_one_statistic_are_refused():
+    said = (massieu.probing.Statistic("mine", group="another", scope="head"),)
+    with pytest.raises(InputError, match="two statistics are called mine"):
+        massieu.probe(zoo.model("bert"), BERT, statistics=[group_of(), group_of(name="another", statistics=said)])
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_may_import_what_stands_beside_it(tmp_path):
+    (tmp_path / "beside_heads.py").write_text("WIDTH = 3")
+    (tmp_path / "importing.py").write_text("from beside_heads import WIDTH\ndef found(reading): return WIDTH")
+    (given,) = named([f"{tmp_path}/importing.py:found"])
+    assert isinstance(given, type(mine(inside))) and given.name == "found"
+
+
+def test_a_file_that_ends_python_is_one_sentence(tmp_path):
+    (tmp_path / "ending.py").write_text("raise SystemExit(0)")
+    with pytest.raises(InputError, match=r"ending.py cannot be run: it asks Python to end"):
+        named([f"{tmp_path}/ending.py:found"])
