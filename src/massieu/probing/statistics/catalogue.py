@@ -122,7 +122,10 @@ def _members(name: str) -> list[str]:
     members = [each.name for each in STATISTICS.values() if name in (each.name, each.group)]
     if not members:
         known = ", ".join([*GROUPS, *STATISTICS])
-        raise InputError(f"unknown statistic {name!r}; known are the groups and statistics: {known}")
+        raise InputError(
+            f"unknown statistic {name!r}; known are the groups and statistics: {known}; one of your own is given as a "
+            "function, on the command line as FILE.py:NAME"
+        )
     return members
 
 

@@ -75,7 +75,10 @@ def checked_sums(given: object, heads: int, share: bool = False) -> Sums:
 def _check_share(total: Tensor, count: Tensor, share: bool) -> None:
     outside = (total < -SHARE_ROUNDING * count) | (total > (1 + SHARE_ROUNDING) * count)
     if share and bool((outside & (count > 0)).any()):
-        raise OwnFunctionError("it returned numbers outside of 0 to 1, and its scale is 'share'; say scale='number'")
+        raise OwnFunctionError(
+            "it returned numbers outside of 0 to 1, and its scale is 'share'; is a key counted twice? If not, say "
+            "scale='number'"
+        )
 
 
 class OwnSteps(SublayerGroup):

@@ -155,7 +155,10 @@ def _checked(given: object, valid: Bool[Tensor, "B H L"], share: bool) -> PerQue
     values = values.detach().double().expand(*shape)
     known = ~values.isnan() if defined is None else ~values.isnan() & defined.bool()
     if share and bool((known & valid & ((values < -SHARE_ROUNDING) | (values > 1 + SHARE_ROUNDING))).any()):
-        raise OwnFunctionError("it returned numbers outside of 0 to 1, and its scale is 'share'; say scale='number'")
+        raise OwnFunctionError(
+            "it returned numbers outside of 0 to 1, and its scale is 'share'; is a key counted twice? If not, say "
+            "scale='number'"
+        )
     return values, known
 
 
