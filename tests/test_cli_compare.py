@@ -192,7 +192,7 @@ def test_an_interrupted_command_goes_on(checkpoint: Path, tmp_path: Path):
     model.save_pretrained(other)
     transformers.AutoTokenizer.from_pretrained(checkpoint).save_pretrained(other)
     given = [checkpoint, other, "--text", text, "--out", tmp_path / "out", "--max-length", 32]
-    given += ["--statistics", "entropy"]
+    given += ["--statistics", "entropy", "--draws", 2]
     process = subprocess.Popen(
         [*COMMAND, "compare", *map(str, given)], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
