@@ -241,7 +241,7 @@ def of_reading(function):
         (lambda reading: reading.log_partition, "outside of 0 to 1, and its scale is 'share'"),
         (lambda reading: (1, 2), r"it returned \(1, 2\); needed is"),
         (lambda reading: torch.complex(reading.log_partition, reading.log_partition), "it returned complex numbers"),
-        (lambda reading: reading.weight_where(lambda query, key: query + missing), r"NameError.*line \d+\)"),
+        (lambda reading: reading.weight_where(lambda query, key: query.nowhere), r"AttributeError.*line \d+\)"),
     ],
     ids=["raises", "a float", "no batch", "no share", "no tensors", "complex", "inside"],
 )
