@@ -38,7 +38,9 @@ HEADS, KEY_HEADS, TOKENS, SIZE, PADDING = 4, 2, 12, 8, 3
 ROUNDING = 1e-9
 """Relative difference of two exact ways to one number in float64."""
 HALF_ROUNDINGS = 8.0
-"""So many roundings of half precision may lie between a number and that of the same inputs in float64."""
+"""So many roundings of half precision may lie between a number and that of the same inputs in float64. Keys are centred in
+their own precision: a rounding of each entry moves a score by at most 2^-1 ε |q||k| SIZE^-1/2, about 2 ε here, and a statistic
+may read two scores and round its own result."""
 
 WINDOW_ROUNDINGS = 64.0
 """So many of float32, in which the weights of a window are formed."""

@@ -10,6 +10,7 @@ import numpy as np
 import polars
 import pytest
 import torch
+from scipy.stats import t as student
 from tests.support.command_line import assert_bad, checkpoint, run
 from tests.support.probing import oracle, zoo
 from torch import Tensor
@@ -85,9 +86,11 @@ def test_padding_and_a_sample_of_queries_change_no_mean(name):
     batch = zoo.inputs(name, padded=True)
     result = massieu.probe(zoo.model(name), windows([batch]), statistics=[nearby], draws=0)
     np.testing.assert_allclose(values(result, "nearby"), explicit([batch], name=name), rtol=1e-5)
-    some = massieu.probe(zoo.model(name), windows([batch] * 8), statistics=[nearby], draws=0, query_sample=7)
-    error = some.heads.filter(polars.col("statistic") == "nearby").sort("layer", "head")["standard_error"].to_numpy()
-    assert (np.abs(values(some, "nearby") - values(result, "nearby")) < 6 * error + 0.05).all()
+    some = massieu.probe(zoo.model(name), windows([batch] * 32), statistics=[nearby], draws=0, query_sample=7)
+    rows = some.heads.filter(polars.col("statistic") == "nearby").sort("layer", "head")
+    assert (rows["count"] < 32 * int(batch["attention_mask"].sum())).all()
+    bound = student.ppf(1 - 1e-6, some.run.error_unit.degrees)
+    assert (np.abs(rows["value"] - values(result, "nearby")) < bound * rows["standard_error"]).all()
 
 
 def other_heads_keys(reading):

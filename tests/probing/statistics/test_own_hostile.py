@@ -1,6 +1,8 @@
 """What users' own statistics may do wrong: each is one sentence, or changes nothing but its own numbers."""
 
+import importlib
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,9 @@ from tests.support.probing import zoo
 
 import massieu
 from massieu.errors import InputError
+from massieu.probing.reading import per_token
+from massieu.probing.result import long_table
+from massieu.probing.statistics import own as own_file
 from massieu.probing.statistics.own_files import named
 
 BATCHES = [zoo.inputs("gpt2", seed=seed) for seed in range(2)]
@@ -88,6 +93,41 @@ def test_a_digest_tells_values_of_every_kind_apart():
         assert taking(odd) == taking(odd)
 
 
+def test_the_code_of_a_statistic_is_told_wherever_it_is_installed(monkeypatch, tmp_path):
+    """A package's own functions, beside those of other packages, of which a name is told; and a notebook's."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    digests = []
+    for width in (3, 4):
+        (folder / "installed_heads.py").write_text(f"def inner(r): return {width}\ndef measure(r): return inner(r)\n")
+        importlib.invalidate_caches()
+        monkeypatch.delitem(sys.modules, "installed_heads", raising=False)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        digests.append(mine(importlib.import_module("installed_heads").measure).digest())
+    assert digests[0] != digests[1]
+    notebook: dict[str, Any] = {"__name__": "__main__"}
+    exec("def measure(r): return 1", notebook)
+    before = mine(notebook["measure"]).digest()
+    exec("def measure(r): return 2", notebook)
+    assert mine(notebook["measure"]).digest() != before
+
+
+def test_moments_may_be_given_by_an_iterator():
+    own = mine(lambda reading: reading.moments.max_weight, moments=iter(["max_weight"]))
+    assert own.moments == ("max_weight",)
+
+
+def test_the_names_that_are_refused_are_those_of_the_tables():
+    """Of the table for each token, of the long tables, and what stands behind a statistic's name in them."""
+    assert {*per_token._KEYS, *long_table.COLUMNS} <= {*own_file.COLUMNS, "standard_error"}
+    result = massieu.probe(
+        zoo.model("gpt2"), massieu.Batches(BATCHES * 2, window=20), statistics=["attention"], draws=2
+    )
+    parts = {name.partition("/")[2] for name in result.table["statistic"]} - {""}
+    assert {part for part in parts if not part.startswith(("position_", "visible_keys_"))} <= {*own_file.PARTS}
+
+
 # --- numbers that would be wrong without a word ----------------------------------------------------------------------
 
 
@@ -134,13 +174,27 @@ def test_controls_of_one_name_are_each_ones_own():
             mine(lambda r: r.expected_of_keys(torch.ones(3, 20))),
             r"numbers of keys have shape \(B, H, N\) = \(3, 4, 20\)",
         ),
+        (
+            mine(lambda w: (w.call.value.mul_(2)[0, :, 0, 0], torch.ones(4)), of="window"),
+            "changed a tensor that it was given",
+        ),
         (mine(lambda w: (3 * torch.ones(4), torch.ones(4)), of="window", scale="share"), "outside of 0 to 1"),
         (mine(lambda w: (torch.ones(4), -torch.ones(4)), of="window"), "what its sum is divided by is negative"),
         (mine(lambda w: torch.ones(4), of="window"), "needed is a sum and what it is divided by, two tensors"),
         (mine(lambda before, after: -3.0, of="step", scale="share"), "outside of 0 to 1"),
         (mine(lambda before, after: before[:2, 0], of="step"), "needed is one number, or one for each of the"),
     ],
-    ids=["in place", "numbers", "shape", "window share", "divisor", "no pair", "step share", "some tokens"],
+    ids=[
+        "in place",
+        "numbers",
+        "shape",
+        "window in place",
+        "window share",
+        "divisor",
+        "no pair",
+        "step share",
+        "some tokens",
+    ],
 )
 def test_numbers_that_would_be_wrong_without_a_word_are_refused(own, said):
     with pytest.raises(InputError, match="does not work on the first batch: .*" + said):

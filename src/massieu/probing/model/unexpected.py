@@ -1,11 +1,12 @@
 """What is said of an error where the reading goes on without the part that raised it."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 """Folders of code that no user of a statistic has written."""
@@ -26,15 +27,17 @@ def unexpected(error: Exception) -> str:
 
 
 @contextmanager
-def calling_own(function: object = None) -> Iterator[None]:
+def calling_own(function: object = None, given: Sequence[Tensor | None] = ()) -> Iterator[None]:
     """What a function of the user's own raises inside is told with the line that raised it.
 
     Args:
         function: the line is one of its file, if any is.
+        given: tensors that it must not change, since they are the model's, or other functions are given them too.
 
     Raises:
-        OwnFunctionError: it raised anything but that memory ran out.
+        OwnFunctionError: it raised anything but that memory ran out, or changed a tensor in place.
     """
+    before = _versions(given)
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, OwnFunctionError):
@@ -48,6 +51,13 @@ def calling_own(function: object = None) -> Iterator[None]:
         theirs = theirs or [frame for frame in frames if _is_theirs(frame.filename)]
         where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
         raise OwnFunctionError(f"it raised {_in_a_line(error)}{where}") from error
+    if _versions(given) != before:
+        raise OwnFunctionError("it changed a tensor that it was given, in place; work on a copy")
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    """How often each was changed in place, as PyTorch counts; tensors of inference mode are not counted."""
+    return [each._version for each in tensors if each is not None and not each.is_inference()]
 
 
 def _is_theirs(file: str) -> bool:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -26,16 +26,18 @@ def digest_of(code: Sequence[Any], said: str) -> str:
     """Of functions, classes and other values, and of what is said of them.
 
     Functions and classes of the user's are told with the values that they take from around them: numbers, words, tensors,
-    arrays, containers of these, and other functions and classes of theirs, also of modules that are no installed package.
+    arrays, containers of these, and other functions and classes of theirs. Theirs are all that are in no installed package,
+    and those of the package that the given ones are in; of any other package a name is told.
     """
-    told = _Told()
+    told = _Told({_top(getattr(each, "__module__", None)) for each in code})
     return hashlib.sha256("\0".join([said, *map(told.value, code)]).encode()).hexdigest()
 
 
 class _Told:
     """Values in words. What was told once, or is being told, is not told again."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Collection[str]) -> None:
+        self._own = own
         self._known: dict[int, Any] = {}  # kept, so that no number is used twice
 
     def value(self, value: Any) -> str:
@@ -53,12 +55,14 @@ class _Told:
             return f"dict({', '.join(sorted(f'{self.value(k)}: {self.value(v)}' for k, v in value.items()))})"
         if isinstance(value, Tensor):
             return self._tensor(value)
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.hasobject:
+            return f"{value.dtype} {value.shape} {self.value(value.tolist())}"
         if isinstance(value, np.ndarray | np.generic):
             return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
         if isinstance(value, functools.partial):
             return f"partial({self.value(value.func)}, {self.value(value.args)}, {self.value(value.keywords)})"
         if isinstance(value, ModuleType):
-            return value.__name__ if _is_installed(value.__name__) else self.value(vars(value).get("__file__"))
+            return value.__name__  # what is taken of it is told by its name: see `_taken`
         if isinstance(value, MethodType):
             return f"{self.value(value.__func__)} of {self.value(value.__self__)}"
         if isinstance(value, FunctionType):
@@ -77,7 +81,7 @@ class _Told:
         return f"{kind} {hashlib.sha256(held.tobytes()).hexdigest()}"
 
     def _function(self, value: FunctionType) -> str:
-        if _is_installed(value.__module__):
+        if _is_installed(value.__module__, self._own):
             return f"{value.__module__}.{value.__qualname__}"
         around = [value.__defaults__, value.__kwdefaults__, self._taken(value)]
         return f"{value.__name__} {self._code(value.__code__)} {self.value(around)}"
@@ -93,14 +97,14 @@ class _Told:
         modules = {
             name: each
             for name, each in taken.items()
-            if isinstance(each, ModuleType) and not _is_installed(each.__name__)
+            if isinstance(each, ModuleType) and not _is_installed(each.__name__, self._own)
         }
         for name, module in modules.items():  # of a module of the user's, what is named
             taken |= {f"{name}.{part}": vars(module)[part] for part in _names(value.__code__) if part in vars(module)}
         return taken
 
     def _class(self, value: type) -> str:
-        if _is_installed(value.__module__):
+        if _is_installed(value.__module__, self._own):
             return f"{value.__module__}.{value.__qualname__}"
         own = {
             name: each for name, each in vars(value).items() if name not in ("__dict__", "__weakref__", "__module__")
@@ -118,10 +122,17 @@ def _names(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
-def _is_installed(module: str | None) -> bool:
-    """Whether a module belongs to Python or to an installed package, whose code a version tells."""
-    top = (module or "").partition(".")[0]
+def _top(module: str | None) -> str:
+    """The package that a module is in."""
+    return (module or "").partition(".")[0]
+
+
+def _is_installed(module: str | None, own: Collection[str]) -> bool:
+    """Whether a module is in Python or in an installed package other than these, so that a name tells what it holds."""
+    top = _top(module)
+    if top == "__main__":  # a notebook's, or a script's
+        return False
     if top in sys.stdlib_module_names or top in _PACKAGES:
-        return top != "__main__"
+        return True
     file = getattr(sys.modules.get(top), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
+    return top not in own and ("site-packages" in file or "dist-packages" in file)

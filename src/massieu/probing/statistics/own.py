@@ -162,11 +162,13 @@ def statistic(
         ('nearby', 'reinitialised')
     """
 
+    read = moments if isinstance(moments, str) else tuple(moments)
+
     def made(function: Function) -> OwnStatistic:
         own = _checked_name(name, function)
-        if isinstance(moments, str):
-            raise InputError(f"statistic {own}: moments must be a list of names, got {moments!r}")
-        _check_choices(own, of, scale, smallest, tuple(moments))
+        if isinstance(read, str):
+            raise InputError(f"statistic {own}: moments must be a list of names, got {read!r}")
+        _check_choices(own, of, scale, smallest, read)
         _check_parameters(own, function, of)
         called = _control_name(own, control)
         said = Statistic(
@@ -189,7 +191,7 @@ def statistic(
             smallest=smallest or smallest_of(unit, scale),
             sampled=of != "queries",
         )
-        return OwnStatistic(function, of, said, control if callable(control) else None, tuple(moments), needs_scores)
+        return OwnStatistic(function, of, said, control if callable(control) else None, read, needs_scores)
 
     return made if function is None else made(_function(function))
 

@@ -34,13 +34,13 @@ class OwnWindows(HeadWindowGroup):
 
 def _window_function(own: OwnStatistic) -> WindowFunction:
     def measure(window: HeadWindow) -> Sums:
-        with calling_own(own.function):
+        with calling_own(own.function, _shared(window)):
             given = own.function(window)
         return checked_sums(given, window.call.query.shape[1], own.said.scale == "share")
 
     def other(window: HeadWindow) -> HeadWindow | None:
         assert own.control is not None
-        with calling_own(own.control):
+        with calling_own(own.control, _shared(window)):
             given = own.control(window)
         if not (given is None or isinstance(given, HeadWindow)):
             raise OwnFunctionError(f"its control returned {described(given)}; needed is a HeadWindow, or None")
@@ -49,6 +49,12 @@ def _window_function(own: OwnStatistic) -> WindowFunction:
         return given
 
     return WindowFunction(measure, None if own.control is None else (own.control.__name__, other))
+
+
+def _shared(window: HeadWindow) -> list[Tensor | None]:
+    """Tensors of a window that are the model's own, or that other functions are given too."""
+    call = window.call
+    return [call.query, call.key, call.value, call.output, call.log_weight, window.real, window.queries]
 
 
 def checked_sums(given: object, heads: int, share: bool = False) -> Sums:

@@ -90,7 +90,7 @@ def query_statistics(reading: QueryReading, functions: Functions, fence: Fence =
             _take(found, name, function, reading)
             if function.control is not None:
                 called, make = function.control
-                with calling_own(make):
+                with calling_own(make, _shared(reading)):
                     other = make(reading)
                 if not (other is None or isinstance(other, QueryReading)):
                     raise OwnFunctionError(
@@ -103,11 +103,8 @@ def query_statistics(reading: QueryReading, functions: Functions, fence: Fence =
 
 def _take(found: Queries, name: str, function: QueryFunction, reading: QueryReading) -> None:
     if function.own:
-        before = _versions(reading, found)
-        with calling_own(function.measure):
+        with calling_own(function.measure, [*_shared(reading), *found.values.values()]):
             given = function.measure(reading)
-        if _versions(reading, found)[: len(before)] != before:
-            raise OwnFunctionError("it changed a tensor that it was given, in place; work on a copy")
         given = _checked(given, found.valid, function.share)
     else:
         given = cast(PerQuery, function.measure(reading))
@@ -117,16 +114,13 @@ def _take(found: Queries, name: str, function: QueryFunction, reading: QueryRead
         found.values[name] = given
 
 
-def _versions(reading: QueryReading, found: Queries) -> list[int]:
-    """How often each tensor was changed that a function is given, or that another one has given."""
-    call = reading.call
-    parts = [call.query, call.key, call.value, call.output, call.log_weight, *found.values.values()]
-    parts += [reading.key, reading.visible, reading.real, reading.valid, reading.positions]
-    parts += [
-        getattr(tokens, name) for tokens in (reading.queries, reading.keys) for name in ("ids", "real", "special")
-    ]
-    parts += [each for each in reading.moments.found if isinstance(each, Tensor)]
-    return [part._version for part in parts if isinstance(part, Tensor) and not part.is_inference()]
+def _shared(reading: QueryReading) -> list[Tensor | None]:
+    """Tensors of a reading that other functions are given too."""
+    call, tokens = reading.call, (reading.queries, reading.keys)
+    parts = [call.query, call.key, call.value, call.output, call.log_weight, reading.key, reading.positions]
+    parts += [reading.visible, reading.real, reading.valid]
+    parts += [getattr(each, name) for each in tokens for name in ("ids", "real", "special")]
+    return parts + [each for each in reading.moments.found if isinstance(each, Tensor)]
 
 
 def _checked(given: object, valid: Bool[Tensor, "B H L"], share: bool) -> PerQuery:
