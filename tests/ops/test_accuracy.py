@@ -121,7 +121,7 @@ def test_attention_over_many_blocks(backend, dtype, monkeypatch):
 @pytest.mark.medium
 @one_in(3, {"kind": KINDS, "dtype": OUTPUT})
 def test_moments_and_covariances(kind, dtype, monkeypatch):
-    monkeypatch.setattr(moment_blocks, "PAIRS_PER_THREAD", 2_251)
+    monkeypatch.setattr(moment_blocks, "MOST_PAIRS", 2_251)
     monkeypatch.setattr(fisher, "PAIRS_PER_THREAD", 2_251)
     leaves, options = inputs(kind, dtype)
     query, key, value = (leaf.detach() for leaf in leaves)

@@ -63,12 +63,12 @@ def test_tiles_do_not_show(batch, key_heads, group, length, keys, is_causal, cap
     visible = torch.ones(batch, 1, length, keys, dtype=torch.bool) if keep is None else keep
     if is_causal:
         visible = visible & (columns <= rows)
-    before = moment_blocks.PAIRS_PER_THREAD
-    moment_blocks.PAIRS_PER_THREAD = capacity
+    before = moment_blocks.MOST_PAIRS
+    moment_blocks.MOST_PAIRS = capacity
     try:
         found = ops.attention_moments(query, key, value, log_weight=keep, is_causal=is_causal, backend="blocks")
     finally:
-        moment_blocks.PAIRS_PER_THREAD = before
+        moment_blocks.MOST_PAIRS = before
     some = visible.any(-1).expand(batch, key_heads * group, length)
     assert (found.log_partition[~some] == -math.inf).all()
     assert (found.entropy[~some] == 0).all()

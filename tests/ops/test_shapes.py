@@ -136,7 +136,7 @@ def test_moments(problem):
     with pytest.MonkeyPatch.context() as monkeypatch:
         leaves, views, options, spelling, blocks = problem
         monkeypatch.setattr(reference, "BLOCK_PAIRS", blocks)
-        monkeypatch.setattr(moment_blocks, "PAIRS_PER_THREAD", blocks)
+        monkeypatch.setattr(moment_blocks, "MOST_PAIRS", blocks)
         arguments = {name: views[name](leaf) for name, leaf in leaves.items()}
         ours = spelt(arguments, options, spelling)
         found_arguments, found_options = split(ours, "query", "key", "value")

@@ -15,9 +15,9 @@ from massieu.ops import tiles
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
 from massieu.ops.tiles import HIDDEN, Plan, Slab, Tile
 
-PAIRS_PER_THREAD = 1 << 19
-"""Scores of a tile per thread. Two float32 buffers of this size are more than a second-level cache holds, and yet quicker
-than half of them: products of more rows are, and each operation is begun less often."""
+FEWEST_PAIRS, ROWS, MOST_PAIRS = 1 << 17, 128, 1 << 19
+"""Scores of a tile per thread: two float32 buffers of the fewest fit a second-level cache, even one that two threads share.
+Where there are many keys, a product of fewer rows loses more than the cache gains: tiles grow to that many rows."""
 
 COMPILED_PAIRS_PER_THREAD = 1 << 20
 """The same where each is read from memory once, so that a tile need not fit the cache."""
@@ -61,7 +61,7 @@ MOMENTS: Formulas = {
     "collision": ({"top", "total", "square"}, lambda of: (of["square"] / of["total"]).square_(), 0.0),
     "prior_log_partition": (set(), lambda of: of["count"].log(), -torch.inf),
     "prior_mean_score": ({"mean"}, lambda of: of["mean"], 0.0),
-    "prior_score_variance": ({"mean", "spread"}, lambda of: of["spread"].square() / of["count"], 0.0),
+    "prior_score_variance": ({"mean", "top", "spread"}, lambda of: of["spread"].square() / of["count"], 0.0),
     "max_score": ({"top"}, lambda of: of["top"], -torch.inf),
     "max_position": ({"top", "position"}, lambda of: of["position"].masked_fill(~of["top"].isfinite(), -1), -1),
 }
@@ -94,41 +94,55 @@ def gains_compiled(names: Names, problem: AttentionProblem) -> bool:
 def moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:
     """The moments of these names, each ``(B, Hk, G, L)``, and the output where there are values."""
     if is_fusable(problem):
-        return _run(Plan.of(problem, PAIRS_PER_THREAD, buffers=2), MOMENTS, names, _counted(summarise))
-    return _run(Plan.of(problem, PAIRS_PER_THREAD, buffers=3), WEIGHTED, names, _weighted)
+        return _run_counted(Plan.of(problem, _pairs_per_thread(problem), buffers=2), names, summarise)
+    return _run(Plan.of(problem, _pairs_per_thread(problem), buffers=3), WEIGHTED, names, _weighted)
+
+
+def _pairs_per_thread(problem: AttentionProblem) -> int:
+    """Scores of a tile per thread."""
+    return min(max(FEWEST_PAIRS, ROWS * problem.key.shape[2]), MOST_PAIRS)
 
 
 def compiled_moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:
     """`moments`, each tile fused by `torch.compile` into two passes over its scores, where that can be."""
     if not is_fusable(problem):
         return moments(names, problem)
-    plan = Plan.of(problem, COMPILED_PAIRS_PER_THREAD, buffers=2)
-    return _run(plan, MOMENTS, names, _counted(summarise_compiled))
+    return _run_counted(Plan.of(problem, COMPILED_PAIRS_PER_THREAD, buffers=2), names, summarise_compiled)
+
+
+def _run_counted(plan: Plan, names: Names, summarise: Summarise) -> tuple[Tensor, ...]:
+    """Moments where every visible key counts the same."""
+
+    def sums_of(slab: Slab, needed: set[str]) -> Sums:
+        found = _space(slab, needed) | {"count": slab.per_query(slab.seen.count).clamp_min(1)}
+        for tile in slab.tiles() if needed else ():
+            summarise(tile, {name: numbers[tile.heads] for name, numbers in found.items()})
+        return found
+
+    return _run(plan, MOMENTS, names, sums_of)
 
 
 def _run(
-    plan: Plan, formulas: Formulas, names: Names, start: Callable[[Slab], tuple[Sums, Summarise]]
+    plan: Plan, formulas: Formulas, names: Names, sums_of: Callable[[Slab, set[str]], Sums]
 ) -> tuple[Tensor, ...]:
-    """Moments by the sums that `start` gives for a slab, and by what it makes of tiles."""
+    """Moments by the sums that `sums_of` finds for a slab."""
     needed = set() if plan.problem.value is None else {"top", "total"}
     needed.update(*(formulas[name][0] for name in names))
 
     def work(slab: Slab) -> list[Tensor]:
-        found, summarise = start(slab)
-        found |= {name: slab.new(1, dtype=torch.int64 if name == "position" else None)[0] for name in needed}
-        for tile in slab.tiles() if needed else ():
-            summarise(tile, {name: numbers[tile.heads] for name, numbers in found.items()})
+        found = sums_of(slab, needed)
         return [formulas[name][1](found) for name in names]
 
     return plan.run(work, [formulas[name][2] for name in names])
 
 
-def _counted(summarise: Summarise) -> Callable[[Slab], tuple[Sums, Summarise]]:
-    return lambda slab: ({"count": slab.per_query(slab.seen.count).clamp_min(1)}, summarise)
+def _space(slab: Slab, needed: set[str]) -> Sums:
+    """Where the sums of a slab go."""
+    return {name: slab.new(1, dtype=torch.int64 if name == "position" else None)[0] for name in needed}
 
 
-def _weighted(slab: Slab) -> tuple[Sums, Summarise]:
-    """With float log-weights."""
+def _weighted(slab: Slab, needed: set[str]) -> Sums:
+    """The sums with float log-weights."""
     weight = _float_weight(slab)
     top = weight.amax(-1, keepdim=True)
     prior = (weight - top.masked_fill(top == -torch.inf, 0.0)).exp_()
@@ -136,32 +150,36 @@ def _weighted(slab: Slab) -> tuple[Sums, Summarise]:
     level = slab.per_query((total.log() + top).squeeze(-1))
     prior.div_(total.masked_fill_(total == 0, 1.0))
     weight = weight.masked_fill(weight == -torch.inf, HIDDEN)
-
-    def summarise(tile: Tile, sums: Sums) -> None:
+    found = _space(slab, needed) | {"prior": level}
+    for tile in slab.tiles() if needed else ():
+        sums = {name: numbers[tile.heads] for name, numbers in found.items()}
         _summarise_weighted(tile, tile.of_heads(weight), tile.of_heads(prior), sums)
-
-    return {"prior": level}, summarise
+    return found
 
 
 def summarise(tile: Tile, sums: Sums) -> None:
-    """The sums of a tile, eagerly: each line is one pass over it."""
+    """The sums of a tile, eagerly: each line is one pass over it. Most are over one buffer, which is three times as fast."""
     scores, weights = tile.scores, tile.scratch[0]
     if "mean" in sums:
         tile.clear(scores)
         torch.sum(scores, -1, keepdim=True, out=sums["mean"]).div_(sums["count"])
+    if "top" in sums:
+        tile.hide()
+        _shift(tile, sums)
+    if "total" in sums:
+        _exponential_sums(tile, sums)
     if "spread" in sums:
-        torch.sub(scores, sums["mean"], out=weights)
-        tile.clear(weights)
-        torch.linalg.vector_norm(weights, dim=-1, keepdim=True, out=sums["spread"])
-    if "top" not in sums:
-        return
-    tile.hide()
-    _shift(tile, sums)
-    if "total" not in sums:
-        return
-    # exp2 is four times as fast as exp on the CPU.
-    scores.clamp_min_(lowest_exponent(scores.dtype))
-    torch.mul(scores, LOG2_E, out=weights).exp2_()
+        # Last, since it spoils the scores.
+        scores.sub_(sums["mean"] - sums["top"])
+        tile.clear(scores)
+        torch.linalg.vector_norm(scores, dim=-1, keepdim=True, out=sums["spread"])
+
+
+def _exponential_sums(tile: Tile, sums: Sums) -> None:
+    """The sums of a tile that have e in them; the scores, relative to the largest, stay as they are."""
+    scores, weights = tile.scores, tile.scratch[0]
+    # exp2 is as fast as exp where that is fast, and several times as fast where it is not.
+    torch.mul(scores, LOG2_E, out=weights).clamp_min_(lowest_exponent(scores.dtype) * LOG2_E).exp2_()
     tile.clear(weights)
     torch.sum(weights, -1, keepdim=True, out=sums["total"])
     if "square" in sums:
@@ -190,7 +208,7 @@ def _shift(tile: Tile, sums: Sums) -> Tensor:
 
 
 def lowest_exponent(dtype: torch.dtype) -> float:
-    """Where exp is still a normal number: below, the CPU's exp is a hundred times slower."""
+    """The lowest score whose exp is still a normal number: below, the CPU's exp is a hundred times slower."""
     return -708.0 if dtype == torch.float64 else -87.0
 
 

@@ -195,6 +195,11 @@ class Slab:
         weight = weight.masked_fill(weight == -torch.inf, 0.0)
         return None if may_look(weight.device) and not bool(weight.any()) else weight
 
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """What puts the scores of hidden pairs far below every other, shape (#b, #Hk, #G, #rows, mixed)."""
+        return None if self.seen.keep is None else (1 - self.seen.keep) * HIDDEN
+
     def tiles(self) -> Iterator["Tile"]:
         """The (soft-capped) scores of a few heads at a time, in buffers that the next tile reuses."""
         count, rows, keys = *self.query.shape[:2], self.key.shape[2]
@@ -252,9 +257,9 @@ class Tile:
 
     def hide(self) -> None:
         """Put the scores of hidden pairs far below every other."""
-        keep = self.slab.seen.keep
-        if keep is not None:
-            self._mixed(self.scores).add_(self.of_heads((1 - keep) * HIDDEN))
+        hidden = self.slab.hidden
+        if hidden is not None:
+            self._mixed(self.scores).add_(self.of_heads(hidden))
 
     def clear(self, numbers: Tensor) -> None:
         """Set a buffer of the tile to 0 at hidden pairs."""
