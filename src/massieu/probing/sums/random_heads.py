@@ -126,16 +126,9 @@ def each_against_the_others(
     errors: Float64[np.ndarray, "draws clusters heads *batch"],
 ) -> Float64[np.ndarray, "draws clusters heads *batch"]:
     """The p-values that the heads of each draw have against the other draws: those of heads that have learned nothing."""
-    draws = len(numbers)
-    others = np.stack([np.delete(numbers, draw, 0) for draw in range(draws)], 3)
-    law = RandomHeads.of(others)
-    return np.stack(
-        [
-            law.p_value(np.moveaxis(numbers, 0, 2)[k, g], np.moveaxis(errors, 0, 2)[k, g], 1.0)
-            for k, g in np.ndindex(numbers.shape[1:3])
-        ],
-        1,
-    ).reshape(numbers.shape)
+    law = RandomHeads.of(np.stack([np.delete(numbers, draw, 0) for draw in range(len(numbers))], 3))
+    heads, of_heads = np.moveaxis(numbers, 0, 2), np.moveaxis(errors, 0, 2)
+    return np.moveaxis(law.p_value(heads, of_heads, 1.0), 2, 0)
 
 
 def tail_factor(p_values: Float64[np.ndarray, "draws tests"]) -> float:
