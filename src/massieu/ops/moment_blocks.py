@@ -122,9 +122,7 @@ def _run_counted(plan: Plan, names: Names, summarise: Summarise) -> tuple[Tensor
     return _run(plan, MOMENTS, names, sums_of)
 
 
-def _run(
-    plan: Plan, formulas: Formulas, names: Names, sums_of: Callable[[Slab, set[str]], Sums]
-) -> tuple[Tensor, ...]:
+def _run(plan: Plan, formulas: Formulas, names: Names, sums_of: Callable[[Slab, set[str]], Sums]) -> tuple[Tensor, ...]:
     """Moments by the sums that `sums_of` finds for a slab."""
     needed = set() if plan.problem.value is None else {"top", "total"}
     needed.update(*(formulas[name][0] for name in names))

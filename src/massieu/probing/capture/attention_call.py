@@ -150,6 +150,32 @@ class AttentionCall:
             parts[name] = value
         return replace(self, **parts, log_weight=weight, is_causal=False)
 
+    def of_pairs(self, item: int, heads: Int[Tensor, " S"], queries: Int[Tensor, " S"]) -> "AttentionCall":
+        """One query of each of some heads of one item of the batch, as S heads with a single query and keys of their own."""
+        key_heads = heads // (self.query.shape[1] // self.key.shape[1])
+
+        def of_pair(part: Tensor) -> Tensor:
+            """From (B or 1, H or 1, L or 1, …) to (1, S, 1, …)."""
+            of_item = part[item if part.shape[0] > 1 else 0]
+            head = heads if of_item.shape[0] > 1 else torch.zeros_like(heads)
+            query = queries if of_item.shape[1] > 1 else torch.zeros_like(queries)
+            return of_item[head, query][None, :, None]
+
+        parts: dict[str, Any] = {}
+        for name in ("weights", "log_weight", "seen", "sink_value"):
+            part = getattr(self, name)
+            parts[name] = None if part is None else of_pair(part)
+        if self.is_causal:
+            visible = queries[:, None] >= torch.arange(self.key.shape[2], device=queries.device)
+            parts["log_weight"] = visible[None, :, None]
+        if self.sink is not None:
+            parts["sink"] = self.sink[heads] if self.sink.dim() == 1 else of_pair(self.sink)
+        parts["query"] = of_pair(self.query)
+        parts["key"] = self.key[item, key_heads][None]
+        parts["value"] = self.value[item, key_heads][None]
+        parts["output"] = self.output[item, queries, heads][None, None]
+        return replace(self, **parts, is_causal=False)
+
 
 def explicit_attention(
     call: AttentionCall, dtype: torch.dtype = torch.float32

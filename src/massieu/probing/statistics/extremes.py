@@ -104,14 +104,14 @@ def _places(
     """Window, query, strongest key and the numbers of both tokens, of one query of each of these heads."""
     found = np.full((len(heads), len(PLACES)), _UNKNOWN)
     items, queries = np.divmod(where, call.query.shape[2])
-    for item in np.unique(items):
+    for item in map(int, np.unique(items)):
         chosen = items == item
-        asked, inverse = np.unique(queries[chosen], return_inverse=True)
-        part = call.rows(slice(int(item), int(item) + 1)).at(torch.from_numpy(asked).to(call.query.device))
+        asked = torch.from_numpy(queries[chosen]).to(call.query.device)
+        part = call.of_pairs(item, torch.from_numpy(heads[chosen]).to(call.query.device), asked)
         scores, weight = explicit_attention(part)
         logits = scores.masked_fill(~part.visible(), -torch.inf) if by_score else scores + weight
-        keys = logits[0].argmax(-1).cpu().numpy()[heads[chosen], inverse]
-        positions = places.positions[torch.from_numpy(queries[chosen]).to(places.positions.device)].cpu().numpy()
+        keys = logits[0, :, 0].argmax(-1).cpu().numpy()
+        positions = places.positions[asked].cpu().numpy()
         found[chosen, 0] = places.windows[item // max(len(call.query) // places.rows, 1)]
         found[chosen, 1], found[chosen, 2] = positions, keys
         for column, ids, at in ((3, places.query_ids, positions), (4, places.key_ids, keys)):
