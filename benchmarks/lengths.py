@@ -115,7 +115,6 @@ SIDES: dict[str, Side] = {
     "attention and log Z, forward": _forward(ops.attention),
     "score matrix, six statistics and output": _forward(_matrix_moments),
     "moments and output, blocks": _forward(_moments("blocks")),
-    "moments and output, compiled": _forward(_moments("compiled")),
     BACKWARD: _forward_backward(_fused),
     "score matrix, output and log Z, forward and backward": _forward_backward(_matrix),
     "attention and log Z, forward and backward": _forward_backward(ops.attention),
@@ -124,12 +123,9 @@ SIDES: dict[str, Side] = {
     "fused attention with the window as a mask, forward and backward": _forward_backward(_masked),
     f"attention and log Z, causal window of {WINDOW}, forward and backward": _forward_backward(_window),
 }
-COMPILED = "moments and output, compiled"
-"""Its compilation would count as memory, so no peak is taken."""
 PAIRS = {
     "attention and log Z, forward": (FUSED, "score matrix, output and log Z, forward"),
     "moments and output, blocks": (FUSED, "score matrix, six statistics and output"),
-    "moments and output, compiled": (FUSED, "score matrix, six statistics and output"),
     "attention and log Z, forward and backward": (BACKWARD, "score matrix, output and log Z, forward and backward"),
     "log Z alone, forward and backward": (BACKWARD, "logsumexp of the score matrix, forward and backward"),
     f"attention and log Z, causal window of {WINDOW}, forward and backward": (
@@ -170,12 +166,12 @@ def _ratio(times: dict[int, np.ndarray], ours: str, reference: str) -> dict[str,
 def _curve(times: dict[int, np.ndarray], side: str, peaks: dict[int, float]) -> dict[str, object]:
     lengths = [length for length in times if side in _sides(length)]
     seconds = [float(np.median(times[length][:, _sides(length).index(side)])) for length in lengths]
-    memory = None if side == COMPILED else asdict(fit.power(list(peaks), list(peaks.values())))
+    memory = asdict(fit.power(list(peaks), list(peaks.values())))
     return {"name": side, "seconds": asdict(fit.power(lengths, seconds)), "mebibytes": memory}
 
 
 def _measure(rounds: dict[int, int]) -> tuple[dict[int, np.ndarray], dict[str, dict[int, float]]]:
-    peaks = {side: _peaks(side) for side in harness.steps(side for side in SIDES if side != COMPILED)}
+    peaks = {side: _peaks(side) for side in harness.steps(SIDES)}
     labels = {f"times of all, L = {length}": length for length in rounds}
     times = {}
     for label in harness.steps(labels):

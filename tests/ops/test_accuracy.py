@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw, finite
+from tests.support.ops.small_tiles import use_small_tiles
 from tests.support.rows import every_row, one_in, some_slow
 
 from massieu import ops
-from massieu.ops import Partial, fisher, moment_blocks, reference, score_tiles
+from massieu.ops import Partial, fisher, reference, score_tiles
 
 HALF = [torch.bfloat16, torch.float16]
 OUTPUT = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -121,7 +122,7 @@ def test_attention_over_many_blocks(backend, dtype, monkeypatch):
 @pytest.mark.medium
 @one_in(3, {"kind": KINDS, "dtype": OUTPUT})
 def test_moments_and_covariances(kind, dtype, monkeypatch):
-    monkeypatch.setattr(moment_blocks, "MOST_PAIRS", 2_251)
+    use_small_tiles(monkeypatch, 2_251)
     monkeypatch.setattr(fisher, "PAIRS_PER_THREAD", 2_251)
     leaves, options = inputs(kind, dtype)
     query, key, value = (leaf.detach() for leaf in leaves)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.ops.small_tiles import use_small_tiles
 from tests.support.rows import every_row
 
 from massieu import ops
-from massieu.ops import moment_blocks, moments
 
 
 def tensors(batch, heads, key_heads, length, keys, size=4, spread=1.0, seed=0):
@@ -63,12 +63,9 @@ def test_tiles_do_not_show(batch, key_heads, group, length, keys, is_causal, cap
     visible = torch.ones(batch, 1, length, keys, dtype=torch.bool) if keep is None else keep
     if is_causal:
         visible = visible & (columns <= rows)
-    before = moment_blocks.MOST_PAIRS
-    moment_blocks.MOST_PAIRS = capacity
-    try:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_small_tiles(monkeypatch, capacity)
         found = ops.attention_moments(query, key, value, log_weight=keep, is_causal=is_causal, backend="blocks")
-    finally:
-        moment_blocks.MOST_PAIRS = before
     some = visible.any(-1).expand(batch, key_heads * group, length)
     assert (found.log_partition[~some] == -math.inf).all()
     assert (found.entropy[~some] == 0).all()
@@ -161,17 +158,9 @@ def test_gradients_of_log_partition_do_not_depend_on_strides(backend):
         assert torch.allclose(ours, theirs)
 
 
-def test_the_choice_of_backend(monkeypatch):
+def test_the_choice_of_backend():
     query, key, value = tensors(1, 2, 2, 4, 5)
     assert ops.moments_backend(query, key, value) == "blocks"
     assert ops.moments_backend(query.requires_grad_(), key) == "reference"
     with torch.no_grad():
         assert ops.moments_backend(query, key) == "blocks"
-        monkeypatch.setattr(moments._Work, "pairs", moments.REPAYING_PAIRS)
-        monkeypatch.setattr(moments.moment_blocks, "compiler_exists", lambda device: True)
-        assert ops.moments_backend(query, key) == "compiled"
-        assert ops.moments_backend(query, key, log_weight=torch.zeros(5)) == "blocks"
-        monkeypatch.setattr(moments.moment_blocks, "compiler_exists", lambda device: False)
-        assert ops.moments_backend(query, key) == "blocks"
-        with pytest.raises(ValueError, match=r"no C\+\+ compiler"):
-            ops.attention_moments(query, key, backend="compiled")

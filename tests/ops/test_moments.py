@@ -7,11 +7,12 @@ import pytest
 import torch
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw
+from tests.support.ops.small_tiles import use_small_tiles
 from tests.support.rows import every_row, one_in
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
-from massieu.ops import moment_blocks, moments
+from massieu.ops import moment_blocks
 from massieu.ops.moments import NAMES, MomentsResult
 
 OPTIONS = {
@@ -165,24 +166,6 @@ def test_derivatives_of_some(names):
 
 @pytest.mark.needs("compiler")
 @pytest.mark.slow
-def test_compiled_tiles_of_few_and_of_all():
-    """In one process: two kernels, each with positions and without."""
-    query, key, value = inputs(150, 130, torch.float32)
-    for option in ("plain", "causal", "kept", "cap", "sink"):
-        options = {
-            name: one[..., :1].expand(2, 1, 1, 130) if name == "log_weight" else one
-            for name, one in OPTIONS[option].items()
-        }
-        wanted = explicit.moments(query, key, value, **options)
-        for names in (("entropy", "max_score"), ("entropy", "max_position"), ("collision",), None):
-            found = ops.attention_moments(query, key, value, moments=names, backend="compiled", **options)
-            for name in ("output", *(names or NAMES)):
-                numbers = wanted[name]
-                torch.testing.assert_close(getattr(found, name).to(numbers.dtype), numbers, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.needs("compiler")
-@pytest.mark.slow
 def test_some_inside_compiled_code():
     query, key, _ = (tensor.requires_grad_() for tensor in inputs(9, 9, torch.float32))
 
@@ -200,20 +183,6 @@ def test_some_inside_compiled_code():
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-def test_few_are_never_compiled_by_themselves(monkeypatch):
-    """Eager tiles are as quick, so that the scores of such calls repay no compilation either."""
-    query, key, _ = inputs(3, 3)
-    monkeypatch.setattr(moments._Work, "pairs", 0)
-    ops.attention_moments(query, key, moments=("entropy", "max_score", "max_position"))
-    assert moments._Work.pairs == 0
-    ops.attention_moments(query, key, moments=("collision",))
-    assert moments._Work.pairs == 2 * 4 * 3 * 3
-    monkeypatch.setattr(moments._Work, "pairs", moments.REPAYING_PAIRS)
-    monkeypatch.setattr(moment_blocks, "compiler_exists", lambda device: True)
-    assert ops.moments_backend(query, key, moments=("entropy", "max_score")) == "blocks"
-    assert ops.moments_backend(query, key, moments=("entropy", "collision")) == "compiled"
-
-
 def test_refused_names():
     query, key, _ = inputs(3, 3)
     with pytest.raises(ValueError, match="got 'mean'"):
@@ -224,3 +193,30 @@ def test_refused_names():
     for given, word in ((["entropi"], "'entropi'"), ((), "none"), ({"output", "entropy"}, "'output'")):
         with pytest.raises(ValueError, match=f"log_partition, entropy, .*max_position; got {word}$"):
             ops.attention_moments(query, key, moments=given)
+
+
+FAR_KEYS = 1e3
+"""Scores of the last keys lie so far above the others' that theirs vanish beside them."""
+
+
+@pytest.mark.parametrize("rise", [0.0, 5.0, FAR_KEYS, -FAR_KEYS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tiles_of_keys_are_merged(monkeypatch, dtype, rise):
+    """Keys in seven tiles, whose largest scores rise or fall; some queries see none of the first tile's keys."""
+    use_small_tiles(monkeypatch, 32)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 50, 4, generator=generator, dtype=torch.float64)
+    query[..., 0], key[..., 0] = 1.0, torch.linspace(0, rise, 50)
+    keep = torch.ones(50, 50, dtype=torch.bool).tril()
+    keep[20:30, :12] = False
+    keep[40] = False
+    found = ops.attention_moments(*(part.to(dtype) for part in (query, key, value)), log_weight=keep, scale=1.0)
+    expected = explicit.moments(query, key, value, log_weight=keep, scale=1.0)
+    # A score of about 1,000 carries the rounding of its dtype; its square is a variance's.
+    level = 10 * torch.finfo(dtype).eps * max(1.0, abs(rise))
+    for name, numbers in expected.items():
+        scale = max(1.0, abs(rise)) if "variance" in name else 1.0
+        ours = getattr(found, name).to(numbers.dtype)
+        torch.testing.assert_close(
+            ours, numbers, rtol=level, atol=level * scale, msg=lambda text, n=name: f"{n}: {text}"
+        )

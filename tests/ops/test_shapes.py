@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.ops import explicit
 from tests.support.ops.explicit import draw
+from tests.support.ops.small_tiles import use_small_tiles
 from tests.support.ops.views import few, layouts, leaf_and_view, make_booleans, make_weights, same
 
 from massieu import ops
-from massieu.ops import AtomBlock, AtomStore, fisher, fused, moment_blocks, reference
+from massieu.ops import AtomBlock, AtomStore, fisher, fused, reference
 from massieu.ops.shapes import check_problem
 
 
@@ -136,7 +137,7 @@ def test_moments(problem):
     with pytest.MonkeyPatch.context() as monkeypatch:
         leaves, views, options, spelling, blocks = problem
         monkeypatch.setattr(reference, "BLOCK_PAIRS", blocks)
-        monkeypatch.setattr(moment_blocks, "MOST_PAIRS", blocks)
+        use_small_tiles(monkeypatch, blocks)
         arguments = {name: views[name](leaf) for name, leaf in leaves.items()}
         ours = spelt(arguments, options, spelling)
         found_arguments, found_options = split(ours, "query", "key", "value")

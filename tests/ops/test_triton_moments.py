@@ -162,14 +162,8 @@ def test_a_wrong_kernel_is_found_out_and_said_once(installed, moment):
     assert len(said) == 1
 
 
-def test_it_is_taken_on_cuda_once_it_is_repaid(monkeypatch):
-    names = ("entropy", "max_score")
-    problem = types.SimpleNamespace(query=types.SimpleNamespace(device=torch.device("cuda")), log_weight=None)
-    first = [backend.name for backend in MODULE._registry(problem, "auto", names)]
-    monkeypatch.setattr(MODULE._Work, "pairs", int(MODULE.REPAYING_PAIRS))
-    later = [backend.name for backend in MODULE._registry(problem, "auto", names)]
-    assert first == ["blocks", "reference"]
-    assert later == ["triton", "blocks", "reference"]
+def test_it_is_preferred():
+    assert [backend.name for backend in MODULE._registry(("entropy",))] == ["triton", "blocks", "reference"]
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
-"""Moments of attention's weights in tiles: few passes over the scores, in place or compiled, without gradient.
+"""Moments of attention's weights in tiles: few passes over the scores, most of them in place, without gradient.
 
 The twin of the formulas in `moments`; the same numbers to rounding. Only the sums are taken that the wanted moments need.
 Moments under p are those of scores relative to the largest, so that no variance is a difference of large numbers.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 from torch import Tensor
@@ -15,33 +14,25 @@ from massieu.ops import tiles
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
 from massieu.ops.tiles import HIDDEN, Plan, Slab, Tile
 
-FEWEST_PAIRS, ROWS, MOST_PAIRS = 1 << 17, 128, 1 << 19
-"""Scores of a tile per thread: two float32 buffers of the fewest fit a second-level cache, even one that two threads share.
-Where there are many keys, a product of fewer rows loses more than the cache gains: tiles grow to that many rows."""
+ROWS, KEYS = 256, 1024
+"""Queries a thread and keys of a tile, at most: two float32 buffers of this size fit a second-level cache. Longer tiles are up
+to 1.6 times slower, and so is the product of fewer queries with the keys."""
 
-COMPILED_PAIRS_PER_THREAD = 1 << 20
-"""The same where each is read from memory once, so that a tile need not fit the cache."""
+FEWEST_PAIRS = 1 << 17
+"""Scores of a tile per thread, so that an operation takes longer than its start."""
 
-VARIANTS = 32
-"""At most so many compilations; two dtypes, with few or all sums and with positions or without, need eight, changed settings
-(threads, determinism) as many more each."""
+WEIGHTED_PAIRS_PER_THREAD = 1 << 18
+"""Scores of a tile per thread with float log-weights, whose tiles have all keys."""
 
 COUNTED = 1 << 24
 """Positions below this are float32 numbers."""
 
 Sums = dict[str, Tensor]
-"""Of each query, those that the moments need, in the order in which they are found.
+"""Of each query, those that the moments need.
 
-`mean`, `spread`: mean and root sum of squares of the scores over visible keys. `top`: the largest score; `position`: its
-key. With x = score − top, e = exp(x): `total` Σe, `square` (Σe²)^½, `first` Σe·x, `second` Σe·x².
+`mean`, `spread`: mean of the scores over visible keys, and root of the sum of their squares about it. `top`: the largest
+score; `position`: its key. With x = score − top, e = exp(x): `total` Σe, `square` (Σe²)^½, `first` Σe·x, `second` Σe·x².
 """
-
-FEW, MORE = ("top", "total", "first"), ("second", "square", "mean", "spread")
-"""The sums of the two kinds of kernels: those of entropy and largest score alone, and all. Either also has positions."""
-
-Summarise = Callable[[Tile, Sums], None]
-"""(tile, where its sums go, and `count`, its queries' visible keys); it overwrites the tile's buffers, and multiplies the
-values."""
 
 
 def _variance(sums: Sums) -> Tensor:
@@ -80,49 +71,20 @@ WEIGHTED: Formulas = MOMENTS | {
 Names = tuple[str, ...]
 
 
-def is_fusable(problem: AttentionProblem) -> bool:
-    """Whether tiles can be compiled: float log-weights have none."""
+def counts_keys(problem: AttentionProblem) -> bool:
+    """Whether every visible key counts the same: there are no float log-weights."""
     return problem.log_weight is None or problem.log_weight.dtype == torch.bool
-
-
-def gains_compiled(names: Names, problem: AttentionProblem) -> bool:
-    """Whether compiled code would be quicker: on the CPU not for those few sums that take as many passes eagerly."""
-    few = not any(MOMENTS[name][0] - {"position", *FEW} for name in names)
-    return is_fusable(problem) and not (few and problem.query.device.type == "cpu")
 
 
 def moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:
     """The moments of these names, each ``(B, Hk, G, L)``, and the output where there are values."""
-    if is_fusable(problem):
-        return _run_counted(Plan.of(problem, _pairs_per_thread(problem), buffers=2), names, summarise)
-    return _run(Plan.of(problem, _pairs_per_thread(problem), buffers=3), WEIGHTED, names, _weighted)
+    if counts_keys(problem):
+        pairs_per_thread = max(FEWEST_PAIRS, ROWS * min(KEYS, problem.key.shape[2]))
+        return _run(Plan.of(problem, pairs_per_thread, buffers=2, keys=KEYS), MOMENTS, names, _counted)
+    return _run(Plan.of(problem, WEIGHTED_PAIRS_PER_THREAD, buffers=3), WEIGHTED, names, _weighted)
 
 
-def _pairs_per_thread(problem: AttentionProblem) -> int:
-    """Scores of a tile per thread."""
-    return min(max(FEWEST_PAIRS, ROWS * problem.key.shape[2]), MOST_PAIRS)
-
-
-def compiled_moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:
-    """`moments`, each tile fused by `torch.compile` into two passes over its scores, where that can be."""
-    if not is_fusable(problem):
-        return moments(names, problem)
-    return _run_counted(Plan.of(problem, COMPILED_PAIRS_PER_THREAD, buffers=2), names, summarise_compiled)
-
-
-def _run_counted(plan: Plan, names: Names, summarise: Summarise) -> tuple[Tensor, ...]:
-    """Moments where every visible key counts the same."""
-
-    def sums_of(slab: Slab, needed: set[str]) -> Sums:
-        found = _space(slab, needed) | {"count": slab.per_query(slab.seen.count).clamp_min(1)}
-        for tile in slab.tiles() if needed else ():
-            summarise(tile, {name: numbers[tile.heads] for name, numbers in found.items()})
-        return found
-
-    return _run(plan, MOMENTS, names, sums_of)
-
-
-def _run(plan: Plan, formulas: Formulas, names: Names, sums_of: Callable[[Slab, set[str]], Sums]) -> tuple[Tensor, ...]:
+def _run(plan: Plan, formulas: Formulas, names: Names, sums_of: Callable[[Slab, Set[str]], Sums]) -> tuple[Tensor, ...]:
     """Moments by the sums that `sums_of` finds for a slab."""
     needed = set() if plan.problem.value is None else {"top", "total"}
     needed.update(*(formulas[name][0] for name in names))
@@ -134,12 +96,127 @@ def _run(plan: Plan, formulas: Formulas, names: Names, sums_of: Callable[[Slab, 
     return plan.run(work, [formulas[name][2] for name in names])
 
 
-def _space(slab: Slab, needed: set[str]) -> Sums:
+def _space(slab: Slab, needed: Set[str]) -> Sums:
     """Where the sums of a slab go."""
     return {name: slab.new(1, dtype=torch.int64 if name == "position" else None)[0] for name in needed}
 
 
-def _weighted(slab: Slab, needed: set[str]) -> Sums:
+def _counted(slab: Slab, needed: Set[str]) -> Sums:
+    """The sums where every visible key counts the same."""
+    sums = _space(slab, needed) | {"count": slab.per_query(slab.seen.count).clamp_min(1)}
+    of_heads: Sums = {}
+    for tile in slab.tiles() if needed else ():
+        # The tiles of the same heads follow each other, from their first keys to the last.
+        of_heads = _with_tile(None if tile.keys.start == 0 else of_heads, tile, needed)
+        if tile.keys.stop == slab.key.shape[2]:
+            for name in needed:
+                sums[name][tile.heads] = of_heads[name]
+            if "total" in needed:
+                tile.divide_product(of_heads["total"])
+    return sums
+
+
+def _with_tile(before: Sums | None, tile: Tile, needed: Set[str]) -> Sums:
+    """The sums over a tile's keys and the keys before it: each line is one pass over the tile, most of them in place.
+
+    Args:
+        before: over the keys before it; None where there are none.
+    """
+    scores = tile.scores
+    sums: Sums = {}
+    if "mean" in needed:
+        tile.clear(scores)
+        sums["count"] = tile.count()
+        sums["mean"] = scores.sum(-1, keepdim=True).div_(sums["count"].clamp_min(1))
+    if "top" in needed:
+        tile.hide()
+        sums["top"] = scores.amax(-1, keepdim=True)
+        if before is not None:
+            sums["top"] = torch.maximum(sums["top"], before["top"])
+        scores.sub_(sums["top"])
+    if "position" in needed:
+        sums["position"] = _first_largest(scores, tile.scratch[0]) + tile.slab.seen.first + tile.keys.start
+    # By what the exponentials of the keys before shrink, now that another score is the largest.
+    fall = None
+    if before is not None and "top" in needed:
+        fall = (before["top"] - sums["top"]).clamp_min_(lowest_exponent(scores.dtype))
+    if "total" in needed:
+        sums |= _exponential_sums(tile, needed, None if fall is None else fall.exp())
+    if "spread" in needed:
+        # Last, since it spoils the scores.
+        scores.sub_(sums["mean"] - sums["top"])
+        tile.clear(scores)
+        sums["spread"] = torch.linalg.vector_norm(scores, dim=-1, keepdim=True)
+    return sums if before is None else _merged(before, sums, fall)
+
+
+def _exponential_sums(tile: Tile, needed: Set[str], kept: Tensor | None) -> Sums:
+    """The sums of a tile that have e in them, and its product; the scores, relative to the largest, stay as they are.
+
+    Args:
+        kept: the factor of the product of the keys before; None where there are none.
+    """
+    scores, weights = tile.scores, tile.scratch[0]
+    # exp2 is as fast as exp where that is fast, and several times as fast where it is not.
+    torch.mul(scores, LOG2_E, out=weights).clamp_min_(lowest_exponent(scores.dtype) * LOG2_E).exp2_()
+    tile.clear(weights)
+    sums = {"total": weights.sum(-1, keepdim=True)}
+    if "square" in needed:
+        sums["square"] = torch.linalg.vector_norm(weights, dim=-1, keepdim=True)
+    tile.add_product(weights, kept)
+    for name in ("first", "second"):
+        if name in needed:
+            sums[name] = weights.mul_(scores).sum(-1, keepdim=True)
+    return sums
+
+
+def _merged(before: Sums, new: Sums, fall: Tensor | None) -> Sums:
+    """The sums over two sets of keys.
+
+    Args:
+        before: over the first keys, relative to the largest score of these.
+        new: over the others, relative to the largest of all, which `top` is already.
+        fall: the first top less the second, at most 0.
+    """
+    sums = dict(new)
+    if fall is not None:
+        # With x' = x + fall: Σe' = Σe·exp(fall), Σe'x' = (Σex + fall Σe) exp(fall), Σe'x'² likewise.
+        kept = fall.exp()
+        if "total" in new:
+            sums["total"] = new["total"] + kept * before["total"]
+        if "square" in new:
+            sums["square"] = torch.hypot(new["square"], kept * before["square"])
+        if "first" in new:
+            sums["first"] = new["first"] + kept * (before["first"] + fall * before["total"])
+        if "second" in new:
+            second = before["second"] + fall * (2 * before["first"] + fall * before["total"])
+            sums["second"] = new["second"] + kept * second
+        if "position" in new:
+            sums["position"] = torch.where(before["top"] < new["top"], new["position"], before["position"])
+    if "mean" in new:
+        # Means and sums of squares of two samples (Chan, Golub and LeVeque, 1983).
+        sums["count"] = before["count"] + new["count"]
+        share = new["count"] / sums["count"].clamp_min(1)
+        difference = new["mean"] - before["mean"]
+        sums["mean"] = before["mean"] + share * difference
+        if "spread" in new:
+            between = difference * (share * before["count"]).sqrt()
+            sums["spread"] = torch.hypot(torch.hypot(before["spread"], new["spread"]), between)
+    return sums
+
+
+def _first_largest(scores: Tensor, buffer: Tensor) -> Tensor:
+    """The first key whose score is 0, which is the largest; any key where there is none."""
+    keys = scores.shape[-1]
+    if keys > COUNTED:
+        return torch.argmax(scores, -1, keepdim=True)
+    # Three quick passes; an argmax is as slow as ten. Every score but the largest has its floor below 0.
+    backwards = -torch.arange(keys, dtype=scores.dtype, device=scores.device)
+    numbers = torch.add(backwards, torch.floor(scores, out=buffer), alpha=keys, out=buffer)
+    return (-numbers.amax(-1, keepdim=True)).long()
+
+
+def _weighted(slab: Slab, needed: Set[str]) -> Sums:
     """The sums with float log-weights."""
     weight = _float_weight(slab)
     top = weight.amax(-1, keepdim=True)
@@ -153,56 +230,6 @@ def _weighted(slab: Slab, needed: set[str]) -> Sums:
         sums = {name: numbers[tile.heads] for name, numbers in found.items()}
         _summarise_weighted(tile, tile.of_heads(weight), tile.of_heads(prior), sums)
     return found
-
-
-def summarise(tile: Tile, sums: Sums) -> None:
-    """The sums of a tile, eagerly: each line is one pass over it. Most are over one buffer, which is three times as fast."""
-    scores, weights = tile.scores, tile.scratch[0]
-    if "mean" in sums:
-        tile.clear(scores)
-        torch.sum(scores, -1, keepdim=True, out=sums["mean"]).div_(sums["count"])
-    if "top" in sums:
-        tile.hide()
-        _shift(tile, sums)
-    if "total" in sums:
-        _exponential_sums(tile, sums)
-    if "spread" in sums:
-        # Last, since it spoils the scores.
-        scores.sub_(sums["mean"] - sums["top"])
-        tile.clear(scores)
-        torch.linalg.vector_norm(scores, dim=-1, keepdim=True, out=sums["spread"])
-
-
-def _exponential_sums(tile: Tile, sums: Sums) -> None:
-    """The sums of a tile that have e in them; the scores, relative to the largest, stay as they are."""
-    scores, weights = tile.scores, tile.scratch[0]
-    # exp2 is as fast as exp where that is fast, and several times as fast where it is not.
-    torch.mul(scores, LOG2_E, out=weights).clamp_min_(lowest_exponent(scores.dtype) * LOG2_E).exp2_()
-    tile.clear(weights)
-    torch.sum(weights, -1, keepdim=True, out=sums["total"])
-    if "square" in sums:
-        torch.linalg.vector_norm(weights, dim=-1, keepdim=True, out=sums["square"])
-    tile.multiply(weights, sums["total"])
-    for name in ("first", "second"):
-        if name in sums:
-            torch.sum(weights.mul_(scores), -1, keepdim=True, out=sums[name])
-
-
-def _shift(tile: Tile, sums: Sums) -> Tensor:
-    """Make scores relative to each query's largest, which is returned, and find the first that has it."""
-    scores, keys = tile.scores, tile.scores.shape[-1]
-    top = torch.amax(scores, -1, keepdim=True, out=sums.get("top"))
-    if "position" in sums and keys > COUNTED:
-        torch.argmax(scores, -1, keepdim=True, out=sums["position"])
-    scores.sub_(top)
-    if "position" in sums and keys <= COUNTED:
-        # Three quick passes; an argmax is as slow as ten. The largest score is 0 now, and every other's floor below.
-        backwards = -torch.arange(keys, dtype=scores.dtype, device=scores.device)
-        numbers = torch.add(backwards, torch.floor(scores, out=tile.scratch[0]), alpha=keys, out=tile.scratch[0])
-        sums["position"].copy_(-numbers.amax(-1, keepdim=True))
-    if "position" in sums:
-        sums["position"].add_(tile.slab.seen.first)
-    return top
 
 
 def lowest_exponent(dtype: torch.dtype) -> float:
@@ -224,7 +251,12 @@ def _summarise_weighted(tile: Tile, log_weight: Tensor, prior: Tensor, sums: Sum
     scores, (products, weights) = tile.scores, tile.scratch
     wide, wide_products = tile.spread_out(scores), tile.spread_out(products)
     tile.hide()
-    top = _shift(tile, sums)
+    top = scores.amax(-1, keepdim=True)
+    scores.sub_(top)
+    if "top" in sums:
+        sums["top"].copy_(top)
+    if "position" in sums:
+        sums["position"].copy_(_first_largest(scores, products) + tile.slab.seen.first)
     tile.clear(scores)
     if "mean" in sums:
         torch.mul(wide, prior, out=wide_products)
@@ -253,65 +285,3 @@ def _summarise_weighted(tile: Tile, log_weight: Tensor, prior: Tensor, sums: Sum
         scores.sub_(sums["first"] / sums["total"])
         torch.sum(torch.mul(scores, weights, out=products).mul_(scores), -1, keepdim=True, out=sums["deviation"])
     tile.multiply(weights, sums["total"])
-
-
-@functools.cache
-def compiler_exists(device: str) -> bool:
-    """Whether `torch.compile` would find what it needs there: Triton for CUDA, a C++ compiler for the CPU."""
-    # Here and not above: the compiler takes as long to import as all the rest of torch.
-    if device == "cuda":
-        from torch.utils._triton import has_triton
-
-        return has_triton()
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return False
-    return True
-
-
-def summarise_compiled(tile: Tile, sums: Sums) -> None:
-    """`summarise` compiled; a tile of a single row or key, which would be compiled anew, and largest scores alone, eagerly."""
-    heads, rows, keys = tile.scores.shape
-    if heads * rows < 2 or not 2 <= keys <= COUNTED or "total" not in sums:
-        summarise(tile, sums)
-        return
-    tile.hide()
-    names = FEW if sums.keys() <= {*FEW, "position", "count"} else (*FEW, *MORE)
-    names = names if "position" not in sums else (*names, "position")
-    found = _kernel()(tile.scores.view(-1, keys), tile.scratch[0].view(-1, keys), sums["count"].reshape(-1), names)
-    found = dict(zip(names, found.view(-1, heads, rows, 1), strict=True))
-    for name in sums.keys() & found.keys():
-        sums[name].copy_(found[name])
-    if "position" in sums:
-        sums["position"].add_(tile.slab.seen.first)
-    tile.multiply(tile.scratch[0], found["total"])
-
-
-@functools.cache
-def _kernel() -> Callable[..., Tensor]:
-    # The limit is this function's own; the user's configuration stays as it is.
-    return torch.compile(_sums, dynamic=True, recompile_limit=VARIANTS)  # pyright: ignore[reportCallIssue]
-
-
-def _sums(scores: Tensor, weights: Tensor, count: Tensor, names: Names) -> Tensor:
-    """The sums of each row by two passes over it; e is left in `weights`."""
-    # The order is that in which the compiler makes two passes of them.
-    seen = scores > HIDDEN / 2
-    mean = torch.where(seen, scores, 0.0).sum(-1) / count
-    top = scores.amax(-1)
-    spread = torch.where(seen, scores - mean.unsqueeze(-1), 0.0).square().sum(-1).sqrt()
-    shifted = scores - top.unsqueeze(-1)
-    exponential = shifted.exp()
-    weights.copy_(exponential)
-    products = exponential * shifted
-    found = [top, exponential.sum(-1), products.sum(-1)]
-    if "second" in names:
-        found += [(products * shifted).sum(-1), exponential.square().sum(-1).sqrt(), mean, spread]
-    if "position" in names:
-        number = torch.arange(scores.shape[-1], dtype=scores.dtype, device=scores.device)
-        found.append(torch.where(shifted == 0, number, float(COUNTED)).amin(-1))
-    return torch.stack(found)

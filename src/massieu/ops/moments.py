@@ -18,11 +18,7 @@ from massieu.ops.documents import Documents
 from massieu.ops.observed import ObservedAttention, tell
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
-MomentsBackend = Literal["auto", "reference", "triton", "compiled", "blocks"]
-
-REPAYING_PAIRS = 5e10
-"""So many scores make up for a compilation: about 15 s, against 0.3 ns saved a score; on CUDA 2 s, against 0.03 ns."""
-
+MomentsBackend = Literal["auto", "reference", "triton", "blocks"]
 
 Moment = TypeVar("Moment", Float[Tensor, "*query"], Float[Tensor, "*query"] | None)
 
@@ -61,12 +57,6 @@ class MomentsResult(NamedTuple, Generic[Moment]):
     """Largest s of a visible key."""
     max_position: Moment
     """Which key has it, int64: the first of several; −1 if there is none, or `max_score` is not finite. A sink is no key."""
-
-
-class _Work:
-    """Scores that `auto` has met in this process and that compiled tiles would have done faster."""
-
-    pairs = 0
 
 
 @overload
@@ -140,8 +130,6 @@ def attention_moments(
             - "blocks": tiles that stay in cache, without gradient;
             - "triton": one pass over the keys on CUDA, compiled in about 2 s once. Weights are rounded to the values' dtype
               for the output, as fused attention does. Of log-weights booleans alone.
-            - "compiled": tiles with each one fused by `torch.compile`: 5 to 30 s once, needs a C++ compiler. Float
-              log-weights and tiles of a single query or key are done as in "blocks".
 
     Numbers agree between backends to rounding: in float32 the score's variance has an absolute error of about
     1e-6·(variance + log² n), the others about 1e-6 times the scores' spread over a query's keys.
@@ -164,17 +152,11 @@ def attention_moments(
     choice("backend", backend, "auto", *BACKENDS)
     wanted = _checked(moments)
     names = wanted if problem.sink is None else _with_needed(wanted)
-    chosen = backends.choose(backend, _registry(problem, backend, names), problem)
-
-    def compute(part: AttentionProblem) -> tuple[Tensor, ...]:
-        if backend == "auto" and chosen.name != "reference" and moment_blocks.gains_compiled(names, part):
-            _Work.pairs += part.pairs
-        return chosen.forward(part)
-
+    chosen = backends.choose(backend, _registry(names), problem)
     labels = names if value is None else (*names, "output")
 
     def computed() -> dict[str, Tensor]:
-        found = dict(zip(labels, _in_parts(compute, names, problem, chosen.bands), strict=True))
+        found = dict(zip(labels, _in_parts(chosen.forward, names, problem, chosen.bands), strict=True))
         return found if problem.sink is None else with_sink.moments(found, problem)
 
     told = () if value is None else listeners()
@@ -259,12 +241,10 @@ def moments_backend(
     is_causal: bool = False,
     moments: Collection[str] | None = None,
 ) -> str:
-    """Which backend ``attention_moments(..., backend="auto")`` would take now: "reference", "blocks", "compiled", "triton".
+    """Which backend ``attention_moments(..., backend="auto")`` takes: "reference", "blocks" or "triton".
 
-    "reference" where "blocks" cannot go (gradients, transforms, other devices than the CPU and CUDA); "compiled" once the calls
-    of this process have met `REPAYING_PAIRS` scores, about what makes up for the compilation, and there is a C++
-    compiler, or on CUDA "triton"; else "blocks". A window, soft cap or sink makes no difference. Where only log-partitions,
-    entropy, mean, largest weight or largest score are asked for, "blocks" is as quick on the CPU, and is taken.
+    "triton" on CUDA, where it can do this; else "blocks", on the CPU and on CUDA; "reference" where that cannot go either:
+    gradients, transforms, other devices. A window, soft cap or sink makes no difference.
 
     Raises:
         TypeError, ValueError: as `attention_moments`.
@@ -277,34 +257,19 @@ def moments_backend(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     problem = check_problem(query, key, value, log_weight, scale, is_causal)
-    return backends.choose("auto", _registry(problem, "auto", _checked(moments)), problem).name
+    return backends.choose("auto", _registry(_checked(moments)), problem).name
 
 
-class _Compiled(tiles.Blocks):
-    name = "compiled"
-
-    def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
-        reason, kind = super().refuses(problem, *others), problem.query.device.type
-        if reason is None and not moment_blocks.compiler_exists(kind):
-            return "no C++ compiler was found" if kind == "cpu" else "Triton was not found, or has no such device"
-        return reason
-
-
-def _registry(problem: AttentionProblem, asked: str, names: tuple[str, ...]) -> tuple[backends.Backend, ...]:
-    """In order of preference. A compilation is taken where it is asked for, or repaid."""
-    triton, compiled = TritonMoments(names), _Compiled(partial(moment_blocks.compiled_moments, names))
-    eager = (
+def _registry(names: tuple[str, ...]) -> tuple[backends.Backend, ...]:
+    """In order of preference."""
+    return (
+        TritonMoments(names),
         tiles.Blocks(partial(moment_blocks.moments, names)),
         reference.Reference(partial(_by_reference, names)),
     )
-    if asked != "auto":
-        return triton, compiled, *eager
-    if _Work.pairs < REPAYING_PAIRS or not moment_blocks.gains_compiled(names, problem):
-        return eager
-    return (triton if problem.query.device.type == "cuda" else compiled), *eager
 
 
-BACKENDS = ("triton", "compiled", "blocks", "reference")
+BACKENDS = ("triton", "blocks", "reference")
 
 
 def _by_reference(names: tuple[str, ...], problem: AttentionProblem) -> tuple[Tensor, ...]:

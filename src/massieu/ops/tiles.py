@@ -4,6 +4,7 @@ On the CPU a piece stays in a core's cache; on CUDA it keeps the device busy, an
 works in tiles does so without derivative, and gives the numbers of the reference to rounding.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -64,7 +65,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is cut: slabs of items and queries, each done in tiles of a few heads."""
+    """How a problem is cut: slabs of items and queries, each done in tiles of a few heads and, where asked, of a few keys."""
 
     problem: AttentionProblem
     """Of contiguous tensors of the working dtype, its scale a number."""
@@ -72,10 +73,16 @@ class Plan:
     """Scores of a tile."""
     buffers: Tensor
     """(number, scores of a tile): what a tile works in, its scores first, and the next tile uses again."""
+    keys: int
+    """Keys of a tile, at most, where it has as many queries as a slab may have."""
 
     @staticmethod
-    def of(problem: AttentionProblem, pairs_per_thread: int, buffers: int) -> "Plan":
-        """Tiles of so many scores a thread of the CPU, or for a device, and of at least a query's of one key head."""
+    def of(problem: AttentionProblem, pairs_per_thread: int, buffers: int, keys: int | None = None) -> "Plan":
+        """Tiles of so many scores a thread of the CPU, or for a device, and of at least a query's of one key head.
+
+        Args:
+            keys: of a tile on the CPU, at most, where there are many queries; all if not given, and on other devices.
+        """
         query, scale = problem.query.to(problem.dtype), problem.scale
         if isinstance(scale, Tensor):
             query, scale = (query * scale).to(problem.dtype), 1.0
@@ -83,10 +90,15 @@ class Plan:
             None if part is None else part.to(problem.dtype).contiguous() for part in (problem.key, problem.value)
         )
         assert key is not None
+        if keys is None or query.device.type != "cpu":
+            keys = key.shape[2]
+        keys = min(keys, key.shape[2])
         pairs = at_once(pairs_per_thread * torch.get_num_threads(), query.device)
-        capacity = max(pairs, query.shape[2] * key.shape[2])
+        capacity = max(pairs, query.shape[2] * keys)
         space = query.new_empty(buffers, min(capacity, problem.pairs))
-        return Plan(replace(problem, query=query.contiguous(), key=key, value=value, scale=scale), capacity, space)
+        return Plan(
+            replace(problem, query=query.contiguous(), key=key, value=value, scale=scale), capacity, space, keys
+        )
 
     @torch.no_grad()
     def run(self, work: Callable[["Slab"], Sequence[Tensor]], levels: Sequence[float] = ()) -> tuple[Tensor, ...]:
@@ -116,7 +128,7 @@ class Plan:
         """Slabs without a visible key are left out."""
         problem = self.problem
         batch, key_heads, group, length, _ = problem.query.shape
-        keys = problem.key.shape[2]
+        keys = self.keys
         items, rows = max(1, self.capacity // (key_heads * group * length * keys)), length
         weight = problem.log_weight
         if problem.band is not None or (weight is not None and weight.shape[3] > 1):
@@ -201,31 +213,38 @@ class Slab:
         return None if self.seen.keep is None else (1 - self.seen.keep) * HIDDEN
 
     def tiles(self) -> Iterator["Tile"]:
-        """The (soft-capped) scores of a few heads at a time, in buffers that the next tile reuses."""
-        count, rows, keys = *self.query.shape[:2], self.key.shape[2]
+        """The (soft-capped) scores of a few heads at a time, in buffers that the next tile reuses.
+
+        Where a tile has not all keys of its heads, those of the same heads follow each other.
+        """
+        heads, rows, keys = *self.query.shape[:2], self.key.shape[2]
         scale, softcap = self.plan.problem.scale, self.plan.problem.softcap
         assert isinstance(scale, float)
+        most_keys = max(self.plan.keys, self.plan.capacity // rows)
+        # Of equal length: a short last one would take nearly as long as a full one.
+        keys_at_once = -(-keys // -(-keys // most_keys))
         # Several items are only taken together when all their heads fit.
-        some = count if self.shape[0] > 1 else max(1, self.plan.capacity // (rows * keys))
-        views: Sequence[Tensor] = ()
-        for heads in slices(count, some):
-            number = heads.stop - heads.start
-            if not views or len(views[0]) != number:
-                views = [buffer[: number * rows * keys].view(number, rows, keys) for buffer in self.plan.buffers]
-            scores, *scratch = views
-            alpha = scale if softcap is None else scale / softcap
-            torch.baddbmm(scores, self.query[heads], self.key[heads], beta=0, alpha=alpha, out=scores)
-            if softcap is not None:
-                scores.tanh_().mul_(softcap)
-            yield Tile(self, heads, scores, tuple(scratch))
+        heads_at_once = heads if self.shape[0] > 1 else max(1, self.plan.capacity // (rows * keys_at_once))
+        alpha = scale if softcap is None else scale / softcap
+        for some_heads in slices(heads, heads_at_once):
+            for some_keys in slices(keys, keys_at_once):
+                shape = (some_heads.stop - some_heads.start, rows, some_keys.stop - some_keys.start)
+                scores, *scratch = (buffer[: math.prod(shape)].view(shape) for buffer in self.plan.buffers)
+                key = self.key[some_heads, :, some_keys]
+                torch.baddbmm(scores, self.query[some_heads], key, beta=0, alpha=alpha, out=scores)
+                if softcap is not None:
+                    scores.tanh_().mul_(softcap)
+                yield Tile(self, some_heads, some_keys, scores, tuple(scratch))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The scores of a few heads of a slab; hidden pairs hold their true score."""
+    """The scores of a few heads of a slab, and of all or some of its keys; hidden pairs hold their true score."""
 
     slab: Slab
     heads: slice
+    keys: slice
+    """Counted from the first visible key of the slab."""
     scores: Tensor
     """Shape (h, G·rows, keys)."""
     scratch: tuple[Tensor, ...]
@@ -233,14 +252,15 @@ class Tile:
 
     def spread_out(self, numbers: Tensor) -> Tensor:
         """A buffer of the tile as (b, h, G, rows, keys), as masks and log-weights are."""
-        batch, key_heads, *rest = self.slab.shape
-        whole = len(numbers) == batch * key_heads
-        return numbers.view(batch if whole else 1, -1, *rest, numbers.shape[-1])
+        batch, _, *rest = self.slab.shape
+        return numbers.view(batch if self._has_all_heads() else 1, -1, *rest, numbers.shape[-1])
 
     def of_heads(self, weights: Tensor) -> Tensor:
         """The part for the tile's heads of what broadcasts to (b, Hk, G, rows, …)."""
-        whole = len(self.scores) == self.slab.shape[0] * self.slab.shape[1]
-        return weights if whole or weights.shape[1] == 1 else weights[:, self.heads]
+        return weights if self._has_all_heads() or weights.shape[1] == 1 else weights[:, self.heads]
+
+    def _has_all_heads(self) -> bool:
+        return len(self.scores) == self.slab.shape[0] * self.slab.shape[1]
 
     def exponentiate(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """Turn scores and log-weights of a slab into weights of which the largest is 1; their logarithm's shift, their sum."""
@@ -255,22 +275,70 @@ class Tile:
         if self.slab.value is not None and self.slab.product is not None:
             torch.bmm(weights, self.slab.value[self.heads], out=self.slab.product[self.heads]).div_(total)
 
+    def add_product(self, weights: Tensor, kept: Tensor | None) -> None:
+        """Add Σ weight·value to the slab's product, where there are values.
+
+        Args:
+            kept: the factor of what the product holds from other keys; None where it holds nothing.
+        """
+        if self.slab.value is None or self.slab.product is None:
+            return
+        value, product = self.slab.value[self.heads, self.keys], self.slab.product[self.heads]
+        if kept is None:
+            torch.bmm(weights, value, out=product)
+        else:
+            product.mul_(kept).baddbmm_(weights, value)
+
+    def divide_product(self, total: Tensor) -> None:
+        """Divide the slab's product by the sum of weights, where there are values."""
+        if self.slab.product is not None:
+            self.slab.product[self.heads].div_(total)
+
     def hide(self) -> None:
         """Put the scores of hidden pairs far below every other."""
-        hidden = self.slab.hidden
-        if hidden is not None:
-            self._mixed(self.scores).add_(self.of_heads(hidden))
+        self._change_mixed(self.scores, Tensor.add_, self.slab.hidden)
 
     def clear(self, numbers: Tensor) -> None:
         """Set a buffer of the tile to 0 at hidden pairs."""
-        keep = self.slab.seen.keep
-        if keep is not None:
-            self._mixed(numbers).mul_(self.of_heads(keep))
+        self._change_mixed(numbers, Tensor.mul_, self.slab.seen.keep)
 
-    def _mixed(self, numbers: Tensor) -> Tensor:
-        """The part of a buffer for keys that some queries see and some do not."""
+    def count(self) -> Tensor:
+        """How many of the tile's keys each query sees, (h, G·rows, 1)."""
+        heads, queries, keys = self.scores.shape
+        mixed = self._mixed_keys()
+        if self.slab.seen.keep is None or mixed is None:
+            return self.scores.new_full((1, 1, 1), keys)
+        kept = self.of_heads(self.slab.seen.keep)[..., mixed.of_mask]
+        counts = kept.sum(-1) + (keys - kept.shape[-1])
+        batch = self.slab.shape[0] if self._has_all_heads() else 1
+        return counts.expand(batch, heads // batch, *self.slab.shape[2:]).reshape(heads, queries, 1)
+
+    def _change_mixed(self, numbers: Tensor, change: Callable[[Tensor, Tensor], Tensor], by: Tensor | None) -> None:
+        """Change the part of a buffer for keys that some queries see and some do not."""
+        mixed = self._mixed_keys()
+        if by is not None and mixed is not None:
+            change(self.spread_out(numbers)[..., mixed.of_tile], self.of_heads(by)[..., mixed.of_mask])
+
+    def _mixed_keys(self) -> "_MixedKeys | None":
+        """Which of the tile's keys some queries see and some do not; None where there are none."""
         seen = self.slab.seen
-        return self.spread_out(numbers)[..., seen.mixed_first - seen.first : seen.mixed_last - seen.first]
+        first = max(seen.mixed_first - seen.first, self.keys.start)
+        last = min(seen.mixed_last - seen.first, self.keys.stop)
+        if last <= first:
+            return None
+        of_tile = slice(first - self.keys.start, last - self.keys.start)
+        before = seen.mixed_first - seen.first
+        return _MixedKeys(of_tile, slice(first - before, last - before))
+
+
+@dataclass(frozen=True)
+class _MixedKeys:
+    """Keys of a tile that some queries see and some do not."""
+
+    of_tile: slice
+    """Counted from the tile's first key."""
+    of_mask: slice
+    """Counted from the first key of `Visible.keep`."""
 
 
 def slab_weight(problem: AttentionProblem, batch: slice, rows: slice) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The moments of attention's weights by a kernel in Triton, without gradient: the CUDA counterpart of compiled tiles.
+"""The moments of attention's weights by a kernel in Triton, without gradient: the CUDA counterpart of tiles.
 
 It is compiled for seconds at its first call, and proved as PyTorch's kernels are: beside the reference in float64, once per
 process, device, dtype and layout.
@@ -36,7 +36,7 @@ class TritonMoments:
             return "it needs Triton, which is not installed"
         if query.dtype == torch.float64:
             return "it has no float64"
-        if not moment_blocks.is_fusable(problem):
+        if not moment_blocks.counts_keys(problem):
             return "it has no log_weight but booleans"
         size = max(query.shape[4], 0 if value is None else value.shape[3])
         if size > MOST_SIZE:

@@ -1,0 +1,13 @@
+"""Tiles of moments that are small enough for a few queries and keys to need several."""
+
+import pytest
+
+from massieu.ops import moment_blocks
+
+
+def use_small_tiles(monkeypatch: pytest.MonkeyPatch, pairs: int) -> None:
+    """Tiles of about so many scores, and of a quarter as many keys where there are several queries."""
+    monkeypatch.setattr(moment_blocks, "WEIGHTED_PAIRS_PER_THREAD", pairs)
+    monkeypatch.setattr(moment_blocks, "FEWEST_PAIRS", pairs)
+    monkeypatch.setattr(moment_blocks, "ROWS", 1)
+    monkeypatch.setattr(moment_blocks, "KEYS", max(1, pairs // 4))
