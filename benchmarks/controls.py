@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from massieu.experiments.criterion import interval
+from massieu.papers.experiments.criterion import interval
 from massieu.probing.capture.tokens import is_sampled
 from massieu.probing.sums.comparisons import Arrangement, BesideRandom, with_their_tails
 from massieu.probing.sums.random_heads import RandomHeads

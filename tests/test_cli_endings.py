@@ -407,7 +407,7 @@ def test_a_page_of_claims_is_tried_before_they_are_checked(tmp_path, monkeypatch
     def checked(*_: object, **__: object) -> None:
         raise AssertionError("the claims were checked")
 
-    monkeypatch.setattr("massieu.verification.run.verify", checked)
+    monkeypatch.setattr("massieu.papers.claims.run.verify", checked)
     assert_bad(run("verify", "--html", tmp_path), "is a folder; the page needs the name of a file")
     assert_bad(run("verify", "--html", tmp_path / ("x" * 300)), "File name too long")
     (tmp_path / "file").touch()

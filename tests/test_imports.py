@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,16 +33,17 @@ ALLOWED = {
     "posteriors": WORKSHOP,
     "regression": WORKSHOP,
     "nn": MODELS,
-    "theory": MODELS,
     "probing": {"report", "interruption", "testing", "__init__"} | MODELS - {"posteriors"},
     "report": GROUND,
     "testing": MODELS,
     "sklearn": MODELS - {"population", "posteriors"},
-    "verification": {"theory", "report", "__init__"} | MODELS,
-    "experiments": {"theory", "report", "__init__"} | MODELS,
-    "cli": {"probing", "verification", "experiments", "report", "interruption", "ops", "__init__"} | GROUND,
+    "papers": {"papers.theory", "papers.claims", "foundation"},
+    "papers.theory": MODELS,
+    "papers.claims": {"papers.theory", "report", "__init__"} | MODELS,
+    "papers.experiments": {"papers.theory", "report", "__init__"} | MODELS,
+    "cli": {"probing", "papers.claims", "papers.experiments", "report", "interruption", "ops", "__init__"} | GROUND,
     "__main__": {"cli"},
-    "__init__": {"theory", "testing", "sklearn", "probing", "verification"} | MODELS,
+    "__init__": {"testing", "sklearn", "probing", "papers"} | MODELS,
 }
 # The rooms of the probe, the highest first: a room may import itself and what is listed here, always rooms below it.
 # ARCHITECTURE.md shows this table (`python -m scripts.rooms_table`).
@@ -80,6 +81,14 @@ ONLY = {
 }
 
 
+def _room(parts: Sequence[str]) -> str | None:
+    """The innermost room among dotted names below the package: of `papers`, `theory`, `urns` it is `papers.theory`."""
+    for count in (2, 1):
+        if (room := ".".join(parts[:count])) in ALLOWED:
+            return room
+    return None
+
+
 @dataclass(frozen=True)
 class Import:
     """One name that a file imports from the package, lazily or not: `from module import name`, or `import module`."""
@@ -90,10 +99,8 @@ class Import:
     @property
     def room(self) -> str:
         """The room that is imported: of `from massieu import ops` it is `ops`."""
-        parts = self.module.split(".")[1:]
-        if parts:
-            return parts[0]
-        return self.name if self.name in ALLOWED else "__init__"
+        parts = [*self.module.split(".")[1:], self.name or ""]
+        return _room(parts) or "__init__"
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -123,7 +130,8 @@ def _files() -> list[Path]:
 
 
 def _room_of_file(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return _room(parts) or parts[0]
 
 
 # --- directions ------------------------------------------------------------------------------------------------------

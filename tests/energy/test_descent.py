@@ -14,8 +14,8 @@ from tests.support.rows import every_row
 
 from massieu.energy import HopfieldEnergy, newton_step
 from massieu.errors import ConvergenceError, ConvergenceWarning
+from massieu.papers.theory import ClusteringEnergy
 from massieu.solve import Status
-from massieu.theory import ClusteringEnergy
 
 # --- retrieval -------------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ import torch
 from tests.support.rows import one_in
 from tests.support.sentences import works_or_says, wrongs
 
-from massieu import energy, measures, theory
+from massieu import energy, measures
 from massieu.energy import activations, bounds
-from massieu.theory import damped_descent, least_descent, path_length, smallest_move
+from massieu.papers import theory
+from massieu.papers.theory import damped_descent, least_descent, path_length, smallest_move
 
 POINTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 HEADS = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))

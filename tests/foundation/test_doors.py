@@ -28,10 +28,10 @@ from massieu.nn import (
     RestrictedBoltzmannMachine,
     SoftmaxHeads,
 )
+from massieu.papers.theory import cumulant_growth, transfer
 from massieu.population import Flow
 from massieu.regression import GaussianKernel
 from massieu.solve import ConjugateGradients, fixed_point, linear_solve, spectral_radius
-from massieu.theory import cumulant_growth, transfer
 
 
 @door(width=count)
