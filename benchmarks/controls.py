@@ -26,7 +26,7 @@ from massieu.probing.sums.random_heads import RandomHeads
 from massieu.probing.sums.significance import difference_p, other_heads, two_sided_p
 from massieu.probing.sums.unit_errors import ratio_error
 from massieu.probing.sums.units import BlockSums, Estimate, Units
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 PATH = Path(__file__).with_suffix(".json")
 RUNS = 4_000

@@ -145,7 +145,7 @@ def _compared(folder: Path) -> object:
 
 
 def _monitored(folder: Path) -> object:
-    from massieu.report.record_lines import read_run
+    from massieu.storage.record_lines import read_run
 
     assert not read_run(folder / "run.jsonl").notes
     page = (folder / "run.html").read_text()

@@ -20,7 +20,7 @@ from massieu.interruption import CONTROL_C, ENDINGS, Interruption, interruptible
 from massieu.probing import run as run_module
 from massieu.probing.data.documents import check_sources
 from massieu.probing.result.result import ProbeResult
-from massieu.report.locking import locked
+from massieu.storage.locking import locked
 
 __all__ = ["checkpoint", "probed"]  # fixtures
 
@@ -359,7 +359,7 @@ def test_no_room_is_found_before_the_model_is_read(probed, tmp_path):
 
 
 def test_a_second_run_with_the_same_folder_is_told_before_the_model_is_read(probed, tmp_path, monkeypatch):
-    monkeypatch.setattr("massieu.report.folder._MOMENT", 0.1)
+    monkeypatch.setattr("massieu.storage.folder._MOMENT", 0.1)
     ready, enough = threading.Event(), threading.Event()
 
     def other() -> None:

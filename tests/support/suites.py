@@ -31,7 +31,7 @@ SHARED_LAWS = frozenset(
 They call a class's own formula as every law does, but what they alone can find wrong is mostly in the base class.
 """
 
-ROOMS_OF_APPLICATIONS = ("cli", "papers.claims", "papers.experiments", "probing", "report", "sklearn")
+ROOMS_OF_APPLICATIONS = ("cli", "papers.claims", "papers.experiments", "probing", "report", "sklearn", "storage")
 """Where no contract is implemented, and what is imported takes long."""
 
 REPRESENTATIVES = 3

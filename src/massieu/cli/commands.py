@@ -30,7 +30,7 @@ from massieu.cli.processes import joined, leads, many, say_first, say_once
 from massieu.cli.streams import OutputLost, say, show
 from massieu.errors import InputError, ProcessLostError
 from massieu.interruption import ENDINGS, Interruption, interruptible
-from massieu.report.folder import save_or_elsewhere
+from massieu.storage.folder import save_or_elsewhere
 
 if TYPE_CHECKING:
     from massieu.probing.result.result import ProbeResult

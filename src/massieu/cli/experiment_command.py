@@ -91,7 +91,7 @@ def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder:
         from massieu.cli import experiment as shown
         from massieu.cli.language_model import next_word
         from massieu.papers.experiments.prompts import PROMPTS, read_prompts, save_readings
-        from massieu.report.folder import tried
+        from massieu.storage.folder import tried
 
     with tried(folder, 1 << 16):  # what is in the way of writing is found before the model is loaded
         predictor, tokenizer, shown_name = next_word(model)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from massieu.probing.statistics.head_window import HeadWindow, mean_over_queries
     from massieu.probing.statistics.query_reading import QueryReading
     from massieu.probing.sums.accumulate import Ratio
-    from massieu.report.record import Statistic
+    from massieu.storage.record import Statistic
 
 __all__ = [
     "Event",
@@ -36,7 +36,7 @@ __getattr__, __dir__ = lazy_names(
         "Ratio": "massieu.probing.sums.accumulate:Ratio",
         "RatioParts": "massieu.probing.statistics.group:RatioParts",
         "RowPlace": "massieu.probing.statistics.group:RowPlace",
-        "Statistic": "massieu.report.record:Statistic",
+        "Statistic": "massieu.storage.record:Statistic",
         "mean_over_queries": "massieu.probing.statistics.head_window:mean_over_queries",
         "rows_of": "massieu.probing.statistics.group:rows_of",
     },

@@ -9,7 +9,7 @@ import torch
 import massieu
 from massieu.papers.claims.claim import Claim
 from massieu.report.page import asset, template
-from massieu.report.writing import write_whole
+from massieu.storage.writing import write_whole
 
 
 def write_page(claims: Sequence[Claim], summary: str, path: Path) -> Path:

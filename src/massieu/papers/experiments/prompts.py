@@ -15,7 +15,7 @@ from massieu.errors import InputError
 from massieu.papers.experiments.tasks import BIT
 from massieu.posteriors import DirichletMultinomial
 from massieu.report.encode import plain
-from massieu.report.writing import write_whole
+from massieu.storage.writing import write_whole
 
 NextWord = Callable[[Int[Tensor, "1 L"]], Float[Tensor, "1 L V"]]
 """From the tokens of one prompt to logits of the token after each."""

@@ -18,8 +18,8 @@ from massieu.papers.experiments.page import page_of
 from massieu.papers.experiments.processes import leads
 from massieu.papers.experiments.study import Numbers, Study, experiments, find
 from massieu.report.encode import plain
-from massieu.report.folder import tried
-from massieu.report.writing import write_whole
+from massieu.storage.folder import tried
+from massieu.storage.writing import write_whole
 
 SEEDS = (5, 6, 7, 8, 9)
 """Of a verdict; settings were chosen on seeds 0 to 4."""

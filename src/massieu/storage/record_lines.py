@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from massieu.errors import InputError
-from massieu.report.writing import check_name, explaining
+from massieu.storage.writing import check_name, explaining
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 COMPARABLE = ("model", "layers", "heads", "batch")

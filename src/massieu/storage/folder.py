@@ -26,9 +26,9 @@ from typing import TypeVar
 
 from massieu.errors import InputError
 from massieu.foundation.files import LEFT, sync_folder
-from massieu.report.directory import Directory, aside_name, digest, digest_of
-from massieu.report.locking import LOCK, is_locked, locked
-from massieu.report.writing import check_name, explaining, try_to_write
+from massieu.storage.directory import Directory, aside_name, digest, digest_of
+from massieu.storage.locking import LOCK, is_locked, locked
+from massieu.storage.writing import check_name, explaining, try_to_write
 
 __all__ = ["MismatchError", "Stored", "digest", "digest_of", "read", "reserved", "save", "save_or_elsewhere", "tried"]
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from massieu.errors import InputError
-from massieu.report.writing import explaining
+from massieu.storage.writing import explaining
 
 LOCK = ".massieu_lock"
 _BEGINS = " (process "

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from massieu.report import folder as folders
+from massieu.storage import folder as folders
 
 NAMES = ("one", "two", "three")
 RECORD = "run.json"

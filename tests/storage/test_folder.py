@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.report.saving import NAMES, RECORD, files, save, save_often
+from tests.support.storage.saving import NAMES, RECORD, files, save, save_often
 
 from massieu.errors import InputError
-from massieu.report import folder as folders
-from massieu.report import locking
-from massieu.report.locking import is_locked, locked
-from massieu.report.writing import check_name, try_to_write, write_whole
+from massieu.storage import folder as folders
+from massieu.storage import locking
+from massieu.storage.locking import is_locked, locked
+from massieu.storage.writing import check_name, try_to_write, write_whole
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
 
@@ -448,7 +448,7 @@ def test_a_file_that_is_no_lock_is_not_emptied(tmp_path, content):
 @posix
 def test_a_lock_dies_with_its_process(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from massieu.report.locking import locked\n"
+        "import sys, time; from pathlib import Path; from massieu.storage.locking import locked\n"
         f"with locked(Path({str(tmp_path)!r})): print('locked', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 
 from massieu.probing.result import stored
-from massieu.report.record import Entry
+from massieu.storage.record import Entry
 
 NULL_BUT_THERE = {
     "ModelRecord": {"name", "layers", "heads"},
