@@ -132,7 +132,11 @@ def test_every_claim_is_on_the_map_with_what_it_uses():
     [
         ("S7", ["massieu.measures.base.Measure"], "quoted; **corrected**: the printed form fails"),
         ("X4", ["massieu.ops.attention.attention", "massieu.ops.attention.log_partition"], "derived; holds"),
-        ("N23", ["massieu.energy.hopfield.HopfieldEnergy", "massieu.energy.newton.newton_step"], "quoted; holds"),
+        (
+            "N23",
+            ["massieu.energy.hopfield.HopfieldEnergy", "massieu.papers.theory.newton.newton_step"],
+            "quoted; holds",
+        ),
         ("B12", ["massieu.solve.fixed_point.fixed_point"], "quoted; made precise"),
         ("Z10", ["massieu.papers.theory.generalisation.generalisation_bound"], "abstract only; holds"),
     ],

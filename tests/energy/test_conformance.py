@@ -14,13 +14,10 @@ from massieu.energy import (
     DenseHopfieldEnergy,
     Energy,
     HopfieldEnergy,
-    LogSumReLU,
-    ScoreDeviation,
     SparseAtoms,
-    TwoLayer,
 )
 from massieu.energy.activations import LayerNorm, RMSNorm, Tanh
-from massieu.papers.theory import ClusteringEnergy
+from massieu.papers.theory import ClusteringEnergy, LogSumReLU, ScoreDeviation, TwoLayer
 from massieu.testing import EnergyCase, energy_checks
 
 WIDTH = 3

@@ -8,7 +8,6 @@ from tests.support.rows import every_row
 
 from massieu.energy import (
     HopfieldEnergy,
-    LogSumReLU,
     SparseAtoms,
     TransformerEnergy,
     activations,
@@ -18,7 +17,7 @@ from massieu.energy import (
 )
 from massieu.measures import Atoms
 from massieu.papers import theory
-from massieu.papers.theory import ClusteringEnergy, asymptotic_scale, measured_cumulant_growth, path_length
+from massieu.papers.theory import ClusteringEnergy, LogSumReLU, asymptotic_scale, measured_cumulant_growth, path_length
 
 DOUBLE = torch.float64
 NAN = torch.full((2,), torch.nan)

@@ -1,6 +1,7 @@
 """Theorems about attention in ideal cases as functions: bounds, laws and exactly solved models, for claims and experiments.
 
-- Bal: how a memory descends (B5); vector spins of many components, `SphericalSpins` (B15);
+- Bal: how a memory descends (B5), by `newton_step` too (N23); vector spins of many components, `SphericalSpins` (B15);
+  potentials other than log Σ exp, `ScoreDeviation` (B18) and `LogSumReLU` (N4); the dynamics of two layers, `TwoLayer` (B20);
 - Shim: the equilibrium of a population and what grows about it (S13, S15, X7), the expansion (S12, X6), Gaussian laws in
   continuous time (S20, N6); tokens that cluster on a sphere, `ClusteringEnergy` (N5);
 - Zhang et al.: finite exchangeability (Z1), softmax as a smoother of the sphere (Z7, X9), Gaussian tokens (X1, X2), what a
@@ -27,7 +28,10 @@ from massieu.papers.theory.generalisation import (
 )
 from massieu.papers.theory.growth import cumulant_growth, harmonic_growth, measured_cumulant_growth
 from massieu.papers.theory.large_dimension import SphericalSpins
+from massieu.papers.theory.newton import newton_step
+from massieu.papers.theory.normalized import ScoreDeviation
 from massieu.papers.theory.precision import GaussianTokens, denoising_score, precision_matching_score
+from massieu.papers.theory.rectified import LogSumReLU
 from massieu.papers.theory.smoothing import (
     asymptotic_scale,
     deconvolution,
@@ -47,13 +51,17 @@ from massieu.papers.theory.transfer import (
     masked_token_probabilities,
     transfer,
 )
+from massieu.papers.theory.two_layer import TwoLayer
 from massieu.papers.theory.urns import finite_extension_bound, urn_total_variation
 
 __all__ = [
     "BlowUpError",
     "ClusteringEnergy",
     "GaussianTokens",
+    "LogSumReLU",
+    "ScoreDeviation",
     "SphericalSpins",
+    "TwoLayer",
     "after_layer",
     "asymptotic_scale",
     "attention_lipschitz",
@@ -79,6 +87,7 @@ __all__ = [
     "masked_mean",
     "masked_token_probabilities",
     "measured_cumulant_growth",
+    "newton_step",
     "optimal_scale",
     "path_length",
     "precision_matching_score",

@@ -5,13 +5,13 @@ import torch
 from massieu.energy import BinaryHopfieldEnergy, HopfieldEnergy, KineticSpins, SpinModel, bounds
 from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.gradients import jacobian_asymmetry
-from massieu.energy.normalized import ScoreDeviation
-from massieu.energy.two_layer import TwoLayer
 from massieu.papers.claims.bal import gradient_maps, random_features
 from massieu.papers.claims.shim import layers
 from massieu.papers.claims.zhang import generalisation
 from massieu.papers.theory import attention_lipschitz, generalisation_bound
 from massieu.papers.theory.generalisation import AttentionLipschitzResult
+from massieu.papers.theory.normalized import ScoreDeviation
+from massieu.papers.theory.two_layer import TwoLayer
 from massieu.population import FeedForward
 
 _STEP, _BASIN, _EXACT, _ENERGY = FeedForward._moved, bounds.basin, SpinModel.exact, BinaryHopfieldEnergy._energy

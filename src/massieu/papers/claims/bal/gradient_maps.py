@@ -10,12 +10,12 @@ from torch import Tensor
 from massieu.energy import HopfieldEnergy
 from massieu.energy.fenchel_young import SparseAtoms
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
-from massieu.energy.rectified import LogSumReLU
 from massieu.measures import Atoms
 from massieu.papers.claims.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.papers.claims.inputs import check_at_least, normal_draws
 from massieu.papers.claims.oracles import differences
 from massieu.papers.claims.registry import claim
+from massieu.papers.theory.rectified import LogSumReLU
 
 Scalar = Callable[[Tensor], Tensor]
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from massieu.energy import HopfieldEnergy
-from massieu.energy.normalized import ScoreDeviation
 from massieu.papers.claims.claim import GRADIENT_BY_DIFFERENCES, HESSIAN_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
 from massieu.papers.claims.oracles import differences
 from massieu.papers.claims.registry import claim
+from massieu.papers.theory.normalized import ScoreDeviation
 
 _ROUNDING = 1e-12
 _GAP = 4.0

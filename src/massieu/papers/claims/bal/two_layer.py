@@ -7,10 +7,10 @@ from torch import Tensor
 
 from massieu.energy import HopfieldEnergy
 from massieu.energy.activations import LayerNorm, Tanh
-from massieu.energy.two_layer import TwoLayer
 from massieu.papers.claims.claim import Check, at_least, at_most, close
 from massieu.papers.claims.inputs import check_at_least, normal_draws
 from massieu.papers.claims.registry import claim
+from massieu.papers.theory.two_layer import TwoLayer
 
 _ROUNDING = 1e-12
 _DURATION = 5.0

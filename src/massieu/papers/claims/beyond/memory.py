@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.energy import HopfieldEnergy, boosting_energy, newton_step, ood_score
+from massieu.energy import HopfieldEnergy, boosting_energy, ood_score
 from massieu.measures import Atoms
 from massieu.papers.claims.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
 from massieu.papers.claims.oracles import differences
 from massieu.papers.claims.registry import claim
-from massieu.papers.theory import ClusteringEnergy
+from massieu.papers.theory import ClusteringEnergy, newton_step
 from massieu.population.clusters import cluster_count
 
 _ROUNDING = 1e-12

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy.rectified import LogSumReLU
 from massieu.papers.claims.claim import GRADIENT_BY_DIFFERENCES, Check, at_least, at_most, close
 from massieu.papers.claims.inputs import check_at_least, normal_draws
 from massieu.papers.claims.oracles import differences
 from massieu.papers.claims.registry import claim
+from massieu.papers.theory.rectified import LogSumReLU
 
 _ROUNDING = 1e-12
 

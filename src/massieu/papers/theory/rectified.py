@@ -28,7 +28,7 @@ class LogSumReLU(Energy):
 
     Example:
         >>> import torch
-        >>> from massieu.energy import LogSumReLU
+        >>> from massieu.papers.theory import LogSumReLU
         >>> memory = LogSumReLU.create(torch.tensor([[0.0], [1.0], [9.0]]), scale=0.5)
         >>> memory.retrieve(torch.tensor([0.2])).state.tolist()  # a memory that emerges: the centroid of two
         [0.5]

@@ -10,7 +10,7 @@ from tests.support.rows import every_row
 from torch.func import grad, vmap
 
 from massieu.energy import HopfieldEnergy
-from massieu.energy.normalized import ScoreDeviation
+from massieu.papers.theory.normalized import ScoreDeviation
 
 
 def draw(*shape, seed=0):

@@ -25,7 +25,8 @@ def newton_step(energy: Energy, state: Float[Tensor, "*batch_query d"]) -> Float
 
     Example:
         >>> import torch
-        >>> from massieu.energy import HopfieldEnergy, newton_step
+        >>> from massieu.energy import HopfieldEnergy
+        >>> from massieu.papers.theory import newton_step
         >>> energy = HopfieldEnergy.create(torch.tensor([[1.0, 2.0]]))
         >>> [round(x, 3) for x in newton_step(energy, torch.zeros(2)).tolist()]  # quadratic: one step
         [1.0, 2.0]

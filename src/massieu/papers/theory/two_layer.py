@@ -36,7 +36,7 @@ class TwoLayer(Energy):
 
     Example:
         >>> import torch
-        >>> from massieu.energy import TwoLayer
+        >>> from massieu.papers.theory import TwoLayer
         >>> network = TwoLayer.create(8 * torch.eye(2))
         >>> visible, _ = network.split(network.step(network.join(torch.tensor([0.9, 0.1]))))
         >>> [round(x, 2) for x in visible.tolist()]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row
 
-from massieu.energy.rectified import LogSumReLU
+from massieu.papers.theory.rectified import LogSumReLU
 
 
 def draw(*shape, seed=0):

@@ -34,7 +34,7 @@ class ScoreDeviation(PatternPotential):
 
     Example:
         >>> import torch
-        >>> from massieu.energy import ScoreDeviation
+        >>> from massieu.papers.theory import ScoreDeviation
         >>> memory = ScoreDeviation.create(torch.tensor([[-2.0], [2.0]]))
         >>> memory.log_partition(torch.tensor([3.0])).item()  # the scores −6 and 6 deviate by 6
         6.0

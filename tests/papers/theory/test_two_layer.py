@@ -11,7 +11,7 @@ from tests.support.rows import every_row, some_slow
 from massieu.energy import HopfieldEnergy
 from massieu.energy.activations import LayerNorm, Tanh
 from massieu.energy.fenchel_young import SparseAtoms
-from massieu.energy.two_layer import TwoLayer
+from massieu.papers.theory.two_layer import TwoLayer
 
 LAYERS = {
     "Hopfield": (lambda: None, lambda: None),
