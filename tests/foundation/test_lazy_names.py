@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from massieu.errors import MissingExtraError
 from massieu.foundation.lazy_names import lazy_names
 
 SOURCES = {"fsum": "math:fsum", "unfinished": "math:no_such_name", "this": "this"}
@@ -25,3 +26,10 @@ def test_a_name_without_a_source_is_missing_as_in_any_module():
     get_attribute, _ = lazy_names("house", [], SOURCES)
     with pytest.raises(AttributeError, match="module 'house' has no attribute 'door'"):
         get_attribute("door")
+
+
+def test_what_needs_an_extra_says_so_before_anything_is_loaded():
+    get_attribute, _ = lazy_names("house", ["this"], SOURCES, extra="no_such_package")
+    with pytest.raises(MissingExtraError, match=r"massieu\[no_such_package\]"):
+        get_attribute("this")
+    assert "this" not in sys.modules

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, check_values, described, floating, number, whole_number
 from massieu.foundation.doors import MOST, door, function
-from massieu.inference.resampling import Resampling, check_method, effective_sample_size, resample
+from massieu.inference.resampling import effective_sample_size, resample
 
 Path = Callable[[Tensor, float], Tensor]
 """(position (particles, *event), t in [0, 1]) ↦ unnormalised log-density (particles,)."""
@@ -77,7 +77,6 @@ def anneal(
     schedule: Sequence[float] | int = 100,
     groups: int | None = None,
     threshold: float = 0.5,
-    resampling: Resampling = "systematic",
     generator: torch.Generator | None = None,
     progress: Callable[[Sequence[float]], Iterable[Any]] = iter,
 ) -> AnnealResult:
@@ -92,12 +91,11 @@ def anneal(
         groups: How many independent groups of equal size there are; None: each particle is one. Sixteen groups tell the
             error to a fifth.
         threshold: A group is resampled when its effective sample size falls below this share of its particles; 0 for never.
-        resampling: As in `resample`.
         progress: Wraps the schedule, as `rich.progress.track` does.
 
     Raises:
         TypeError: a particle or log-density is no floating-point number, or `schedule` is no whole number or sequence.
-        ValueError: a schedule that does not rise to 1; a threshold outside [0, 1]; an unknown resampling; fewer than two
+        ValueError: a schedule that does not rise to 1; a threshold outside [0, 1]; fewer than two
             groups, of which no error can be told, or groups that do not divide the particles; a log-density that is NaN
             or rises from −inf; or no particle has any weight at the end.
 
@@ -111,7 +109,6 @@ def anneal(
     """
     steps = _schedule(schedule)
     number("threshold", threshold, least=0, most=1)
-    check_method("resampling", resampling)
     particles = _begin(position, groups)
     time, met = 0.0, []
     for t in progress(steps):
@@ -120,7 +117,7 @@ def anneal(
         # A group without any weight stays as it is: its estimate is 0 for good.
         worn = worn & (particles.estimates() > -torch.inf)
         met.append((t, effective_sample_size(particles.log_weights()), worn.sum()))
-        particles = _resampled(particles, worn, resampling, generator)
+        particles = _resampled(particles, worn, generator)
         moved = floating("move(position, t, generator)", move(particles.position, t, generator))
         check_shape("move(position, t, generator)", moved, particles.position.shape)
         particles, time = particles._replace(position=moved), t
@@ -179,15 +176,13 @@ def _reweighed(particles: _Particles, path: Path, before: float, t: float) -> Fl
     return new
 
 
-def _resampled(
-    particles: _Particles, worn: Tensor, resampling: Resampling, generator: torch.Generator | None
-) -> _Particles:
+def _resampled(particles: _Particles, worn: Tensor, generator: torch.Generator | None) -> _Particles:
     """The groups that are `worn`, with particles drawn in proportion to their weights."""
     if not worn.any():
         return particles
     groups, size = particles.log_weight.shape
     chosen = worn.unsqueeze(1)
-    drawn = resample(particles.log_weight.masked_fill(~chosen, 0.0), resampling, generator)
+    drawn = resample(particles.log_weight.masked_fill(~chosen, 0.0), generator)
     parent = torch.where(chosen, drawn, torch.arange(size, device=drawn.device))
     parent = (parent + size * torch.arange(groups, device=drawn.device).unsqueeze(1)).flatten()
     return _Particles(
