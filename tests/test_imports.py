@@ -1,5 +1,6 @@
 """The house: which room may import which, and no circle of files. Every import is parsed, lazy ones inside functions too."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import import_graph
 from tests.support.rooms import ALLOWED, PROBE, SOURCE, WINGS, Import, files, imports, room_of_file, wing_of
 
 # --- directions ------------------------------------------------------------------------------------------------------
@@ -99,6 +101,36 @@ def test_an_import_that_points_upwards_would_be_seen(tmp_path: Path):
 )
 def test_the_room_of_an_import(imported, room):
     assert imported.room == room
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+RIGHT = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}, "d": set[str]()}
+
+
+@pytest.mark.medium
+def test_the_stored_picture_shows_the_imports_of_the_code():
+    """Every line is an import, and each import is a line or follows from lines."""
+    page = import_graph.PICTURE.read_text(encoding="utf-8")
+    drawn: dict[str, set[str]] = {room: set() for room in import_graph.room_imports()}
+    for room, other in re.findall(r"<title>(\S+) imports (\S+)</title>", page):
+        drawn[room].add(other)
+    imported = import_graph.room_imports()
+    assert all(others <= imported[room] for room, others in drawn.items())
+    assert import_graph.reachable(drawn) == import_graph.reachable(imported)
+    assert page == import_graph.picture(imported), "python -m scripts.import_graph draws it anew"
+
+
+def test_lines_that_follow_from_others_are_left_out_and_each_room_is_above_what_it_imports():
+    assert import_graph.without_shortcuts(RIGHT) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
+    assert import_graph.heights(RIGHT) == {"a": 3, "b": 2, "c": 1, "d": 0}
+
+
+def test_a_line_from_the_core_to_another_wing_is_red():
+    right = {"report": {"population"}, "population": {"foundation"}, "foundation": set[str]()}
+    assert import_graph.UPWARDS not in import_graph.picture(right)
+    wrong = {"population": {"report"}, "report": {"foundation"}, "foundation": set[str]()}
+    assert import_graph.picture(wrong).count(import_graph.UPWARDS) == 1
 
 
 # --- circles ---------------------------------------------------------------------------------------------------------
