@@ -132,6 +132,7 @@ def test_a_point_outside_the_support_has_weight_zero():
         (lambda: run(0, schedule=[0.5, 0.4, 1.0]), "schedule must rise"),
         (lambda: run(0, schedule=[0.5]), "schedule must rise"),
         (lambda: run(0, schedule=[0.5, 1.0, 1.5]), "schedule must rise"),
+        (lambda: run(0, schedule=[math.nan, 1.0]), "schedule must rise"),
         (lambda: run(0, schedule=0), "schedule must rise"),
         (lambda: run(0, threshold=1.5), "threshold .* got 1.5"),
         (lambda: anneal(torch.full((3, 2), math.nan), path, move), "NaN"),
