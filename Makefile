@@ -52,17 +52,17 @@ CORE := tests/foundation tests/inference tests/test_duality_boundary.py tests/te
   $(call tests_of,ops,backends bad_calls contrastive fisher layouts moments partial precisions shapes sink softcap validation vocabulary window) \
   $(call tests_of,solve,attraction fixed_point linear linear_solve) \
   $(call tests_of,measures,arguments atoms combine discrete gaussian large_eta laws log_prob measure named sphere spin sums) \
-  $(call tests_of,energy,activations boltzmann conformance discrete entropy fenchel_young hopfield normalized spins transformer) \
+  $(call tests_of,energy,activations boltzmann conformance discrete entropy fenchel_young hopfield spins transformer) \
   $(call tests_of,population,alignment background clusters observables renormalisation) \
   $(call tests_of,posteriors,edges posterior posterior_oracles sufficiency symmetry) \
   $(call tests_of,regression,conditional_mean conformance) \
   $(call tests_of,nn,attention conditional_mean documents energy_transformer hopfield_euclidean normalized replace sparse) \
-  $(call tests_of,theory,expansion generalisation growth precision transfer urns) \
+  $(call tests_of,papers/theory,expansion generalisation growth normalized precision transfer urns) \
   $(call tests_of,estimators,memory regressors) \
   $(call tests_of,probing/sums,accumulate running significance) $(call tests_of,probing/data,text_tables) \
   $(call tests_of,probing/capture,follow) $(call tests_of,probing/statistics,conditional_mean) $(call tests_of,probing/result,findings) \
   $(call tests_of,probing/compare,difference) $(call tests_of,probing/monitor,alarms writers) \
-  $(call tests_of,report,folder page text) $(call tests_of,verification,frame rates) $(call tests_of,experiments,arms tasks) \
+  $(call tests_of,report,page text) $(call tests_of,storage,folder) $(call tests_of,papers/claims,frame rates) $(call tests_of,papers/experiments,arms tasks) \
   $(patsubst %,tests/test_%.py,cli_compare cli_monitor example_outputs house imports printed sentences tools)
 
 core: $(VENV)/installed

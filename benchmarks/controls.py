@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from massieu.experiments.criterion import interval
+from massieu.papers.experiments.criterion import interval
 from massieu.probing.capture.tokens import is_sampled
 from massieu.probing.sums.comparisons import Arrangement, BesideRandom, with_their_tails
 from massieu.probing.sums.random_heads import RandomHeads
 from massieu.probing.sums.significance import difference_p, other_heads, two_sided_p
 from massieu.probing.sums.unit_errors import ratio_error
 from massieu.probing.sums.units import BlockSums, Estimate, Units
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 PATH = Path(__file__).with_suffix(".json")
 RUNS = 4_000

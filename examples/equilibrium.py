@@ -28,8 +28,7 @@ from torch import Tensor
 
 from massieu import ops
 from massieu.measures import Atoms, Gaussian
-from massieu.population import Renormalisation, TraceRenormalisation
-from massieu.theory import (
+from massieu.papers.theory import (
     after_layer,
     cumulant_growth,
     equilibrium,
@@ -39,6 +38,7 @@ from massieu.theory import (
     sample_error,
     whitened_map,
 )
+from massieu.population import Renormalisation, TraceRenormalisation
 
 F64 = torch.float64
 SIGMA = torch.tensor([[1.0, 0.3], [0.3, 0.5]], dtype=F64)

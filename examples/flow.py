@@ -22,7 +22,7 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from massieu import ops
+from massieu import ops, report
 from massieu.energy.activations import RMSNorm
 from massieu.population import CloudMoments, CloudShape, Clusters, DoublyStochasticLayer, Flow, SelfAttention
 from massieu.population.flow_result import FlowResult
@@ -121,7 +121,8 @@ def main() -> None:
     found = observe(options.layers)
     draw(found, options.picture)
     if options.page is not None:
-        print(f"page: {found['attention, sphere'].plot(title='Self-attention on a sphere').save(options.page)}")
+        drawing = report.draw_flow(found["attention, sphere"], title="Self-attention on a sphere")
+        print(f"page: {drawing.save(options.page)}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rich.progress import track
 from torch import Tensor
 
 from massieu import ops
-from massieu.theory import (
+from massieu.papers.theory import (
     GaussianTokens,
     deconvolution,
     optimal_scale,

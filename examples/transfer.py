@@ -25,8 +25,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-from massieu.theory import excess_risk_bound, transfer
-from massieu.theory.transfer import TransferResult
+from massieu.papers.theory import excess_risk_bound, transfer
+from massieu.papers.theory.transfer import TransferResult
 
 KINDS, STEPS, TASKS, SEEN = 12, 60, 40, 400
 COLUMN = torch.arange(64) % 8

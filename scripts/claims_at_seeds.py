@@ -51,14 +51,14 @@ class Task(NamedTuple):
 
 def check(task: Task) -> dict:
     """The claim at that seed, as `massieu verify --json` tells it."""
-    from massieu import verify
+    from massieu.papers import verify
 
     return verify(task.id, seed=task.seed).to_dicts()[0]
 
 
 def tasks_of(ids: Iterable[str], seeds: range) -> list[Task]:
     """Seed by seed, so that an interrupted run has seen every claim."""
-    from massieu.verification.registry import claims, find
+    from massieu.papers.claims.registry import claims, find
 
     entries = [find(id) for id in ids] or list(claims().values())
     without_seed = [Task(entry.id, None) for entry in entries if "seed" not in entry.parameters]

@@ -4,8 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from massieu.experiments.run import RESULTS, load
-from massieu.experiments.study import Study, experiments
+from massieu.papers.experiments.run import RESULTS, load
+from massieu.papers.experiments.study import Study, experiments
 
 _MARKS = re.compile(
     r"(<!-- what was found, by scripts/experiments_page.py -->\n).*?(?=<!-- end of what was found -->)", re.DOTALL

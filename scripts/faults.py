@@ -145,7 +145,7 @@ def _compared(folder: Path) -> object:
 
 
 def _monitored(folder: Path) -> object:
-    from massieu.report.record_lines import read_run
+    from massieu.storage.record_lines import read_run
 
     assert not read_run(folder / "run.jsonl").notes
     page = (folder / "run.html").read_text()
@@ -153,7 +153,7 @@ def _monitored(folder: Path) -> object:
 
 
 def _tried(folder: Path) -> object:
-    from massieu.experiments.run import load
+    from massieu.papers.experiments.run import load
 
     page = (folder / "temperature.quick.html").read_text()
     assert page.rstrip().endswith("</html>")
@@ -548,7 +548,7 @@ def import_all() -> None:
     from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
     import massieu.cli.commands
-    import massieu.experiments.run
+    import massieu.papers.experiments.run
     import massieu.probing.compare.run
     import massieu.probing.run  # noqa: F401
 
@@ -558,8 +558,8 @@ def import_all() -> None:
 
 def stand_in() -> None:
     """Short pages, a small room and the numbers of a stored experiment: what is tried here is how they are stored."""
-    from massieu.experiments import run
-    from massieu.experiments.study import find
+    from massieu.papers.experiments import run
+    from massieu.papers.experiments.study import find
     from massieu.probing.result import result_files
     from massieu.report import compare, curves, page
 

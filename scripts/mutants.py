@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "massieu"
 TESTS_OF_ROOM = {
-    "interruption": ["tests/test_cli_endings.py", "tests/experiments/test_study.py"],
+    "interruption": ["tests/test_cli_endings.py", "tests/papers/experiments/test_study.py"],
     "__init__": ["tests/test_imports.py", "tests/test_house.py"],
     "__main__": ["tests/test_cli.py"],
     "errors": ["tests/foundation"],

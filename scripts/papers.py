@@ -11,8 +11,8 @@ from pathlib import Path
 
 from scripts.reference import PACKAGE, ROOT, modules, places, public_names
 
-from massieu.verification.claim import BAL, FOLLOW_UP, SHIM, ZHANG
-from massieu.verification.registry import ClaimFunction, claims
+from massieu.papers.claims.claim import BAL, FOLLOW_UP, SHIM, ZHANG
+from massieu.papers.claims.registry import ClaimFunction, claims
 
 PAPERS = {
     "S": (

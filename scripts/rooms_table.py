@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from tests.test_imports import PROBE, SOURCE
+from tests.support.rooms import PROBE, SOURCE
 
 _PAGE = Path(__file__).parents[1] / "ARCHITECTURE.md"
 _MARKS = re.compile(

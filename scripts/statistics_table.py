@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from massieu.probing.statistics.registry import STATISTICS
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 _MARKS = re.compile(
     r"(<!-- statistics of a (\w+), by scripts/statistics_table.py -->\n).*?(?=<!-- end of statistics -->)", re.DOTALL

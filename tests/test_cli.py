@@ -466,7 +466,7 @@ def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(given, set_to
 
 @pytest.mark.medium
 def test_help_and_version_import_no_torch():
-    heavy = ("torch", "numpy", "transformers", "polars", "plotly", "rich", "massieu.probing", "massieu.verification")
+    heavy = ("torch", "numpy", "transformers", "polars", "plotly", "rich", "massieu.probing", "massieu.papers.claims")
     code = (
         "import sys\nfrom massieu.cli import main\n"
         f"try: main()\nexcept SystemExit: print([m for m in {heavy} if m in sys.modules], file=sys.stderr)"

@@ -20,7 +20,7 @@ from massieu.interruption import CONTROL_C, ENDINGS, Interruption, interruptible
 from massieu.probing import run as run_module
 from massieu.probing.data.documents import check_sources
 from massieu.probing.result.result import ProbeResult
-from massieu.report.locking import locked
+from massieu.storage.locking import locked
 
 __all__ = ["checkpoint", "probed"]  # fixtures
 
@@ -359,7 +359,7 @@ def test_no_room_is_found_before_the_model_is_read(probed, tmp_path):
 
 
 def test_a_second_run_with_the_same_folder_is_told_before_the_model_is_read(probed, tmp_path, monkeypatch):
-    monkeypatch.setattr("massieu.report.folder._MOMENT", 0.1)
+    monkeypatch.setattr("massieu.storage.folder._MOMENT", 0.1)
     ready, enough = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -407,7 +407,7 @@ def test_a_page_of_claims_is_tried_before_they_are_checked(tmp_path, monkeypatch
     def checked(*_: object, **__: object) -> None:
         raise AssertionError("the claims were checked")
 
-    monkeypatch.setattr("massieu.verification.run.verify", checked)
+    monkeypatch.setattr("massieu.papers.claims.run.verify", checked)
     assert_bad(run("verify", "--html", tmp_path), "is a folder; the page needs the name of a file")
     assert_bad(run("verify", "--html", tmp_path / ("x" * 300)), "File name too long")
     (tmp_path / "file").touch()

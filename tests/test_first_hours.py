@@ -10,7 +10,7 @@ import pytest
 from scripts.first_hours import MINUTES, PAGE, ROOT, SET_UP, Section, sections, table, timed, typed
 from tests.support.printed import differing
 
-from massieu.verification.registry import find
+from massieu.papers.claims.registry import find
 
 SECTIONS = sections(PAGE.read_text(encoding="utf-8"))
 

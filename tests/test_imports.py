@@ -1,177 +1,68 @@
 """The house: which room may import which, and no circle of files. Every import is parsed, lazy ones inside functions too."""
 
-import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-
-SOURCE = Path(__file__).parent.parent / "src" / "massieu"
-
-# A room may import itself and what is listed here. `errors` is a leaf that any room may import;
-# `interruption` is one for what runs long.
-GROUND = {"foundation", "errors"}
-LAWS = {"duality", "measures", "ops", "solve"} | GROUND
-WORKSHOP = {"energy", "inference"} | LAWS
-MODELS = {"population", "posteriors", "regression", "nn"} | WORKSHOP
-ALLOWED = {
-    "errors": set(),
-    "interruption": set(),
-    "foundation": {"errors"},
-    "ops": GROUND,
-    "solve": GROUND,
-    "inference": GROUND,
-    "measures": {"ops"} | GROUND,
-    "duality": {"measures", "solve"} | GROUND,
-    "energy": {"inference"} | LAWS,
-    "population": {"report"} | WORKSHOP,
-    "posteriors": WORKSHOP,
-    "regression": WORKSHOP,
-    "nn": MODELS,
-    "theory": MODELS,
-    "probing": {"report", "interruption", "testing", "__init__"} | MODELS - {"posteriors"},
-    "report": GROUND,
-    "testing": MODELS,
-    "sklearn": MODELS - {"population", "posteriors"},
-    "verification": {"theory", "report", "__init__"} | MODELS,
-    "experiments": {"theory", "report", "__init__"} | MODELS,
-    "cli": {"probing", "verification", "experiments", "report", "interruption", "ops", "__init__"} | GROUND,
-    "__main__": {"cli"},
-    "__init__": {"theory", "testing", "sklearn", "probing", "verification"} | MODELS,
-}
-# The rooms of the probe, the highest first: a room may import itself and what is listed here, always rooms below it.
-# ARCHITECTURE.md shows this table (`python -m scripts.rooms_table`).
-PROBE = {
-    "statistic_checks": ("statistics", "capture", "model", "sums"),
-    "compare": ("run", "session", "result", "replaced", "statistics", "data", "model", "sums"),
-    "monitor": ("statistics", "checks", "capture", "data", "model"),
-    "population_layers": ("checks", "stream", "capture", "model"),
-    "run": ("session", "result", "reading", "replaced", "statistics", "data", "model", "sums"),
-    "session": ("result", "reading", "replaced", "statistics", "checks", "capture", "data", "model", "sums"),
-    "result": ("reading", "statistics", "capture", "sums"),
-    "reading": ("replaced", "statistics", "checks", "stream", "capture", "data", "model", "sums"),
-    "replaced": ("statistics", "checks", "capture", "data", "model", "sums"),
-    "statistics": ("stream", "capture", "model", "sums"),
-    "checks": ("stream", "capture", "model", "sums"),
-    "stream": ("capture", "model"),
-    "capture": ("model", "sums"),
-    "data": ("model",),
-    "model": (),
-    "sums": (),
-}
-# Result objects draw themselves, and a monitor's records and running sums are written as results are. Nothing else of
-# probing and population knows the report, but for the records it draws from.
-ONLY = {
-    "report": {
-        *("probing/result/result.py", "probing/monitor/writers.py", "population/flow_result.py"),
-        *(
-            "probing/reading/per_token.py",
-            "probing/session/course.py",
-            "probing/compare/comparison.py",
-            "probing/compare/files.py",
-            "probing/compare/kept.py",
-        ),
-    }
-}
-
-
-@dataclass(frozen=True)
-class Import:
-    """One name that a file imports from the package, lazily or not: `from module import name`, or `import module`."""
-
-    module: str
-    name: str | None
-
-    @property
-    def room(self) -> str:
-        """The room that is imported: of `from massieu import ops` it is `ops`."""
-        parts = self.module.split(".")[1:]
-        if parts:
-            return parts[0]
-        return self.name if self.name in ALLOWED else "__init__"
-
-
-def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Each statement, those inside of others too; imports are never inside of an expression."""
-    for statement in body:
-        yield statement
-        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
-            yield from _statements(getattr(statement, part, ()))
-
-
-@cache
-def _imports(path: Path) -> frozenset[Import]:
-    found = set()
-    for statement in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
-        if isinstance(statement, ast.Import):
-            found |= {Import(alias.name, None) for alias in statement.names}
-        elif isinstance(statement, ast.ImportFrom):
-            assert statement.module is not None and statement.level == 0, (
-                f"{path}: relative import; write the full name"
-            )
-            found |= {Import(statement.module, alias.name) for alias in statement.names}
-    return frozenset(each for each in found if each.module.split(".")[0] == "massieu")
-
-
-def _files() -> list[Path]:
-    return sorted(SOURCE.rglob("*.py"))
-
-
-def _room_of_file(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
-
+from scripts import import_graph
+from tests.support.rooms import ALLOWED, PROBE, SOURCE, WINGS, Import, files, imports, room_of_file, wing_of
 
 # --- directions ------------------------------------------------------------------------------------------------------
 
 
 def test_every_file_is_in_a_known_room():
-    assert not [str(path) for path in _files() if _room_of_file(path) not in ALLOWED]
+    assert not [str(path) for path in files() if room_of_file(path) not in ALLOWED]
 
 
-def _upwards(room: str, path: Path, imports: Iterable[Import]) -> list[str]:
+def _upwards(room: str, path: Path, imported: Iterable[Import]) -> list[str]:
     """What a file of this room imports though it may not."""
-    wrong = []
-    for each in imports:
-        if each.room not in {room} | ALLOWED[room]:
-            wrong.append(f"{path} imports {each.module}: {room} may import {sorted(ALLOWED[room])}")
-        record = each.module.startswith("massieu.report.record")
-        if (
-            each.room == "report"
-            and room in ("probing", "population")
-            and not record
-            and str(path) not in ONLY["report"]
-        ):
-            wrong.append(f"{path} imports {each.module}: only {sorted(ONLY['report'])} may")
-    return wrong
+    return [
+        f"{path} imports {each.module}: {room} may import {sorted(ALLOWED[room])}"
+        for each in imported
+        if each.room not in {room} | ALLOWED[room]
+    ]
 
 
 @pytest.mark.medium
 def test_imports_point_downwards():
     wrong = []
-    for path in _files():
-        wrong += _upwards(_room_of_file(path), path.relative_to(SOURCE), _imports(path))
+    for path in files():
+        wrong += _upwards(room_of_file(path), path.relative_to(SOURCE), imports(path))
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_core_may_import_neither_of_the_other_wings():
+    for room in WINGS["core"]:
+        assert {wing_of(other) for other in ALLOWED[room]} <= {"core"}, room
+
+
+def test_what_stands_above_the_wings_is_imported_by_none_of_them():
+    """But for the package itself, which tells its version."""
+    above = {room for room in ALLOWED if wing_of(room) is None}
+    assert above == {"cli", "__main__", "__init__"}
+    for room in set(ALLOWED) - above:
+        assert not ALLOWED[room] & (above - {"__init__"}), room
+
+
 def test_rooms_of_the_probe_import_rooms_below_them():
-    order = list(PROBE)
+    """And every import that the table allows between them is there."""
+    order = [*PROBE, "report"]
     for room, below in PROBE.items():
         assert all(order.index(each) > order.index(room) for each in below), f"{room} stands below one of {below}"
     used = {room: set[str]() for room in PROBE}
     for path in sorted((SOURCE / "probing").rglob("*.py")):
-        parts = path.relative_to(SOURCE / "probing").with_suffix("").parts
-        if parts == ("__init__",):
+        room = path.relative_to(SOURCE / "probing").with_suffix("").parts[0]
+        if room == "__init__":
             continue
-        assert parts[0] in PROBE, f"{path} is in no room of the probe"
-        names = {f"{each.module}.{each.name}" for each in _imports(path)}
-        used[parts[0]] |= {name.split(".")[2] for name in names if name.startswith("massieu.probing.")}
+        assert room in PROBE, f"{path} is in no room of the probe"
+        used[room] |= {each.room.removeprefix("probing.") for each in imports(path)}
     for room, targets in used.items():
-        assert targets - {room} == set(PROBE[room]), f"{room} imports {sorted(targets - {room})}"
+        among_them = targets & set(order) - {room}
+        assert among_them == set(PROBE[room]), f"{room} imports {sorted(among_them)}"
 
 
 def test_the_architecture_shows_the_rooms_of_the_probe():
@@ -187,10 +78,59 @@ def test_an_import_that_points_upwards_would_be_seen(tmp_path: Path):
     bad.write_text(
         "def f():\n    try:\n        from massieu import cli, ops\n    finally:\n        import massieu.report.page\n"
     )
-    wrong = {line.partition(":")[0] for line in _upwards("ops", Path("ops/bad.py"), _imports(bad))}
+    wrong = {line.partition(":")[0] for line in _upwards("ops", Path("ops/bad.py"), imports(bad))}
     assert wrong == {"ops/bad.py imports massieu", "ops/bad.py imports massieu.report.page"}
-    assert len(_upwards("population", Path("population/bad.py"), _imports(bad))) == 2
-    assert _upwards("population", Path("population/flow_result.py"), [Import("massieu.report.page", "render")]) == []
+    assert len(_upwards("population", Path("population/bad.py"), imports(bad))) == 2
+    assert len(_upwards("probing.statistics", Path("probing/statistics/bad.py"), imports(bad))) == 2
+    assert len(_upwards("probing.result", Path("probing/result/bad.py"), imports(bad))) == 1
+
+
+@pytest.mark.parametrize(
+    ("imported", "room"),
+    [
+        (Import("massieu", "ops"), "ops"),
+        (Import("massieu", "__version__"), "__init__"),
+        (Import("massieu", None), "__init__"),
+        (Import("massieu.papers", "theory"), "papers.theory"),
+        (Import("massieu.papers.theory.urns", "urn_total_variation"), "papers.theory"),
+        (Import("massieu.papers", "verify"), "papers"),
+        (Import("massieu.probing.result.result", "ProbeResult"), "probing.result"),
+        (Import("massieu.report.record_of_nobody", None), "report"),
+    ],
+    ids=lambda value: f"{value.module} {value.name}" if isinstance(value, Import) else value,
+)
+def test_the_room_of_an_import(imported, room):
+    assert imported.room == room
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+RIGHT = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}, "d": set[str]()}
+
+
+@pytest.mark.medium
+def test_the_stored_picture_shows_the_imports_of_the_code():
+    """Every line is an import, and each import is a line or follows from lines."""
+    page = import_graph.PICTURE.read_text(encoding="utf-8")
+    drawn: dict[str, set[str]] = {room: set() for room in import_graph.room_imports()}
+    for room, other in re.findall(r"<title>(\S+) imports (\S+)</title>", page):
+        drawn[room].add(other)
+    imported = import_graph.room_imports()
+    assert all(others <= imported[room] for room, others in drawn.items())
+    assert import_graph.reachable(drawn) == import_graph.reachable(imported)
+    assert page == import_graph.picture(imported), "python -m scripts.import_graph draws it anew"
+
+
+def test_lines_that_follow_from_others_are_left_out_and_each_room_is_above_what_it_imports():
+    assert import_graph.without_shortcuts(RIGHT) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
+    assert import_graph.heights(RIGHT) == {"a": 3, "b": 2, "c": 1, "d": 0}
+
+
+def test_a_line_from_the_core_to_another_wing_is_red():
+    right = {"report": {"population"}, "population": {"foundation"}, "foundation": set[str]()}
+    assert import_graph.UPWARDS not in import_graph.picture(right)
+    wrong = {"population": {"report"}, "report": {"foundation"}, "foundation": set[str]()}
+    assert import_graph.picture(wrong).count(import_graph.UPWARDS) == 1
 
 
 # --- circles ---------------------------------------------------------------------------------------------------------
@@ -204,13 +144,13 @@ def _module(path: Path) -> str:
 def _imported_modules(path: Path, modules: set[str]) -> set[str]:
     """Modules of the package that a file imports, lazily too. A package stands for what its `__init__` holds."""
     found = set()
-    for each in _imports(path):
+    for each in imports(path):
         inner = f"{each.module}.{each.name}"
         found.add(inner if inner in modules else each.module)
     return (found & modules) - {"massieu", _module(path)}
 
 
-def _circles(imports: dict[str, set[str]]) -> list[list[str]]:
+def _circles(imported: dict[str, set[str]]) -> list[list[str]]:
     """The strongly connected groups of more than one file (Tarjan's algorithm)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -220,7 +160,7 @@ def _circles(imports: dict[str, set[str]]) -> list[list[str]]:
     def visit(name: str) -> None:
         order[name] = low[name] = len(order)
         stack.append(name)
-        for other in sorted(imports[name]):
+        for other in sorted(imported[name]):
             if other not in order:
                 visit(other)
             if other in stack:
@@ -231,7 +171,7 @@ def _circles(imports: dict[str, set[str]]) -> list[list[str]]:
             if len(group) > 1:
                 circles.append(sorted(group))
 
-    for name in sorted(imports):
+    for name in sorted(imported):
         if name not in order:
             visit(name)
     return sorted(circles)
@@ -239,9 +179,10 @@ def _circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 @pytest.mark.medium
 def test_no_file_circle():
-    modules = {_module(path) for path in _files()}
-    files = [path for path in _files() if path != SOURCE / "__init__.py"]
-    circles = _circles({_module(path): _imported_modules(path, modules) for path in files})
+    modules = {_module(path) for path in files()}
+    circles = _circles(
+        {_module(path): _imported_modules(path, modules) for path in files() if path != SOURCE / "__init__.py"}
+    )
     assert not circles, "\n".join(" ⇄ ".join(circle) for circle in circles)
 
 

@@ -19,7 +19,7 @@ from scripts.site_pages import bars
 from tests import test_house as house
 from tests.support.short_site import SHORTER
 
-from massieu.verification.registry import claims
+from massieu.papers.claims.registry import claims
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -132,9 +132,13 @@ def test_every_claim_is_on_the_map_with_what_it_uses():
     [
         ("S7", ["massieu.measures.base.Measure"], "quoted; **corrected**: the printed form fails"),
         ("X4", ["massieu.ops.attention.attention", "massieu.ops.attention.log_partition"], "derived; holds"),
-        ("N23", ["massieu.energy.hopfield.HopfieldEnergy", "massieu.energy.newton.newton_step"], "quoted; holds"),
+        (
+            "N23",
+            ["massieu.energy.hopfield.HopfieldEnergy", "massieu.papers.theory.newton.newton_step"],
+            "quoted; holds",
+        ),
         ("B12", ["massieu.solve.fixed_point.fixed_point"], "quoted; made precise"),
-        ("Z10", ["massieu.theory.generalisation.generalisation_bound"], "abstract only; holds"),
+        ("Z10", ["massieu.papers.theory.generalisation.generalisation_bound"], "abstract only; holds"),
     ],
 )
 def test_a_claim_names_what_it_uses_and_how_it_stands(id, names, stands):

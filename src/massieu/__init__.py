@@ -17,14 +17,15 @@ Three doors:
   parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.posteriors`` (exact laws of a latent given
   tokens), ``massieu.regression`` (conditional means), ``massieu.solve`` and ``massieu.inference``; ``massieu.testing`` tests
   your own measures; ``massieu.sklearn`` (estimators for scikit-learn users);
-- check: ``massieu.verify()`` or the command ``massieu verify``: every claim of the papers, with numbers; ``massieu.theory``
-  (what is proved of ideal cases, as functions).
+- check: ``massieu.papers.verify()`` or the command ``massieu verify``: every claim of the papers, with numbers;
+  ``massieu.papers.theory`` (what is proved of ideal cases, as functions).
 
 Importing this module loads neither torch nor transformers; names are loaded when they are first used.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from massieu.foundation.lazy_names import lazy_names
 
 __version__ = "0.1.0"
 
@@ -36,14 +37,15 @@ if TYPE_CHECKING:
         measures,
         nn,
         ops,
+        papers,
         population,
         posteriors,
         probing,
         regression,
+        report,
         sklearn,
         solve,
         testing,
-        theory,
     )
     from massieu.errors import InputError, MissingExtraError
     from massieu.nn.replace import replace_attention
@@ -60,11 +62,8 @@ if TYPE_CHECKING:
     from massieu.probing.session.run import Run
     from massieu.probing.statistics.group import Group
     from massieu.probing.statistics.own import statistic
-    from massieu.verification.claim import Claim
-    from massieu.verification.run import verify
 
-# Public name -> where it lives. A value without ":" is a submodule.
-_EXPORTS = {
+_SOURCES = {
     "compare": "massieu.probing.compare.run:compare",
     "duality": "massieu.duality",
     "energy": "massieu.energy",
@@ -72,6 +71,7 @@ _EXPORTS = {
     "measures": "massieu.measures",
     "nn": "massieu.nn",
     "ops": "massieu.ops",
+    "papers": "massieu.papers",
     "population": "massieu.population",
     "population_layers": "massieu.probing.population_layers:population_layers",
     "posteriors": "massieu.posteriors",
@@ -79,10 +79,10 @@ _EXPORTS = {
     "regression": "massieu.regression",
     "replace_attention": "massieu.nn.replace:replace_attention",
     "replaced": "massieu.probing.replaced.context:replaced",
+    "report": "massieu.report",
     "sklearn": "massieu.sklearn",
     "solve": "massieu.solve",
     "testing": "massieu.testing",
-    "theory": "massieu.theory",
     "Group": "massieu.probing.statistics.group:Group",
     "Monitor": "massieu.probing.monitor.monitor:Monitor",
     "statistic": "massieu.probing.statistics.own:statistic",
@@ -95,8 +95,6 @@ _EXPORTS = {
     "Replacement": "massieu.probing.replaced.replacement:Replacement",
     "Run": "massieu.probing.session.run:Run",
     "Text": "massieu.probing.data.given:Text",
-    "verify": "massieu.verification.run:verify",
-    "Claim": "massieu.verification.claim:Claim",
     "Comparison": "massieu.probing.compare.comparison:Comparison",
     "ProbeResult": "massieu.probing.result.result:ProbeResult",
     "InputError": "massieu.errors:InputError",
@@ -106,7 +104,6 @@ _EXPORTS = {
 __all__ = [
     "Batches",
     "Checkpoint",
-    "Claim",
     "Comparison",
     "Group",
     "Images",
@@ -126,6 +123,7 @@ __all__ = [
     "measures",
     "nn",
     "ops",
+    "papers",
     "population",
     "population_layers",
     "posteriors",
@@ -134,23 +132,11 @@ __all__ = [
     "regression",
     "replace_attention",
     "replaced",
+    "report",
     "sklearn",
     "solve",
     "statistic",
     "testing",
-    "theory",
-    "verify",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    target = _EXPORTS.get(name)
-    if target is None:
-        raise AttributeError(f"module 'massieu' has no attribute {name!r}")
-    module, _, attribute = target.partition(":")
-    loaded = importlib.import_module(module)
-    return getattr(loaded, attribute) if attribute else loaded
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, __all__, _SOURCES)

@@ -12,7 +12,7 @@ from tests.support.rows import every_row, some_slow
 
 from massieu import measures
 from massieu.energy import HopfieldEnergy, activations, bounds
-from massieu.theory import damped_descent, energy_range, least_descent, path_length, smallest_move
+from massieu.papers.theory import damped_descent, energy_range, least_descent, path_length, smallest_move
 
 MANY = 500
 

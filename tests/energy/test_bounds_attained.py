@@ -8,7 +8,7 @@ from tests.support.rows import every_row
 
 from massieu import measures
 from massieu.energy import BoltzmannMachine, HopfieldEnergy, bounds
-from massieu.theory import damped_descent, least_descent
+from massieu.papers.theory import damped_descent, least_descent
 
 F64 = torch.float64
 

@@ -14,14 +14,11 @@ from massieu.energy import (
     DenseHopfieldEnergy,
     Energy,
     HopfieldEnergy,
-    LogSumReLU,
-    ScoreDeviation,
     SparseAtoms,
-    TwoLayer,
 )
 from massieu.energy.activations import LayerNorm, RMSNorm, Tanh
+from massieu.papers.theory import ClusteringEnergy, LogSumReLU, ScoreDeviation, TwoLayer
 from massieu.testing import EnergyCase, energy_checks
-from massieu.theory import ClusteringEnergy
 
 WIDTH = 3
 PATTERNS, STATES = draw(6, WIDTH), draw(5, WIDTH, seed=1)

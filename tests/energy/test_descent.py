@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.energy.cases import F64, REFERENCES, draw
 from tests.support.rows import every_row
 
-from massieu.energy import HopfieldEnergy, newton_step
+from massieu.energy import HopfieldEnergy
 from massieu.errors import ConvergenceError, ConvergenceWarning
+from massieu.papers.theory import ClusteringEnergy, newton_step
 from massieu.solve import Status
-from massieu.theory import ClusteringEnergy
 
 # --- retrieval -------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from tests.support.rows import every_row, one_in, some_slow
 from torch import Tensor
 
 from massieu import measures
-from massieu.energy import Energy, HopfieldEnergy, LogSumReLU, activations, boosting_energy, bounds, ood_score
+from massieu.energy import Energy, HopfieldEnergy, activations, boosting_energy, bounds, ood_score
 from massieu.energy.activations import MeasureActivation
+from massieu.papers.theory import LogSumReLU
 
 EPS = torch.finfo(F64).eps
 

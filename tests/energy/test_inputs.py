@@ -8,9 +8,10 @@ import torch
 from tests.support.rows import one_in
 from tests.support.sentences import works_or_says, wrongs
 
-from massieu import energy, measures, theory
+from massieu import energy, measures
 from massieu.energy import activations, bounds
-from massieu.theory import damped_descent, least_descent, path_length, smallest_move
+from massieu.papers import theory
+from massieu.papers.theory import damped_descent, least_descent, path_length, smallest_move
 
 POINTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 HEADS = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
@@ -21,12 +22,12 @@ ENERGIES = {
     "Hopfield with an activation": lambda: energy.HopfieldEnergy.create(POINTS, reference=activations.Tanh.create()),
     "Hopfield of measures": lambda: energy.HopfieldEnergy.create(SIGNS, reference=SIGNS),
     "Hopfield of SparseAtoms": lambda: energy.HopfieldEnergy.create(energy.SparseAtoms.create(POINTS)),
-    "Hopfield of ScoreDeviation": lambda: energy.HopfieldEnergy.create(energy.ScoreDeviation.create(POINTS)),
-    "LogSumReLU": lambda: energy.LogSumReLU.create(POINTS, scale=0.1),
+    "Hopfield of ScoreDeviation": lambda: energy.HopfieldEnergy.create(theory.ScoreDeviation.create(POINTS)),
+    "LogSumReLU": lambda: theory.LogSumReLU.create(POINTS, scale=0.1),
     "Clustering": lambda: theory.ClusteringEnergy.create(2.0),
     "BinaryHopfield": lambda: energy.BinaryHopfieldEnergy.of_patterns(POINTS.sign()),
     "DenseHopfield": lambda: energy.DenseHopfieldEnergy.create(POINTS.sign()),
-    "TwoLayer": lambda: energy.TwoLayer.create(POINTS.mT.contiguous()),
+    "TwoLayer": lambda: theory.TwoLayer.create(POINTS.mT.contiguous()),
     "EnergyTransformer": lambda: energy.TransformerEnergy.create(HEADS, HEADS, POINTS),
 }
 METHODS: dict[str, Callable[[Any, Any], object]] = {
@@ -37,7 +38,7 @@ METHODS: dict[str, Callable[[Any, Any], object]] = {
     "descend": lambda made, state: made.descend(state, steps=2),
     "retrieve": lambda made, state: made.retrieve(state, max_steps=3),
     "retrieve, a number of steps": lambda made, state: made.retrieve(state, steps=2),
-    "newton_step": lambda made, state: energy.newton_step(made, state),
+    "newton_step": lambda made, state: theory.newton_step(made, state),
 }
 
 
@@ -72,7 +73,7 @@ def spins() -> energy.KineticSpins:
 CALLS: dict[str, Callable[[Any], object]] = {
     "SparseAtoms.mean": lambda x: energy.SparseAtoms.create(POINTS).mean(x),
     "SparseAtoms.lead": lambda x: energy.SparseAtoms.create(POINTS).lead(x),
-    "ScoreDeviation.log_partition": lambda x: energy.ScoreDeviation.create(POINTS).log_partition(x),
+    "ScoreDeviation.log_partition": lambda x: theory.ScoreDeviation.create(POINTS).log_partition(x),
     "Identity": lambda x: activations.Identity.create()(x),
     "LayerNorm.conjugate": lambda x: activations.LayerNorm.create().conjugate(x),
     "LayerNorm, bias": lambda x: activations.LayerNorm.create(1.0, x),
@@ -82,22 +83,22 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "Hopfield, reference": lambda x: energy.HopfieldEnergy.create(POINTS, reference=x),
     "Hopfield, damping": lambda x: hopfield().step(POINTS, damping=x),
     "Hopfield, tol": lambda x: hopfield().retrieve(POINTS, tol=x, max_steps=3, throw=False),
-    "LogSumReLU.create": lambda x: energy.LogSumReLU.create(x),
-    "LogSumReLU, scale": lambda x: energy.LogSumReLU.create(POINTS, scale=x),
+    "LogSumReLU.create": lambda x: theory.LogSumReLU.create(x),
+    "LogSumReLU, scale": lambda x: theory.LogSumReLU.create(POINTS, scale=x),
     "SparseAtoms.create": lambda x: energy.SparseAtoms.create(x),
     "SparseAtoms, alpha": lambda x: energy.SparseAtoms.create(POINTS, x),
     "SparseAtoms, log_weight": lambda x: energy.SparseAtoms.create(POINTS, 1.5, x),
-    "ScoreDeviation.create": lambda x: energy.ScoreDeviation.create(x),
-    "ScoreDeviation, gain": lambda x: energy.ScoreDeviation.create(POINTS, gain=x),
-    "ScoreDeviation, bias": lambda x: energy.ScoreDeviation.create(POINTS, bias=x),
-    "ScoreDeviation, eps": lambda x: energy.ScoreDeviation.create(POINTS, eps=x),
+    "ScoreDeviation.create": lambda x: theory.ScoreDeviation.create(x),
+    "ScoreDeviation, gain": lambda x: theory.ScoreDeviation.create(POINTS, gain=x),
+    "ScoreDeviation, bias": lambda x: theory.ScoreDeviation.create(POINTS, bias=x),
+    "ScoreDeviation, eps": lambda x: theory.ScoreDeviation.create(POINTS, eps=x),
     "Clustering.create": lambda x: theory.ClusteringEnergy.create(x),
     "BinaryHopfield.create": lambda x: energy.BinaryHopfieldEnergy.create(x),
     "DenseHopfield.create": lambda x: energy.DenseHopfieldEnergy.create(x),
-    "TwoLayer.create": lambda x: energy.TwoLayer.create(x),
-    "TwoLayer, time": lambda x: energy.TwoLayer.create(POINTS, visible_time=x),
-    "TwoLayer.join": lambda x: energy.TwoLayer.create(POINTS).join(x),
-    "TwoLayer.flow, duration": lambda x: energy.TwoLayer.create(POINTS).flow(torch.zeros(10), x, steps=2),
+    "TwoLayer.create": lambda x: theory.TwoLayer.create(x),
+    "TwoLayer, time": lambda x: theory.TwoLayer.create(POINTS, visible_time=x),
+    "TwoLayer.join": lambda x: theory.TwoLayer.create(POINTS).join(x),
+    "TwoLayer.flow, duration": lambda x: theory.TwoLayer.create(POINTS).flow(torch.zeros(10), x, steps=2),
     "EnergyTransformer.create": lambda x: energy.TransformerEnergy.create(x, x, x),
     "EnergyTransformer, scale": lambda x: energy.TransformerEnergy.create(HEADS, HEADS, POINTS, scale=x),
     "EnergyTransformer, keep": lambda x: energy.TransformerEnergy.create(HEADS, HEADS, POINTS, keep=x),

@@ -6,10 +6,8 @@ import pytest
 import torch
 from tests.support.rows import every_row
 
-from massieu import theory
 from massieu.energy import (
     HopfieldEnergy,
-    LogSumReLU,
     SparseAtoms,
     TransformerEnergy,
     activations,
@@ -18,7 +16,8 @@ from massieu.energy import (
     jacobian_asymmetry,
 )
 from massieu.measures import Atoms
-from massieu.theory import ClusteringEnergy, asymptotic_scale, measured_cumulant_growth, path_length
+from massieu.papers import theory
+from massieu.papers.theory import ClusteringEnergy, LogSumReLU, asymptotic_scale, measured_cumulant_growth, path_length
 
 DOUBLE = torch.float64
 NAN = torch.full((2,), torch.nan)

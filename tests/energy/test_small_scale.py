@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu import measures
-from massieu.energy import HopfieldEnergy, ScoreDeviation, SparseAtoms, SpinModel, boosting_energy, bounds, ood_score
-from massieu.theory import least_descent
+from massieu.energy import HopfieldEnergy, SparseAtoms, SpinModel, boosting_energy, bounds, ood_score
+from massieu.papers.theory import ScoreDeviation, least_descent
 
 SCALES = [1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0, 3.0, 1e2, 1e8]
 POINTS, LOG_WEIGHT = draw(6, 3, seed=20), 0.5 * draw(6, seed=21)

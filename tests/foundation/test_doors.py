@@ -28,10 +28,10 @@ from massieu.nn import (
     RestrictedBoltzmannMachine,
     SoftmaxHeads,
 )
+from massieu.papers.theory import cumulant_growth, transfer
 from massieu.population import Flow
 from massieu.regression import GaussianKernel
 from massieu.solve import ConjugateGradients, fixed_point, linear_solve, spectral_radius
-from massieu.theory import cumulant_growth, transfer
 
 
 @door(width=count)
@@ -131,7 +131,7 @@ _DOCUMENTS = ops.Documents([0, 2], [0, 2])
         (lambda: _SPINS.field(torch.zeros(2, 3)), r"state must have the drive's shape \(2, 4\), got \(2, 3\)"),
         (lambda: MeasureActivation.of(-1, Gaussian.create(0.0, 1.0, dim=2)), "name must be a string, got -1"),
         (lambda: Flow(lambda cloud: cloud, depth=1, group=10**30), "group must be a ProcessGroup or a DeviceMesh"),
-        (lambda: resample(torch.zeros(3), object()), "method must be 'multinomial' or 'systematic', got object"),
+        (lambda: resample(torch.zeros(3), object()), "generator must be a torch.Generator, got object"),
         (
             lambda: gibbs_init(_TWO, lambda *_: None),
             r"sample_hidden\(units, generator\) must be a floating-point tensor",

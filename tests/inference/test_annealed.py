@@ -43,7 +43,6 @@ def run(seed, particles=100, **keywords):
     "keywords",
     [
         {},
-        {"groups": 20, "threshold": 1.0, "resampling": "multinomial"},
         {"groups": 20},
         {"groups": 20, "threshold": 1.0},
     ],
@@ -133,9 +132,9 @@ def test_a_point_outside_the_support_has_weight_zero():
         (lambda: run(0, schedule=[0.5, 0.4, 1.0]), "schedule must rise"),
         (lambda: run(0, schedule=[0.5]), "schedule must rise"),
         (lambda: run(0, schedule=[0.5, 1.0, 1.5]), "schedule must rise"),
+        (lambda: run(0, schedule=[math.nan, 1.0]), "schedule must rise"),
         (lambda: run(0, schedule=0), "schedule must rise"),
         (lambda: run(0, threshold=1.5), "threshold .* got 1.5"),
-        (lambda: run(0, resampling="none"), "resampling must be 'multinomial' or 'systematic', got 'none'"),
         (lambda: anneal(torch.full((3, 2), math.nan), path, move), "NaN"),
     ],
 )

@@ -9,67 +9,53 @@ from tests.support.rows import every_row
 from massieu.inference import anneal, effective_sample_size, resample
 
 WEIGHTS = torch.tensor([[0.5, 0.0, 0.23, 0.02, 0.25], [0.2, 0.2, 0.2, 0.2, 0.2]], dtype=torch.float64)
-METHODS = ["multinomial", "systematic"]
 
 
-def counts(method, repeats, weights=WEIGHTS):
+def counts(repeats, weights=WEIGHTS):
     """How often each particle is drawn, (repeats, groups, size)."""
     many = (7.0 * weights).log().expand(repeats, *weights.shape)
-    drawn = resample(many, method, torch.Generator().manual_seed(0))
+    drawn = resample(many, torch.Generator().manual_seed(0))
     assert drawn.shape == many.shape
     return torch.nn.functional.one_hot(drawn, weights.shape[-1]).sum(-2).double()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_particles_are_drawn_in_proportion_to_their_weights(method):
-    found, wanted = counts(method, 20_000), 5 * WEIGHTS
+def test_particles_are_drawn_in_proportion_to_their_weights():
+    found, wanted = counts(20_000), 5 * WEIGHTS
     error = found.std(0) / math.sqrt(20_000)
     assert ((found.mean(0) - wanted).abs() <= 5 * error + 1e-12).all()
     assert (found[:, 0, 1] == 0).all()
     assert (found.sum(-1) == 5).all()
 
 
-def test_systematic_counts_are_rounded_up_or_down():
-    found, wanted = counts("systematic", 2000), 5 * WEIGHTS
+def test_counts_are_rounded_up_or_down():
+    found, wanted = counts(2000), 5 * WEIGHTS
     assert ((found >= (wanted - 1e-9).floor()) & (found <= (wanted + 1e-9).ceil())).all()
     assert (found[:, 1] == 1).all()  # equal weights: everybody once
 
 
-def test_multinomial_counts_have_their_covariance():
-    found = counts("multinomial", 20_000)[:, 0]
-    wanted = 5 * (WEIGHTS[0].diag() - torch.outer(WEIGHTS[0], WEIGHTS[0]))
-    # Of products of centred counts, whose fourth moments are of order 5².
-    assert (found.T.cov() - wanted).abs().max() < 5 * 3 * 5 / math.sqrt(20_000)
-
-
-def test_systematic_draws_of_many_particles_have_less_variance():
+def test_draws_of_many_particles_have_less_variance_than_independent_ones():
     place = torch.linspace(0, 1, 200, dtype=torch.float64)
     weights = (3 * place).exp()
-
-    def spread(method):
-        drawn = resample(weights.log().expand(500, -1), method, torch.Generator().manual_seed(1))
-        return place[drawn].mean(-1).var()
-
-    assert spread("systematic") < 0.05 * spread("multinomial")
+    drawn = resample(weights.log().expand(500, -1), torch.Generator().manual_seed(1))
+    share = weights / weights.sum()
+    of_one_draw = (share * place.square()).sum() - (share * place).sum().square()
+    assert place[drawn].mean(-1).var() < 0.05 * of_one_draw / 200
 
 
-@every_row("method", METHODS)
 @every_row("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_only_what_has_weight_is_drawn(method, dtype):
+def test_only_what_has_weight_is_drawn(dtype):
     log_weight = torch.full((50, 1000), -math.inf, dtype=dtype)
     log_weight[:, 400:403] = 300.0
-    drawn = resample(log_weight, method, torch.Generator().manual_seed(2))
+    drawn = resample(log_weight, torch.Generator().manual_seed(2))
     assert drawn.min() == 400 and drawn.max() == 402
 
 
 @every_row(
     ("call", "message"),
     [
-        (lambda: resample(torch.zeros(3), "stratified"), "'multinomial' or 'systematic', got 'stratified'"),
         (lambda: resample(torch.full((2, 3), -math.inf)), "all are −inf"),
         (lambda: resample(torch.tensor([0.0, math.nan])), "NaN"),
         (lambda: resample(torch.tensor([0.0, math.inf])), "inf"),
-        (lambda: run(resampling="stratified"), "got 'stratified'"),
     ],
 )
 def test_bad_calls(call, message):

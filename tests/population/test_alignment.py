@@ -7,8 +7,8 @@ from scipy.stats import kstest
 from tests.support.rows import every_row
 from torch import Tensor
 
+from massieu.papers.theory import equilibrium, key_law
 from massieu.population import precision_alignment
-from massieu.theory import equilibrium, key_law
 
 F64 = torch.float64
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tests.support.rows import every_row
 
-from massieu import population, theory
+from massieu import population
 from massieu.measures import Gaussian
+from massieu.papers import theory
 from massieu.population import cloud_shape, clusters, self_attention
 
 WIDTH = 3

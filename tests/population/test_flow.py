@@ -14,6 +14,7 @@ from tests.support.rows import every_row
 from massieu import ops
 from massieu.errors import InputError
 from massieu.foundation.settings import fingerprint
+from massieu.papers.theory import ClusteringEnergy
 from massieu.population import (
     CloudMoments,
     CloudShape,
@@ -26,7 +27,6 @@ from massieu.population import (
     covariance_spectrum,
     log_determinant,
 )
-from massieu.theory import ClusteringEnergy
 
 
 def draws(*shape, seed=0):

@@ -5,8 +5,9 @@ import torch
 from tests.support.kinds import PARTS, raw_errors
 from tests.support.rows import some_slow
 
-from massieu import population, theory
+from massieu import population
 from massieu.measures import Gaussian
+from massieu.papers import theory
 from massieu.population import cloud_shape, clusters, self_attention
 
 

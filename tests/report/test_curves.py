@@ -11,7 +11,7 @@ from plotly import offline
 
 from massieu.errors import InputError
 from massieu.report import curves
-from massieu.report.record_lines import TrainingRun
+from massieu.storage.record_lines import TrainingRun
 
 SETTINGS = {"prefix": "massieu", "model": "Small", "layers": 2, "heads": [2, 2], "every": 100}
 

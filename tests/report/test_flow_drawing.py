@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from massieu.errors import InputError
-from massieu.report.flow import Panel, draw
+from massieu.report.flow import Panel, draw, draw_flow
 
 NONE = [[math.nan]] * 3
 
@@ -103,15 +103,17 @@ def test_names_are_escaped_and_nothing_runs(tmp_path: Path):
         draw([], "title")
 
 
-def test_a_flow_draws_itself():
+def test_a_flow_is_drawn_by_its_observables():
     import torch
 
     from massieu.population import CloudMoments, Flow
 
     result = Flow(lambda x: x / 2, depth=2, observables=[CloudMoments()]).run(torch.randn(9, 3), progress=False)
-    assert result.plot().html.count("<svg") == 6
-    html = result.plot(["log_determinant"], title="one").html
+    assert draw_flow(result).html.count("<svg") == 6
+    html = draw_flow(result, ["log_determinant"], title="one").html
     assert html.count("<svg") == 1
     assert "log determinant" in html
     with pytest.raises(InputError, match="no observable 'nothing'"):
-        result.plot(["nothing"])
+        draw_flow(result, ["nothing"])
+    with pytest.raises(InputError, match="flow must be a FlowResult, got 3"):
+        draw_flow(3)  # pyright: ignore[reportArgumentType]

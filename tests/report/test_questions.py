@@ -11,7 +11,7 @@ from massieu.probing.result.stored import run_of
 from massieu.probing.statistics.registry import GROUPS, OPT_IN, STATISTICS
 from massieu.report.page import render
 from massieu.report.questions import QUESTIONS, questions_of
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 LAYERS, HEADS = 2, 4
 CELLS = LAYERS * HEADS

@@ -1,7 +1,7 @@
 """Replaced attention in words."""
 
-from massieu.report.record import ReplacementRecord
 from massieu.report.replacements import replacement_table
+from massieu.storage.record import ReplacementRecord
 
 
 def record(value: float | None, head: int | None = None, measure: str = "loss") -> ReplacementRecord:

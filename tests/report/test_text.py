@@ -17,9 +17,9 @@ from tokenizers import pre_tokenizers
 from massieu.probing.result.stored import run_of
 from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
 from massieu.report.encode import Block, script_json
-from massieu.report.record import RunRecord, plain
 from massieu.report.tables import sites_of
 from massieu.report.tokens import readable
+from massieu.storage.record import RunRecord, plain
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from massieu.cli.commands import app
 from massieu.probing import run as run_module
 from massieu.report.questions import Answer, Question
-from massieu.report.record import Finding, ModelRecord, RunRecord, TextRecord
+from massieu.storage.record import Finding, ModelRecord, RunRecord, TextRecord
 
 COMMAND = [sys.executable, "-m", "massieu.cli"]
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

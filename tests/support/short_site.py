@@ -56,7 +56,7 @@ def _run_in(folder: str, page: str) -> str:
 
 LOADED = (
     "matplotlib.pyplot", "sklearn.datasets", "sklearn.model_selection", "transformers", "massieu.energy", "massieu.nn",
-    "massieu.experiments.tasks", "massieu.probing.run", "massieu.report.page", "massieu.testing",
+    "massieu.papers.experiments.tasks", "massieu.probing.run", "massieu.report.page", "massieu.testing",
 )  # fmt: skip
 """What the pages load, once for all."""
 

@@ -30,7 +30,7 @@ from massieu.cli.processes import joined, leads, many, say_first, say_once
 from massieu.cli.streams import OutputLost, say, show
 from massieu.errors import InputError, ProcessLostError
 from massieu.interruption import ENDINGS, Interruption, interruptible
-from massieu.report.folder import save_or_elsewhere
+from massieu.storage.folder import save_or_elsewhere
 
 if TYPE_CHECKING:
     from massieu.probing.result.result import ProbeResult
@@ -382,9 +382,9 @@ def verify(
     if html is not None:
         check_page(html)
     with context.obj.loading():
-        from massieu.verification import terminal as claims
-        from massieu.verification.registry import read_settings
-        from massieu.verification.run import verify as run_verify
+        from massieu.papers.claims import terminal as claims
+        from massieu.papers.claims.registry import read_settings
+        from massieu.papers.claims.run import verify as run_verify
 
     result = run_verify(ids or None, seed=seed, settings=read_settings(set or ()), progress=claims.say_progress)
     if html is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from massieu.cli import terminal
 from massieu.cli.streams import say, show
 from massieu.errors import InputError, require_extra
-from massieu.report.folder import save_or_elsewhere
+from massieu.storage.folder import save_or_elsewhere
 
 if TYPE_CHECKING:
     from massieu.interruption import Interruption
@@ -79,8 +79,8 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
     with interruption.loading():
         from massieu.probing.compare.run import compare
         from massieu.probing.result.result_files import ROOM
-        from massieu.report.folder import reserved
-        from massieu.report.record_files import COMPARISON_FILES, COMPARISON_RECORD
+        from massieu.storage.folder import reserved
+        from massieu.storage.record_files import COMPARISON_FILES, COMPARISON_RECORD
 
     with reserved(asked.folder, COMPARISON_RECORD, COMPARISON_FILES, ROOM):
         with terminal.progress_shown() as progress:

@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from massieu.cli.streams import say
-from massieu.experiments.prompts import PromptReading
-from massieu.experiments.run import RESULTS, load
-from massieu.experiments.study import Study, experiments
 from massieu.foundation.numbers import counted
 from massieu.foundation.printable import visible
+from massieu.papers.experiments.prompts import PromptReading
+from massieu.papers.experiments.run import RESULTS, load
+from massieu.papers.experiments.study import Study, experiments
 
 _WIDTH = 120
 _OUTCOMES = {"met": "met", "missed": "not met", "open": "open", "described": "–"}

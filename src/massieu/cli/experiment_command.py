@@ -56,7 +56,7 @@ def _run(
 ) -> None:
     with context.obj.loading():
         from massieu.cli import experiment as shown
-        from massieu.experiments.run import SEEDS, run
+        from massieu.papers.experiments.run import SEEDS, run
 
     told = shown.say_seed if leads() else None
     with joined():
@@ -76,7 +76,7 @@ def _run(
 def _tune(context: typer.Context, name: str, seeds: list[int], quick: bool, folder: Path) -> None:
     with context.obj.loading():
         from massieu.cli import experiment as shown
-        from massieu.experiments.run import tune
+        from massieu.papers.experiments.run import tune
 
     if len(seeds) != 1:
         raise InputError(f"--tune takes one seed, got {len(seeds)}")
@@ -90,8 +90,8 @@ def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder:
     with context.obj.loading():
         from massieu.cli import experiment as shown
         from massieu.cli.language_model import next_word
-        from massieu.experiments.prompts import PROMPTS, read_prompts, save_readings
-        from massieu.report.folder import tried
+        from massieu.papers.experiments.prompts import PROMPTS, read_prompts, save_readings
+        from massieu.storage.folder import tried
 
     with tried(folder, 1 << 16):  # what is in the way of writing is found before the model is loaded
         predictor, tokenizer, shown_name = next_word(model)

@@ -7,8 +7,8 @@ from pathlib import Path
 from massieu.cli.output import check_page
 from massieu.cli.streams import say
 from massieu.errors import InputError, require_extra
-from massieu.report.record_lines import read_run
-from massieu.report.writing import write_whole
+from massieu.storage.record_lines import read_run
+from massieu.storage.writing import write_whole
 
 
 def draw(runs: Sequence[Path], out: Path | None, reference: Path | None) -> Path:

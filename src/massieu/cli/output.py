@@ -7,7 +7,7 @@ from pathlib import Path
 
 from massieu.errors import InputError, require_extra
 from massieu.foundation.files import is_special, linked_to
-from massieu.report.writing import check_name
+from massieu.storage.writing import check_name
 
 PAGE_ROOM = 8_000_000
 """Bytes of the largest page."""
@@ -27,8 +27,8 @@ def result_folder(folder: Path, format: str, per_token: bool) -> Iterator[None]:
     for module in ("polars", "jinja2", "plotly.offline", "scipy"):
         require_extra(module, "probe")
     from massieu.probing.result.result_files import ROOM
-    from massieu.report.folder import reserved
-    from massieu.report.record_files import RECORD, files_of
+    from massieu.storage.folder import reserved
+    from massieu.storage.record_files import RECORD, files_of
 
     with reserved(folder, RECORD, files_of(format, per_token), ROOM):
         yield
@@ -43,7 +43,7 @@ def check_page(path: Path) -> None:
     require_extra("jinja2", "probe")
     if os.path.isdir(check_name(path)):
         raise InputError(f"{path} is a folder; the page needs the name of a file")
-    from massieu.report.folder import tried
+    from massieu.storage.folder import tried
 
     if is_special(path):
         return  # what a device takes is known only when it is written to

@@ -15,7 +15,7 @@ from massieu.foundation.printable import visible
 if TYPE_CHECKING:
     from massieu.probing.result.result import ProbeResult
     from massieu.probing.run import ProbeProgress
-    from massieu.report.record import Statistic
+    from massieu.storage.record import Statistic
 
 
 def summarise(result: "ProbeResult", folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.duality.newton import STEPS, Solution, over, solve, times
+from massieu.duality.newton import STEPS, Solution, lead_mask, solve, times
 from massieu.errors import ConvergenceError
 from massieu.foundation.doors import MEASURE, door
 from massieu.foundation.transforms import derivative_orders, some, unwrapped, values_are_readable
@@ -15,12 +15,12 @@ from massieu.measures import Measure
 from massieu.solve import Status
 
 _GROWTH = 0.25 * math.log(2)
-"""What A* may still grow by where its limit is finite: half of the least growth towards a face without mass."""
+"""A* has a limit if it grows by less than this on the second half of the way: half of the least growth without one."""
 _OUTSIDE = "mu lies outside the convex hull of the support"
 
 
 class DualResult(NamedTuple):
-    """What `natural` and `conjugate` found, item by item, with ``throw=False``.
+    """The result of `natural` and `conjugate` with ``throw=False``, item by item.
 
     Attributes:
         value: eta, or A*; NaN where the status says that there is none.
@@ -69,9 +69,8 @@ def natural(
     Args:
         measure: Any measure; half precision is promoted.
         mu: A mean, shaped like eta.
-        throw: Raise if there is an item without an eta. If not, the result is a `DualResult`, whose status says item by
-            item what became of it. Nothing is raised where values cannot be read, as while
-            compiling: eta is NaN there.
+        throw: Raise if there is an item without an eta. If not, the result is a `DualResult`, whose status says why each
+            item has none. Nothing is raised where values cannot be read, as while compiling: eta is NaN there.
 
     Raises:
         ValueError: `mu` has another shape, is not finite, or lies outside the convex hull of the support; or the measure
@@ -87,28 +86,28 @@ def natural(
         (0.5493, 0.5493)
     """
     promoted, target = measure._fit(mu=mu)
-    given = _given(mu, target)
+    mu_dtype = _mu_dtype(mu, target)
     finite = _every(promoted, target.isfinite())
     _refuse(throw, ~finite, promoted, target, "mu must be finite")
-    closed = _closed_form(promoted, target, given)
+    closed = _closed_form(promoted, target, mu_dtype)
     if closed is not None:
-        invalid = ~finite | _some(promoted, closed.isnan())
-        _refuse(throw, invalid, promoted, target, _OUTSIDE)
+        outside = ~finite | _some(promoted, closed.isnan())
+        _refuse(throw, outside, promoted, target, _OUTSIDE)
         if throw:
             return closed
-        return _result(
-            torch.where(over(invalid, closed), torch.nan, closed), finite, invalid, torch.zeros_like(invalid)
-        )
+        eta = torch.where(lead_mask(outside, closed), torch.nan, closed)
+        return _result(eta, finite, outside, failed=torch.zeros_like(outside))
     if target.is_meta:
+        eta = torch.empty_like(target)
         unknown = torch.zeros_like(finite)
-        return torch.empty_like(target) if throw else _result(torch.empty_like(target), finite, unknown, unknown)
+        return eta if throw else _result(eta, finite, outside=unknown, failed=unknown)
     exact, wide = _widen(promoted, target)
-    solution = solve(exact, wide, given)
+    solution = solve(exact, wide, mu_dtype)
     _refuse_failures(throw, exact, wide, solution)
     _refuse(throw, solution.outside, exact, wide, _OUTSIDE)
     eta = _attach(exact, wide, solution)
-    other = torch.where(solution.boundary, torch.inf, torch.nan)
-    eta = torch.where(over(solution.found, eta), eta, over(other, eta)).to(target.dtype)
+    without_eta = torch.where(solution.boundary, torch.inf, torch.nan)
+    eta = torch.where(lead_mask(solution.found, eta), eta, lead_mask(without_eta, eta)).to(target.dtype)
     return eta if throw else _result(eta, finite, solution.outside, solution.failed, solution.residual)
 
 
@@ -152,63 +151,83 @@ def conjugate(
         [-0.6931, inf]
     """
     promoted, target = measure._fit(mu=mu)
-    given = _given(mu, target)
+    mu_dtype = _mu_dtype(mu, target)
     finite = _every(promoted, target.isfinite())
     _refuse(throw, ~finite, promoted, target, "mu must be finite")
-    closed = _closed_form(promoted, target.detach(), given)
+    closed = _closed_form(promoted, target.detach(), mu_dtype)
     if closed is not None:
-        known = promoted._conjugate(target)
-        value = _extrapolated(promoted, target, closed) if known is None else known
+        value = promoted._conjugate(target)
+        if value is None:
+            value = _extrapolated(promoted, target, closed)
         failed = finite & value.isnan()
         advice = ". Give the measure `_conjugate`, its value there in closed form"
         _refuse(throw, failed, promoted, target, "A* was not found", advice, ConvergenceError)
         value = torch.where(finite, value, torch.nan)
         return value if throw else _result(value, finite, _some(promoted, closed.isnan()), failed)
     if target.is_meta:
-        unknown, value = torch.zeros_like(finite), torch.empty_like(finite, dtype=target.dtype)
-        return value if throw else _result(value, finite, unknown, unknown)
+        value = torch.empty_like(finite, dtype=target.dtype)
+        unknown = torch.zeros_like(finite)
+        return value if throw else _result(value, finite, outside=unknown, failed=unknown)
     exact, wide = _widen(promoted, target)
-    solution = solve(exact, wide, given)
+    solution = solve(exact, wide, mu_dtype)
     _refuse_failures(throw, exact, wide, solution)
     eta = _attach(exact, wide, solution)
-    missing = wide - exact._mean(eta)
-    left = exact._dot(eta, missing)
-    # Where mu's own rounding has carried it off the hull, eta is large: that part is no part of the value.
-    rounding = 4 * max(torch.finfo(given).eps, torch.finfo(wide.dtype).eps) * exact._dot(wide, wide).sqrt()
-    spurious = exact._dot(missing, missing).detach().sqrt() <= rounding.detach()
-    value = left - torch.where(spurious, left, 0.0).detach() - exact._entropy(eta)
-    limit = torch.where(_settles(exact, solution), -exact._entropy(solution.last).detach(), torch.inf)
-    other = torch.where(solution.boundary, limit, torch.where(solution.outside, torch.inf, torch.nan))
-    value = torch.where(solution.found, value, other).to(target.dtype)
+    value = _value_at(exact, wide, eta, mu_dtype)
+    limit = torch.where(_has_limit(exact, solution), -exact._entropy(solution.last).detach(), torch.inf)
+    without_eta = torch.where(solution.boundary, limit, torch.where(solution.outside, torch.inf, torch.nan))
+    value = torch.where(solution.found, value, without_eta).to(target.dtype)
     return value if throw else _result(value, finite, solution.outside, solution.failed, solution.residual)
+
+
+def _value_at(measure: Measure, mu: Tensor, eta: Tensor, mu_dtype: torch.dtype) -> Tensor:
+    """A*(mu) = eta·mu − A(eta), as eta·(mu − mean) less the entropy at eta, which keeps digits where both terms are large."""
+    missing = mu - measure._mean(eta)
+    product = measure._dot(eta, missing)
+    # Where rounding has carried mu off the hull, eta is large: what it is off is no part of the value, but of derivatives.
+    rounding = 4 * max(torch.finfo(mu_dtype).eps, torch.finfo(mu.dtype).eps) * measure._dot(mu, mu).sqrt()
+    is_rounding = measure._dot(missing, missing).detach().sqrt() <= rounding.detach()
+    return product - torch.where(is_rounding, product, 0.0).detach() - measure._entropy(eta)
 
 
 def _result(
     value: Tensor, finite: Tensor, outside: Tensor, failed: Tensor, residual: Tensor | None = None
 ) -> DualResult:
-    """With the status of each item; a residual of NaN says that A was not finite where the method started."""
-    residual = torch.zeros_like(finite, dtype=value.dtype) if residual is None else residual
-    stopped = torch.where(residual.isnan(), int(Status.NOT_FINITE), int(Status.MAX_STEPS))
-    status = torch.where(failed, stopped, int(Status.CONVERGED))
+    """The value with the status of each item.
+
+    Args:
+        finite: Whether mu is.
+        outside, failed: As in `Solution`.
+        residual: NaN if A is not finite where the method starts; None for closed forms.
+    """
+    if residual is None:
+        residual = torch.zeros_like(finite, dtype=value.dtype)
+    of_failed = torch.where(residual.isnan(), int(Status.NOT_FINITE), int(Status.MAX_STEPS))
+    status = torch.where(failed, of_failed, int(Status.CONVERGED))
     status = torch.where(outside, int(Status.DIVERGED), status)
-    return DualResult(value, torch.where(finite, status, int(Status.NOT_FINITE)), residual)
+    status = torch.where(finite, status, int(Status.NOT_FINITE))
+    return DualResult(value, status, residual)
 
 
-def _settles(measure: Measure, solution: Solution) -> Tensor:
+def _has_limit(measure: Measure, solution: Solution) -> Tensor:
     """Whether A* has a limit where the iterates run: on the second half of the way it grows by (k/2)·log 2 otherwise."""
     growth = measure._entropy(solution.halfway) - measure._entropy(solution.last)
-    return solution.massive | (growth.detach().abs() < _GROWTH)
+    return solution.face_has_mass | (growth.detach().abs() < _GROWTH)
 
 
-def _given(mu: Any, target: Tensor) -> torch.dtype:
-    """The dtype whose rounding mu has: its own, where it is a floating-point tensor."""
-    return mu.dtype if isinstance(mu, Tensor) and mu.is_floating_point() else target.dtype
+def _mu_dtype(mu: Any, target: Tensor) -> torch.dtype:
+    """The dtype whose rounding mu has: its own if it is a floating-point tensor, else that of the computation."""
+    if isinstance(mu, Tensor) and mu.is_floating_point():
+        return mu.dtype
+    return target.dtype
 
 
-def _closed_form(measure: Measure, mu: Tensor, given: torch.dtype) -> Tensor | None:
-    """`Measure._natural`; None where it refuses what only the rounding of half precision put beside the support."""
+def _closed_form(measure: Measure, mu: Tensor, mu_dtype: torch.dtype) -> Tensor | None:
+    """`Measure._natural`; None if there is none, or if half precision may have rounded a mu off the support.
+
+    Newton's method forgives that rounding, and a closed form does not.
+    """
     closed = measure._natural(mu)
-    if closed is None or torch.finfo(given).bits >= 32 or not values_are_readable(closed):
+    if closed is None or torch.finfo(mu_dtype).bits >= 32 or not values_are_readable(closed):
         return closed
     return None if some(closed.isnan()) else closed
 
@@ -221,18 +240,23 @@ def _attach(measure: Measure, mu: Tensor, solution: Solution) -> Tensor:
     an inverse or a decision on rank.
     """
     inverse, null = solution.inverse, solution.null
-    base, eta, dual = solution.eta.reshape(mu.shape), solution.eta, times(inverse, solution.eta)
+    base = solution.eta.reshape(mu.shape)
+    eta = solution.eta
+    # The y of the second equation, at the solution.
+    dual = times(inverse, solution.eta)
 
     def missing(eta: Tensor) -> Tensor:
         return (mu - measure._mean(eta.reshape(mu.shape))).reshape(eta.shape)
 
-    # What rounding left of either equation stays: an inverse of large entries would make it large.
-    left, unmatched = missing(eta).detach(), (eta - _image(measure, base, dual)).detach()
+    # What rounding left of either equation is taken out: an inverse of large entries would make it large.
+    rounding_of_mean = missing(eta).detach()
+    rounding_of_norm = (eta - _image(measure, base, dual)).detach()
     for _ in range(derivative_orders()):
-        eta = eta + times(inverse, missing(eta) - left)
+        eta = eta + times(inverse, missing(eta) - rounding_of_mean)
         if null is not None:
-            dual = dual + times(inverse, eta - _image(measure, base, dual) - unmatched)
-            eta = eta + times(null, _image(measure, base, dual) + unmatched - eta)
+            # Along what A cannot see, the first equation says nothing: there eta follows F y.
+            dual = dual + times(inverse, eta - _image(measure, base, dual) - rounding_of_norm)
+            eta = eta + times(null, _image(measure, base, dual) + rounding_of_norm - eta)
     return eta.reshape(mu.shape)
 
 
@@ -242,13 +266,17 @@ def _image(measure: Measure, eta: Tensor, vector: Tensor) -> Tensor:
 
 
 def _extrapolated(measure: Measure, mu: Tensor, natural: Tensor) -> Tensor:
-    """A* of a measure that knows its inverse alone: on the boundary by its limit from inside, that of a closed function."""
-    found = _every(measure, natural.isfinite())
+    """A* of a measure that knows `natural` in closed form and not A*: on the boundary its limit from inside.
+
+    A* is a closed convex function, so that along a segment from inside it tends to its value at the end.
+    """
+    inside = _every(measure, natural.isfinite())
     exact, edge = _widen(measure, mu)
     edge = edge.detach()
     interior = exact._interior()
     start = torch.zeros_like(edge)
-    start = start if interior is None else start + exact._align(interior, edge, len(measure.event_shape))
+    if interior is not None:
+        start = start + exact._align(interior, edge, len(measure.event_shape))
     centre = exact._mean(start).detach()
 
     def value(point: Tensor) -> Tensor:
@@ -256,22 +284,27 @@ def _extrapolated(measure: Measure, mu: Tensor, natural: Tensor) -> Tensor:
         assert eta is not None
         return exact._fenchel(eta, point)
 
-    # Steps that rounding does not take back.
-    way, eps = centre - edge, torch.finfo(edge.dtype).eps
-    least = torch.where(way == 0, 0.0, 8 * eps * edge.abs() / way.abs()).flatten(mu.ndim - len(measure.event_shape))
-    unit = over(least.amax(-1).clamp(eps, 1.0), way)
-    far, near, limit = (value(edge + unit**power * way) for power in (0.5, 0.7, 0.9))
+    # Three points of the way to the edge, the nearest so far from it that rounding of the edge does not take the step back.
+    way = centre - edge
+    eps = torch.finfo(edge.dtype).eps
+    rounding = torch.where(way == 0, 0.0, 8 * eps * edge.abs() / way.abs())
+    least_share = rounding.flatten(mu.ndim - len(measure.event_shape)).amax(-1).clamp(eps, 1.0)
+    share = lead_mask(least_share, way)
+    far = value(edge + share**0.5 * way)
+    near = value(edge + share**0.7 * way)
+    limit = value(edge + share**0.9 * way)
     # Towards a face that carries mass A* settles, towards any other it grows as a logarithm.
-    growing = (limit - near > 0.1 * (near - far)) & (limit - near > 1e3 * eps**0.75 * (1 + limit.abs()))
-    limit = torch.where(growing | _some(measure, natural.isnan()), torch.inf, limit).detach().to(mu.dtype)
-    inner = torch.where(over(found, mu), mu, centre.to(mu.dtype))
+    grows = (limit - near > 0.1 * (near - far)) & (limit - near > 1e3 * eps**0.75 * (1 + limit.abs()))
+    limit = torch.where(grows | _some(measure, natural.isnan()), torch.inf, limit).detach().to(mu.dtype)
+    # The centre stands in for items without an eta, so that no derivative meets an infinity.
+    inner = torch.where(lead_mask(inside, mu), mu, centre.to(mu.dtype))
     eta = measure._natural(inner)
     assert eta is not None
-    return torch.where(found, measure._fenchel(eta, inner), limit)
+    return torch.where(inside, measure._fenchel(eta, inner), limit)
 
 
 def _widen(measure: Measure, mu: Tensor) -> tuple[Measure, Tensor]:
-    """Both in float64, where the device has it."""
+    """The measure and mu in float64, where the device has it."""
     wide = mu.dtype if mu.device.type == "mps" else torch.float64
     return measure.to(wide), mu.to(wide)
 
@@ -285,12 +318,14 @@ def _refuse(
     advice: str = "",
     kind: type[Exception] = ValueError,
 ) -> None:
-    """Raise for the first item of the mask, where values are readable."""
+    """Raise for the first item of the mask, if `throw` is set and values can be read."""
     if not throw or not some(mask):
         return
-    wrong, points = unwrapped(mask), unwrapped(mu.detach())
-    # Within `vmap` either may lack the mapped dimension.
-    index = tuple(int(i) for i in wrong.nonzero()[0]) if points.shape[: wrong.ndim] == wrong.shape else ()
+    wrong = unwrapped(mask)
+    points = unwrapped(mu.detach())
+    # Within `vmap` either may lack the mapped dimension; then the item has no place to tell.
+    is_alike = points.shape[: wrong.ndim] == wrong.shape
+    index = tuple(wrong.nonzero()[0].tolist()) if is_alike else ()
     numbers = points[index].flatten()
     shown = ", ".join(f"{float(x):.6g}" for x in numbers[:6]) + (", …" if len(numbers) > 6 else "")
     place = f" at index {index}" if index else ""
@@ -298,6 +333,7 @@ def _refuse(
 
 
 def _refuse_failures(throw: bool, measure: Measure, mu: Tensor, solution: Solution) -> None:
+    """Raise for the first item of which Newton's method has found nothing, with what to try."""
     start = "A is not finite where Newton's method starts (no mass, or `_interior` is not inside)"
     _refuse(throw, solution.residual.isnan(), measure, mu, start)
     if throw and some(solution.failed):
@@ -313,4 +349,5 @@ def _every(measure: Measure, mask: Tensor) -> Tensor:
 
 
 def _some(measure: Measure, mask: Tensor) -> Tensor:
+    """Whether it holds for an entry of an event."""
     return ~_every(measure, ~mask)

@@ -3,10 +3,10 @@
 - `HopfieldEnergy`: the energy of any memory under any reference; `activations`: the references that are normalisations;
 - `bounds`: what is known of a memory in advance; `HopfieldDensity`: the memory as a mixture of Gaussians, its samples, its
   denoiser; `retrieval_curve`: how many of your patterns a memory gives back;
-- `ood_score`, `boosting_energy`: how foreign a state is to a memory; `newton_step`: faster descent near a minimum;
+- `ood_score`, `boosting_energy`: how foreign a state is to a memory;
 - `BinaryHopfieldEnergy`, `DenseHopfieldEnergy`: networks of two-valued units;
-- `SparseAtoms`, `ScoreDeviation`, `fenchel_young_loss`, `LogSumReLU`: memories other than by softmax; `TwoLayer`: two layers
-  with Lagrangians of their own; `jacobian_asymmetry`, `is_conservative`: whether a map is a gradient at all;
+- `SparseAtoms`, `fenchel_young_loss`: a memory by sparse weights, and its loss; `jacobian_asymmetry`, `is_conservative`:
+  whether a map is a gradient at all;
 - `TransformerEnergy`: tokens that attend to each other, and memories; `least_entropy`: of attention whose scores are bounded;
 - `BoltzmannMachine`, `SpinModel`: energies of two layers and of coupled sites, with all constants;
 - `KineticSpins`, `KineticIsing`: synchronous dynamics of vector spins and signs.
@@ -22,14 +22,10 @@ from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.energy.kinetic import KineticIsing, KineticSpins
-from massieu.energy.newton import newton_step
-from massieu.energy.normalized import ScoreDeviation
 from massieu.energy.out_of_distribution import boosting_energy, ood_score
-from massieu.energy.rectified import LogSumReLU
 from massieu.energy.retrieval import retrieval_curve
 from massieu.energy.spins import SpinModel
 from massieu.energy.transformer import TransformerEnergy
-from massieu.energy.two_layer import TwoLayer
 
 __all__ = [
     "BinaryHopfieldEnergy",
@@ -40,12 +36,9 @@ __all__ = [
     "HopfieldEnergy",
     "KineticIsing",
     "KineticSpins",
-    "LogSumReLU",
-    "ScoreDeviation",
     "SparseAtoms",
     "SpinModel",
     "TransformerEnergy",
-    "TwoLayer",
     "activations",
     "boosting_energy",
     "bounds",
@@ -53,7 +46,6 @@ __all__ = [
     "is_conservative",
     "jacobian_asymmetry",
     "least_entropy",
-    "newton_step",
     "ood_score",
     "retrieval_curve",
 ]

@@ -84,7 +84,7 @@ _COUNTS = (
     "stored_pattern_size", "sweeps", "times", "trials", "value_size", "vdim",
 )  # fmt: skip
 _NUMBERS = (
-    "atol", "background_log_weight", "damping", "dropout", "duration", "eps", "floor", "label_smoothing", "max_lipschitz",
+    "atol", "background_log_weight", "damping", "dropout", "duration", "eps", "label_smoothing", "max_lipschitz",
     "norm_weight", "other_softcap", "rtol", "softcap", "threshold", "tol", "tolerance", "z_loss",
 )  # fmt: skip
 _FUNCTIONS = (

@@ -10,6 +10,7 @@ the scatter of their estimates tells the error.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, check_values, described, floating, number, whole_number
 from massieu.foundation.doors import MOST, door, function
-from massieu.inference.resampling import Resampling, check_method, effective_sample_size, resample
+from massieu.inference.resampling import effective_sample_size, resample
 
 Path = Callable[[Tensor, float], Tensor]
 """(position (particles, *event), t in [0, 1]) ↦ unnormalised log-density (particles,)."""
@@ -27,7 +28,7 @@ Move = Callable[[Tensor, float, torch.Generator | None], Tensor]
 
 
 class AnnealHistory(NamedTuple):
-    """What each step of the path met, in order."""
+    """One number for each step of the path, in order."""
 
     t: Float[Tensor, " steps"]
     effective_sample_size: Float[Tensor, " steps"]
@@ -77,7 +78,6 @@ def anneal(
     schedule: Sequence[float] | int = 100,
     groups: int | None = None,
     threshold: float = 0.5,
-    resampling: Resampling = "systematic",
     generator: torch.Generator | None = None,
     progress: Callable[[Sequence[float]], Iterable[Any]] = iter,
 ) -> AnnealResult:
@@ -92,12 +92,11 @@ def anneal(
         groups: How many independent groups of equal size there are; None: each particle is one. Sixteen groups tell the
             error to a fifth.
         threshold: A group is resampled when its effective sample size falls below this share of its particles; 0 for never.
-        resampling: As in `resample`.
         progress: Wraps the schedule, as `rich.progress.track` does.
 
     Raises:
         TypeError: a particle or log-density is no floating-point number, or `schedule` is no whole number or sequence.
-        ValueError: a schedule that does not rise to 1; a threshold outside [0, 1]; an unknown resampling; fewer than two
+        ValueError: a schedule that does not rise to 1; a threshold outside [0, 1]; fewer than two
             groups, of which no error can be told, or groups that do not divide the particles; a log-density that is NaN
             or rises from −inf; or no particle has any weight at the end.
 
@@ -109,51 +108,63 @@ def anneal(
         >>> round(anneal(start, path, stay, schedule=4).log_partition.item(), 4)  # only the constant changes
         2.0
     """
-    steps = _schedule(schedule)
+    times = _times(schedule)
     number("threshold", threshold, least=0, most=1)
-    check_method("resampling", resampling)
-    particles = _begin(position, groups)
-    time, met = 0.0, []
-    for t in progress(steps):
-        particles = particles._replace(log_weight=_reweighed(particles, path, time, t))
-        worn = effective_sample_size(particles.log_weight) < threshold * particles.log_weight.shape[1]
+    particles = _unweighted(position, groups)
+    group_size = particles.log_weight.shape[1]
+    last_t = 0.0
+    sample_sizes = []
+    resampled_groups = []
+    for t in progress(times):
+        particles = particles._replace(log_weight=_reweighed(particles, path, last_t, t))
+        depleted = effective_sample_size(particles.log_weight) < threshold * group_size
         # A group without any weight stays as it is: its estimate is 0 for good.
-        worn = worn & (particles.estimates() > -torch.inf)
-        met.append((t, effective_sample_size(particles.log_weights()), worn.sum()))
-        particles = _resampled(particles, worn, resampling, generator)
+        depleted = depleted & (particles.estimates() > -torch.inf)
+        sample_sizes.append(effective_sample_size(particles.log_weights()))
+        resampled_groups.append(depleted.sum())
+        particles = _resampled(particles, depleted, generator)
         moved = floating("move(position, t, generator)", move(particles.position, t, generator))
         check_shape("move(position, t, generator)", moved, particles.position.shape)
-        particles, time = particles._replace(position=moved), t
-    estimates, log_weight = particles.estimates(), particles.log_weights()
+        particles = particles._replace(position=moved)
+        last_t = t
+    estimates = particles.estimates()
+    log_weight = particles.log_weights()
+    # The mean of the groups' estimates of Z, which is unbiased as each of them is.
     log_z = torch.logsumexp(estimates, 0) - math.log(len(estimates))
     if not log_z.isfinite():
         raise ValueError("no particle has any weight: path(·, 1) is −inf wherever they went")
+    history = AnnealHistory(
+        t=log_weight.new_tensor(times),
+        effective_sample_size=torch.stack(sample_sizes),
+        resampled=torch.stack(resampled_groups),
+    )
     return AnnealResult(
-        log_z,
-        (estimates - log_z).exp().std() / math.sqrt(len(estimates)),
-        particles.position,
-        log_weight.log_softmax(0),
-        effective_sample_size(log_weight),
-        AnnealHistory(
-            log_weight.new_tensor(steps), *(torch.stack(column) for column in list(zip(*met, strict=True))[1:])
-        ),
+        log_partition=log_z,
+        standard_error=(estimates - log_z).exp().std() / math.sqrt(len(estimates)),
+        position=particles.position,
+        log_weight=log_weight.log_softmax(0),
+        effective_sample_size=effective_sample_size(log_weight),
+        history=history,
     )
 
 
-def _schedule(schedule: Sequence[float] | int) -> list[float]:
+def _times(schedule: Sequence[float] | int) -> list[float]:
+    """The values of t in order; raises TypeError or ValueError if the schedule is none."""
     if isinstance(schedule, bool | int):
         whole_number("schedule", schedule, most=MOST)
-        steps = [(index + 1) / schedule for index in range(schedule)]
+        times = [(index + 1) / schedule for index in range(schedule)]
     elif isinstance(schedule, Sequence):
-        steps = list(schedule)
+        times = list(schedule)
     else:
         raise TypeError(f"schedule must be a whole number or a sequence of numbers, got {described(schedule)}")
-    if not steps or steps[-1] != 1 or any(b <= a for a, b in zip([0.0, *steps], steps, strict=False)):
+    rises = all(before < after for before, after in pairwise([0.0, *times]))
+    if not times or times[-1] != 1 or not rises:
         raise ValueError(f"schedule must rise from above 0 to 1, got {schedule!r}")
-    return steps
+    return times
 
 
-def _begin(position: Tensor, groups: int | None) -> _Particles:
+def _unweighted(position: Tensor, groups: int | None) -> _Particles:
+    """The particles at t = 0, all of one weight."""
     count = position.shape[0] if floating("position", position).ndim else 0
     check_values(position=position)
     groups = count if groups is None else whole_number("groups", groups)
@@ -167,31 +178,37 @@ def _begin(position: Tensor, groups: int | None) -> _Particles:
 def _reweighed(particles: _Particles, path: Path, before: float, t: float) -> Float[Tensor, "groups size"]:
     """The weights at t of particles that were weighed before."""
     old = particles.log_weight
-    densities = [floating("path(position, t)", path(particles.position, at)) for at in (before, t)]
-    for density in densities:
-        check_values(path=density)
-        check_shape("path(position, t)", density, particles.position.shape[:1])
-    ratio = (densities[1] - densities[0]).to(old.dtype).reshape(old.shape)
-    # What has no weight gets none back.
-    new = torch.where(old == -torch.inf, -torch.inf, old + ratio)
+    old_density = _log_density(particles, path, before)
+    new_density = _log_density(particles, path, t)
+    log_ratio = (new_density - old_density).to(old.dtype).reshape(old.shape)
+    # A particle of weight 0 keeps it, though its log-ratio may be −inf + inf.
+    new = torch.where(old == -torch.inf, -torch.inf, old + log_ratio)
     if not (new < torch.inf).all():
         raise ValueError(f"the weights at t = {t} are not defined: a log-density is NaN, or rises from −inf")
     return new
 
 
-def _resampled(
-    particles: _Particles, worn: Tensor, resampling: Resampling, generator: torch.Generator | None
-) -> _Particles:
-    """The groups that are `worn`, with particles drawn in proportion to their weights."""
-    if not worn.any():
+def _log_density(particles: _Particles, path: Path, t: float) -> Float[Tensor, " particles"]:
+    """The path's log-density at each particle; raises TypeError or ValueError if it returns something else."""
+    density = floating("path(position, t)", path(particles.position, t))
+    check_values(path=density)
+    check_shape("path(position, t)", density, particles.position.shape[:1])
+    return density
+
+
+def _resampled(particles: _Particles, depleted: Tensor, generator: torch.Generator | None) -> _Particles:
+    """The particles, with those of the groups that are `depleted` drawn anew in proportion to their weights."""
+    if not depleted.any():
         return particles
     groups, size = particles.log_weight.shape
-    chosen = worn.unsqueeze(1)
-    drawn = resample(particles.log_weight.masked_fill(~chosen, 0.0), resampling, generator)
-    parent = torch.where(chosen, drawn, torch.arange(size, device=drawn.device))
+    in_depleted = depleted.unsqueeze(1)
+    drawn = resample(particles.log_weight.masked_fill(~in_depleted, 0.0), generator)
+    # Each particle's parent: its place within the group, then within all particles.
+    parent = torch.where(in_depleted, drawn, torch.arange(size, device=drawn.device))
     parent = (parent + size * torch.arange(groups, device=drawn.device).unsqueeze(1)).flatten()
     return _Particles(
-        particles.position[parent],
-        particles.log_weight.masked_fill(chosen, 0.0),
-        torch.where(worn, particles.estimates(), particles.log_partition),
+        position=particles.position[parent],
+        # Copies have equal weights; what the group weighed goes into its estimate.
+        log_weight=particles.log_weight.masked_fill(in_depleted, 0.0),
+        log_partition=torch.where(depleted, particles.estimates(), particles.log_partition),
     )

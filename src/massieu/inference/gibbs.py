@@ -71,9 +71,9 @@ def gibbs_step(
     return GibbsState(visible, hidden)
 
 
-def _drawn(name: str, law: Conditional, given: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A draw of units given the others; a TypeError if the law of that name draws none."""
-    return floating(f"{name}(units, generator)", law(given, generator))
+def _drawn(name: str, law: Conditional, others: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A draw of one group's units given the others'; a TypeError if the law of that name returns no floating-point tensor."""
+    return floating(f"{name}(units, generator)", law(others, generator))
 
 
 @door(energy=function)
@@ -106,5 +106,7 @@ def contrastive_divergence(
             f"data and sample must be visible units of one number, of one item or more, got shapes {tuple(data.shape)} "
             f"and {tuple(sample.shape)}"
         )
-    of_data, of_sample = (floating("energy(units)", energy(units)) for units in (data, sample.detach()))
-    return of_data.mean() - of_sample.mean()
+    energy_of_data = floating("energy(units)", energy(data))
+    # The sample is no function of the parameters that are trained.
+    energy_of_sample = floating("energy(units)", energy(sample.detach()))
+    return energy_of_data.mean() - energy_of_sample.mean()

@@ -19,7 +19,7 @@ LogDensity = Callable[[Float[Tensor, "chains *event"]], Float[Tensor, " chains"]
 
 
 class LangevinState(NamedTuple):
-    """Where the chains are, with what the next step needs of the density there."""
+    """Where the chains are, with the log-density and its gradient there, which the next step needs."""
 
     position: Float[Tensor, "chains *event"]
     log_density: Float[Tensor, " chains"]
@@ -29,14 +29,14 @@ class LangevinState(NamedTuple):
 
 
 class LangevinNoiseResult(NamedTuple):
-    """What one step draws."""
+    """The random numbers of one step."""
 
     normal: Float[Tensor, "chains *event"]
     uniform: Float[Tensor, " chains"]
 
 
 class LangevinResult(NamedTuple):
-    """What one step did."""
+    """The chains after one step, and which of them moved."""
 
     state: LangevinState
     accepted: Bool[Tensor, " chains"]
@@ -65,7 +65,7 @@ def langevin_init(position: Float[Tensor, "chains *event"], log_density: LogDens
         )
     check_values(position=position)
     state = _evaluate(position, log_density)
-    # From a gradient that is none every proposal is refused: such a chain never moves.
+    # From a gradient that is not finite every proposal is refused, so that such a chain would never move.
     if not (state.log_density.isfinite().all() and state.gradient.isfinite().all()):
         raise ValueError("every chain must start where the log-density and its gradient are finite")
     return state
@@ -82,8 +82,10 @@ def langevin_noise(state: LangevinState, generator: torch.Generator | None = Non
         >>> [tuple(part.shape) for part in langevin_noise(state)]
         [(2, 3), (2,)]
     """
-    like = {"dtype": state.position.dtype, "device": state.position.device, "generator": generator}
-    return LangevinNoiseResult(torch.randn(state.position.shape, **like), torch.rand(state.log_density.shape, **like))
+    options = {"dtype": state.position.dtype, "device": state.position.device, "generator": generator}
+    normal = torch.randn(state.position.shape, **options)
+    uniform = torch.rand(state.log_density.shape, **options)
+    return LangevinNoiseResult(normal, uniform)
 
 
 @door(
@@ -112,34 +114,46 @@ def langevin_step(
     """
     number("step_size", step_size, above=0)
     proposal = _evaluate(state.position + _drift(state, step_size) + step_size * noise.normal, log_density)
-    there = _squared_norm(step_size * noise.normal)
-    back = _squared_norm(state.position - proposal.position - _drift(proposal, step_size))
-    log_ratio = proposal.log_density - state.log_density + (there - back) / (2 * step_size**2)
+    # The Metropolis–Hastings ratio p(y)q(x|y) / p(x)q(y|x), where q(·|x) is Gaussian of variance ε² about x + drift(x).
+    squared_noise = _squared_norm(step_size * noise.normal)
+    squared_noise_back = _squared_norm(state.position - proposal.position - _drift(proposal, step_size))
+    log_proposal_ratio = (squared_noise - squared_noise_back) / (2 * step_size**2)
+    log_ratio = proposal.log_density - state.log_density + log_proposal_ratio
     acceptance = log_ratio.clamp(max=0.0).exp().nan_to_num(nan=0.0)
     accepted = noise.uniform < acceptance
-    chosen = (
-        torch.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        for new, old in zip(proposal, state, strict=True)
+
+    def chosen(new: Tensor, old: Tensor) -> Tensor:
+        """The proposal's value for the chains that accepted it."""
+        return torch.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    next_state = LangevinState(
+        position=chosen(proposal.position, state.position),
+        log_density=chosen(proposal.log_density, state.log_density),
+        gradient=chosen(proposal.gradient, state.gradient),
     )
-    return LangevinResult(LangevinState(*chosen), accepted, acceptance)
+    return LangevinResult(next_state, accepted, acceptance)
 
 
 def _evaluate(position: Tensor, log_density: LogDensity) -> LangevinState:
+    """The chains at a position, with the density and its gradient there, both detached."""
     position = position.detach()
 
-    def summed(points: Tensor) -> tuple[Tensor, Tensor]:
-        found = floating("log_density(position)", log_density(points))
-        check_values(log_density=found)
-        check_shape("log_density(position), a number a chain,", found, position.shape[:1])
-        return found.sum(), found
+    def total_and_each(points: Tensor) -> tuple[Tensor, Tensor]:
+        densities = floating("log_density(position)", log_density(points))
+        check_values(log_density=densities)
+        check_shape("log_density(position), a number a chain,", densities, position.shape[:1])
+        return densities.sum(), densities
 
-    gradient, found = torch.func.grad(summed, has_aux=True)(position)
-    return LangevinState(position, found.detach(), gradient)
+    # Chains do not act on each other, so that the gradient of the sum holds each chain's own.
+    gradient, densities = torch.func.grad(total_and_each, has_aux=True)(position)
+    return LangevinState(position, densities.detach(), gradient)
 
 
 def _drift(state: LangevinState, step_size: float) -> Tensor:
+    """½ε²∇log p at the chains."""
     return 0.5 * step_size**2 * state.gradient
 
 
 def _squared_norm(tensor: Tensor) -> Tensor:
+    """‖·‖² of each chain."""
     return tensor.square().flatten(1).sum(-1)

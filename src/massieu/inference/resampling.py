@@ -1,15 +1,11 @@
 """Resampling of weighted particles: what turns annealed importance sampling into sequential Monte Carlo (S19)."""
 
-from typing import Literal, get_args
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.foundation.arguments import check_values, choice, floating
+from massieu.foundation.arguments import check_values, floating
 from massieu.foundation.doors import door
-
-Resampling = Literal["multinomial", "systematic"]
 
 
 def effective_sample_size(log_weight: Float[Tensor, "*groups size"]) -> Float[Tensor, "*groups"]:
@@ -29,20 +25,18 @@ def effective_sample_size(log_weight: Float[Tensor, "*groups size"]) -> Float[Te
 @door
 @torch.no_grad()
 def resample(
-    log_weight: Float[Tensor, "*groups size"],
-    method: Resampling = "systematic",
-    generator: torch.Generator | None = None,
+    log_weight: Float[Tensor, "*groups size"], generator: torch.Generator | None = None
 ) -> Int[Tensor, "*groups size"]:
-    """Resample weighted particles: indices in which particle j appears `size`·w_j/Σw times on average.
+    """Resample weighted particles: indices in which particle j appears `size`·w_j/Σw times, rounded up or down.
+
+    Draws lie on a grid that one uniform number a group shifts (systematic resampling), so the number of copies has that mean
+    and nearly always less variance than that of independent draws.
 
     Args:
         log_weight: Of each particle; −inf for weight 0, which is never drawn.
-        method: "multinomial": draws are independent. "systematic": they lie on a grid that one uniform number a group
-            shifts, so that particle j is drawn size·w_j/Σw times, rounded up or down; what an estimate gains of
-            variance by resampling is then nearly always less.
 
     Raises:
-        ValueError: an unknown method; weights that are NaN or +inf, or all 0 in a group.
+        ValueError: weights that are NaN or +inf, or all 0 in a group.
 
     Example:
         >>> import torch
@@ -50,15 +44,11 @@ def resample(
         >>> resample(torch.tensor([0.0, -torch.inf, -torch.inf])).tolist()  # the one that has all the weight
         [0, 0, 0]
     """
-    check_method("method", method)
     _check_weights(log_weight)
     if not bool(torch.logsumexp(log_weight, -1).isfinite().all()):
         raise ValueError("log_weight must hold a finite number in each group: one is NaN or +inf, or all are −inf")
     share = torch.softmax(log_weight.double(), -1)
     size = share.shape[-1]
-    if method == "multinomial":
-        drawn = torch.multinomial(share.reshape(-1, size), size, replacement=True, generator=generator)
-        return drawn.reshape(share.shape)
     shift = torch.rand((*share.shape[:-1], 1), dtype=share.dtype, device=share.device, generator=generator)
     # Below 1, so that the first sum above it is that of a particle with weight.
     place = ((torch.arange(size, device=share.device) + shift) / size).clamp(max=1 - 2**-53)
@@ -73,8 +63,3 @@ def _check_weights(log_weight: Tensor) -> None:
             f"log_weight must have shape (*groups, size) with a particle or more, got {tuple(log_weight.shape)}"
         )
     check_values(log_weight=log_weight)
-
-
-def check_method(name: str, method: str) -> None:
-    """Raise a ValueError unless the argument of that name is a known method."""
-    choice(name, method, *get_args(Resampling))

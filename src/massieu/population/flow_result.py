@@ -1,7 +1,6 @@
-"""What a flow recorded: a long table, the particles in the end, and drawings of both."""
+"""What a flow recorded: a long table, and the particles in the end. `massieu.report.draw_flow` draws it."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,6 @@ from massieu.errors import InputError, require_extra
 
 if TYPE_CHECKING:
     import polars
-
-    from massieu.report.flow import Drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,27 +83,6 @@ class FlowResult:
         kinds = (polars.Int32, polars.String, polars.Int32, polars.Float64, polars.Float64, polars.Float64)
         schema = dict(zip((each.name for each in fields(FlowRow)), kinds, strict=True))
         return polars.DataFrame([astuple(row) for row in self.rows], schema=schema, orient="row")
-
-    def plot(self, observables: Sequence[str] | None = None, *, title: str = "A flow of tokens") -> "Drawing":
-        """Small multiples: layers from left to right, a panel for each observable; vectors as bands from quantile to quantile.
-
-        In a notebook the drawing shows itself; its `save` writes a page that needs nothing but a browser.
-
-        Args:
-            observables: Which, in this order; None: all.
-            title: Over the panels.
-
-        Raises:
-            InputError: nothing of one of the names was recorded.
-            MissingExtraError: jinja2 is not installed.
-        """
-        from massieu.report.flow import Panel, draw
-
-        panels = []
-        for name in self.observables if observables is None else observables:
-            columns = (self.values(name), self.standard_errors(name), self.nulls(name))
-            panels.append(Panel(name, *(column.reshape(len(column), -1).tolist() for column in columns)))
-        return draw(panels, title)
 
     def _column(self, observable: str, column: str) -> Tensor:
         rows = [row for row in self.rows if row.observable == observable]

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import floating, number
-from massieu.foundation.doors import door
+from massieu.foundation.arguments import floating
 from massieu.population.reading import (
     ObservableReading,
     Processes,
@@ -27,6 +26,9 @@ from massieu.population.reading import (
     shared,
     summed,
 )
+
+_EMPTY = 1e-12
+"""An eigenvalue below this share of the mean one is that of an empty direction."""
 
 
 def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
@@ -85,20 +87,18 @@ def covariance_spectrum(
     return spectrum[..., : min(count - 1, dimension)]
 
 
-@door
-def log_determinant(spectrum: Float[Tensor, "*batch rank"], *, floor: float = 1e-12) -> Float[Tensor, "*batch"]:
+def log_determinant(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
     """Mean log-eigenvalue, in nats per direction: log det Σ divided by the number of eigenvalues.
 
-    Half its change is the change of the cloud's log-volume per direction.
+    Half its change is the change of the cloud's log-volume per direction. Eigenvalues below 10⁻¹² times the mean eigenvalue
+    count as that much: a direction that is empty up to rounding has log 10⁻¹² = −27.6 nats relative to the mean instead of an
+    arbitrary number. A cloud of lower rank than its spectrum is long has a value that depends on this choice.
 
     Args:
         spectrum: Eigenvalues, as returned by `covariance_spectrum`.
-        floor: Eigenvalues below ``floor`` times the mean eigenvalue are counted as that much. A direction that is empty
-            up to rounding then counts log(floor) relative to the mean (−27.6 nats by default) instead of an arbitrary
-            number; a cloud of lower rank than its spectrum is long has a value that depends on this choice.
 
     Raises:
-        ValueError: ``spectrum`` has no dimension, or ``floor`` is not in [0, 1].
+        ValueError: ``spectrum`` has no dimension.
 
     Example:
         >>> import torch
@@ -106,11 +106,10 @@ def log_determinant(spectrum: Float[Tensor, "*batch rank"], *, floor: float = 1e
         >>> round(log_determinant(torch.tensor([1.0, 1.0]).exp()).item(), 3)
         1.0
     """
-    number("floor", floor, least=0, most=1)
     spectrum = _spectrum(spectrum)
     if spectrum.shape[-1] == 0:
         return spectrum.new_full(spectrum.shape[:-1], -torch.inf)
-    return torch.maximum(spectrum, floor * spectrum.mean(-1, keepdim=True)).log().mean(-1)
+    return torch.maximum(spectrum, _EMPTY * spectrum.mean(-1, keepdim=True)).log().mean(-1)
 
 
 def effective_rank(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:

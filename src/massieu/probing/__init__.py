@@ -3,29 +3,16 @@
 `massieu.statistic` makes a statistic of a function; `massieu.Group` is the base of a measurement that is more than one.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from massieu.foundation.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from massieu.probing.statistics.group import Event, RatioParts, RowPlace, rows_of
     from massieu.probing.statistics.head_window import HeadWindow, mean_over_queries
     from massieu.probing.statistics.query_reading import QueryReading
     from massieu.probing.sums.accumulate import Ratio
-    from massieu.report.record import Statistic
-
-# Public name -> where it lives; loaded when it is first used.
-_GROUP = "massieu.probing.statistics.group"
-_EXPORTS = {
-    "Event": _GROUP,
-    "HeadWindow": "massieu.probing.statistics.head_window",
-    "QueryReading": "massieu.probing.statistics.query_reading",
-    "Ratio": "massieu.probing.sums.accumulate",
-    "RatioParts": _GROUP,
-    "RowPlace": _GROUP,
-    "Statistic": "massieu.report.record",
-    "mean_over_queries": "massieu.probing.statistics.head_window",
-    "rows_of": _GROUP,
-}
+    from massieu.storage.record import Statistic
 
 __all__ = [
     "Event",
@@ -39,12 +26,18 @@ __all__ = [
     "rows_of",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'massieu.probing' has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    __all__,
+    {
+        "Event": "massieu.probing.statistics.group:Event",
+        "HeadWindow": "massieu.probing.statistics.head_window:HeadWindow",
+        "QueryReading": "massieu.probing.statistics.query_reading:QueryReading",
+        "Ratio": "massieu.probing.sums.accumulate:Ratio",
+        "RatioParts": "massieu.probing.statistics.group:RatioParts",
+        "RowPlace": "massieu.probing.statistics.group:RowPlace",
+        "Statistic": "massieu.storage.record:Statistic",
+        "mean_over_queries": "massieu.probing.statistics.head_window:mean_over_queries",
+        "rows_of": "massieu.probing.statistics.group:rows_of",
+    },
+)

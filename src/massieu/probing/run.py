@@ -32,7 +32,7 @@ from massieu.probing.session.sources import Opening
 from massieu.probing.statistics.catalogue import Named, Selection
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, MAPS, REPEATED, REPLACEMENT
 from massieu.probing.sums.units import Units
-from massieu.report.record import ModelRecord, SiteRecord, Sublayer, plain
+from massieu.storage.record import ModelRecord, SiteRecord, Sublayer, plain
 
 BATCH_SIZE = 8
 """Windows in a batch, unless a probe is told otherwise."""

@@ -1,4 +1,16 @@
 """The page, and the small drawings a notebook shows. This room knows results, not models.
 
-It reads what `massieu.probe` stored (two tables and two JSON documents) and imports nothing else of the package.
+It draws what is stored of a run (`massieu.storage`: two tables and two JSON documents), which results call by themselves, and
+the result of a flow, by `draw_flow`.
 """
+
+from typing import TYPE_CHECKING
+
+from massieu.foundation.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from massieu.report.flow import draw_flow
+
+__all__ = ["draw_flow"]
+
+__getattr__, __dir__ = lazy_names(__name__, __all__, {"draw_flow": "massieu.report.flow:draw_flow"})

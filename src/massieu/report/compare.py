@@ -19,7 +19,7 @@ from massieu.report.tokens import readable
 if TYPE_CHECKING:
     import polars
 
-    from massieu.report.record import RunRecord
+    from massieu.storage.record import RunRecord
 
 SCRIPTS = ("shared.js", "drawing.js", "compare.js")
 MOST_NUMBERS = 400_000

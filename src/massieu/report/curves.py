@@ -11,7 +11,7 @@ from massieu.foundation.numbers import number
 from massieu.report import colours
 from massieu.report.encode import plain, script_json
 from massieu.report.page import asset, hashed, plotly_script, script_of, template
-from massieu.report.record_lines import TrainingRun, differing
+from massieu.storage.record_lines import TrainingRun, differing
 
 SCRIPTS = ("shared.js", "drawing.js", "curves.js")
 MOST_POINTS = 1_500

@@ -19,7 +19,7 @@ from massieu.report.tokens import readable
 if TYPE_CHECKING:
     import polars
 
-    from massieu.report.record import RunRecord
+    from massieu.storage.record import RunRecord
 
 INSIDE_NULL = 0.05
 _ALIKE = "does not differ"

@@ -4,16 +4,22 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from massieu.errors import InputError
+from massieu.foundation.arguments import of_class
+from massieu.foundation.doors import input_door
 from massieu.foundation.numbers import bound, number, with_error
 from massieu.report.encode import plain
 from massieu.report.page import asset, template
-from massieu.report.writing import write_whole
+from massieu.storage.writing import write_whole
+
+if TYPE_CHECKING:
+    from massieu.population.flow_result import FlowResult
 
 WIDTH, HEIGHT = 300, 170
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 26
@@ -61,11 +67,42 @@ class Drawing:
         return path
 
 
-def draw(panels: Sequence[Panel], title: str) -> Drawing:
-    """Draw panels side by side; every string is escaped.
+@input_door(flow=partial(of_class, kind="FlowResult"))
+def draw_flow(
+    flow: "FlowResult", observables: Sequence[str] | None = None, *, title: str = "A flow of tokens"
+) -> Drawing:
+    """Small multiples of a flow: layers from left to right, a panel for each observable.
 
     A number is a line, with a band of two standard errors where it has them and a dashed line for its null. A vector is its
-    median, with bands from quartile to quartile and from the least to the largest entry.
+    median, with bands from quartile to quartile and from the least to the largest entry. In a notebook the drawing shows
+    itself; its `save` writes a page that needs nothing but a browser.
+
+    Args:
+        flow: What a `massieu.population.Flow` recorded.
+        observables: Which, in this order; None: all.
+        title: Over the panels.
+
+    Raises:
+        InputError: flow is no result of a flow, recorded no observable, or none of one of the names.
+        MissingExtraError: jinja2 is not installed.
+
+    Example:
+        >>> import torch
+        >>> from massieu import population, report
+        >>> flow = population.Flow(torch.tanh, depth=3, observables=[population.CloudMoments()])
+        >>> drawing = report.draw_flow(flow.run(torch.eye(4), progress=False), ["log_determinant"])
+        >>> drawing.html.count("<svg")
+        1
+    """
+    panels = []
+    for name in flow.observables if observables is None else observables:
+        columns = (flow.values(name), flow.standard_errors(name), flow.nulls(name))
+        panels.append(Panel(name, *(column.reshape(len(column), -1).tolist() for column in columns)))
+    return draw(panels, title)
+
+
+def draw(panels: Sequence[Panel], title: str) -> Drawing:
+    """Draw panels side by side; every string is escaped.
 
     Raises:
         InputError: there is no panel.

@@ -13,7 +13,7 @@ from massieu.report.tables import MapRow, sites_of
 if TYPE_CHECKING:
     import polars
 
-    from massieu.report.record import RunRecord
+    from massieu.storage.record import RunRecord
 
 
 def rows_of(run: "RunRecord", heads: "polars.DataFrame", attention: str | None) -> list[MapRow]:

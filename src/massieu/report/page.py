@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import jinja2
     import polars
 
-    from massieu.report.record import RunRecord
+    from massieu.storage.record import RunRecord
 
 PAGE_BYTES = 7_700_000
 SCRIPTS = (

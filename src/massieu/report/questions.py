@@ -18,7 +18,7 @@ from massieu.report.tables import CONTROLS, Column, catalogue_of, head_columns, 
 if TYPE_CHECKING:
     import polars
 
-    from massieu.report.record import RunRecord, Statistic
+    from massieu.storage.record import RunRecord, Statistic
 
 QUESTIONS = {
     "flow": (

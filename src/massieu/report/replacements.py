@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from massieu.foundation.numbers import counted, number
-from massieu.report.record import ReplacementRecord
+from massieu.storage.record import ReplacementRecord
 
 MEASURES = {
     "loss": (

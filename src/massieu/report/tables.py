@@ -13,7 +13,7 @@ from massieu.foundation.numbers import with_error
 if TYPE_CHECKING:
     import polars
 
-    from massieu.report.record import RunRecord, Statistic
+    from massieu.storage.record import RunRecord, Statistic
 
 GROUP_TITLES = {
     "attention": "Attention: weights and scores",

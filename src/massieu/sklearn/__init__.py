@@ -10,10 +10,9 @@ Rows are tokens, arrays go in and come out, and all four work in a `Pipeline` an
 scikit-learn comes with ``pip install "massieu[sklearn]"``; it is loaded when one of these names is first used.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from massieu.errors import require_extra
+from massieu.foundation.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from massieu.sklearn.attention import AttentionRegressor
@@ -21,22 +20,16 @@ if TYPE_CHECKING:
     from massieu.sklearn.conditional_mean import ConditionalMeanRegressor
     from massieu.sklearn.hopfield import HopfieldMemory
 
-_PLACES = {
-    "AttentionRegressor": "attention",
-    "BoltzmannEstimator": "boltzmann",
-    "ConditionalMeanRegressor": "conditional_mean",
-    "HopfieldMemory": "hopfield",
-}
-
 __all__ = ["AttentionRegressor", "BoltzmannEstimator", "ConditionalMeanRegressor", "HopfieldMemory"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module 'massieu.sklearn' has no attribute {name!r}")
-    require_extra("sklearn", "sklearn")
-    return getattr(importlib.import_module(f"massieu.sklearn.{_PLACES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    __all__,
+    {
+        "AttentionRegressor": "massieu.sklearn.attention:AttentionRegressor",
+        "BoltzmannEstimator": "massieu.sklearn.boltzmann:BoltzmannEstimator",
+        "ConditionalMeanRegressor": "massieu.sklearn.conditional_mean:ConditionalMeanRegressor",
+        "HopfieldMemory": "massieu.sklearn.hopfield:HopfieldMemory",
+    },
+    extra="sklearn",
+)

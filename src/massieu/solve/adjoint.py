@@ -18,7 +18,7 @@ from massieu.foundation.derivatives import forward_derivative, lean_reverse_deri
 from massieu.solve.linear import GMRES, SOLVERS, LinearSolver, dense
 from massieu.solve.problem import FixedPointProblem
 from massieu.solve.status import CONVERGED, MAX_STEPS, FixedPointResult
-from massieu.solve.system import LinearSystem, attach, chord, needs_plain_operations
+from massieu.solve.system import LinearSystem, Wording, attach, chord, needs_plain_operations
 
 
 @dataclass(frozen=True)
@@ -96,40 +96,43 @@ def one_step(problem: FixedPointProblem, value: Tensor, leaves: tuple[Tensor, ..
 
 
 def implicit(
-    problem: FixedPointProblem, adjoint: Implicit, throw: bool, found: FixedPointResult, leaves: tuple[Tensor, ...]
+    problem: FixedPointProblem, adjoint: Implicit, throw: bool, result: FixedPointResult, leaves: tuple[Tensor, ...]
 ) -> Tensor:
-    """The flat value with the derivatives of the fixed point in the leaves; what is lost for items without one."""
-    refused = (found.status != CONVERGED) & (found.status != MAX_STEPS)
+    """The flat value with the derivatives of the fixed point in the leaves; NaN or 0 for items without one."""
+    # An item that ran out of steps keeps its derivative: its state may be near a fixed point.
+    refused = (result.status != CONVERGED) & (result.status != MAX_STEPS)
     lost = math.nan if adjoint.lost == "nan" else 0.0
-    system = LinearSystem(partial(_left, problem), adjoint.solver, throw, lost, _WORDS)
+    system = LinearSystem(partial(_transposed_product, problem), adjoint.solver, throw, lost, _WORDING)
     equation = _FixedPointEquation(problem, system, lost)
-    return (equation.plain if needs_plain_operations() else partial(attach, equation))(
-        problem.flat(found.value), refused, *leaves
-    )
+    value = problem.flat(result.value)
+    if needs_plain_operations():
+        return equation.by_plain_operations(value, refused, *leaves)
+    return attach(equation, value, refused, *leaves)
 
 
-_WORDS = (
-    "the linear system of the implicit derivative",
-    "I − J is singular or nearly so at the fixed point, or, for conjugate gradients, not symmetric positive definite; try "
-    "Implicit(GMRES(memory=100)), a looser rtol of the solver, or float64",
+_WORDING = Wording(
+    name="the linear system of the implicit derivative",
+    advice="I − J is singular or nearly so at the fixed point, or, for conjugate gradients, not symmetric positive definite; "
+    "try Implicit(GMRES(memory=100)), a looser rtol of the solver, or float64",
 )
 
 
-def _left(problem: FixedPointProblem, vector: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
+def _transposed_product(problem: FixedPointProblem, vector: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
     """(I − Jᵀ) vector."""
-    pulled = lean_reverse_derivative(lambda z: problem(z, *leaves), [value], vector)[0]
+    (pulled,) = lean_reverse_derivative(lambda z: problem(z, *leaves), [value], vector)
     assert pulled is not None
     return vector - pulled
 
 
 @dataclass(frozen=True)
 class _FixedPointEquation:
-    """What the derivatives of a fixed point need beside its tensors: which items are refused, and the leaves."""
+    """The equation of a fixed point without its tensors, which are the refused items and the leaves."""
 
     problem: FixedPointProblem
     system: LinearSystem
     """(I − Jᵀ) u = g; its matrix depends on z and the leaves."""
     lost: float
+    """The derivative of an item that has none."""
 
     def pull(
         self, cotangent: Tensor, value: Tensor, inputs: Sequence[Tensor], wanted: Sequence[bool]
@@ -137,36 +140,47 @@ class _FixedPointEquation:
         """(∂_θf)ᵀ(I − Jᵀ)⁻¹g."""
         refused, *leaves = inputs
         value = self._harmless(value, refused)
-        solved = self._solve(self.system, cotangent, value, refused, leaves)
-        return None, *lean_reverse_derivative(partial(self.problem, value), leaves, solved, wanted[1:])
+        adjoint = self._solve(self.system, cotangent, value, refused, leaves)
+        return None, *lean_reverse_derivative(partial(self.problem, value), leaves, adjoint, wanted[1:])
 
     def push(self, tangents: Sequence[Tensor | None], value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """(I − J)⁻¹∂_θf dθ."""
         refused, *leaves = inputs
         value = self._harmless(value, refused)
-        moved = forward_derivative(partial(self.problem, value), leaves, tangents[1:])
-        return self._solve(self.system.turned, moved, value, refused, leaves)
+        tangent = forward_derivative(partial(self.problem, value), leaves, tangents[1:])
+        return self._solve(self.system.transpose, tangent, value, refused, leaves)
 
-    def plain(self, end: Tensor, refused: Tensor, *leaves: Tensor) -> Tensor:
-        """The value with its derivatives by plain operations."""
+    def by_plain_operations(self, end: Tensor, refused: Tensor, *leaves: Tensor) -> Tensor:
+        """The value with its derivatives, where no custom function may be used; n² numbers for each item."""
         end = end.detach()
         with torch.no_grad():
-            value, constants = self._harmless(end, refused), [leaf.detach() for leaf in leaves]
-            matrix = dense(lambda vector: self.system.turned.image(vector, value, *constants), value)
+            value = self._harmless(end, refused)
+            constants = [leaf.detach() for leaf in leaves]
+            matrix = dense(lambda vector: self.system.transpose.image(vector, value, *constants), value)
             inverse = torch.linalg.inv_ex(matrix).inverse
-            lost = refused | ~inverse.isfinite().all((-2, -1))
-            inverse = torch.where(lost[..., None, None], self.lost, inverse)
-        found = chord(lambda z: self.problem(z, *leaves) - z, value, inverse)
-        return found if math.isnan(self.lost) else found + (end - found).detach()
+            is_lost = refused | ~inverse.isfinite().all((-2, -1))
+            inverse = torch.where(is_lost[..., None, None], self.lost, inverse)
+        solution = chord(lambda z: self.problem(z, *leaves) - z, value, inverse)
+        if math.isnan(self.lost):
+            return solution
+        # The number of a refused item is its last iterate; only its derivative is 0.
+        return solution + (end - solution).detach()
 
     def _solve(
         self, system: LinearSystem, right: Tensor, value: Tensor, refused: Tensor, leaves: Sequence[Tensor]
     ) -> Tensor:
-        """The system's solution; what is lost for refused items."""
-        without = refused.unsqueeze(-1)
-        lost = without & (right != 0).any(-1, keepdim=True)
-        return torch.where(lost, self.lost, system.solve(torch.where(without, 0.0, right), [value, *leaves]))
+        """The system's solution; for refused items NaN or 0, and 0 in any case where the right side is 0."""
+        is_refused = refused.unsqueeze(-1)
+        is_lost = is_refused & (right != 0).any(-1, keepdim=True)
+        # The right side 0 has the solution 0 at any matrix, so that refused items cannot fail.
+        solution = system.solve(torch.where(is_refused, 0.0, right), [value, *leaves])
+        return torch.where(is_lost, self.lost, solution)
 
     def _harmless(self, value: Tensor, refused: Tensor) -> Tensor:
-        """The state, 0 for refused items whose derivative is to be 0: at what is not finite, 0 times a slope would be NaN."""
-        return value if math.isnan(self.lost) else torch.where(refused.unsqueeze(-1), 0.0, value)
+        """The state, with 0 for refused items if their derivative is to be 0.
+
+        Their state may not be finite, and 0 times a derivative there would be NaN.
+        """
+        if math.isnan(self.lost):
+            return value
+        return torch.where(refused.unsqueeze(-1), 0.0, value)

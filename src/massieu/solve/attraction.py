@@ -11,23 +11,28 @@ from massieu.foundation.arguments import whole_number
 from massieu.foundation.doors import door, function
 from massieu.foundation.transforms import repeat
 from massieu.solve.linear import krylov, orthogonalise
-from massieu.solve.methods import slope
+from massieu.solve.methods import jacobian_product
 from massieu.solve.problem import BoundFunction, pose
 
 PRODUCTS = 12
-"""Products with the Jacobian: as many extreme eigenvalues are near convergence by then as decide."""
+"""Products with the Jacobian; by then the eigenvalues that decide, those of the largest modulus, are near convergence."""
 
 
 class Spectrum(NamedTuple):
-    """Ritz values of Jacobians; the eigenvalues themselves where there are products enough."""
+    """The largest moduli among the Ritz values θ of Jacobians, one number for each item.
+
+    With as many products as an item has numbers, Ritz values are the eigenvalues.
+    """
 
     radius: Tensor  # the largest |θ|
     proven: Tensor  # the largest |θ| − (how far θ is from an eigenvalue of a normal matrix, at most)
 
 
 class _Arnoldi(NamedTuple):
+    """A Krylov basis Q in the making, and the Jacobian J in it: J Q = Q H but for the last row of H."""
+
     basis: Tensor  # (*items, products + 1, n), rows orthonormal or zero
-    hessenberg: Tensor  # (*items, products + 1, products)
+    hessenberg: Tensor  # H, (*items, products + 1, products)
     turn: Tensor  # which column is next
 
 
@@ -72,36 +77,57 @@ def spectral_radius(
 
 
 def spectrum(evaluate: BoundFunction, point: Tensor, image: Tensor, products: int, damping: float = 1.0) -> Spectrum:
-    """Of z + damping·(f(z) − z), by `products` evaluations, or as many as an item has numbers."""
-    if point.shape[-1] == 0:
-        # Of an item without numbers the Jacobian has no eigenvalue.
-        nothing = point.new_zeros(point.shape[:-1])
-        return Spectrum(nothing, nothing)
-    products = min(products, point.shape[-1])
+    """The spectrum of the damped map z + damping·(f(z) − z) at `point`, whose f is `image`.
+
+    It takes `products` evaluations, or as many as an item has numbers.
+    """
+    size = point.shape[-1]
+    if size == 0:
+        # The Jacobian of an item without numbers has no eigenvalue.
+        zero = point.new_zeros(point.shape[:-1])
+        return Spectrum(zero, zero)
+    products = min(products, size)
+
+    def step(state: _Arnoldi, point: Tensor, image: Tensor, *leaves: Tensor) -> _Arnoldi:
+        return _arnoldi_step(BoundFunction(evaluate.problem, leaves), state, point, image)
+
+    begun = _arnoldi_start(point, products)
+    end = repeat(step, begun, lambda state: state.turn < products, products, (point, image, *evaluate.leaves))
+    square = end.hessenberg[..., :-1, :]
+    finite = square.isfinite().flatten(-2).all(-1)
+    ritz_values, vectors = torch.linalg.eig(torch.where(finite[..., None, None], square, 0.0))
+    # J applied to a Ritz vector leaves the Krylov space along the next basis vector alone. The length of that part, for a unit
+    # Ritz vector, bounds its distance from an eigenvalue of a normal matrix.
+    last_entry = end.hessenberg[..., -1, -1, None].abs()
+    residual = last_entry * vectors[..., -1, :].abs() / vectors.abs().square().sum(-2).sqrt()
+    # An eigenvalue θ of J is 1 − γ + γθ of the damped map.
+    moduli = (1 - damping + damping * ritz_values).abs()
+    radius = moduli.amax(-1)
+    proven = (moduli - damping * residual).amax(-1)
+    return Spectrum(torch.where(finite, radius, torch.nan), torch.where(finite, proven, torch.nan))
+
+
+def _arnoldi_start(point: Tensor, products: int) -> _Arnoldi:
+    """The first basis vector, and zeros where the others and the columns of H will stand."""
     places = torch.arange(1, point.shape[-1] + 1, dtype=point.dtype, device=point.device)
     # As good as random, and the same everywhere: k² radians modulo 2π are equidistributed (Weyl 1916).
     first = torch.cos(places.square()).expand_as(point)
     basis = krylov(first, products + 1)
     columns = torch.zeros_like(basis[..., 0]).unsqueeze(-1).expand(*basis.shape[:-1], products)
-    state = _Arnoldi(basis, columns, torch.zeros((), dtype=torch.int64, device=point.device))
+    return _Arnoldi(basis, columns, torch.zeros((), dtype=torch.int64, device=point.device))
 
-    def step(state: _Arnoldi, point: Tensor, image: Tensor, *leaves: Tensor) -> _Arnoldi:
-        places = torch.arange(products + 1, device=point.device)
-        here, after = places == state.turn, places == state.turn + 1
-        product = slope(BoundFunction(evaluate.problem, leaves), point, image, here.to(point.dtype) @ state.basis)
-        vector, column, length = orthogonalise(state.basis, product)
-        column = column + length.unsqueeze(-1) * after.to(point.dtype)
-        basis = torch.where(after.unsqueeze(-1), vector.unsqueeze(-2), state.basis)
-        columns = torch.where(here[:-1], column.unsqueeze(-1), state.hessenberg)
-        return _Arnoldi(basis, columns, state.turn + 1)
 
-    end = repeat(step, state, lambda state: state.turn < products, products, (point, image, *evaluate.leaves))
-    hessenberg = end.hessenberg
-    square = hessenberg[..., :-1, :]
-    finite = square.isfinite().flatten(-2).all(-1)
-    values, vectors = torch.linalg.eig(torch.where(finite[..., None, None], square, 0.0))
-    # The next vector's share in the image of a Ritz vector is what that misses of being an eigenvector.
-    missed = hessenberg[..., -1, -1, None].abs() * vectors[..., -1, :].abs() / vectors.abs().square().sum(-2).sqrt()
-    sizes = (1 - damping + damping * values).abs()
-    radii = sizes.amax(-1), (sizes - damping * missed).amax(-1)
-    return Spectrum(*(torch.where(finite, radius, torch.nan) for radius in radii))
+def _arnoldi_step(evaluate: BoundFunction, state: _Arnoldi, point: Tensor, image: Tensor) -> _Arnoldi:
+    """One more basis vector, and one more column of H. Both are written by masks: a compiled loop knows no index."""
+    places = torch.arange(state.basis.shape[-2], device=point.device)
+    here = places == state.turn
+    after = places == state.turn + 1
+    current = here.to(point.dtype) @ state.basis
+    product = jacobian_product(evaluate, point, image, current)
+    vector, column, length = orthogonalise(state.basis, product)
+    column = column + length.unsqueeze(-1) * after.to(point.dtype)
+    return _Arnoldi(
+        basis=torch.where(after.unsqueeze(-1), vector.unsqueeze(-2), state.basis),
+        hessenberg=torch.where(here[:-1], column.unsqueeze(-1), state.hessenberg),
+        turn=state.turn + 1,
+    )

@@ -79,37 +79,46 @@ def fixed_point(
     _check(method, adjoint, max_steps, throw, rtol=rtol, atol=atol)
     problem, flat, leaves = pose(function, start, parameters, item_dims)
     tolerance = _tolerance(rtol, atol, flat.dtype)
-    point, constants = flat.detach(), tuple(leaf.detach() for leaf in leaves)
+    point = flat.detach()
+    constants = tuple(leaf.detach() for leaf in leaves)
     image = problem(point, *constants)
     if torch.is_grad_enabled():
+        # The arguments are detached, so that a derivative of the image can only come from a captured tensor.
         refuse_captured(image)
 
     def step(state: IterationState, *leaves: Tensor) -> IterationState:
         return tolerance.judge(method.advance(BoundFunction(problem, leaves), state))
 
-    def iterated(begun: IterationState, leaves: tuple[Tensor, ...], kept: bool) -> IterationState:
-        state = repeat(step, begun, lambda state: state.running, max_steps, leaves, kept)
+    def iterate(begun: IterationState, leaves: tuple[Tensor, ...], differentiable: bool) -> IterationState:
+        state = repeat(step, begun, lambda state: state.running, max_steps, leaves, differentiable)
         return state._replace(status=torch.where(state.running, MAX_STEPS, state.status))
 
     if isinstance(adjoint, Unrolled):
-        state = iterated(tolerance.begin(flat, problem(flat, *leaves), method.memory), leaves, kept=True)
+        begun = tolerance.begin(flat, problem(flat, *leaves), method.memory)
+        state = iterate(begun, leaves, differentiable=True)
         return _finish(problem, state, tolerance, max_steps, throw)
-    differentiated = may_be_differentiated(*leaves)
+    is_differentiated = may_be_differentiated(*leaves)
     with torch.no_grad():
-        state = iterated(tolerance.begin(point, image.detach(), method.memory), constants, kept=False)
-        asked = adjoint.check_attraction if isinstance(adjoint, Implicit) else None
-        if asked is None:
-            asked = isinstance(method, Newton) or (differentiated and isinstance(adjoint, Implicit))
-        if asked:
+        begun = tolerance.begin(point, image.detach(), method.memory)
+        state = iterate(begun, constants, differentiable=False)
+        if _attraction_is_checked(method, adjoint, is_differentiated):
             state = _check_attraction(problem, state, constants, method.share)
-    found = _finish(problem, state, tolerance, max_steps, throw)
-    if not differentiated:
-        return found
+    result = _finish(problem, state, tolerance, max_steps, throw)
+    if not is_differentiated:
+        return result
+    # The value is the iteration's; only its derivatives come from the adjoint.
     if isinstance(adjoint, OneStep):
-        value = one_step(problem, problem.flat(found.value), leaves)
+        value = one_step(problem, problem.flat(result.value), leaves)
     else:
-        value = implicit(problem, adjoint, throw, found, leaves)
-    return found._replace(value=problem.shaped(value))
+        value = implicit(problem, adjoint, throw, result, leaves)
+    return result._replace(value=problem.shaped(value))
+
+
+def _attraction_is_checked(method: Method, adjoint: Adjoint, is_differentiated: bool) -> bool:
+    """Whether saddles are refused: what the user says, else after Newton's method and where the theorem gives derivatives."""
+    if isinstance(adjoint, Implicit) and adjoint.check_attraction is not None:
+        return adjoint.check_attraction
+    return isinstance(method, Newton) or (is_differentiated and isinstance(adjoint, Implicit))
 
 
 def _check_attraction(
@@ -129,33 +138,52 @@ def _finish(
     problem: FixedPointProblem, state: IterationState, tolerance: Tolerance, max_steps: int, throw: bool
 ) -> FixedPointResult:
     """The result, or an error."""
-    failed, value = state.status != CONVERGED, state.point
+    failed = state.status != CONVERGED
+    value = state.point
     if throw and torch.compiler.is_compiling():
+        # Compiled code cannot raise.
         value = torch.where(failed.unsqueeze(-1), torch.nan, value)
-    size, ratio = state.size.detach(), state.lipschitz_estimate.detach()
+    residual = state.residual_norm.detach()
+    lipschitz_estimate = state.lipschitz_estimate.detach()
     if throw and some(failed):
-        raise ConvergenceError(_reason(state, size, ratio, tolerance, max_steps))
-    return FixedPointResult(problem.shaped(value), state.status, state.steps, state.evaluations, size, ratio)
-
-
-def _reason(state: IterationState, size: Tensor, ratio: Tensor, tolerance: Tolerance, max_steps: int) -> str:
-    """What went wrong, at the first item of the worst kind, and what to try."""
-    needed = tolerance.of(state).detach()
-    fields = (state.status, state.steps, size, needed, ratio)
-    status, *numbers = (unwrapped(field).expand(unwrapped(size).shape) for field in fields)
-    kind = Status(int(status.amax()))
-    place = tuple(int(i) for i in (status == kind).nonzero()[0])
-    steps, residual, wanted, slope = (float(field[place]) for field in numbers)
-    where = f"item {place}" if place else "the item"
-    failures = f"{int((status != CONVERGED).sum())} of {status.numel()} items"
-    advice = _advice(kind, residual < 100 * wanted, slope)
-    return (
-        f"no fixed point for {failures}: {where} {_WHAT[kind].format(steps=max_steps)} after {steps:.0f} moves, "
-        f"residual {residual:.3g} (needed {wanted:.3g}), Lipschitz constant about {slope:.3g}; {advice}"
+        raise ConvergenceError(_reason(state, residual, lipschitz_estimate, tolerance, max_steps))
+    return FixedPointResult(
+        value=problem.shaped(value),
+        status=state.status,
+        steps=state.steps,
+        evaluations=state.evaluations,
+        residual=residual,
+        lipschitz_estimate=lipschitz_estimate,
     )
 
 
-_WHAT = {
+def _reason(
+    state: IterationState, residuals: Tensor, lipschitz_estimates: Tensor, tolerance: Tolerance, max_steps: int
+) -> str:
+    """What went wrong, at the first item of the worst kind, and what to try."""
+    # Within `vmap` a field that is the same for all items lacks their dimension.
+    shape = unwrapped(residuals).shape
+    status = unwrapped(state.status).expand(shape)
+    kind = Status(int(status.amax()))
+    place = tuple((status == kind).nonzero()[0].tolist())
+
+    def at_place(field: Tensor) -> float:
+        return float(unwrapped(field).expand(shape)[place])
+
+    residual = at_place(residuals)
+    needed = at_place(tolerance.of(state).detach())
+    lipschitz = at_place(lipschitz_estimates)
+    where = f"item {place}" if place else "the item"
+    what = _WHAT_HAPPENED[kind].format(steps=max_steps)
+    failures = f"{int((status != CONVERGED).sum())} of {status.numel()} items"
+    advice = _advice(kind, is_near=residual < 100 * needed, lipschitz=lipschitz)
+    return (
+        f"no fixed point for {failures}: {where} {what} after {at_place(state.steps):.0f} moves, "
+        f"residual {residual:.3g} (needed {needed:.3g}), Lipschitz constant about {lipschitz:.3g}; {advice}"
+    )
+
+
+_WHAT_HAPPENED = {
     MAX_STEPS: "ran out of its {steps} steps",
     DIVERGED: "diverged",
     NOT_FINITE: "met a value that is not finite",
@@ -163,21 +191,25 @@ _WHAT = {
 }
 
 
-def _advice(kind: Status, near: bool, slope: float) -> str:
+def _advice(kind: Status, is_near: bool, lipschitz: float) -> str:
+    """What to try, where the iteration ended near a fixed point or not."""
     if kind == NOT_ATTRACTING:
         return (
             "try another start, a method's damping below 1, or Implicit(check_attraction=False) if the saddle is wanted"
         )
-    if kind == MAX_STEPS and near:
+    if kind == MAX_STEPS and is_near:
         return "it may be rounding: try a looser rtol, float64, or more max_steps"
-    if kind == MAX_STEPS and slope < 1:
+    if kind == MAX_STEPS and lipschitz < 1:
         return "try more max_steps, or method=Anderson() or Newton()"
     return "try Auto(damping=0.5), Newton(), another start, or a map that contracts more"
 
 
 def _tolerance(rtol: float | None, atol: float | None, dtype: torch.dtype) -> Tolerance:
-    usual = default_tolerance(dtype)
-    return Tolerance(usual.relative if rtol is None else rtol, usual.absolute if atol is None else atol)
+    default = default_tolerance(dtype)
+    return Tolerance(
+        relative=default.relative if rtol is None else rtol,
+        absolute=default.absolute if atol is None else atol,
+    )
 
 
 def _check(method: Method, adjoint: Adjoint, max_steps: int, throw: bool, **tolerances: float | None) -> None:

@@ -19,7 +19,7 @@ Product = Callable[..., Tensor]
 
 
 class LinearSolveResult(NamedTuple):
-    """What was found, one number for each item but for `value`.
+    """The solution of a linear system, and how it came about; all but `value` have one number for each item.
 
     Attributes:
         value: x.
@@ -97,39 +97,63 @@ class ConjugateGradients(LinearSolver):
         """Solve A x = right; status SINGULAR at a direction of no or negative curvature, with the x before it."""
         rtol = default_rtol(self.rtol, right.dtype)
         limit = max(2 * right.shape[-1], 50) if self.max_steps is None else self.max_steps
-        start = self._near(right, constants)
-        square = (right * start).sum(-1)
-        size, nothing = square.sqrt(), torch.zeros_like(square)
-        count = torch.zeros_like(square, dtype=torch.int64)
-        status, target, zero = _begin(size, rtol * size), rtol * size, torch.zeros_like(right)
-        begun = _Conjugate(zero, right, start, square, square, nothing, status, count, target)
+        # At x = 0 the residual is the right side, and M times it the first direction.
+        direction = self._preconditioned(right, constants)
+        square = (right * direction).sum(-1)
+        norm = square.sqrt()
+        target = rtol * norm
+        begun = _ConjugateState(
+            value=torch.zeros_like(right),
+            residual=right,
+            direction=direction,
+            square=square,
+            length=square,
+            steepest=torch.zeros_like(square),
+            status=_first_status(norm, target),
+            steps=torch.zeros_like(square, dtype=torch.int64),
+            target=target,
+        )
 
-        def step(state: _Conjugate, *constants: Tensor) -> _Conjugate:
-            image = product(state.direction, *constants)
-            curvature = (state.direction * image).sum(-1)
-            running = state.status == RUNNING
-            steepest = torch.maximum(state.steepest, curvature / state.length)
-            # Less than rounding of the steepest direction's is nothing.
-            good = running & (curvature > 16 * torch.finfo(curvature.dtype).eps * steepest * state.length)
-            step = torch.where(good, state.square / curvature, 0.0).unsqueeze(-1)
-            value = state.value + step * state.direction
-            residual = state.residual - step * torch.where(good.unsqueeze(-1), image, 0.0)
-            near = self._near(residual, constants)
-            square = torch.where(good, (residual * near).sum(-1), state.square)
-            onward = torch.where(good, square / state.square, 0.0)
-            direction = torch.where(good.unsqueeze(-1), near + onward.unsqueeze(-1) * state.direction, state.direction)
-            length = torch.where(good, square + onward.square() * state.length, state.length)
-            bad = torch.where(curvature.isfinite(), SINGULAR, NOT_FINITE)
-            status = torch.where(running & ~good, bad, state.status)
-            status = torch.where(good & (square.sqrt() <= state.target), CONVERGED, status)
-            steps = state.steps + running.long()
-            return _Conjugate(value, residual, direction, square, length, steepest, status, steps, state.target)
+        def step(state: _ConjugateState, *constants: Tensor) -> _ConjugateState:
+            return self._step(product, state, constants)
 
         end = repeat(step, begun, lambda state: state.status == RUNNING, limit, constants)
-        return LinearSolveResult(end.value, _conclude(end.status), end.steps, end.square.sqrt())
+        return LinearSolveResult(end.value, _last_status(end.status), end.steps, end.square.sqrt())
 
-    def _near(self, vector: Tensor, constants: Sequence[Tensor]) -> Tensor:
-        """M vector, which must be like it."""
+    def _step(self, product: Product, state: "_ConjugateState", constants: Sequence[Tensor]) -> "_ConjugateState":
+        """One step along the direction, and the next direction; items that have stopped keep what they have."""
+        image = product(state.direction, *constants)
+        curvature = (state.direction * image).sum(-1)
+        running = state.status == RUNNING
+        steepest = torch.maximum(state.steepest, curvature / state.length)
+        # Curvature is positive beyond the rounding of the steepest direction's.
+        rounding = 16 * torch.finfo(curvature.dtype).eps * steepest * state.length
+        good = running & (curvature > rounding)
+        step = torch.where(good, state.square / curvature, 0.0).unsqueeze(-1)
+        residual = state.residual - step * torch.where(good.unsqueeze(-1), image, 0.0)
+        preconditioned = self._preconditioned(residual, constants)
+        square = torch.where(good, (residual * preconditioned).sum(-1), state.square)
+        # The next direction is conjugate to all before it (Fletcher and Reeves' coefficient).
+        coefficient = torch.where(good, square / state.square, 0.0)
+        direction = preconditioned + coefficient.unsqueeze(-1) * state.direction
+        length = square + coefficient.square() * state.length
+        failure = torch.where(curvature.isfinite(), SINGULAR, NOT_FINITE)
+        status = torch.where(running & ~good, failure, state.status)
+        status = torch.where(good & (square.sqrt() <= state.target), CONVERGED, status)
+        return _ConjugateState(
+            value=state.value + step * state.direction,
+            residual=residual,
+            direction=torch.where(good.unsqueeze(-1), direction, state.direction),
+            square=square,
+            length=torch.where(good, length, state.length),
+            steepest=steepest,
+            status=status,
+            steps=state.steps + running.long(),
+            target=state.target,
+        )
+
+    def _preconditioned(self, vector: Tensor, constants: Sequence[Tensor]) -> Tensor:
+        """M vector; raises TypeError or ValueError if the preconditioner does not return a vector like the one it is given."""
         if self.preconditioner is None:
             return vector
         image = self.preconditioner(vector, *constants)
@@ -137,9 +161,9 @@ class ConjugateGradients(LinearSolver):
             raise TypeError(f"preconditioner must return a vector like the one it is given, got {described(image)}")
         check_dense("preconditioner's value", image)
         if (image.shape, image.dtype, image.is_meta) != (vector.shape, vector.dtype, vector.is_meta):
-            given = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
-            got = f"{tuple(image.shape)} of {image.dtype} on {image.device}"
-            raise ValueError(f"preconditioner must return a vector like the one it is given, {given}, got {got}")
+            needed = f"{tuple(vector.shape)} of {vector.dtype} on {vector.device}"
+            returned = f"{tuple(image.shape)} of {image.dtype} on {image.device}"
+            raise ValueError(f"preconditioner must return a vector like the one it is given, {needed}, got {returned}")
         return image
 
 
@@ -174,35 +198,48 @@ class GMRES(LinearSolver):
         self, product: Product, right: Float[Tensor, "*items n"], constants: Sequence[Tensor] = ()
     ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR where the Krylov space ends before the residual does."""
-        size = right.norm(dim=-1)
-        target = default_rtol(self.rtol, right.dtype) * size
-        steps = torch.zeros_like(size, dtype=torch.int64)
-        solution = LinearSolveResult(torch.zeros_like(right), _begin(size, target), steps, size)
-        solution = self._cycle(product, right, solution, target, constants)
+        norm = right.norm(dim=-1)
+        target = default_rtol(self.rtol, right.dtype) * norm
+        start = LinearSolveResult(
+            value=torch.zeros_like(right),
+            status=_first_status(norm, target),
+            steps=torch.zeros_like(norm, dtype=torch.int64),
+            residual=norm,
+        )
+        # At x = 0 the residual is the right side, which the first cycle need not compute.
+        solution = self._cycle(product, right, start, target, constants)
 
-        def again(state: LinearSolveResult, right: Tensor, target: Tensor, *constants: Tensor) -> LinearSolveResult:
+        def restart(state: LinearSolveResult, right: Tensor, target: Tensor, *constants: Tensor) -> LinearSolveResult:
             running = state.status == RUNNING
+            # Computed anew: the recurrences of the last cycle have gathered rounding.
             residual = right - product(state.value, *constants)
-            size = torch.where(running, residual.norm(dim=-1), state.residual)
-            state = state._replace(residual=size, steps=state.steps + running.long())
+            norm = torch.where(running, residual.norm(dim=-1), state.residual)
+            state = state._replace(residual=norm, steps=state.steps + running.long())
             return self._cycle(product, residual, state, target, constants)
 
         solution = repeat(
-            again, solution, lambda state: state.status == RUNNING, self.cycles - 1, (right, target, *constants)
+            restart, solution, lambda state: state.status == RUNNING, self.cycles - 1, (right, target, *constants)
         )
-        return solution._replace(status=_conclude(solution.status))
+        return solution._replace(status=_last_status(solution.status))
 
     def _cycle(
         self, product: Product, residual: Tensor, state: LinearSolveResult, target: Tensor, constants: Sequence[Tensor]
     ) -> LinearSolveResult:
         """The state after one more Krylov space, which begins with its residual."""
-        most = (30 if torch.compiler.is_compiling() else 100) if self.memory is None else self.memory
-        memory = min(most, residual.shape[-1])
+        memory = self.memory
+        if memory is None:
+            memory = 30 if torch.compiler.is_compiling() else 100
+        memory = min(memory, residual.shape[-1])
+        # Tensors of a loop in a compiled graph cannot grow, so that their full length is taken at once.
         start = _begin_cycle(residual, state, target, memory if torch.compiler.is_compiling() else 0)
-        end = repeat(_arnoldi(product), start, lambda state: state.status == RUNNING, memory, constants)
+
+        def step(state: _Cycle, *constants: Tensor) -> _Cycle:
+            return _gmres_step(product, state, constants)
+
+        end = repeat(step, start, lambda state: state.status == RUNNING, memory, constants)
         weights = torch.linalg.solve_triangular(end.triangle, end.projected.unsqueeze(-1), upper=True)
         value = state.value + (end.basis[..., :-1, :].mT @ weights).squeeze(-1)
-        return LinearSolveResult(value, end.status, end.steps, end.size.abs())
+        return LinearSolveResult(value, end.status, end.steps, end.residual_norm.abs())
 
 
 @dataclass(frozen=True)
@@ -221,16 +258,18 @@ class Dense(LinearSolver):
     ) -> LinearSolveResult:
         """Solve A x = right; status SINGULAR where LU meets a pivot of 0."""
         matrix = dense(lambda vector: product(vector, *constants), right)
-        factors = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))
-        value = factors.result.squeeze(-1)
-        status = torch.where(factors.info == 0, CONVERGED, SINGULAR)
-        status = torch.where(value.isfinite().all(-1) | (factors.info != 0), status, NOT_FINITE)
+        solution = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))
+        value = solution.result.squeeze(-1)
+        # LAPACK's info is the place of a pivot that is exactly 0, and 0 if there is none.
+        is_singular = solution.info != 0
+        status = torch.where(is_singular, SINGULAR, CONVERGED)
+        status = torch.where(is_singular | value.isfinite().all(-1), status, NOT_FINITE)
         residual = (right - (matrix @ value.unsqueeze(-1)).squeeze(-1)).norm(dim=-1)
         return LinearSolveResult(value, status, torch.full_like(status, right.shape[-1]), residual)
 
 
 def dense(product: Product, like: Float[Tensor, "*items n"]) -> Float[Tensor, "*items n n"]:
-    """The matrices of a product."""
+    """The matrix of each item's product, from the images of the unit vectors."""
     size = like.shape[-1]
     basis = torch.eye(size, dtype=like.dtype, device=like.device).reshape(size, *[1] * (like.ndim - 1), size)
     return torch.func.vmap(product, out_dims=-1)(basis.expand(size, *like.shape))
@@ -246,6 +285,7 @@ def check_settings(rtol: float | None, **counts: int | None) -> None:
 
 
 def default_rtol(rtol: float | None, dtype: torch.dtype) -> float:
+    """The relative tolerance that was given; without one 1e-10 in float64, else 1e-6."""
     if rtol is not None:
         return rtol
     return 1e-10 if dtype == torch.float64 else 1e-6
@@ -255,7 +295,9 @@ ANY_MATRIX = GMRES()
 SOLVERS = "a LinearSolver, such as GMRES(), ConjugateGradients() or Dense()"
 
 
-class _Conjugate(NamedTuple):
+class _ConjugateState(NamedTuple):
+    """Conjugate gradients under way; all but the vectors have one number for each item."""
+
     value: Tensor
     residual: Tensor
     direction: Tensor
@@ -274,7 +316,7 @@ class _Cycle(NamedTuple):
     triangle: Tensor  # (*items, memory, memory), the identity in columns to come
     rotation: Tensor  # the product of all rotations, (*items, memory + 1, memory + 1)
     projected: Tensor  # the rotated right side, (*items, memory)
-    size: Tensor  # ‖residual‖, with the sign that the rotations give it
+    residual_norm: Tensor  # with the sign that the rotations give it
     turn: Tensor  # which column is next
     status: Tensor
     steps: Tensor
@@ -282,16 +324,24 @@ class _Cycle(NamedTuple):
 
 
 def _begin_cycle(residual: Tensor, state: LinearSolveResult, target: Tensor, memory: int) -> _Cycle:
+    """A Krylov space with its first vector and `memory` more to come."""
     items = state.residual.shape
-    wide = torch.eye(memory + 1, dtype=residual.dtype, device=residual.device).expand(*items, -1, -1)
-    zero = torch.zeros_like(state.residual).unsqueeze(-1).expand(*items, memory)
-    turn = torch.zeros((), dtype=torch.int64, device=residual.device)
-    basis, triangle = krylov(residual, memory + 1), wide[..., :-1, :-1]
-    return _Cycle(basis, triangle, wide, zero, state.residual, turn, state.status, state.steps, target)
+    identity = torch.eye(memory + 1, dtype=residual.dtype, device=residual.device).expand(*items, -1, -1)
+    return _Cycle(
+        basis=krylov(residual, memory + 1),
+        triangle=identity[..., :-1, :-1],
+        rotation=identity,
+        projected=torch.zeros_like(state.residual).unsqueeze(-1).expand(*items, memory),
+        residual_norm=state.residual,
+        turn=torch.zeros((), dtype=torch.int64, device=residual.device),
+        status=state.status,
+        steps=state.steps,
+        target=target,
+    )
 
 
-def _grown(state: _Cycle) -> _Cycle:
-    """With room for one more vector."""
+def _with_room(state: _Cycle) -> _Cycle:
+    """The state with room for one more basis vector and column: zeros, and 1 on the diagonals."""
     last = torch.arange(state.basis.shape[-2] + 1, device=state.basis.device) == state.basis.shape[-2]
     corner = (last.unsqueeze(-1) & last).to(state.basis.dtype)
     return state._replace(
@@ -309,46 +359,52 @@ def krylov(first: Tensor, length: int) -> Tensor:
     return torch.cat([unit, torch.zeros_like(unit).expand(*unit.shape[:-2], length - 1, -1)], -2)
 
 
-def _arnoldi(product: Product) -> Callable[..., _Cycle]:
-    """A step of GMRES: one more basis vector, one more column of the triangle."""
+def _gmres_step(product: Product, state: _Cycle, constants: Sequence[Tensor]) -> _Cycle:
+    """One more basis vector, one more column of the triangle. Both are written by masks: a compiled loop knows no index."""
+    state = state if torch.compiler.is_compiling() else _with_room(state)
+    places = torch.arange(state.basis.shape[-2], device=state.basis.device)
+    here = (places == state.turn).to(state.basis.dtype)
+    after = (places == state.turn + 1).to(state.basis.dtype)
+    image = product(here @ state.basis, *constants)
+    vector, column, length = orthogonalise(state.basis, image)
+    column = column + length.unsqueeze(-1) * after
+    column = (state.rotation @ column.unsqueeze(-1)).squeeze(-1)
 
-    def step(state: _Cycle, *constants: Tensor) -> _Cycle:
-        state = state if torch.compiler.is_compiling() else _grown(state)
-        places = torch.arange(state.basis.shape[-2], device=state.basis.device)
-        here, after = (places == state.turn).to(state.basis.dtype), (places == state.turn + 1).to(state.basis.dtype)
-        image = product(here @ state.basis, *constants)
-        vector, column, length = orthogonalise(state.basis, image)
-        column = (state.rotation @ (column + length.unsqueeze(-1) * after).unsqueeze(-1)).squeeze(-1)
+    # The rotation of two rows that makes the entry below the diagonal zero.
+    top = column @ here
+    below = column @ after
+    radius = torch.hypot(top, below)
+    usable = radius > torch.finfo(radius.dtype).eps * image.norm(dim=-1)
+    cosine = torch.where(usable, top / radius, 1.0).unsqueeze(-1)
+    sine = torch.where(usable, below / radius, 0.0).unsqueeze(-1)
+    upper = here @ state.rotation
+    lower = after @ state.rotation
+    rotation = state.rotation + here.unsqueeze(-1) * (cosine * upper + sine * lower - upper).unsqueeze(-2)
+    rotation = rotation + after.unsqueeze(-1) * (cosine * lower - sine * upper - lower).unsqueeze(-2)
+    column = column + (radius - top).unsqueeze(-1) * here - below.unsqueeze(-1) * after
 
-        # The rotation that makes the entry below the diagonal zero.
-        top, below = column @ here, column @ after
-        radius = torch.hypot(top, below)
-        usable = radius > torch.finfo(radius.dtype).eps * image.norm(dim=-1)
-        cosine = torch.where(usable, top / radius, 1.0).unsqueeze(-1)
-        sine = torch.where(usable, below / radius, 0.0).unsqueeze(-1)
-        upper, lower = here @ state.rotation, after @ state.rotation
-        rotation = state.rotation + here.unsqueeze(-1) * (cosine * upper + sine * lower - upper).unsqueeze(-2)
-        rotation = rotation + after.unsqueeze(-1) * (cosine * lower - sine * upper - lower).unsqueeze(-2)
-        column = column + (radius - top).unsqueeze(-1) * here - below.unsqueeze(-1) * after
-
-        running = state.status == RUNNING
-        good = running & usable & radius.isfinite()
-        # Columns of items that stopped stay those of the identity, and their right side 0.
-        column = torch.where(good.unsqueeze(-1), column, here)[..., :-1]
-        triangle = torch.where(here[:-1].bool(), column.unsqueeze(-1), state.triangle)
-        share = torch.where(good, cosine.squeeze(-1) * state.size, 0.0).unsqueeze(-1)
-        projected = state.projected + share * here[:-1]
-        size = torch.where(good, -sine.squeeze(-1) * state.size, state.size)
-        bad = torch.where(radius.isfinite(), SINGULAR, NOT_FINITE)
-        status = torch.where(running & ~good, bad, state.status)
-        status = torch.where(good & (size.abs() <= state.target), CONVERGED, status)
-        basis = torch.where(after.bool().unsqueeze(-1), vector.unsqueeze(-2), state.basis)
-        basis = torch.where(good[..., None, None], basis, state.basis)
-        rotation = torch.where(good[..., None, None], rotation, state.rotation)
-        steps = state.steps + running.long()
-        return _Cycle(basis, triangle, rotation, projected, size, state.turn + 1, status, steps, state.target)
-
-    return step
+    # Columns of items that stopped stay those of the identity, and their right side 0.
+    running = state.status == RUNNING
+    good = running & usable & radius.isfinite()
+    column = torch.where(good.unsqueeze(-1), column, here)[..., :-1]
+    share = torch.where(good, cosine.squeeze(-1) * state.residual_norm, 0.0).unsqueeze(-1)
+    # What the rotated right side leaves below the triangle is the residual's norm.
+    residual_norm = torch.where(good, -sine.squeeze(-1) * state.residual_norm, state.residual_norm)
+    failure = torch.where(radius.isfinite(), SINGULAR, NOT_FINITE)
+    status = torch.where(running & ~good, failure, state.status)
+    status = torch.where(good & (residual_norm.abs() <= state.target), CONVERGED, status)
+    basis = torch.where(after.bool().unsqueeze(-1), vector.unsqueeze(-2), state.basis)
+    return _Cycle(
+        basis=torch.where(good[..., None, None], basis, state.basis),
+        triangle=torch.where(here[:-1].bool(), column.unsqueeze(-1), state.triangle),
+        rotation=torch.where(good[..., None, None], rotation, state.rotation),
+        projected=state.projected + share * here[:-1],
+        residual_norm=residual_norm,
+        turn=state.turn + 1,
+        status=status,
+        steps=state.steps + running.long(),
+        target=state.target,
+    )
 
 
 def orthogonalise(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -356,23 +412,26 @@ def orthogonalise(basis: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     The vector is 0 where nothing but rounding is left.
     """
-    whole = vector.norm(dim=-1)
+    first_length = vector.norm(dim=-1)
     coefficients = torch.zeros_like(basis[..., 0])
-    # Twice is enough (Giraud, Langou & Rozložník 2005).
+    # After one projection rounding leaves a part in the basis; after two none that matters (Giraud, Langou & Rozložník 2005).
     for _ in range(2):
-        part = (basis @ vector.unsqueeze(-1)).squeeze(-1)
-        vector = vector - (basis.mT @ part.unsqueeze(-1)).squeeze(-1)
-        coefficients = coefficients + part
+        projection = (basis @ vector.unsqueeze(-1)).squeeze(-1)
+        vector = vector - (basis.mT @ projection.unsqueeze(-1)).squeeze(-1)
+        coefficients = coefficients + projection
     length = vector.norm(dim=-1)
-    left = length > 16 * torch.finfo(vector.dtype).eps * whole
-    length = torch.where(left | ~whole.isfinite(), length, 0.0)
-    return vector * torch.where(left, 1 / length, 0.0).unsqueeze(-1), coefficients, length
+    is_new = length > 16 * torch.finfo(vector.dtype).eps * first_length
+    # What is not finite is kept, so that it is noticed.
+    length = torch.where(is_new | ~first_length.isfinite(), length, 0.0)
+    return vector * torch.where(is_new, 1 / length, 0.0).unsqueeze(-1), coefficients, length
 
 
-def _begin(size: Tensor, target: Tensor) -> Tensor:
-    status = torch.where(size <= target, CONVERGED, RUNNING)
-    return torch.where(size.isfinite(), status, NOT_FINITE)
+def _first_status(residual_norm: Tensor, target: Tensor) -> Tensor:
+    """RUNNING but for items that are solved already, or not finite."""
+    status = torch.where(residual_norm <= target, CONVERGED, RUNNING)
+    return torch.where(residual_norm.isfinite(), status, NOT_FINITE)
 
 
-def _conclude(status: Tensor) -> Tensor:
+def _last_status(status: Tensor) -> Tensor:
+    """The status with MAX_STEPS for items that were still running."""
     return torch.where(status == RUNNING, MAX_STEPS, status)

@@ -17,29 +17,33 @@ _WINDOW = 5
 """How many ratios the estimate of the Lipschitz constant looks back on."""
 _GROWTH = 10**6
 """By how much the residual grows until an item is given up; a fraction would be a symbol that compiled loops refuse."""
-_LONGEST_WAIT = 16
+_LONGEST_COOLDOWN = 16
 """How many plain moves follow a guarded one that failed, at most."""
 _PROGRESS = 0.9
 """A guarded move that lowers the least residual so far to this part of it is a success."""
 
 
 class IterationState(NamedTuple):
-    """Items in the middle of an iteration; all fields lead with the items' dimensions."""
+    """Items in the middle of an iteration; all fields lead with the items' dimensions.
+
+    A *guarded* move is one that a method undoes if the residual has grown, as an accelerated or a Newton move; a *plain* move
+    is z + γ(f(z) − z).
+    """
 
     point: Tensor  # z, (*items, n)
     image: Tensor  # f(z), (*items, n)
-    size: Tensor  # ‖f(z) − z‖
-    first: Tensor  # the same at the start
-    least: Tensor  # the same at its smallest so far
+    residual_norm: Tensor  # ‖f(z) − z‖
+    first_residual_norm: Tensor  # at the start
+    least_residual_norm: Tensor  # the smallest so far
     status: Tensor
     steps: Tensor
     evaluations: Tensor
     ratios: Tensor  # ‖Δf‖/‖Δz‖ of the last moves, newest first, (*items, _WINDOW); NaN where there was none
     moves: Tensor  # Δz, newest first, (*items, memory, n)
-    changes: Tensor  # Δ(f(z) − z) of the same moves
-    wait: Tensor  # plain moves until a guarded one is tried again
-    penalty: Tensor  # how many those will be after the next failure
-    daring: Tensor  # whether the last move was guarded
+    residual_changes: Tensor  # Δ(f(z) − z) of the same moves
+    cooldown: Tensor  # plain moves until a guarded one is tried again
+    backoff: Tensor  # how long the cooldown after the next failure will be
+    last_move_guarded: Tensor
 
     @property
     def residual(self) -> Tensor:
@@ -63,27 +67,42 @@ class Tolerance(NamedTuple):
     absolute: float
 
     def of(self, state: IterationState) -> Tensor:
+        """The residual norm at which each item has converged."""
         return self.absolute + self.relative * torch.maximum(state.point.norm(dim=-1), state.image.norm(dim=-1))
 
     def judge(self, state: IterationState) -> IterationState:
-        """Stop the items that are there, or will not be."""
-        # A start that happens to be near a fixed point is no measure of growth: the size of z there is another.
-        diverged = state.size > _GROWTH * (state.first + state.point.norm(dim=-1).clamp_max(1.0))
+        """Stop the items that have converged, diverged, or met a number that is not finite."""
+        # The first residual alone is no measure of growth: a start may happen to be near a fixed point.
+        usual = state.first_residual_norm + state.point.norm(dim=-1).clamp_max(1.0)
+        diverged = state.residual_norm > _GROWTH * usual
         status = torch.where(diverged, DIVERGED, RUNNING)
-        status = torch.where(state.size <= self.of(state), CONVERGED, status)
-        status = torch.where(state.size.isfinite(), status, NOT_FINITE)
+        status = torch.where(state.residual_norm <= self.of(state), CONVERGED, status)
+        status = torch.where(state.residual_norm.isfinite(), status, NOT_FINITE)
         return state._replace(status=torch.where(state.running, status, state.status))
 
     def begin(self, start: Tensor, image: Tensor, memory: int) -> IterationState:
-        size = (image - start).norm(dim=-1)
-        count = torch.zeros_like(size, dtype=torch.int64)
-        # A loop of a compiled graph wants all room from the beginning, others are faster without.
-        room = memory if torch.compiler.is_compiling() else 0
-        none = torch.zeros_like(start).unsqueeze(-2).expand(*start.shape[:-1], room, start.shape[-1])
-        ratios = torch.full_like(size, torch.nan).unsqueeze(-1).expand(*size.shape, _WINDOW)
-        running, one = count + RUNNING, count + 1
+        """The state before the first move, of a method that remembers `memory` moves; items that have converged stop."""
+        residual_norm = (image - start).norm(dim=-1)
+        zero = torch.zeros_like(residual_norm, dtype=torch.int64)
+        # Tensors of a loop in a compiled graph cannot grow, so that their full length is taken at once. Elsewhere a history
+        # that grows is faster.
+        length = memory if torch.compiler.is_compiling() else 0
+        no_moves = torch.zeros_like(start).unsqueeze(-2).expand(*start.shape[:-1], length, start.shape[-1])
         state = IterationState(
-            start, image, size, size, size, running, count, one, ratios, none, none, count, one, count.bool()
+            point=start,
+            image=image,
+            residual_norm=residual_norm,
+            first_residual_norm=residual_norm,
+            least_residual_norm=residual_norm,
+            status=zero + RUNNING,
+            steps=zero,
+            evaluations=zero + 1,
+            ratios=torch.full_like(residual_norm, torch.nan).unsqueeze(-1).expand(*residual_norm.shape, _WINDOW),
+            moves=no_moves,
+            residual_changes=no_moves,
+            cooldown=zero,
+            backoff=zero + 1,
+            last_move_guarded=zero.bool(),
         )
         return self.judge(state)
 
@@ -105,45 +124,58 @@ def move(
     running = state.running
     point = torch.where(running.unsqueeze(-1), trial, state.point)
     image = evaluate(point)
-    size = (image - point).norm(dim=-1)
-    moved = running & (~guarded | (size <= state.size))
-    failed = running & ~moved
-    grew = moved & ~guarded & (size > state.size)
-    blamed = failed | (grew & state.daring)
-    success = moved & guarded & (size < _PROGRESS * state.least)
+    residual_norm = (image - point).norm(dim=-1)
 
-    step, change = point - state.point, image - point - state.residual
+    # Which items go to the trial, and what that says of guarded moves.
+    moved = running & (~guarded | (residual_norm <= state.residual_norm))
+    refused = running & ~moved
+    grew = moved & ~guarded & (residual_norm > state.residual_norm)
+    guarded_move_failed = refused | (grew & state.last_move_guarded)
+    guarded_move_helped = moved & guarded & (residual_norm < _PROGRESS * state.least_residual_norm)
+    longer_backoff = (2 * state.backoff).clamp_max(_LONGEST_COOLDOWN)
+    backoff = torch.where(guarded_move_helped, 1, state.backoff)
+    backoff = torch.where(guarded_move_failed, longer_backoff, backoff)
+
+    # The ratio of lengths ‖Δf‖/‖Δz‖, with Δf = Δz + Δ(f − z).
+    step = point - state.point
+    residual_change = image - point - state.residual
     length = step.norm(dim=-1)
+    ratio = ((step + residual_change).norm(dim=-1) / length).unsqueeze(-1)
     # Over shorter moves Δf is rounding.
-    seen = moved & (length > 64 * torch.finfo(point.dtype).eps * point.norm(dim=-1))
-    ratio = ((step + change).norm(dim=-1) / length).unsqueeze(-1)
+    is_measurable = moved & (length > 64 * torch.finfo(point.dtype).eps * point.norm(dim=-1))
+    with_ratio = torch.cat([ratio, state.ratios[..., :-1]], -1)
+
+    least_residual_norm = torch.minimum(residual_norm, state.least_residual_norm)
     return IterationState(
         point=torch.where(moved.unsqueeze(-1), point, state.point),
         image=torch.where(moved.unsqueeze(-1), image, state.image),
-        size=torch.where(moved, size, state.size),
-        first=state.first,
-        least=torch.where(moved, torch.minimum(size, state.least), state.least),
+        residual_norm=torch.where(moved, residual_norm, state.residual_norm),
+        first_residual_norm=state.first_residual_norm,
+        least_residual_norm=torch.where(moved, least_residual_norm, state.least_residual_norm),
         status=state.status,
         steps=state.steps + moved.long(),
         evaluations=state.evaluations + running.long(),
-        ratios=torch.where(seen.unsqueeze(-1), torch.cat([ratio, state.ratios[..., :-1]], -1), state.ratios),
-        moves=_remember(state.moves, step, moved, failed, memory),
-        changes=_remember(state.changes, change, moved, failed, memory),
-        wait=torch.where(failed | grew, state.penalty, (state.wait - 1).clamp_min(0)),
-        penalty=torch.where(
-            blamed, (2 * state.penalty).clamp_max(_LONGEST_WAIT), torch.where(success, 1, state.penalty)
-        ),
-        daring=guarded & moved,
+        ratios=torch.where(is_measurable.unsqueeze(-1), with_ratio, state.ratios),
+        moves=_with_newest(state.moves, step, moved, refused, memory),
+        residual_changes=_with_newest(state.residual_changes, residual_change, moved, refused, memory),
+        cooldown=torch.where(refused | grew, state.backoff, (state.cooldown - 1).clamp_min(0)),
+        backoff=backoff,
+        last_move_guarded=guarded & moved,
     )
 
 
-def _remember(history: Tensor, new: Tensor, moved: Tensor, failed: Tensor, memory: int) -> Tensor:
-    """What is remembered with the newest first; nothing after a failure, as what misled once would again."""
+def _with_newest(history: Tensor, newest: Tensor, moved: Tensor, refused: Tensor, memory: int) -> Tensor:
+    """The history (*items, moves, n) with the newest vector first, of at most `memory` vectors.
+
+    Items that did not move keep theirs. It is emptied where a trial was refused: the same past would mislead again.
+    """
     if not memory:
         return history
-    longer = torch.cat([new.unsqueeze(-2), history], -2)
-    same = torch.cat([torch.where(failed[..., None, None], 0.0, history), torch.zeros_like(new).unsqueeze(-2)], -2)
-    return torch.where(moved[..., None, None], longer, same)[..., :memory, :]
+    longer = torch.cat([newest.unsqueeze(-2), history], -2)
+    kept = torch.where(refused[..., None, None], 0.0, history)
+    # A row of zeros at the end makes both equally long; `anderson_step` gives it no weight.
+    kept = torch.cat([kept, torch.zeros_like(newest).unsqueeze(-2)], -2)
+    return torch.where(moved[..., None, None], longer, kept)[..., :memory, :]
 
 
 @dataclass(frozen=True)
@@ -193,7 +225,7 @@ class Picard(Method):
 
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """A plain move."""
-        return move(evaluate, state, plain(state, self.share), torch.zeros_like(state.running))
+        return move(evaluate, state, picard_step(state, self.share), guarded=torch.zeros_like(state.running))
 
 
 @dataclass(frozen=True)
@@ -223,8 +255,9 @@ class Anderson(Method):
 
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """An accelerated move if the last one did not fail."""
-        guarded = (state.steps > 0) & (state.wait == 0)
-        return move(evaluate, state, mixed(state, guarded, self.share, self.ridge), guarded, self.memory)
+        guarded = (state.steps > 0) & (state.cooldown == 0)
+        trial = anderson_step(state, guarded, self.share, self.ridge)
+        return move(evaluate, state, trial, guarded, self.memory)
 
 
 @dataclass(frozen=True)
@@ -256,8 +289,10 @@ class Auto(Anderson):
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """A plain or an accelerated move."""
         ratio = state.ratios[..., 0]
-        guarded = (state.steps > 1) & (state.wait == 0) & (ratio > self.fast) & (ratio < 1)
-        return move(evaluate, state, mixed(state, guarded, self.share, self.ridge), guarded, self.memory)
+        contracts_slowly = (ratio > self.fast) & (ratio < 1)
+        guarded = (state.steps > 1) & (state.cooldown == 0) & contracts_slowly
+        trial = anderson_step(state, guarded, self.share, self.ridge)
+        return move(evaluate, state, trial, guarded, self.memory)
 
 
 @dataclass(frozen=True)
@@ -289,49 +324,58 @@ class Newton(Method):
 
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:
         """Newton's move if the last one did not fail."""
-        guarded = state.running & (state.wait == 0)
+        guarded = state.running & (state.cooldown == 0)
         right = torch.where(guarded.unsqueeze(-1), state.residual, 0.0)
 
         def product(vector: Tensor, point: Tensor, image: Tensor, *leaves: Tensor) -> Tensor:
-            return vector - slope(BoundFunction(evaluate.problem, leaves), point, image, vector)
+            return vector - jacobian_product(BoundFunction(evaluate.problem, leaves), point, image, vector)
 
         constants = (state.point, state.image, *evaluate.leaves)
-        found = GMRES(self.rtol, self.products, cycles=1).solve(product, right, constants)
-        trial = torch.where(guarded.unsqueeze(-1), state.point + found.value, plain(state, self.share))
+        solution = GMRES(self.rtol, self.products, cycles=1).solve(product, right, constants)
+        newton_point = state.point + solution.value
+        trial = torch.where(guarded.unsqueeze(-1), newton_point, picard_step(state, self.share))
         moved = move(evaluate, state, trial, guarded)
-        return moved._replace(evaluations=moved.evaluations + found.steps)
+        # Each product with I − J is one evaluation.
+        return moved._replace(evaluations=moved.evaluations + solution.steps)
 
 
 AS_IT_PAYS = Auto()
 
 
-def plain(state: IterationState, damping: float) -> Tensor:
-    return state.image if damping == 1 else state.point + damping * state.residual
+def picard_step(state: IterationState, damping: float) -> Tensor:
+    """The plain move z + γ(f(z) − z)."""
+    if damping == 1:
+        return state.image
+    return state.point + damping * state.residual
 
 
-def mixed(state: IterationState, guarded: Tensor, damping: float, ridge: float) -> Tensor:
-    """Anderson's point for guarded items: the plain move, less what past moves say of it.
+def anderson_step(state: IterationState, guarded: Tensor, damping: float, ridge: float) -> Tensor:
+    """Anderson's point for guarded items, the plain one for others: the plain move, less what past moves predict of it.
 
-    The weights γ minimise ‖r − Σγᵢuᵢ‖² + ridge·‖γ‖² for the past changes of r, scaled to unit norm as uᵢ.
+    The weights γ minimise ‖r − Σγᵢuᵢ‖² + ridge·‖γ‖² for the past changes of r = f(z) − z, scaled to unit norm as uᵢ.
     """
-    simple = plain(state, damping)
-    if not state.changes.shape[-2] or not (torch.compiler.is_compiling() or some(guarded)):
-        return simple
-    lengths = state.changes.norm(dim=-1, keepdim=True)
+    plain_point = picard_step(state, damping)
+    has_history = state.residual_changes.shape[-2] > 0
+    if not has_history or not (torch.compiler.is_compiling() or some(guarded)):
+        return plain_point
+    lengths = state.residual_changes.norm(dim=-1, keepdim=True)
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)
-    changes, moves = state.changes * scale, state.moves * scale
-    # The normal equations square the condition.
+    changes = state.residual_changes * scale
+    moves = state.moves * scale
+    # The normal equations square the condition number, so that they are formed in float64, which MPS does not have.
     wide = changes if changes.device.type == "mps" else changes.double()
     eye = torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
     right = wide @ state.residual.unsqueeze(-1).to(wide.dtype)
     weights = torch.linalg.solve_ex(wide @ wide.mT + ridge * eye, right).result.to(changes.dtype)
-    past = ((moves + damping * changes).mT @ weights).squeeze(-1)
-    return torch.where(guarded.unsqueeze(-1), simple - past, simple)
+    predicted = ((moves + damping * changes).mT @ weights).squeeze(-1)
+    return torch.where(guarded.unsqueeze(-1), plain_point - predicted, plain_point)
 
 
-def slope(evaluate: BoundFunction, point: Tensor, image: Tensor, vector: Tensor) -> Tensor:
+def jacobian_product(evaluate: BoundFunction, point: Tensor, image: Tensor, vector: Tensor) -> Tensor:
     """The Jacobian's product with a vector, by a forward difference: one evaluation, relative error about √eps."""
     length = vector.norm(dim=-1, keepdim=True)
+    inverse_length = torch.where(length > 0, 1 / length, 0.0)
+    # With a step of √eps, in units of the point, rounding and curvature contribute errors of one size.
     step = torch.finfo(point.dtype).eps ** 0.5 * (1 + point.norm(dim=-1, keepdim=True))
-    moved = evaluate(point + step * vector * torch.where(length > 0, 1 / length, 0.0))
+    moved = evaluate(point + step * vector * inverse_length)
     return (moved - image) * (length / step)

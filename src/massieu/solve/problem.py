@@ -15,9 +15,8 @@ from massieu.foundation.transforms import layers
 
 _Function = Callable[..., Tensor]
 
-
 _TENSOR = object()
-"""Stands in the parameters for a tensor."""
+"""Stands among the parameters' leaves where a tensor was, since the tensors are passed separately."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,9 @@ class FixedPointProblem:
     Attributes:
         function: As the user gave it.
         shape: Of z.
-        item_dims: How many of its last dimensions are one item.
-        structure: Of the parameters.
-        others: The parameters' leaves, a placeholder where there is one.
+        item_dims: How many of the last dimensions of z are one item.
+        structure: Of the parameters, as a pytree.
+        other_leaves: The parameters' leaves, with `_TENSOR` in the place of each tensor.
         name: What errors call the function.
     """
 
@@ -37,32 +36,42 @@ class FixedPointProblem:
     shape: tuple[int, ...]
     item_dims: int
     structure: pytree.TreeSpec
-    others: tuple[Any, ...]
+    other_leaves: tuple[Any, ...]
     name: str
 
     def flat(self, tensor: Tensor) -> Tensor:
-        return tensor.flatten(-self.item_dims) if self.item_dims else tensor.unsqueeze(-1)
+        """A state (*items, *item) as (*items, n)."""
+        if self.item_dims == 0:
+            return tensor.unsqueeze(-1)
+        return tensor.flatten(-self.item_dims)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        return flat.unflatten(-1, self.shape[-self.item_dims :]) if self.item_dims else flat.squeeze(-1)
+        """A flat state (*items, n) as the function takes it, (*items, *item)."""
+        if self.item_dims == 0:
+            return flat.squeeze(-1)
+        return flat.unflatten(-1, self.shape[-self.item_dims :])
 
     def image(self, flat: Tensor, *leaves: Tensor) -> Any:
-        """f of a flat state, as it is returned."""
-        remaining = iter(leaves)
-        merged = [next(remaining) if other is _TENSOR else other for other in self.others]
-        return self.function(self.shaped(flat), *pytree.tree_unflatten(merged, self.structure))
+        """f of a flat state, as the function returns it, whatever that is."""
+        tensors = iter(leaves)
+        all_leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self.other_leaves]
+        return self.function(self.shaped(flat), *pytree.tree_unflatten(all_leaves, self.structure))
 
     def __call__(self, flat: Tensor, *leaves: Tensor) -> Tensor:
-        """f of a flat state."""
+        """f of a flat state, flat.
+
+        Raises:
+            TypeError: f returned no tensor.
+            ValueError: f returned another shape, dtype or device than its first argument's.
+        """
         image = self.image(flat, *leaves)
         if not isinstance(image, Tensor):
             raise TypeError(f"{self.name} must return a tensor of its first argument's shape, got {described(image)}")
         check_dense(f"{self.name}'s value", image)
-        wanted, got = (self.shape, flat.dtype), (tuple(image.shape), image.dtype)
-        if wanted != got:
+        if tuple(image.shape) != self.shape or image.dtype != flat.dtype:
             raise ValueError(
-                f"{self.name} must return its first argument's shape and dtype, {wanted[0]} and {wanted[1]}, got {got[0]} "
-                f"and {got[1]}"
+                f"{self.name} must return its first argument's shape and dtype, {self.shape} and {flat.dtype}, got "
+                f"{tuple(image.shape)} and {image.dtype}"
             )
         if not torch.compiler.is_compiling() and image.is_meta != flat.is_meta:
             raise ValueError(
@@ -73,9 +82,10 @@ class FixedPointProblem:
 
 @dataclass(frozen=True)
 class BoundFunction:
-    """The problem's function at given parameters. Loops of a compiled graph take the tensors in it one by one.
+    """The problem's function at given parameters, as a function of the flat state alone.
 
-    It checks no image: the first one was checked, and such a loop compares no sizes that are known only when it runs.
+    A loop of a compiled graph must be told all tensors that it uses, so that the leaves stand here by themselves. No image is
+    checked: the first one was, and such a loop cannot compare sizes that are known only when it runs.
     """
 
     problem: FixedPointProblem
@@ -88,14 +98,17 @@ class BoundFunction:
 def pose(
     function: _Function, start: Tensor, parameters: Any, item_dims: int, names: tuple[str, str] = ("function", "start")
 ) -> tuple[FixedPointProblem, Tensor, tuple[Tensor, ...]]:
-    """The problem, its flat start and the parameters' tensors, with half precision promoted; errors use the names.
+    """The problem, its flat start and the parameters' tensors, with half precision promoted.
+
+    Args:
+        names: What errors call the function and the start.
 
     Raises:
         TypeError: `start` is no floating-point tensor, or `parameters` no tuple.
         ValueError: `item_dims` is not among the start's dimensions.
     """
-    name, first = names
-    floating(first, start)
+    name, start_name = names
+    floating(start_name, start)
     if not callable(function):
         raise TypeError(f"{name} must be callable, got {type(function).__name__}")
     instance("parameters", parameters, tuple, "a tuple, one entry for each argument after z")
@@ -108,13 +121,13 @@ def pose(
             leaf.clone() if any(leaf is other for other in tensors[:place]) else leaf
             for place, leaf in enumerate(tensors)
         )
-    others = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    problem = FixedPointProblem(function, tuple(start.shape), item_dims, structure, others, name)
+    other_leaves = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    problem = FixedPointProblem(function, tuple(start.shape), item_dims, structure, other_leaves, name)
     return problem, problem.flat(_promote(start)), tensors
 
 
 def _captured(image: Tensor) -> Tensor | None:
-    """A tensor with derivatives that f got from elsewhere, where `image` is its value for detached arguments."""
+    """A tensor with derivatives that f got from elsewhere, where `image` is its value for detached arguments; else None."""
     if torch.compiler.is_compiling():
         return image if image.requires_grad else None
     for layer in layers(image):
@@ -127,20 +140,21 @@ def _captured(image: Tensor) -> Tensor | None:
 
 def _has_tangent(layer: Tensor) -> bool:
     """Whether forward mode gave this layer a tangent."""
-    # PyTorch refuses to look for one in the batch of a `vmap`. The batch's tangent is that of the layer below.
+    # PyTorch cannot look for a tangent in the batch of a `vmap`. The batch's tangent is that of the layer below.
     if forward_ad._current_level < 0 or is_batchedtensor(layer):
         return False
     return forward_ad.unpack_dual(layer).tangent is not None
 
 
 def _leaves(node: Any) -> Iterator[Tensor]:
-    """What the graph above a node begins with."""
-    seen, waiting = set(), [node]
+    """The leaf tensors of the autograd graph that ends in a node."""
+    visited = set()
+    waiting = [node]
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if isinstance(leaf := getattr(node, "variable", None), Tensor):
             yield leaf
         waiting += [parent for parent, _ in node.next_functions if parent is not None]
@@ -148,10 +162,11 @@ def _leaves(node: Any) -> Iterator[Tensor]:
 
 def refuse_captured(image: Tensor, name: str = "function") -> None:
     """Raise a ValueError if f differentiably depends on anything but its arguments."""
-    found = _captured(image)
-    if found is None:
+    captured = _captured(image)
+    if captured is None:
         return
-    which = "" if found is image else f" of shape {tuple(found.shape)}"
+    # Without a graph to follow only the image itself is known.
+    which = "" if captured is image else f" of shape {tuple(captured.shape)}"
     raise ValueError(
         f"{name} uses a tensor{which} that requires grad and is not among its parameters, "
         "whose gradient would be lost; pass it in `parameters` (a module's by torch.func.functional_call)"
@@ -159,5 +174,6 @@ def refuse_captured(image: Tensor, name: str = "function") -> None:
 
 
 def _promote(tensor: Tensor) -> Tensor:
-    half = tensor.is_floating_point() and torch.finfo(tensor.dtype).bits < 32
-    return tensor.float() if half else tensor
+    """The tensor, in float32 if it is of half precision."""
+    is_half = tensor.is_floating_point() and torch.finfo(tensor.dtype).bits < 32
+    return tensor.float() if is_half else tensor

@@ -1,4 +1,4 @@
-"""What became of each item, and the warning of iterations that may not raise."""
+"""How the iteration of each item ended, and the warning of modules and loops that do not raise for it."""
 
 import warnings
 from enum import IntEnum
@@ -39,14 +39,14 @@ class Status(IntEnum):
     """A linear system without a solution; for conjugate gradients, a direction of no or negative curvature."""
 
 
-# The same as plain numbers: compiled, a comparison of a tensor with a member of an enumeration is silently always false.
+# The same as integers: in compiled code a comparison of a tensor with a member of an enumeration is silently always false.
 CONVERGED, MAX_STEPS, DIVERGED, NOT_FINITE, NOT_ATTRACTING, SINGULAR = (int(status) for status in Status)
 RUNNING = -1
 """The status of an item that has not stopped."""
 
 
 class FixedPointResult(NamedTuple):
-    """A fixed point, or the last iterate, and how it came about. All but `value` have one number for each item.
+    """A fixed point, or the last iterate, and how the iteration ended. All but `value` have one number for each item.
 
     Attributes:
         value: z, shaped like the start; at least float32.
@@ -67,7 +67,7 @@ class FixedPointResult(NamedTuple):
 
     @property
     def converged(self) -> Tensor:
-        """Which items did."""
+        """Which items have converged."""
         return self.status == CONVERGED
 
     @property
@@ -80,17 +80,29 @@ class FixedPointResult(NamedTuple):
 
 
 def warn_unconverged(status: Tensor, residual: Tensor, owner: str, only: Status | None = None) -> bool:
-    """Warn if an item has not converged, or has the status `only`; whether one has not. Compiled code says nothing."""
+    """Warn if an item has not converged, or, with `only`, if one has that status.
+
+    Args:
+        status: One number for each item.
+        residual: Of each item; broadcasts to `status`.
+        owner: Whose items they are, for the warning.
+        only: The one status to warn of; None: all but CONVERGED.
+
+    Returns:
+        Whether it warned. Compiled code, where values cannot be read, never does.
+    """
     if not values_are_readable(status):
         return False
-    numbers, sizes = unwrapped(status).flatten(), unwrapped(residual).detach()
-    wrong = numbers != CONVERGED if only is None else numbers == only
-    if not bool(wrong.any()):
+    shape = unwrapped(status).shape
+    numbers = unwrapped(status).flatten()
+    residuals = unwrapped(residual).detach().expand(shape).flatten()
+    unconverged = numbers != CONVERGED if only is None else numbers == only
+    if not bool(unconverged.any()):
         return False
-    largest = float(sizes.expand(unwrapped(status).shape).flatten()[wrong].amax())
+    largest = float(residuals[unconverged].amax())
     warnings.warn(
-        f"{owner}: {int(wrong.sum())} of {wrong.numel()} items have not converged ({names(numbers[wrong])}, largest "
-        f"residual {largest:.3g}), and go on with their last state",
+        f"{owner}: {int(unconverged.sum())} of {unconverged.numel()} items have not converged "
+        f"({names(numbers[unconverged])}, largest residual {largest:.3g}), and go on with their last state",
         ConvergenceWarning,
         stacklevel=3,
     )
@@ -98,5 +110,5 @@ def warn_unconverged(status: Tensor, residual: Tensor, owner: str, only: Status 
 
 
 def names(status: Tensor) -> str:
-    """The statuses that occur."""
+    """The names of the statuses that occur, for a message."""
     return ", ".join(sorted({Status(kind).name for kind in status.tolist()}))

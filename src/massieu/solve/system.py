@@ -75,73 +75,92 @@ def linear_solve(
     problem, right, leaves = pose(product, right, parameters, 1, ("product", "right"))
     if torch.is_grad_enabled():
         refuse_captured(problem(torch.zeros_like(right).detach(), *(leaf.detach() for leaf in leaves)), "product")
+    # Compiled code cannot raise.
     lost = math.nan if throw and torch.compiler.is_compiling() else None
-    system = LinearSystem(problem, solver, throw, lost, _WORDS)
-    found = system.solution(right, leaves)
+    system = LinearSystem(problem, solver, throw, lost, _WORDING)
+    result = system.solution(right, leaves)
     if not may_be_differentiated(right, *leaves):
-        return found
+        return result
     if not needs_plain_operations():
-        return found._replace(value=attach(system, found.value, right, *leaves))
+        return result._replace(value=attach(system, result.value, right, *leaves))
     constants = [leaf.detach() for leaf in leaves]
-    inverse = torch.linalg.inv_ex(dense(lambda vector: system.image(vector, *constants), right)).inverse
-    return found._replace(value=chord(lambda x: right - system.image(x, *leaves), found.value, inverse))
+    matrix = dense(lambda vector: system.image(vector, *constants), right)
+    inverse = torch.linalg.inv_ex(matrix).inverse
+    return result._replace(value=chord(lambda x: right - system.image(x, *leaves), result.value, inverse))
 
 
-_WORDS = (
-    "the linear system",
-    "A is singular or nearly so, or, for conjugate gradients, not symmetric positive definite; try GMRES(memory=100), a "
-    "preconditioner, a looser rtol, or float64",
+@dataclass(frozen=True)
+class Wording:
+    """What the error of a system that was not solved says."""
+
+    name: str
+    """Of the system."""
+    advice: str
+    """What may be wrong, and what to try."""
+
+
+_WORDING = Wording(
+    name="the linear system",
+    advice="A is singular or nearly so, or, for conjugate gradients, not symmetric positive definite; try "
+    "GMRES(memory=100), a preconditioner, a looser rtol, or float64",
 )
 
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """What a linear system is beside its tensors, the right side and those that A depends on: dx = A⁻¹(dright − dA x).
+    """A linear system A x = right without its tensors, which are the right side and those that A depends on.
+
+    Its derivatives are dx = A⁻¹(dright − dA x), another solve.
 
     Attributes:
         product: (vector, *leaves) ↦ A vector.
         solver: How it is solved.
-        throw: Whether an item that was not solved is an error.
-        lost: The value of such an item if it is none, or if it cannot be raised; None for the last iterate.
-        words: For the error: the system's name, and what to try.
-        transposed: Whether it is Aᵀx = right.
+        throw: Whether an item that was not solved raises an error.
+        lost: The value of an item that was not solved, where nothing is raised; None: its last iterate.
+        wording: For the error.
+        transposed: Whether the system is Aᵀx = right.
     """
 
     product: Product
     solver: LinearSolver
     throw: bool
     lost: float | None
-    words: tuple[str, str]
+    wording: Wording
     transposed: bool = False
 
     @property
-    def turned(self) -> "LinearSystem":
-        """With the transpose."""
-        return LinearSystem(self.product, self.solver, self.throw, self.lost, self.words, not self.transposed)
+    def transpose(self) -> "LinearSystem":
+        """The system with the transposed matrix."""
+        # Not `dataclasses.replace`, which compiled code would have to trace.
+        return LinearSystem(self.product, self.solver, self.throw, self.lost, self.wording, not self.transposed)
 
     def image(self, vector: Tensor, *leaves: Tensor) -> Tensor:
-        """A vector, or Aᵀ vector."""
+        """The product A vector, or Aᵀ vector if the system is transposed."""
         if not self.transposed or self.solver.symmetric:
             return self.product(vector, *leaves)
-        # A linear function has the same derivative everywhere.
-        pulled = lean_reverse_derivative(lambda x: self.product(x, *leaves), [torch.zeros_like(vector)], vector)[0]
-        assert pulled is not None
-        return pulled
+        # Aᵀ is the reverse derivative of x ↦ A x, which is the same at every x, as the function is linear.
+        (image,) = lean_reverse_derivative(lambda x: self.product(x, *leaves), [torch.zeros_like(vector)], vector)
+        assert image is not None
+        return image
 
     def solution(self, right: Tensor, leaves: Sequence[Tensor]) -> LinearSolveResult:
-        """Without derivatives."""
+        """The solution without derivatives.
+
+        Raises:
+            ConvergenceError: an item was not solved, and `throw` is set.
+        """
         constants = [leaf.detach() for leaf in leaves]
         with torch.no_grad():
-            found = self.solver.solve(self.image, right.detach(), constants)
-            failed = found.status != CONVERGED
+            result = self.solver.solve(self.image, right.detach(), constants)
+            failed = result.status != CONVERGED
             if self.throw and some(failed):
-                raise ConvergenceError(self._reason(found))
+                raise ConvergenceError(self._reason(result))
             if self.lost is None:
-                return found
-            return found._replace(value=torch.where(failed.unsqueeze(-1), self.lost, found.value))
+                return result
+            return result._replace(value=torch.where(failed.unsqueeze(-1), self.lost, result.value))
 
     def solve(self, right: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-        """With derivatives that solve again, for the rules of equations."""
+        """The solution's value with derivatives that solve again: for use inside `pull` and `push`."""
         value = self.solution(right, leaves).value
         # A compiled function is differentiated once.
         return value if torch.compiler.is_compiling() else attach(self, value, right, *leaves)
@@ -149,35 +168,55 @@ class LinearSystem:
     def pull(
         self, cotangent: Tensor, value: Tensor, inputs: Sequence[Tensor], wanted: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """Another solve, and the derivatives of −⟨left, A x⟩."""
-        leaves, other = inputs[1:], self.turned.solve(cotangent, inputs[1:])
-        x, left = (other, value) if self.transposed else (value, other)
-        return other, *lean_reverse_derivative(lambda *leaves: self.product(x, *leaves), leaves, -left, wanted[1:])
+        """The cotangents of the right side, u = A⁻ᵀ cotangent, and of the leaves: the derivatives of −⟨u, A x⟩ in them.
+
+        Of the transposed system Aᵀx = right they are those of −⟨x, A u⟩, the same number: `product` stays A's own.
+        """
+        leaves = inputs[1:]
+        of_right = self.transpose.solve(cotangent, leaves)
+        if self.transposed:
+            vector, left = of_right, value
+        else:
+            vector, left = value, of_right
+        of_leaves = lean_reverse_derivative(lambda *leaves: self.product(vector, *leaves), leaves, -left, wanted[1:])
+        return of_right, *of_leaves
 
     def push(self, tangents: Sequence[Tensor | None], value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """A solve with the same matrix."""
-        right, *moving = tangents
-        moved = forward_derivative(lambda *leaves: -self.image(value, *leaves), inputs[1:], moving)
-        return self.solve(moved if right is None else moved + right, inputs[1:])
+        """The tangent A⁻¹(dright − dA x): a solve with the same matrix."""
+        of_right, *of_leaves = tangents
+        leaves = inputs[1:]
+        tangent = forward_derivative(lambda *leaves: -self.image(value, *leaves), leaves, of_leaves)
+        if of_right is not None:
+            tangent = tangent + of_right
+        return self.solve(tangent, leaves)
 
-    def _reason(self, found: LinearSolveResult) -> str:
-        name, advice = self.words
-        status, steps = unwrapped(found.status).flatten(), unwrapped(found.steps).flatten()
+    def _reason(self, result: LinearSolveResult) -> str:
+        """The sentence of the error: how many items failed, in which ways, and what to try."""
+        status = unwrapped(result.status).flatten()
+        steps = unwrapped(result.steps).flatten()
         failed = status != CONVERGED
-        residual = float(unwrapped(found.residual).flatten().expand_as(status)[failed].amax())
+        # Within `vmap` a residual that is the same for all items lacks their dimension.
+        residual = float(unwrapped(result.residual).flatten().expand_as(status)[failed].amax())
         return (
-            f"{name} was not solved for {int(failed.sum())} of {failed.numel()} items ({names(status[failed])} after "
-            f"{int(steps.max())} products, residual {residual:.3g}): {advice}"
+            f"{self.wording.name} was not solved for {int(failed.sum())} of {failed.numel()} items "
+            f"({names(status[failed])} after {int(steps.max())} products, residual {residual:.3g}): {self.wording.advice}"
         )
 
 
 def attach(equation: Any, value: Tensor, *inputs: Tensor) -> Tensor:
-    """`value` with the derivatives that an equation gives it in the inputs, of every order: by its `pull` and `push`."""
-    return (_Reverse if torch.compiler.is_compiling() else _Forward).apply(equation, value, *inputs)
+    """`value` with the derivatives in the inputs that an equation gives it, of every order, by its `pull` and `push`.
+
+    Args:
+        equation: Has ``pull(cotangent, value, inputs, wanted)`` and ``push(tangents, value, inputs)``.
+        value: The equation's solution, which is returned as it is.
+        inputs: What the solution depends on.
+    """
+    rule = _ReverseRule if torch.compiler.is_compiling() else _ReverseAndForwardRule
+    return rule.apply(equation, value, *inputs)
 
 
-class _Reverse(torch.autograd.Function):
-    """(equation, value, *inputs) ↦ value."""
+class _ReverseRule(torch.autograd.Function):
+    """(equation, value, *inputs) ↦ value, whose reverse derivative is the equation's `pull`."""
 
     generate_vmap_rule = True
 
@@ -197,7 +236,7 @@ class _Reverse(torch.autograd.Function):
         return None, None, *ctx.equation.pull(cotangents[0], value, inputs, ctx.needs_input_grad[2:])
 
 
-class _Forward(_Reverse):
+class _ReverseAndForwardRule(_ReverseRule):
     """With a rule for forward mode, which `torch.compile` does not take."""
 
     @staticmethod
@@ -207,17 +246,23 @@ class _Forward(_Reverse):
 
 
 def needs_plain_operations() -> bool:
-    """Whether a custom function's rules would be lost here: compiled inside a transform, or in nested forward mode."""
+    """Whether a custom function's rules would be ignored here: compiled inside a transform, or in nested forward mode."""
     return in_nested_forward_mode() or (torch.compiler.is_compiling() and in_functorch())
 
 
 def chord(missing: Callable[[Tensor], Tensor], value: Tensor, inverse: Tensor) -> Tensor:
     """The solution of missing(x) = 0 with its derivatives, by plain operations and n² numbers for each item.
 
-    Steps of the chord method at the solution: each makes one more order right. What rounding left of the equation stays.
+    Steps of the chord method at the solution, x ← x + inverse·missing(x): each makes the derivatives of one more order right.
+
+    Args:
+        missing: How much is missing of the equation at x.
+        value: The solution.
+        inverse: Of minus the Jacobian of `missing` at the solution.
     """
     with torch.no_grad():
-        left = missing(value).detach()
+        # What rounding left of the equation is taken out, so that the value itself does not move.
+        rounding = missing(value).detach()
     for _ in range(derivative_orders()):
-        value = value + (inverse.detach() @ (missing(value) - left).unsqueeze(-1)).squeeze(-1)
+        value = value + (inverse.detach() @ (missing(value) - rounding).unsqueeze(-1)).squeeze(-1)
     return value

@@ -9,9 +9,9 @@ Of measures, laws are grouped by theme: `derivatives`, `divergence`, `distributi
 contracts share is in `everywhere`.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from massieu.foundation.lazy_names import lazy_names
 from massieu.testing.activations import ActivationCase, activation_checks
 from massieu.testing.energies import EnergyCase, energy_checks
 from massieu.testing.kernels import KernelCase, kernel_checks
@@ -23,9 +23,6 @@ from massieu.testing.subject import MeasureCase
 if TYPE_CHECKING:
     StatisticCase: Any
     statistic_checks: Any
-
-# These live in the probe, which nothing here imports: it is loaded when they are first used.
-_OF_THE_PROBE = {"StatisticCase", "statistic_checks"}
 
 __all__ = [
     "ActivationCase",
@@ -44,12 +41,12 @@ __all__ = [
     "statistic_checks",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_THE_PROBE:
-        raise AttributeError(f"module 'massieu.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module("massieu.probing.statistic_checks"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+# Statistics are the probe's, which nothing here imports: it is loaded when these two names are first used.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    __all__,
+    {
+        "StatisticCase": "massieu.probing.statistic_checks:StatisticCase",
+        "statistic_checks": "massieu.probing.statistic_checks:statistic_checks",
+    },
+)

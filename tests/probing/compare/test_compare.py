@@ -28,8 +28,8 @@ from massieu.probing.result.result import ProbeResult
 from massieu.probing.run import Measurement
 from massieu.probing.session.sharing import Sharing
 from massieu.report import page
-from massieu.report.directory import Directory
-from massieu.report.folder import STORE
+from massieu.storage.directory import Directory
+from massieu.storage.folder import STORE
 
 WINDOWS, LENGTH = 8, 12
 ATTENTION = ["entropy", "largest_weight"]

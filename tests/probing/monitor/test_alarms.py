@@ -15,7 +15,7 @@ from tests.support.rows import every_row
 import massieu
 from massieu.probing.monitor.alarms import RULES, RUNNING, WINDOW, Alarm, Alarms, Numbers, Place
 from massieu.report.curves import render
-from massieu.report.record_lines import read_run
+from massieu.storage.record_lines import read_run
 
 RULE = {rule.title: rule for rule in RULES}
 CALM = [20.0, 20.5, 19.8, 20.1, 20.3, 19.9, 20.2, 20.0] * 2 + [20.1, 20.0]

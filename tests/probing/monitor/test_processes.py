@@ -10,7 +10,7 @@ import torch
 from tests.support.probing import monitor_work as work
 from tests.support.processes import run, run_first
 
-from massieu.report.record_lines import read_run
+from massieu.storage.record_lines import read_run
 
 pytestmark = pytest.mark.medium
 

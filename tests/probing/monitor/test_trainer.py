@@ -18,7 +18,7 @@ from torch import Tensor
 
 from massieu import InputError, Monitor
 from massieu.probing.monitor.trainer import MonitorTrainerCallback
-from massieu.report.record_lines import read_run
+from massieu.storage.record_lines import read_run
 
 pytestmark = pytest.mark.medium
 

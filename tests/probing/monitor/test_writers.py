@@ -19,7 +19,7 @@ from tests.support.rows import every_row
 from massieu import InputError
 from massieu.probing.monitor.alarms import RULES, Alarm, Place
 from massieu.probing.monitor.writers import LinesFile, Outlets, writer_for
-from massieu.report.record_lines import read_run, record_line
+from massieu.storage.record_lines import read_run, record_line
 
 SETTINGS = {"every": 100, "prefix": "massieu", "model": "Model", "layers": 2, "heads": [4, 4]}
 NOT_FINITE = {"massieu/loss": math.nan, "massieu/gradient_norm": math.inf, "massieu/learning_rate": -math.inf}

@@ -36,8 +36,8 @@ from massieu.probing.statistics.query_means import Queries
 from massieu.probing.statistics.registry import ATTENTION
 from massieu.probing.sums.units import Units
 from massieu.report import page
-from massieu.report.folder import STORE
-from massieu.report.record import PerTokenRecord, plain
+from massieu.storage.folder import STORE
+from massieu.storage.record import PerTokenRecord, plain
 
 # Pages are no matter of this file.
 pytestmark = pytest.mark.usefixtures("blank_pages")

@@ -23,8 +23,8 @@ from massieu.probing.result.stored import run_of
 from massieu.probing.session.course import forget
 from massieu.probing.sums.running import packed
 from massieu.report import page
-from massieu.report.folder import STORE
-from massieu.report.record import RunRecord, plain
+from massieu.storage.folder import STORE
+from massieu.storage.record import RunRecord, plain
 
 FILES = ["details.json", "heads.parquet", "layers.parquet", "report.html", "run.json"]
 

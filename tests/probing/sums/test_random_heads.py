@@ -19,7 +19,7 @@ from massieu.probing.sums.random_heads import (
     with_tails,
 )
 from massieu.probing.sums.units import Estimate
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 SHARE = Statistic("asked", scale="number", smallest=0.05)
 

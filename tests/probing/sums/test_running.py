@@ -24,7 +24,7 @@ from massieu.probing.statistics.expansion import ExpansionStatistics
 from massieu.probing.sums.accumulate import Histogram, Ratio, Spread, Tally
 from massieu.probing.sums.running import Running, RunningParts, add, packed, unpacked
 from massieu.probing.sums.units import Units
-from massieu.report.record import Trouble
+from massieu.storage.record import Trouble
 
 # --- rows with numbers -----------------------------------------------------------------------------------------------
 

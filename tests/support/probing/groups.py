@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from massieu.probing.statistics.group import Group, ModelReading, SampledWindow
 from massieu.probing.stream.wiring import Step
 from massieu.probing.sums.units import Units
-from massieu.report.record import Sublayer
+from massieu.storage.record import Sublayer
 
 AnyGroup = TypeVar("AnyGroup", bound=Group)
 

@@ -17,7 +17,7 @@ from massieu.probing.model.offload import weights
 from massieu.probing.model.watching import hooked
 from massieu.probing.stream.wiring import StreamTracer
 from massieu.probing.sums.running import State
-from massieu.report.record import Trouble
+from massieu.storage.record import Trouble
 
 
 def kind_of(tensor: Tensor) -> str | None:

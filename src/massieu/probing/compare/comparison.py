@@ -20,10 +20,10 @@ from massieu.probing.result import stored
 from massieu.probing.result.long_table import COLUMNS as VALUE_COLUMNS
 from massieu.probing.result.result import Fragment, ProbeResult
 from massieu.probing.result.result_files import table_bytes
-from massieu.report import folder as folders
-from massieu.report.record import RunRecord, plain
-from massieu.report.record_files import COMPARISON_RECORD, DIFFERENCES, PAGE, RECORD, VALUES
-from massieu.report.writing import check_name, write_whole
+from massieu.storage import folder as folders
+from massieu.storage.record import RunRecord, plain
+from massieu.storage.record_files import COMPARISON_RECORD, DIFFERENCES, PAGE, RECORD, VALUES
+from massieu.storage.writing import check_name, write_whole
 
 if TYPE_CHECKING:
     import polars

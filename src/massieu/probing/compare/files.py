@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from massieu.errors import InputError, require_extra
 from massieu.probing.result import stored
-from massieu.report import folder as folders
-from massieu.report.record_files import COMPARISON_RECORD, DIFFERENCES, VALUES
+from massieu.storage import folder as folders
+from massieu.storage.record_files import COMPARISON_RECORD, DIFFERENCES, VALUES
 
 if TYPE_CHECKING:
     import polars

@@ -21,8 +21,8 @@ from massieu.probing.model.model import found_files
 from massieu.probing.model.module_hash import module_hash
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.run import Measurement
-from massieu.report.folder import save_or_elsewhere
-from massieu.report.record_files import RECORD
+from massieu.storage.folder import save_or_elsewhere
+from massieu.storage.record_files import RECORD
 
 FOLDER = "models"
 _SHOWN = 12

@@ -13,7 +13,7 @@ from massieu.probing.result.result import ProbeResult
 from massieu.probing.statistics.registry import SAMPLED
 from massieu.probing.sums.significance import benjamini_hochberg
 from massieu.probing.sums.units import Units
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 if TYPE_CHECKING:
     import polars

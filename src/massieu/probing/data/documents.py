@@ -31,7 +31,7 @@ from massieu.probing.data.text_tables import (
     read_parquet,
     read_separated,
 )
-from massieu.report.record_lines import is_record_of_monitor
+from massieu.storage.record_lines import is_record_of_monitor
 
 STANDARD_INPUT = "-"
 PIECE = 1 << 16  # characters tokenised at a time: bounds the memory that a long document takes

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from massieu.report.record_files import COMPARISON_FILES, COMPARISON_RECORD, FORMATS, RECORD, files_of
-from massieu.report.record_lines import is_record_of_monitor
+from massieu.storage.record_files import COMPARISON_FILES, COMPARISON_RECORD, FORMATS, RECORD, files_of
+from massieu.storage.record_lines import is_record_of_monitor
 
 _RECORDS = {
     RECORD: [name for format in FORMATS for name in files_of(format, per_token=True)],

@@ -33,7 +33,7 @@ from massieu.probing.model.offload import offloaded
 from massieu.probing.model.target_labels import IGNORED, is_tokens, predicts_labels, shifted_labels
 from massieu.probing.model.tokenizers import embedded
 from massieu.probing.model.unwrap import is_pretrained, tokenizer_of, unwrapped
-from massieu.report.record import ModelRecord
+from massieu.storage.record import ModelRecord
 
 _RANDOM = "not read from the checkpoint but random, and nothing here depends on them"
 _MORE_POSITIONS = 2  # rows that a table of positions may have beyond them, as OPT's

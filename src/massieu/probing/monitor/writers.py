@@ -15,8 +15,8 @@ import massieu
 from massieu.errors import InputError
 from massieu.foundation.arguments import described
 from massieu.foundation.printable import visible
-from massieu.report.record_lines import differing, header_line, read_header, record_line
-from massieu.report.writing import check_name, explaining
+from massieu.storage.record_lines import differing, header_line, read_header, record_line
+from massieu.storage.writing import check_name, explaining
 
 Writer = Callable[[Mapping[str, float], int], object]
 

@@ -31,9 +31,9 @@ from massieu.probing.statistics.catalogue import Selection
 from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.group import CallQueries, Event, Group
 from massieu.probing.statistics.query_means import Queries
-from massieu.report import folder as folders
-from massieu.report.record_files import TOKENS
-from massieu.report.writing import explaining
+from massieu.storage import folder as folders
+from massieu.storage.record_files import TOKENS
+from massieu.storage.writing import explaining
 
 if TYPE_CHECKING:
     import polars

@@ -52,7 +52,7 @@ from massieu.probing.stream.replay import HeadMaps, Replay, head_maps, write_map
 from massieu.probing.stream.replays import Replays
 from massieu.probing.stream.wiring import AttentionRead, Step, StreamTracer
 from massieu.probing.sums.running import RunningParts
-from massieu.report.record import Trouble
+from massieu.storage.record import Trouble
 
 _ITEMS_FIRST = BatchLayout()
 # What random numbers are drawn for: tokens of a cloud, of a replay, and queries of a row; groups have purposes above these.

@@ -30,7 +30,7 @@ from massieu.probing.statistics.registry import REPLACEMENT
 from massieu.probing.statistics.replacement import loss_without_head, output_without_head
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.units import Estimate
-from massieu.report.record import ReplacementRecord
+from massieu.storage.record import ReplacementRecord
 
 LOSS, CHANGE = "loss", "output"
 _NUMBERS = 2**26  # logits that are held at a time

@@ -18,7 +18,7 @@ from massieu.foundation.numbers import MINUS, counted, number, with_error
 from massieu.probing.statistics.registry import STATISTICS
 from massieu.probing.sums.significance import holm, student_p
 from massieu.probing.sums.units import FEWEST_UNITS
-from massieu.report.record import Finding
+from massieu.storage.record import Finding
 
 Place = tuple[str, int | None]
 Cell = tuple[float, float, int]

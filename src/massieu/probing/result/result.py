@@ -26,12 +26,12 @@ from massieu.probing.result.result_files import (
     table_bytes,
 )
 from massieu.probing.sums.unit_sums import UnitSums
-from massieu.report import folder as folders
-from massieu.report.locking import locked
 from massieu.report.questions import Question, questions_of
-from massieu.report.record import Finding, RunRecord, plain
-from massieu.report.record_files import DETAILS, FORMATS, PAGE, RECORD, TABLES, UNITS
-from massieu.report.writing import check_name, write_whole
+from massieu.storage import folder as folders
+from massieu.storage.locking import locked
+from massieu.storage.record import Finding, RunRecord, plain
+from massieu.storage.record_files import DETAILS, FORMATS, PAGE, RECORD, TABLES, UNITS
+from massieu.storage.writing import check_name, write_whole
 
 if TYPE_CHECKING:
     import polars

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from massieu.errors import InputError
 from massieu.probing.result import stored
 from massieu.probing.result.long_table import read_table
-from massieu.report.record import SCHEMA_VERSION, RunRecord
-from massieu.report.record_files import DETAILS, FORMATS, TABLES
+from massieu.storage.record import SCHEMA_VERSION, RunRecord
+from massieu.storage.record_files import DETAILS, FORMATS, TABLES
 
 if TYPE_CHECKING:
     import polars

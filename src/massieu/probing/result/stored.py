@@ -12,7 +12,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from massieu.errors import InputError
-from massieu.report.record import NEEDED, Entry, RunRecord
+from massieu.storage.record import NEEDED, Entry, RunRecord
 
 if TYPE_CHECKING:
     import polars

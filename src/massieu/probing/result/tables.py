@@ -15,7 +15,7 @@ from massieu.probing.sums.comparisons import Arrangement, BesideRandom, RandomMo
 from massieu.probing.sums.significance import benjamini_hochberg, difference_p
 from massieu.probing.sums.unit_sums import Key, SiteSums
 from massieu.probing.sums.units import Estimate
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 Null = tuple[np.ndarray, np.ndarray]
 """Of a control: its values, and the p-values against it."""

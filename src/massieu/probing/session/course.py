@@ -22,8 +22,8 @@ from massieu.probing.model.module_hash import settings_hash
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.per_token import forget_rows
 from massieu.probing.sums.running import State, is_packed, packed, unpacked
-from massieu.report.record_files import TOKENS
-from massieu.report.writing import check_name, explaining
+from massieu.storage.record_files import TOKENS
+from massieu.storage.writing import check_name, explaining
 
 RUNNING = "running"
 """The folder in a result's folder where running sums are stored."""

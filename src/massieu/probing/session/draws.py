@@ -17,7 +17,7 @@ from massieu.probing.statistics.group import Source
 from massieu.probing.statistics.registry import REPLACEMENT
 from massieu.probing.sums.running import State
 from massieu.probing.sums.units import Units
-from massieu.report.record import Sublayer
+from massieu.storage.record import Sublayer
 
 DRAWS = 8
 """Re-initialised models that a probe draws, unless it is told otherwise."""

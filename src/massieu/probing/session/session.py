@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-import massieu.report.record as record
+import massieu.storage.record as record
 from massieu.errors import InputError
 from massieu.probing.capture.tokens import BatchTokens, is_sampled, rows_of_batch, sampled_before
 from massieu.probing.checks.check import SelfCheck, check_evaluating, first_look
@@ -44,7 +44,7 @@ from massieu.probing.session.sharing import Sharing
 from massieu.probing.statistics.group import Source
 from massieu.probing.statistics.registry import ATTENTION
 from massieu.probing.sums.running import State
-from massieu.report.record_files import TOKENS
+from massieu.storage.record_files import TOKENS
 
 Marks = tuple[Tensor | None, Tensor | None]
 """Special tokens of the text, and of what a decoder reads beside it."""

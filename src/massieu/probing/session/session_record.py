@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import massieu
-import massieu.report.record as record
+import massieu.storage.record as record
 from massieu.errors import InputError
 from massieu.probing.capture.interface import stock_implementations
 from massieu.probing.capture.sites import SiteInfo

@@ -18,7 +18,7 @@ from massieu.probing.statistics.registry import (
     STATISTICS,
     moments_of,
 )
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 Named = str | OwnStatistic | Callable[..., Any] | type[Group]
 """How a statistic is asked for: by the name of it or of its group, or as a function or a `Group` of the user's own."""

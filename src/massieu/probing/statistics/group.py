@@ -30,7 +30,7 @@ from massieu.probing.stream.wiring import Step
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import RunningParts
 from massieu.probing.sums.units import FEWEST_UNITS, Estimate, Units
-from massieu.report.record import Statistic, Sublayer
+from massieu.storage.record import Statistic, Sublayer
 
 Half = Literal["first_half", "second_half"]
 HALVES: tuple[Half, Half] = "first_half", "second_half"

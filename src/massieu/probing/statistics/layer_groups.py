@@ -13,7 +13,7 @@ from massieu.probing.statistics.registry import STATISTICS, Register
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import State
 from massieu.probing.sums.units import Estimate, Units
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 
 class SublayerRatios:

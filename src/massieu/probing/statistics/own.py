@@ -18,7 +18,7 @@ from massieu.probing.statistics.registry import (
     smallest_of,
 )
 from massieu.probing.sums.random_heads import Scale
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 Of = Literal["queries", "window", "step"]
 """What a function is called with: a `QueryReading`, a `HeadWindow`, or the tokens before and after a step of the stream."""

@@ -18,7 +18,7 @@ from massieu.probing.statistics.query_means import SHARE_ROUNDING
 from massieu.probing.statistics.registry import OWN_STEPS, OWN_WINDOWS
 from massieu.probing.statistics.windowed import HeadWindowGroup, WindowFunction
 from massieu.probing.stream.wiring import Step
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 
 class OwnWindows(HeadWindowGroup):

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from massieu.probing.sums.random_heads import Scale
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 GROUPS = (
     *(ATTENTION := "attention", VALUES := "values", CLIMB := "climb", MAPS := "maps", EXPANSION := "expansion"),

@@ -22,7 +22,7 @@ from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo, hidden_state, inside
 from massieu.probing.model.packed import packed_linears, plain, projection_of
 from massieu.probing.model.watching import Place, hooked, mapped, memory
-from massieu.report.record import Sublayer
+from massieu.storage.record import Sublayer
 
 _ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, *_ADD_IN_PLACE}

@@ -16,7 +16,7 @@ from massieu.probing.sums.random_heads import (
     with_tails,
 )
 from massieu.probing.sums.units import Estimate
-from massieu.report.record import Statistic
+from massieu.storage.record import Statistic
 
 
 class RandomModels(Protocol):

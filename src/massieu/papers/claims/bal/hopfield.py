@@ -1,0 +1,283 @@
+"""B5, B11: the modern Hopfield memory; its step is attention."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from massieu.energy import HopfieldEnergy, bounds
+from massieu.measures import Atoms
+from massieu.papers.claims.claim import (
+    BAL,
+    CLOSED_FORM,
+    GRADIENT_BY_DIFFERENCES,
+    HESSIAN_BY_DIFFERENCES,
+    Check,
+    at_least,
+    at_most,
+    close,
+)
+from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
+from massieu.papers.claims.oracles import differences
+from massieu.papers.claims.registry import claim
+from massieu.papers.theory import damped_descent, energy_range, least_descent, path_length, smallest_move
+
+_RAMSAUER = "constants by Ramsauer et al. (arXiv 2008.02217), proofs derived"
+
+_EDGE = 1e-12
+"""Rounding, relative to the size of the energies: how far an inequality may seem to fail."""
+
+
+# --- B5 --------------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "B5",
+    title="Modern continuous Hopfield network",
+    statement="E(ξ) = ½‖ξ‖² − lse_β(Xξ) + β⁻¹ log N + ½M² lies between 0 and 2M² where ‖ξ‖ ≤ M, its gradient step is "
+    "attention, which lowers it by ½‖Δ‖² or more and any step of damping γ in (0, 2) by γ(1 − γ/2)‖∇E‖²; the map has the "
+    "Lipschitz constant βD²/4, retrieves pattern i to 2M(N − 1)e^{−βΔᵢ}, and stores exponentially many patterns.",
+    source=f"{BAL}, §1 and §2.4; {_RAMSAUER}",
+    status="quoted",
+    corrected="The paper has β = 1 and leaves the constants out, which its gradient does not see.",
+)
+def modern_hopfield_memory(cases: int = 2000, atoms: int = 8, dimensions: int = 5, seed: int = 0) -> Iterator[Check]:
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
+    normal = normal_draws(seed)
+    # Memories of all sizes and temperatures, and states of up to their size and beyond.
+    patterns = normal(cases, atoms, dimensions) * normal(cases, 1, 1).exp()
+    scale = normal(cases).exp()
+    energy = HopfieldEnergy.create(patterns, scale=scale)
+    norm = bounds.largest_norm(energy)
+    state = normal(cases, dimensions) * (norm / math.sqrt(dimensions)).unsqueeze(-1)
+    yield from _derivatives(normal, atoms, dimensions)
+    yield from _range(energy, state, norm)
+    yield from _descent(energy, state)
+    yield from _contraction(energy, state)
+    yield from _retrieval(energy, state, norm)
+    yield from _pitchfork(normal, dimensions)
+    yield from _capacity()
+
+
+def _attention(patterns: Tensor, scale: float, state: Tensor) -> Tensor:
+    return torch.softmax(scale * state @ patterns.T, -1) @ patterns
+
+
+def _derivatives(normal: Normal, atoms: int, dimensions: int) -> Iterator[Check]:
+    """(1), with a scale other than one."""
+    patterns, state, scale = normal(atoms, dimensions), normal(20, dimensions), 0.6
+    energy, attended = HopfieldEnergy.create(patterns, scale=scale), _attention(patterns, scale, state)
+    by_hand = 0.5 * state.square().sum(-1) - torch.logsumexp(scale * state @ patterns.T, -1) / scale
+    by_hand = by_hand + math.log(atoms) / scale + 0.5 * patterns.square().sum(-1).max()
+    yield close("E and its formula", energy(state), by_hand)
+    yield close("ξ − ∇E and attention", state + energy.force(state), attended)
+    yield close(
+        "differences of E and ξ − attention", differences(energy, state), state - attended, GRADIENT_BY_DIFFERENCES
+    )
+    second = differences(lambda x: differences(energy, x, 1e-4), state, 1e-4)
+    weights = torch.softmax(scale * state @ patterns.T, -1)
+    centred = patterns - attended.unsqueeze(-2)
+    covariance = (weights.unsqueeze(-1) * centred).mT @ centred
+    expected = torch.eye(dimensions, dtype=torch.float64) - scale * covariance
+    yield close("∇²E and I − β Cov", energy.hessian(state), expected)
+    yield close("differences and I − β Cov", second, expected, HESSIAN_BY_DIFFERENCES)
+
+
+def _range(energy: HopfieldEnergy, state: Tensor, norm: Tensor) -> Iterator[Check]:
+    """(2)."""
+    low, top = energy_range(energy)
+    yield at_least("E/M² anywhere", (energy(3 * state) - low) / norm.square(), -_EDGE)
+    inside = state * (norm / state.norm(dim=-1)).clamp(max=1).unsqueeze(-1)
+    yield at_most("E/2M² where ‖ξ‖ ≤ M", energy(inside) / top, 1 + _EDGE)
+
+
+def _descent(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
+    """(3) and (4)."""
+    path = energy.descend(state, steps=5)
+    size = 1 + path.energies[0].abs() + state.square().sum(-1)
+    drop = path.energies[:-1] - path.energies[1:]
+    least = least_descent(path.states[:-1], path.states[1:])
+    yield at_least("E(ξ) − E(ξ⁺) − ½‖ξ − ξ⁺‖², relative", (drop - least) / size, -_EDGE)
+    moves = (path.states[1:] - path.states[:-1]).norm(dim=-1)
+    total = moves.square().sum(0) - 2 * (path.energies[0] - path.energies[-1])
+    yield at_most("Σ‖Δ‖² − 2(E₀ − E), relative", total / size, _EDGE)
+    shortest = moves.amin(0).square() - smallest_move(path.energies[0], 5).square()
+    yield at_most("least ‖Δ‖² of 5 − 2E₀/5, relative", shortest / size, _EDGE)
+    force = energy.force(state)
+    for damping in (0.1, 0.5, 1.5, 1.9):
+        drop = energy(state) - energy(energy.step(state, damping=damping))
+        rest = (drop - damped_descent(force, damping)) / size
+        yield at_least(f"damping {damping}: E falls by γ(1 − γ/2)‖∇E‖², relative", rest, -_EDGE)
+
+
+def _contraction(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
+    """(5) and (6)."""
+    factor = bounds.lipschitz(energy)
+    jacobian = torch.eye(state.shape[-1], dtype=torch.float64) - energy.hessian(state)
+    yield at_most("‖∂f/∂ξ‖/(βD²/4)", torch.linalg.matrix_norm(jacobian, ord=2) / factor, 1 + _EDGE)
+    other = state.flip(0)
+    steepness = (energy.step(state) - energy.step(other)).norm(dim=-1) / (state - other).norm(dim=-1)
+    yield at_most("‖f(ξ) − f(ξ′)‖/‖ξ − ξ′‖/(βD²/4)", steepness / factor, 1 + _EDGE)
+    after = energy.step(state)
+    force, move = energy.force(after).norm(dim=-1), (state - after).norm(dim=-1)
+    yield at_most("‖∇E(ξ⁺)‖ − L‖ξ − ξ⁺‖, relative", (force - factor * move) / (1 + move), 1e3 * _EDGE)
+    calm = HopfieldEnergy.create(energy.memory, scale=energy.scale * (0.4 / factor).clamp(max=1.0))
+    path = calm.descend(state, steps=28).states
+    moves = (path[1:] - path[:-1]).norm(dim=-1)
+    limit = path_length(moves[0], bounds.lipschitz(calm))
+    yield at_most("length of the path by ‖Δ₀‖/(1 − L), L ≤ 0.4", moves.sum(0) / limit, 1 + 1e-9)
+    elsewhere = calm.descend(other, steps=28).states[-1]
+    # 0.4²⁸ = 7e-12.
+    apart = (path[-1] - elsewhere).norm(dim=-1) / (1 + state.norm(dim=-1) + other.norm(dim=-1))
+    yield at_most("distance of two ends, L ≤ 0.4, relative", apart, CLOSED_FORM)
+
+
+def _retrieval(energy: HopfieldEnergy, state: Tensor, norm: Tensor) -> Iterator[Check]:
+    """(7): one step, for every pattern; and balls that keep their fixed point."""
+    memory = energy.memory
+    bound = bounds.retrieval_bound(energy, state)
+    scores = energy.scale.unsqueeze(-1) * (memory.points @ state.unsqueeze(-1)).squeeze(-1)
+    missed = 1 - torch.softmax(scores, -1)
+    yield at_most("1 − pᵢ less (N − 1)e^(−βΔᵢ)", missed - bound.weight, _EDGE)
+    apart = (energy.step(state).unsqueeze(-2) - memory.points).norm(dim=-1)
+    yield at_most("(‖f(ξ) − xᵢ‖ less its bound)/M", (apart - bound.distance) / norm.unsqueeze(-1), 1e2 * _EDGE)
+    # Cold enough that most patterns have a ball of a tenth of their norm.
+    radius = 0.1
+    unit = HopfieldEnergy.create(torch.nn.functional.normalize(memory.points, dim=-1), scale=60.0)
+    found = bounds.basin(unit, radius)
+    # Towards the nearest other pattern, where the lead falls fastest of all to a rival.
+    points = unit.memory.points
+    alike = (points @ points.mT).masked_fill(torch.eye(points.shape[-2], dtype=torch.bool), -torch.inf)
+    nearest = points.gather(-2, alike.argmax(-1).unsqueeze(-1).expand_as(points))
+    start = points + radius * torch.nn.functional.normalize(nearest - points, dim=-1)
+    after, end = unit.step(start), unit.retrieve(start, steps=6).state
+    middle = unit.retrieve(unit.memory.points, steps=6).state
+    kept, alone = found.exists, found.unique
+    yield at_least("patterns with a ball that keeps its one fixed point", alone.double().sum(), 1.0)
+    yield at_most(
+        "‖f(ξ) − xᵢ‖/r on the edge of such balls", (after - unit.memory.points).norm(dim=-1)[kept] / radius, 1.0
+    )
+    yield at_most(
+        "distance of its fixed point by the bound",
+        ((end - unit.memory.points).norm(dim=-1) - found.distance)[kept],
+        _EDGE,
+    )
+    yield at_most("distance of two ends in one ball", (end - middle).norm(dim=-1)[alone], CLOSED_FORM)
+    yield from _pairs(unit.memory.points[:, 0])
+
+
+def _pairs(pattern: Tensor) -> Iterator[Check]:
+    """x and −x: a step of the radius towards the other takes off the lead 2M·radius, the most that anything can."""
+    scale = torch.linspace(0.3, 9.0, len(pattern), dtype=torch.float64)
+    energy = HopfieldEnergy.create(torch.stack([pattern, -pattern], -2), scale=scale)
+    for radius in (0.1, 0.3, 0.5):
+        found = bounds.basin(energy, radius)
+        apart = (energy.step((1 - radius) * pattern) - pattern).norm(dim=-1)
+        kept = found.exists[:, 0]
+        yield at_least(f"pairs ±x: balls of radius {radius} that are promised", kept.double().sum(), 1.0)
+        yield at_most(f"pairs ±x: ‖f(ξ) − x‖/r at the edge of such balls, r = {radius}", apart[kept] / radius, 1.0)
+        missed = torch.exp(-scale * (2 - 2 * radius))
+        yield close(
+            f"pairs ±x: the bound and ‖f(ξ) − x‖(1 + e^(−βΔ)), r = {radius}", found.distance[:, 0], apart * (1 + missed)
+        )
+
+
+def _pitchfork(normal: Normal, dimensions: int) -> Iterator[Check]:
+    """(6) is sharp: for patterns ±a there is one fixed point up to β‖a‖² = 1 = βD²/4 and two more beyond it."""
+    a = normal(dimensions)
+    for product in (0.95, 1.05):
+        scale = product / float(a.square().sum())
+        energy = HopfieldEnergy.create(torch.stack([a, -a]), scale=scale)
+        yield close(f"β‖a‖² = {product}: βD²/4", bounds.lipschitz(energy), product)
+        end = energy.retrieve(a, steps=500).state.norm() / a.norm()
+        # ξ = t·a is fixed where t = tanh(β‖a‖²t): bisection for the largest root.
+        low, high = (1e-3, 1.0) if product > 1 else (0.0, 0.0)
+        for _ in range(100):
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if math.tanh(product * middle) > middle else (low, middle)
+        yield close(f"β‖a‖² = {product}: ‖ξ*‖/‖a‖ and the root of t = tanh(β‖a‖²t)", end, high)
+
+
+def _capacity() -> Iterator[Check]:
+    """(8): the constants of the literature, to the digits printed there."""
+    for dimension, radius, expected in ((20, 3.0, 3.1546), (75, 1.0, 1.3718)):
+        found = bounds.capacity(dimension, scale=1.0, radius=radius)
+        yield close(f"c for β = 1, K = {radius:g}, d = {dimension}, p = 0.001", found.base, expected, 5e-5)
+        argument = 2 / (dimension - 1) * (1 + math.log(2 * radius**2 * 0.001 * (dimension - 1)))
+        b = 0.4 * radius**2
+        lambert = b / found.base
+        yield close(
+            f"W = b/c solves We^W = e^(a + ln b), d = {dimension}", lambert + math.log(lambert), argument + math.log(b)
+        )
+
+
+# --- B11 -------------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "B11",
+    title="One attention step as energy descent",
+    statement="Cross-attention without values or projections is one unit gradient step on the Hopfield energy of its keys; "
+    "masks are −∞ inside lse, heads a sum of energies on subspaces; values are in the energy only where vₙ = c·kₙ, and "
+    "attention of a context to itself differentiates through both arguments.",
+    source=f"{BAL}, §1; the author's other posts on the same energy",
+    status="reconstructed",
+)
+def attention_is_a_descent_step(atoms: int = 10, dimensions: int = 4, heads: int = 3, seed: int = 0) -> Iterator[Check]:
+    check_at_least(2, atoms=atoms, dimensions=dimensions, heads=heads)
+    normal = normal_draws(seed)
+    scale = dimensions**-0.5
+    keys, query = normal(heads, atoms, dimensions), normal(heads, 6, dimensions)
+    log_weight = normal(heads, atoms)
+    log_weight[:, ::3] = -torch.inf
+
+    def step(point: Tensor) -> Tensor:
+        """A unit gradient step on the heads' total energy, by autograd."""
+        scores = scale * point @ keys.mT + log_weight.unsqueeze(-2)
+        total = 0.5 * point.square().sum(-1) - torch.logsumexp(scores, -1) / scale
+        return point - torch.autograd.grad(total.sum(), point)[0]
+
+    attended = torch.softmax(scale * query @ keys.mT + log_weight.unsqueeze(-2), -1) @ keys
+    energy = HopfieldEnergy.create(Atoms.create(keys, log_weight), scale=scale)
+    yield close("unit gradient step of all heads, masked, and attention", step(query.requires_grad_()), attended, 1e-12)
+    query = query.detach()
+    yield close("step of the library and attention", energy.step(query), attended, 1e-12)
+    rubbish = torch.where((log_weight == -torch.inf).unsqueeze(-1), 1e3 * normal(heads, atoms, dimensions), keys)
+    masked = HopfieldEnergy.create(Atoms.create(rubbish, log_weight), scale=scale)
+    yield close("energy with other keys under the mask", masked(query), energy(query))
+    joined = torch.block_diag(*keys)
+    several = HopfieldEnergy.create(Atoms.create(joined.reshape(heads, atoms, -1), log_weight), scale=scale)
+    wide = query.movedim(0, 1).reshape(6, -1)
+    lse = (0.5 * wide.square().sum(-1) - several(wide.expand(heads, -1, -1)) + several.constant.unsqueeze(-1)).sum(0)
+    per_head = (0.5 * query.square().sum(-1) - energy(query) + energy.constant.unsqueeze(-1)).sum(0)
+    yield close("lse of keys in the subspaces of one space, summed, and of the heads", lse, per_head)
+    yield from _values(normal, keys[0], query[0], scale)
+    yield from _context(normal(atoms, dimensions), scale)
+
+
+def _values(normal: Normal, keys: Tensor, query: Tensor, scale: float) -> Iterator[Check]:
+    """The Jacobian of a map that is a gradient is symmetric."""
+    memory = Atoms.create(keys)
+    for name, values, tied in (("c·keys", 1.7 * keys, True), ("of their own", normal(*keys.shape), False)):
+        slope = torch.func.vmap(torch.func.jacrev(lambda q, v=values: memory.expectation(scale * q, v)))(query)
+        asymmetry = torch.linalg.matrix_norm(slope - slope.mT) / torch.linalg.matrix_norm(slope)
+        if tied:
+            yield at_most(f"values {name}: asymmetry of the Jacobian", asymmetry, CLOSED_FORM)
+        else:
+            yield at_least(f"values {name}: asymmetry of the Jacobian", asymmetry, 1e4 * CLOSED_FORM)
+
+
+def _context(tokens: Tensor, scale: float) -> Iterator[Check]:
+    """Σ_i lse(x_i·X): queries and keys both move."""
+
+    def total(tokens: Tensor) -> Tensor:
+        return torch.logsumexp(scale * tokens @ tokens.T, -1).sum() / scale
+
+    slope = torch.func.grad(total)(tokens)
+    weights = torch.softmax(scale * tokens @ tokens.T, -1)
+    yield close("gradient through queries and keys, and (P + Pᵀ)X", slope, (weights + weights.T) @ tokens)
+    one = torch.func.grad(lambda x: torch.logsumexp(scale * x @ tokens.T, -1).sum() / scale)(tokens)
+    yield close("gradient through queries alone, and PX", one, weights @ tokens)
+    same = tokens[:1].expand_as(tokens)
+    yield close("tokens that are all one: the gradient is twice attention", torch.func.grad(total)(same), 2 * same)

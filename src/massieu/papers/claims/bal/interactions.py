@@ -1,0 +1,162 @@
+"""B10: the interactions that hidden units leave between visible ones."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.energy import BoltzmannMachine
+from massieu.measures import Spin, product
+from massieu.papers.claims.bal.priors import Prior, priors
+from massieu.papers.claims.claim import BAL, Check, as_published, at_least, at_most, close
+from massieu.papers.claims.inputs import Normal, normal_draws
+from massieu.papers.claims.oracles import spin_states
+from massieu.papers.claims.registry import claim
+
+_RADIUS = 0.5 * math.pi
+"""Of the cumulant series of a spin."""
+
+_SEEN, _HIDDEN = 4, 3
+
+
+@claim(
+    "B10",
+    title="Effective interactions",
+    statement="Summed out, independent hidden units couple visible ones by the tensors "
+    "J⁽ⁿ⁾ = Σ_μ κ⁽ⁿ⁾_μ W_{i₁μ}…W_{iₙμ}: −E(v) = Σ aᵢ(vᵢ) + Σₙ ⟨J⁽ⁿ⁾, v⊗…⊗v⟩/n! wherever every |(Wᵀv)_μ| is below the "
+    "radius of its prior's series, and on spins the exact interactions are the Walsh coefficients of −E.",
+    source=f"{BAL}, §2.3",
+    status="quoted",
+    published="E(v) is the sum of its cumulants' terms to infinite order (§2.3, which states no condition). Order by order "
+    "in W, and where the series converges, that is true; for every W and v it is not.",
+    standing="ambiguous",
+    corrected="The series has a finite radius for most priors; beyond it more terms make the error worse. The second-order "
+    "tensor is not the exact pair coupling of spins, to which all even orders add.",
+)
+def effective_interactions(seed: int = 0) -> Iterator[Check]:
+    normal = normal_draws(seed)
+    laws = priors(normal)
+    # For ‖v‖∞ ≤ 1 every field stays inside its prior's domain.
+    reach = torch.tensor([prior.reach for prior in laws], dtype=torch.float64)
+    weight = reach * F.normalize(normal(3, len(laws)), p=1, dim=0)
+    machine = BoltzmannMachine.create(Spin.create(normal(3)), product(*(prior.measure for prior in laws)), weight)
+    found = machine.couplings(4)
+    for order, tensor in enumerate(found, 1):
+        cumulants = torch.stack([prior.cumulants[order - 1] for prior in laws])
+        yield close(
+            f"one unit of each kind: J of order {order} and Σ κ W⊗…⊗W", tensor, _outer(weight, cumulants, order)
+        )
+    for index, prior in enumerate(laws):
+        yield from _derivatives(prior, weight[:, index])
+    yield from _on_spins(normal)
+    yield from _beyond_the_radius(normal)
+    yield from _one_pair(normal)
+
+
+def _outer(weight: Float[Tensor, "V H"], factor: Float[Tensor, "H"], order: int) -> Tensor:
+    """Σ_μ factor_μ W_{iμ}…W_{kμ}."""
+    total = weight.new_zeros((weight.shape[0],) * order)
+    for column, number in zip(weight.T, factor, strict=True):
+        power = number
+        for _ in range(order):
+            power = power.unsqueeze(-1) * column
+        total = total + power
+    return total
+
+
+def _derivatives(prior: Prior, column: Float[Tensor, "V"]) -> Iterator[Check]:
+    """Of K(w·v) in closed form, by repeated differentiation at v = 0."""
+    machine = BoltzmannMachine.create(Spin.create(dim=len(column)), prior.measure, column.unsqueeze(-1))
+    derivative = lambda v: prior.log_mean_exp(v @ column)  # noqa: E731
+    found = []
+    for tensor in machine.couplings(4):
+        derivative = torch.func.jacfwd(derivative)
+        found.append((tensor - derivative(torch.zeros_like(column))).flatten())
+    yield close(f"{prior.name}: J⁽¹⁾ … J⁽⁴⁾ and derivatives of K(w·v) at 0", torch.cat(found), 0.0)
+
+
+# --- spins -----------------------------------------------------------------------------------------------------------
+
+
+def _walsh(values: Float[Tensor, "states"]) -> Float[Tensor, "states"]:
+    """Coefficients of a function of spins in the products of them, by the orthogonality of these."""
+    states = spin_states(_SEEN)
+    subsets = 0.5 * (1 - states)
+    products = torch.where(subsets.unsqueeze(1) > 0, states, 1.0).prod(-1)
+    return products @ values / len(states)
+
+
+def _series(field: Tensor, last: int) -> Float[Tensor, "... terms"]:
+    """Terms of log cosh t, of order 2, 4, … : (−1)ⁿ⁺¹ λ(2n)/n · (2t/π)²ⁿ with λ(s) = Σ over odd k of k⁻ˢ."""
+    n = torch.arange(1, last // 2 + 1, dtype=torch.float64)
+    odd = torch.special.zeta(2 * n, torch.ones_like(n)) * (1 - 4.0**-n)
+    return -((-1.0) ** n) * odd / n * (field.unsqueeze(-1) / _RADIUS) ** (2 * n)
+
+
+def _machine(normal: Normal, share: float) -> BoltzmannMachine:
+    """Spins whose largest field, over all states, is that share of the radius."""
+    weight = share * _RADIUS * F.normalize(normal(_SEEN, _HIDDEN), p=1, dim=0)
+    return BoltzmannMachine.create(Spin.create(dim=_SEEN), Spin.create(dim=_HIDDEN), weight)
+
+
+def _level(machine: BoltzmannMachine, states: Float[Tensor, "S V"]) -> Float[Tensor, "S"]:
+    """−E(v) without its constant."""
+    return -machine.effective_energy(states) + _SEEN * math.log(2)
+
+
+def _on_spins(normal: Normal) -> Iterator[Check]:
+    """Inside the radius: |terms of orders above 2n| add up to λ(2) Σ_{m>n} r²ᵐ/m at most, r = |t|/R."""
+    machine, states = _machine(normal, 0.7), spin_states(_SEEN)
+    field, exact = states @ machine.weight, _level(machine, states)
+    yield close("hidden spins: −E(v) and Σ log cosh", exact, torch.cosh(field).log().sum(-1))
+    sums = _series(field, 40).sum(-2).cumsum(-1)
+    series = torch.zeros_like(exact)
+    for order, tensor in enumerate(machine.couplings(4), 1):
+        power = tensor.expand(len(states), *tensor.shape)
+        for _ in range(order):
+            power = (power * states.reshape(-1, *[1] * (power.ndim - 2), _SEEN)).sum(-1)
+        series = series + power / math.factorial(order)
+        if order % 2 == 0:
+            yield close(f"hidden spins: couplings to order {order} and the series", series, sums[:, order // 2 - 1])
+    interactions, errors = _walsh(exact), []
+    m = torch.arange(1, 200, dtype=torch.float64)
+    for order in (2, 4, 6, 8):
+        error = (_walsh(sums[:, order // 2 - 1]) - interactions).abs().max()
+        share = (field.abs() / _RADIUS).unsqueeze(-1)
+        tail = math.pi**2 / 8 * (share ** (2 * m) / m)[..., order // 2 :].sum((-2, -1)).mean()
+        yield at_most(f"order {order}: error of the interactions by its bound", error / tail, 1.0, f"{error:.2g}")
+        errors.append(error)
+    worst = torch.stack([later / earlier for earlier, later in pairwise(errors)])
+    yield at_most("errors of the interactions at orders 2, 4, 6, 8, each by the one before", worst, 1.0)
+
+
+def _beyond_the_radius(normal: Normal) -> Iterator[Check]:
+    machine, states = _machine(normal, 1.3), spin_states(_SEEN)
+    exact = _level(machine, states)
+    sums = _series(states @ machine.weight, 60).sum(-2).cumsum(-1)
+    yield as_published(close("|t| up to 1.3 R: E(v) and its series to order 60", sums[:, -1], exact))
+    error = (sums - exact.unsqueeze(-1)).abs().amax(0)
+    yield at_least("|t| up to 1.3 R: error at order 60 by that at order 2", error[-1] / error[0], 1.0)
+    inside = _machine(normal, 0.4)
+    sums = _series(states @ inside.weight, 60).sum(-2).cumsum(-1)
+    # 0.4⁶² < 1e-24.
+    yield close("|t| up to 0.4 R: E(v) and its series to order 60", sums[:, -1], _level(inside, states))
+
+
+def _one_pair(normal: Normal) -> Iterator[Check]:
+    """One hidden spin between two: the exact coupling is artanh(tanh a tanh b), below ab."""
+    size = 0.3 + 0.4 * torch.sigmoid(normal(2))
+    machine = BoltzmannMachine.create(Spin.create(dim=2), Spin.create(dim=1), size.unsqueeze(-1))
+    states = spin_states(2)
+    exact = (states.prod(-1) * -machine.effective_energy(states)).mean()
+    yield close("two spins: pair coupling and artanh(tanh a tanh b)", exact, torch.atanh(size.tanh().prod()))
+    second = machine.couplings(2)[1][0, 1]
+    yield close("two spins: second-order tensor and ab", second, size.prod())
+    # It is ½∫ tanh from |a − b| to a + b, and tanh u ≤ u − u³/3 + 2u⁵/15 for u ≥ 0.
+    total = size.square().sum()
+    least = size.prod() * (total / 3 - 8 / 45 * total.square())
+    yield at_least("two spins: how far ab is above it, by a lower bound", (second - exact) / least, 1.0)

@@ -1,0 +1,125 @@
+"""B1: the energy of a Boltzmann machine of two layers, and when it has a normaliser."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from massieu.energy import BoltzmannMachine
+from massieu.measures import Bernoulli, Gaussian, Poisson, Spin
+from massieu.papers.claims.claim import BAL, QUADRATURE, Check, all_raise, as_published, at_most, close
+from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
+from massieu.papers.claims.oracles import log_integral, quadrature, spin_states
+from massieu.papers.claims.registry import claim
+
+
+@claim(
+    "B1",
+    title="Energy of a restricted Boltzmann machine",
+    statement="A restricted Boltzmann machine has E(v, h) = −Σ aᵢ(vᵢ) − Σ b_μ(h_μ) − Σ W_{iμ}vᵢh_μ, with "
+    "aᵢ(v) = −v²/(2σᵢ²) + aᵢv for Gaussian units; two Gaussian layers have a normaliser if and only if "
+    "diag(σ_v⁻²) − W diag(σ_h²) Wᵀ is positive definite.",
+    source=f"{BAL}, §2.1",
+    status="quoted",
+    published="The potential of Gaussian units is aᵢ(v) = +v²/(2σᵢ²).",
+    corrected="The sign: e^{−E} grows like e^{v²/(2σ²)} there and has no normaliser; the condition for two Gaussian "
+    "layers is missing.",
+)
+def energy_of_a_machine(machines: int = 40, seed: int = 0) -> Iterator[Check]:
+    check_at_least(2, machines=machines)
+    normal = normal_draws(seed)
+    yield from _bits_and_spins(normal)
+    yield from _gaussian_and_bits(normal)
+    yield from _two_gaussian_layers(normal, machines)
+    line = Gaussian.create(normal(2), normal(2).exp())
+    counts, weight = Poisson.create(normal(2).exp()), 1e-3 * normal(2, 2)
+    yield all_raise(
+        "Poisson hidden and Gaussian visible units: no machine",
+        ValueError,
+        lambda: BoltzmannMachine.create(line, counts, weight),
+    )
+
+
+def _bits_and_spins(normal: Normal) -> Iterator[Check]:
+    """Every joint state."""
+    a, b, weight = normal(4), normal(3), normal(4, 3)
+    machine = BoltzmannMachine.create(Bernoulli.create(torch.sigmoid(a)), Spin.create(b), weight)
+    visible, hidden = (0.5 * (1 + spin_states(4))).repeat_interleave(8, 0), spin_states(3).repeat(16, 1)
+    by_hand = -(visible @ a) - hidden @ b - (visible @ weight * hidden).sum(-1)
+    constants = a.exp().log1p().sum() + (2 * b.cosh()).log().sum()
+    energy = machine.energy(visible, hidden)
+    yield close("bits and spins: E(v, h) and its formula, constants added", energy, by_hand + constants)
+    summed = -torch.logsumexp(-energy.reshape(16, 8), 1)
+    yield close("bits and spins: E(v) and E(v, h) summed over h", machine.effective_energy(visible[::8]), summed)
+    yield close("bits and spins: log Z and the sum", machine.log_partition(), torch.logsumexp(-energy, 0))
+
+
+def _gaussian_and_bits(normal: Normal) -> Iterator[Check]:
+    """One real unit, so that it can be integrated."""
+    a, variance = normal(1), normal(1).mul(0.3).exp()
+    b, weight = normal(2), normal(1, 2)
+    machine = BoltzmannMachine.create(
+        Gaussian.create(a * variance, variance), Bernoulli.create(torch.sigmoid(b)), weight
+    )
+    hidden = 0.5 * (1 + spin_states(2))
+
+    def energy(v: Float[Tensor, "nodes"], sign: float) -> Float[Tensor, "4 nodes"]:
+        """a(v) = sign·v²/(2σ²) + a·v."""
+        own = sign * 0.5 * v.square() / variance + a * v
+        return -own - (hidden @ b).unsqueeze(-1) - hidden @ weight.T * v
+
+    v = 3 * normal(50)
+    pairs = v.unsqueeze(-1).expand(4, -1, 1), hidden.unsqueeze(1).expand(-1, 50, -1)
+    constants = 0.5 * (2 * math.pi * variance).log() + 0.5 * a.square() * variance + b.exp().log1p().sum()
+    yield close("Gaussian and bits: E(v, h) and its formula", machine.energy(*pairs), energy(v, -1.0) + constants)
+    deviation = variance.sqrt().item()
+    reach = 12 * deviation + (a * variance).abs().item() + weight.abs().sum().item() * variance.item()
+
+    def log_mass(sign: float, reach: float) -> Tensor:
+        return log_integral(lambda x: torch.logsumexp(-energy(x, sign), 0), -reach, reach)
+
+    whole = log_mass(-1.0, reach)
+    yield close("Gaussian and bits: log Z and ∫ e^(−E)", machine.log_partition() + constants, whole, QUADRATURE)
+    more = log_mass(-1.0, 2 * reach) - whole
+    yield at_most("a(v) = −v²/2σ²: log mass within 2R over that within R", more, QUADRATURE)
+    more = log_mass(1.0, 2 * reach) - log_mass(1.0, reach)
+    yield as_published(at_most("a(v) = +v²/2σ²: log mass within 2R over that within R", more, QUADRATURE))
+
+
+def _two_gaussian_layers(normal: Normal, machines: int) -> Iterator[Check]:
+    """Half of them with a spectral norm of σ_v W σ_h below 1, half above."""
+    differing, missing, improper = 0, 0, []
+    for index in range(machines):
+        seen, hidden = normal(3).mul(0.5).exp(), normal(4).mul(0.5).exp()
+        size = 0.05 + 0.9 * torch.sigmoid(normal(1))
+        weight = normal(3, 4)
+        factor = seen.sqrt().unsqueeze(-1) * weight * hidden.sqrt()
+        weight = weight * (size if index % 2 else 1 / size) / torch.linalg.matrix_norm(factor, 2)
+        schur = (1 / seen).diag() - weight * hidden @ weight.T
+        joint = torch.cat([torch.cat([(1 / seen).diag(), -weight], 1), torch.cat([-weight.T, (1 / hidden).diag()], 1)])
+        proper = bool((torch.linalg.eigvalsh(schur) > 0).all())
+        differing += proper != bool((torch.linalg.eigvalsh(joint) > 0).all())
+        missing += proper != bool(index % 2)
+        make = partial(BoltzmannMachine.create, _centred(seen), _centred(hidden), weight)
+        if proper:
+            make()
+        else:
+            improper.append(make)
+    yield at_most("two Gaussian layers: Schur complement and joint precision differ in sign", float(differing), 0.0)
+    yield at_most("the same for the norm of σ_v W σ_h and 1", float(missing), 0.0)
+    yield all_raise("two Gaussian layers without a normaliser", ValueError, *improper)
+    seen, hidden = normal(2, 1).mul(0.3).exp()
+    weight = 0.6 / (seen * hidden).sqrt()
+    machine = BoltzmannMachine.create(_centred(seen), _centred(hidden), weight.unsqueeze(0))
+    points, log_weight = quadrature(-30.0, 30.0, panels=24)
+    grid = torch.cartesian_prod(points, points)
+    energy = machine.energy(grid[:, :1], grid[:, 1:]).reshape(len(points), -1)
+    mass = torch.logsumexp(log_weight.unsqueeze(-1) + log_weight - energy, (0, 1))
+    yield close("a pair of Gaussian units: log ∫ e^(−E) and −½ log(1 − 0.6²)", mass, -0.5 * math.log(0.64), QUADRATURE)
+
+
+def _centred(variance: Float[Tensor, "d"]) -> Gaussian:
+    return Gaussian.create(torch.zeros_like(variance), variance)

@@ -1,0 +1,123 @@
+"""X6, X7: the exact gain of a step, and how fast the Gaussian equilibrium is left."""
+
+from collections.abc import Iterator
+
+import torch
+from numpy.polynomial.hermite_e import HermiteE, hermegauss
+from torch import Tensor
+
+from massieu.measures import Atoms, Bernoulli, Gaussian, Laplace, Measure, Poisson, Sphere, Spin, mixture
+from massieu.papers.claims.claim import Check, at_least, at_most, close
+from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
+from massieu.papers.claims.registry import claim
+from massieu.papers.theory import cumulant_growth, expansion, measured_cumulant_growth
+
+_ROUNDING = 1e-12
+_STEP = 0.5
+
+
+@claim(
+    "X6",
+    title="Expansion for any measure",
+    statement="Over any measure and at any step, A(T(η)) − A(η) = γ‖∇A(η)‖² + B_A(T(η), η), T = id + γ∇A: a layer's gain is "
+    "its first order and a Bregman divergence, and points part by exactly 2γ(x − y)·(∇A(x) − ∇A(y)).",
+    source="S12 (a) to (c), with the remainder as a Bregman divergence",
+    status="derived",
+)
+def exact_gain(draws: int = 200, dimensions: int = 3, seed: int = 0) -> Iterator[Check]:
+    check_at_least(2, draws=draws, dimensions=dimensions)
+    normal = normal_draws(seed)
+    for name, (measure, size, steps) in _measures(normal, dimensions).items():
+        points = size * normal(draws, dimensions)
+        for step in steps:
+            found = expansion(measure, points, step)
+            yield from _equalities(f"{name}, γ = {step:g}", measure, points, step, found.gain, found.margin)
+            yield at_least(f"{name}, γ = {step:g}: the divergence", found.bregman, -_ROUNDING)
+            relative = (found.gain - found.first_order - found.bregman).abs() / (1 + found.gain.abs())
+            yield at_most(f"{name}, γ = {step:g}: gain − γ‖∇A‖² − KL, relative", relative, _ROUNDING)
+
+
+def _measures(normal: Normal, width: int) -> dict[str, tuple[Measure, float, tuple[float, ...]]]:
+    """With the size of the points and the steps after which A is still finite."""
+    zeros, every = torch.zeros(width, dtype=torch.float64), (0.1, 1.0, 20.0)
+    parts = [Gaussian.create(zeros + sign, torch.full_like(zeros, 0.2)) for sign in (-1, 1)]
+    return {
+        "keys": (Atoms.create(normal(9, width), normal(9)), 1.0, every),
+        "Gaussian": (Gaussian.create(normal(width), normal(width).square()), 1.0, every),
+        "sphere": (Sphere.create(torch.tensor(1.5, dtype=torch.float64), dim=width), 1.0, every),
+        "spins": (Spin.create(dim=width), 1.0, every),
+        "bits": (Bernoulli.create(torch.sigmoid(normal(width))), 1.0, every),
+        "two Gaussians": (mixture(normal(2), parts), 1.0, every),
+        "Poisson": (Poisson.create(torch.ones_like(zeros)), 0.5, (0.1, 1.0)),
+        "Laplace": (Laplace.create(0.5 + zeros), 0.1, (0.1, 0.5)),
+    }
+
+
+def _equalities(
+    name: str, measure: Measure, points: Tensor, step: float, gain: Tensor, margin: Tensor
+) -> Iterator[Check]:
+    """From A and ∇A alone, without what `expansion` returns."""
+    mean = measure.mean(points)
+    after = points + step * mean
+    level = measure.log_partition(after) - measure.log_partition(points)
+    bregman = level - (mean * (after - points)).sum(-1)
+    yield close(f"{name}: gain and γ‖∇A‖² + B_A", gain, step * mean.square().sum(-1) + bregman, _ROUNDING)
+    pairs = [(x.unsqueeze(1) - x.unsqueeze(0)).square().sum(-1) for x in (after, points, mean)]
+    apart = (pairs[0] - pairs[1] - step**2 * pairs[2] - margin).abs() / (1 + pairs[0])
+    yield at_most(f"{name}: ‖T(x) − T(y)‖² and its three terms, relative", apart, _ROUNDING)
+
+
+@claim(
+    "X7",
+    title="The Gaussian equilibrium is unstable",
+    statement="Residual attention and full whitening multiply a small whitened cumulant of order n ≥ 3 of a population that is "
+    "its own keys by 1 + nγb^(n−1)/(1 + γb) > 1, b = β·(variance per coordinate): the Gaussian equilibrium is unstable to "
+    "every perturbation that is not Gaussian.",
+    source="S13, its instability",
+    status="derived",
+    corrected="Even full whitening leaves the Gaussian; what may drive a population to it is something else. What Shim "
+    "assumes of layer normalisation is S13's.",
+)
+def instability_of_the_equilibrium(seed: int = 0) -> Iterator[Check]:
+    for variance, orders in {0.5: (3, 4, 5), 1.0: (3, 4, 5), 1.5: (3, 4)}.items():
+        for order in orders:
+            name = f"b = {variance}, n = {order}"
+            predicted = cumulant_growth(order, _STEP, variance)
+            by_hand = 1 + order * _STEP * variance ** (order - 1) / (1 + _STEP * variance)
+            yield close(f"{name}: cumulant_growth and its formula", predicted, by_hand)
+            measured = measured_cumulant_growth(order, _STEP, variance)
+            yield close(f"{name}: growth measured through a layer", measured, predicted, 1e-6)
+            # At ε = 0 from the closed form A = t²/2 + log(1 + εtⁿ/n!) of the density φ(1 + εHe_n/n!).
+            yield close(f"{name}: growth by Gauss–Hermite", _by_moments(order, variance), predicted)
+            yield at_least(f"{name}: growth", measured, 1.0)
+    yield from _iterated(seed)
+
+
+def _by_moments(order: int, variance: float) -> Tensor:
+    """d/dε of κ_n of whitened T(z) = (1 + γb)z + γεb^(n−1)z^(n−1)/(n − 1)!, by exact Gauss–Hermite sums."""
+    nodes, weights = (torch.from_numpy(part) for part in hermegauss(20))
+    hermite = torch.from_numpy(HermiteE.basis(order)(nodes.numpy()))
+    slope = torch.from_numpy(HermiteE.basis(order).deriv()(nodes.numpy()))
+    factorial = torch.arange(1, order + 1, dtype=torch.float64).prod()
+    stretch = 1 + _STEP * variance
+    # He_n is orthogonal to what has a lower degree, so κ_n's slope is that of E He_n(T/stretch).
+    density = (weights * hermite**2).sum() / factorial
+    moved = order / factorial * (weights * slope * nodes ** (order - 1)).sum()
+    return (density + _STEP * variance ** (order - 1) / stretch * moved) / density
+
+
+def _iterated(seed: int) -> Iterator[Check]:
+    """A cloud of near-Gaussian quantiles under five layers and whitening: its skewness only grows."""
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    quantiles = normal.icdf((torch.arange(400, dtype=torch.float64) + 0.5) / 400)
+    tilt = 0.001 + 0.001 * torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    cloud = quantiles + tilt * (quantiles.square() - 1)
+    skewness = []
+    for _ in range(6):
+        cloud = (cloud - cloud.mean()) / cloud.std(correction=0)
+        skewness.append((cloud**3).mean())
+        points = cloud.unsqueeze(-1)
+        cloud = cloud + _STEP * Atoms.create(points).mean(0.5 * points).squeeze(-1)
+    ratio = torch.stack(skewness[1:]) / torch.stack(skewness[:-1])
+    detail = " → ".join(f"{value:.4f}" for value in skewness)
+    yield at_least("400 quantiles, b = ½: ratio of skewness from layer to layer", ratio, 1.0, detail)

@@ -1,0 +1,285 @@
+"""S6, S8, S9, S10: between natural and mean parameters."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from massieu.duality import conjugate, natural
+from massieu.measures import Atoms, Gaussian, Spin
+from massieu.papers.claims.claim import (
+    CLOSED_FORM,
+    GRADIENT_BY_DIFFERENCES,
+    HESSIAN_BY_DIFFERENCES,
+    QUADRATURE,
+    SHIM,
+    Check,
+    all_raise,
+    as_published,
+    at_least,
+    at_most,
+    close,
+)
+from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
+from massieu.papers.claims.oracles import differences
+from massieu.papers.claims.registry import claim
+from massieu.papers.claims.shim.catalogue import Member, library
+
+_RESIDUAL = 1e-12
+"""How near the inverse map's mean must come to the given one (S9)."""
+
+
+def _atoms(points: Tensor, log_weight: Tensor, eta: Tensor) -> Member:
+    return Member("atoms", Atoms.create(points, log_weight), eta, points, log_weight)
+
+
+def _round_trip(name: str, member: Member, expected: Tensor, *, hidden: int = 0) -> Check:
+    """The inverse of the mean at the mean of p_η, and η.
+
+    A residual r of the mean is at most r/λ in η, λ the least eigenvalue of the Fisher information but the `hidden` zeros.
+    """
+    least = torch.linalg.eigvalsh(member.covariance(member.eta))[..., hidden].min().item()
+    tolerance = max(CLOSED_FORM, _RESIDUAL / least)
+    return close(name, natural(member.measure, member.mean(member.eta)), expected, tolerance)
+
+
+# --- S6 --------------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "S6",
+    title="From natural to mean parameter",
+    statement="∇A maps the domain onto the relative interior of the convex hull of the support, and ∇A(η) = ∇A(η′) if "
+    "and only if η − η′ is orthogonal to all differences of points; for N keys in R^d, N ≤ d, there are such η ≠ η′.",
+    source=f"{SHIM}, §3.1, before eq. (4)",
+    status="quoted",
+    published="The expected statistic is a one-to-one function of the natural parameter.",
+    corrected="One-to-one only modulo the orthogonal complement of the centred keys' span; the inverse is the η of "
+    "least norm.",
+)
+def mean_map_modulo_a_subspace(atoms: int = 6, dimensions: int = 8, draws: int = 20, seed: int = 0) -> Iterator[Check]:
+    check_at_least(2, atoms=atoms, dimensions=dimensions)
+    normal = normal_draws(seed)
+    # Where there are more keys than dimensions they lie in a hyperplane.
+    rank = min(atoms, dimensions) - 1
+    span = torch.linalg.qr(normal(dimensions, rank))[0]
+    keys = normal(dimensions) + normal(atoms, rank) @ span.T
+    eta, other = 0.5 * normal(draws, dimensions), normal(draws, dimensions)
+    along, across = other @ span @ span.T, other - other @ span @ span.T
+    member = _atoms(keys, normal(atoms), eta)
+    measure, mean = member.measure, member.mean(eta)
+
+    moved = (measure.mean(eta + across) - measure.mean(eta)).norm(dim=-1) / across.norm(dim=-1)
+    yield as_published(at_least("‖∇A(η) − ∇A(η′)‖/‖η − η′‖, η ≠ η′", moved, 1e-6))
+    # Theory's 1e-12, in units of the exponents' size.
+    unit = 1 + ((eta + across) @ keys.T).abs().max().item()
+    yield close(
+        "∇A(η + n) and ∇A(η), n orthogonal to the key differences", measure.mean(eta + across), mean, 1e-12 * unit
+    )
+    change = ((measure.mean(eta + along) - mean) * along).sum(-1)
+    surplus = change - member.least_curvature(eta, eta + along)
+    yield at_least("(∇A(η′) − ∇A(η))·(η′ − η) less its least value, along the span", surplus, -1e-12)
+    expected = eta @ span @ span.T
+    yield _round_trip("inverse of ∇A(η) and the part of η in the span", member, expected, hidden=dimensions - rank)
+    inside = torch.softmax(normal(draws, atoms), -1) @ keys
+    reached = measure.mean(natural(measure, inside))
+    yield close("∇A of the inverse and ū, any ū inside the hull", reached, inside)
+
+
+# --- S8 --------------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "S8",
+    title="Conjugate, entropy, maximum entropy",
+    statement="The conjugate is A*(ū) = E_p[log dp/dh] = −H(p) − E_p[log h], and A(η) + A*(ū) = η·ū if and only if "
+    "ū = ∇A(η); among all weights with mean ū, attention's have the largest entropy relative to h.",
+    source=f"{SHIM}, §3.2, eq. (6) and the text after it",
+    status="quoted",
+    corrected="A parenthesis is missing in the formula; the dual problem is maximum entropy relative to h.",
+)
+def conjugate_is_entropy(atoms: int = 12, dimensions: int = 3, draws: int = 10, seed: int = 0) -> Iterator[Check]:
+    check_at_least(dimensions + 2, atoms=atoms)
+    normal = normal_draws(seed)
+    for member in library(normal, draws):
+        log_share = member.log_share(member.eta)
+        ratio = (log_share.exp() * (log_share - member.log_density - member.log_volume)).sum(-1)
+        value = conjugate(member.measure, member.mean(member.eta))
+        yield close(f"{member.name}: A*(ū) and E log dp/dh", value, ratio, QUADRATURE)
+
+    eta, other = 0.5 * normal(draws, dimensions), normal(draws, dimensions)
+    member = _atoms(normal(atoms, dimensions), normal(atoms), eta)
+    measure, mean, log_weight = member.measure, member.mean(eta), member.log_density
+    weights = member.log_share(eta).exp()
+    value = conjugate(measure, mean)
+    entropy = -(weights * weights.log()).sum(-1)
+    yield close("A*(ū) and −H(p) − E log h", value, -entropy - weights @ log_weight)
+    yield close("A(η) + A*(ū) and η·ū, ū = ∇A(η)", measure.log_partition(eta) + value, (eta * mean).sum(-1))
+    slack = measure.log_partition(other) + value - (other * mean).sum(-1)
+    divergence = (weights * (weights.log() - member.log_share(other))).sum(-1)
+    yield close("A(η′) + A*(ū) − η′·ū and KL(p_η ‖ p_η′)", slack, divergence)
+    yield close("A*(ū) and its supremum, found by L-BFGS", value, _legendre(member, mean))
+    yield from _least_relative_entropy(member, weights, normal(draws, atoms))
+    yield from _ends(member, other)
+
+    location, factor = normal(dimensions), normal(dimensions, dimensions)
+    covariance = torch.eye(dimensions).double() + factor @ factor.T / dimensions
+    apart = other - location
+    distance = 0.5 * (apart * torch.linalg.solve(covariance, apart.T).T).sum(-1)
+    value = conjugate(Gaussian.create(location, covariance), other)
+    yield close("Gaussian: A*(ū) and ½(ū − μ)ᵀΣ⁻¹(ū − μ)", value, distance)
+
+
+def _legendre(member: Member, mean: Tensor) -> Tensor:
+    """sup η·ū − A(η) with A written out: the error is of the order of the slope's square."""
+    eta = torch.zeros_like(mean, requires_grad=True)
+    search = torch.optim.LBFGS(
+        [eta], max_iter=500, tolerance_grad=1e-10, tolerance_change=0.0, history_size=50, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        search.zero_grad()
+        total = (member.log_partition(eta) - (eta * mean).sum(-1)).sum()
+        total.backward()
+        return total
+
+    search.step(loss)
+    return (eta * mean).sum(-1).detach() - member.log_partition(eta.detach())
+
+
+def _least_relative_entropy(member: Member, weights: Tensor, change: Tensor) -> Iterator[Check]:
+    """Other weights of the same mean: their KL from h exceeds A* by their KL from attention's (Pythagoras)."""
+    constraints = torch.cat([member.points, torch.ones_like(member.points[:, :1])], -1)
+    change = change - change @ constraints @ torch.linalg.pinv(constraints)
+    # Half of the way to where the first weight vanishes.
+    step = 0.5 / (-change / weights).amax(-1, keepdim=True)
+    others = weights + step * change
+    relative = [(p * (p.log() - member.log_density)).sum(-1) for p in (others, weights)]
+    yield close("other weights of the same mean: their mean and ū", others @ member.points, weights @ member.points)
+    excess = relative[0] - relative[1]
+    yield at_least("other weights of the same mean: Σ p log(p/w) less A*", excess, -1e-12)
+    divergence = (others * (others.log() - weights.log())).sum(-1)
+    yield close("other weights of the same mean: the excess and KL from p_η", excess, divergence)
+
+
+def _ends(member: Member, direction: Tensor) -> Iterator[Check]:
+    """At an extreme point only its own weight is left; beyond the hull there is no p."""
+    index = (direction @ member.points.T).argmax(-1)
+    extreme = member.points[index]
+    value = conjugate(member.measure, extreme)
+    # A limit, which a search comes near to.
+    yield close("extreme point xₙ: A* and −log wₙ", value, -member.log_density[index], QUADRATURE)
+    yield close("outside the hull: A* and ∞", conjugate(member.measure, extreme + direction), torch.inf)
+
+
+# --- S9 --------------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "S9",
+    title="Duality and the inverse map",
+    statement="∇A* is the inverse of ∇A and ∇²A*(ū) = (∇²A(η))⁻¹ for a minimal family; at a boundary point of the hull "
+    "η is infinite.",
+    source=f"{SHIM}, §3.2, eq. (6)",
+    status="quoted",
+)
+def duality_and_inverse(atoms: int = 12, dimensions: int = 3, draws: int = 10, seed: int = 0) -> Iterator[Check]:
+    check_at_least(dimensions + 2, atoms=atoms)
+    normal = normal_draws(seed)
+    for member in library(normal, draws):
+        # Two families are not minimal: S6 has what holds for them.
+        if member.name not in ("point mass", "categorical"):
+            yield _round_trip(f"{member.name}: inverse of ∇A(η) and η", member, member.eta)
+        inside = member.measure.mean(natural(member.measure, member.mean(member.eta)))
+        yield close(f"{member.name}: ∇A of the inverse and ū", inside, member.mean(member.eta))
+
+    # Near the origin the mean stays well inside the hull, where differences are possible.
+    eta = 0.2 * normal(draws, dimensions)
+    member = _atoms(normal(atoms, dimensions), 0.3 * normal(atoms), eta)
+    measure, mean = member.measure, member.mean(eta)
+    inverse = torch.linalg.inv(member.covariance(eta))
+    # The smaller the covariance, the faster the inverse map changes over the differences' step.
+    tolerance = GRADIENT_BY_DIFFERENCES * (1 + inverse.abs().max().item())
+    slope = differences(lambda mu: conjugate(measure, mu), mean)
+    yield close("differences of A* and η", slope, eta, tolerance)
+    curvature = differences(lambda mu: natural(measure, mu), mean)
+    yield close("differences of the inverse map and (∇²A)⁻¹", curvature, inverse, tolerance)
+    by_autograd = torch.func.vmap(torch.func.jacrev(lambda mu: natural(measure, mu)))(mean)
+    yield close("derivative of the inverse map and (∇²A)⁻¹", by_autograd, inverse, QUADRATURE)
+    yield from _infinite(member, normal)
+
+
+def _infinite(member: Member, normal: Normal) -> Iterator[Check]:
+    direction = normal(5, member.points.shape[-1])
+    extreme = member.points[(direction @ member.points.T).argmax(-1)]
+    yield close("extreme point: |η| and ∞", natural(member.measure, extreme).abs(), torch.inf)
+    sign = torch.sign(normal(4))
+    yield close(
+        "spins that are certain: η and ±∞", natural(Spin.create(torch.zeros(4).double()), sign), sign * torch.inf
+    )
+    beyond = extreme + direction
+    yield all_raise("outside the hull: no η", ValueError, lambda: natural(member.measure, beyond))
+
+
+# --- S10 -------------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "S10",
+    title="Fisher information is the centred covariance",
+    statement="∇²A(η) is the centred covariance E[xxᵀ] − ūūᵀ of p_η, its Fisher information, and the third derivative "
+    "the third central moment; the affine approximation of ∇A is exact for a Gaussian alone.",
+    source=f"{SHIM}, §3.2, after eq. (6)",
+    status="quoted",
+    published="∇² log Z = E[uuᵀ].",
+    corrected="The covariance is centred: the published form is off by ūūᵀ.",
+)
+def fisher_is_centred(atoms: int = 12, dimensions: int = 4, draws: int = 20, seed: int = 0) -> Iterator[Check]:
+    check_at_least(2, atoms=atoms)
+    normal = normal_draws(seed)
+    beta = dimensions**-0.5
+    eta, direction = normal(draws, dimensions), normal(draws, dimensions)
+    member = _atoms(normal(atoms, dimensions), normal(atoms), eta)
+    measure, mean, keys = member.measure, member.mean(eta), member.points
+    weights = member.log_share(eta).exp()
+    second = differences(lambda point: differences(measure.log_partition, point, 1e-4), eta, 1e-4)
+    uncentred = (weights.unsqueeze(-1) * keys).mT @ keys
+    square = mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    centred = member.covariance(eta)
+    yield close("second differences of A and E[xxᵀ] − ūūᵀ", second, uncentred - square, HESSIAN_BY_DIFFERENCES)
+    yield as_published(close("second differences of A and E[xxᵀ]", second, uncentred, HESSIAN_BY_DIFFERENCES))
+    yield close("E[xxᵀ] less second differences, and ūūᵀ", uncentred - second, square, HESSIAN_BY_DIFFERENCES)
+    yield close("∇²A and the centred covariance", measure.fisher(eta), centred)
+    product = (centred @ direction.unsqueeze(-1)).squeeze(-1)
+    yield close("∇²A·v and the centred covariance times v", measure.fisher_vp(eta, direction), product)
+
+    apart = keys - mean.unsqueeze(-2)
+    third = torch.einsum("qn,qni,qnj,qnk->qijk", weights, apart, apart, apart)
+    slope = differences(measure.fisher, eta)
+    yield close("differences of the covariance and E[(x − ū)³]", slope, third, GRADIENT_BY_DIFFERENCES)
+    along = (apart @ direction.unsqueeze(-1)).squeeze(-1)
+    moments = [(weights * along**order).sum(-1) for order in (2, 3, 4)]
+    cumulants = torch.stack([(mean * direction).sum(-1), moments[0], moments[1], moments[2] - 3 * moments[0] ** 2], -1)
+    yield close("κ₁ … κ₄ along v and moments", measure.cumulants(eta, direction, 4), cumulants)
+
+    query = eta / beta
+    slope = differences(lambda q: measure.mean(beta * q), query)
+    yield close("∇²A_β and β Cov_p", slope, beta * centred, GRADIENT_BY_DIFFERENCES)
+    slope = differences(lambda q: beta * measure.fisher(beta * q), query)
+    yield close("third derivative of A_β and β²κ₃", slope, beta**2 * third, GRADIENT_BY_DIFFERENCES)
+    yield from _affine_approximation(member, direction, normal)
+
+
+def _affine_approximation(member: Member, step: Tensor, normal: Normal) -> Iterator[Check]:
+    """|κ₃(a, b, b)| ≤ max|a·(x − ū)| Var(b·x) ≤ D·D²/4 for unit vectors, D the diameter of the points (Popoviciu)."""
+    measure, eta = member.measure, member.eta
+    affine = member.mean(eta) + (member.covariance(eta) @ step.unsqueeze(-1)).squeeze(-1)
+    remainder = (measure.mean(eta + step) - affine).norm(dim=-1)
+    largest = torch.cdist(member.points, member.points).max() ** 3 / 4
+    share = remainder / (0.5 * largest * step.square().sum(-1))
+    yield at_most("affine approximation of ∇A: remainder/(½ sup‖κ₃‖ ‖δ‖²)", share, 1.0)
+    yield at_least("affine approximation of ∇A, atoms: largest remainder", remainder.max(), 1e4 * CLOSED_FORM)
+    root = normal(step.shape[-1], step.shape[-1])
+    gaussian = Gaussian.create(root[0], root @ root.T)
+    affine = gaussian.mean(eta) + step @ root @ root.T
+    yield close("affine approximation of ∇A, Gaussian", gaussian.mean(eta + step), affine)

@@ -1,0 +1,147 @@
+"""S20: tokens as particles under an operator, and the Gaussian law that stays Gaussian."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from massieu.measures import Gaussian
+from massieu.papers.claims.claim import SHIM, Check, at_most, close, differs, mean_of_draws, near_in_standard_errors
+from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
+from massieu.papers.claims.rates import has_rate, rate
+from massieu.papers.claims.registry import claim
+from massieu.population import AttentionLayer, Composition, FeedForward
+
+_SIZES = [16, 32, 64, 128, 256, 512]
+_LAYERS, _STEP = 3, 0.5
+_LOGIT = 0.25
+"""Standard deviation of the logits before the first layer."""
+
+
+@claim(
+    "S20",
+    title="Tokens as particles under an operator",
+    statement="An attention layer pushes the population ρ forward by id + γΓ_ρ, a feed-forward layer moves each token by "
+    "itself; of ρ = N(m, C) attention makes N(m + γV(m + CBᵀm), (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ), which the moments of N particles "
+    "approach at rate N^(−1/2); after one layer tokens are exchangeable, not independent.",
+    source=f"{SHIM}, §4 and footnote 1 of §3.2; the Gaussian closure is derived, and rigorous in arXiv 2501.18322",
+    status="quoted",
+    corrected="The paper calls the queries IID samples (§3.2) and says itself that their updates are not independent: “since "
+    "they depend on the other hidden states, they are not independent updates” (§5). Here with numbers: tokens that are "
+    "independent before a layer have covariances of order 1/N after it.",
+)
+def tokens_as_particles(
+    particles: int = 100_000, repetitions: int = 500, populations: int = 20_000, seed: int = 0
+) -> Iterator[Check]:
+    check_at_least(1000, particles=particles, populations=populations)
+    check_at_least(250, repetitions=repetitions)
+    normal = normal_draws(seed)
+    weights = _drawn(normal)
+    yield from _closure(weights, normal, particles)
+    layers = Composition.repeat(weights.layer, _LAYERS)
+    yield has_rate(
+        f"moments of N particles after {_LAYERS} layers: rate in N",
+        rate(_SIZES, _errors(layers, weights, normal, repetitions)),
+        -0.5,
+    )
+    state = normal(5, 2)
+    yield from _interaction(weights.layer, state)
+    yield from _coupling(normal, populations)
+
+
+class _Weights(NamedTuple):
+    score: Tensor
+    write: Tensor
+    mean: Tensor
+    root: Tensor
+
+    @property
+    def covariance(self) -> Tensor:
+        return self.root @ self.root.T
+
+    @property
+    def layer(self) -> AttentionLayer:
+        return AttentionLayer.from_score(self.score, self.write, step_size=_STEP)
+
+    @property
+    def law(self) -> Gaussian:
+        return Gaussian.create(self.mean, self.covariance)
+
+
+def _drawn(normal: Normal) -> _Weights:
+    """Logits kᵀBᵀq of the standard deviation `_LOGIT` over q and k, and ‖V‖ = 1.
+
+    The relative error of attention is √(e^s/N) at logits of the variance s: without a bound on s some laws need more
+    particles than there are.
+    """
+    score, write, mean, root = normal(2, 2), normal(2, 2), normal(2), normal(2, 2) / 2**0.5
+    covariance = root @ root.T
+    second_moment = covariance + torch.outer(mean, mean)
+    variance = (score @ covariance @ score.T @ second_moment).trace()
+    return _Weights(score * _LOGIT / variance.sqrt(), write / torch.linalg.matrix_norm(write, 2), mean, root)
+
+
+def _closure(weights: _Weights, normal: Normal, particles: int) -> Iterator[Check]:
+    """The formula, and attention to that many draws of the law, whose estimate is self-normalised."""
+    score, write, mean, root = weights
+    covariance = weights.covariance
+    after = weights.layer.gaussian(weights.law)
+    matrix = torch.eye(2).double() + _STEP * write @ covariance @ score.T
+    moved = mean + _STEP * write @ (mean + covariance @ score.T @ mean)
+    yield close("mean behind the layer and m + γV(m + CBᵀm)", after.location, moved)
+    spread = after.fisher(torch.zeros(2).double())
+    yield close("covariance behind it and (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ", spread, matrix @ covariance @ matrix.T)
+    state, keys = 0.5 * normal(3, 2), mean + normal(particles, 2) @ root.T
+    sampled = AttentionLayer.from_score(score, write, step_size=_STEP, population=keys)(state)
+    share = torch.softmax(state @ score @ keys.T, -1)
+    values = keys @ write.T
+    deviation = values - (share @ values).unsqueeze(1)
+    error = _STEP * (share.square().unsqueeze(-1) * deviation.square()).sum(1).sqrt()
+    expected = state + _STEP * (mean + state @ score @ covariance) @ write.T
+    yield near_in_standard_errors(f"x + γΓ_ρ(x) of {particles} draws and x + γV(m + CBᵀx)", sampled, expected, error)
+    exact = AttentionLayer.from_score(score, write, step_size=_STEP, population=weights.law)(state)
+    yield close("attention to the law itself and x + γV(m + CBᵀx)", exact, expected)
+
+
+def _errors(layers: Composition, weights: _Weights, normal: Normal, repetitions: int) -> Tensor:
+    """Distance of the particles' mean and covariance from the recursion's, by size and repetition."""
+    last = layers.gaussian(weights.law)
+    mean, covariance = last.location, last.fisher(torch.zeros(2).double())
+    errors = []
+    for size in _SIZES:
+        cloud = layers(weights.mean + normal(repetitions, size, 2) @ weights.root.T)
+        found = cloud.mean(1)
+        centred = cloud - found.unsqueeze(1)
+        off = torch.cat([found - mean, (centred.mT @ centred / size - covariance).flatten(1)], 1)
+        errors.append(off.norm(dim=1))
+    return torch.stack(errors)
+
+
+def _interaction(layer: AttentionLayer, state: Tensor) -> Iterator[Check]:
+    """What the others feel when one token moves."""
+    pushed = state.clone()
+    pushed[0] += 1
+    alone = FeedForward.create(torch.tanh)
+    change = (alone(pushed) - alone(state))[1:].abs()
+    yield at_most("feed-forward layer: change of tokens where another one moves", change, 0.0)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    yield close("attention of reordered tokens, and its own reordered", layer(state[order]), layer(state)[order], 1e-12)
+
+
+def _coupling(normal: Normal, populations: int) -> Iterator[Check]:
+    """Uniform attention, B = 0 and V = 1: x_i + γx̄ have covariance (2γ + γ²)/N, for N tokens of law N(0, 1)."""
+    tokens = 8
+    one = torch.ones(1, 1).double()
+    layer = AttentionLayer.from_score(0 * one, one, step_size=_STEP)
+    before = normal(populations, tokens, 1)
+    for name, cloud, expected in (
+        ("before", before, 0.0),
+        ("after", layer(before), (2 * _STEP + _STEP**2) / tokens),
+    ):
+        points = cloud.squeeze(-1)
+        products = (points.sum(1).square() - points.square().sum(1)) / (tokens * (tokens - 1))
+        yield mean_of_draws(f"covariance of two tokens {name} a layer, N = {tokens}", products, expected)
+        if expected:
+            name = "covariance of two tokens after a layer: its distance from 0, in standard errors"
+            yield differs(name, products, 0.0, expected)

@@ -1,0 +1,115 @@
+"""What attention does to tokens with depth, before any training. (N5, N6, S20)"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float64
+from torch import Tensor
+
+from massieu import ops
+from massieu.measures import Gaussian
+from massieu.papers.experiments.descriptions import described
+from massieu.papers.experiments.study import Numbers, experiment
+from massieu.papers.experiments.transformer import TransformerBlock
+from massieu.population import AttentionLayer, Clusters
+
+_SIZE, _TOKENS, _STEP = 3, 64, 0.1
+_SCALES, _TIMES = (1, 4, 16), (0, 5, 50)
+_WIDTH, _DEPTHS = 64, (1, 8, 32)
+_CLOSED = (1, 4, 8)
+
+
+@experiment(
+    "depth",
+    question="Do tokens cluster with depth at initialisation, and do Gaussian clouds stay Gaussian?",
+    claims="N5, N6, S20",
+    minutes=1,
+    criteria=[
+        *described(
+            {
+                f"clusters_{scale}_at_{time}": f"clusters on the sphere, scale {scale}, time {time}"
+                for scale in _SCALES
+                for time in _TIMES
+            }
+        ),
+        *described(
+            {
+                f"cosine_{kind}_{depth}": f"mean cosine of two tokens after {depth} random layers, {title}"
+                for kind, title in (("attention", "attention alone"), ("whole", "with feed-forward networks"))
+                for depth in _DEPTHS
+            }
+        ),
+        *described(
+            {
+                f"closure_{depth}": f"error of the covariance that Gaussian closure predicts, layer {depth}"
+                for depth in _CLOSED
+            }
+        ),
+    ],
+)
+def depth(seed: int, quick: bool) -> Numbers:
+    """Clusters: 64 uniform tokens on the sphere in 3 dimensions follow x ← normalise(x + 0.1·Σ p_j x_j), where p is the softmax
+    of scale·x·x_j. Tokens nearer than a tenth are of one cluster. Cosines: 64 standard normal tokens of width 64 through random
+    pre-norm layers of 4 heads. Closure: 4,096 Gaussian tokens of width 8 through random attention layers with a residual and
+    steps of 0.3. The error is that of the covariance which is exact for a Gaussian law and many tokens (S20), relative in
+    Frobenius norm.
+    """
+    drawn = torch.Generator().manual_seed(seed)
+    return _clustering(drawn) | _cosines(seed, drawn) | _closure(drawn, 256 if quick else 4096)
+
+
+def _clustering(drawn: torch.Generator) -> Numbers:
+    found: Numbers = {}
+    start = F.normalize(torch.randn(_TOKENS, _SIZE, generator=drawn, dtype=torch.float64), dim=-1)
+    for scale in _SCALES:
+        points = start
+        for number in range(round(_TIMES[-1] / _STEP) + 1):
+            time = number * _STEP
+            if round(time, 6) in _TIMES:
+                found[f"clusters_{scale}_at_{round(time)}"] = float(Clusters()(points)["clusters"].value)
+            points = F.normalize(points + _STEP * attended(points, float(scale)), dim=-1)
+    return found
+
+
+def attended(points: Float64[Tensor, "n d"], scale: float) -> Float64[Tensor, "n d"]:
+    """Of each token to all."""
+    batch = points[None, None]
+    return ops.attention(batch, batch, batch, scale=scale).output[0, 0]
+
+
+def _cosines(seed: int, drawn: torch.Generator) -> Numbers:
+    found: Numbers = {}
+    start = torch.randn(1, _TOKENS, _WIDTH, generator=drawn)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for kind in ("attention", "whole"):
+            tokens = start
+            for layer in range(1, _DEPTHS[-1] + 1):
+                block = TransformerBlock(_WIDTH, 4)
+                if kind == "attention":
+                    for parameter in block.feed_forward.parameters():
+                        parameter.zero_()
+                tokens = block(tokens, False)
+                if layer in _DEPTHS:
+                    found[f"cosine_{kind}_{layer}"] = mean_cosine(tokens[0])
+    return found
+
+
+def mean_cosine(tokens: Tensor) -> float:
+    """Over pairs of different tokens."""
+    directions = F.normalize(tokens.double(), dim=-1)
+    count = len(directions)
+    return float((directions.sum(0).square().sum() - count) / (count * (count - 1)))
+
+
+def _closure(drawn: torch.Generator, tokens: int) -> Numbers:
+    width = 8
+    cloud = torch.randn(tokens, width, generator=drawn, dtype=torch.float64)
+    law = Gaussian.create(cloud.mean(0), torch.cov(cloud.mT, correction=0))
+    found: Numbers = {}
+    for layer in range(1, _CLOSED[-1] + 1):
+        step = AttentionLayer.random(width, 2, generator=drawn, dtype=torch.float64, step_size=0.3)
+        cloud, law = step(cloud), step.gaussian(law)
+        if layer in _CLOSED:
+            seen = torch.cov(cloud.mT, correction=0)
+            found[f"closure_{layer}"] = float((seen - law.covariance).norm() / seen.norm())
+    return found

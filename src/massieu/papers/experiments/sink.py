@@ -1,0 +1,170 @@
+"""Does a trained sink learn the weight of the prior, and does log Z restore the count of tokens? (E22, Z3, X4)"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float64, Int
+from torch import Tensor
+
+from massieu import ops
+from massieu.papers.experiments.criterion import Criterion
+from massieu.papers.experiments.study import Numbers, experiment
+from massieu.papers.experiments.training import minimise
+
+SIZE, LONGEST = 8, 128
+_CONTEXTS = 256
+
+
+@experiment(
+    "sink",
+    question="Does a trained sink learn the prior's weight, and does log Z restore the count that softmax forgets?",
+    claims="E22, Z3, X4",
+    minutes=8,
+    criteria=[
+        Criterion("weight_error", "|e^(sink − token's logit at the prior mean) − κ₀|/κ₀", most=0.05),
+        Criterion("value_error", "‖sink's value − prior mean‖/‖prior mean‖", most=0.05),
+        Criterion("log_z_weight_error", "|κ − κ₀|/κ₀ of a gate σ(a·log Z − log κ) in place of the sink", most=0.05),
+        Criterion("log_z_slope", "a of the gate σ(a·log Z − log κ)", least=0.95, most=1.05),
+        Criterion(
+            "excess_risk",
+            "squared distance of the sink's output from the posterior mean",
+            most=1e-3,
+            role="optimisation",
+        ),
+        Criterion(
+            "log_z_excess_risk",
+            "squared distance of the gate's output from the posterior mean",
+            most=1e-3,
+            role="optimisation",
+        ),
+        Criterion(
+            "shuffled_weight_error",
+            "weight error of a sink trained on means of other contexts",
+            most=0.05,
+            role="control",
+        ),
+        Criterion(
+            "plain_excess_risk",
+            "squared distance without sink and log Z: one factor for all lengths",
+            most=1e-3,
+            role="control",
+        ),
+    ],
+)
+def sink(seed: int, quick: bool) -> Numbers:
+    """A latent mean in 8 dimensions has the prior N(m₀, I/κ₀), κ₀ between 2 and 20. A context is 1 to 128 tokens
+    N(mean, I), its length log-uniform. The posterior mean is attention with a sink of value m₀ and weight κ₀ (Z3). One
+    softmax layer, its token logit linear in the token, a trained sink logit and value, learns to predict the mean. κ₀
+    is read off the effective logit, since a constant added to all logits changes nothing. A second layer has a gate by
+    its log Z in place of the sink, and a third one has neither.
+    """
+    drawn = torch.Generator().manual_seed(seed)
+    task = _Task(drawn)
+    steps = 100 if quick else 3000
+    learned = {name: task.trained(form, steps) for name, form in _FORMS.items()}
+    shuffled = task.trained(_with_sink, steps, shuffled=True)
+    test = [task.batch(_CONTEXTS) for _ in range(40)]
+
+    def excess(name: str) -> float:
+        distances = [(_FORMS[name](learned[name], batch) - task.posterior(batch)).square().mean() for batch in test]
+        return float(torch.stack(distances).mean())
+
+    weight = task.weight_of(learned["sink"])
+    gate = learned["gate"]
+    return {
+        "prior_weight": task.weight,
+        "weight_error": abs(weight / task.weight - 1),
+        "value_error": float((learned["sink"].value - task.mean).norm() / task.mean.norm()),
+        "log_z_weight_error": abs(math.exp(-float(gate.logit)) / task.weight - 1),
+        "log_z_slope": float(gate.slope),
+        "excess_risk": excess("sink"),
+        "log_z_excess_risk": excess("gate"),
+        "plain_excess_risk": excess("plain"),
+        "shuffled_weight_error": abs(task.weight_of(shuffled) / task.weight - 1),
+    }
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What is trained; not every form reads all of it."""
+
+    direction: Float64[Tensor, " d"]
+    logit: Float64[Tensor, ""]
+    value: Float64[Tensor, " d"]
+    slope: Float64[Tensor, ""]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    tokens: Float64[Tensor, "B L d"]
+    real: Bool[Tensor, "B L"]
+    lengths: Int[Tensor, " B"]
+    means: Float64[Tensor, "B d"]
+
+    def attend(self, layer: _Layer, **more: Any) -> tuple[Float64[Tensor, "B d"], Float64[Tensor, " B"]]:
+        """Output and log Z of one query, whose scores are `direction`·token."""
+        tokens, query = self.tokens.unsqueeze(1), layer.direction.expand(len(self.tokens), 1, 1, SIZE)
+        found = ops.attention(query, tokens, tokens, log_weight=self.real[:, None, None], scale=1.0, **more)
+        return found.output[:, 0, 0], found.log_partition[:, 0, 0]
+
+
+def _with_sink(layer: _Layer, batch: _Batch) -> Float64[Tensor, "B d"]:
+    return batch.attend(layer, sink=layer.logit.reshape(1), sink_value=layer.value.reshape(1, SIZE))[0]
+
+
+def _with_gate(layer: _Layer, batch: _Batch) -> Float64[Tensor, "B d"]:
+    output, log_partition = batch.attend(layer)
+    gate = torch.sigmoid(layer.slope * log_partition + layer.logit).unsqueeze(-1)
+    return gate * output + (1 - gate) * layer.value
+
+
+def _plain(layer: _Layer, batch: _Batch) -> Float64[Tensor, "B d"]:
+    output, _ = batch.attend(layer)
+    gate = torch.sigmoid(layer.logit)
+    return gate * output + (1 - gate) * layer.value
+
+
+_Form = Callable[[_Layer, _Batch], Tensor]
+_FORMS: dict[str, _Form] = {"sink": _with_sink, "gate": _with_gate, "plain": _plain}
+
+
+class _Task:
+    """A prior, and contexts of it."""
+
+    def __init__(self, drawn: torch.Generator) -> None:
+        self.drawn = drawn
+        self.weight = 2 * 10 ** float(torch.rand((), generator=drawn, dtype=torch.float64))
+        self.mean = torch.randn(SIZE, generator=drawn, dtype=torch.float64)
+
+    def batch(self, contexts: int) -> _Batch:
+        options = {"generator": self.drawn, "dtype": torch.float64}
+        lengths = (torch.rand(contexts, **options) * math.log(LONGEST + 1)).exp().long().clamp(1, LONGEST)
+        means = self.mean + torch.randn(contexts, SIZE, **options) / math.sqrt(self.weight)
+        tokens = means.unsqueeze(1) + torch.randn(contexts, LONGEST, SIZE, **options)
+        real = torch.arange(LONGEST) < lengths.unsqueeze(1)
+        return _Batch(tokens, real, lengths, means)
+
+    def posterior(self, batch: _Batch) -> Float64[Tensor, "B d"]:
+        """(κ₀m₀ + Σx)/(κ₀ + L)."""
+        total = (batch.tokens * batch.real.unsqueeze(-1)).sum(1)
+        return (self.weight * self.mean + total) / (self.weight + batch.lengths.double().unsqueeze(-1))
+
+    def weight_of(self, layer: _Layer) -> float:
+        """e to the sink's logit less that of a token at the prior mean."""
+        return math.exp(float(layer.logit - layer.direction @ self.mean))
+
+    def trained(self, form: _Form, steps: int, *, shuffled: bool = False) -> _Layer:
+        sizes = {"direction": (SIZE,), "logit": (), "value": (SIZE,), "slope": ()}
+        layer = _Layer(**{n: torch.zeros(size, dtype=torch.float64, requires_grad=True) for n, size in sizes.items()})
+
+        def loss() -> Tensor:
+            batch = self.batch(_CONTEXTS)
+            means = batch.means.roll(1, 0) if shuffled else batch.means
+            return (form(layer, batch) - means).square().mean()
+
+        used = [layer.direction, layer.logit, layer.value] + [layer.slope] * (form is _with_gate)
+        minimise(loss, used, steps=steps, step_size=0.05, averaged=0.25)
+        return _Layer(**{name: getattr(layer, name).detach() for name in sizes})

@@ -1,0 +1,87 @@
+"""Wrong values of the library, for claims whose rows look at them."""
+
+import torch
+
+from massieu.energy import BinaryHopfieldEnergy, HopfieldEnergy, KineticSpins, SpinModel, bounds
+from massieu.energy.fenchel_young import SparseAtoms
+from massieu.energy.gradients import jacobian_asymmetry
+from massieu.papers.claims.bal import gradient_maps, random_features
+from massieu.papers.claims.shim import layers
+from massieu.papers.claims.zhang import generalisation
+from massieu.papers.theory import attention_lipschitz, generalisation_bound
+from massieu.papers.theory.generalisation import AttentionLipschitzResult
+from massieu.papers.theory.normalized import ScoreDeviation
+from massieu.papers.theory.two_layer import TwoLayer
+from massieu.population import FeedForward
+
+_STEP, _BASIN, _EXACT, _ENERGY = FeedForward._moved, bounds.basin, SpinModel.exact, BinaryHopfieldEnergy._energy
+_PRODUCTION, _WEIGHTS, _LEVEL = KineticSpins.entropy_production, ScoreDeviation._weights_of_scores, TwoLayer._energy
+_SPARSE, _FEATURES = SparseAtoms._weights_of_scores, random_features.random_feature_log_partition
+
+
+def _half_the_radius(hopfield: HopfieldEnergy, radius: float) -> bounds.BasinResult:
+    """What is certain of half the ball, promised of the whole."""
+    return replace_exists(_BASIN(hopfield, radius / 2), radius)
+
+
+def replace_exists(found: bounds.BasinResult, radius: float) -> bounds.BasinResult:
+    return found._replace(exists=found.distance <= radius)
+
+
+def _uncorrelated(self: SpinModel):
+    found = _EXACT(self)
+    return found._replace(covariance=torch.zeros_like(found.covariance))
+
+
+def _twice_the_error(*given, **options):
+    found = _FEATURES(*given, **options)
+    return found if found.standard_error is None else found._replace(standard_error=2 * found.standard_error)
+
+
+WRONG = {
+    "S21: a layer of half the step": (
+        "S21",
+        FeedForward,
+        "_moved",
+        lambda self, x, group: x + 0.5 * (_STEP(self, x, group) - x),
+    ),
+    "S21: half the asymmetry": ("S21", layers, "jacobian_asymmetry", lambda f, x: 0.5 * jacobian_asymmetry(f, x)),
+    "B4: half of the energy of couplings": (
+        "B4",
+        BinaryHopfieldEnergy,
+        "_energy",
+        lambda self, v: 0.5 * _ENERGY(self, v),
+    ),
+    "B5: balls of twice the radius": ("B5", bounds, "basin", _half_the_radius),
+    "B16: one and a half of the entropy production": (
+        "B16",
+        KineticSpins,
+        "entropy_production",
+        lambda self, x: 1.5 * _PRODUCTION(self, x),
+    ),
+    "B17: twice the standard error": ("B17", random_features, "random_feature_log_partition", _twice_the_error),
+    "B18: half the weights": ("B18", ScoreDeviation, "_weights_of_scores", lambda self, z: 0.5 * _WEIGHTS(self, z)),
+    "B19: half the asymmetry": (
+        "B19",
+        gradient_maps,
+        "jacobian_asymmetry",
+        lambda f, x: 0.5 * jacobian_asymmetry(f, x),
+    ),
+    "B19: another sparsemax": ("B19", SparseAtoms, "_weights_of_scores", lambda self, z: 1.01 * _SPARSE(self, z)),
+    "B20: an energy that rises": ("B20", TwoLayer, "_energy", lambda self, x: -_LEVEL(self, x)),
+    "B21: Ising spins that are independent": ("B21", SpinModel, "exact", _uncorrelated),
+    "Z10: twice the value's constant": (
+        "Z10",
+        generalisation,
+        "attention_lipschitz",
+        lambda *given: AttentionLipschitzResult(
+            2 * attention_lipschitz(*given).value, attention_lipschitz(*given).score
+        ),
+    ),
+    "Z10: a hundredth of the bound": (
+        "Z10",
+        generalisation,
+        "generalisation_bound",
+        lambda *given, **options: 0.01 * generalisation_bound(*given, **options),
+    ),
+}
