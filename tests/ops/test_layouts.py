@@ -167,7 +167,7 @@ def test_the_choice_of_backend(monkeypatch):
     assert ops.moments_backend(query.requires_grad_(), key) == "reference"
     with torch.no_grad():
         assert ops.moments_backend(query, key) == "blocks"
-        monkeypatch.setattr(moments._Work, "pairs", moments.REPAYING_PAIRS)
+        monkeypatch.setattr(moments._CompilationGain, "pairs", moments.REPAYING_PAIRS)
         monkeypatch.setattr(moments.moment_blocks, "compiler_exists", lambda device: True)
         assert ops.moments_backend(query, key) == "compiled"
         assert ops.moments_backend(query, key, log_weight=torch.zeros(5)) == "blocks"

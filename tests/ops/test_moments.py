@@ -203,12 +203,12 @@ def test_some_inside_compiled_code():
 def test_few_are_never_compiled_by_themselves(monkeypatch):
     """Eager tiles are as quick, so that the scores of such calls repay no compilation either."""
     query, key, _ = inputs(3, 3)
-    monkeypatch.setattr(moments._Work, "pairs", 0)
+    monkeypatch.setattr(moments._CompilationGain, "pairs", 0)
     ops.attention_moments(query, key, moments=("entropy", "max_score", "max_position"))
-    assert moments._Work.pairs == 0
+    assert moments._CompilationGain.pairs == 0
     ops.attention_moments(query, key, moments=("collision",))
-    assert moments._Work.pairs == 2 * 4 * 3 * 3
-    monkeypatch.setattr(moments._Work, "pairs", moments.REPAYING_PAIRS)
+    assert moments._CompilationGain.pairs == 2 * 4 * 3 * 3
+    monkeypatch.setattr(moments._CompilationGain, "pairs", moments.REPAYING_PAIRS)
     monkeypatch.setattr(moment_blocks, "compiler_exists", lambda device: True)
     assert ops.moments_backend(query, key, moments=("entropy", "max_score")) == "blocks"
     assert ops.moments_backend(query, key, moments=("entropy", "collision")) == "compiled"

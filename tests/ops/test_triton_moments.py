@@ -166,7 +166,7 @@ def test_it_is_taken_on_cuda_once_it_is_repaid(monkeypatch):
     names = ("entropy", "max_score")
     problem = types.SimpleNamespace(query=types.SimpleNamespace(device=torch.device("cuda")), log_weight=None)
     first = [backend.name for backend in MODULE._registry(problem, "auto", names)]
-    monkeypatch.setattr(MODULE._Work, "pairs", int(MODULE.REPAYING_PAIRS))
+    monkeypatch.setattr(MODULE._CompilationGain, "pairs", int(MODULE.REPAYING_PAIRS))
     later = [backend.name for backend in MODULE._registry(problem, "auto", names)]
     assert first == ["blocks", "reference"]
     assert later == ["triton", "blocks", "reference"]
