@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
 from massieu.ops import received, tiles
-from massieu.ops.shapes import AttentionProblem, at_once
+from massieu.ops.shapes import AttentionProblem, scores_per_tile
 
 QUERY, KEY, VALUE = draw(2, 4, 9, 3), draw(2, 2, 7, 3, seed=1), draw(2, 2, 7, 2, seed=2)
 MASK = draw(2, 4, 9, 7, seed=3) > 0.3
@@ -46,7 +46,7 @@ def test_masks_that_nobody_looks_at_hide_the_same(function, options, monkeypatch
     wanted = function(**options, backend="reference")
     with monkeypatch.context() as patch:
         for module in (tiles, received):
-            patch.setattr(module, "may_look", lambda device: False)
+            patch.setattr(module, "can_sync", lambda device: False)
         found = function(**options, backend="blocks")
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -71,9 +71,9 @@ def test_visible_keys_are_those_of_the_band(band, keys):
 
 
 def test_a_device_is_given_more_at_a_time():
-    assert at_once(100, torch.device("cpu")) == 100
-    assert at_once(100, torch.device("cuda")) == at_once(100, torch.device("xpu")) == 1 << 25
-    assert at_once(1 << 26, torch.device("cuda")) == 1 << 26
+    assert scores_per_tile(100, torch.device("cpu")) == 100
+    assert scores_per_tile(100, torch.device("cuda")) == scores_per_tile(100, torch.device("xpu")) == 1 << 25
+    assert scores_per_tile(1 << 26, torch.device("cuda")) == 1 << 26
 
 
 class Unread(TorchDispatchMode):
@@ -95,7 +95,7 @@ HOT = {
 def test_nothing_is_read_on_the_way(function, monkeypatch):
     """What runs on CUDA as it is, forward: a value that is asked for there holds up all work."""
     for module in (tiles, received):
-        monkeypatch.setattr(module, "may_look", lambda device: False)
+        monkeypatch.setattr(module, "can_sync", lambda device: False)
     for options in OPTIONS.values():
         with torch.no_grad(), Unread():
             function(**options)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from massieu import ops
-from massieu.ops import packed
+from massieu.ops import packed_rows
 
 LENGTHS = {
     "equal": ([4, 4, 4], None),
@@ -228,12 +228,12 @@ def test_memory_follows_the_documents(backend: str) -> None:
 
 
 def test_buckets_pad_little_and_keep_long_documents_apart() -> None:
-    short = packed.buckets(ops.Documents.of_lengths([5, 9, 6, 8] * 100), 1, packed.MOVED)
+    short = packed_rows.buckets(ops.Documents.of_lengths([5, 9, 6, 8] * 100), 1, packed_rows.MOVED)
     assert [(len(bucket.members), bucket.rows) for bucket in short] == [(400, 9)]
     long = ops.Documents.of_lengths([1000, 900, 1000, 1000])
-    assert [bucket.members for bucket in packed.buckets(long, 8, packed.MOVED)] == [(0,), (1,), (2, 3)]
+    assert [bucket.members for bucket in packed_rows.buckets(long, 8, packed_rows.MOVED)] == [(0,), (1,), (2, 3)]
     # Where moving costs nothing, all equal ones are done together.
-    assert [bucket.members for bucket in packed.buckets(long, 8, 0)] == [(0, 2, 3), (1,)]
+    assert [bucket.members for bucket in packed_rows.buckets(long, 8, 0)] == [(0, 2, 3), (1,)]
 
 
 class _Moves(TorchDispatchMode):

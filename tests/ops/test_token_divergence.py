@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from massieu import ops
 from massieu.ops import score_tiles
-from massieu.ops.token_divergence import _curvature
+from massieu.ops.token_divergence import _phi
 
 token_divergence = sys.modules["massieu.ops.token_divergence"]  # ops has the function of this name
 
@@ -361,7 +361,7 @@ def test_compiled():
 def test_the_curvature_of_exp():
     x = torch.linspace(-1, 1, 2001, dtype=torch.float64)
     exact = torch.tensor([math.fsum(value**n / math.factorial(n) for n in range(2, 25)) for value in x.tolist()])
-    torch.testing.assert_close(_curvature(x), exact.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(_phi(x), exact.double(), rtol=1e-6, atol=0)
 
 
 def test_wrong_calls():

@@ -26,7 +26,7 @@ CALLS = {
 def as_on_cuda(monkeypatch):
     """Rows of bfloat16 are multiplied as they are, whatever the device."""
     for room in (vocabulary, STATISTICS):
-        monkeypatch.setattr(room, "multiplied", lambda row, column: row)
+        monkeypatch.setattr(room, "rows_for_product", lambda row, column: row)
 
 
 @pytest.mark.medium
@@ -40,7 +40,7 @@ def test_which_rows_are_multiplied_as_they_are():
             ("cpu", torch.bfloat16, torch.bfloat16, torch.float32),
         ):
             made = (torch.empty(3, 4, device=device, dtype=dtype) for dtype in (row, column))
-            assert score_tiles.multiplied(*made).dtype == found
+            assert score_tiles.rows_for_product(*made).dtype == found
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -18,7 +18,7 @@ from massieu.nn.heads import added, attention_weights, per_head, with_positions
 from massieu.nn.modules import Number, hold
 from massieu.nn.strategy import Heads, HeadsResult, Request
 from massieu.ops.observed import tell_attention
-from massieu.ops.shapes import sides_of
+from massieu.ops.shapes import window_sides
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
 """From points (key, value), side by side, and their log-weights to a measure."""
@@ -80,7 +80,7 @@ class SoftmaxHeads(Heads):
         self.sink_value = None if sink_value is None else floating("sink_value", sink_value)
         self.window = window
         if window is not None:
-            sides_of(window)
+            window_sides(window)
             reason = "a window needs positions, and added keys have none; use sink"
             self.refused = dict.fromkeys(("add_bias_kv", "add_zero_attn"), reason)
 

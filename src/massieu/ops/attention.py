@@ -7,7 +7,7 @@ from torch import Tensor
 
 from massieu.foundation.guesses import meant
 from massieu.foundation.transforms import in_autocast_dtype
-from massieu.ops import backends, band, packed, reference, tiles
+from massieu.ops import backends, band, packed_rows, reference, tiles
 from massieu.ops import sink as with_sink
 from massieu.ops.cuda.cudnn import CUDNN
 from massieu.ops.cuda.efficient import EFFICIENT
@@ -192,6 +192,6 @@ def of_problem(problem: AttentionProblem, backend: AttentionBackend = "auto") ->
         if backend in ("auto", "flash") and PACKED_FLASH.refuses(problem) is None:
             return PACKED_FLASH.forward(problem)
         # Documents that are padded to one length are masked, which not every backend takes.
-        return packed.apply(lambda part: of_problem(part, backend), problem)
+        return packed_rows.apply(lambda part: of_problem(part, backend), problem)
     chosen = backends.choose(backend, BACKENDS, problem)
     return chosen.forward(problem) if chosen.bands else band.apply(chosen.forward, problem)

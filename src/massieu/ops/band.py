@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from massieu.ops import packed
+from massieu.ops import packed_rows
 from massieu.ops.shapes import AttentionProblem
 
 LEAST, MOST = 64, 512
@@ -28,7 +28,7 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
         others: tensors of the query's shape that go with it.
     """
     if problem.documents is not None:
-        return packed.apply(partial(apply, function), problem, *others)
+        return packed_rows.apply(partial(apply, function), problem, *others)
     if problem.window is None:
         return function(problem, *others)
     low, high = problem.window

@@ -138,7 +138,7 @@ def _with_sink(problem: AttentionProblem, vector: Tensor, product: Tensor) -> Te
 
 def _reference(problem: AttentionProblem, vector: Tensor) -> tuple[Tensor, ...]:
     # Vectors are one more group of queries: their products with the keys are the changes of the scores.
-    both = torch.cat([problem.without_idle().query, vector], dim=2)
+    both = torch.cat([problem.zero_queries_without_key().query, vector], dim=2)
     return reference.in_blocks(replace(problem, query=both), _product)
 
 

@@ -69,7 +69,7 @@ class Fused:
     def _run(
         self, problem: AttentionProblem, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        empty = problem.idle()
+        empty = problem.sees_no_key()
         if empty is not None:
             unknown = torch.compiler.is_compiling() or in_functorch() or query.device.type != "cpu"
             if unknown or bool(empty.any()):

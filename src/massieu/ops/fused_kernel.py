@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from massieu.ops import packed, reference
+from massieu.ops import packed_rows, reference
 from massieu.ops.cuda import rows
 from massieu.ops.differentiable import differentiable
 from massieu.ops.documents import Documents
@@ -95,7 +95,7 @@ def plain(
     problem = AttentionProblem(
         grouped, key, value, mask, scale, is_causal, lead, window, offset=offset, documents=documents
     )
-    run = reference.attention if documents is None else partial(packed.apply, reference.attention)
+    run = reference.attention if documents is None else partial(packed_rows.apply, reference.attention)
     return tuple(problem.restore(result) for result in run(problem))
 
 

@@ -1,8 +1,8 @@
-"""Log-partitions of linear scores, and by how much they exceed one target's score, without the matrix of scores.
+"""Log-partitions of linear scores, and their excess over the score of one target, without the matrix of scores.
 
-Row i gives column j the score ``row_i·column_j``. Two losses are made of it: a vocabulary's (columns are the words) and
-the contrastive ones (columns are the keys). Tiles of scores are computed twice, once in the forward pass and once in the
-backward pass; derivatives beyond the first, forward mode and compiled transforms take plain operations in blocks of rows.
+Row i gives column j the score ``row_i·column_j``. The vocabulary losses (columns are words) and the contrastive losses
+(columns are keys) are made of these. Tiles of scores are computed twice, in the forward and in the backward pass. Second
+derivatives, forward mode and compiled transforms take plain operations in blocks of rows.
 """
 
 from collections.abc import Sequence
@@ -23,59 +23,80 @@ from massieu.foundation.transforms import (
 from massieu.ops import reference, score_tiles
 from massieu.ops.differentiable import differentiable, one_by_one, recomputed
 from massieu.ops.score_tiles import OPTIONS, TENSORS, ScorePlan
-from massieu.ops.shapes import at_once, slices
+from massieu.ops.shapes import scores_per_tile, slices
 
 
 class Direction(NamedTuple):
-    """Results for one direction, a number for each row (or column)."""
+    """Results of rows over columns, or of columns over rows: a number for each row, or each column."""
 
     excess: Tensor
     """log Z minus the score of the target; exactly 0 where the target has all the weight."""
     log_partition: Tensor
 
     def seen_excess(self) -> Tensor:
-        """The excess; 0 for a row that sees nothing, which has nothing to be distinguished from."""
+        """The excess, and 0 for a row that sees no column: its loss is an empty sum."""
         return self.excess.masked_fill(self.log_partition.detach() == -torch.inf, 0.0)
 
 
-def index_tensor(name: str, given: Any, shape: tuple[int, ...], **beside: Tensor) -> Tensor:
-    """64-bit integers of that shape, on the device of the other tensor; a `TypeError` or `ValueError`."""
-    # Wide unsigned integers can be neither compared nor ordered.
-    wide = isinstance(given, Tensor) and given.dtype in (torch.uint16, torch.uint32, torch.uint64)
-    found = integers(name, given.long() if wide else given)
-    check_shape(name, found, shape)
-    check_one_device(**beside, **{name: found})
-    return found.long()
+def index_tensor(name: str, value: Any, shape: tuple[int, ...], **device_of: Tensor) -> Tensor:
+    """Check a tensor of integers, and return it with 64 bits.
+
+    Args:
+        name: of the argument, for messages.
+        shape: that it must have.
+        device_of: a tensor by its name, on whose device it must be.
+
+    Raises:
+        TypeError: not a tensor of integers.
+        ValueError: another shape or device.
+    """
+    if isinstance(value, Tensor) and value.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        # PyTorch can neither compare nor order wide unsigned integers.
+        value = value.long()
+    index = integers(name, value)
+    check_shape(name, index, shape)
+    check_one_device(**device_of, **{name: index})
+    return index.long()
 
 
 def check_places(name: str, places: Tensor, count: int, alternative: str = "") -> None:
-    """Raise a `ValueError` unless each is in 0 … count − 1."""
+    """Raise a `ValueError` unless all places are in 0 … count − 1; `alternative` ends the phrase that names the range."""
     wrong = places[(places < 0) | (places >= count)]
     if len(wrong):
         raise ValueError(f"{name} must be in 0 … {count - 1}{alternative}, got {wrong[0].item()}")
 
 
 def one_number(
-    name: str, given: float | Tensor, dtype: torch.dtype, *, above: float | None = None, **beside: Tensor
+    name: str, value: float | Tensor, dtype: torch.dtype, *, above: float | None = None, **device_of: Tensor
 ) -> float | Tensor:
-    """A number, or a tensor of one as one without dimensions of that dtype, on the device of the other; or an error."""
-    if not isinstance(given, Tensor):
-        return float(number(name, given, above=above))
-    if floating(name, given).numel() != 1:
-        raise ValueError(f"{name} must be one number, got shape {tuple(given.shape)}")
-    check_one_device(**beside, **{name: given})
-    if values_are_known(given):
-        check_range(name, given, above=above)
-    return given.reshape(()).to(dtype)
+    """Check a number, or a tensor with one element, and return a float, or a tensor of no dimension in `dtype`.
+
+    Args:
+        name: of the argument, for messages.
+        above: its strict lower bound.
+        device_of: a tensor by its name, on whose device it must be.
+
+    Raises:
+        TypeError: neither a number nor a floating-point tensor.
+        ValueError: several elements, another device, or out of range.
+    """
+    if not isinstance(value, Tensor):
+        return float(number(name, value, above=above))
+    if floating(name, value).numel() != 1:
+        raise ValueError(f"{name} must be one number, got shape {tuple(value.shape)}")
+    check_one_device(**device_of, **{name: value})
+    if values_are_known(value):
+        check_range(name, value, above=above)
+    return value.reshape(()).to(dtype)
 
 
 def values_are_known(tensor: Tensor) -> bool:
-    """Whether the shapes that follow may depend on values: on the CPU, where looking is no wait, outside transforms."""
+    """Whether shapes may depend on its values: on the CPU, where reading them does not wait, and outside transforms."""
     return tensor.device.type == "cpu" and not in_functorch() and values_are_readable(tensor)
 
 
-class Statistics(NamedTuple):
-    """What is computed for a `ScorePlan` with `above`, a number for each row; the last three without derivatives."""
+class RowStatistics(NamedTuple):
+    """Results of a `ScorePlan` with `above`, a number for each row; the last three have no derivatives."""
 
     excess: Tensor
     log_partition: Tensor
@@ -85,26 +106,27 @@ class Statistics(NamedTuple):
     largest: Tensor
     """The largest score."""
     larger: Tensor
-    """How many scores exceed `above`, that of the target left out."""
+    """How many scores exceed `above`, without the target's."""
 
 
 def log_partitions(plan: ScorePlan) -> tuple[Direction, ...]:
-    """log Σ_j exp(row_i·column_j + bias_j + log_weight_ij) over what row i sees, and its excess over the target's score."""
-    found = compute(plan, plan.log_weight)
-    return tuple(Direction(*found[start : start + 2]) for start in range(0, len(found), 2))
+    """log Σ_j exp(row_i·column_j + bias_j + log_weight_ij) over the columns that row i sees, and its excess over the target's
+    score; one `Direction`, or two with `both`."""
+    results = compute(plan, plan.log_weight)
+    return tuple(Direction(*results[start : start + 2]) for start in range(0, len(results), 2))
 
 
 def compute(plan: ScorePlan, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """All that `massieu.ops.score_tiles.forward` returns, with its derivatives.
+    """The results of `massieu.ops.score_tiles.forward`, with their derivatives.
 
     Args:
-        others: what derivatives may be wanted of beside rows, columns and bias.
+        others: tensors besides rows, columns and bias that may need derivatives, which tiles do not have.
     """
-    weight_gradient = may_be_differentiated(*(other for other in others if other is not None))
+    needs_other_gradient = may_be_differentiated(*(other for other in others if other is not None))
     compiling = torch.compiler.is_compiling()
     function = tiled
-    if weight_gradient or (compiling and in_functorch()) or in_nested_forward_mode():
-        function = plain
+    if needs_other_gradient or (compiling and in_functorch()) or in_nested_forward_mode():
+        function = by_reference
     elif compiling and plan.column_ids is not None:
         # The compiler refuses a custom function that is given one tensor twice.
         plan = plan._replace(column_ids=plan.column_ids.clone())
@@ -112,44 +134,62 @@ def compute(plan: ScorePlan, *others: Tensor | None) -> tuple[Tensor, ...]:
         return function(*plan)
 
 
-def plain(*fields: Any) -> tuple[Tensor, ...]:
-    """The definition, in blocks of rows; (excess, log-partition) of a `ScorePlan`, for both directions one after the other."""
+def by_reference(*fields: Any) -> tuple[Tensor, ...]:
+    """The results of a `ScorePlan` in plain operations, in blocks of rows: the definition, differentiable at every order."""
     plan = ScorePlan(*fields)
     bias = None if plan.bias is None else plan.bias.to(plan.dtype)
     plan = plan._replace(row=plan.row.to(plan.dtype), column=plan.column.to(plan.dtype), bias=bias)
-    return _plain_rows(plan) + (_plain_rows(plan.turned()) if plan.both else ())
+    results = _reference_rows(plan)
+    if plan.both:
+        results += _reference_rows(plan.transposed())
+    return results
 
 
-def _plain_rows(plan: ScorePlan) -> tuple[Tensor, ...]:
+def _reference_rows(plan: ScorePlan) -> tuple[Tensor, ...]:
+    """The results of a plan without `both`."""
     length = len(plan.row)
-    block = max(1, min(length, at_once(reference.BLOCK_PAIRS, plan.row.device) // max(1, len(plan.column))))
-    parts = []
+    block = max(1, min(length, scores_per_tile(reference.BLOCK_PAIRS, plan.row.device) // max(1, len(plan.column))))
+    blocks = []
+    # Without rows one empty block gives results of the right number and dtype.
     for rows in list(slices(length, block)) or [slice(0, 0)]:
-        own = {
-            name: part[rows]
-            for name, part in (("row", plan.row), ("log_weight", plan.log_weight), ("share", plan.share))
-            if part is not None
-        }
-        part = plan._replace(**own)
-        function = partial(_plain_block, rows, part[TENSORS:])
-        parts.append(function(*part[:TENSORS]) if block >= length else recomputed(function, *part[:TENSORS]))
-    return tuple(torch.cat(results) for results in zip(*parts, strict=True))
+        part = plan._replace(
+            row=plan.row[rows],
+            log_weight=None if plan.log_weight is None else plan.log_weight[rows],
+            share=None if plan.share is None else plan.share[rows],
+        )
+        function = partial(_reference_block, rows, part[TENSORS:])
+        tensors = part[:TENSORS]
+        blocks.append(function(*tensors) if block >= length else recomputed(function, *tensors))
+    return tuple(torch.cat(results) for results in zip(*blocks, strict=True))
 
 
-def _plain_block(rows: slice, options: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, ...]:
-    """Of a plan whose rows, log-weights and shares are those of some rows alone."""
+def _reference_block(rows: slice, options: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, ...]:
+    """The results for some rows.
+
+    Args:
+        rows: their numbers.
+        options, tensors: a plan whose row, log-weight and share are those of `rows` alone; target and ids are all rows'.
+    """
     plan = ScorePlan(*tensors, *options)
-    row, column, bias, target, log_weight = plan.row, plan.column, plan.bias, plan.target[rows], plan.log_weight
+    row = plan.row
+    column = plan.column
+    bias = plan.bias
+    target = plan.target[rows]
     with without_autocast(row.device):
-        scores = row @ column.mT if plan.scale == 1 else row @ column.mT * plan.scale
-    weight = scores.new_zeros(()) if bias is None else bias
+        scores = row @ column.mT
+        if plan.scale != 1:
+            scores = scores * plan.scale
+    # Scores and log-weights are kept apart: a log-weight of −∞ in the scores would make their derivatives NaN.
+    bias_weight = scores.new_zeros(()) if bias is None else bias
     if plan.bias_in_score and bias is not None:
-        # A hidden word's score is −inf: as a constant, so that derivatives of what is masked later are numbers.
-        weight = torch.where(bias == -torch.inf, bias.detach(), 0.0)
+        # A hidden word's −∞ becomes a constant log-weight; a finite bias is part of the score.
+        bias_weight = torch.where(bias == -torch.inf, bias.detach(), 0.0)
         scores = scores + bias.masked_fill(bias == -torch.inf, 0.0)
-    logits, bias = scores, weight
+    uncapped = scores
     if plan.softcap is not None:
         scores = plan.softcap * torch.tanh(scores / plan.softcap)
+    weight = bias_weight
+    log_weight = plan.log_weight
     if log_weight is not None and log_weight.dtype == torch.bool:
         weight = torch.where(log_weight, weight, -torch.inf)
     elif log_weight is not None:
@@ -157,40 +197,56 @@ def _plain_block(rows: slice, options: tuple[Any, ...], *tensors: Any) -> tuple[
     hidden = plan.hidden(rows, slice(0, len(column)))
     if hidden is not None:
         weight = torch.where(hidden, -torch.inf, weight)
+    # Where the target is out of range the excess is NaN; index 0 stands in for it until then.
     inside = (target >= 0) & (target < len(column))
     index = torch.where(inside, target, 0)
-    own = scores.gather(1, index.unsqueeze(1)).squeeze(1) if len(column) else scores.sum(1)
-    lost = torch.zeros_like(own)
-    if plan.bias_in_score and plan.bias is not None:
-        lost = lost.masked_fill(bias[index] == -torch.inf, torch.inf)
+    target_score = scores.gather(1, index.unsqueeze(1)).squeeze(1) if len(column) else scores.sum(1)
+    # A hidden target has an infinite excess, added as a constant.
+    infinite = torch.zeros_like(target_score)
+    if plan.bias_in_score and bias is not None:
+        infinite = infinite.masked_fill(bias_weight[index] == -torch.inf, torch.inf)
     if plan.above is not None:
-        larger = ((logits + bias).detach() > plan.above[rows].unsqueeze(1)).to(scores.dtype)
+        larger = ((uncapped + bias_weight).detach() > plan.above[rows].unsqueeze(1)).to(scores.dtype)
         count = larger.sum(1) - torch.where(inside, larger.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
-        excess, *others = _spread(scores + weight, own)
-        return (excess + lost).masked_fill(~inside, torch.nan), *others, count
-    excess = reference.softmax(scores - own.unsqueeze(1), weight)[2]
-    found = (excess + lost).masked_fill(~inside, torch.nan), excess + own
-    spread = plan.spread(slice(0, len(row)), slice(0, len(column)))
-    if spread is None:
-        return found
-    spread = spread.expand_as(scores)
-    gone = torch.zeros_like(scores).masked_fill((weight == -torch.inf) & (spread != 0), torch.inf)
-    fall = torch.where(weight == -torch.inf, gone, (excess + own).unsqueeze(1) - scores)
-    return *found, (spread * fall).sum(1), spread.sum(1)
+        excess, *others = _entropy_results(scores + weight, target_score)
+        return (excess + infinite).masked_fill(~inside, torch.nan), *others, count
+    # log Z of the scores less the target's is the excess itself: no difference of two large numbers is taken.
+    excess = reference.softmax(scores - target_score.unsqueeze(1), weight)[2]
+    results = (excess + infinite).masked_fill(~inside, torch.nan), excess + target_score
+    soft_target = plan.soft_target(slice(0, len(row)), slice(0, len(column)))
+    if soft_target is None:
+        return results
+    soft_target = soft_target.expand_as(scores)
+    # log Z − score is ∞ for a hidden column that is a target, and counts as 0 for other hidden columns, as 0·∞ is NaN.
+    is_hidden = weight == -torch.inf
+    hidden_fall = torch.zeros_like(scores).masked_fill(is_hidden & (soft_target != 0), torch.inf)
+    fall = torch.where(is_hidden, hidden_fall, (excess + target_score).unsqueeze(1) - scores)
+    return *results, (soft_target * fall).sum(1), soft_target.sum(1)
 
 
-def _spread(tilted: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-    """Excess over a score, log Z, entropy, log Z less the largest score, and that, as `score_tiles` forms them."""
-    largest, place = tilted.detach().max(1, keepdim=True)
-    empty = largest == -torch.inf
-    shift = largest.masked_fill(empty, 0.0)
-    weights = (tilted - shift).exp()
-    # The largest one's weight is 1, which would swallow the others'; its derivative is not.
-    rest = weights.scatter(1, place, 0.0).sum(1) + (weights.gather(1, place) - 1).masked_fill(empty, 0.0).squeeze(1)
-    fall = (weights * torch.where(tilted == -torch.inf, 0.0, shift - tilted)).sum(1)
-    empty, shift, surplus = empty.squeeze(1), shift.squeeze(1), rest.log1p()
-    level = (surplus + shift).masked_fill(empty, -torch.inf)
-    return surplus + (shift - own), level, surplus + fall / (1 + rest), surplus, largest.squeeze(1)
+def _entropy_results(scores: Tensor, target_score: Tensor) -> tuple[Tensor, ...]:
+    """Excess over the target's score, log Z, entropy, log Z − the largest score, and the largest score.
+
+    They are formed as in `massieu.ops.score_sums.SplitLogSumExp`, with the largest weight, 1, apart from the others.
+
+    Args:
+        scores: (rows, V), log-weights included.
+    """
+    largest, place = scores.detach().max(1, keepdim=True)
+    sees_nothing = largest == -torch.inf
+    shift = largest.masked_fill(sees_nothing, 0.0)
+    weights = (scores - shift).exp()
+    # The largest weight is left out of the sum, whose small numbers it would swallow. Its value less 1 is 0, and brings its
+    # derivative back.
+    others = weights.scatter(1, place, 0.0).sum(1)
+    rest = others + (weights.gather(1, place) - 1).masked_fill(sees_nothing, 0.0).squeeze(1)
+    fall = (weights * torch.where(scores == -torch.inf, 0.0, shift - scores)).sum(1)
+    shift = shift.squeeze(1)
+    surplus = rest.log1p()
+    log_z = (surplus + shift).masked_fill(sees_nothing.squeeze(1), -torch.inf)
+    excess = surplus + (shift - target_score)
+    entropy = surplus + fall / (1 + rest)
+    return excess, log_z, entropy, surplus, largest.squeeze(1)
 
 
 def _forward(*fields: Any) -> tuple[Tensor, ...]:
@@ -212,5 +268,5 @@ def _gradient(
 
 
 # Each item of vmap has scores of its own, so nothing is lost by doing one after the other.
-tiled = differentiable(_forward, _gradient, plain, tensors=TENSORS, options=OPTIONS, vmap=one_by_one)
-"""`plain` by tiles of scores; derivatives are those in row, column and bias."""
+tiled = differentiable(_forward, _gradient, by_reference, tensors=TENSORS, options=OPTIONS, vmap=one_by_one)
+"""`by_reference` by tiles of scores; derivatives are those in row, column and bias."""

@@ -1,10 +1,11 @@
 """Moments of attention's weights in tiles: few passes over the scores, most of them in place, without gradient.
 
-The twin of the formulas in `moments`; the same numbers to rounding. Only the sums are taken that the wanted moments need.
-Moments under p are those of scores relative to the largest, so that no variance is a difference of large numbers.
+It gives the numbers of `moments`' reference to rounding. Only the sums are computed that the requested moments need. Moments
+under p are those of scores relative to the largest, so that no variance is a difference of large numbers.
 """
 
 from collections.abc import Callable, Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,59 +15,83 @@ from massieu.ops import tiles
 from massieu.ops.shapes import AttentionProblem, hidden_by_position
 from massieu.ops.tiles import HIDDEN, Plan, Slab, Tile
 
-ROWS, KEYS = 256, 1024
-"""Queries a thread and keys of a tile, at most: two float32 buffers of this size fit a second-level cache. Longer tiles are up
-to 1.6 times slower, and so is the product of fewer queries with the keys."""
-
+ROWS = 256
+"""Queries of a tile per thread, at most."""
+KEYS = 1024
+"""Keys of a tile with so many queries. Its two float32 buffers fit a second-level cache; tiles of more keys are up to 1.6 times
+slower, and so is a matrix product of fewer queries with more keys."""
 FEWEST_PAIRS = 1 << 17
-"""Scores of a tile per thread, so that an operation takes longer than its start."""
-
+"""Least scores of a tile per thread, so that an operation takes longer than its start."""
 WEIGHTED_PAIRS_PER_THREAD = 1 << 18
 """Scores of a tile per thread with float log-weights, whose tiles have all keys."""
 
 COUNTED = 1 << 24
-"""Positions below this are float32 numbers."""
+"""Whole numbers up to this are exact in float32."""
 
 Sums = dict[str, Tensor]
-"""Of each query, those that the moments need.
+"""Sums over the keys of each query, by name, each (h, G·rows, 1).
 
-`mean`, `spread`: mean of the scores over visible keys, and root of the sum of their squares about it. `top`: the largest
-score; `position`: its key. With x = score − top, e = exp(x): `total` Σe, `square` (Σe²)^½, `first` Σe·x, `second` Σe·x².
+`mean`, `spread`: mean and root sum of squares of the scores over visible keys. `top`: the largest score; `position`: its
+key. With x = score − top, e = exp(x): `total` Σe, `square` (Σe²)^½, `first` Σe·x, `second` Σe·x².
 """
 
 
+class Formula(NamedTuple):
+    """How a moment follows from the sums."""
+
+    needs: set[str]
+    """Names of the sums."""
+    compute: Callable[[Sums], Tensor]
+    without_key: float
+    """The moment of a query that sees no key."""
+
+
 def _variance(sums: Sums) -> Tensor:
-    """A difference of numbers no larger than itself and log² n: x is relative to the largest score."""
+    """E x² − (E x)². As x is relative to the largest score, both are at most the variance and log² n: few digits cancel."""
     mean = sums["first"] / sums["total"]
     return (sums["second"] / sums["total"] - mean.square_()).clamp_min_(0)
 
 
-Formulas = dict[str, tuple[set[str], Callable[[Sums], Tensor], float]]
+def _entropy(sums: Sums) -> Tensor:
+    """log Z − E score = log Σe − E x, where the largest score cancels."""
+    return sums["total"].log() - sums["first"] / sums["total"]
 
-MOMENTS: Formulas = {
-    "log_partition": ({"top", "total"}, lambda of: of["top"] + of["total"].log(), -torch.inf),
-    "entropy": ({"top", "total", "first"}, lambda of: of["total"].log() - of["first"] / of["total"], 0.0),
-    "mean_score": ({"top", "total", "first"}, lambda of: of["top"] + of["first"] / of["total"], 0.0),
-    "score_variance": ({"top", "total", "first", "second"}, _variance, 0.0),
-    "max_weight": ({"top", "total"}, lambda of: 1 / of["total"], 0.0),
-    "collision": ({"top", "total", "square"}, lambda of: (of["square"] / of["total"]).square_(), 0.0),
-    "prior_log_partition": (set(), lambda of: of["count"].log(), -torch.inf),
-    "prior_mean_score": ({"mean"}, lambda of: of["mean"], 0.0),
-    "prior_score_variance": ({"mean", "top", "spread"}, lambda of: of["spread"].square() / of["count"], 0.0),
-    "max_score": ({"top"}, lambda of: of["top"], -torch.inf),
-    "max_position": ({"top", "position"}, lambda of: of["position"].masked_fill(~of["top"].isfinite(), -1), -1),
-}
-"""What each moment needs, its formula where there are no log-weights, and what it is for a query that sees no key."""
 
-WEIGHTED: Formulas = MOMENTS | {
-    "log_partition": ({"top", "tilt", "total"}, lambda of: of["tilt"] + of["total"].log(), -torch.inf),
-    "entropy": ({"top", "total", "excess"}, lambda of: of["total"].log() - of["excess"] / of["total"], 0.0),
-    "score_variance": ({"top", "total", "first", "deviation"}, lambda of: of["deviation"] / of["total"], 0.0),
-    "prior_log_partition": (set(), lambda of: of["prior"], -torch.inf),
-    "prior_score_variance": ({"mean", "spread"}, lambda of: of["spread"], 0.0),
+def _position(sums: Sums) -> Tensor:
+    return sums["position"].masked_fill(~sums["top"].isfinite(), -1)
+
+
+MOMENTS: dict[str, Formula] = {
+    "log_partition": Formula({"top", "total"}, lambda sums: sums["top"] + sums["total"].log(), -torch.inf),
+    "entropy": Formula({"top", "total", "first"}, _entropy, 0.0),
+    "mean_score": Formula({"top", "total", "first"}, lambda sums: sums["top"] + sums["first"] / sums["total"], 0.0),
+    "score_variance": Formula({"top", "total", "first", "second"}, _variance, 0.0),
+    "max_weight": Formula({"top", "total"}, lambda sums: 1 / sums["total"], 0.0),
+    "collision": Formula({"top", "total", "square"}, lambda sums: (sums["square"] / sums["total"]).square_(), 0.0),
+    "prior_log_partition": Formula(set(), lambda sums: sums["count"].log(), -torch.inf),
+    "prior_mean_score": Formula({"mean"}, lambda sums: sums["mean"], 0.0),
+    "prior_score_variance": Formula(
+        {"mean", "top", "spread"}, lambda sums: sums["spread"].square() / sums["count"], 0.0
+    ),
+    "max_score": Formula({"top"}, lambda sums: sums["top"], -torch.inf),
+    "max_position": Formula({"top", "position"}, _position, -1),
 }
-"""The same with float log-weights w: `tilt` is the largest x + w, e = exp(x + w − tilt), `excess` Σe·(x + w − tilt) and
-`deviation` Σe·(x − E_p x)², `tilt` with the largest score added; `spread` is a variance under the prior."""
+"""Formulas without float log-weights: every visible key counts the same."""
+
+WEIGHTED: dict[str, Formula] = MOMENTS | {
+    "log_partition": Formula({"top", "tilt", "total"}, lambda sums: sums["tilt"] + sums["total"].log(), -torch.inf),
+    "entropy": Formula(
+        {"top", "total", "excess"}, lambda sums: sums["total"].log() - sums["excess"] / sums["total"], 0.0
+    ),
+    "score_variance": Formula(
+        {"top", "total", "first", "deviation"}, lambda sums: sums["deviation"] / sums["total"], 0.0
+    ),
+    "prior_log_partition": Formula(set(), lambda sums: sums["prior"], -torch.inf),
+    "prior_score_variance": Formula({"mean", "spread"}, lambda sums: sums["spread"], 0.0),
+}
+"""Formulas with float log-weights w. With m the largest x + w of a query, e = exp(x + w − m): `excess` is Σe·(x + w − m),
+`deviation` is Σe·(x − E_p x)², and `tilt` is m + top. `spread` is the variance of the scores under the prior, and `prior` its
+log-partition."""
 
 Names = tuple[str, ...]
 
@@ -84,26 +109,34 @@ def moments(names: Names, problem: AttentionProblem) -> tuple[Tensor, ...]:
     return _run(Plan.of(problem, WEIGHTED_PAIRS_PER_THREAD, buffers=3), WEIGHTED, names, _weighted)
 
 
-def _run(plan: Plan, formulas: Formulas, names: Names, sums_of: Callable[[Slab, Set[str]], Sums]) -> tuple[Tensor, ...]:
-    """Moments by the sums that `sums_of` finds for a slab."""
-    needed = set() if plan.problem.value is None else {"top", "total"}
-    needed.update(*(formulas[name][0] for name in names))
+def _run(
+    plan: Plan, formulas: dict[str, Formula], names: Names, sums_of: Callable[[Slab, Set[str]], Sums]
+) -> tuple[Tensor, ...]:
+    """Moments from sums.
+
+    Args:
+        sums_of: of a slab and names, the sums of these names; it also fills the slab's product.
+    """
+    chosen = [formulas[name] for name in names]
+    # The product is that of exp(score − top), divided by their sum.
+    needed: set[str] = set() if plan.problem.value is None else {"top", "total"}
+    needed.update(*(formula.needs for formula in chosen))
 
     def work(slab: Slab) -> list[Tensor]:
-        found = sums_of(slab, needed)
-        return [formulas[name][1](found) for name in names]
+        sums = sums_of(slab, needed)
+        return [formula.compute(sums) for formula in chosen]
 
-    return plan.run(work, [formulas[name][2] for name in names])
+    return plan.run(work, [formula.without_key for formula in chosen])
 
 
-def _space(slab: Slab, needed: Set[str]) -> Sums:
-    """Where the sums of a slab go."""
-    return {name: slab.new(1, dtype=torch.int64 if name == "position" else None)[0] for name in needed}
+def _empty_sums(slab: Slab, names: Set[str]) -> Sums:
+    """Tensors for the sums of these names, not filled, each (b·Hk, G·rows, 1)."""
+    return {name: slab.new(1, dtype=torch.int64 if name == "position" else None)[0] for name in names}
 
 
 def _counted(slab: Slab, needed: Set[str]) -> Sums:
     """The sums where every visible key counts the same."""
-    sums = _space(slab, needed) | {"count": slab.per_query(slab.seen.count).clamp_min(1)}
+    sums = _empty_sums(slab, needed) | {"count": slab.per_query(slab.seen.count).clamp_min(1)}
     of_heads: Sums = {}
     for tile in slab.tiles() if needed else ():
         # The tiles of the same heads follow each other, from their first keys to the last.
@@ -220,16 +253,19 @@ def _weighted(slab: Slab, needed: Set[str]) -> Sums:
     """The sums with float log-weights."""
     weight = _float_weight(slab)
     top = weight.amax(-1, keepdim=True)
+    # The prior is the softmax of the log-weights; all zeros for a query that sees no key.
     prior = (weight - top.masked_fill(top == -torch.inf, 0.0)).exp_()
     total = prior.sum(-1, keepdim=True)
-    level = slab.per_query((total.log() + top).squeeze(-1))
+    prior_log_partition = slab.per_query((total.log() + top).squeeze(-1))
     prior.div_(total.masked_fill_(total == 0, 1.0))
     weight = weight.masked_fill(weight == -torch.inf, HIDDEN)
-    found = _space(slab, needed) | {"prior": level}
-    for tile in slab.tiles() if needed else ():
-        sums = {name: numbers[tile.heads] for name, numbers in found.items()}
-        _summarise_weighted(tile, tile.of_heads(weight), tile.of_heads(prior), sums)
-    return found
+    sums = _empty_sums(slab, needed)
+    sums["prior"] = prior_log_partition
+    if needed:
+        for tile in slab.tiles():
+            tile_sums = {name: numbers[tile.heads] for name, numbers in sums.items()}
+            _summarise_weighted(tile, tile.select_heads(weight), tile.select_heads(prior), tile_sums)
+    return sums
 
 
 def lowest_exponent(dtype: torch.dtype) -> float:
@@ -239,17 +275,25 @@ def lowest_exponent(dtype: torch.dtype) -> float:
 
 def _float_weight(slab: Slab) -> Tensor:
     """Log-weights of a slab's visible keys, shape (#b, #Hk, #G, #rows, keys), causality and window in them."""
-    problem, seen, rows = slab.plan.problem, slice(slab.seen.first, slab.seen.last), slab.rows
-    weight = tiles.slab_weight(problem, slab.batch, rows)
+    problem = slab.plan.problem
+    rows = slab.rows
+    seen = slice(slab.seen.first, slab.seen.last)
+    weight = tiles.slab_log_weight(problem, slab.batch, rows)
     assert weight is not None
     weight = weight[..., seen].to(problem.dtype)
     hidden = hidden_by_position(problem.band, rows.start, rows.stop - rows.start, problem.key.shape[2], weight.device)
-    return weight if hidden is None else torch.where(hidden[:, seen], -torch.inf, weight)
+    if hidden is None:
+        return weight
+    return torch.where(hidden[:, seen], -torch.inf, weight)
 
 
 def _summarise_weighted(tile: Tile, log_weight: Tensor, prior: Tensor, sums: Sums) -> None:
-    scores, (products, weights) = tile.scores, tile.scratch
-    wide, wide_products = tile.spread_out(scores), tile.spread_out(products)
+    """The sums of a tile with float log-weights, `HIDDEN` for hidden pairs, and their softmax."""
+    scores = tile.scores
+    products, weights = tile.scratch
+    # The same numbers in the layout of log-weights: (b, Hk, G, rows, keys), or (1, h, G, rows, keys).
+    split_scores = tile.split_heads(scores)
+    split_products = tile.split_heads(products)
     tile.hide()
     top = scores.amax(-1, keepdim=True)
     scores.sub_(top)
@@ -257,24 +301,25 @@ def _summarise_weighted(tile: Tile, log_weight: Tensor, prior: Tensor, sums: Sum
         sums["top"].copy_(top)
     if "position" in sums:
         sums["position"].copy_(_first_largest(scores, products) + tile.slab.seen.first)
+    # Scores are x = score − top from here on, and 0 for hidden pairs.
     tile.clear(scores)
     if "mean" in sums:
-        torch.mul(wide, prior, out=wide_products)
+        torch.mul(split_scores, prior, out=split_products)
         torch.sum(products, -1, keepdim=True, out=sums["mean"]).add_(top)
     if "spread" in sums:
         torch.sub(scores, sums["mean"] - top, out=weights)
-        torch.mul(tile.spread_out(weights), prior, out=wide_products)
+        torch.mul(tile.split_heads(weights), prior, out=split_products)
         torch.sum(products.mul_(weights), -1, keepdim=True, out=sums["spread"])
     if "total" not in sums:
         return
-    torch.add(wide, log_weight, out=wide_products)
-    tilt = products.amax(-1, keepdim=True)
-    products.sub_(tilt).clamp_min_(lowest_exponent(scores.dtype))
+    torch.add(split_scores, log_weight, out=split_products)
+    largest = products.amax(-1, keepdim=True)
+    products.sub_(largest).clamp_min_(lowest_exponent(scores.dtype))
     torch.mul(products, LOG2_E, out=weights).exp2_()
     tile.clear(weights)
     torch.sum(weights, -1, keepdim=True, out=sums["total"])
     if "tilt" in sums:
-        torch.add(top, tilt, out=sums["tilt"])
+        torch.add(top, largest, out=sums["tilt"])
     if "square" in sums:
         torch.linalg.vector_norm(weights, dim=-1, keepdim=True, out=sums["square"])
     if "excess" in sums:

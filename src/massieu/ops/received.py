@@ -20,8 +20,18 @@ from massieu.ops import sink as with_sink
 from massieu.ops.attention import AttentionBackend, of_problem
 from massieu.ops.differentiable import recomputed
 from massieu.ops.documents import Documents
-from massieu.ops.shapes import AttentionProblem, Band, Scale, Sink, Window, check_problem, hidden_by_position, slices
-from massieu.ops.tiles import may_look
+from massieu.ops.shapes import (
+    AttentionProblem,
+    Band,
+    Scale,
+    Sink,
+    Window,
+    as_visible,
+    check_problem,
+    hidden_by_position,
+    slices,
+)
+from massieu.ops.tiles import can_sync
 
 
 class AttentionReceivedResult(NamedTuple):
@@ -79,109 +89,159 @@ def attention_received(
         query, key, None, log_weight, scale, is_causal, window, softcap, sink, None, query_offset, documents
     )
     if isinstance(problem.scale, Tensor) or problem.scale <= 0:
-        # Rounded once, for both passes alike.
+        # Both passes must see the same scores: a backend could round scale·query in the first and scale·key in the second.
         problem = replace(problem, query=problem.scaled_query(), key=problem.key.to(problem.dtype), scale=1.0)
-    (log_z,) = of_problem(problem, backend)
+    (log_z,) = of_problem(problem, backend)  # (B, Hk, G, L)
     if problem.sink is not None:
         log_z = with_sink.shares(log_z, problem)[0]
-    totals = _by_documents(problem, log_z, backend)
-    wholes = [total.sum(-1, keepdim=True) for total in totals]
-    shares = [total / whole.masked_fill(whole == 0, 1.0) for total, whole in zip(totals, wholes, strict=True)]
-    total, share = (one[0] if len(one) == 1 else torch.cat(one, dim=3) for one in (totals, shares))
+    totals = _document_totals(problem, log_z, backend)
+    shares = []
+    for total in totals:
+        sum_of_keys = total.sum(-1, keepdim=True)
+        # Where no query sees a key all totals are 0, and so must the shares be.
+        shares.append(total / sum_of_keys.masked_fill(sum_of_keys == 0, 1.0))
     shape = (*problem.lead[:-1], problem.key.shape[2])
-    return AttentionReceivedResult(total.reshape(shape), share.reshape(shape))
+    return AttentionReceivedResult(_along_row(totals).reshape(shape), _along_row(shares).reshape(shape))
 
 
-def _by_documents(problem: AttentionProblem, log_z: Tensor, backend: AttentionBackend) -> list[Tensor]:
-    """What each key receives from queries of these log-partitions, ``(B, Hk, G, N)`` for each document."""
-    documents, totals = problem.documents, []
+def _along_row(parts: list[Tensor]) -> Tensor:
+    """Numbers of the documents' keys, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim=3)
+
+
+def _document_totals(problem: AttentionProblem, log_z: Tensor, backend: AttentionBackend) -> list[Tensor]:
+    """What each key receives, ``(B, Hk, G, N)`` for each document.
+
+    Args:
+        log_z: of each query, ``(B, Hk, G, L)``.
+    """
+    documents = problem.documents
     if documents is None:
         return [_received(problem, log_z, backend)]
-    both = documents.query_boundaries, documents.key_boundaries
-    for rows, keys in zip(*(starmap(slice, pairwise(boundaries)) for boundaries in both), strict=True):
+    query_slices = starmap(slice, pairwise(documents.query_boundaries))
+    key_slices = starmap(slice, pairwise(documents.key_boundaries))
+    totals = []
+    for rows, keys in zip(query_slices, key_slices, strict=True):
         part = replace(problem.narrow(rows, keys), documents=None)
-        none = log_z.new_zeros(*part.query.shape[:3], part.key.shape[2])
-        totals.append(_received(part.with_least_band(), log_z[..., rows], backend) if part.pairs else none)
+        if part.pairs:
+            totals.append(_received(part.with_least_band(), log_z[..., rows], backend))
+        else:
+            totals.append(log_z.new_zeros(*part.query.shape[:3], part.key.shape[2]))
     return totals
 
 
 def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBackend) -> Float[Tensor, "B Hk G N"]:
-    length, keys = problem.query.shape[3], problem.key.shape[2]
+    """What each key receives in one document, or without documents."""
+    length = problem.query.shape[3]
+    keys = problem.key.shape[2]
     if keys == 0:
         return log_z[..., :0]
-    seen = min(keys, length + problem.offset) if problem.is_causal else keys
-    if seen < keys:
-        # No query sees what comes after the last of them.
-        early = _received(problem.narrow(slice(length), slice(seen)), log_z, backend)
-        return F.pad(early, (0, keys - seen))
-    weight, query, level, lost = problem.log_weight, problem.query, -log_z, None
-    # With a sink a query that sees no key has a log Z all the same.
-    silent, shut = ~log_z.isfinite(), problem.idle()
-    silent = silent if shut is None else silent | shut
-    if not may_look(silent.device) or not values_are_readable(silent) or some(silent):
-        # Such queries give nothing here; a log Z that is no number is shown to the keys in the end.
-        lost = log_z.isnan() | (log_z == torch.inf)
-        lost = lost if shut is None else lost & ~shut
-        level = level.masked_fill(silent, -torch.inf)
-        query = query.masked_fill(silent.unsqueeze(-1), 0.0)
+    last_seen = min(keys, length + problem.offset) if problem.is_causal else keys
+    if last_seen < keys:
+        # No query sees a key after the last query's own place.
+        early = _received(problem.narrow(slice(length), slice(last_seen)), log_z, backend)
+        return F.pad(early, (0, keys - last_seen))
+    query = problem.query
+    level = -log_z
+    # A query gives nothing where its log Z is no number. With a sink log Z is finite also where it sees no key.
+    gives_nothing = ~log_z.isfinite()
+    sees_no_key = problem.sees_no_key()
+    if sees_no_key is not None:
+        gives_nothing = gives_nothing | sees_no_key
+    undefined = None
+    if not can_sync(gives_nothing.device) or not values_are_readable(gives_nothing) or some(gives_nothing):
+        # These queries are left out of the sums, so that 0·NaN cannot arise; the keys that see an undefined one get NaN last.
+        undefined = log_z.isnan() | (log_z == torch.inf)
+        if sees_no_key is not None:
+            undefined = undefined & ~sees_no_key
+        level = level.masked_fill(gives_nothing, -torch.inf)
+        query = query.masked_fill(gives_nothing.unsqueeze(-1), 0.0)
+    weight = problem.log_weight
     if weight is not None and weight.shape[4] == 1 != weight.shape[3]:
-        # Booleans of queries have said all that they say: which are shut.
+        # One log-weight for each query joins its level. A boolean one needs nothing more: `gives_nothing` includes it.
         if weight.is_floating_point():
-            level = (level + weight.squeeze(4)).masked_fill(silent, -torch.inf)
+            level = (level + weight.squeeze(4)).masked_fill(gives_nothing, -torch.inf)
         weight = None
     problem = replace(problem, query=query, log_weight=weight)
     if weight is not None and weight.shape[3] != 1:
-        return _by_pairs(problem, level, lost, weight, backend)
+        return _received_by_pairs(problem, level, undefined, weight, backend)
+    # log Σ_i exp(s_in − log Z_i) of each key n, to which its own log-weight is added.
     (log_sum,) = of_problem(_exchanged(problem, level), backend)
-    log_sum = log_sum.flip(3) if problem.is_causal else log_sum
-    log_sum, kept = log_sum.view(*query.shape[:3], keys), None
+    if problem.is_causal:
+        log_sum = log_sum.flip(3)
+    log_sum = log_sum.view(*query.shape[:3], keys)
+    is_nan = None if undefined is None else _seen_by_any(undefined, problem.band, keys)
     if weight is not None:
         weight = weight.squeeze(3)
-        kept = weight if weight.dtype == torch.bool else weight != -torch.inf
-        log_sum = log_sum.masked_fill(~kept, -torch.inf) if weight is kept else log_sum + weight
-    touched = None if lost is None else _touched(lost, problem.band, keys)
-    return _total(log_sum, touched if touched is None or kept is None else touched & kept)
+        visible = as_visible(weight)
+        if weight.dtype == torch.bool:
+            log_sum = log_sum.masked_fill(~visible, -torch.inf)
+        else:
+            log_sum = log_sum + weight
+        if is_nan is not None:
+            is_nan = is_nan & visible
+    return _total(log_sum, is_nan)
 
 
 def _exchanged(problem: AttentionProblem, level: Tensor) -> AttentionProblem:
-    """Keys over queries of log-weight `level`, for each query head; where causal, both in reverse."""
+    """Attention of the keys, as queries, over the queries, as keys of log-weight `level`; a head for each query head.
+
+    Where causal, key n is seen by the queries from n − offset on, and causality cannot hide what comes before. In reverse
+    order it can: place n of the keys then sees the places up to n + offset + L − N of the queries.
+    """
     key = problem.key.unsqueeze(2).expand(*problem.query.shape[:3], -1, -1).flatten(1, 2)
-    query, level, window = problem.query.flatten(1, 2), level.flatten(1, 2), problem.window
+    query = problem.query.flatten(1, 2)
+    level = level.flatten(1, 2)
+    offset = 0
     if problem.is_causal:
-        key, query, level = key.flip(2), query.flip(2), level.flip(2)
+        key = key.flip(2)
+        query = query.flip(2)
+        level = level.flip(2)
+        offset = problem.offset + query.shape[2] - key.shape[2]
+    window = problem.window
     return replace(
         problem,
         query=key.unsqueeze(2),
         key=query,
         log_weight=level[:, :, None, None],
-        offset=problem.offset + query.shape[2] - key.shape[2] if problem.is_causal else 0,
+        offset=offset,
         window=None if window is None else (-window[1], -window[0]),
         sink=None,
     )
 
 
-def _by_pairs(
-    problem: AttentionProblem, level: Tensor, lost: Tensor | None, weight: Tensor, backend: AttentionBackend
+def _received_by_pairs(
+    problem: AttentionProblem, level: Tensor, undefined: Tensor | None, weight: Tensor, backend: AttentionBackend
 ) -> Float[Tensor, "B Hk G N"]:
-    """The same where each query and key has its log-weight: some keys at a time, so that no sum of two is kept."""
-    band, (length, keys) = problem.band, weight.shape[3:]
+    """The same for a log-weight per query and key.
+
+    Blocks of keys are computed one after the other, and again in the backward pass: level + weight, of the scores' size, is
+    held for one block only.
+    """
+    length, keys = weight.shape[3:]
     exchanged = _exchanged(replace(problem, is_causal=False, window=None), level)
     # From (#B, #Hk, #G, L, N) to (#B, #Hk·G, 1, N, L).
     heads = (1, 1) if weight.shape[1] == weight.shape[2] == 1 else problem.query.shape[1:3]
     weight = weight.mT.expand(-1, *heads, -1, -1).flatten(1, 2).unsqueeze(2)
+    band = problem.band
     if band is not None:
-        band = -band[1], length if band[0] is None else -band[0]
-    lost = None if lost is None else lost.flatten(1, 2)[:, :, None, None]
-    rows = max(1, reference.BLOCK_PAIRS * keys // max(problem.pairs, 1))
+        # Query i sees key n if low ≤ n − i ≤ high, so key n is seen by queries n − high … n − low.
+        low, high = band
+        band = -high, length if low is None else -low
+    if undefined is not None:
+        undefined = undefined.flatten(1, 2)[:, :, None, None]
+    keys_per_block = max(1, reference.BLOCK_PAIRS * keys // max(problem.pairs, 1))
     totals = []
-    for part in slices(keys, rows):
-        own = exchanged.narrow(part, slice(length))
-        block = partial(_of_some_keys, replace(own, log_weight=None), band, part.start, backend)
-        totals += recomputed(block, own.query, own.key, own.log_weight, weight[:, :, :, part], lost)
+    for key_slice in slices(keys, keys_per_block):
+        part = exchanged.narrow(key_slice, slice(length))
+        block = partial(_received_by_block, replace(part, log_weight=None), band, key_slice.start, backend)
+        totals += recomputed(block, part.query, part.key, part.log_weight, weight[:, :, :, key_slice], undefined)
     return torch.cat(totals, dim=3).view(*problem.query.shape[:3], keys)
 
 
-def _of_some_keys(
+def _received_by_block(
     problem: AttentionProblem,
     band: Band,
     first: int,
@@ -190,30 +250,43 @@ def _of_some_keys(
     key: Tensor,
     level: Tensor,
     weight: Tensor,
-    lost: Tensor | None,
+    undefined: Tensor | None,
 ) -> tuple[Tensor]:
-    kept = weight if weight.dtype == torch.bool else weight.detach() != -torch.inf
+    """What some keys receive: the exchanged `query`, numbered from `first`. All tensors are of the exchanged problem."""
+    visible = as_visible(weight.detach())
     hidden = hidden_by_position(band, first, query.shape[3], key.shape[2], query.device)
-    kept = kept if hidden is None else kept & ~hidden
-    level = level if weight.dtype == torch.bool else level + weight
-    level = level.masked_fill(~kept | (level == -torch.inf), -torch.inf)
-    # Whatever computed the sums, their derivatives here are the reference's: no other has one for a log-weight per pair.
-    backend = "reference" if may_be_differentiated(query, key, level) else backend
+    if hidden is not None:
+        visible = visible & ~hidden
+    if weight.dtype != torch.bool:
+        level = level + weight
+    level = level.masked_fill(~visible | (level == -torch.inf), -torch.inf)
+    # Derivatives are the reference's, whatever computed log Z: no other backend has one for a log-weight per pair.
+    if may_be_differentiated(query, key, level):
+        backend = "reference"
     (log_sum,) = of_problem(replace(problem, query=query, key=key, log_weight=level), backend)
-    return (_total(log_sum, None if lost is None else (kept & lost).any(-1)),)
+    is_nan = None if undefined is None else (visible & undefined).any(-1)
+    return (_total(log_sum, is_nan),)
 
 
-def _total(log_sum: Tensor, touched: Tensor | None) -> Tensor:
-    """exp(log_sum), and NaN, with a gradient of NaN, where a query gives no number."""
+def _total(log_sum: Tensor, is_nan: Tensor | None) -> Tensor:
+    """exp(log_sum), and NaN where `is_nan`. A product with NaN has NaN as gradient too, which a masked fill would hide."""
     total = log_sum.exp()
-    return total if touched is None else total * torch.where(touched, torch.nan, 1.0).to(total.dtype)
+    if is_nan is None:
+        return total
+    return total * torch.where(is_nan, torch.nan, 1.0).to(total.dtype)
 
 
-def _touched(lost: Bool[Tensor, "B Hk G L"], band: Band, keys: int) -> Bool[Tensor, "B Hk G #N"]:
-    """Which keys any of these queries sees by position."""
+def _seen_by_any(marked: Bool[Tensor, "B Hk G L"], band: Band, keys: int) -> Bool[Tensor, "B Hk G #N"]:
+    """Whether any of the marked queries sees a key by position."""
     if band is None:
-        return lost.any(-1, keepdim=True)
-    (low, high), length = band, lost.shape[-1]
-    before, key = F.pad(lost.cumsum(-1), (1, 0)), torch.arange(keys, device=lost.device)
-    last = before[..., -1:] if low is None else before[..., (key - low + 1).clamp(0, length)]
-    return last > before[..., (key - high).clamp(0, length)]
+        return marked.any(-1, keepdim=True)
+    low, high = band
+    length = marked.shape[-1]
+    key = torch.arange(keys, device=marked.device)
+    # Queries key − high … key − low see the key: cumulative counts tell whether one of them is marked.
+    count_before = F.pad(marked.cumsum(-1), (1, 0))
+    if low is None:
+        end = count_before[..., -1:]
+    else:
+        end = count_before[..., (key - low + 1).clamp(0, length)]
+    return end > count_before[..., (key - high).clamp(0, length)]

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.differentiable import recomputed
-from massieu.ops.shapes import AttentionProblem, Band, at_once, hidden_by_position, slices
+from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position, scores_per_tile, slices
 
 BLOCK_PAIRS = 1 << 21
-"""Scores that are held at once on the CPU; `at_once` says how many on a device. Of each there are up to ten numbers in a
-backward pass. A smaller problem is one block, without recomputation."""
+"""Scores that are held at once on the CPU; elsewhere `scores_per_tile` says how many. The backward pass holds up to ten numbers
+for each. A smaller problem is one block, without recomputation."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -36,7 +36,7 @@ class Reference:
 
 def attention(problem: AttentionProblem) -> tuple[Tensor, ...]:
     """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
-    *output, log_z = in_blocks(problem.without_idle(), _attention)
+    *output, log_z = in_blocks(problem.zero_queries_without_key(), _attention)
     return *(part.to(problem.query.dtype) for part in output), log_z
 
 
@@ -95,7 +95,7 @@ def in_blocks(problem: AttentionProblem, function: Function) -> tuple[Tensor, ..
     query, key, value = problem.scaled_query(), problem.key.to(problem.dtype), problem.value
     value = None if value is None else value.to(problem.dtype)
     length = query.shape[3]
-    rows = max(1, min(length, at_once(BLOCK_PAIRS, query.device) * length // max(problem.pairs, 1)))
+    rows = max(1, min(length, scores_per_tile(BLOCK_PAIRS, query.device) * length // max(problem.pairs, 1)))
     if rows >= length:
         return _block(function, problem.softcap, problem.band, 0, query, key, problem.log_weight, value)
     results = []

@@ -115,7 +115,7 @@ def _draw(
         size = torch.where(log_z == -torch.inf, 0.0, 1 / share.square().sum(-1))
         return _inverse(weights, rows, log_z == -torch.inf), size
 
-    index, size = reference.in_blocks(problem.without_idle(), weigh)
+    index, size = reference.in_blocks(problem.zero_queries_without_key(), weigh)
     return index, size, offspring
 
 

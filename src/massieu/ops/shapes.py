@@ -45,16 +45,16 @@ class AttentionProblem:
     window: tuple[int, int] | None = None
     """(low, high): query i sees keys i + low … i + high. Then `is_causal` is False: it is a high of 0."""
     offset: int = 0
-    """Of causality: query i sees keys up to i + offset. A window has it in."""
+    """With `is_causal`, query i sees keys up to i + offset. A window includes it."""
     softcap: float | None = None
     sink: Float[Tensor, "#B #Hk #G #L"] | Float[Tensor, ""] | None = None
     sink_value: Float[Tensor, "#B #Hk #G #L E"] | Float[Tensor, "E"] | None = None
     documents: Documents | None = None
-    """Of a packed row; causality and a window then go by positions in a document."""
+    """Documents of a packed row; causality and a window then count positions within a document."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What log-scale results are computed in."""
+        """The dtype in which log-scale results are computed."""
         return working_dtype(self.query)
 
     @property
@@ -73,10 +73,13 @@ class AttentionProblem:
 
     def narrow(self, rows: slice, keys: slice) -> "AttentionProblem":
         """Some of the queries and some of the keys, numbered anew; the window is left as it is."""
-        weight, scale = self.log_weight, self.scale
-        if weight is not None:
-            weight = weight[..., rows, :] if weight.shape[3] > 1 else weight
-            weight = weight[..., keys] if weight.shape[4] > 1 else weight
+        weight = self.log_weight
+        scale = self.scale
+        # A dimension of size 1 is broadcast, and stays.
+        if weight is not None and weight.shape[3] > 1:
+            weight = weight[..., rows, :]
+        if weight is not None and weight.shape[4] > 1:
+            weight = weight[..., keys]
         if isinstance(scale, Tensor) and scale.ndim > 0 and scale.shape[3] > 1:
             scale = scale[..., rows, :]
         return replace(
@@ -94,36 +97,43 @@ class AttentionProblem:
         return (None, self.offset) if self.is_causal else self.window
 
     def with_least_band(self) -> "AttentionProblem":
-        """The same, its window as causality or as nothing where it hides no more than that."""
-        return replace(self, **positions(self.band, self.query.shape[3], self.key.shape[2]))
+        """The same problem in its simplest form: a window that hides no more than causality, or nothing, is replaced."""
+        return replace(self, **band_fields(self.band, self.query.shape[3], self.key.shape[2]))
 
-    def idle(self) -> Bool[Tensor, "#B #Hk #G L"] | None:
-        """Which queries see no key; None where that cannot be."""
-        weight, band = self.log_weight, self.band
-        length, keys = self.query.shape[3], self.key.shape[2]
+    def sees_no_key(self) -> Bool[Tensor, "#B #Hk #G L"] | None:
+        """True for queries that see no key; None if every query sees one, which causality alone ensures."""
+        weight = self.log_weight
+        band = self.band
+        length = self.query.shape[3]
+        keys = self.key.shape[2]
         if weight is None and self.window is None:
             return None
         if weight is None:
-            kept = torch.ones(1, 1, 1, 1, keys, dtype=torch.bool, device=self.query.device)
+            visible = torch.ones(1, 1, 1, 1, keys, dtype=torch.bool, device=self.query.device)
         else:
-            kept = weight.detach() if weight.dtype == torch.bool else weight.detach() != -torch.inf
+            visible = as_visible(weight.detach())
         if band is None:
-            return ~kept.any(-1)
-        if kept.shape[3] != 1:
-            hidden = hidden_by_position(band, 0, length, keys, kept.device)
-            return ~(kept & ~hidden).any(-1)  # pyright: ignore[reportOptionalOperand]
-        # One mask of keys for all queries: how many are kept below either end of each query's band.
-        before = F.pad(kept.expand(*kept.shape[:-1], keys).squeeze(3).cumsum(-1), (1, 0))
-        query = torch.arange(length, device=kept.device)
+            return ~visible.any(-1)
+        if visible.shape[3] != 1:
+            hidden = hidden_by_position(band, 0, length, keys, visible.device)
+            return ~(visible & ~hidden).any(-1)  # pyright: ignore[reportOptionalOperand]
+        # One mask of keys for all queries. A query sees no key if as many keys are visible before its band's high end as
+        # before its low end: cumulative counts take memory linear in queries and keys.
+        count_before = F.pad(visible.expand(*visible.shape[:-1], keys).squeeze(3).cumsum(-1), (1, 0))
+        query = torch.arange(length, device=visible.device)
         low, high = band
-        below = 0 if low is None else before[..., (query + low).clamp(0, keys)]
-        return before[..., (query + high + 1).clamp(0, keys)] == below
+        below = 0 if low is None else count_before[..., (query + low).clamp(0, keys)]
+        return count_before[..., (query + high + 1).clamp(0, keys)] == below
 
-    def without_idle(self) -> "AttentionProblem":
-        """Queries that see no key take no part, in no result and no gradient of another: zeros, so that no NaN of theirs
-        meets a key or a weight of 0."""
-        empty = None if self.pairs == 0 else self.idle()
-        return self if empty is None else replace(self, query=self.query.masked_fill(empty.unsqueeze(-1), 0.0))
+    def zero_queries_without_key(self) -> "AttentionProblem":
+        """The same problem with zeros for queries that see no key.
+
+        Such a query has no part in any result or gradient. A NaN in it would: 0·NaN is NaN.
+        """
+        empty = None if self.pairs == 0 else self.sees_no_key()
+        if empty is None:
+            return self
+        return replace(self, query=self.query.masked_fill(empty.unsqueeze(-1), 0.0))
 
 
 Band = tuple[int | None, int] | None
@@ -136,33 +146,45 @@ def slices(length: int, size: int) -> Iterator[slice]:
         yield slice(first, min(length, first + size))
 
 
-def at_once(pairs: int, device: torch.device) -> int:
-    """How many scores to work on at a time: so many on the CPU, 2²⁵ (128 MiB in float32) on a device, to keep it busy."""
+def scores_per_tile(pairs: int, device: torch.device) -> int:
+    """How many scores to work on at a time: `pairs` on the CPU, at least 2²⁵ elsewhere (128 MiB in float32).
+
+    Smaller pieces would leave an accelerator idle between them.
+    """
     return pairs if device.type == "cpu" else max(pairs, 1 << 25)
+
+
+def as_visible(log_weight: Tensor) -> Bool[Tensor, "..."]:
+    """True where a log-weight, boolean or float, shows the key: a float of −∞ hides it."""
+    if log_weight.dtype == torch.bool:
+        return log_weight
+    return log_weight != -torch.inf
 
 
 def hidden_by_position(
     band: Band, first: int, rows: int, keys: int, device: torch.device
 ) -> Bool[Tensor, "rows keys"] | None:
-    """Which keys a band hides from queries first … first + rows − 1; None if no key."""
+    """True for the keys 0 … keys − 1 that a band hides from queries first … first + rows − 1; None without a band."""
     if band is None:
         return None
     low, high = band
     key = torch.arange(keys, device=device)
     query = torch.arange(first, first + rows, device=device).unsqueeze(1)
-    return key > query + high if low is None else (key < query + low) | (key > query + high)
+    if low is None:
+        return key > query + high
+    return (key < query + low) | (key > query + high)
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
-    """What log-scale results are computed in: float64 for float64, else float32."""
+    """The dtype of log-scale results: float64 for float64, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 class CallLayout(NamedTuple):
-    """The sizes of a call, and how its tensors come to the common layout."""
+    """The sizes of a call, and how its tensors are brought to the common layout."""
 
     batch: tuple[int, ...]
-    """The caller's, of any number of dimensions."""
+    """The caller's batch dimensions, any number of them."""
     key_heads: int
     group: int
     length: int
@@ -172,27 +194,37 @@ class CallLayout(NamedTuple):
 
     @staticmethod
     def of(query: Tensor, key: Tensor) -> "CallLayout":
-        """Of tensors that fit each other."""
-        grouped, key_heads = query.ndim > key.ndim, key.shape[-3]
+        """The layout of a query and a key whose shapes were checked."""
+        grouped = query.ndim > key.ndim
+        key_heads = key.shape[-3]
         group = query.shape[-3] if grouped else query.shape[-3] // key_heads
-        return CallLayout(tuple(key.shape[:-3]), key_heads, group, query.shape[-2], key.shape[-2], grouped)
+        return CallLayout(
+            batch=tuple(key.shape[:-3]),
+            key_heads=key_heads,
+            group=group,
+            length=query.shape[-2],
+            keys=key.shape[-2],
+            grouped=grouped,
+        )
 
-    def one_batch(self, tensor: Tensor, others: int) -> Tensor:
-        """From ``(#*batch, ...)`` to ``(#B, ...)``, with so many other dimensions."""
+    def flatten_batch(self, tensor: Tensor, others: int) -> Tensor:
+        """From ``(#*batch, ...)`` to ``(#B, ...)``, where ``...`` are `others` dimensions."""
         if len(self.batch) == 1:
             return tensor
-        batch, rest = tensor.shape[:-others], tensor.shape[-others:]
+        batch = tensor.shape[:-others]
+        rest = tensor.shape[-others:]
         if all(size == 1 for size in batch):
             return tensor.reshape(1, *rest)
         return tensor.expand(*self.batch, *rest).flatten(0, len(self.batch) - 1)
 
-    def heads_apart(self, tensor: Tensor) -> Tensor:
+    def split_heads(self, tensor: Tensor) -> Tensor:
         """From ``(#*batch, #H, ·, ·)`` or ``(#*batch, #Hk, #G, ·, ·)`` to ``(#B, #Hk, #G, ·, ·)``."""
         if self.grouped:
-            return self.one_batch(tensor, 4)
-        tensor = self.one_batch(tensor, 3)
-        one = tensor.shape[1] == 1 or self.group == 1
-        return tensor.unsqueeze(2) if one else tensor.unflatten(1, (self.key_heads, self.group))
+            return self.flatten_batch(tensor, 4)
+        tensor = self.flatten_batch(tensor, 3)
+        if tensor.shape[1] == 1 or self.group == 1:
+            return tensor.unsqueeze(2)
+        return tensor.unflatten(1, (self.key_heads, self.group))
 
 
 def check_problem(
@@ -212,13 +244,18 @@ def check_problem(
     """Check every argument and bring it to the common layout.
 
     Raises:
-        TypeError: something is not a tensor, not floating-point, of another dtype than the query, or an option of
-            another type.
-        ValueError: shapes or devices that do not fit, or an option out of its range; the message names them.
+        TypeError: an argument is not a tensor, not floating-point or not of the query's dtype, or an option has another
+            type.
+        ValueError: shapes or devices do not fit, or an option is out of its range; the message names them.
     """
-    check_alike(query=query, key=key, **({} if value is None else {"value": value}))
+    tensors = {"query": query, "key": key}
+    if value is not None:
+        tensors["value"] = value
+    check_alike(**tensors)
     _check_shapes(query, key, value)
-    layout, dtype, band = CallLayout.of(query, key), working_dtype(query), check_band(is_causal, window, query_offset)
+    layout = CallLayout.of(query, key)
+    dtype = working_dtype(query)
+    band = check_band(is_causal, window, query_offset)
     if documents is not None:
         check_documents(documents, layout.length, layout.keys)
     if softcap is not None:
@@ -226,12 +263,12 @@ def check_problem(
         check_fits("softcap", softcap, dtype)
     if sink_value is not None:
         if sink is None or value is None:
-            raise ValueError("sink_value needs a sink, whose value it is, and values of the keys")
+            raise ValueError("sink_value needs a sink and values of the keys: give sink and value too")
         sink_value = _layout_per_query("sink_value", sink_value, query, layout, value.shape[-1]).to(dtype)
     return AttentionProblem(
-        query=layout.heads_apart(query),
-        key=layout.one_batch(key, 3),
-        value=None if value is None else layout.one_batch(value, 3),
+        query=layout.split_heads(query),
+        key=layout.flatten_batch(key, 3),
+        value=None if value is None else layout.flatten_batch(value, 3),
         log_weight=None if log_weight is None else layout_log_weight(log_weight, query, layout),
         scale=_layout_scale(scale, query, layout),
         lead=tuple(query.shape[:-1]),
@@ -239,22 +276,32 @@ def check_problem(
         sink=_layout_sink(sink, dtype, query, layout),
         sink_value=sink_value,
         documents=None if documents is None else documents.constant(),
-        **positions(band, layout.length, layout.keys),
+        **band_fields(band, layout.length, layout.keys),
     )
 
 
 def check_band(is_causal: bool, window: Window, query_offset: int) -> "Band":
-    """Which keys a query sees by its position; a `TypeError` or `ValueError` for an argument that cannot be."""
+    """The band of keys that a query sees by its position.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a negative offset or window.
+    """
     flag("is_causal", is_causal)
     offset = whole_number("query_offset", query_offset, least=0)
     if window is None:
         return (None, offset) if is_causal else None
-    left, right = sides_of(window)
+    left, right = window_sides(window)
     return offset - left, offset + (0 if is_causal else right)
 
 
-def sides_of(window: int | tuple[int, int]) -> tuple[int, int]:
-    """How many keys a window has to the left and to the right; a `TypeError` or `ValueError` for what is no window."""
+def window_sides(window: int | tuple[int, int]) -> tuple[int, int]:
+    """How many keys a window has to the left and to the right.
+
+    Raises:
+        TypeError: neither a whole number nor a pair of them.
+        ValueError: a negative number.
+    """
     sides = window if isinstance(window, tuple) else (window, window)
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
         raise TypeError(f"window must be a whole number or a pair of them, got {described(window)}")
@@ -263,31 +310,41 @@ def sides_of(window: int | tuple[int, int]) -> tuple[int, int]:
     return sides
 
 
-def positions(band: "Band", length: int, keys: int) -> dict[str, Any]:
-    """`is_causal`, `offset` and `window` of a problem: of a band whose first query sees a key, what hides one."""
-    causal, offset, window = False, 0, None
-    if band is not None and band[0] is not None and length - 1 + band[0] > 0:
-        window = band
-    elif band is not None and band[1] < keys - 1:
-        # Nothing is hidden before any query, and something after the first.
-        causal, offset = True, band[1]
-    return {"is_causal": causal, "offset": offset, "window": window}
+def band_fields(band: "Band", length: int, keys: int) -> dict[str, Any]:
+    """A band as `is_causal`, `offset` and `window` of an `AttentionProblem`, in the simplest form that hides the same keys.
+
+    The first query must see a key.
+    """
+    if band is not None:
+        low, high = band
+        # The last query's low end is beyond key 0: some key is hidden before a query.
+        if low is not None and length - 1 + low > 0:
+            return {"is_causal": False, "offset": 0, "window": band}
+        if high < keys - 1:
+            return {"is_causal": True, "offset": high, "window": None}
+    return {"is_causal": False, "offset": 0, "window": None}
 
 
 def check_alike(mixed: bool = False, /, **tensors: Any) -> None:
-    """Floating-point tensors on one device and, unless `mixed`, of one dtype; a `TypeError` or `ValueError`."""
+    """Check floating-point tensors that are computed together.
+
+    Raises:
+        TypeError: not a floating-point tensor, or, unless `mixed`, different dtypes.
+        ValueError: different devices.
+    """
     (first, like), *_ = tensors.items()
     for name, tensor in tensors.items():
         dtype = floating(name, tensor).dtype
         if dtype != like.dtype and not mixed:
             raise TypeError(f"{first} and {name} must have one dtype, got {like.dtype} and {dtype}")
-    # Nearly always they are, and small calls take microseconds.
+    # `check_one_device` is slow beside a small call, which takes microseconds.
     if any(tensor.device != like.device for tensor in tensors.values()):
         check_one_device(**tensors)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
-    q, k = tuple(query.shape), tuple(key.shape)
+    q = tuple(query.shape)
+    k = tuple(key.shape)
     if len(k) < 3:
         raise ValueError(f"key must have shape (*batch, H, N, D), got {k}")
     grouped = len(q) == len(k) + 1
@@ -312,18 +369,24 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None) -> None:
 
 
 def layout_log_weight(log_weight: Tensor, query: Tensor, layout: CallLayout) -> Tensor:
-    """A log-weight in the common layout; a `TypeError` or `ValueError` where it does not fit."""
+    """A log-weight in the common layout.
+
+    Raises:
+        TypeError: neither floating-point nor boolean.
+        ValueError: another device than the query's, or a shape that does not broadcast to (*query.shape[:-1], N).
+    """
     floating("log_weight", log_weight, or_boolean=True)
     check_one_device(query=query, log_weight=log_weight)
-    wanted = (*query.shape[:-1], layout.keys)
+    full_shape = (*query.shape[:-1], layout.keys)
     shape = tuple(log_weight.shape)
-    padded = (1,) * (len(wanted) - len(shape)) + shape
-    # A four-dimensional weight would silently line its batch up with the key heads of a five-dimensional query.
-    too_vague = layout.grouped and 2 < len(shape) < len(wanted)
-    if len(shape) > len(wanted) or too_vague or any(a not in (1, b) for a, b in zip(padded, wanted, strict=True)):
-        form = f"; give all dimensions, {len(wanted)}" if too_vague else ""
-        raise ValueError(f"log_weight must broadcast to {wanted} for query {tuple(query.shape)}, got {shape}{form}")
-    return layout.heads_apart(log_weight.reshape(padded))
+    padded = (1,) * (len(full_shape) - len(shape)) + shape
+    fits = len(shape) <= len(full_shape) and all(a in (1, b) for a, b in zip(padded, full_shape, strict=True))
+    # A four-dimensional weight would silently align its batch with the key heads of a five-dimensional query.
+    is_ambiguous = layout.grouped and 2 < len(shape) < len(full_shape)
+    if not fits or is_ambiguous:
+        hint = f"; give all {len(full_shape)} dimensions" if is_ambiguous else ""
+        raise ValueError(f"log_weight must broadcast to {full_shape} for query {tuple(query.shape)}, got {shape}{hint}")
+    return layout.split_heads(log_weight.reshape(padded))
 
 
 def _layout_scale(scale: Scale, query: Tensor, layout: CallLayout) -> float | Tensor:
@@ -346,26 +409,32 @@ def _layout_sink(sink: Sink, dtype: torch.dtype, query: Tensor, layout: CallLayo
     return torch.full((), float(sink), dtype=dtype, device=query.device)
 
 
-def _layout_per_query(name: str, given: Tensor, query: Tensor, layout: CallLayout, size: int | None = None) -> Tensor:
-    """What is given once, one a head, or one a query: ``(#B, #Hk, #G, #L, 1)``, or of no dimension, if it is a number.
+def _layout_per_query(name: str, tensor: Tensor, query: Tensor, layout: CallLayout, size: int | None = None) -> Tensor:
+    """A number or a vector for the whole call, for each head, or for each query, in the common layout.
 
     Args:
-        size: of a vector; then the last dimension, which is there in all forms.
+        size: of a vector, the last dimension in every form; None for a number.
+
+    Returns:
+        One for the whole call: of no dimension, or (size,). Else ``(#B, #Hk, #G, #L, 1 or size)``.
     """
-    floating(name, given)
-    check_one_device(query=query, **{name: given})
-    heads, last, shape = layout.key_heads * layout.group, () if size is None else (size,), tuple(given.shape)
+    floating(name, tensor)
+    check_one_device(query=query, **{name: tensor})
+    heads = layout.key_heads * layout.group
+    last = () if size is None else (size,)
+    shape = tuple(tensor.shape)
     if shape == last or (shape == (1,) and size is None):
-        return given.reshape(last).to(query.device)
+        return tensor.reshape(last).to(query.device)
     if shape == (heads, *last):
-        return given.reshape(1, layout.key_heads, layout.group, 1, *(last or (1,)))
-    wanted = (*query.shape[:-1], size or 1)
-    fits = len(shape) == len(wanted) and all(a in (1, b) for a, b in zip(shape[:-1], wanted[:-1], strict=True))
-    if not fits or shape[-1] != wanted[-1]:
-        forms = (
-            f"one number, {heads} (one a head)" if size is None else f"of shape {last}, {(heads, size)} (one a head)"
-        )
+        return tensor.reshape(1, layout.key_heads, layout.group, 1, *(last or (1,)))
+    full_shape = (*query.shape[:-1], size or 1)
+    fits = len(shape) == len(full_shape) and all(a in (1, b) for a, b in zip(shape[:-1], full_shape[:-1], strict=True))
+    if not fits or shape[-1] != full_shape[-1]:
+        if size is None:
+            forms = f"one number, {heads} (one a head)"
+        else:
+            forms = f"of shape {last}, {(heads, size)} (one a head)"
         raise ValueError(
-            f"{name} must be {forms} or broadcast to {wanted} for query {tuple(query.shape)}, got shape {shape}"
+            f"{name} must be {forms} or broadcast to {full_shape} for query {tuple(query.shape)}, got shape {shape}"
         )
-    return layout.heads_apart(given)
+    return layout.split_heads(tensor)

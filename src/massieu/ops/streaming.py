@@ -20,7 +20,7 @@ from massieu.ops.attention import AttentionResult
 from massieu.ops.attention import attention as block_attention
 from massieu.ops.differentiable import BlockSum
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import AttentionProblem, Scale, at_once, check_problem, slices
+from massieu.ops.shapes import AttentionProblem, Scale, check_problem, scores_per_tile, slices
 from massieu.ops.store import AtomStore
 
 __all__ = ["attention", "log_partition"]
@@ -200,7 +200,7 @@ def _share_gradients(*arguments: Any) -> tuple[Tensor, ...]:
     if grad_moment is not None:
         base = base - (grad_moment * mean).sum(-1, keepdim=True)
     result = torch.zeros_like(eta)
-    atoms = max(1, at_once(TILE_PAIRS, eta.device) // max(1, eta.shape[1] * eta.shape[2]))
+    atoms = max(1, scores_per_tile(TILE_PAIRS, eta.device) // max(1, eta.shape[1] * eta.shape[2]))
     for tile in slices(points.shape[1], atoms):
         key = points[:, tile]
         weights = (eta @ key.mT).sub_(level)

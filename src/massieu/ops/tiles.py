@@ -14,7 +14,7 @@ from torch import Tensor
 
 from massieu.foundation.numerics import exp_
 from massieu.foundation.transforms import in_functorch, may_be_differentiated
-from massieu.ops.shapes import AttentionProblem, Band, at_once, hidden_by_position, slices
+from massieu.ops.shapes import AttentionProblem, Band, hidden_by_position, scores_per_tile, slices
 
 HIDDEN = -1e30
 """Stands for −inf where 0·score must stay 0."""
@@ -29,7 +29,8 @@ class Blocks:
     """A backend that works in tiles."""
 
     forward: Callable[..., tuple[Tensor, ...]]
-    name, bands = "blocks", False
+    name = "blocks"
+    bands = False
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
         """Why tiles cannot take this problem."""
@@ -74,26 +75,33 @@ class Plan:
     buffers: Tensor
     """(number, scores of a tile): what a tile works in, its scores first, and the next tile uses again."""
     keys: int
-    """Keys of a tile, at most, where it has as many queries as a slab may have."""
+    """Most keys of a tile that has as many queries as a slab may have."""
 
     @staticmethod
     def of(problem: AttentionProblem, pairs_per_thread: int, buffers: int, keys: int | None = None) -> "Plan":
-        """Tiles of so many scores a thread of the CPU, or for a device, and of at least a query's of one key head.
+        """Plan tiles of a problem.
 
         Args:
-            keys: of a tile on the CPU, at most, where there are many queries; all if not given, and on other devices.
+            problem: its tensors are copied where they are not contiguous or not of the working dtype.
+            pairs_per_thread: scores of a tile for each thread of the CPU. A tile has at least the scores of one query
+                position in one key head.
+            buffers: how many buffers of a tile's size its work needs.
+            keys: most keys of a tile on the CPU, where there are many queries. None, and other devices: all keys.
         """
-        query, scale = problem.query.to(problem.dtype), problem.scale
+        query = problem.query.to(problem.dtype)
+        scale = problem.scale
         if isinstance(scale, Tensor):
-            query, scale = (query * scale).to(problem.dtype), 1.0
-        key, value = (
-            None if part is None else part.to(problem.dtype).contiguous() for part in (problem.key, problem.value)
-        )
-        assert key is not None
+            # `torch.baddbmm` takes one number as factor, so a scale per head or query goes into the query.
+            query = (query * scale).to(problem.dtype)
+            scale = 1.0
+        key = problem.key.to(problem.dtype).contiguous()
+        value = problem.value
+        if value is not None:
+            value = value.to(problem.dtype).contiguous()
         if keys is None or query.device.type != "cpu":
             keys = key.shape[2]
         keys = min(keys, key.shape[2])
-        pairs = at_once(pairs_per_thread * torch.get_num_threads(), query.device)
+        pairs = scores_per_tile(pairs_per_thread * torch.get_num_threads(), query.device)
         capacity = max(pairs, query.shape[2] * keys)
         space = query.new_empty(buffers, min(capacity, problem.pairs))
         return Plan(
@@ -102,34 +110,43 @@ class Plan:
 
     @torch.no_grad()
     def run(self, work: Callable[["Slab"], Sequence[Tensor]], levels: Sequence[float] = ()) -> tuple[Tensor, ...]:
-        """What `work` finds for each slab, as ``(B, Hk, G, L)``; then the slabs' products ``(B, Hk, G, L, E)``, if any.
+        """Results of `work` over all slabs, each ``(B, Hk, G, L)``; then the products ``(B, Hk, G, L, E)`` if there are values.
 
         Args:
-            work: gives numbers (b·Hk, G·rows, 1) of its slab's queries, and fills the slab's product.
-            levels: what these numbers are for queries that see no key, whose product is 0; an integer's are int64.
+            work: returns numbers (b·Hk, G·rows, 1) of its slab's queries, and fills the slab's product.
+            levels: for each of these numbers its value for queries that see no key. The product of such a query is 0.
+                Numbers with an integer level are int64.
         """
-        query, value = self.problem.query, self.problem.value
-        results = [
-            query.new_full(query.shape[:4], level, dtype=torch.int64 if isinstance(level, int) else None)
-            for level in levels
-        ]
-        products = [] if value is None else [query.new_zeros(*query.shape[:4], value.shape[-1])]
+        query = self.problem.query
+        value = self.problem.value
+        results = []
+        for level in levels:
+            dtype = torch.int64 if isinstance(level, int) else None
+            results.append(query.new_full(query.shape[:4], level, dtype=dtype))
+        empty_values = list(levels)
+        if value is not None:
+            results.append(query.new_zeros(*query.shape[:4], value.shape[-1]))
+            empty_values.append(0.0)
         for slab in self._slabs():
-            found = [*work(slab), *([] if slab.product is None else [slab.product])]
-            none = None if slab.seen.keep is None else slab.seen.count == 0
-            for result, numbers, level in zip([*results, *products], found, [*levels, 0.0], strict=False):
+            slab_results = list(work(slab))
+            if slab.product is not None:
+                slab_results.append(slab.product)
+            # Without `keep` every query of the slab sees all keys of it.
+            sees_no_key = None if slab.seen.keep is None else slab.seen.count == 0
+            for result, numbers, empty_value in zip(results, slab_results, empty_values, strict=True):
                 part = slab.of(result)
                 part.copy_(numbers.view(part.shape))
-                if none is not None:
-                    part.masked_fill_(none if part.ndim == 4 else none[..., None], level)
-        return *results, *products
+                if sees_no_key is not None:
+                    part.masked_fill_(sees_no_key if part.ndim == 4 else sees_no_key[..., None], empty_value)
+        return tuple(results)
 
     def _slabs(self) -> Iterator["Slab"]:
-        """Slabs without a visible key are left out."""
+        """All slabs that have a visible key."""
         problem = self.problem
         batch, key_heads, group, length, _ = problem.query.shape
         keys = self.keys
-        items, rows = max(1, self.capacity // (key_heads * group * length * keys)), length
+        items = max(1, self.capacity // (key_heads * group * length * keys))
+        rows = length
         weight = problem.log_weight
         if problem.band is not None or (weight is not None and weight.shape[3] > 1):
             # Short blocks skip more of what a causal mask hides; longer ones multiply faster, and a device waits for
@@ -137,17 +154,21 @@ class Plan:
             short = max(128, min(256, length // 8))
             full = self.capacity // (key_heads * group * keys)
             rows = min(rows, short if problem.query.device.type == "cpu" else max(short, full))
+        # A tile has one key head at least, with all query heads that share it.
         rows = min(rows, max(1, self.capacity // (group * keys)))
-        for part in slices(batch, items if rows == length else 1):
-            for some in slices(length, rows):
-                seen = _visible(problem, part, some)
+        for batch_slice in slices(batch, items if rows == length else 1):
+            for row_slice in slices(length, rows):
+                seen = _visible(problem, batch_slice, row_slice)
                 if seen.last > seen.first:
-                    yield Slab(self, part, some, seen)
+                    yield Slab(self, batch_slice, row_slice, seen)
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Some items, all heads, some queries: what shares one look at the mask. Pairs (item, key head) are one index."""
+    """Some items, all heads, some queries: the part of a problem whose mask is read once.
+
+    Pairs (item, key head) are one index, as are pairs (query head that shares the key head, query).
+    """
 
     plan: Plan
     batch: slice
@@ -183,7 +204,7 @@ class Slab:
         return tensor[self.batch, :, self.seen.first : self.seen.last].flatten(0, 1)
 
     def of(self, result: Tensor) -> Tensor:
-        """The slab's part of ``(B, Hk, G, L, ...)``."""
+        """The slab's part of ``(B, Hk, G, L, ...)``, a view."""
         return result[self.batch, :, :, self.rows]
 
     def fold(self, tensor: Tensor) -> Tensor:
@@ -199,76 +220,100 @@ class Slab:
         return numbers.expand(self.shape).reshape(*self.query.shape[:2], 1)
 
     def weight(self) -> Tensor | None:
-        """Float log-weights, 0 for the hidden pairs that `Tile.hide` takes care of; None if all are 0 or there are none."""
-        weight = slab_weight(self.plan.problem, self.batch, self.rows)
+        """Float log-weights of the visible keys, shape (#b, #Hk, #G, #rows, keys); None if they change no score.
+
+        A log-weight of −∞ is 0 here: `Tile.hide` hides those pairs.
+        """
+        weight = slab_log_weight(self.plan.problem, self.batch, self.rows)
         if weight is None or weight.dtype == torch.bool:
             return None
         weight = weight[..., self.seen.first : self.seen.last].to(self.query.dtype)
         weight = weight.masked_fill(weight == -torch.inf, 0.0)
-        return None if may_look(weight.device) and not bool(weight.any()) else weight
+        if can_sync(weight.device) and not bool(weight.any()):
+            return None
+        return weight
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """What puts the scores of hidden pairs far below every other, shape (#b, #Hk, #G, #rows, mixed)."""
-        return None if self.seen.keep is None else (1 - self.seen.keep) * HIDDEN
+        """0 for visible pairs and `HIDDEN` for others, to be added to scores; shape (#b, #Hk, #G, #rows, mixed)."""
+        if self.seen.keep is None:
+            return None
+        return (1 - self.seen.keep) * HIDDEN
 
     def tiles(self) -> Iterator["Tile"]:
         """The (soft-capped) scores of a few heads at a time, in buffers that the next tile reuses.
 
-        Where a tile has not all keys of its heads, those of the same heads follow each other.
+        Where a tile does not hold all keys, the tiles of the same heads follow each other, in the order of the keys.
         """
-        heads, rows, keys = *self.query.shape[:2], self.key.shape[2]
-        scale, softcap = self.plan.problem.scale, self.plan.problem.softcap
+        count, rows = self.query.shape[:2]
+        keys = self.key.shape[2]
+        scale = self.plan.problem.scale
+        softcap = self.plan.problem.softcap
         assert isinstance(scale, float)
+        factor = scale if softcap is None else scale / softcap
+        # Where a slab has fewer queries than it may, a tile has room for more keys. Tiles of the same heads are of about
+        # equal length, as a short last one would take nearly as long as a full one.
         most_keys = max(self.plan.keys, self.plan.capacity // rows)
-        # Of equal length: a short last one would take nearly as long as a full one.
-        keys_at_once = -(-keys // -(-keys // most_keys))
+        keys_per_tile = math.ceil(keys / math.ceil(keys / most_keys))
         # Several items are only taken together when all their heads fit.
-        heads_at_once = heads if self.shape[0] > 1 else max(1, self.plan.capacity // (rows * keys_at_once))
-        alpha = scale if softcap is None else scale / softcap
-        for some_heads in slices(heads, heads_at_once):
-            for some_keys in slices(keys, keys_at_once):
-                shape = (some_heads.stop - some_heads.start, rows, some_keys.stop - some_keys.start)
+        heads_per_tile = count if self.shape[0] > 1 else max(1, self.plan.capacity // (rows * keys_per_tile))
+        for heads in slices(count, heads_per_tile):
+            for part in slices(keys, keys_per_tile):
+                shape = (heads.stop - heads.start, rows, part.stop - part.start)
                 scores, *scratch = (buffer[: math.prod(shape)].view(shape) for buffer in self.plan.buffers)
-                key = self.key[some_heads, :, some_keys]
-                torch.baddbmm(scores, self.query[some_heads], key, beta=0, alpha=alpha, out=scores)
+                # With beta = 0 the kernel ignores what the buffer holds, NaN too.
+                torch.baddbmm(scores, self.query[heads], self.key[heads, :, part], beta=0, alpha=factor, out=scores)
                 if softcap is not None:
                     scores.tanh_().mul_(softcap)
-                yield Tile(self, some_heads, some_keys, scores, tuple(scratch))
+                yield Tile(self, heads, part, scores, tuple(scratch))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The scores of a few heads of a slab, and of all or some of its keys; hidden pairs hold their true score."""
+    """The scores of a few heads of a slab, for all or some of its keys; those of hidden pairs too until `hide` is called."""
 
     slab: Slab
     heads: slice
     keys: slice
-    """Counted from the first visible key of the slab."""
+    """Counted from the slab's first visible key."""
     scores: Tensor
     """Shape (h, G·rows, keys)."""
     scratch: tuple[Tensor, ...]
     """More buffers of that shape."""
 
-    def spread_out(self, numbers: Tensor) -> Tensor:
-        """A buffer of the tile as (b, h, G, rows, keys), as masks and log-weights are."""
+    def split_heads(self, numbers: Tensor) -> Tensor:
+        """View a buffer of the tile, (h, G·rows, keys), in the layout of masks and log-weights.
+
+        That is (b, Hk, G, rows, keys) for a tile of all heads, else (1, h, G, rows, keys).
+        """
         batch, _, *rest = self.slab.shape
         return numbers.view(batch if self._has_all_heads() else 1, -1, *rest, numbers.shape[-1])
 
-    def of_heads(self, weights: Tensor) -> Tensor:
-        """The part for the tile's heads of what broadcasts to (b, Hk, G, rows, …)."""
-        return weights if self._has_all_heads() or weights.shape[1] == 1 else weights[:, self.heads]
+    def select_heads(self, weights: Tensor) -> Tensor:
+        """The part for the tile's heads of a tensor that broadcasts to (b, Hk, G, rows, …)."""
+        if self._has_all_heads() or weights.shape[1] == 1:
+            return weights
+        return weights[:, self.heads]
 
     def _has_all_heads(self) -> bool:
-        return len(self.scores) == self.slab.shape[0] * self.slab.shape[1]
+        batch, key_heads = self.slab.shape[:2]
+        return len(self.scores) == batch * key_heads
 
     def exponentiate(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Turn scores and log-weights of a slab into weights of which the largest is 1; their logarithm's shift, their sum."""
+        """Replace each score s, with its log-weight w, by exp(s + w − top), so that the largest weight of a query is 1.
+
+        Args:
+            weight: of the slab, as `Slab.weight` returns it.
+
+        Returns:
+            top, the largest s + w of each query, and the sum of its weights, both (h, G·rows, 1): log Z = top + log sum.
+        """
         if weight is not None:
-            self.spread_out(self.scores).add_(self.of_heads(weight))
+            self.split_heads(self.scores).add_(self.select_heads(weight))
         self.hide()
         top = self.scores.amax(-1, keepdim=True)
-        return top, exp_(self.scores.sub_(top)).sum(-1, keepdim=True)
+        total = exp_(self.scores.sub_(top)).sum(-1, keepdim=True)
+        return top, total
 
     def multiply(self, weights: Tensor, total: Tensor) -> None:
         """Put Σ weight·value/total in the slab's product, where there are values."""
@@ -276,14 +321,15 @@ class Tile:
             torch.bmm(weights, self.slab.value[self.heads], out=self.slab.product[self.heads]).div_(total)
 
     def add_product(self, weights: Tensor, kept: Tensor | None) -> None:
-        """Add Σ weight·value to the slab's product, where there are values.
+        """Add Σ weight·value over the tile's keys to the slab's product, where there are values.
 
         Args:
-            kept: the factor of what the product holds from other keys; None where it holds nothing.
+            kept: factor of the sum over the keys before; None for the first keys.
         """
         if self.slab.value is None or self.slab.product is None:
             return
-        value, product = self.slab.value[self.heads, self.keys], self.slab.product[self.heads]
+        value = self.slab.value[self.heads, self.keys]
+        product = self.slab.product[self.heads]
         if kept is None:
             torch.bmm(weights, value, out=product)
         else:
@@ -295,7 +341,7 @@ class Tile:
             self.slab.product[self.heads].div_(total)
 
     def hide(self) -> None:
-        """Put the scores of hidden pairs far below every other."""
+        """Lower the scores of hidden pairs far below all others."""
         self._change_mixed(self.scores, Tensor.add_, self.slab.hidden)
 
     def clear(self, numbers: Tensor) -> None:
@@ -303,32 +349,32 @@ class Tile:
         self._change_mixed(numbers, Tensor.mul_, self.slab.seen.keep)
 
     def count(self) -> Tensor:
-        """How many of the tile's keys each query sees, (h, G·rows, 1)."""
+        """How many of the tile's keys each query sees, (h, G·rows, 1) or one number for all."""
         heads, queries, keys = self.scores.shape
         mixed = self._mixed_keys()
         if self.slab.seen.keep is None or mixed is None:
             return self.scores.new_full((1, 1, 1), keys)
-        kept = self.of_heads(self.slab.seen.keep)[..., mixed.of_mask]
-        counts = kept.sum(-1) + (keys - kept.shape[-1])
+        keep = self.select_heads(self.slab.seen.keep)[..., mixed.of_mask]
+        counts = keep.sum(-1) + (keys - keep.shape[-1])
         batch = self.slab.shape[0] if self._has_all_heads() else 1
         return counts.expand(batch, heads // batch, *self.slab.shape[2:]).reshape(heads, queries, 1)
 
     def _change_mixed(self, numbers: Tensor, change: Callable[[Tensor, Tensor], Tensor], by: Tensor | None) -> None:
-        """Change the part of a buffer for keys that some queries see and some do not."""
+        """Change a buffer in place where some queries see a key and some do not."""
         mixed = self._mixed_keys()
         if by is not None and mixed is not None:
-            change(self.spread_out(numbers)[..., mixed.of_tile], self.of_heads(by)[..., mixed.of_mask])
+            change(self.split_heads(numbers)[..., mixed.of_tile], self.select_heads(by)[..., mixed.of_mask])
 
     def _mixed_keys(self) -> "_MixedKeys | None":
         """Which of the tile's keys some queries see and some do not; None where there are none."""
         seen = self.slab.seen
-        first = max(seen.mixed_first - seen.first, self.keys.start)
+        mask_start = seen.mixed_first - seen.first
+        first = max(mask_start, self.keys.start)
         last = min(seen.mixed_last - seen.first, self.keys.stop)
         if last <= first:
             return None
         of_tile = slice(first - self.keys.start, last - self.keys.start)
-        before = seen.mixed_first - seen.first
-        return _MixedKeys(of_tile, slice(first - before, last - before))
+        return _MixedKeys(of_tile, slice(first - mask_start, last - mask_start))
 
 
 @dataclass(frozen=True)
@@ -341,7 +387,7 @@ class _MixedKeys:
     """Counted from the first key of `Visible.keep`."""
 
 
-def slab_weight(problem: AttentionProblem, batch: slice, rows: slice) -> Tensor | None:
+def slab_log_weight(problem: AttentionProblem, batch: slice, rows: slice) -> Tensor | None:
     """The log-weights of some items and queries, shape (#b, #Hk, #G, #rows, N)."""
     weight = problem.log_weight
     if weight is None:
@@ -355,55 +401,70 @@ def slab_weight(problem: AttentionProblem, batch: slice, rows: slice) -> Tensor 
 
 def _visible(problem: AttentionProblem, batch: slice, rows: slice) -> Visible:
     """Which keys some items and queries see, by causality and window, and by the mask inside these."""
-    keys, device, dtype = problem.key.shape[2], problem.query.device, problem.dtype
+    keys = problem.key.shape[2]
+    device = problem.query.device
+    dtype = problem.dtype
     low, high = problem.band or (None, keys)
-    first, last = 0 if low is None else max(0, rows.start + low), min(keys, rows.stop + high)
+    # Keys first … last − 1 are those that some query sees: from the first query's low end to the last query's high end.
+    first = 0 if low is None else max(0, rows.start + low)
+    last = min(keys, rows.stop + high)
     if last <= first:
         return Visible(torch.zeros(1, 1, 1, 1, dtype=dtype, device=device))
-    # Every query sees the keys between these two.
-    whole = first if low is None else min(last, max(first, rows.stop - 1 + low))
-    end = max(first, min(last, rows.start + high + 1))
-    weight = slab_weight(problem, batch, rows)
+    # Every query sees the keys all_first … all_last − 1: from the last query's low end to the first query's high end.
+    all_first = first if low is None else min(last, max(first, rows.stop - 1 + low))
+    all_last = max(first, min(last, rows.start + high + 1))
+    weight = slab_log_weight(problem, batch, rows)
     if weight is None:
-        if whole == first and end == last:
+        if all_first == first and all_last == last:
             return Visible(torch.full((1, 1, 1, 1), last - first, dtype=dtype, device=device), first, last)
-        mixed_first, mixed_last = end if whole == first else first, whole if end == last else last
+        mixed_first = all_last if all_first == first else first
+        mixed_last = all_first if all_last == last else last
         keep = _inside(problem.band, rows, mixed_first, mixed_last, device).to(dtype)[None, None, None]
-        return Visible(keep.sum(-1) + (last - first - keep.shape[-1]), first, last, mixed_first, mixed_last, keep)
-    kept = weight[..., first:last]
-    kept = kept if kept.dtype == torch.bool else kept != -torch.inf
-    if whole > first or end < last:
-        kept = kept & _inside(problem.band, rows, first, last, device)
-    count = kept.sum(-1).to(dtype)
-    if may_look(device):
-        return _narrowed(kept, count, first)
-    return Visible(count, first, last, first, last, kept.to(dtype))
+        count = keep.sum(-1) + (last - first - keep.shape[-1])
+        return Visible(count, first, last, mixed_first, mixed_last, keep)
+    visible = weight[..., first:last]
+    if visible.dtype != torch.bool:
+        visible = visible != -torch.inf
+    if all_first > first or all_last < last:
+        visible = visible & _inside(problem.band, rows, first, last, device)
+    count = visible.sum(-1).to(dtype)
+    if can_sync(device):
+        return _narrowed(visible, count, first)
+    return Visible(count, first, last, first, last, visible.to(dtype))
 
 
-def may_look(device: torch.device) -> bool:
-    """Whether to look where a mask hides or weighs something: other processors than this one would have to be waited for."""
+def can_sync(device: torch.device) -> bool:
+    """Whether values may be read on the host, to skip what a mask hides: on other devices reading waits for their work."""
     return device.type == "cpu"
 
 
 def _inside(band: Band, rows: slice, first: int, last: int, device: torch.device) -> Tensor:
-    """Whether the band shows queries `rows` keys first … last − 1, shape (rows, keys)."""
+    """Whether each of the queries `rows` sees each of the keys first … last − 1 by the band, shape (rows, keys)."""
     hidden = hidden_by_position(band, rows.start - first, rows.stop - rows.start, last - first, device)
     assert hidden is not None
     return ~hidden
 
 
-def _narrowed(kept: Tensor, count: Tensor, start: int) -> Visible:
-    """What a mask of keys from `start` on shows, by its values."""
-    columns = kept.flatten(0, 3)
-    anywhere = columns.any(0).nonzero()
-    if len(anywhere) == 0:
+def _narrowed(visible: Tensor, count: Tensor, start: int) -> Visible:
+    """The same from a mask of keys `start` …, without the keys at either end that no query sees.
+
+    Args:
+        visible: (#b, #Hk, #G, #rows, keys).
+        count: visible keys of each query.
+        start: number of the mask's first key.
+    """
+    columns = visible.flatten(0, 3)
+    seen_keys = columns.any(0).nonzero()
+    if len(seen_keys) == 0:
         return Visible(count)
-    first, last = int(anywhere[0]), int(anywhere[-1]) + 1
-    partly = (~columns[:, first:last].all(0)).nonzero()
-    if len(partly) == 0:
+    first = int(seen_keys[0])
+    last = int(seen_keys[-1]) + 1
+    mixed_keys = (~columns[:, first:last].all(0)).nonzero()
+    if len(mixed_keys) == 0:
         return Visible(count, start + first, start + last)
-    mixed_first, mixed_last = first + int(partly[0]), first + int(partly[-1]) + 1
-    keep = kept[..., mixed_first:mixed_last].to(count.dtype)
+    mixed_first = first + int(mixed_keys[0])
+    mixed_last = first + int(mixed_keys[-1]) + 1
+    keep = visible[..., mixed_first:mixed_last].to(count.dtype)
     return Visible(count, start + first, start + last, start + mixed_first, start + mixed_last, keep)
 
 
@@ -414,7 +475,8 @@ def attention(problem: AttentionProblem) -> tuple[Tensor, ...]:
 
 
 def _attend(slab: Slab) -> list[Tensor]:
-    log_z, weight = slab.new(), slab.weight()
+    log_z = slab.new()
+    weight = slab.weight()
     for tile in slab.tiles():
         top, total = tile.exponentiate(weight)
         torch.add(top, total.log(), out=log_z[tile.heads])

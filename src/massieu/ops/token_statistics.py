@@ -9,8 +9,8 @@ from torch import Tensor
 
 from massieu.foundation.arguments import whole_number
 from massieu.foundation.transforms import without_autocast
-from massieu.ops.linear_scores import Statistics, check_places, compute, one_number, values_are_known
-from massieu.ops.score_tiles import ScorePlan, multiplied
+from massieu.ops.linear_scores import RowStatistics, check_places, compute, one_number, values_are_known
+from massieu.ops.score_tiles import ScorePlan, rows_for_product
 from massieu.ops.shapes import working_dtype
 from massieu.ops.vocabulary import check_shapes, checked_softcap
 
@@ -101,7 +101,7 @@ def token_statistics(
             # So that nothing of a token that does not count, NaN neither, meets what others share.
             row, words = row.masked_fill(~counted.unsqueeze(1), 0.0), words.where(counted, 0)
         plan = scores(row, weight, bias, words, temperature, checked_softcap(softcap, hidden))
-        result = statistics(Statistics(*compute(plan._replace(above=tie_level(plan)))))
+        result = statistics(RowStatistics(*compute(plan._replace(above=tie_level(plan)))))
         if chosen is not None:
             unknown = of_counted((part.new_zeros(len(counted)) for part in result), torch.zeros_like(counted))
             result = (one.index_copy(0, chosen, part) for one, part in zip(unknown, result, strict=True))
@@ -115,7 +115,7 @@ def of_counted(numbers: Iterable[Tensor], counted: Tensor) -> Iterator[Tensor]:
     return (part.masked_fill(~counted, 0 if part.is_floating_point() else UNRANKED) for part in numbers)
 
 
-def statistics(found: Statistics) -> TokenStatisticsResult:
+def statistics(found: RowStatistics) -> TokenStatisticsResult:
     """Of the tokens that count."""
     level = found.log_partition.detach()
     rank = found.larger.detach().masked_fill(found.excess.detach().isnan(), UNRANKED).long()
@@ -142,7 +142,7 @@ def scores(
     elif temperature != 1:
         scale = 1 / float(temperature)
         bias, softcap = None if bias is None else bias.to(dtype) * scale, None if softcap is None else softcap * scale
-    row = multiplied(row, weight)
+    row = rows_for_product(row, weight)
     return ScorePlan(row, weight, bias, words, bias_in_score=True, softcap=softcap, scale=scale)
 
 

@@ -20,7 +20,7 @@ from massieu.foundation.arguments import (
 from massieu.foundation.transforms import autocasts, without_autocast
 from massieu.ops.documents import Documents
 from massieu.ops.linear_scores import Direction, check_places, compute, index_tensor, values_are_known
-from massieu.ops.score_tiles import ScorePlan, multiplied
+from massieu.ops.score_tiles import ScorePlan, rows_for_product
 from massieu.ops.shapes import check_alike, working_dtype
 
 
@@ -147,7 +147,7 @@ def linear_cross_entropy(
             ones = weight.new_ones(count, dtype=dtype) if factor is None else factor
             terms = torch.stack([(1 - label_smoothing) * ones, label_smoothing / count * ones])
         options = {"bias_in_score": True, "softcap": softcap, "share": share, "terms": terms}
-        plan = ScorePlan(multiplied(rows, weight), weight, bias, words, **options)
+        plan = ScorePlan(rows_for_product(rows, weight), weight, bias, words, **options)
         excess, level, *spread = compute(plan, share, class_weight)
         if share is not None:
             excess, factor = torch.zeros_like(excess), None

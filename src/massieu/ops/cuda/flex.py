@@ -80,7 +80,7 @@ class Flex:
         return BlockSum(of(reference.attention), gradient=gradient)(*learned.values(), known=known)
 
     def _run(self, problem: AttentionProblem) -> Results:
-        problem = problem.without_idle()
+        problem = problem.zero_queries_without_key()
         query, key, scale, weight, heads = (
             problem.query,
             problem.key,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from massieu.ops import packed, reference
+from massieu.ops import packed_rows, reference
 from massieu.ops.backends import Backend
 from massieu.ops.documents import Documents
 from massieu.ops.shapes import AttentionProblem
@@ -131,7 +131,7 @@ def _parted(length: int) -> tuple[int, int, int]:
 def _exact(problem: AttentionProblem) -> tuple[Tensor, ...]:
     if problem.documents is None:
         return reference.attention(problem)
-    return packed.apply(reference.attention, problem)
+    return packed_rows.apply(reference.attention, problem)
 
 
 class Verdict(Protocol):

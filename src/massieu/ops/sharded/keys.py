@@ -16,7 +16,7 @@ from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiat
 from massieu.ops import sink as with_sink
 from massieu.ops.attention import AttentionResult, of_problem
 from massieu.ops.partial import Partial, around, shares
-from massieu.ops.shapes import AttentionProblem, Band, Scale, Sink, Window, check_band, check_problem, positions
+from massieu.ops.shapes import AttentionProblem, Band, Scale, Sink, Window, band_fields, check_band, check_problem
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
 from massieu.ops.sharded.collectives import (
     Peers,
@@ -208,7 +208,7 @@ def _seen(problem: AttentionProblem, band: Band, first: int) -> Partial:
         if end > begin:
             # Queries that see none of these keys belong to the graph too.
             near = None if low is None else low + begin - first, high + begin - first
-            place = positions(near, end - begin, seen) if seen else {}
+            place = band_fields(near, end - begin, seen) if seen else {}
             parts.append(_local(replace(problem.narrow(slice(begin, end), slice(0, seen)), **place)))
     return Partial(*(torch.cat(results, 3) for results in zip(*parts, strict=True))) if parts else _local(problem)
 

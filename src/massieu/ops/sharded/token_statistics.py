@@ -9,7 +9,7 @@ from massieu.foundation.arguments import choice, number
 from massieu.foundation.numerics import logsumexp
 from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import vocabulary
-from massieu.ops.linear_scores import Direction, Statistics, check_places, compute
+from massieu.ops.linear_scores import Direction, RowStatistics, check_places, compute
 from massieu.ops.sharded import rows
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
 from massieu.ops.sharded.collectives import Peers, gather, replicate, total
@@ -114,7 +114,7 @@ def token_statistics(
             above = rows.everyone(rows.answers(above.unsqueeze(-1), lengths, shard)[..., 0].sum(0), lengths, shard)
         else:
             above = total(above, shard)
-        part = Statistics(*compute(plan._replace(above=above)))
+        part = RowStatistics(*compute(plan._replace(above=above)))
         held = rows.held(Direction(*part[:2]), plan.row.to(plan.dtype), weight, plan.bias, mine, place)
         numbers = [held, part.log_partition, part.entropy, part.surplus.detach(), part.larger.detach()]
         numbers = torch.stack(numbers, -1)
@@ -128,7 +128,7 @@ def token_statistics(
     return TokenStatisticsResult(*(part.reshape(target.shape) for part in result))
 
 
-def _merged(numbers: Tensor, holder: Tensor) -> Statistics:
+def _merged(numbers: Tensor, holder: Tensor) -> RowStatistics:
     """The statistics over all words, from what each process says of its own.
 
     Args:
@@ -143,4 +143,4 @@ def _merged(numbers: Tensor, holder: Tensor) -> Statistics:
     share = (-lag).exp().where(seen, 0.0)
     excess = (held + lag).gather(0, holder.unsqueeze(0)).squeeze(0)
     largest = (surplus + lag).masked_fill(~seen, torch.inf).amin(0)
-    return Statistics(excess, logsumexp(level.mT), (share * (entropy + lag)).sum(0), largest, largest, count.sum(0))
+    return RowStatistics(excess, logsumexp(level.mT), (share * (entropy + lag)).sum(0), largest, largest, count.sum(0))
