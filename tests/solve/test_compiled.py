@@ -97,7 +97,7 @@ def test_other_dampings_compile_in_one_process():
         return solve(query, memory, method=method).value
 
     compiled = torch.compile(value, fullgraph=True, backend="eager")
-    inputs = normal(3, 4, seed=1), normal(6, 4)
+    inputs = normal(3, 4, seed=1).requires_grad_(), normal(6, 4)
     for damping in (1.0, 0.5):
         method = Picard(damping=damping)
         torch.testing.assert_close(compiled(*inputs, method), value(*inputs, method), rtol=1e-9, atol=1e-12)
