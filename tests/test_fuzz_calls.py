@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "fuzz_calls.py"
-CALLS = 1_000
+CALLS = 600
 
 
 @pytest.mark.slow

@@ -188,13 +188,3 @@ def test_a_strategy_of_ones_own():
     torch.testing.assert_close(
         output, module.out_proj(tokens.mean(1, keepdim=True) @ module.in_proj_weight[16:].T).expand(2, 5, 8)
     )
-
-
-@pytest.mark.slow
-def test_solved_strategies_of_other_dampings_compile_in_one_process():
-    """A second damping must not become an input of the graph, which its loops cannot have."""
-    tokens = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
-    for heads in (ImplicitHeads(), TAPHeads()):
-        module = Attention(4, 1, batch_first=True, heads=heads)
-        compiled = torch.compile(module, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(tokens, is_causal=True)[0], module(tokens, is_causal=True)[0])

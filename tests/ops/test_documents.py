@@ -300,13 +300,11 @@ def test_autocast() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lengths", "backend"), [("equal", "inductor"), ("mixed", "aot_eager"), ("long and short keys", "aot_eager")]
-)
-def test_compiled(lengths: str, backend: str) -> None:
+@pytest.mark.parametrize("lengths", ["equal", "mixed", "long and short keys"])
+def test_compiled(lengths: str) -> None:
     documents, leaves = made(lengths, torch.float32)
     compiled = torch.compile(
-        lambda *t: ops.attention(*t, documents=documents, is_causal=True), fullgraph=True, backend=backend
+        lambda *t: ops.attention(*t, documents=documents, is_causal=True), fullgraph=True, backend="aot_eager"
     )
     compare(compiled(*leaves), list(ops.attention(*leaves, documents=documents, is_causal=True)), leaves, torch.float32)
 

@@ -6,9 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support.rows import some_slow
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
 from massieu.ops import score_tiles
@@ -92,6 +89,9 @@ def largest(graphs):
 
 def compiled_with_graphs(function):
     """The compiled function, and the graphs of its forward and backward passes as the compiler gets them."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
     graphs: list[GraphModule] = []
 
     def keep(graph, inputs):
@@ -131,6 +131,8 @@ def test_no_graph_holds_the_scores(problem):
 
 @pytest.mark.slow
 def test_one_graph_for_any_number_of_tokens():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(linear_cross_entropy, backend=counter, fullgraph=True, dynamic=True)

@@ -297,7 +297,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     """The command, interrupted while it reads: exit 130, tables of what was read, marked incomplete."""
     out = tmp_path / "out"
     process = subprocess.Popen(
-        [sys.executable, "-m", "massieu.cli", "probe", "--out", str(out), "--statistics", "attention"],
+        [sys.executable, "-m", "massieu.cli", "probe", "--out", str(out), "--statistics", "attention", "--draws", "2"],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None

@@ -1,7 +1,6 @@
 """Results and rendered pages, and the browser that shows them, made once per test run."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,9 +76,12 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChromiumDriver]
     browser.quit()
 
 
-@pytest.fixture
-def open_page(driver: ChromiumDriver, pages: dict[str, str], tmp_path: Path) -> Callable[..., Page]:
-    def opened(kind: str, width: int = 1400, theme: str = "light", address: str = "") -> Page:
+@pytest.fixture(scope="session")
+def new_tab(driver: ChromiumDriver, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Page]:
+    """Closes the tab that is shown and opens another, in which nothing is shown yet."""
+    path = tmp_path_factory.mktemp("page") / "report.html"
+
+    def opened(width: int = 1400, theme: str = "light") -> Page:
         driver.get_log("browser")
         before = driver.current_window_handle
         driver.switch_to.new_window("tab")  # a tab keeps 50 entries of history, and drops those of pages that were left
@@ -92,7 +94,15 @@ def open_page(driver: ChromiumDriver, pages: dict[str, str], tmp_path: Path) -> 
         scheme = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
         driver.get_log("performance")
-        page = Page(driver, tmp_path / "report.html")
+        return Page(driver, path)
+
+    return opened
+
+
+@pytest.fixture(scope="session")
+def open_page(new_tab: Callable[..., Page], pages: dict[str, str]) -> Callable[..., Page]:
+    def opened(kind: str, width: int = 1400, theme: str = "light", address: str = "") -> Page:
+        page = new_tab(width, theme)
         page.open(pages[kind], address)
         return page
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import polars
 import pytest
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.chromium.webdriver import ChromiumDriver
@@ -168,20 +167,6 @@ def test_findings_lead_to_their_map_and_head(open_page: Callable[..., Page]) -> 
     page.run("document.querySelectorAll('.card:nth-child(3) .links button')[2].click()")
     assert page.text("#head-title") == "Layer 5, head 9"
     assert_quiet(page)
-
-
-@pytest.mark.slow
-def test_depth_is_drawn_in_order_with_its_control(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
-    page, layers = open_page("encoder"), results["encoder"].layers
-    assert page.run("document.querySelectorAll('.depth .js-plotly-plot').length") == 3
-    for place, name in ((0, "pairwise_distance_log_ratio"), (2, "effective_rank_change")):
-        control = layers.filter(polars.col("statistic") == f"{name}/reinitialised")["value"].to_list()
-        drawn = page.run("document.querySelectorAll('.depth .js-plotly-plot')[arguments[0]].data.at(-1).y", place)
-        assert drawn == pytest.approx(control, rel=1e-5)
-    drawn = "document.querySelector('.depth .js-plotly-plot').data"
-    symbols = page.run(f"{drawn}.flatMap(({{marker}}) => (marker?.symbol ? [marker.symbol] : []))")
-    assert {"circle", "square", "diamond", "x-thin"} == set(symbols)  # pyright: ignore
-    assert "of 6" in page.text(".depth > p")
 
 
 @pytest.mark.slow

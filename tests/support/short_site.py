@@ -16,6 +16,7 @@ from mkdocs.__main__ import cli
 SHORTER = {
     "limit=8192": "limit=512",
     "massieu.probe(data=text)": "massieu.probe(data=text, draws=2)",
+    'massieu.Checkpoint(dtype="bfloat16"), text,': 'massieu.Checkpoint(dtype="bfloat16"), text, draws=2,',
     "--max-tokens 2048": "--max-tokens 256 --quick",
     "tokens = (512, 1024, 2048)": "tokens = (512,)",
     "for step in range(401):": "for step in range(21):",

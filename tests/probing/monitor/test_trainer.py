@@ -17,7 +17,6 @@ from tests.support.rows import every_row
 from torch import Tensor
 
 from massieu import InputError, Monitor
-from massieu.probing.monitor.trainer import MonitorTrainerCallback
 from massieu.storage.record_lines import read_run
 
 pytestmark = pytest.mark.medium
@@ -277,5 +276,7 @@ def test_another_model_is_refused_when_training_begins(trainer: Callable):
 
 @every_row(("given", "got"), [(5, "got 5"), (torch.nn.Linear(1, 1), "got Linear")])
 def test_what_is_no_trainer_is_refused(given: object, got: str):
+    from massieu.probing.monitor.trainer import MonitorTrainerCallback  # loads transformers' Trainer
+
     with pytest.raises(InputError, match=f"trainer must be a transformers.Trainer, {got}"):
         MonitorTrainerCallback(Seen(model(), BATCH), given)  # pyright: ignore

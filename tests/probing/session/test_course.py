@@ -444,35 +444,8 @@ def said(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_torchrun_gives_the_table_of_one_process(checkpoint, tmp_path):
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 2, *TWO_DRAWS]
-    assert run(*shared, "--out", tmp_path / "1").exit_code == 0
-    alone = ProbeResult.load(tmp_path / "1")
-    ran = torchrun(2, *shared, "--out", tmp_path / "2")
-    out, error = ran.communicate(timeout=240)
-    assert ran.returncode == 0, error
-    together = ProbeResult.load(tmp_path / "2")
-    assert_same_table(tables(together), tables(alone))
-    assert together.details == alone.details
-    assert together.run.text == alone.run.text
-    assert out.count("page:") == 1
-    assert [line.partition(" (")[0] for line in said(error)] == ["loading the model", "reading", "writing"]
-    assert not (tmp_path / "2" / "running").exists()
-
-
-@pytest.mark.slow
-def test_torchrun_says_bad_input_once(checkpoint, tmp_path):
-    ran = torchrun(2, "probe", checkpoint, "--max-length", 2, "--out", tmp_path / "out", stdin=subprocess.DEVNULL)
-    _, error = ran.communicate(timeout=240)
-    assert ran.returncode != 0
-    assert said(error) == ["window (--max-length) must be at least 4, got 2"]
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 1])
-def test_torchrun_says_bad_input_even_if_one_process_is_late(late, checkpoint, tmp_path):
+@pytest.mark.parametrize("late", [0, 1, None])
+def test_torchrun_says_bad_input_once_even_if_one_process_is_late(late, checkpoint, tmp_path):
     """The process that is first with the message ends, and torchrun ends the other before it can speak."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -490,11 +463,12 @@ def test_torchrun_says_bad_input_even_if_one_process_is_late(late, checkpoint, t
     assert said(ran.stderr) == [
         "--text - works with one process only, but torchrun started several; give files instead"
     ]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 @posix
-def test_a_process_that_is_killed_ends_all_and_they_can_be_resumed(checkpoint, tmp_path):
+def test_a_process_that_is_killed_ends_all_and_resumed_they_give_the_table_of_one(checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     shared = ["probe", checkpoint, "--text", tmp_path / "text.txt", "--max-length", 32, "--batch-size", 1]
     shared += ["--statistics", "entropy,pairwise_distance", *TWO_DRAWS]
@@ -513,11 +487,16 @@ def test_a_process_that_is_killed_ends_all_and_they_can_be_resumed(checkpoint, t
     refused = run(*shared, "--out", tmp_path / "2", "--resume")
     assert_bad(refused, "holds the running sums of 2 processes; resume with as many, not with 1 process")
     again = torchrun(2, *shared, "--out", tmp_path / "2", "--resume")
-    _, error = again.communicate(timeout=240)
+    out, error = again.communicate(timeout=240)
     assert again.returncode == 0, error
+    assert out.count("page:") == 1
+    assert [line.partition(" (")[0] for line in said(error)] == ["loading the model", "reading", "writing"]
     assert not last.parent.exists()
     assert run(*shared, "--out", tmp_path / "1").exit_code == 0
-    assert_same_table(*(tables(ProbeResult.load(tmp_path / name)) for name in "21"))
+    together, alone = (ProbeResult.load(tmp_path / name) for name in "21")
+    assert_same_table(tables(together), tables(alone))
+    assert together.details == alone.details
+    assert together.run.text == alone.run.text
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
-"""What each process of `test_clip_logits_sharded` does."""
+"""What each process of `test_clip_logits_sharded` does.
+
+Sharded tensors are imported where they are used: pytest imports this module to collect tests, in every process of a run.
+"""
 
 import copy
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from massieu.nn import Attention, clip_logits
 
@@ -39,12 +39,18 @@ def model(dtype: torch.dtype) -> nn.Module:
 
 def whole(of: nn.Module) -> dict[str, Tensor]:
     """The state with each sharded tensor put together."""
+    from torch.distributed.tensor import DTensor
+
     state = of.state_dict()
     return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
 
 
 def shard_and_clip(rank: int, size: int) -> list[list[str]]:
     """Names of tensors that differ from those of one process: fully sharded, tensor parallel, split by columns."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     del rank
     mesh, wrong = init_device_mesh("cpu", (size,)), []
     for dtype in (torch.float32, torch.bfloat16):

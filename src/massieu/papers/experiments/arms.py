@@ -69,7 +69,7 @@ class Arms:
                 return masked_loss(model, tokens, drawn, self.data.vocabulary)
             return mean_loss(model, self.data.judged, tokens)
 
-        steps = 4 if quick else self.steps if isinstance(self.steps, int) else self.steps[name]
+        steps = 2 if quick else self.steps if isinstance(self.steps, int) else self.steps[name]
         step = lambda: loss(self.data.sample(self.contexts, drawn))  # noqa: E731
         minimise(step, list(model.parameters()), steps=steps, step_size=step_size, averaged=0.1)
         drawn.manual_seed(seed)  # the same tokens are masked for every arm
