@@ -444,10 +444,16 @@ class Reading(RunningParts):
         assert capture is not None
 
         def maps() -> HeadMaps | str:
-            return head_maps(capture, read) if info.itself else _DIFFERENT_STREAMS
+            if not info.itself:
+                return _DIFFERENT_STREAMS
+            with dense_inside(read.call.module, unrounded=True):
+                return head_maps(capture, read)
 
         def writes() -> tuple[Tensor, Tensor] | str:
-            return write_maps(capture, read) if info.itself else _DIFFERENT_STREAMS
+            if not info.itself:
+                return _DIFFERENT_STREAMS
+            with dense_inside(read.call.module, unrounded=True):
+                return write_maps(capture, read)
 
         return SiteWeights(info, maps, writes)
 

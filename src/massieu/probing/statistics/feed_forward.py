@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import run
+from massieu.probing.model.packed import dense_inside
 from massieu.probing.statistics.group import (
     HALVES,
     Event,
@@ -337,7 +338,8 @@ def _sampled(part: FeedForwardPart, windows: Sequence[Float[Tensor, "S D"]], see
     few = torch.cat([(window == place).nonzero()[:DERIVATIVE_TOKENS, 0] for place in range(len(windows))])
     points = given[few].repeat(PROBES, 1)
     directions = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed)).to(points)
-    pushed = torch.func.jvp(lambda z: part(z[None])[0], (points,), (directions,))[1]
-    pulled = torch.func.vjp(lambda z: part(z[None])[0], points)[1](directions)[0]
+    with dense_inside(nn.ModuleList(part.chain), unrounded=True):
+        pushed = torch.func.jvp(lambda z: part(z[None])[0], (points,), (directions,))[1]
+        pulled = torch.func.vjp(lambda z: part(z[None])[0], points)[1](directions)[0]
     moved = [each.detach().float().cpu() for each in (stream, given, added, pushed, pulled)]
     return Sampled(moved[0], moved[1], moved[2], window, moved[3], moved[4], window[few].repeat(PROBES))

@@ -14,7 +14,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from massieu.probing.capture.capture import Capture, replayed
-from massieu.probing.model.packed import packed_linears
+from massieu.probing.model.packed import dense_weight, packed_linears
 from massieu.probing.model.watching import mapped, same_tensor
 from massieu.probing.stream.own_weights import maps_among_weights, replaced_output
 from massieu.probing.stream.wiring import AttentionRead, along_batch
@@ -184,7 +184,7 @@ class Replay:
         heads, size = call.query.shape[1], call.query.shape[3]
         for linear in call.module.modules():
             if type(linear) is nn.Linear and linear.weight.shape == (heads * size, self.read.state.shape[-1]):
-                weight = linear.weight.detach().unflatten(0, (heads, size))
+                weight = dense_weight(linear).detach().to(call.query.dtype).unflatten(0, (heads, size))
                 bias = weight.new_zeros(heads, size) if linear.bias is None else linear.bias.detach().view(heads, size)
                 trial = replace(self, affine=(weight, bias), linear=linear)
                 if trial._agrees_with(self, few):
