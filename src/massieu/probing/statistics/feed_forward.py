@@ -211,6 +211,8 @@ def feed_forward_parts(
 
 
 def _part(step: Step, calls: Sequence[Any]) -> FeedForwardPart | str:
+    if step.before.dim() != 3:
+        return "items and tokens are one dimension where feed-forward layers add to the stream"
     chain = chain_between(step.before, step.after, calls)
     if chain is None:
         return "it is no chain of modules of one input each"
