@@ -307,7 +307,7 @@ def describe(model: Model = None, data: Tensor | tuple[Any, ...] | Mapping[str, 
     session.read_all(threading.Event())
     sites = [session.site_record(info) for info in session.reading.sites]
     reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site.unavailable.items()})
-    sublayers = session.reading.tracer.sublayers
+    sublayers = session.reading.sublayers
     trouble = session.trouble()
     warnings = [*([] if trouble is None else [trouble.sentence]), *session.all_warnings()]
     return Description(session.model_record(), session.route(), sites, sublayers, reasons, warnings)

@@ -77,7 +77,8 @@ class ModelReading:
     """One model that is about to be read.
 
     Attributes:
-        sublayers: steps of the stream, in its order; filled by the first pass.
+        sublayers: steps of the stream, in its order; filled by the first pass where some group wants `Event.STEPS`,
+            `Event.WEIGHTS` or `Event.WINDOWS`.
         units: over which errors are computed; those of the sampled windows are `sampled_units`.
         max_length: tokens of a full window.
         query_sample: at most so many queries of a sequence are read; None is all.
@@ -85,7 +86,7 @@ class ModelReading:
         names: statistics that are wanted; None is all.
         inputs: the first batch.
         source: where the text comes from; None where that is not known.
-        query_functions: the statistics of queries that the run knows, by name; computed for groups that want `Event.QUERIES`.
+        query_functions: the statistics of queries that are computed for groups that want `Event.QUERIES`, by name.
         own: functions of the user's own, by name.
     """
 
