@@ -197,7 +197,7 @@ class Reading(RunningParts):
             for window in self._sampled:
                 self._deliver(group, group.on_window, window)
 
-    def _following(self) -> AbstractContextManager[None]:
+    def _following(self) -> AbstractContextManager[object]:
         """Inside, the stream is followed: in the first pass, which shows its steps, and where a group wants them."""
         if self.tracer is None:
             return nullcontext()

@@ -18,6 +18,7 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import run
 from massieu.probing.model.packed import dense_inside
+from massieu.probing.model.precision import relative_difference, tolerance
 from massieu.probing.statistics.group import (
     HALVES,
     Event,
@@ -32,7 +33,6 @@ from massieu.probing.statistics.layer_groups import rows_beside_control
 from massieu.probing.statistics.query_means import Fence
 from massieu.probing.statistics.registry import FEED_FORWARD, SHIM, STATISTICS, Register
 from massieu.probing.stream.chains import chain_between, recording
-from massieu.probing.stream.replay import relative_difference, tolerance
 from massieu.probing.stream.wiring import Step, StreamTracer
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import State
