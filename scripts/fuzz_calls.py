@@ -68,8 +68,8 @@ HOLDERS = ("AtomStore", "Case", "Claim", "Comparison", "ProbeResult")
 """Classes that are not made by calling them, or hold what a suite is to try, right or wrong."""
 CLEAR = ("result", "explained")
 """The outcomes of a call that a user can work with."""
-LEGAL = {("massieu.papers.verify", "ids")}
-"""Arguments that are not left out, and not None: that is a right call, which runs every claim for minutes."""
+LEGAL = {("massieu.papers.verify", "ids"), ("massieu.probe", "model")}
+"""Arguments that are not left out, and not None: that is a right call, which runs every claim, or loads a model, for long."""
 
 
 class Call(NamedTuple):

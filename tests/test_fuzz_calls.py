@@ -21,4 +21,4 @@ def test_hostile_calls_end_clearly(tmp_path):
     assert ran.returncode == 0, ran.stderr
     unclear = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert not [row for row in unclear if row["outcome"] in ("hang", "crash")]
-    assert len(unclear) <= 0.02 * CALLS, unclear
+    assert len(unclear) <= 0.01 * CALLS, unclear  # of 20,000 at most one in 200 is

@@ -288,6 +288,7 @@ BAD = {
     "steps": (lambda: Hopfield(6, steps=0), "steps must be a whole number, at least 1, got 0"),
     "dropout": (lambda: Hopfield(6, dropout=1), "dropout must be finite, at least 0 and below 1, got 1"),
     "heads": (lambda: Hopfield(6, 4), "input_size must be a multiple of num_heads, got 6 and 4"),
+    "no heads": (lambda: Hopfield(6, num_heads=0), "num_heads must be a whole number, at least 1, got 0"),
     "size": (lambda: Hopfield(), "needed to make a projection"),
     "output": (
         lambda: Hopfield(state=nn.Identity(), stored=nn.Identity(), projection=nn.Identity()),

@@ -392,6 +392,11 @@ def test_refused_paths(path):
         refuses(call, TypeError, ("path", "list" if isinstance(path, list) else repr(path)))
 
 
+def test_a_store_without_a_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refuses(lambda: AtomStore.write("", [AtomBlock(K[0])]), ValueError, ("path must name a file or folder",))
+
+
 @every_row("size", [0, -1, 1.0, True, "all", None])
 def test_refused_sizes_of_blocks(size, store):
     refuses(lambda: next(store.blocks(size)), ValueError if type(size) is int else TypeError, (repr(size),))

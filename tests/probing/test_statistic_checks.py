@@ -133,5 +133,5 @@ def test_laws_that_do_not_apply_are_left_out_with_the_reason():
     assert statistic_checks(case).left_out["padding on the left"] == "it knows them"
     with pytest.raises(ValueError, match="exempt names no law of this suite: paddin"):
         statistic_checks(replace(case, exempt={"paddin": "no"}))
-    with pytest.raises(InputError, match="statistic_checks takes a StatisticCase, got function"):
+    with pytest.raises(InputError, match="case must be a StatisticCase, got function"):
         statistic_checks(of_absolute_places)  # pyright: ignore[reportArgumentType]

@@ -38,6 +38,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "memory": lambda x: Anderson(memory=x),
     "fast": lambda x: Auto(fast=x),
     "products": lambda x: Newton(products=x),
+    "Newton's rtol": lambda x: Newton(rtol=x),
     "item_dims": lambda x: fixed_point(torch.cos, START, item_dims=x),
     "method": lambda x: fixed_point(torch.cos, START, method=x),
     "adjoint": lambda x: fixed_point(torch.cos, START, adjoint=x),

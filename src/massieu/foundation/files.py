@@ -31,6 +31,8 @@ def replacing(path: Path, *, folder: bool = False, durable: bool = True, mark: s
             content, or neither after what it replaces was removed.
         mark: A word in the name of the place, for `remove_left`.
     """
+    if not path.name:
+        raise ValueError(f"path must name a file or folder, got {str(path)!r}")
     # A short name of its own: that of the file may be as long as names can be.
     aside = path.with_name(f"{LEFT}{f'{mark}-' if mark else ''}{secrets.token_hex(8)}")
     try:

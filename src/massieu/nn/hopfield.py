@@ -118,6 +118,7 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
                 instance(name, module, nn.Module, "a torch.nn.Module")
         size = hidden_size
         if size is None and input_size is not None:
+            whole_number("num_heads", num_heads, least=1)
             size, rest = divmod(input_size, num_heads)
             if rest:
                 raise ValueError(f"input_size must be a multiple of num_heads, got {input_size} and {num_heads}")

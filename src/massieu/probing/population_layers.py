@@ -21,9 +21,10 @@ from massieu.probing.checks.check import check_evaluating
 from massieu.probing.model.forward import named_inputs, run
 from massieu.probing.model.given import Model, given_model
 from massieu.probing.model.model import dummy_inputs, load, model_inputs
+from massieu.probing.model.precision import relative_difference
 from massieu.probing.model.watching import memory
 from massieu.probing.stream.chains import ModuleCall, chain_between, recording
-from massieu.probing.stream.replay import AffineQuery, affine_projections, output_maps, relative_difference
+from massieu.probing.stream.replay import AffineQuery, affine_projections, output_maps
 from massieu.probing.stream.wiring import Step, StreamTracer
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

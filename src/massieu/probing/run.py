@@ -25,7 +25,7 @@ from massieu.probing.replaced.replacement import Replacement, replacements, with
 from massieu.probing.replaced.rules import Rule
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.session.draws import DRAWS
-from massieu.probing.session.run import Run, given_run
+from massieu.probing.session.run import Run, course_of, given_run
 from massieu.probing.session.session import Input, ProbeProgress, Session
 from massieu.probing.session.sharing import Sharing
 from massieu.probing.session.sources import Opening
@@ -170,7 +170,7 @@ def measured(
         wanted, groups = _while_generating(selection), frozenset({ATTENTION})
     _check_together(run, new_tokens is not None, bool(replacing), bool(rows))
     settings = _settings(model, data, with_changes(asked, replace=replacing), rows)
-    course = run.course(settings, stores=not replacing)  # the windows that are run again are in no running sums
+    course = course_of(run, settings, stores=not replacing)  # the windows that are run again are in no running sums
     head = True if new_tokens is not None else "if any" if replacing or REPEATED in groups else False
     loaded, given = Opening(model, head, asked.batch_size, run.tell, sharing).input(data)
     units = Units(mode="window" if given.packing else "document")
@@ -307,7 +307,7 @@ def describe(model: Model = None, data: Tensor | tuple[Any, ...] | Mapping[str, 
     session.read_all(threading.Event())
     sites = [session.site_record(info) for info in session.reading.sites]
     reasons = sorted({f"{k}: {reason}" for site in sites for k, reason in site.unavailable.items()})
-    sublayers = session.reading.tracer.sublayers
+    sublayers = session.reading.sublayers
     trouble = session.trouble()
     warnings = [*([] if trouble is None else [trouble.sentence]), *session.all_warnings()]
     return Description(session.model_record(), session.route(), sites, sublayers, reasons, warnings)

@@ -111,7 +111,7 @@ def statistic_checks(case: StatisticCase) -> Checks:
         InputError: the case holds no statistic.
     """
     if not isinstance(case, StatisticCase):
-        raise InputError(f"statistic_checks takes a StatisticCase, got {type(case).__name__}")
+        raise InputError(f"case must be a StatisticCase, got {type(case).__name__}")
     return checks_with_exemptions(case, _Trial, _LAWS)
 
 

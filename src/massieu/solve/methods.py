@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import number, whole_number
 from massieu.foundation.transforms import some
-from massieu.solve.linear import GMRES, check_settings
+from massieu.solve.linear import GMRES
 from massieu.solve.problem import BoundFunction
 from massieu.solve.status import CONVERGED, DIVERGED, NOT_FINITE, RUNNING
 
@@ -319,7 +319,7 @@ class Newton(Method):
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for a number out of its range."""
         super().__post_init__()
-        check_settings(self.rtol)
+        number("rtol", self.rtol, above=0)
         whole_number("products", self.products, least=1)
 
     def advance(self, evaluate: BoundFunction, state: IterationState) -> IterationState:

@@ -6,11 +6,12 @@ says beside these fields is kept.
 
 import math
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from massieu.errors import require_extra
+from massieu.errors import InputError, require_extra
 
 SCHEMA_VERSION = 1
 
@@ -211,6 +212,20 @@ def interval_in_words(degrees: float | None) -> str | None:
     return f"± {reach:.1f} standard errors ({degrees:.0f} degrees of freedom)"
 
 
+_IN_WORDS: dict[Any, str] = {
+    str: "a string",
+    str | None: "a string or None",
+    bool: "True or False",
+    float: "a number",
+}
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
 @dataclass
 class Statistic(Entry):
     """One number the probe reports, and all that a reader must know about it.
@@ -251,6 +266,18 @@ class Statistic(Entry):
     scale: str = "number"
     smallest: float = 0.0
     sampled: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what is said.
+
+        Raises:
+            InputError: a field is of another kind than its annotation says.
+        """
+        for each in fields(self):
+            said = _IN_WORDS.get(each.type)
+            value = getattr(self, each.name)
+            if said is not None and not _is_of(value, each.type):
+                raise InputError(f"{each.name} must be {said}, got {type(value).__name__}")
 
     @property
     def relative(self) -> bool:

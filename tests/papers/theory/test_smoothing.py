@@ -222,6 +222,13 @@ def test_the_optimal_scale_is_the_minimum(keys, dimension, noise):
     assert abs(math.log(found) - wanted.x) < 2e-5
 
 
+def test_optimal_scales_of_several_powers_are_those_of_each():
+    powers = torch.stack([double(0.5, 0.3, 0.0, 0.1), double(0.2, 0.0, 0.6, 0.0)])
+    found = optimal_scale(64, powers[:, None], 0.25, 2)
+    alone = [optimal_scale(64, power, 0.25, 2).item() for power in powers]
+    assert found.shape == (2, 1) and found.flatten().tolist() == pytest.approx(alone, rel=1e-9)
+
+
 def test_the_optimal_scale_grows_as_theory_says():
     power = double(0, 0.3, 0.2)
     many = double(1e9, 1e10)

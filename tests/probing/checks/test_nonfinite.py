@@ -17,10 +17,10 @@ from massieu.errors import InputError
 from massieu.probing.capture import interface
 from massieu.probing.capture.routes import capturing
 from massieu.probing.checks.check import self_check_error
+from massieu.probing.model.precision import relative_difference
 from massieu.probing.population_layers import population_layers
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.statistics.climb import _slope_parts, _summed
-from massieu.probing.stream.replay import relative_difference
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.units import Units
 

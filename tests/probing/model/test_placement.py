@@ -1,5 +1,6 @@
 """Models whose weights are offloaded or held in fewer bits: what is read is the same as of plain ones."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -8,12 +9,13 @@ import torch
 import transformers
 from accelerate import cpu_offload
 from polars.testing import assert_frame_equal
+from tests.support.probing.packed_weights import dequantise, quantise
 from torch import nn
-from transformers import AutoModel, LlamaConfig, LlamaModel
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import massieu
 from massieu.errors import InputError
-from massieu.probing.checks.nonfinite import in_weights
+from massieu.probing.checks.nonfinite import in_weights, kind_of
 from massieu.probing.model import packed
 from massieu.probing.model.fresh import reinitialised
 from massieu.probing.model.model import load_model
@@ -137,6 +139,45 @@ def quantised(folder, kind: str) -> Any:
         return AutoModel.from_pretrained(folder, quantization_config=config, device_map="cpu").eval()
 
 
+OF_WEIGHTS = ["attention", "climb", "maps", "values", "memory", "residual", "feed_forward", "response", "copying_score"]
+"""Groups that read weights, or that need derivatives of modules."""
+
+
+def assert_nothing_is_missing(found, expected):
+    """A quantised model has the statistics of the plain one, and the same reasons where that has none."""
+    assert found.run.unavailable == expected.run.unavailable
+    assert [site.unavailable for site in found.run.sites] == [site.unavailable for site in expected.run.sites]
+    for table in ("heads", "layers"):
+        names = (set(getattr(result, table)["statistic"]) for result in (found, expected))
+        assert next(names) == next(names)
+
+
+@pytest.mark.medium
+def test_packed_weights_that_refuse_to_be_viewed_are_read_as_their_numbers():
+    """Of a model with the same numbers in full every statistic is the same, up to the order in which products are added."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).eval()
+    plain = copy.deepcopy(model)
+    quantise(model)
+    quantise(plain)
+    dequantise(plain)
+    found, expected = (massieu.probe(each, BATCHES, statistics=OF_WEIGHTS, draws=0) for each in (model, plain))
+    assert_nothing_is_missing(found, expected)
+    assert not expected.run.unavailable
+    for table in ("heads", "layers"):
+        ours, theirs = (getattr(result, table) for result in (found, expected))
+        assert_frame_equal(ours, theirs, rel_tol=1e-4, abs_tol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
+def test_numbers_of_8_bits_that_are_not_finite(dtype):
+    numbers = torch.ones(3)
+    assert kind_of(numbers.to(dtype)) is None
+    assert kind_of(numbers.log().log().to(dtype).fill_(torch.nan)) == "NaN"
+    if dtype == torch.float8_e5m2:  # the others have no infinity
+        assert kind_of((numbers / 0).to(dtype)) == "infinity"
+
+
 BOUNDS = {"entropy": 0.02, "weight_first": 0.05, "write_norm_ratio": 0.05, "own_write_slope_selective": 0.2}
 """Of differences, relative to the largest value: some kernels round what they multiply to 8 bits."""
 KINDS = ["bitsandbytes 4", "bitsandbytes 8", "torchao"]
@@ -167,11 +208,10 @@ def test_quantised_models_are_read_whole(folder, kind):
         for name, module in model.named_modules():
             if packed.is_packed(getattr(module, "weight", None)):
                 plain.get_submodule(name).weight.copy_(packed.dense_weight(module))
-    found, expected = massieu.probe(model, BATCHES), massieu.probe(plain, BATCHES)
+    found, expected = (massieu.probe(each, BATCHES, statistics=OF_WEIGHTS, draws=0) for each in (model, plain))
     assert "14 matrices held in fewer bits" in (found.run.model.weights or "")
     assert found.run.model.parameters == expected.run.model.parameters
-    missing = {site.name: site.unavailable for site in found.run.sites if "climb" in site.unavailable}
-    assert not missing
+    assert_nothing_is_missing(found, expected)
     both = expected.heads.join(found.heads, on=["site", "layer", "head", "statistic"], suffix="_packed")
     for statistic, bound in BOUNDS.items():
         rows = both.filter(both["statistic"] == statistic)

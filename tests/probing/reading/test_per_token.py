@@ -541,7 +541,7 @@ def test_processes_write_each_window_once(processes, rows_without_a_break, tmp_p
     [
         ("entropy", "per_token must be True or a list of names of statistics, got 'entropy'"),
         (3, "per_token must be True or a list of names of statistics, got 3"),
-        ([], r"per_token must be True or a list of names of statistics, got \[\]"),
+        ([], "per_token must be True or a list of names of statistics, got an empty list"),
         (["entrop"], r"one value for each query of the statistics .*; 'entrop' is not among them"),
         (["symmetric_share"], "'symmetric_share' is not among them"),
         ([None], "None is not among them"),

@@ -260,3 +260,21 @@ def test_a_layer_that_mixes_tokens_and_experts():
 @pytest.mark.medium
 def test_it_is_opt_in():
     assert not {*NAMES} & {*massieu.probe(model("bert"), [{"input_ids": IDS[:1, :8]}]).layers["statistic"]}
+
+
+@pytest.mark.medium
+def test_layers_whose_items_and_tokens_are_one_dimension_have_a_reason_in_words():
+    from transformers import OPTConfig, OPTModel
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        hidden_size=WIDTH,
+        word_embed_proj_dim=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        ffn_dim=24,
+        vocab_size=60,
+    )
+    result = massieu.probe(OPTModel(config).eval(), BATCHES, statistics=["entropy", "feed_forward"], draws=0)
+    reasons = {each.statistic: each.reason for each in result.run.unavailable}
+    assert reasons == {"feed_forward": "items and tokens are one dimension where feed-forward layers add to the stream"}

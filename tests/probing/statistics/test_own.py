@@ -182,13 +182,13 @@ def two_arguments(reading, more):
             lambda: massieu.statistic(of="step")(near),
             "is called with two arguments, the tokens before and after a step",
         ),
-        (lambda: massieu.statistic(of="heads")(near), "of must be one of 'queries', 'window', 'step', got 'heads'"),
+        (lambda: massieu.statistic(of="heads")(near), "of must be 'queries', 'window' or 'step', got 'heads'"),
         (
             lambda: massieu.statistic(scale="logit")(near),
-            "scale must be one of 'share', 'positive', 'number', got 'logit'",
+            "scale must be 'share', 'positive' or 'number', got 'logit'",
         ),
-        (lambda: massieu.statistic(smallest=0.0)(near), "smallest must be above 0, got 0.0"),
-        (lambda: massieu.statistic(smallest=-1.0)(near), "smallest must be above 0, got -1.0"),
+        (lambda: massieu.statistic(smallest=0.0)(near), "smallest must be positive and finite, got 0.0"),
+        (lambda: massieu.statistic(smallest=-1.0)(near), "smallest must be positive and finite, got -1.0"),
         (lambda: massieu.statistic(moments=["largest"])(near), "'largest' is no moment; known are "),
         (lambda: massieu.statistic(of="window", moments=["entropy"])(near), "moments are for statistics of queries"),
         (

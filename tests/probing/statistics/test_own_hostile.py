@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,11 @@ import polars
 import pytest
 import torch
 from tests.support.probing import zoo
+from tests.support.rows import every_row
 
 import massieu
 from massieu.errors import InputError
+from massieu.probing import Ratio, RatioParts, RowPlace, Statistic, mean_over_queries, rows_of
 from massieu.probing.reading import per_token
 from massieu.probing.result import long_table
 from massieu.probing.statistics import own as own_file
@@ -29,6 +32,60 @@ def values(result, name: str) -> np.ndarray:
 
 def mine(function, **said: Any):
     return massieu.statistic(name="mine", **said)(function)
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def parts_of_a_ratio() -> RatioParts:
+    ratio = Ratio((2,))
+    ratio.update(np.ones((3, 2)), np.ones((3, 2)))
+    return RatioParts(ratio)
+
+
+PLACE = RowPlace("head", "attention", 0, 0)
+GROUP: Any = massieu.Group()
+CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "ratio": (lambda: RatioParts(object()), "ratio must be a massieu.probing.Ratio, got object"),
+    "part": (
+        lambda: parts_of_a_ratio().at(0, "third"),
+        "part must be 'estimate', 'first_half' or 'second_half', got 'third'",
+    ),
+    "a word as index": (lambda: parts_of_a_ratio().at("x"), r"index must pick entries of .* shape \(2,\), got 'x'"),
+    "a large index": (lambda: parts_of_a_ratio().tested(10**30), r"index must pick entries of .* shape \(2,\)"),
+    "an index on meta": (lambda: parts_of_a_ratio().tested(torch.ones(2, device="meta")), "index must pick entries"),
+    "place": (lambda: list(rows_of(7, "mine", parts_of_a_ratio(), 0)), "place must be a massieu.probing.RowPlace"),
+    "statistic": (lambda: list(rows_of(PLACE, 7, parts_of_a_ratio(), 0)), "statistic must be a string, got 7"),
+    "parts": (lambda: list(rows_of(PLACE, "mine", print, 0)), "parts must be a massieu.probing.RatioParts"),
+    "values": (lambda: mean_over_queries(object()), "values must be a floating-point tensor, got object"),
+    "begin": (lambda: GROUP.begin({}), "model must be what a group is begun with, got dict"),
+    "measures": (lambda: GROUP.measures(np.zeros(2)), "name must be a string"),
+    "missing": (lambda: GROUP.missing("here", "mine", 7), "reason must be a string, got 7"),
+    "is_missing": (lambda: GROUP.is_missing(None, "mine"), "place must be a string"),
+    "missing_at": (lambda: GROUP.missing_at(int), "place must be a string, got type"),
+    "scale": (lambda: Statistic("mine", scale=None), "scale must be a string, got NoneType"),
+    "signed": (lambda: Statistic("mine", signed=1), "signed must be True or False, got int"),
+    "smallest": (lambda: Statistic("mine", smallest=True), "smallest must be a number, got bool"),
+    "own signed": (lambda: massieu.statistic(signed=None), "signed must be True or False, got None"),
+    "own unit": (lambda: massieu.statistic(unit=7), "unit must be a string, got 7"),
+    "own of": (lambda: massieu.statistic(of=[1]), "of must be 'queries', 'window' or 'step', got list"),
+    "own scale": (
+        lambda: massieu.statistic(scale="logit"),
+        "scale must be 'share', 'positive' or 'number', got 'logit'",
+    ),
+    "own smallest": (lambda: massieu.statistic(smallest=print), "smallest must be a number, got builtin"),
+    "own control": (
+        lambda: massieu.statistic(control=()),
+        "control must be 'reinitialised', None, or a named function",
+    ),
+    "own moments": (lambda: massieu.statistic(moments=2.0), "moments must be a list or another iterable, got 2.0"),
+}
+
+
+@every_row(("call", "message"), CALLS.values(), ids=CALLS)
+def test_arguments_of_the_wrong_kind_are_named(call, message):
+    with pytest.raises(InputError, match=message):
+        call()
 
 
 # --- digests ---------------------------------------------------------------------------------------------------------

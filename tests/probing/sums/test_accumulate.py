@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.rows import every_row
 
+from massieu.errors import InputError
 from massieu.probing.sums.accumulate import Histogram, Ratio, Spread
 from massieu.probing.sums.units import Units
 
@@ -187,11 +188,36 @@ def test_counts_broadcast_and_tensors_are_taken():
         (np.ones((4, 3)), np.ones(4), "must broadcast"),
         (np.ones((4, 3)), -np.ones((4, 3)), "≥ 0"),
         (np.ones((4, 3)), np.full((4, 3), np.nan), "≥ 0"),
+        (torch.eye(3).to_sparse(), np.ones((3, 3)), "total must be a dense tensor"),
+        (torch.ones((3, 3), device="meta"), np.ones((3, 3)), "total must have values"),
+        (np.ones((3, 3)), {"x": 1}, "count must be an array or a tensor of numbers, got dict"),
+        (np.array([["x"] * 3]), np.ones((1, 3)), "total must be an array or a tensor of numbers"),
+        (np.ones((3, 3)) * 1j, np.ones((3, 3)), "total must be real"),
     ],
 )
 def test_wrong_updates_are_refused(total, count, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Ratio((3,)).update(total, count)
+
+
+@every_row("numbers", [{}, object(), ["x"], 1e30])
+def test_wrong_numbers_of_rows_are_refused(numbers):
+    with pytest.raises((ValueError, TypeError), match="numbers must"):
+        Ratio((3,)).update(np.ones((1, 3)), np.ones((1, 3)), numbers)
+
+
+@every_row(
+    ("arguments", "message"),
+    [
+        ((int,), "shape must be a list or another iterable, got type"),
+        ((3,), "shape must be a list or another iterable, got 3"),
+        (((3, -1),), "shape must be a whole number, at least 0, got -1"),
+        (((3,), {}), "units must be the units of a group's model, got dict"),
+    ],
+)
+def test_what_no_ratio_can_be_of_is_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        Ratio(*arguments)
 
 
 def test_wrong_units_are_refused():

@@ -269,7 +269,7 @@ def smoothing_error(
 
 @door(noise_variance=real)
 def optimal_scale(
-    keys: Float[Tensor, "*lead"] | float, power: Float[Tensor, "n"], noise_variance: float, dimension: int
+    keys: Float[Tensor, "*#lead"] | float, power: Float[Tensor, "*#lead n"], noise_variance: float, dimension: int
 ) -> Float[Tensor, "*lead"]:
     """The inverse temperature that minimises `smoothing_error` over L keys, where E w² ≤ L, between 1e-3 and 1e6.
 
@@ -289,12 +289,15 @@ def optimal_scale(
     check_values(keys=keys, power=power)
     power = _power(power)
     keys = _keys(keys).to(power.device)
+    keys = keys.expand(torch.broadcast_shapes(keys.shape, power.shape[:-1]))
     low, high = (torch.full_like(keys, math.log(end)) for end in _SCALES)
     share = torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=power.device)
     with torch.no_grad():
         for _ in range(_REFINEMENTS):
             grid = low.unsqueeze(-1) + (high - low).unsqueeze(-1) * share
-            error = smoothing_error(keys.unsqueeze(-1), power, noise_variance, dimension, grid.exp()).total
+            error = smoothing_error(
+                keys.unsqueeze(-1), power.unsqueeze(-2), noise_variance, dimension, grid.exp()
+            ).total
             error = torch.where(_log_mean_square(grid.exp(), dimension) <= keys.log().unsqueeze(-1), error, torch.inf)
             best = error.argmin(-1, keepdim=True)
             low, high = (grid.gather(-1, (best + move).clamp(0, _POINTS - 1)).squeeze(-1) for move in (-1, 1))

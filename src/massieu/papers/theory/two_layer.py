@@ -92,7 +92,7 @@ class TwoLayer(Energy):
         """The state (v, h); with h = Wᵀg_v, its limit, where it is not given."""
         batch, sizes = self.coupling.shape[:-2], self.coupling.shape[-2:]
         for name, layer, size in (("visible", visible, sizes[0]), ("hidden", hidden, sizes[1])):
-            if layer is not None:
+            if layer is not None or name == "visible":
                 need_batch("TwoLayer", name, floating(name, layer).shape, batch, (size,))
         if hidden is None:
             hidden = self._drive(self.visible(visible), upwards=True)

@@ -22,8 +22,7 @@ from massieu.probing.checks.nonfinite import at_real
 from massieu.probing.model.checkpoint import some
 from massieu.probing.model.forward import decoder_given, output_tensor, real_mask, run, run_first
 from massieu.probing.model.model import READABLE, model_inputs
-from massieu.probing.model.precision import coarsest, computed_in
-from massieu.probing.stream.replay import relative_difference, tolerance
+from massieu.probing.model.precision import coarsest, computed_in, relative_difference, tolerance
 
 
 @dataclass(frozen=True)

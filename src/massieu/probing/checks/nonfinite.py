@@ -25,10 +25,21 @@ def kind_of(tensor: Tensor) -> str | None:
     tensor = tensor.detach()
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
+    if tensor.dtype.itemsize == 1:
+        return _kind_of_few_bits(tensor)
     # A finite sum has finite terms, and takes neither a copy nor a second pass; one that overflows proves nothing.
     if bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):
         return None
     return "NaN" if bool(tensor.isnan().any()) else "infinity"
+
+
+def _kind_of_few_bits(tensor: Tensor) -> str | None:
+    """The same of numbers of 8 bits, which PyTorch does not sum; those of one type alone may be infinite."""
+    if bool(tensor.isnan().any()):
+        return "NaN"
+    if tensor.dtype == torch.float8_e5m2 and bool(tensor.isinf().any()):
+        return "infinity"
+    return None
 
 
 def in_weights(model: nn.Module) -> Trouble | None:

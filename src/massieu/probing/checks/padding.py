@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from massieu.probing.model.forward import dtype_of, output_tensor, real_mask, run
 from massieu.probing.model.model import model_inputs
-from massieu.probing.stream.replay import relative_difference
+from massieu.probing.model.precision import relative_difference
 
 _TEXT_ALONE = frozenset({"input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "labels"})
 """Inputs of a row that can be cut; images, sounds and caches beside the text cannot be cut with it."""

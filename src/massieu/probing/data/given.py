@@ -308,7 +308,7 @@ def _listed(paths: Any) -> tuple[str | Path, ...] | None:
             "massieu.Batches(batches)"
         )
     if not listed:
-        raise InputError("no text was given; name a file, a folder, or - for standard input")
+        raise InputError("no text was given in paths; name a file, a folder, or - for standard input")
     return tuple(each if isinstance(each, str) else Path(each) for each in listed)
 
 

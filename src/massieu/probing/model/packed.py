@@ -62,7 +62,7 @@ def numbers_in(model: nn.Module) -> int:
 
 
 def dense_weight(module: Any) -> Float[Tensor, "Out In"]:
-    """The matrix that a linear module with packed weights stands for."""
+    """The matrix of a linear module; where its weights are packed, the one that they stand for."""
     if type(module.weight).__name__ not in _BITSANDBYTES:
         return plain(module.weight).detach()
     # Their layout depends on the device and on what was called before; what the module makes of basis vectors does not.
@@ -85,12 +85,14 @@ def projection_of(module: Any, source: Tensor, result: Tensor) -> Float[Tensor, 
 
 
 @contextmanager
-def dense_inside(module: nn.Module) -> Iterator[None]:
+def dense_inside(module: nn.Module, *, unrounded: bool = False) -> Iterator[None]:
     """Inside, linear modules with packed weights compute with the numbers that these stand for, so that derivatives are right.
 
-    Those that also round what they multiply keep their own forward, which has a derivative.
+    Args:
+        unrounded: also those that round what they multiply, which is no linear map. Else these keep their own forward, which
+            has a first derivative.
     """
-    changed: list[Any] = [each for each in packed_linears(module) if type(each.weight).__name__ != "Int8Params"]
+    changed: list[Any] = [each for each in packed_linears(module) if unrounded or not _rounds(each)]
     own = [vars(each).get("forward") for each in changed]
     try:
         for each in changed:
@@ -101,6 +103,10 @@ def dense_inside(module: nn.Module) -> Iterator[None]:
             vars(each).pop("forward", None)
             if forward is not None:
                 each.forward = forward
+
+
+def _rounds(module: Any) -> bool:
+    return type(module.weight).__name__ == "Int8Params"
 
 
 def _linear(weight: Tensor, bias: Tensor | None, given: Tensor) -> Tensor:

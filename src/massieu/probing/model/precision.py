@@ -11,6 +11,9 @@ ONE_POINT_RANK = 1.0
 every direction.
 """
 
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+_HALF_TOLERANCE = 3e-2
+
 
 @dataclass(frozen=True, eq=False)
 class Cloud:
@@ -22,6 +25,20 @@ class Cloud:
 
     points: Float[Tensor, "n d"]
     dtype: torch.dtype
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest relative difference that rounding explains, for results in ``dtype``."""
+    return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
+
+
+def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
+    """Largest difference over the largest expected size; NaN where a number of either is not finite, 0 where there is none."""
+    if not expected.numel():
+        return 0.0
+    if not bool(expected.isfinite().all() & found.isfinite().all()):
+        return float("nan")
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:

@@ -6,7 +6,6 @@ prompt its last token, which the first new one comes of. The model's own ``gener
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -219,7 +218,7 @@ class GeneratingReading(Reading):
         numbers = None if self._numbers is None else self._numbers.rows
         queries = CallQueries(info, found, self._rows, numbers)
         for group in self._wanting(Event.QUERIES):
-            self._deliver(group, partial(group.on_queries, queries))
+            self._deliver(group, group.on_queries, queries)
 
 
 def _ends(whole: Any) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from massieu.errors import InputError, require_extra
+from massieu.foundation.arguments import described
 from massieu.foundation.files import replacing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.data.text import token_strings
@@ -67,7 +68,8 @@ def check_per_token(asked: object, selection: Selection) -> tuple[str, ...]:
         return ()
     can = [name for name in selection.catalogue.query_functions if name in selection.names]
     if asked is not True and (isinstance(asked, str) or not isinstance(asked, Sequence) or not asked):
-        raise InputError(f"per_token must be True or a list of names of statistics, got {asked!r}")
+        given = "an empty list" if isinstance(asked, list | tuple) else described(asked)
+        raise InputError(f"per_token must be True or a list of names of statistics, got {given}")
     if not can:
         raise InputError(
             "per_token needs statistics of the attention, and none is measured; name some of them in statistics"

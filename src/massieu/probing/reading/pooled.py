@@ -18,7 +18,7 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens, Side
 from massieu.probing.model.forward import run
-from massieu.probing.stream.replay import tolerance
+from massieu.probing.model.precision import tolerance
 
 
 class PooledLengths:

@@ -7,10 +7,10 @@ inside one fence: what fails costs a group its own numbers, and nothing else.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +52,13 @@ from massieu.probing.stream.replay import HeadMaps, Replay, head_maps, write_map
 from massieu.probing.stream.replays import Replays
 from massieu.probing.stream.wiring import AttentionRead, Step, StreamTracer
 from massieu.probing.sums.running import RunningParts
-from massieu.storage.record import Trouble
+from massieu.storage.record import Sublayer, Trouble
 
 _ITEMS_FIRST = BatchLayout()
 # What random numbers are drawn for: tokens of a cloud, of a replay, and queries of a row; groups have purposes above these.
 _CLOUD, _REPLAY, _QUERIES = range(3)
+_OF_THE_STREAM = frozenset({Event.STEPS, Event.WEIGHTS, Event.WINDOWS})
+"""Events for which a group has to know the steps of the stream."""
 _DIFFERENT_STREAMS = "the query and the key side read different streams"
 
 
@@ -106,7 +108,10 @@ class Reading(RunningParts):
         self.model, self.refused = model, refused
         self.sites, self.layout, self.options = sites, layout, options
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
-        self.tracer = StreamTracer(model, sites, self._on_step)
+        groups = groups_of(options.groups, options.catalogue.groups)
+        followed = any(group.events & _OF_THE_STREAM for group in groups)
+        self.tracer = StreamTracer(model, sites, self._on_step) if followed else None
+        self.sublayers: list[Sublayer] = [] if self.tracer is None else self.tracer.sublayers
         self.seconds: dict[str, float] = defaultdict(float)
         self.sampled_windows = 0
         self.unexplained: set[str] = set()
@@ -114,13 +119,12 @@ class Reading(RunningParts):
         self.untold: set[int] = set()  # lengths of sequences whose padding counted as tokens
         self.broken = False  # the current batch has numbers that are not finite
         self._trouble = FirstTrouble()
-        self._told = ModelReading(
-            model, sites, self.tracer.sublayers, options.units, options.max_length, options.seed, options.query_sample,
-            options.climb_queries, options.statistics, {} if inputs is None else inputs, source,
-            options.catalogue.query_functions, options.catalogue.own,
-        )  # fmt: skip
         self._functions = options.of_attention()
-        self._replays = Replays(sites)
+        self._told = ModelReading(
+            model, sites, self.sublayers, options.units, options.max_length, options.seed, options.query_sample,
+            options.climb_queries, options.statistics, {} if inputs is None else inputs, source,
+            self._functions, options.catalogue.own,
+        )  # fmt: skip
         self._weighed: set[str] = set()  # sites whose weights were handed out
         self._pooled = PooledLengths(model, sites)
         self._capture: Capture | None = None
@@ -131,7 +135,7 @@ class Reading(RunningParts):
         self._sampled: list[SampledWindow] = []
         self._chosen: dict[tuple[int, int, bool, bool], Tensor] = {}
         self.groups: dict[str, Group] = {}
-        for group in groups_of(options.groups, options.catalogue.groups):
+        for group in groups:
             if group.beginning is not None:
                 tell(group.beginning)
             self.add_group(group)
@@ -139,7 +143,7 @@ class Reading(RunningParts):
     def add_group(self, group: Group) -> None:
         """Read for one group more."""
         self.groups[group.name] = group
-        self._deliver(group, partial(group.begin, self._told))
+        self._deliver(group, group.begin, self._told)
 
     # Forward passes ----------------------------------------------------------------------------------------------------
 
@@ -176,10 +180,9 @@ class Reading(RunningParts):
         before = sum(self.seconds.values())
         with self._timed("forward"):
             self._pooled.look_ahead(self._tokens)
-            traced = (self._sampled and self._wanting(Event.STEPS, Event.WEIGHTS)) or not self.tracer.sublayers
             with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
                 self._capture = capture
-                with self.tracer.watching() if traced else nullcontext():
+                with self._following():
                     output = output_tensor(self.model, run(self.model, prepared))
                 self.unexplained |= capture.unexplained
             self._capture = None
@@ -192,7 +195,14 @@ class Reading(RunningParts):
         self.sampled_windows += len(self._sampled)
         for group in self._wanting(Event.WINDOWS):
             for window in self._sampled:
-                self._deliver(group, partial(group.on_window, window))
+                self._deliver(group, group.on_window, window)
+
+    def _following(self) -> AbstractContextManager[object]:
+        """Inside, the stream is followed: in the first pass, which shows its steps, and where a group wants them."""
+        if self.tracer is None:
+            return nullcontext()
+        wanted = self._sampled and self._wanting(Event.STEPS, Event.WEIGHTS)
+        return self.tracer.watching() if wanted or not self.sublayers else nullcontext()
 
     def finish(self) -> None:
         """Let every group measure what it has kept, once the text was read."""
@@ -270,16 +280,16 @@ class Reading(RunningParts):
         wanted = frozenset(events)
         return [group for group in self.groups.values() if group.events & wanted and group.name not in group.failed]
 
-    def _deliver(self, group: Group, told: Callable[[], None]) -> None:
-        """Tell a group of something. What fails costs the group its numbers; the reading goes on.
+    def _deliver(self, group: Group, told: Callable[..., None], *event: Any) -> None:
+        """Tell a group of an event. What fails costs the group its numbers; the reading goes on.
 
         Whatever is wrong with the input or the capture itself still ends it.
         """
         if group.name in group.failed:
             return
         own = group.name in self.options.catalogue.groups
-        with self._timed(group.name), group.fence(group.name), calling_own() if own else nullcontext():
-            told()
+        with self._timed(group.name), fenced(group.failed, group.name), calling_own() if own else nullcontext():
+            told(*event)
 
     @property
     def failed(self) -> dict[str, str]:
@@ -344,7 +354,8 @@ class Reading(RunningParts):
         return info
 
     def _on_attention(self, call: AttentionCall) -> None:
-        with self.tracer.unobserved():
+        # What is computed here is no part of the model, and no function mode is to see it.
+        with torch._C.DisableTorchFunction() if self.tracer is None else self.tracer.unobserved():
             self._read_attention(call)
 
     def _read_attention(self, call: AttentionCall) -> None:
@@ -354,7 +365,8 @@ class Reading(RunningParts):
         if call.repeated:  # the same weights on other values: everything about the weights is known
             self.broken = self.broken or kind_of(call.value) is not None
             return
-        self.tracer.attention(call)
+        if self.tracer is not None:
+            self.tracer.attention(call)
         cross = info.kind == "cross"
         queries = self._tokens.of(call, decoder=info.in_decoder, cross=cross)
         keys = self._tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
@@ -364,7 +376,7 @@ class Reading(RunningParts):
         numbers = None if self._numbers is None else self._numbers.rows
         tokens = CallTokens(info, queries, keys, self._rows, numbers, self._windows, self._sampled, self._random)
         for group in self._wanting(Event.CALLS):
-            self._deliver(group, partial(group.on_call, call, tokens))
+            self._deliver(group, group.on_call, call, tokens)
         self._read_queries(call, tokens)
 
     def _read_queries(self, call: AttentionCall, tokens: CallTokens) -> None:
@@ -374,33 +386,32 @@ class Reading(RunningParts):
             return
         failed: dict[str, str] = {}
         with fenced(failed, *(group.name for group in groups)):
-            for part in self._of_queries(call, tokens):
+            for part in self._query_parts(call, tokens):
+                queries = self._queries(call, tokens, part)
                 for group in groups:
-                    self._deliver(group, partial(group.on_queries, part))
+                    self._deliver(group, group.on_queries, queries)
         for group in groups:
             group.failed |= {name: reason for name, reason in failed.items() if name == group.name}
 
-    def _of_queries(self, call: AttentionCall, tokens: CallTokens) -> Iterator[CallQueries]:
-        """The numbers of all queries, or of a sample of each row's."""
+    def _query_parts(self, call: AttentionCall, tokens: CallTokens) -> Iterator["_QueryPart"]:
+        """All queries, or a sample of each row's."""
         sample, length = self.options.query_sample, call.query.shape[2]
         # Of something that the items share, as positions, there is one row.
         rows = 1 if call.query.shape[0] % tokens.rows else tokens.rows
         if sample is None or sample >= length:
-            everything = torch.arange(length)
-            yield self._queries(call, tokens, slice(None), everything, range(rows))
+            yield _QueryPart(slice(None), torch.arange(length), range(rows))
             return
         items = call.query.shape[0] // rows
         for row in range(rows):  # drawn window by window
             drawn = torch.randperm(length, generator=self._random(row, _QUERIES))
             item = slice(row * items, (row + 1) * items)
-            yield self._queries(call, tokens, item, drawn[:sample].sort().values, range(row, row + 1))
+            yield _QueryPart(item, drawn[:sample].sort().values, range(row, row + 1))
 
-    def _queries(
-        self, call: AttentionCall, tokens: CallTokens, item: slice, positions: Tensor, rows: range
-    ) -> CallQueries:
-        """The numbers of some queries of some rows, whose sequences are an item of the call."""
+    def _queries(self, call: AttentionCall, tokens: CallTokens, read: "_QueryPart") -> CallQueries:
+        """The numbers of queries that are read together."""
+        item, rows = read.item, read.rows
         length, chosen = call.query.shape[2], slice(rows.start, rows.stop)
-        positions = positions.to(call.query.device)
+        positions = read.positions.to(call.query.device)
         part = call.rows(item).at(positions) if len(positions) < length else call
         asked, attended = _part(tokens.queries, item, positions), _part(tokens.keys, item, slice(None))
         found = self._statistics(part, asked, attended, positions, tokens.info.itself)
@@ -432,24 +443,42 @@ class Reading(RunningParts):
         with nullcontext() if step.read is None else dense_inside(step.read.call.module):
             for group in self._wanting(Event.STEPS):
                 for window in self._sampled:
-                    self._deliver(group, partial(group.on_step, step, window))
+                    self._deliver(group, group.on_step, step, window)
             if step.read is not None and step.read.call.site.name not in self._weighed:
                 self._weighed.add(step.read.call.site.name)
                 weights = self._weights(step.read)
                 for group in self._wanting(Event.WEIGHTS):
-                    self._deliver(group, partial(group.on_weights, weights))
+                    self._deliver(group, group.on_weights, weights)
+
+    @cached_property
+    def _replays(self) -> Replays:
+        return Replays(self.sites)
 
     def _weights(self, read: AttentionRead) -> SiteWeights:
         info, capture = self.by_site[read.call.site], self._capture
         assert capture is not None
 
         def maps() -> HeadMaps | str:
-            return head_maps(capture, read) if info.itself else _DIFFERENT_STREAMS
+            if not info.itself:
+                return _DIFFERENT_STREAMS
+            with dense_inside(read.call.module, unrounded=True):
+                return head_maps(capture, read)
 
         def writes() -> tuple[Tensor, Tensor] | str:
-            return write_maps(capture, read) if info.itself else _DIFFERENT_STREAMS
+            if not info.itself:
+                return _DIFFERENT_STREAMS
+            with dense_inside(read.call.module, unrounded=True):
+                return write_maps(capture, read)
 
         return SiteWeights(info, maps, writes)
+
+
+class _QueryPart(NamedTuple):
+    """Queries that are read together: of some rows of a batch, whose sequences are an item of the call."""
+
+    item: slice
+    positions: Tensor
+    rows: range
 
 
 def _part(tokens: Tokens, item: slice, positions: slice | Tensor) -> Tokens:

@@ -75,7 +75,7 @@ class Draws:
         matters: Callable[[nn.Module], bool] = lambda _: True,
     ) -> None:
         self.model, self.sites, self.layout, self.refused = model, reading.sites, reading.layout, reading.refused
-        self.sublayers: list[Sublayer] = reading.tracer.sublayers
+        self.sublayers: list[Sublayer] = reading.sublayers
         self.options = _options_of(reading.options)
         self.number, self.matters, self.inputs, self.source = reading.options.draws, matters, inputs, source
         self.read: dict[int, Drawn] = {}
@@ -128,7 +128,7 @@ class Draws:
         left_out = reading.left_out()
         numbers = values(row for row in reading.rows() if row.statistic not in left_out)
         found.heads = numbers["head"]
-        steps = [(each.name, each.kind) for each in reading.tracer.sublayers]
+        steps = [(each.name, each.kind) for each in reading.sublayers]
         if steps != [(each.name, each.kind) for each in self.sublayers]:
             found.failed["sublayers"] = "the steps of the stream are others than the model's"
             return found

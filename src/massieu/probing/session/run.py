@@ -57,18 +57,19 @@ class Run:
         """Says how far the run is, to whom wants to know."""
         return (lambda _: None) if self.progress is None else self.progress
 
-    def course(self, settings: dict[str, Any], stores: bool = True) -> Course:
-        """The way of this process through the text; the folder and the other processes are looked at.
 
-        Args:
-            settings: what has to be the same for stored sums to belong to this run.
-            stores: False where nothing of it could be gone on from.
+def course_of(run: Run, settings: dict[str, Any], stores: bool) -> Course:
+    """The way of this process through the text; the folder and the other processes are looked at.
 
-        Raises:
-            InputError: as `course_for`.
-        """
-        folder = Path(self.folder) if stores and self.folder is not None else None
-        return course_for(self.distributed, folder, self.resume and stores, self.store_every, settings)
+    Args:
+        settings: what has to be the same for stored sums to belong to this run.
+        stores: False where nothing of it could be gone on from.
+
+    Raises:
+        InputError: as `course_for`.
+    """
+    folder = Path(run.folder) if stores and run.folder is not None else None
+    return course_for(run.distributed, folder, run.resume and stores, run.store_every, settings)
 
 
 def given_run(run: Any) -> Run:

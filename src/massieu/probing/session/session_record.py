@@ -115,7 +115,7 @@ class SessionRecord:
                 unexplained_keywords=sorted(self.unexplained | reading.unexplained),
             ),
             sites=[self.site_record(info) for info in reading.sites],
-            sublayers=reading.tracer.sublayers,
+            sublayers=reading.sublayers,
             settings=settings,
             seed=self.options.seed,
             versions={

@@ -261,8 +261,9 @@ class AttentionGroup(Group):
             yield from _bins(place, results)
             counts = dict(zip(results.names, parts.estimate.count, strict=True))
             for row, (name, end) in enumerate(EXTREMES):
-                value = extremes.value(row)
-                yield Row(place, name, end, Estimate(value, np.full_like(value, np.nan), counts[name]))
+                if name in counts:
+                    value = extremes.value(row)
+                    yield Row(place, name, end, Estimate(value, np.full_like(value, np.nan), counts[name]))
 
     def ratios(self) -> Iterator[RunningRatio]:
         """The means."""

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import run
+from massieu.probing.model.packed import dense_inside
+from massieu.probing.model.precision import relative_difference, tolerance
 from massieu.probing.statistics.group import (
     HALVES,
     Event,
@@ -31,7 +33,6 @@ from massieu.probing.statistics.layer_groups import rows_beside_control
 from massieu.probing.statistics.query_means import Fence
 from massieu.probing.statistics.registry import FEED_FORWARD, SHIM, STATISTICS, Register
 from massieu.probing.stream.chains import chain_between, recording
-from massieu.probing.stream.replay import relative_difference, tolerance
 from massieu.probing.stream.wiring import Step, StreamTracer
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.running import State
@@ -210,6 +211,8 @@ def feed_forward_parts(
 
 
 def _part(step: Step, calls: Sequence[Any]) -> FeedForwardPart | str:
+    if step.before.dim() != 3:
+        return "items and tokens are one dimension where feed-forward layers add to the stream"
     chain = chain_between(step.before, step.after, calls)
     if chain is None:
         return "it is no chain of modules of one input each"
@@ -337,7 +340,8 @@ def _sampled(part: FeedForwardPart, windows: Sequence[Float[Tensor, "S D"]], see
     few = torch.cat([(window == place).nonzero()[:DERIVATIVE_TOKENS, 0] for place in range(len(windows))])
     points = given[few].repeat(PROBES, 1)
     directions = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed)).to(points)
-    pushed = torch.func.jvp(lambda z: part(z[None])[0], (points,), (directions,))[1]
-    pulled = torch.func.vjp(lambda z: part(z[None])[0], points)[1](directions)[0]
+    with dense_inside(nn.ModuleList(part.chain), unrounded=True):
+        pushed = torch.func.jvp(lambda z: part(z[None])[0], (points,), (directions,))[1]
+        pulled = torch.func.vjp(lambda z: part(z[None])[0], points)[1](directions)[0]
     moved = [each.detach().float().cpu() for each in (stream, given, added, pushed, pulled)]
     return Sampled(moved[0], moved[1], moved[2], window, moved[3], moved[4], window[few].repeat(PROBES))

@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float64, Int
 from torch import Tensor, nn
 
 from massieu.errors import InputError
+from massieu.foundation.arguments import choice, described
+from massieu.foundation.doors import any_of, input_door, text
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import Tokens
@@ -75,7 +77,8 @@ class ModelReading:
     """One model that is about to be read.
 
     Attributes:
-        sublayers: steps of the stream, in its order; filled by the first pass.
+        sublayers: steps of the stream, in its order; filled by the first pass where some group wants `Event.STEPS`,
+            `Event.WEIGHTS` or `Event.WINDOWS`.
         units: over which errors are computed; those of the sampled windows are `sampled_units`.
         max_length: tokens of a full window.
         query_sample: at most so many queries of a sequence are read; None is all.
@@ -83,7 +86,7 @@ class ModelReading:
         names: statistics that are wanted; None is all.
         inputs: the first batch.
         source: where the text comes from; None where that is not known.
-        query_functions: the statistics of queries that the run knows, by name; computed for groups that want `Event.QUERIES`.
+        query_functions: the statistics of queries that are computed for groups that want `Event.QUERIES`, by name.
         own: functions of the user's own, by name.
     """
 
@@ -269,6 +272,10 @@ class RunningRatio(NamedTuple):
     index: Any
 
 
+def _part_of_the_text(name: str, value: object) -> object:
+    return choice(name, value, "estimate", *HALVES)
+
+
 class RatioParts:
     """The estimates of a running ratio, each computed once.
 
@@ -281,6 +288,7 @@ class RatioParts:
         [2.0, 3.0]
     """
 
+    @input_door(ratio=any_of("a massieu.probing.Ratio", Ratio))
     def __init__(self, ratio: Ratio) -> None:
         self.ratio = ratio
 
@@ -299,19 +307,37 @@ class RatioParts:
         """From the other."""
         return self.ratio.second_half()
 
+    @input_door(part=_part_of_the_text)
     def at(self, index: Any, part: Literal["estimate"] | Half = "estimate") -> Estimate:
-        """Some entries."""
+        """Some entries.
+
+        Raises:
+            InputError: the array of statistics has none at ``index``.
+        """
         found: Estimate = getattr(self, part)
-        return Estimate(*(each[index] for each in found), degrees=np.asarray(found.degrees)[index])
+        try:
+            return Estimate(*(each[index] for each in found), degrees=np.asarray(found.degrees)[index])
+        except (IndexError, TypeError) as error:
+            shape = tuple(self.ratio.shape)
+            raise InputError(f"index must pick entries of an array of shape {shape}, got {described(index)}") from error
 
     def tested(self, index: Any) -> Estimate:
-        """Some entries; from too few units of text nothing is announced."""
+        """Some entries; from too few units of text nothing is announced.
+
+        Raises:
+            InputError: as `at`.
+        """
         found = self.at(index)
         if self.ratio.error_unit()[1] < FEWEST_UNITS:
             return replace(found, degrees=np.zeros_like(found.value))
         return found
 
 
+@input_door(
+    place=any_of("a massieu.probing.RowPlace", RowPlace),
+    statistic=text,
+    parts=any_of("a massieu.probing.RatioParts", RatioParts),
+)
 def rows_of(place: RowPlace, statistic: str, parts: RatioParts, index: Any) -> Iterator[Row]:
     """A statistic of heads, from the whole text and from its halves.
 
@@ -400,6 +426,7 @@ class Group(RunningParts):
         self.failed: dict[str, str] = {}
         self.unavailable: dict[str, str] = {}
 
+    @input_door(model=any_of("what a group is begun with", ModelReading))
     def begin(self, model: ModelReading) -> None:
         """Make ready for a model; once, before it is read."""
         self.model = model
@@ -447,18 +474,22 @@ class Group(RunningParts):
         """What fails inside costs the group these statistics alone; see `fenced`."""
         return fenced(self.failed, *names)
 
+    @input_door(name=text)
     def measures(self, name: str) -> bool:
         """Whether a statistic is wanted, and has not failed."""
         return self.model.wants(name) and name not in self.failed
 
+    @input_door(place=text, name=text, reason=text)
     def missing(self, place: str, name: str, reason: str) -> None:
         """Say that a statistic, or the group, is not to be had at one place."""
         self.unavailable[f"{place} {name}"] = reason
 
+    @input_door(place=text, name=text)
     def is_missing(self, place: str, name: str) -> bool:
         """Whether that was said."""
         return f"{place} {name}" in self.unavailable
 
+    @input_door(place=text)
     def missing_at(self, place: str) -> dict[str, str]:
         """All that was said of one place."""
         parts = ((key.rpartition(" "), reason) for key, reason in self.unavailable.items())

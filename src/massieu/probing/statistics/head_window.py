@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from massieu.foundation.arguments import floating
+from massieu.foundation.doors import input_door
 from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
 
 QUERIES = 16
@@ -86,6 +88,7 @@ def nothing(window: HeadWindow) -> Sums:
     return zeros, zeros
 
 
+@input_door(values=floating)
 def mean_over_queries(values: Float[Tensor, "H S"]) -> Sums:
     """Sums of the finite values of each head, and how many there are.
 

@@ -3,9 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, overload
 
 from massieu.errors import InputError
+from massieu.foundation.arguments import choice, described, flag, number
+from massieu.foundation.doors import input_door, sequence, text
 from massieu.ops.moments import NAMES
 from massieu.probing.statistics.code_digest import digest_of
 from massieu.probing.statistics.registry import (
@@ -72,6 +75,25 @@ class OwnStatistic:
         return digest_of(code, repr((self.said, self.of, self.moments, self.needs_scores)))
 
 
+def _a_kind(name: str, value: object) -> object:
+    return choice(name, value, *_GROUPS)
+
+
+def _a_scale(name: str, value: object) -> object:
+    return choice(name, value, *_SCALES)
+
+
+def _a_control(name: str, value: Any) -> None:
+    if value is None or (isinstance(value, str) and value == "reinitialised"):
+        return
+    if not inspect.isfunction(value) or not value.__name__.isidentifier():
+        raise TypeError(
+            f"{name} must be 'reinitialised', None, or a named function of what the statistic is given, got {described(value)}"
+        )
+    if value.__name__ in PARTS:
+        raise ValueError(f"{value.__name__} is what another row of the tables is called; rename the {name}")
+
+
 @overload
 def statistic(function: Function, /) -> OwnStatistic: ...
 @overload
@@ -94,6 +116,11 @@ def statistic(
     needs_scores: bool = False,
     moments: Iterable[str] = (),
 ) -> Callable[[Function], OwnStatistic]: ...
+@input_door(
+    of=_a_kind, scale=_a_scale, control=_a_control, smallest=partial(number, above=0), moments=sequence,
+    name=text, title=text, question=text, formula=text, claim=text, paper=text, unit=text, caveat=text,
+    signed=flag, depends_on_key_origin=flag, needs_scores=flag,
+)  # fmt: skip
 def statistic(
     function: Function | None = None,
     /,
@@ -162,15 +189,12 @@ def statistic(
         ('nearby', 'reinitialised')
     """
 
-    read = moments if isinstance(moments, str) else tuple(moments)
+    read = tuple(moments)
+    _check_moments(of, read)
 
     def made(function: Function) -> OwnStatistic:
         own = _checked_name(name, function)
-        if isinstance(read, str):
-            raise InputError(f"statistic {own}: moments must be a list of names, got {read!r}")
-        _check_choices(own, of, scale, smallest, read)
         _check_parameters(own, function, of)
-        called = _control_name(own, control)
         said = Statistic(
             name=own,
             title=title or own.replace("_", " ").capitalize(),
@@ -185,7 +209,7 @@ def statistic(
             headline=not depends_on_key_origin,
             gauge_dependent=depends_on_key_origin,
             signed=signed,
-            control=called,
+            control=control.__name__ if callable(control) else control,
             cost="a function of the user's own",
             scale=scale,
             smallest=smallest or smallest_of(unit, scale),
@@ -226,17 +250,11 @@ def _checked_name(name: str | None, function: Function) -> str:
     return own
 
 
-def _check_choices(own: str, of: object, scale: object, smallest: float | None, moments: tuple[str, ...]) -> None:
-    if of not in _GROUPS:
-        raise InputError(f"statistic {own}: of must be one of {', '.join(map(repr, _GROUPS))}, got {of!r}")
-    if scale not in _SCALES:
-        raise InputError(f"statistic {own}: scale must be one of {', '.join(map(repr, _SCALES))}, got {scale!r}")
-    if smallest is not None and not (isinstance(smallest, int | float) and smallest > 0):
-        raise InputError(f"statistic {own}: smallest must be above 0, got {smallest!r}")
+def _check_moments(of: Of, moments: tuple[str, ...]) -> None:
     if moments and of != "queries":
-        raise InputError(f"statistic {own}: moments are for statistics of queries, and this one is of a {of}")
+        raise InputError(f"moments are for statistics of queries, and this one is of a {of}")
     if unknown := [each for each in moments if each not in NAMES]:
-        raise InputError(f"statistic {own}: {unknown[0]!r} is no moment; known are {', '.join(NAMES)}")
+        raise InputError(f"{unknown[0]!r} is no moment; known are {', '.join(NAMES)}")
 
 
 def _check_parameters(own: str, function: Function, of: Of) -> None:
@@ -246,18 +264,3 @@ def _check_parameters(own: str, function: Function, of: Of) -> None:
         raise InputError(
             f"statistic {own}{inspect.signature(function)} is called with {_GIVEN[of]}; of= says with what"
         ) from None
-
-
-def _control_name(own: str, control: object) -> str | None:
-    if control is None or control == "reinitialised":
-        return None if control is None else "reinitialised"
-    if inspect.isfunction(control) and control.__name__.isidentifier():
-        if control.__name__ in PARTS:
-            raise InputError(
-                f"statistic {own}: {control.__name__} is what another row of the tables is called; rename it"
-            )
-        return control.__name__
-    raise InputError(
-        f"statistic {own}: control must be 'reinitialised', None, or a named function of what the statistic is given, "
-        f"got {control!r}"
-    )

@@ -147,12 +147,14 @@ class QueryReading:
     @cached_property
     def real(self) -> Bool[Tensor, "B H L"]:
         """Queries that are no padding and see a key."""
-        return self.queries.real[:, None].expand_as(self.log_partition) & (self.visible > 0)
+        seen = self.queries.real[:, None] & (self.visible > 0)
+        return seen.expand(self.call.query.shape[:3])
 
     @cached_property
     def valid(self) -> Bool[Tensor, "B H L"]:
         """Those whose numbers are finite."""
-        return self.real & self.log_partition.isfinite() & self.moments.entropy.isfinite()
+        moments = self.moments
+        return self.real & moments.log_partition.isfinite() & moments.entropy.isfinite()
 
     @cached_property
     def has_choice(self) -> Bool[Tensor, "B H L"]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import run
+from massieu.probing.model.packed import dense_inside
 from massieu.probing.statistics.again import FEWEST, AgainGroup, Sums, UnsuitableInputsError, real_alone, watching
 from massieu.probing.statistics.layer_groups import has_own_control
 from massieu.probing.statistics.registry import BAL, RESPONSE, STATISTICS, Register
@@ -133,7 +134,7 @@ def responses(
         if call is not None and step.sublayer.kind == "attention" and call.key.shape[2] == step.after.shape[1]:
             steps.append(step)
 
-    with _differentiable(model), watching(model, sites, keep):
+    with _differentiable(model), dense_inside(model), watching(model, sites, keep):
         run(model, {k: v.detach().requires_grad_() if _continuous(v) else v for k, v in inputs.items()})
     if not steps:
         raise UnsuitableInputsError("no attention layer was seen that adds to a stream of the tokens that it reads")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import output_tensor, run
+from massieu.probing.model.precision import relative_difference, tolerance
 from massieu.probing.statistics.again import FEWEST, AgainGroup, Sums, UnsuitableInputsError, real_alone, watching
 from massieu.probing.statistics.registry import SYMMETRY, ZHANG, Register
-from massieu.probing.stream.replay import relative_difference, tolerance
 from massieu.probing.stream.wiring import Step
 
 _POSITIONS = "position_ids"

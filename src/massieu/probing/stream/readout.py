@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from massieu.probing.model.forward import run
 from massieu.probing.model.model import LoadedModel, model_inputs
+from massieu.probing.model.packed import dense_weight
 from massieu.probing.model.watching import hooked
 from massieu.probing.stream.replay import norm_gain
 
@@ -26,17 +27,20 @@ def tokens_through(loaded: LoadedModel, inputs: dict[str, Any]) -> Float[Tensor,
     table = _of(loaded.module, "get_input_embeddings")
     if not isinstance(head, nn.Linear) or not isinstance(table, nn.Embedding):
         return "the model has no language head that is one matrix, or no table of embeddings"
-    if head.weight.is_meta or table.weight.is_meta or not head.weight.is_floating_point():
-        return "the weights of its embeddings or of its language head are packed or elsewhere"
-    if head.weight.shape[1] != table.weight.shape[1]:
+    if head.weight.is_meta or table.weight.is_meta:
+        return "the weights of its embeddings or of its language head are elsewhere"
+    if not table.weight.is_floating_point():
+        return "its table of embeddings is packed"
+    to_stream, to_logits = (dense_weight(each).detach() for each in (table, head))
+    if to_logits.shape[1] != to_stream.shape[1]:
         return "its embeddings and its language head have different widths"
     norm, last = _last_norm(loaded.whole, head, inputs)
     if norm is None:
         return "what its language head is given does not come straight from a norm"
     gain = norm_gain(norm, last.shape[-1], last).float().cpu()
     total = torch.zeros(2 * (last.shape[-1],), dtype=torch.float64)
-    for rows in torch.arange(min(len(head.weight), len(table.weight))).split(_ROWS):
-        read, written = (each.weight.detach()[rows.to(each.weight.device)].float().cpu() for each in (table, head))
+    for rows in torch.arange(min(len(to_logits), len(to_stream))).split(_ROWS):
+        read, written = (each[rows.to(each.device)].float().cpu() for each in (to_stream, to_logits))
         total += read.mT @ (written * gain)
     return total
 

@@ -14,7 +14,8 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from massieu.probing.capture.capture import Capture, replayed
-from massieu.probing.model.packed import packed_linears
+from massieu.probing.model.packed import dense_weight, packed_linears
+from massieu.probing.model.precision import relative_difference, tolerance
 from massieu.probing.model.watching import mapped, same_tensor
 from massieu.probing.stream.own_weights import maps_among_weights, replaced_output
 from massieu.probing.stream.wiring import AttentionRead, along_batch
@@ -23,21 +24,6 @@ from massieu.probing.stream.wiring import AttentionRead, along_batch
 _LEFT_OUT = {"attention_mask", "mask", "position_bias", "encoder_attention_mask", "causal_mask"}
 _LEFT_OUT |= {"attn_mask", "key_padding_mask"}
 _LEFT_OUT |= {"past_key_values", "past_key_value", "layer_past"}
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # half precisions: see `tolerance`
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Largest relative difference that rounding explains, for results in ``dtype``."""
-    return _TOLERANCE.get(dtype, 3e-2)
-
-
-def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
-    """Largest difference over the largest expected size; NaN where a number of either is not finite, 0 where there is none."""
-    if not expected.numel():
-        return 0.0
-    if not bool(expected.isfinite().all() & found.isfinite().all()):
-        return float("nan")
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def _at_positions(value: Tensor, positions: Tensor, length: int) -> Tensor:
@@ -179,12 +165,12 @@ class Replay:
         queries and derivatives must agree with those of the whole module, head by head; else the replay stays as it is.
         """
         call, few = self.read.call, positions[[len(positions) // 2, -1]]
-        if self.affine is not None or self.whole or call.query.dtype not in _TOLERANCE:
+        if self.affine is not None or self.whole or call.query.dtype not in (torch.float32, torch.float64):
             return self
         heads, size = call.query.shape[1], call.query.shape[3]
         for linear in call.module.modules():
             if type(linear) is nn.Linear and linear.weight.shape == (heads * size, self.read.state.shape[-1]):
-                weight = linear.weight.detach().unflatten(0, (heads, size))
+                weight = dense_weight(linear).detach().to(call.query.dtype).unflatten(0, (heads, size))
                 bias = weight.new_zeros(heads, size) if linear.bias is None else linear.bias.detach().view(heads, size)
                 trial = replace(self, affine=(weight, bias), linear=linear)
                 if trial._agrees_with(self, few):

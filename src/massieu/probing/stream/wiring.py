@@ -262,9 +262,9 @@ class StreamTracer(TorchFunctionMode):
                 given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
                 self._project(given["input"], given["weight"], given.get("bias"), result)
             elif func is torch.addmm:  # Conv1D of the GPT-2 family: addmm(bias, input, weight)
-                self._project(args[1], args[2].mT, args[0], result)
+                self._project(args[1], plain(args[2]).mT, args[0], result)
             elif func in _MATMUL and args[1].dim() == 2:
-                self._project(args[0], args[1].mT, None, result)
+                self._project(args[0], plain(args[1]).mT, None, result)
             elif func is torch.nn.functional.multi_head_attention_forward:  # projects inside, tokens first
                 given = _OF_MULTI_HEAD.bind(*args, **kwargs).arguments
                 written = result[0] if result[0].dim() == 3 else result[0][:, None]

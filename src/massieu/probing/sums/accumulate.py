@@ -10,15 +10,23 @@ running result of another part of the text.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Integer, Real
 from torch import Tensor
 
-from massieu.foundation.arguments import boolean, check_shape
+from massieu.foundation.arguments import boolean, check_dense, check_shape, check_values, described, whole_number
+from massieu.foundation.doors import any_of, input_door, sequence
 from massieu.probing.sums.running import State, fitting
 from massieu.probing.sums.units import WINDOWS, BlockSums, Estimate, Units
+
+
+def _sizes(name: str, value: object) -> object:
+    for size in sequence(name, value):
+        whole_number(name, size, least=0)
+    return value
 
 
 class Ratio:
@@ -43,6 +51,7 @@ class Ratio:
         units: What the error is computed over.
     """
 
+    @input_door(shape=_sizes, units=any_of("the units of a group's model", Units))
     def __init__(self, shape: tuple[int, ...], units: Units = WINDOWS) -> None:
         self.shape = tuple(shape)
         self.units = units
@@ -69,7 +78,7 @@ class Ratio:
         Raises:
             ValueError: the shapes do not fit, a count is negative or NaN, or a number is negative or missing.
         """
-        totals, counts = (_tensor(given).cpu().double() for given in (total, count))
+        totals, counts = (_numbers(name, given) for name, given in (("total", total), ("count", count)))
         check_shape("total", totals, ("rows", *self.shape))
         _check_expands("count", counts, totals)
         if len(counts) != len(totals):
@@ -82,7 +91,7 @@ class Ratio:
         pairs[:, 1] = counts
         # A row that counts nowhere is no unit; on a sample of the text's rows it must not take a place in the order.
         kept = np.asarray(counts.any(axis=tuple(range(1, counts.ndim))))
-        places = None if numbers is None else np.array(numbers, dtype=np.int64)
+        places = None if numbers is None else _places(numbers)
         if places is not None and places.shape != kept.shape:
             raise ValueError(f"numbers must hold one for each of {len(kept)} rows, got shape {places.shape}")
         self._sums.add(pairs[kept], None if places is None else places[kept])
@@ -316,6 +325,26 @@ class Spread:
         self._squares = self._squares + squares + step**2 * self._count * share
         self._mean = self._mean + step * share
         self._count = both
+
+
+def _numbers(name: str, value: Any) -> Tensor:
+    """Numbers that were given, in main memory and in float64."""
+    try:
+        numbers = _tensor(value if isinstance(value, Tensor) else np.asarray(value))
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be an array or a tensor of numbers, got {described(value)}") from None
+    if numbers.is_complex():
+        raise TypeError(f"{name} must be real, got {described(value)}")
+    check_dense(name, numbers)
+    check_values(**{name: numbers})
+    return numbers.cpu().double()
+
+
+def _places(numbers: Any) -> Int64[np.ndarray, " rows"]:
+    try:
+        return np.array(numbers, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"numbers must be whole numbers, one for each row, got {described(numbers)}") from error
 
 
 def _tensor(array: np.ndarray | Tensor) -> Tensor:
