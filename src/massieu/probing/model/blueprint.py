@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from massieu.probing.model.checkpoint import quiet, sentence
 from massieu.probing.model.drawn import Blueprint, copied
-from massieu.probing.model.offload import moved
 from massieu.probing.model.recorded import recording
 from massieu.probing.model.seeding import OwnGenerator
 from massieu.probing.model.unwrap import is_pretrained
 
 SMALL = 2**22
 """Weights of a model that is compared as it is; a larger one is compared with fewer layers and a smaller vocabulary."""
-_LAYERS, _TOKENS = 2, 1000
+_LAYERS, _TOKENS, _EXPERTS = 2, 1000, 8
+_NARROWER = 8
+_WIDE = 512
+_WIDTH = re.compile(r"(?:hidden_size|intermediate_size|d_model|d_ff|d_inner|n_embd|ffn_dim|ffn_hidden_size)$")
 _DEPTH = re.compile(r"(?:^|_)(?:layers?|depths?|blocks)$|^n_layers?$")
 _verdicts: dict[tuple[type, str], str | None] = {}
 
@@ -31,17 +33,15 @@ def blueprint_of(module: nn.Module) -> Blueprint | str:
     """
     if not is_pretrained(module):
         return f"{type(module).__name__} has no configuration from which it could be built"
-    if moved(module):
-        return f"{type(module).__name__} has weights in several places"
     kind: Any = type(module)
     config: Any = module.config
     try:
         blueprint = _recorded(kind, config)
-        own_size = sum(each.numel() for each in blueprint.tree.parameters()) <= SMALL
-        example = config if own_size else smaller(config)
+        small = sum(each.numel() for each in blueprint.tree.parameters()) <= SMALL
+        example, recorded = (config, blueprint) if small else _small_example(kind, config)
         name = kind, json.dumps(example.to_dict(), sort_keys=True, default=str)
         if name not in _verdicts:
-            _verdicts[name] = _difference(kind, example, blueprint if own_size else _recorded(kind, example))
+            _verdicts[name] = _difference(kind, example, recorded)
     except Exception as error:  # of whatever class the constructor raises that finds tensors without numbers
         return f"the constructor of {kind.__name__} cannot be recorded ({sentence(error)})"
     return _verdicts[name] or blueprint
@@ -51,6 +51,16 @@ def _recorded(kind: Any, config: Any) -> Blueprint:
     with torch.device("cpu"), quiet(), recording() as record:
         tree = kind(copy.deepcopy(config))
     return Blueprint(tree, record)
+
+
+def _small_example(kind: Any, config: Any) -> tuple[Any, Blueprint]:
+    """A small configuration of a class and the record of its constructor; a narrow one where the class can be narrow."""
+    try:
+        narrow = smaller(config, _NARROWER)
+        return narrow, _recorded(kind, narrow)
+    except Exception:  # of whatever class the constructor raises at sizes that do not go together
+        shallow = smaller(config)
+        return shallow, _recorded(kind, shallow)
 
 
 def _difference(kind: Any, config: Any, blueprint: Blueprint) -> str | None:
@@ -82,21 +92,35 @@ def _tensors(tree: nn.Module) -> dict[str, Tensor]:
     return named | {f"tensor {place}": tensor for place, tensor in enumerate(others)}
 
 
-def smaller(config: Any) -> Any:
-    """A configuration of the same model with at most two layers in a row and a small vocabulary."""
+def smaller(config: Any, narrower: int = 1) -> Any:
+    """A configuration of the same model with few layers in a row, few experts and a small vocabulary.
+
+    Args:
+        narrower: large widths are divided by it.
+    """
     config = copy.deepcopy(config)
-    lengths = {value for name, value in vars(config).items() if _DEPTH.search(name) and isinstance(value, int)}
+    depths = {value for name, value in vars(config).items() if _DEPTH.search(name) and type(value) is int}
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
-            setattr(config, name, smaller(value))
-        elif _DEPTH.search(name) and isinstance(value, int) and not isinstance(value, bool):
-            setattr(config, name, min(value, _LAYERS))
-        elif _DEPTH.search(name) and isinstance(value, list) and all(isinstance(each, int) for each in value):
+            setattr(config, name, smaller(value, narrower))
+        elif type(value) is int:
+            setattr(config, name, _smaller_number(name, value, narrower))
+        elif isinstance(value, list) and _DEPTH.search(name) and all(type(each) is int for each in value):
             setattr(config, name, [min(each, _LAYERS) for each in value])
-        elif isinstance(value, list) and len(value) in lengths:
+        elif isinstance(value, list) and len(value) in depths:  # one item for each layer
             setattr(config, name, value[:_LAYERS])
-        elif name.endswith("vocab_size") and isinstance(value, int):
-            setattr(config, name, min(value, _TOKENS))
-        elif name.endswith("_token_id") and isinstance(value, int) and value >= _TOKENS:
-            setattr(config, name, 0)
     return config
+
+
+def _smaller_number(name: str, value: int, narrower: int) -> int:
+    if _DEPTH.search(name):
+        return min(value, _LAYERS)
+    if name.endswith("experts"):
+        return min(value, _EXPERTS)
+    if name.endswith("vocab_size"):
+        return min(value, _TOKENS)
+    if name.endswith("_token_id"):
+        return value if value < _TOKENS else 0
+    if _WIDTH.search(name) and value >= _WIDE and value % narrower == 0:
+        return value // narrower
+    return value

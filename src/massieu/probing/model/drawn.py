@@ -24,7 +24,7 @@ _OWN_DICTIONARIES = {"_parameters", "_buffers", "_modules"}
 _OF_VALUES = {"T", "H", "mT", "mH", "data", "real", "imag", "grad"}
 _OF_SHAPE = {
     *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset", "is_contiguous"),
-    *("is_floating_point", "is_complex", "requires_grad_", "__len__", "__hash__"),
+    *("is_floating_point", "is_complex", "requires_grad_", "__len__", "__hash__", "untyped_storage", "data_ptr"),
 }
 
 
@@ -198,7 +198,9 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dictionary."""
-        return self[name] if name in self else default
+        if name not in self:
+            return default
+        return self[name]
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:
         """As of a dictionary, in numbers where the block is at work."""

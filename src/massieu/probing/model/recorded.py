@@ -182,21 +182,25 @@ class Record:
                     needed[operation.number] = operation
                     others = (operation.reads | operation.writes) - {memory}
                     open_ends += [(other, operation.number) for other in others]
-                if operation.whole and operation.writes == {memory}:
-                    needed |= {first.number: first for first in earlier[:1] if first.created}
+                if operation.whole:
                     break
         return [needed[number] for number in sorted(needed)]
 
     def numbers(self, view: View, generator_of: GeneratorOf) -> Tensor:
         """A tensor's numbers, alone in memory."""
-        storages: dict[int, torch.UntypedStorage] = {}
         history = self.history(view.storage)
         touched = {view.storage}.union(*(each.reads | each.writes for each in history))
-        for storage in touched & self.constants.keys():
-            storages[storage] = self.constants[storage].clone().untyped_storage()
+        created = {made.storage for each in history for made in each.created.values()}
+        storages = {storage: self._memory(storage) for storage in touched - created}
         for operation in history:
             operation.run(storages, generator_of)
         return view.of(storages[view.storage])
+
+    def _memory(self, storage: int) -> torch.UntypedStorage:
+        """Memory as it was when it came from elsewhere, or that is about to be filled."""
+        if storage in self.constants:
+            return self.constants[storage].clone().untyped_storage()
+        return torch.UntypedStorage(self._held[storage].nbytes())
 
     def all_numbers(self, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
         """The numbers of every tensor, drawn in the order in which the constructor draws them."""
@@ -212,11 +216,13 @@ class Record:
     def by_rows(self, view: View) -> list[Operation] | None:
         """The operations that make a table, where each of its rows is drawn apart from the others; else None."""
         history = self.history(view.storage)
-        able = view.covers and len(view.size) > 1 and history and history[0].function in _OF_A_SIZE
-        if not able or view.storage in self.constants or any(each.writes != {view.storage} for each in history):
+        if not view.covers or len(view.size) < 2 or view.storage in self.constants:
             return None
         able = all(
-            not each.reads and (_of_all_rows(each, view) or _row_of(each, view) is not None) for each in history[1:]
+            each.writes == {view.storage}
+            and not each.reads
+            and (each.function in _OF_A_SIZE or _of_all_rows(each, view) or _row_of(each, view) is not None)
+            for each in history
         )
         return history if able else None
 
@@ -224,19 +230,17 @@ class Record:
 def rows(history: Sequence[Operation], view: View, block: int, generator_of: GeneratorOf) -> Tensor:
     """One block of `ROWS` rows of a table, made by the operations of `Record.by_rows`."""
     first = block * ROWS
-    count = min(ROWS, view.size[0] - first)
-    creation = history[0]
-    size = [count, *view.size[1:]]
-    found = creation.function(size, *creation.arguments[1:], **creation.keywords)
-    for operation in history[1:]:
+    size = [min(ROWS, view.size[0] - first), *view.size[1:]]
+    found = torch.empty(size, dtype=view.dtype)
+    for operation in history:
         row = None if _of_all_rows(operation, view) else _row_of(operation, view)
-        if row is not None and not first <= row < first + count:
-            continue
-        target = found if row is None else found[row - first]
-        keywords = operation.keywords
-        if operation.draws:
-            keywords = keywords | {"generator": generator_of(operation, block)}
-        operation.function(target, *operation.arguments[1:], **keywords)
+        if operation.created:
+            found = operation.function(size, *operation.arguments[1:], **operation.keywords)
+        elif row is None or first <= row < first + len(found):
+            keywords = operation.keywords
+            if operation.draws:
+                keywords = keywords | {"generator": generator_of(operation, block)}
+            operation.function(found if row is None else found[row - first], *operation.arguments[1:], **keywords)
     return found
 
 

@@ -94,6 +94,7 @@ class Reading(RunningParts):
         inputs: Mapping[str, Any] | None = None,
         source: Source | None = None,
         tell: Callable[[str], None] = lambda _: None,
+        one_window: bool = False,
     ) -> None:
         """Make ready to read, and begin the groups that the options name.
 
@@ -102,6 +103,7 @@ class Reading(RunningParts):
             inputs: the first batch.
             source: where the text comes from, for groups that make up one of their own.
             tell: is told what takes long.
+            one_window: no more is read than one window, so that nothing of the weights is kept for others.
         """
         self.model, self.refused = model, refused
         self.sites, self.layout, self.options = sites, layout, options
@@ -120,7 +122,7 @@ class Reading(RunningParts):
             options.catalogue.query_functions, options.catalogue.own,
         )  # fmt: skip
         self._functions = options.of_attention()
-        self._replays = Replays(sites)
+        self._replays = Replays(sites, keep=not one_window)
         self._weighed: set[str] = set()  # sites whose weights were handed out
         self._pooled = PooledLengths(model, sites)
         self._capture: Capture | None = None

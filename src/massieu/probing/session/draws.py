@@ -14,6 +14,7 @@ from massieu.probing.model.blueprint import blueprint_of
 from massieu.probing.model.drawn import Blueprint
 from massieu.probing.model.forward import device_of, dtype_of
 from massieu.probing.model.fresh import reinitialised
+from massieu.probing.model.offload import execution_device
 from massieu.probing.model.seeding import seed_of
 from massieu.probing.model.unwrap import is_pretrained
 from massieu.probing.reading.options import Options
@@ -116,7 +117,8 @@ class Draws:
         with self._fresh(seed_of(self.options.seed, draw)) as fresh:
             if fresh is None:
                 return
-            reading = Reading(fresh, self.sites, self.options, self.layout, self.refused, self.inputs, self.source)
+            given = self.options, self.layout, self.refused, self.inputs, self.source
+            reading = Reading(fresh, self.sites, *given, one_window=True)
             special, target = window.special
             places = RowNumbers(range(len(window.rows)), {window.row: 0})
             alone = (lambda _: window.inputs) if self.layout.separable else None
@@ -132,8 +134,9 @@ class Draws:
             if isinstance(self._blueprint, str) and is_pretrained(self.model):
                 self._say(f"the re-initialised control takes the memory of a whole model: {self._blueprint}")
         if isinstance(self._blueprint, Blueprint):
+            device = execution_device(self.model) or device_of(self.model)
             blocks = {info.block for info in self.sites}
-            fresh, weights = self._blueprint.draw(blocks, seed, device_of(self.model), dtype_of(self.model))
+            fresh, weights = self._blueprint.draw(blocks, seed, device, dtype_of(self.model))
             yield fresh
             weights.forget()
             return
