@@ -43,7 +43,7 @@ def blocks_of(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_modules() if name.split(".")[-1].isdigit()}
 
 
-def draw(model: nn.Module, seed: int = 1, blocks: set[str] | None = None) -> tuple[Any, DrawnWeights]:
+def draw(model: Any, seed: int = 1, blocks: set[str] | None = None) -> tuple[Any, DrawnWeights]:
     names = blocks_of(model) if blocks is None else blocks
     return blueprint(model).draw(names, seed, torch.device("cpu"), torch.float32)
 
@@ -81,7 +81,7 @@ def test_a_pass_block_by_block_is_one_with_all_weights_in_memory(name):
 def gpt2(**changes: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    size = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32, "vocab_size": 8000} | changes
+    size: dict[str, Any] = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32, "vocab_size": 8000} | changes
     return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=None, eos_token_id=None)).eval()
 
 
@@ -196,17 +196,18 @@ def test_learned_statistics_of_batch_norms_are_reset():
     model = constructors.model("batch norm")
     norms = [each for each in model.modules() if isinstance(each, nn.BatchNorm1d | nn.BatchNorm2d)]
     for each in norms:
-        each.running_mean.fill_(3.0)
-        each.running_var.fill_(7.0)
+        each.get_buffer("running_mean").fill_(3.0)
+        each.get_buffer("running_var").fill_(7.0)
     fresh, _ = draw(model)
     made = [each for each in fresh.modules() if isinstance(each, nn.BatchNorm1d | nn.BatchNorm2d)]
     assert len(made) == len(norms) > 0
     for each in made:
-        assert bool((each.running_mean == 0).all()) and bool((each.running_var == 1).all())
+        assert bool((each.get_buffer("running_mean") == 0).all()) and bool((each.get_buffer("running_var") == 1).all())
 
 
 def test_types_and_buffers_are_those_that_a_whole_model_is_moved_to():
-    model = zoo.model("llama").to(torch.bfloat16)
+    model: Any = zoo.model("llama").to(torch.bfloat16)
+    fresh: Any
     fresh, _ = blueprint(model).draw(blocks_of(model), 1, torch.device("cpu"), torch.bfloat16)
     assert fresh.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
     expected = type(model)(copy.deepcopy(model.config)).to(torch.bfloat16)
@@ -215,7 +216,7 @@ def test_types_and_buffers_are_those_that_a_whole_model_is_moved_to():
 
 
 def test_a_quantised_model_is_drawn_from_its_configuration_in_plain_numbers():
-    model = zoo.model("llama")
+    model: Any = zoo.model("llama")
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     fresh, _ = draw(model)
     assert type(fresh.layers[0].mlp.up_proj) is nn.Linear
@@ -245,8 +246,10 @@ def shown(model: Any, batch: dict[str, Tensor]) -> list[float]:
 
 def least_p(one: list[list[float]], other: list[list[float]]) -> float:
     """The least p-value of two-sample Kolmogorov–Smirnov tests of each number, times the number of tests."""
-    pairs = list(zip(np.transpose(one), np.transpose(other), strict=True))
-    return min(float(scipy.stats.ks_2samp(*pair).pvalue) for pair in pairs) * len(pairs)
+    results: list[Any] = [
+        scipy.stats.ks_2samp(*pair) for pair in zip(np.transpose(one), np.transpose(other), strict=True)
+    ]
+    return min(result.pvalue for result in results) * len(results)
 
 
 DRAWS = 40

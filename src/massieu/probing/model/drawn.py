@@ -7,7 +7,7 @@ weight depends on the seed and its own name alone, so that neither the order nor
 """
 
 import copy
-from collections.abc import Callable, Collection, ItemsView, Iterator, ValuesView
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -202,11 +202,11 @@ class _Parameters(dict[str, nn.Parameter | None]):
             return default
         return self[name]
 
-    def items(self) -> ItemsView[str, nn.Parameter | None]:
+    def items(self) -> Any:
         """As of a dictionary, in numbers where the block is at work."""
         return {name: self._seen(name) for name in self}.items()
 
-    def values(self) -> ValuesView[nn.Parameter | None]:
+    def values(self) -> Any:
         """As of a dictionary, in numbers where the block is at work."""
         return dict(self.items()).values()
 

@@ -22,32 +22,33 @@ from massieu.probing.model.seeding import draws_numbers, with_generator
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
+_TRUNCATED_NORMAL = torch.nn.init._no_grad_trunc_normal_
 _OF_NUMBERS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
-_OF_NUMBERS_ALONE = {
-    *(
-        _aten.arange.default,
-        _aten.arange.start,
-        _aten.arange.start_step,
-        _aten.linspace.default,
-        _aten.scalar_tensor.default,
-    ),
+_EXCHANGING = {"aten::set_", "aten::resize_", "aten::resize_as_"}
+# Small tensors without anything random, which constructors ask for their numbers.
+_AT_ONCE = {
+    _aten.arange.default,
+    _aten.arange.start,
+    _aten.arange.start_step,
+    _aten.linspace.default,
+    _aten.scalar_tensor.default,
 }
-_OF_STORAGES = {"aten::set_", "aten::resize_", "aten::resize_as_"}
-_OVERWRITING = {
+_CONSTANT = {_aten.fill_.Scalar, _aten.zero_.default}
+_OVERWRITING = {_aten.normal_.default, _aten.uniform_.default, _aten.copy_.default} | _CONSTANT
+_BY_ELEMENT = {
+    _TRUNCATED_NORMAL,
     _aten.normal_.default,
     _aten.uniform_.default,
-    _aten.fill_.Scalar,
-    _aten.zero_.default,
-    _aten.copy_.default,
-}
-_BY_ELEMENT = {
-    *(_aten.normal_.default, _aten.uniform_.default, _aten.fill_.Scalar, _aten.zero_.default),
-    *(_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar, _aten.add_.Tensor, _aten.add_.Scalar),
-    *(_aten.clamp_.default, _aten.erfinv_.default, torch.nn.init._no_grad_trunc_normal_),
-}
-_CONSTANT_BY_ELEMENT = {_aten.fill_.Scalar, _aten.zero_.default}
+    _aten.erfinv_.default,
+    _aten.clamp_.default,
+    _aten.mul_.Scalar,
+    _aten.div_.Scalar,
+    _aten.add_.Scalar,
+    _aten.mul_.Tensor,
+    _aten.div_.Tensor,
+    _aten.add_.Tensor,
+} | _CONSTANT
 _OF_A_SIZE = {_aten.empty.memory_format, _aten.zeros.default, _aten.ones.default, _aten.full.default}
-_TRUNCATED_NORMAL = torch.nn.init._no_grad_trunc_normal_
 _LOCK = threading.Lock()
 ROWS = 16
 """Rows of a table that one generator draws: of so many of which one is used, all are drawn."""
@@ -104,23 +105,17 @@ class Operation:
 
     def run(self, storages: dict[int, torch.UntypedStorage], generator_of: GeneratorOf) -> None:
         """Do it again to memory that has numbers."""
-        arguments, keywords = tree_map_only(View, lambda view: view.of(storages[view.storage]), self._given)
+        given = self.arguments, self.keywords
+        arguments, keywords = tree_map_only(View, lambda view: view.of(storages[view.storage]), given)
         if self.draws:
             keywords = keywords | {"generator": generator_of(self, 0)}
         results = tree_leaves(self.function(*arguments, **keywords))
         for place, view in self.created.items():
             result = results[place]
-            if (tuple(result.size()), result.stride(), result.storage_offset()) != (
-                view.size,
-                view.stride,
-                view.offset,
-            ):
+            layout = tuple(result.shape), result.stride(), result.storage_offset()
+            if layout != (view.size, view.stride, view.offset):
                 raise UnrecordedError(f"{self.function} lays its result out in another way than on the meta device")
             storages[view.storage] = result.untyped_storage()
-
-    @property
-    def _given(self) -> tuple[Any, dict[str, Any]]:
-        return self.arguments, self.keywords
 
     @property
     def target(self) -> View | None:
@@ -251,7 +246,7 @@ def _of_all_rows(operation: Operation, table: View) -> bool:
 def _row_of(operation: Operation, table: View) -> int | None:
     """The row to which an operation writes one number everywhere; None where it does something else."""
     target, width = operation.target, math.prod(table.size[1:])
-    if target is None or operation.function not in _CONSTANT_BY_ELEMENT or target.size != table.size[1:]:
+    if target is None or operation.function not in _CONSTANT or target.size != table.size[1:]:
         return None
     return target.offset // width if target.offset % width == 0 and target.stride == table.stride[1:] else None
 
@@ -272,13 +267,13 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = dict(kwargs or {})
-        if func._schema.name in _OF_STORAGES:
+        if func._schema.name in _EXCHANGING:
             raise UnrecordedError(f"{func} exchanges the memory of a tensor")
         if func in _OF_NUMBERS:
             return func(*tree_map_only(Tensor, self._known, args), **keywords)
         given = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor)]
         draws = draws_numbers(func, args, keywords)
-        if not draws and not any(each.is_meta for each in given) and (given or func in _OF_NUMBERS_ALONE):
+        if not draws and not any(each.is_meta for each in given) and (given or func in _AT_ONCE):
             return func(*args, **keywords)  # nothing of it is random: it has its numbers at once
         return self._recorded(func, args, keywords, draws)
 
