@@ -73,14 +73,26 @@ def test_offloaded_to_main_memory():
 
 @pytest.mark.medium
 def test_offloaded_to_disk(folder):
-    """A copy of it would not fit into memory, so the re-initialised control alone is missing, and that is said."""
+    """A copy of it would not fit into memory; its re-initialised control is drawn block by block, as of any other model."""
     statistics = ["entropy", "maps"]
     expected = massieu.probe(llama(), BATCHES, statistics=statistics)
     found = massieu.probe(AutoModel.from_pretrained(folder, device_map=ON_DISK).eval(), BATCHES, statistics=statistics)
+    assert_frame_equal(found.heads, expected.heads)
+    assert found.heads["statistic"].str.contains("/reinitialised").any() and not found.run.warnings
+    assert found.run.model.device == "cpu, disk"
+
+
+@pytest.mark.medium
+def test_a_control_that_must_be_whole_is_not_made_of_a_model_on_disk(folder, monkeypatch):
+    """A copy of it would not fit into memory, so the control alone is missing, and both are said."""
+    monkeypatch.setattr("massieu.probing.session.draws.blueprint_of", lambda _: "its record is another model")
+    expected = massieu.probe(llama(), BATCHES, statistics=["entropy"])
+    found = massieu.probe(AutoModel.from_pretrained(folder, device_map=ON_DISK).eval(), BATCHES, statistics=["entropy"])
     assert_frame_equal(without_control(found.heads), without_control(expected.heads))
     assert len(found.heads) < len(expected.heads)
     assert any("offloaded to disk" in warning for warning in found.run.warnings)
-    assert found.run.model.device == "cpu, disk"
+    whole = "the re-initialised control takes the memory of a whole model: its record is another model"
+    assert expected.run.warnings.count(whole) == found.run.warnings.count(whole) == 1
 
 
 def test_a_device_map_is_handed_on(folder):

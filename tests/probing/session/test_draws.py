@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 import torch
 from polars.testing import assert_frame_equal
+from tests.support.probing import zoo
+from tests.support.probing.drawn import in_memory
 from tests.support.probing.draws import draw_by_default
-from tests.support.rows import every_row
+from tests.support.rows import every_row, some_slow
 
 import massieu
 from massieu.errors import InputError
+from massieu.probing.model.blueprint import blueprint_of
+from massieu.probing.model.drawn import Blueprint, DrawnWeights
 from massieu.probing.model.fresh import reinitialised
+from massieu.probing.model.seeding import seed_of
 from massieu.probing.session import draws as control
 from massieu.probing.session import session_record
 from massieu.probing.session.session_record import NO_CONTROL
@@ -67,9 +72,11 @@ def test_the_law_is_that_of_eight_models_each_on_its_window(whole):
     """Four of the six windows are sampled, so that draw 4 reads the first one again."""
     given, model = batches(6, 1), gpt2()
     drawn = []
+    blueprint = blueprint_of(model)
+    assert isinstance(blueprint, Blueprint)
     for draw in range(8):
-        fresh, _ = reinitialised(model, hash((0, draw)) % 2**63)
-        drawn.append(entropies(fresh, given[draw % 4]["input_ids"][0]))
+        fresh, _ = blueprint.draw(["h.0", "h.1"], seed_of(0, draw), torch.device("cpu"), torch.float32)
+        drawn.append(entropies(in_memory(model, fresh), given[draw % 4]["input_ids"][0]))
     own, law = np.stack(drawn), numbers(whole)
     for layer, heads in enumerate(np.moveaxis(own, 1, 0)):
         between = 4 * heads.mean(1).var(ddof=1)
@@ -119,8 +126,39 @@ def test_a_run_that_was_broken_off_draws_the_same(whole, tmp_path):
     assert_alike(whole, massieu.probe(gpt2(), batches(6, 2), run=again, **how))
 
 
-def test_one_model_at_a_time_is_in_memory(monkeypatch):
+def test_no_draw_keeps_weights_for_the_next(monkeypatch):
+    made: list[DrawnWeights] = []
+    own = Blueprint.draw
+
+    def watched(*given: Any) -> Any:
+        assert not any(each._of_block or each._outside for each in made)
+        fresh, weights = own(*given)
+        made.append(weights)
+        return fresh, weights
+
+    monkeypatch.setattr(Blueprint, "draw", watched)
+    massieu.probe(gpt2(), batches(6, 4), statistics=["entropy"], draws=5)
+    assert len(made) == 5
+
+
+@pytest.mark.medium
+@some_slow("name", ["gpt2", "bert", "t5", "llama", "albert", "vit", "swin"], 1)
+def test_steps_and_replays_see_the_weights_of_their_block(name, monkeypatch):
+    """Beside draws of which all weights are in memory at once: no number may depend on when a block was dropped."""
+    model, batch = zoo.fresh(name), zoo.inputs(name)
+    statistics = ["attention", "values", "climb", "maps", "expansion", "feed_forward", "response", "residual"]
+    found = massieu.probe(model, [batch], statistics=statistics, draws=2)
+    own = Blueprint.draw
+    monkeypatch.setattr(Blueprint, "draw", lambda self, blocks, *given: own(self, [""], *given))
+    expected = massieu.probe(model, [batch], statistics=statistics, draws=2)
+    assert numbers(found).keys() == numbers(expected).keys() and numbers(found)
+    assert_alike(found, expected)
+    assert found.run.warnings == expected.run.warnings
+
+
+def test_one_whole_model_at_a_time_is_in_memory_where_it_must_be_whole(monkeypatch):
     """When the next one is made, those before it have no weights any more."""
+    monkeypatch.setattr(control, "blueprint_of", lambda _: "it is another model")
     made: list[torch.nn.Module] = []
 
     def watched(*given: Any) -> Any:

@@ -42,7 +42,8 @@ def plain(weight: Tensor) -> Tensor:
 
 def packed_linears(module: nn.Module) -> list[nn.Module]:
     """The modules inside one, or itself, that have a packed matrix of weights."""
-    return [each for each in module.modules() if is_packed(getattr(each, "weight", None))]
+    held = ((each, {**each._buffers, **each._parameters}) for each in module.modules())  # no weight is computed by this
+    return [each for each, tensors in held if is_packed(tensors.get("weight"))]
 
 
 def described(model: nn.Module) -> str | None:

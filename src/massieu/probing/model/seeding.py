@@ -4,11 +4,18 @@ The global generator belongs to the whole process: seeding it disturbs what othe
 between changes the result. Here every operation that draws is given a generator instead, in the calling thread alone.
 """
 
+import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed that depends on these parts alone, the same in every process and version of Python."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # PyTorch takes 63 bits
 
 
 class OwnGenerator(TorchDispatchMode):
@@ -27,9 +34,8 @@ class OwnGenerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = dict(kwargs or {})
-        draws = torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, keywords)
-        if draws and keywords.get("generator") is None:
-            func, keywords["generator"] = _with_generator(func), self._generator(args, keywords)
+        if draws_numbers(func, args, keywords):
+            func, keywords["generator"] = with_generator(func), self._generator(args, keywords)
         return func(*args, **keywords)
 
     def _generator(self, arguments: Any, keywords: dict[str, Any]) -> torch.Generator:
@@ -38,6 +44,12 @@ class OwnGenerator(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self._generators[device]
+
+
+def draws_numbers(func: Any, args: Any, keywords: dict[str, Any]) -> bool:
+    """Whether an operation draws from the global generator."""
+    draws = torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, keywords)
+    return draws and keywords.get("generator") is None
 
 
 def _without_dropout(func: Any, args: Any, keywords: dict[str, Any]) -> bool:
@@ -49,7 +61,7 @@ def _without_dropout(func: Any, args: Any, keywords: dict[str, Any]) -> bool:
     return (args[place] if place < len(args) else keywords.get("dropout_p", 0.0)) == 0
 
 
-def _with_generator(func: Any) -> Any:
+def with_generator(func: Any) -> Any:
     """The same operation in the form that takes a generator."""
     own = [argument.name for argument in func._schema.arguments]
     for name in (func._overloadname, *func.overloadpacket.overloads()):

@@ -96,6 +96,7 @@ class Reading(RunningParts):
         inputs: Mapping[str, Any] | None = None,
         source: Source | None = None,
         tell: Callable[[str], None] = lambda _: None,
+        one_window: bool = False,
     ) -> None:
         """Make ready to read, and begin the groups that the options name.
 
@@ -104,6 +105,7 @@ class Reading(RunningParts):
             inputs: the first batch.
             source: where the text comes from, for groups that make up one of their own.
             tell: is told what takes long.
+            one_window: no more is read than one window, so that nothing of the weights is kept for others.
         """
         self.model, self.refused = model, refused
         self.sites, self.layout, self.options = sites, layout, options
@@ -120,6 +122,7 @@ class Reading(RunningParts):
         self.broken = False  # the current batch has numbers that are not finite
         self._trouble = FirstTrouble()
         self._functions = options.of_attention()
+        self._one_window = one_window
         self._told = ModelReading(
             model, sites, self.sublayers, options.units, options.max_length, options.seed, options.query_sample,
             options.climb_queries, options.statistics, {} if inputs is None else inputs, source,
@@ -452,7 +455,7 @@ class Reading(RunningParts):
 
     @cached_property
     def _replays(self) -> Replays:
-        return Replays(self.sites)
+        return Replays(self.sites, keep=not self._one_window)
 
     def _weights(self, read: AttentionRead) -> SiteWeights:
         info, capture = self.by_site[read.call.site], self._capture

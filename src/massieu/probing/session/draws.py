@@ -1,7 +1,8 @@
 """The re-initialised control: several draws of a model's weights, each read on one window of the text, and then freed."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,13 @@ import numpy as np
 from jaxtyping import Float64
 from torch import Tensor, nn
 
+from massieu.probing.model.blueprint import blueprint_of
+from massieu.probing.model.drawn import Blueprint
+from massieu.probing.model.forward import device_of, dtype_of
 from massieu.probing.model.fresh import reinitialised
+from massieu.probing.model.offload import execution_device
+from massieu.probing.model.seeding import seed_of
+from massieu.probing.model.unwrap import is_pretrained
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading, RowNumbers
 from massieu.probing.result.tables import values
@@ -83,6 +90,7 @@ class Draws:
         self.missing: str | None = None
         self.warnings: list[str] = []
         self.seconds = 0.0
+        self._blueprint: Blueprint | str | None = None
 
     def wants(self, rank: int) -> bool:
         """Whether the sampled window of this rank is to be kept for them."""
@@ -106,22 +114,43 @@ class Draws:
         self.seconds += time.perf_counter() - started
 
     def _make(self, draw: int, window: ControlWindow) -> None:
-        seed = hash((self.options.seed, draw)) % 2**63
+        with self._fresh(seed_of(self.options.seed, draw)) as fresh:
+            if fresh is None:
+                return
+            given = self.options, self.layout, self.refused, self.inputs, self.source
+            reading = Reading(fresh, self.sites, *given, one_window=True)
+            special, target = window.special
+            places = RowNumbers(range(len(window.rows)), {window.row: 0})
+            alone = (lambda _: window.inputs) if self.layout.separable else None
+            reading.forward(window.inputs, special, [window.row], window.rows, places, target, alone)
+            reading.finish()
+            self.read[draw] = self._shown(reading)
+
+    @contextmanager
+    def _fresh(self, seed: int) -> Iterator[nn.Module | None]:
+        """A model with fresh weights, which has none any more afterwards: the next draw needs the memory."""
+        if self._blueprint is None:
+            self._blueprint = blueprint_of(self.model)
+            if isinstance(self._blueprint, str) and is_pretrained(self.model):
+                self._say(f"the re-initialised control takes the memory of a whole model: {self._blueprint}")
+        if isinstance(self._blueprint, Blueprint):
+            device = execution_device(self.model) or device_of(self.model)
+            blocks = {info.block for info in self.sites}
+            fresh, weights = self._blueprint.draw(blocks, seed, device, dtype_of(self.model))
+            yield fresh
+            weights.forget()
+            return
         fresh, said = reinitialised(self.model, seed, self.matters)
         if said is not None:
-            sentence = f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}"
-            self.warnings += [sentence] if sentence not in self.warnings else []
+            self._say(f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}")
         if fresh is None:
             self.missing = said
-            return
-        reading = Reading(fresh, self.sites, self.options, self.layout, self.refused, self.inputs, self.source)
-        special, target = window.special
-        places = RowNumbers(range(len(window.rows)), {window.row: 0})
-        alone = (lambda _: window.inputs) if self.layout.separable else None
-        reading.forward(window.inputs, special, [window.row], window.rows, places, target, alone)
-        reading.finish()
-        self.read[draw] = self._shown(reading)
-        fresh.to_empty(device="meta")  # its numbers are read: the next draw needs the memory
+        yield fresh
+        if fresh is not None:
+            fresh.to_empty(device="meta")
+
+    def _say(self, sentence: str) -> None:
+        self.warnings += [sentence] if sentence not in self.warnings else []
 
     def _shown(self, reading: Reading) -> Drawn:
         found = Drawn(failed=dict(reading.failed), trouble=reading.trouble and reading.trouble.sentence)

@@ -49,7 +49,13 @@ class _Way:
 class Replays:
     """Makes replays of steps, and says why there are none."""
 
-    def __init__(self, sites: Sequence[SiteInfo]) -> None:
+    def __init__(self, sites: Sequence[SiteInfo], *, keep: bool = True) -> None:
+        """Know of each site what its first call has shown.
+
+        Args:
+            keep: what is found of a site serves its later steps. It has a part of the site's weights.
+        """
+        self._keep = keep
         self._ways = {info.site.name: _Way(why_no_replay(info)) for info in sites}
 
     def of(self, capture: Capture, item: Step, positions: Int[Tensor, " S"]) -> Replay | str:
@@ -64,7 +70,7 @@ class Replays:
         replay = Replay(capture, item.read, way.affine, way.whole, way.linear)
         if way.checked:
             return replay
-        way.checked = True
+        way.checked = self._keep
         reason = replay.why_not(positions)
         if reason is not None and replace(replay, whole=True).why_not(positions) is None:
             reason, replay = None, replace(replay, whole=True)
@@ -72,5 +78,6 @@ class Replays:
             way.reason = reason
             return reason
         replay = replace(replay, affine=replay.query_map(positions)).in_two_parts(positions)
-        way.whole, way.affine, way.linear = replay.whole, replay.affine, replay.linear
+        if self._keep:
+            way.whole, way.affine, way.linear = replay.whole, replay.affine, replay.linear
         return replay

@@ -50,7 +50,8 @@ class Tap(TorchFunctionMode):
         self.model, self.capture = model, capture
         self._notes: Any = WeakIdKeyDictionary()
         self._kinds: Any = WeakIdKeyDictionary()
-        self._own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        tensors = (*model.parameters(), *model.buffers())
+        self._own = {id(tensor) for tensor in tensors if not isinstance(tensor, nn.Parameter)}
         self._running: list[nn.Module] = []
         self._open: dict[int, tuple[Path, str]] = {}  # products and softmaxes that nothing was read of yet
         self._begun = 0
@@ -145,7 +146,11 @@ class Tap(TorchFunctionMode):
             self._notes[tensor] = (_version(tensor), note)
 
     def _kind(self, tensor: Tensor) -> int:
-        return _CONSTANT | _WEIGHT if id(tensor) in self._own else self._kinds.get(tensor, 0)
+        return _CONSTANT | _WEIGHT if self._is_own(tensor) else self._kinds.get(tensor, 0)
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether it is a weight or a buffer; weights of some models are made anew each time that they are asked for."""
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._own
 
     def _keep_kind(self, func: Any, given: Sequence[Tensor], result: Any) -> None:
         kinds = [self._kind(tensor) for tensor in given]
@@ -159,7 +164,7 @@ class Tap(TorchFunctionMode):
             kind = _MIXED if any(kind & _MIXED for kind in kinds) else 0
         if kind:
             for tensor in _tensors((result,), {}):
-                if id(tensor) not in self._own:
+                if not self._is_own(tensor):
                     self._kinds[tensor] = kind
 
     # Products --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,318 @@
+"""A model with fresh random weights of which one block at a time is in memory.
+
+Its modules are those that the constructor makes. Where one asks for a weight, the weight is computed from the record of the
+constructor (`recorded.py`) and a seed, and kept until a weight of another block is asked for. What is outside the blocks,
+such as a last norm, stays; of a table larger than a block the rows that are looked up are drawn, and no others. Every
+weight depends on the seed and its own name alone, so that neither the order nor the number of the requests changes it.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from massieu.probing.model.recorded import ROWS, Operation, Record, UnrecordedError, View, rows
+from massieu.probing.model.seeding import seed_of
+
+_OWN_DICTIONARIES = {"_parameters", "_buffers", "_modules"}
+_OF_VALUES = {"T", "H", "mT", "mH", "data", "real", "imag", "grad"}
+_OF_SHAPE = {
+    *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset", "is_contiguous"),
+    *("is_floating_point", "is_complex", "requires_grad_", "__len__", "__hash__", "untyped_storage", "data_ptr"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A parameter of a recorded model, and how it is drawn.
+
+    Attributes:
+        block: the block to which it belongs; None outside of all.
+        table: how its rows are made, where each of them is drawn apart from the others.
+        by_rows: it is so large that rows of it are drawn where rows are enough.
+    """
+
+    name: str
+    view: View
+    block: str | None
+    requires_grad: bool
+    table: list[Operation] | None
+    by_rows: bool
+
+
+class DrawnWeights:
+    """The weights of one draw.
+
+    Attributes:
+        seed: of all its random numbers.
+        device, dtype: of the weights, whatever the device; they are drawn in main memory and as the constructor does.
+    """
+
+    def __init__(self, record: Record, seed: int, device: torch.device | None, dtype: torch.dtype) -> None:
+        self.record, self.seed, self.device, self.dtype = record, seed, device, dtype
+        self._block: str | None = None
+        self._of_block: dict[str, nn.Parameter] = {}
+        self._outside: dict[str, nn.Parameter] = {}
+
+    def of(self, weight: Weight) -> nn.Parameter:
+        """A weight; it stays what it is for whoever holds it, also when it is forgotten here."""
+        if weight.block is not None and weight.block != self._block:
+            self._block, self._of_block = weight.block, {}
+        kept = self._outside if weight.block is None else self._of_block
+        if weight.name not in kept:
+            with _computing():
+                kept[weight.name] = nn.Parameter(self._numbers(weight), weight.requires_grad)
+        return kept[weight.name]
+
+    def at_work(self, weight: Weight) -> bool:
+        """Whether weights of its block were the last to be asked for."""
+        return weight.block is not None and weight.block == self._block
+
+    def forget(self) -> None:
+        """Keep no weight."""
+        self._block, self._of_block, self._outside = None, {}, {}
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """The numbers of any tensor of the recorded model, on the processor and in the type of the constructor."""
+        if not self.record.knows(tensor):
+            return tensor.detach().clone()
+        with _computing():
+            return self.record.numbers(self.record.view(tensor), self._generator)
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """On the device and, where it holds floating-point numbers, in the type of this draw."""
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def rows(self, weight: Weight, numbers: Tensor) -> Tensor:
+        """Some rows of a table, in the order of their numbers, no two of which are the same."""
+        assert weight.table is not None
+        kept: list[Tensor] = []
+        with _computing():
+            blocks, places = (numbers.cpu() // ROWS).unique_consecutive(return_counts=True)
+            parts = (numbers.cpu() % ROWS).split(places.tolist())
+            for block, part in zip(blocks.tolist(), parts, strict=True):
+                drawn = rows(weight.table, weight.view, block, self._generator)
+                kept.append(self.placed(drawn[part]))
+        return torch.cat(kept) if kept else self.placed(torch.empty(0, *weight.view.size[1:]))
+
+    def _numbers(self, weight: Weight) -> Tensor:
+        if weight.table is None:
+            return self.placed(self.record.numbers(weight.view, self._generator))
+        found = torch.empty(weight.view.size, dtype=weight.view.dtype)
+        for block, part in enumerate(found.split(ROWS)):
+            part.copy_(rows(weight.table, weight.view, block, self._generator))
+        return self.placed(found)
+
+    def _generator(self, operation: Operation, block: int) -> torch.Generator:
+        named = (self.record.names.get(storage) for storage in operation.writes)
+        name = next(filter(None, named), f"operation {operation.number}")
+        seed = seed_of(self.seed, name, operation.place, block)
+        return torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Nobody watches what is computed inside, and there are no gradients of it."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class TableWeight(nn.Parameter):
+    """A table of which rows are drawn when they are looked up; other functions are given the whole of it.
+
+    Attributes:
+        whole: gives the whole table.
+        some: gives rows by their numbers.
+    """
+
+    whole: Callable[[], nn.Parameter]
+    some: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = dict(kwargs or {})
+        if _of_shape(func):
+            return super().__torch_function__(func, types, args, keywords)
+        if func is nn.functional.embedding and keywords.get("max_norm") is None:
+            return _looked_up(*args, **keywords)
+        if func is nn.functional.linear and not torch.is_grad_enabled():
+            return _scored(*args, **keywords)
+        args, keywords = tree_map_only(TableWeight, lambda table: table.whole(), (args, keywords))
+        return func(*args, **keywords)
+
+
+def _of_shape(function: Any) -> bool:
+    """Whether a function tells of a tensor what needs none of its numbers."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(function.__self__, "__name__", "") not in _OF_VALUES
+    return name in _OF_SHAPE
+
+
+def _looked_up(input: Tensor, weight: TableWeight, *_: Any, **__: Any) -> Tensor:
+    numbers, places = input.unique(return_inverse=True)
+    found = weight.some(numbers)
+    if torch.is_grad_enabled():
+        found.requires_grad_(weight.requires_grad)
+    return nn.functional.embedding(places, found)
+
+
+def _scored(input: Tensor, weight: TableWeight, bias: Tensor | None = None) -> Tensor:
+    """The product with each row of a table, one block of rows after the other."""
+    result = input.new_empty(*input.shape[:-1], len(weight))
+    for numbers in torch.arange(len(weight)).split(_SCORED_ROWS):
+        place = slice(int(numbers[0]), int(numbers[-1]) + 1)
+        result[..., place] = nn.functional.linear(input, weight.some(numbers), None if bias is None else bias[place])
+    return result
+
+
+_SCORED_ROWS = 64 * ROWS
+
+
+class _Parameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module, each drawn when it is asked for by its name.
+
+    Whoever goes through all of them sees the numbers of the block at work. Elsewhere the parameters have their shapes,
+    and NaN for numbers: to list the parameters of a model draws none of it.
+    """
+
+    def __init__(self, stand_ins: dict[str, nn.Parameter | None], weights: dict[str, Weight], drawn: DrawnWeights):
+        super().__init__(stand_ins)
+        self._stand_ins = dict(stand_ins)
+        self._weights = weights
+        self._drawn = drawn
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        stored, weight = super().__getitem__(name), self._weights.get(name)
+        if weight is None or stored is not self._stand_ins[name]:
+            return stored
+        if weight.by_rows and torch._C._is_torch_function_enabled():
+            return stored
+        return self._drawn.of(weight)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dictionary."""
+        if name not in self:
+            return default
+        return self[name]
+
+    def items(self) -> Any:
+        """As of a dictionary, in numbers where the block is at work."""
+        return {name: self._seen(name) for name in self}.items()
+
+    def values(self) -> Any:
+        """As of a dictionary, in numbers where the block is at work."""
+        return dict(self.items()).values()
+
+    def _seen(self, name: str) -> nn.Parameter | None:
+        weight = self._weights.get(name)
+        return self[name] if weight is not None and self._drawn.at_work(weight) else super().__getitem__(name)
+
+
+class Blueprint:
+    """A model that was made in a record, from which models with fresh weights are drawn.
+
+    Attributes:
+        tree: its modules.
+        record: how its tensors are made.
+    """
+
+    def __init__(self, tree: nn.Module, record: Record) -> None:
+        """Name what was made.
+
+        Raises:
+            UnrecordedError: a module holds a weight elsewhere than among its parameters.
+        """
+        self.tree, self.record = tree, record
+        for name, tensor in (*tree.named_buffers(), *tree.named_parameters()):
+            if record.knows(tensor):
+                record.names[record.view(tensor).storage] = name
+        for name, module in tree.named_modules():
+            others = [value for place, value in vars(module).items() if place not in _OWN_DICTIONARIES]
+            if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(others)):
+                raise UnrecordedError(f"{name or type(tree).__name__} holds weights beside its parameters")
+
+    def draw(
+        self, blocks: Collection[str], seed: int, device: torch.device | None, dtype: torch.dtype
+    ) -> tuple[nn.Module, DrawnWeights]:
+        """A model with fresh weights, and the weights.
+
+        Args:
+            blocks: names of the modules of which one at a time has its weights.
+        """
+        drawn = DrawnWeights(self.record, seed, device, dtype)
+        weights = {id(tensor): weight for tensor, weight in self._weights(blocks)}
+        memo: dict[int, Any] = {}
+        for tensor in self.tree.parameters():
+            weight = weights.get(id(tensor))
+            if weight is None:
+                memo[id(tensor)] = nn.Parameter(drawn.placed(tensor.detach().clone()), tensor.requires_grad)
+            else:
+                memo[id(tensor)] = _stand_in(tensor, weight, drawn)
+        for tensor in self.tree.buffers():
+            memo[id(tensor)] = drawn.placed(drawn.tensor(tensor))
+        fresh = copied(self.tree, memo, drawn.tensor)
+        for module, made in zip(self.tree.modules(), fresh.modules(), strict=True):
+            named = {n: weights[id(t)] for n, t in module._parameters.items() if t is not None and id(t) in weights}
+            if named:
+                made.__dict__["_parameters"] = _Parameters(dict(made._parameters), named, drawn)
+        return fresh.eval(), drawn
+
+    def _weights(self, blocks: Collection[str]) -> Iterator[tuple[Tensor, Weight]]:
+        """Each parameter, and how it is drawn."""
+        named = [(name, each) for name, each in self.tree.named_parameters() if self.record.knows(each)]
+        longest_first = sorted(blocks, key=len, reverse=True)
+        of_block = {
+            name: next((b for b in longest_first if not b or name.startswith(f"{b}.")), None) for name, _ in named
+        }
+        sizes = dict.fromkeys(blocks, 0)
+        for name, tensor in named:
+            block = of_block[name]
+            if block is not None:
+                sizes[block] += tensor.numel()
+        most = max(sizes.values(), default=0)
+        tables = {id(each.weight) for each in self.tree.modules() if isinstance(each, nn.Embedding)}
+        for name, tensor in named:
+            view = self.record.view(tensor)
+            table = self.record.by_rows(view) if id(tensor) in tables else None
+            by_rows = table is not None and tensor.numel() > most
+            yield tensor, Weight(name, view, of_block[name], tensor.requires_grad, table, by_rows)
+
+
+def _stand_in(tensor: Tensor, weight: Weight, drawn: DrawnWeights) -> nn.Parameter:
+    """A parameter of a weight's shape, type and place that has no numbers of its own."""
+    nothing = torch.full((), torch.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+    numbers = drawn.placed(nothing).expand(tensor.shape)
+    if not weight.by_rows:
+        return nn.Parameter(numbers, weight.requires_grad)
+    table = TableWeight(numbers, weight.requires_grad)
+    table.whole = lambda: drawn.of(weight)
+    table.some = lambda numbers: drawn.rows(weight, numbers)
+    return table
+
+
+def copied(tree: nn.Module, memo: dict[int, Any], replacement: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a module.
+
+    Args:
+        memo: what stands in the place of objects, by their `id`.
+        replacement: what stands in the place of a tensor that is not among these, and no parameter.
+    """
+
+    class Copying(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not Tensor.__deepcopy__:
+                return func(*args, **(kwargs or {}))
+            tensor, known = args
+            if id(tensor) not in known:
+                known[id(tensor)] = replacement(tensor)
+            return known[id(tensor)]
+
+    with Copying():
+        return copy.deepcopy(tree, memo)
