@@ -38,10 +38,10 @@ def test_reverse_derivatives():
     assert absent is None
     dx, _, dy, _ = reverse_derivative(two, ARGUMENTS, (v, w))
     torch.testing.assert_close(dy, X.sin() * v + X * w.unsqueeze(-1))
-    dx, _, dy, _ = reverse_derivative(two, ARGUMENTS, (None, w), wanted=[False, True, True, True])
+    dx, _, dy, _ = reverse_derivative(two, ARGUMENTS, (None, w), needed=[False, True, True, True])
     assert dx is None
     torch.testing.assert_close(dy, X * w.unsqueeze(-1))
-    assert reverse_derivative(one, ARGUMENTS, v, wanted=[False] * 4) == (None,) * 4
+    assert reverse_derivative(one, ARGUMENTS, v, needed=[False] * 4) == (None,) * 4
 
 
 def test_forward_derivatives():

@@ -180,7 +180,9 @@ def test_alignment():
     assert align(tensor, 5, 1).shape == (2, 3, 1, 1, 5)
     assert align(tensor, 4).shape == (2, 3, 5, 1)
     assert align(tensor, 3, 2).shape == (2, 3, 5)
-    with pytest.raises(ValueError, match=r"\(2, 3, 5\) has more than the 2 dimensions"):
+    with pytest.raises(
+        ValueError, match=r"\(2, 3, 5\) has more dimensions than the tensor it must broadcast with \(2\)"
+    ):
         align(tensor, 2)
 
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from massieu.foundation.transforms import in_functorch
 
 Function = Callable[..., Any]
-"""Of tensors, or None where an argument is left out, to a tensor or a tuple of them."""
+"""From tensors, or None where an argument is left out, to one tensor or a tuple of them."""
 
 
 def is_differentiable(tensor: Tensor | None) -> bool:
@@ -26,90 +26,111 @@ def reverse_derivative(
     function: Function,
     tensors: Sequence[Tensor | None],
     cotangents: Tensor | Sequence[Tensor | None],
-    wanted: Sequence[bool] | None = None,
+    needed: Sequence[bool] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The cotangents of a function's arguments, one for each; None for those that are not wanted or not floating-point.
+    """The cotangents of a function's arguments, one for each; None for those not needed or not floating-point.
 
     Args:
+        function: From the tensors to one result or several.
+        tensors: The arguments.
         cotangents: Of the function's results: a tensor for one, else a sequence, in which None is zero.
-        wanted: Which arguments; by default all that are floating-point.
+        needed: True for each argument whose cotangent is needed; by default all that are floating-point.
     """
-    chosen = [is_differentiable(tensor) for tensor in tensors]
-    if wanted is not None:
-        chosen = [own and want for own, want in zip(chosen, wanted, strict=True)]
-    if not any(chosen):
-        return (None,) * len(chosen)
-    restricted, primals = _restrict(function, tensors, chosen)
+    active = _active_arguments(tensors, needed)
+    if not any(active):
+        return (None,) * len(active)
+    restricted, primals = _restrict(function, tensors, active)
     results, pull_back = torch.func.vjp(restricted, *primals)  # pyright: ignore[reportAssignmentType]
     if isinstance(results, Tensor):
-        given: Any = cotangents
-    else:
-        given = tuple(
-            torch.zeros_like(result) if cotangent is None else cotangent
-            for result, cotangent in zip(results, cotangents, strict=True)
-        )
-    found = iter(pull_back(given))
-    return tuple(next(found) if one else None for one in chosen)
+        return _scattered(pull_back(cotangents), active)
+    filled = tuple(
+        torch.zeros_like(result) if cotangent is None else cotangent
+        for result, cotangent in zip(results, cotangents, strict=True)
+    )
+    return _scattered(pull_back(filled), active)
 
 
 def lean_reverse_derivative(
-    function: Function, tensors: Sequence[Tensor | None], cotangent: Tensor, wanted: Sequence[bool] | None = None
+    function: Function, tensors: Sequence[Tensor | None], cotangent: Tensor, needed: Sequence[bool] | None = None
 ) -> tuple[Tensor | None, ...]:
-    """`reverse_derivative` of a function of one result, which changes nothing in place, at half the memory.
+    """`reverse_derivative` at half the memory, of a function that returns one tensor and changes nothing in place.
 
     Outside of transforms a plain backward pass keeps a graph only where derivatives of these cotangents are being taken.
     """
     if torch.compiler.is_compiling() or in_functorch() or forward_ad._current_level >= 0:
-        return reverse_derivative(function, tensors, cotangent, wanted)
-    chosen = [is_differentiable(tensor) for tensor in tensors]
-    if wanted is not None:
-        chosen = [own and want for own, want in zip(chosen, wanted, strict=True)]
-    restricted, primals = _restrict(function, tensors, chosen)
+        return reverse_derivative(function, tensors, cotangent, needed)
+    active = _active_arguments(tensors, needed)
+    restricted, primals = _restrict(function, tensors, active)
     if not primals or any(map(is_functorch_wrapped_tensor, primals)):
         # Pulled back after a transform has ended, tensors are still wrapped: a plain pass would find zeros there.
-        return reverse_derivative(function, tensors, cotangent, chosen)
-    again = torch.is_grad_enabled()
+        return reverse_derivative(function, tensors, cotangent, active)
+    # Gradients are enabled here only while derivatives of these cotangents are being taken.
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Aliases, so that only this use of them counts.
+        # Aliases, so that only this use of the primals counts, and none elsewhere in a caller's graph.
         inputs = [
-            primal.view_as(primal) if again and primal.requires_grad else primal.detach().requires_grad_()
+            primal.view_as(primal) if create_graph and primal.requires_grad else primal.detach().requires_grad_()
             for primal in primals
         ]
-        result, found = restricted(*inputs), iter(map(torch.zeros_like, primals))
-        if result.requires_grad:
-            options = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
-            found = iter(torch.autograd.grad(result, inputs, cotangent, **options))
-    return tuple(next(found) if one else None for one in chosen)
+        result = restricted(*inputs)
+        if not result.requires_grad:
+            return _scattered(tuple(map(torch.zeros_like, primals)), active)
+        options = {"create_graph": create_graph, "allow_unused": True, "materialize_grads": True}
+        gradients = torch.autograd.grad(result, inputs, cotangent, **options)
+    return _scattered(gradients, active)
 
 
 def forward_derivative(function: Function, tensors: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Any:
-    """The tangents of a function's results, as many as these; of arguments without a tangent nothing moves.
+    """The tangents of a function's results, one for each; an argument whose tangent is None is a constant.
 
     They are the gradient of a gradient, as forward mode itself does not nest.
     """
-    moving = [
+    active = [
         is_differentiable(tensor) and tangent is not None for tensor, tangent in zip(tensors, tangents, strict=True)
     ]
-    if not any(moving):
+    if not any(active):
         results = function(*tensors)
-        return torch.zeros_like(results) if isinstance(results, Tensor) else tuple(map(torch.zeros_like, results))
-    restricted, primals = _restrict(function, tensors, moving)
+        if isinstance(results, Tensor):
+            return torch.zeros_like(results)
+        return tuple(map(torch.zeros_like, results))
+    restricted, primals = _restrict(function, tensors, active)
     results, pull_back = torch.func.vjp(restricted, *primals)  # pyright: ignore[reportAssignmentType]
-    given = tuple(tangent for tangent, one in zip(tangents, moving, strict=True) if one)
-    # The pull-back is linear in the cotangents, so it does not matter at which of them it is differentiated.
+    active_tangents = tuple(tangent for tangent, is_active in zip(tangents, active, strict=True) if is_active)
+    # The pull-back c ↦ Jᵀc is linear, so that its own pull-back is v ↦ Jv, the product that is needed. For the same
+    # reason it does not matter at which cotangents it is differentiated: at zeros.
     if isinstance(results, Tensor):
-        return torch.func.vjp(pull_back, torch.zeros_like(results))[1](given)[0]
+        return torch.func.vjp(pull_back, torch.zeros_like(results))[1](active_tangents)[0]
     cotangents = tuple(torch.zeros_like(result) for result in results)
-    return torch.func.vjp(lambda *back: pull_back(back), *cotangents)[1](given)
+    return torch.func.vjp(lambda *parts: pull_back(parts), *cotangents)[1](active_tangents)
+
+
+def _active_arguments(tensors: Sequence[Tensor | None], needed: Sequence[bool] | None) -> list[bool]:
+    """Which arguments can have a derivative, and need one."""
+    differentiable = [is_differentiable(tensor) for tensor in tensors]
+    if needed is None:
+        return differentiable
+    return [can and must for can, must in zip(differentiable, needed, strict=True)]
 
 
 def _restrict(
-    function: Function, tensors: Sequence[Tensor | None], chosen: Sequence[bool]
+    function: Function, tensors: Sequence[Tensor | None], active: Sequence[bool]
 ) -> tuple[Function, tuple[Tensor, ...]]:
-    """``function`` of the chosen arguments alone, and those."""
+    """``function`` as one of its active arguments alone, and these arguments."""
 
     def restricted(*primals: Tensor) -> Any:
-        given = iter(primals)
-        return function(*(next(given) if one else tensor for one, tensor in zip(chosen, tensors, strict=True)))
+        remaining = iter(primals)
+        arguments = [
+            next(remaining) if is_active else tensor for is_active, tensor in zip(active, tensors, strict=True)
+        ]
+        return function(*arguments)
 
-    return restricted, tuple(tensor for tensor, one in zip(tensors, chosen, strict=True) if one and tensor is not None)
+    primals = tuple(
+        tensor for tensor, is_active in zip(tensors, active, strict=True) if is_active and tensor is not None
+    )
+    return restricted, primals
+
+
+def _scattered(gradients: Sequence[Tensor], active: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The gradients in the places of the active arguments, None in the others."""
+    remaining = iter(gradients)
+    return tuple(next(remaining) if is_active else None for is_active in active)

@@ -1,10 +1,11 @@
 """Public doors: functions and methods whose arguments are checked by what their names mean, before anything is computed.
 
-A word has one meaning in this package (see CONTRIBUTING.md), so that most arguments need no check of their own at every place:
-`generator` is a torch.Generator wherever it stands. `NAMED` says so once, and `door` applies it to a function or to the public
-methods of a class. Annotations stay documentation. Bounds, shapes and what goes with what are the functions' own to check.
+A word has one meaning in this package (see CONTRIBUTING.md), so that most arguments need no check written at each place:
+`generator` is a torch.Generator everywhere. `NAMED` says so once, and `door` applies it to a function or to the public
+methods of a class. Annotations are documentation and are not read. Functions themselves check bounds, shapes, and which
+arguments go together.
 
-Compiled code is not checked, and pays nothing; elsewhere a call costs about half a microsecond, and an argument a fifth.
+Compiled code is not checked, and pays nothing. Elsewhere a call costs about half a microsecond, and each argument a fifth.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 Check = Callable[[str, Any], object]
 
 MOST = 2**31 - 1
-"""The largest count: of steps it would take years, of sizes no memory holds it."""
+"""The largest count that is taken: so many steps would take years, and no memory holds such a size."""
 
 count = partial(whole_number, most=MOST)
 
@@ -102,7 +103,7 @@ NAMED: Mapping[str, Check] = {
     "dtype": floating_dtype,
     "generator": generator,
     "query_offset": whole_number,
-    "sequences": whole_number,  # of a bound, which may be of more than there are
+    "sequences": whole_number,  # no `count`: a bound is also asked for more sequences than any memory holds
     "alpha": number_or_tensor,
     "checkpoint": path,
     "ignore_index": whole_number,
@@ -115,11 +116,11 @@ NAMED: Mapping[str, Check] = {
     **dict.fromkeys(_FUNCTIONS, function),
     **{name: partial(of_class, kind=kind) for name, kind in _OBJECTS.items()},
 }
-"""What an argument of this name is, wherever it stands. None goes where it is the default."""
+"""The check of every argument of this name, in all public functions. A value that is the argument's default is not checked."""
 
 
 def sequence(name: str, value: object) -> Iterable[Any]:
-    """The value, if it is an iterable of several things, and no text; else a TypeError."""
+    """The value, if it is an iterable, but no text and no tensor or array without dimensions; else a TypeError."""
     if (
         isinstance(value, str | bytes)
         or not isinstance(value, Iterable)
@@ -137,7 +138,7 @@ def text(name: str, value: object) -> str:
 
 
 def any_of(words: str, *kinds: Any) -> Check:
-    """A check that a value is an instance of one of some classes, which `words` name for the message."""
+    """A check that a value is an instance of one of `kinds`, which the error's message calls `words`."""
 
     def check(name: str, value: object) -> object:
         if not isinstance(value, kinds):
@@ -148,7 +149,10 @@ def any_of(words: str, *kinds: Any) -> Check:
 
 
 class _Argument(NamedTuple):
+    """An argument of a door that has a check."""
+
     place: int
+    """Its position among the positional arguments; `MOST` if it is taken by name alone."""
     name: str
     default: object
     check: Check
@@ -162,8 +166,8 @@ def door(target: Any = None, /, **checks: Check | None) -> Any:
     """A function whose arguments are checked by their names, or a class whose public methods and constructor are.
 
     Args:
-        target: The function or class; left out where `checks` are given, as in ``@door(order=whole_number)``.
-        checks: Of arguments that `NAMED` does not know, or means otherwise; None: of this name nothing is checked.
+        target: The function or class; left out if `checks` are given, as in ``@door(order=whole_number)``.
+        checks: Checks by argument name, beside those of `NAMED` or in their place; None leaves an argument unchecked.
 
     Raises:
         TypeError, ValueError: as the checks do, when the function is called.
@@ -177,30 +181,33 @@ def door(target: Any = None, /, **checks: Check | None) -> Any:
 
 
 def input_door(**checks: Check | None) -> Callable[[Target], Target]:
-    """As `door` for a function of the rooms where bad input is an `InputError`; only what is named here is checked.
+    """As `door` for functions of the rooms where bad input is an `InputError`; only the arguments named here are checked.
 
     Raises:
         InputError: as the checks do, when the function is called.
     """
 
-    named = {name: _as_input(check) for name, check in checks.items() if check is not None}
-    return lambda target: _checked(target, named)
+    input_checks = {name: _with_input_error(check) for name, check in checks.items() if check is not None}
+    return lambda target: _checked(target, input_checks)
 
 
 def check_fields(value: Any, **checks: Check) -> None:
-    """Check the fields of a new dataclass by their names, but for those that are at their defaults.
+    """Check the fields of a new dataclass by their names, except those that have their default.
 
     Raises:
         InputError: as the checks do.
     """
     for field in dataclasses.fields(value):
         check = checks.get(field.name)
-        if check is not None and (held := getattr(value, field.name)) is not field.default:
-            _as_input(check)(field.name, held)
+        if check is None:
+            continue
+        field_value = getattr(value, field.name)
+        if field_value is not field.default:
+            _with_input_error(check)(field.name, field_value)
 
 
-def _as_input(check: Check) -> Check:
-    """The check with an `InputError` in place of its errors."""
+def _with_input_error(check: Check) -> Check:
+    """The check, raising `InputError` in place of TypeError and ValueError."""
 
     def checked(name: str, value: Any) -> None:
         try:
@@ -214,38 +221,41 @@ def _as_input(check: Check) -> Check:
 def check_methods(
     owner: type, checks: Mapping[str, Check | None] = NAMED, also: Collection[str] = ("__call__",)
 ) -> None:
-    """Have a class check the arguments of its own public methods, and of those special ones that are named."""
+    """Make a class check the arguments of the public methods that it defines itself, and of the special ones in `also`."""
     for name, member in list(vars(owner).items()):
-        inner = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-        if inspect.isfunction(inner) and (not name.startswith("_") or name in also):
+        function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        if inspect.isfunction(function) and (not name.startswith("_") or name in also):
             setattr(owner, name, _checked_member(member, checks))
 
 
 def _checked_member(member: Any, checks: Mapping[str, Check | None]) -> Any:
+    """`_checked` of a method; of a class or static method, the same kind of method again."""
     if isinstance(member, classmethod | staticmethod):
         return type(member)(_checked(member.__func__, checks))
     return _checked(member, checks)
 
 
 def _checked(target: Target, checks: Mapping[str, Check | None]) -> Target:
+    """The function, which first checks its arguments; the function itself if none has a check."""
     arguments = tuple(_arguments_of(target, checks))
     if not arguments:
         return target
 
-    # A function of its own: the compiler, which may make the classes of doors, can hold no checks in a closure of `call`.
-    def check(given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        _check(arguments, given, named)
+    # A function of its own: the compiler may create classes with doors, and cannot hold checks in the closure of `call`.
+    def check(positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        _check_call(arguments, positional, named)
 
     @functools.wraps(target)
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*positional: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
-            check(given, named)
-        return target(*given, **named)
+            check(positional, named)
+        return target(*positional, **named)
 
     return call  # pyright: ignore[reportReturnType]
 
 
 def _arguments_of(target: Callable[..., Any], checks: Mapping[str, Check | None]) -> Iterator[_Argument]:
+    """The arguments of a function that have a check."""
     for place, parameter in enumerate(inspect.signature(target).parameters.values()):
         check = checks.get(parameter.name)
         if check is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -254,10 +264,11 @@ def _arguments_of(target: Callable[..., Any], checks: Mapping[str, Check | None]
         yield _Argument(MOST if by_name_only else place, parameter.name, parameter.default, check)
 
 
-def _check(arguments: tuple[_Argument, ...], given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+def _check_call(arguments: tuple[_Argument, ...], positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Check the arguments of one call. Python's own error names what is missing, so that an absent one is passed over."""
     for place, name, default, check in arguments:
-        if place < len(given):
-            value = given[place]
+        if place < len(positional):
+            value = positional[place]
         elif name in named:
             value = named[name]
         else:

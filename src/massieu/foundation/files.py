@@ -1,4 +1,4 @@
-"""Files and folders that are complete or not there, at any moment and whatever ends the process."""
+"""Writing files and folders so that each is complete or absent at every moment, whatever ends the process."""
 
 import errno
 import os
@@ -11,66 +11,67 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LEFT = ".massieu-"
-"""Begins the names of what is written aside. What a process that was killed has left is removed by a later one."""
+"""Beginning of the names of unfinished files and folders. A later process removes those that a killed process has left."""
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""What file systems say that do not know how to wait for a folder."""
+"""Errors of file systems that cannot wait for a folder's entries."""
 
 
 @contextmanager
 def replacing(path: Path, *, folder: bool = False, durable: bool = True, mark: str = "") -> Iterator[Path]:
-    """A place beside `path` to write to, which takes the name `path` when the block ends well.
+    """A temporary path in the folder of `path`, which is renamed to `path` when the block ends without an error.
 
-    An earlier file is replaced at once, and its mode and owner are kept; a folder must be new, or the earlier one empty. A
-    link is replaced, not followed: for a file that a user names there is `overwriting`. After an error or Ctrl-C nothing is
-    left beside it. A process that is killed leaves what `remove_left` finds.
+    An earlier file is replaced in one step, and its mode and owner are kept; an earlier folder must be empty. A link is
+    replaced, not followed: `overwriting` is for files that a user names. After an error or Ctrl-C the temporary path is
+    removed. If the process is killed it stays, and `remove_left` finds it.
 
     Args:
-        path: The file or folder; the one that holds it must exist.
-        folder: The place is a folder, which is there already; else it is a file, which the block makes.
-        durable: Wait until content and name are on the disk. Or a machine that stops may have the name and not the
-            content, or neither after what it replaces was removed.
-        mark: A word in the name of the place, for `remove_left`.
+        path: The file or folder; its parent folder must exist.
+        folder: Write a folder, which exists when the block begins; otherwise a file, which the block has to create.
+        durable: Wait until content and name are on the disk. Without it, a machine that stops may keep the name without the
+            content, or lose both after the earlier file was removed.
+        mark: A word in the temporary name, for `remove_left`.
     """
     if not path.name:
         raise ValueError(f"path must name a file or folder, got {str(path)!r}")
-    # A short name of its own: that of the file may be as long as names can be.
-    aside = path.with_name(f"{LEFT}{f'{mark}-' if mark else ''}{secrets.token_hex(8)}")
+    # The name does not contain that of the file, which may be as long as names can be.
+    prefix = f"{LEFT}{mark}-" if mark else LEFT
+    temporary = path.with_name(f"{prefix}{secrets.token_hex(8)}")
     try:
         if folder:
-            aside.mkdir()
-        earlier = None if folder else _earlier(path)
+            temporary.mkdir()
+        earlier = None if folder else _earlier_file(path)
         if earlier is not None:
-            _make_private(aside, earlier)
-        yield aside
+            _create_private(temporary, earlier)
+        yield temporary
         if durable:
-            _settle_all(aside)
+            _sync_tree(temporary)
         if earlier is not None:
-            aside.chmod(stat.S_IMODE(earlier.st_mode))
-        os.replace(aside, path)
+            temporary.chmod(stat.S_IMODE(earlier.st_mode))
+        os.replace(temporary, path)
         if durable:
             sync_folder(path.parent)
     except BaseException:
-        # The first error is the one to tell.
+        # An error of the removal would hide the error that led here.
         with suppress(OSError):
-            _remove(aside)
+            _remove(temporary)
         raise
 
 
 @contextmanager
 def overwriting(path: Path) -> Iterator[Path]:
-    """As `replacing`, for a file that a user names: what has this name stays what it is.
+    """As `replacing`, for a file that a user names: links, devices and FIFOs stay what they are.
 
     The file that a link leads to is replaced, and the link is kept. A device or a FIFO is written to directly.
     """
     if is_special(path):
         yield path
         return
-    with replacing(linked_to(path)) as aside:
-        yield aside
+    with replacing(linked_to(path)) as temporary:
+        yield temporary
 
 
 def is_special(path: Path) -> bool:
-    """Whether a path leads to a device, a FIFO or a socket: it can be written to, and must not be replaced."""
+    """Whether a path leads to a device, a FIFO or a socket, which can be written to and must not be replaced."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -79,44 +80,46 @@ def is_special(path: Path) -> bool:
 
 
 def linked_to(path: Path) -> Path:
-    """The place that a link leads to, whether there is a file yet or not; the path itself where it is no link."""
+    """The path that a link leads to, whether or not a file exists there; any other path as it is."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
 def remove_left(folder: Path, mark: str = "") -> None:
-    """Remove what killed processes have left beside files in a folder, or of that only what has the mark.
+    """Remove the temporary files and folders that killed processes left in a folder, with a mark only those that have it.
 
-    Only where no other process writes there, or none with this mark. What is another user's may stay; it does no harm.
+    Call it only where no other process writes, or none with this mark. Another user's files may stay; they do no harm.
     """
-    name = re.compile(re.escape(LEFT) + (rf"{re.escape(mark)}-" if mark else r"(?:.+-)?") + r"[0-9a-f]{16}")
-    for left in folder.glob(f"{LEFT}*"):
-        if name.fullmatch(left.name):
+    marked = rf"{re.escape(mark)}-" if mark else r"(?:.+-)?"
+    temporary_name = re.compile(re.escape(LEFT) + marked + r"[0-9a-f]{16}")
+    for path in folder.glob(f"{LEFT}*"):
+        if temporary_name.fullmatch(path.name):
             with suppress(OSError):
-                _remove(left)
+                _remove(path)
 
 
 def sync_folder(folder: Path | int) -> None:
-    """Wait until a folder's entries are on the disk, where the system can do so: after a file was made, renamed, removed.
+    """Wait until a folder's entries are on the disk, if the system can: after a file was created, renamed or removed.
 
     Args:
-        folder: Its path, or a descriptor of it.
+        folder: Its path, or an open descriptor of it.
     """
-    if os.name == "nt":  # opens no folders
+    if os.name == "nt":  # Windows opens no folders
         return
     if isinstance(folder, int):
-        _sync(folder)
+        _sync_entries(folder)
         return
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # it may be written to, and not be read
+    except PermissionError:  # the folder may be writable and not readable
         return
     try:
-        _sync(descriptor)
+        _sync_entries(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _sync(descriptor: int) -> None:
+def _sync_entries(descriptor: int) -> None:
+    """`os.fsync` of a folder, on file systems that know it."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -124,18 +127,18 @@ def _sync(descriptor: int) -> None:
             raise
 
 
-def _settle_all(path: Path) -> None:
-    """A file, or a folder with all that is in it."""
+def _sync_tree(path: Path) -> None:
+    """Wait until a file, or a folder with everything in it, is on the disk."""
     if not path.is_dir():
-        _settle(path)
+        _sync_file(path)
         return
-    for each in sorted(path.iterdir()):
-        _settle_all(each)
+    for entry in sorted(path.iterdir()):
+        _sync_tree(entry)
     sync_folder(path)
 
 
-def _earlier(path: Path) -> os.stat_result | None:
-    """What is known of the file that has a name; None where it is none, or a link."""
+def _earlier_file(path: Path) -> os.stat_result | None:
+    """Mode and owner of the regular file at a path; None if there is none, or a link."""
     try:
         earlier = path.lstat()
     except OSError:
@@ -143,16 +146,16 @@ def _earlier(path: Path) -> os.stat_result | None:
     return earlier if stat.S_ISREG(earlier.st_mode) else None
 
 
-def _make_private(aside: Path, earlier: os.stat_result) -> None:
-    """Make an empty file that nobody else may read until it is complete, with the earlier one's owner where that is allowed."""
-    os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+def _create_private(path: Path, earlier: os.stat_result) -> None:
+    """Create an empty file that nobody else may read until it is complete, with the earlier file's owner if that is allowed."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     if os.name != "nt":
         with suppress(PermissionError):
-            os.chown(aside, earlier.st_uid, earlier.st_gid)
+            os.chown(path, earlier.st_uid, earlier.st_gid)
 
 
-def _settle(path: Path) -> None:
-    # Opened for writing: elsewhere than on Linux only such a file can be settled.
+def _sync_file(path: Path) -> None:
+    # Opened for writing: some systems other than Linux sync no file that is open for reading alone.
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 

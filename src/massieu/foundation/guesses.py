@@ -1,6 +1,6 @@
-"""First guesses that are usual elsewhere: another library's word for an argument, a constructor in place of `create`.
+"""Answers to usual first guesses: another library's word for an argument, or a constructor in place of `create`.
 
-Each ends in one sentence that says what is meant here.
+Each is an error of one sentence that names what this package calls it.
 """
 
 import functools
@@ -16,42 +16,42 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 
 
 def meant(**sentences: str) -> Callable[[Target], Target]:
-    """Of a function: what to say to keywords that it does not have, as in ``@meant(beta="`scale`, the inverse temperature")``.
+    """A decorator that explains keywords which a function does not have: ``@meant(beta="`scale`, the inverse temperature")``.
 
     Raises:
-        TypeError: one of them was given, when the function is called.
+        TypeError: a call of the function has one of these keywords.
     """
 
-    def with_sentences(target: Target) -> Target:
+    def decorate(target: Target) -> Target:
         @functools.wraps(target)
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*positional: Any, **named: Any) -> Any:
             if named and not torch.compiler.is_compiling():
                 for name in named:
                     if name in sentences:
                         raise TypeError(f"`{name}` is {sentences[name]}")
-            return target(*given, **named)
+            return target(*positional, **named)
 
         return call  # pyright: ignore[reportReturnType]
 
-    return with_sentences
+    return decorate
 
 
 def explain_constructor(owner: type) -> None:
-    """Have the constructor of a class that is made by `create` say so where arguments are missing."""
+    """Make the constructor of a class name `create` in its error if arguments are missing."""
     constructor: Any = owner.__init__
-    needed = sum(each.default is each.empty for each in inspect.signature(owner).parameters.values())
+    parameters = inspect.signature(owner).parameters.values()
+    num_required = sum(parameter.default is parameter.empty for parameter in parameters)
 
     @functools.wraps(constructor)
-    def call(self: Any, *given: Any, **named: Any) -> None:
-        if len(given) + len(named) < needed and not torch.compiler.is_compiling():
-            values = ", ".join(
-                [*map(described, given), *(f"{name}={described(value)}" for name, value in named.items())]
-            )
+    def call(self: Any, *positional: Any, **named: Any) -> None:
+        if len(positional) + len(named) < num_required and not torch.compiler.is_compiling():
+            named_values = [f"{name}={described(value)}" for name, value in named.items()]
+            values = ", ".join([*map(described, positional), *named_values])
             create: Any = owner.create  # type: ignore[attr-defined]
-            names = ", ".join(each.name for each in inspect.signature(create).parameters.values())
+            names = ", ".join(inspect.signature(create).parameters)
             raise TypeError(
                 f"{owner.__name__} is made by {owner.__name__}.create({names}), not by {owner.__name__}({values})"
             )
-        constructor(self, *given, **named)
+        constructor(self, *positional, **named)
 
     owner.__init__ = call  # type: ignore[misc]

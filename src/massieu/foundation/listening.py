@@ -1,8 +1,8 @@
-"""Who is told of an attention call: almost always nobody, and the probe while it reads a model.
+"""Listeners of attention calls: the probe, while it reads a model. At all other times there is none.
 
-A room that computes attention asks for the `listeners` at each call. Each of them is told what attention was given and
-what came of it, and may put another output in its place. A call that is made of others, as a window is of chunks, is told
-as a whole: inside `as_one_call` nobody listens.
+A room that computes attention asks for the `listeners` at each call. Each of them is told the inputs and the output, and
+may put another output in its place. A call that consists of other calls, as a window does of chunks, is told as a whole:
+inside `as_one_call` nobody listens.
 
 The listeners are a context variable, so each thread has its own. Compiled and exported code does not ask.
 """
@@ -21,26 +21,26 @@ _Result = TypeVar("_Result")
 
 
 class Listener(Protocol):
-    """Somebody who is told of attention calls."""
+    """An observer of attention calls."""
 
     def listens(self) -> bool:
-        """Whether the call that comes is to be told; not inside another call."""
+        """Whether the next call is to be told; False inside a call that is told as a whole."""
         ...
 
     def hear(self, call: Any, /) -> Tensor | None:
-        """Be told of a call. What is returned, if anything, takes the place of its output."""
+        """Receive a finished call. A tensor that is returned replaces the call's output."""
         ...
 
     def claiming(self) -> AbstractContextManager[None]:
-        """Inside, nothing is told: it is part of a call that is told as a whole."""
+        """A context inside which no call is told, because all are parts of one that is told as a whole."""
         ...
 
     def refusing(self, reason: str) -> AbstractContextManager[None]:
-        """Inside, attention that is told cannot be read, for this reason."""
+        """A context inside which attention cannot be read, for this reason."""
         ...
 
     def refuse(self, reason: str) -> None:
-        """Be told of attention that cannot be read, for this reason."""
+        """Receive the reason why an attention call cannot be read."""
         ...
 
 
@@ -50,16 +50,18 @@ _LISTENERS: ContextVar[Listeners] = ContextVar("massieu_listeners", default=())
 
 
 def listeners() -> Listeners:
-    """Those who are to be told of the attention call that is about to be computed, the outermost first."""
+    """The listeners to tell of the attention call that is about to be computed, the outermost first."""
     if torch.compiler.is_compiling():
         return ()
-    known = _LISTENERS.get()
-    return tuple(listener for listener in known if listener.listens()) if known else known
+    registered = _LISTENERS.get()
+    if not registered:
+        return ()
+    return tuple(listener for listener in registered if listener.listens())
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside, and in this thread, the listener is told of attention calls, after those who listen already."""
+    """A context in which the listener is told of this thread's attention calls, after those who listen already."""
     token = _LISTENERS.set((*_LISTENERS.get(), listener))
     try:
         yield
@@ -68,40 +70,40 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def as_one_call(told: Sequence[Listener]) -> Iterator[None]:
-    """Inside, these listeners are told nothing."""
+def as_one_call(present: Sequence[Listener]) -> Iterator[None]:
+    """A context in which the listeners present are told of no call: its caller tells them of all calls as one."""
     with ExitStack() as claims:
-        for listener in told:
+        for listener in present:
             claims.enter_context(listener.claiming())
         yield
 
 
 def in_one_call(
-    told: Sequence[Listener],
+    present: Sequence[Listener],
     function: Callable[_Parameters, _Result],
     *args: _Parameters.args,
     **kwargs: _Parameters.kwargs,
 ) -> _Result:
-    """``function(*args, **kwargs)``, of which these listeners are told nothing."""
-    if not told:
+    """``function(*args, **kwargs)`` inside `as_one_call`."""
+    if not present:
         return function(*args, **kwargs)
-    with as_one_call(told):
+    with as_one_call(present):
         return function(*args, **kwargs)
 
 
 def unreadable(
     reason: str, *, attends: bool
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """A decorator of functions whose attention cannot be told: listeners get the reason in its place.
+    """A decorator of functions whose attention cannot be read: listeners receive the reason instead.
 
     Args:
-        reason: why, as the end of "it cannot be read: …".
-        attends: the function is attention itself; else it may call functions that are.
+        reason: Completes "it cannot be read: …".
+        attends: True for a function that is attention itself, False for one that may call such functions.
     """
 
     def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
         @wraps(function)
-        def told(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
             present = listeners()
             if not present:
                 return function(*args, **kwargs)
@@ -114,6 +116,6 @@ def unreadable(
                         refusals.enter_context(listener.refusing(reason))
                 return function(*args, **kwargs)
 
-        return told
+        return call
 
     return decorate

@@ -1,4 +1,4 @@
-"""How a number is written: as many digits as its error allows, and a plain word when there is none."""
+"""Numbers as text: as many digits as the standard error supports, and a word for a number that is undefined."""
 
 import math
 
@@ -21,21 +21,31 @@ def number(value: float | None, error: float | None = None) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else f"{MINUS}∞"
     if error is not None and math.isfinite(error) and error > 0:
-        power = math.floor(math.log10(error))
-        decimals = (1 if error < 3 * 10.0**power else 0) - power
+        decimals = _decimals_of_error(error)
     else:
+        # Three significant digits; a number of more than three before the point is rounded to a whole one.
         value = float(f"{value:.2e}") if abs(value) < 1000 else round(value)
         decimals = 0 if float(value).is_integer() else 2 - math.floor(math.log10(abs(value)))
     if abs(value) < 1e-3 and decimals > 5:
+        # Python writes e-07: without the zero it reads as in print.
         text = f"{value:.1e}".replace("e-0", "e-")
     else:
         text = f"{round(value, decimals):,.{max(decimals, 0)}f}"
     return text.replace("-", MINUS)
 
 
+def _decimals_of_error(error: float) -> int:
+    """Decimals that show two digits of an error beginning with 1 or 2, and one digit of any other."""
+    power = math.floor(math.log10(error))
+    num_digits = 2 if error < 3 * 10.0**power else 1
+    return num_digits - 1 - power
+
+
 def bound(value: float | None) -> str:
     """Write a bound as it was set, such as 1e−10 or 5; "undefined" when there is none."""
-    return "undefined" if value is None else f"{value:.6g}".replace("e-0", "e-").replace("-", MINUS)
+    if value is None:
+        return "undefined"
+    return f"{value:.6g}".replace("e-0", "e-").replace("-", MINUS)
 
 
 def with_error(value: float | None, error: float | None) -> str:
@@ -46,10 +56,15 @@ def with_error(value: float | None, error: float | None) -> str:
 
 
 def counted(count: int | None, word: str) -> str:
-    """Write a count and what is counted: "1 head", "2 heads"; "unknown" when there is none."""
-    return whole(count) if count is None else f"{whole(count)} {word}{'' if count == 1 else 's'}"
+    """Write a count and what is counted: "1 head", "2 heads"; "unknown" for a count of None."""
+    if count is None:
+        return whole(count)
+    plural = "" if count == 1 else "s"
+    return f"{whole(count)} {word}{plural}"
 
 
 def whole(count: int | None) -> str:
-    """Write a count with thin thousands separators; "unknown" when there is none."""
-    return "unknown" if count is None else f"{count:,}".replace(",", "\u202f")
+    """Write a count with thin spaces between thousands; "unknown" for None."""
+    if count is None:
+        return "unknown"
+    return f"{count:,}".replace(",", "\u202f")

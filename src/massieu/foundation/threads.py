@@ -1,4 +1,4 @@
-"""How many threads small problems take."""
+"""The number of threads for small problems."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +8,15 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Everything inside runs on the calling thread alone; afterwards there are as many threads as before.
+    """A context in which PyTorch computes on the calling thread alone; afterwards it has as many threads as before.
 
-    Where a problem takes microseconds, waking a second thread costs more than it computes. And where another process
-    has its core, the first thread burns its own in waiting for it: twice the time on two cores, minutes for seconds
-    on more. Numbers agree to rounding.
+    If a problem takes microseconds, waking a second thread costs more time than it saves. If another process occupies that
+    thread's core, the first thread waits for it at full load: twice the time on two cores, minutes instead of seconds on
+    more. Numbers agree with those of several threads to rounding.
     """
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)

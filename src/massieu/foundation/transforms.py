@@ -1,11 +1,11 @@
-"""Where code runs: compiled, inside `torch.func` transforms, on meta, under autocast; and whether values can be read.
+"""The context that code runs in: compiled, inside `torch.func` transforms, on meta, under autocast; and readable values.
 
 The rule: values can be read except while compiling, on the meta device, and of fake tensors. Inside eager transforms they
-are read: a wrapped tensor wraps numbers, those of the whole batch where `vmap` shows one item. So a check raises inside
-`vmap`, `grad` and `jvp` as it does outside, and never inside `torch.compile` or `torch.export`.
+can: a wrapped tensor wraps numbers, those of the whole batch where `vmap` shows one item. So a check raises inside `vmap`,
+`grad` and `jvp` as it does outside, and never inside `torch.compile` or `torch.export`.
 
 A caller writes ``if some(x.isnan()): raise …`` or ``if not every(x > 0): raise …``. Where values cannot be read, `some` is
-False and `every` is True, so that nothing is raised. A plain `bool(mask.any())` fails inside `vmap`: use these two instead.
+False and `every` is True, so that nothing is raised. `bool(mask.any())` fails inside `vmap`: use these two in its place.
 """
 
 import functools
@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-_ORDERS = 3
-"""Orders of derivatives that are right wherever they are taken."""
+_LEAST_ORDERS = 3
+"""Derivatives are correct up to this order everywhere."""
 
 
 def in_functorch() -> bool:
@@ -37,28 +37,28 @@ def in_functorch() -> bool:
 def in_nested_forward_mode() -> bool:
     """Whether this call is inside forward mode within forward mode, where a custom function's second tangent is lost.
 
-    While compiling it is not known, and False.
+    False while compiling, when the transforms are unknown.
     """
     return not torch.compiler.is_compiling() and _transforms().count("Jvp") > 1
 
 
 def derivative_orders() -> int:
-    """How many orders of derivatives a solution by plain operations has to make right, at least 3.
+    """How many orders of derivatives the steps from a solution must make correct: at least 3.
 
-    One for each `torch.func` transform around this call that takes a derivative, and one for a plain backward pass around
-    them all. While compiling the transforms are not known.
+    One for each `torch.func` transform around this call that takes a derivative, and one for a backward pass around them
+    all. Three while compiling, when the transforms are unknown.
     """
     if torch.compiler.is_compiling():
-        return _ORDERS
-    taken = sum(name in ("Grad", "Jvp") for name in _transforms())
-    return max(_ORDERS, taken + 1)
+        return _LEAST_ORDERS
+    num_transforms = sum(name in ("Grad", "Jvp") for name in _transforms())
+    return max(_LEAST_ORDERS, num_transforms + 1)
 
 
 def may_be_differentiated(*tensors: Tensor) -> bool:
-    """Whether a derivative with respect to these may be wanted.
+    """Whether a derivative with respect to any of these tensors may be taken.
 
-    Yes for a floating-point tensor inside a transform that takes derivatives, or in forward mode, or if it requires a
-    gradient at any layer. `vmap` alone takes none.
+    True for a floating-point tensor inside a transform that takes derivatives, in forward mode, or if it requires a
+    gradient in any layer of transforms. `vmap` alone takes none.
     """
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not floating:
@@ -67,7 +67,7 @@ def may_be_differentiated(*tensors: Tensor) -> bool:
         return in_functorch() or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floating))
     if forward_ad._current_level >= 0 or {"Grad", "Jvp"} & set(_transforms()):
         return True
-    # The item that `vmap` shows requires no gradient where its batch does.
+    # Every layer, since the item that `vmap` shows requires no gradient even if its batch does.
     return torch.is_grad_enabled() and any(layer.requires_grad for tensor in floating for layer in layers(tensor))
 
 
@@ -78,7 +78,7 @@ def _transforms() -> list[str]:
 
 
 def layers(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor as each transform around this call sees it, the innermost first, and then the numbers themselves."""
+    """The tensor as each transform around this call sees it, the innermost first, and last the tensor of the numbers."""
     yield tensor
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
@@ -86,13 +86,13 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The numbers themselves, of the whole batch where `torch.func.vmap` shows one item. Not for compiled code."""
-    *_, last = layers(tensor)
-    return last
+    """The tensor of the numbers, with the whole batch where `torch.func.vmap` shows one item. Not for compiled code."""
+    *_, innermost = layers(tensor)
+    return innermost
 
 
 def values_are_readable(*tensors: Tensor) -> bool:
-    """Whether the values can be read, of all the tensors: by `some`, `every`, or from `unwrapped`."""
+    """Whether the values of all the tensors can be read, by `some`, `every` or from `unwrapped`."""
     if torch.compiler.is_compiling():
         return False
     numbers = [unwrapped(tensor) for tensor in tensors]
@@ -100,24 +100,24 @@ def values_are_readable(*tensors: Tensor) -> bool:
 
 
 def some(mask: Tensor) -> bool:
-    """Whether any is true, in the whole batch; False where values cannot be read."""
+    """Whether any entry of the whole batch is true; False if values cannot be read."""
     return values_are_readable(mask) and bool(unwrapped(mask).any())
 
 
 def every(mask: Tensor) -> bool:
-    """Whether all are true, in the whole batch; True where values cannot be read."""
+    """Whether all entries of the whole batch are true; True if values cannot be read."""
     return not values_are_readable(mask) or bool(unwrapped(mask).all())
 
 
 def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Under `torch.autocast`, what it casts an operation's arguments to, as it does for PyTorch's own attention.
+    """The arguments of an operation, under `torch.autocast` in its dtype: as it casts those of PyTorch's own attention.
 
-    What is not a tensor to be cast is left for the checks to refuse.
+    Anything else than a tensor to be cast is returned as it is, for the operation's checks to refuse.
     """
-    kind = next((tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)), "meta")
-    if not autocasts(kind):
+    device_type = next((tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)), "meta")
+    if not autocasts(device_type):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
 
     def cast(tensor: Tensor | None) -> Tensor | None:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
@@ -128,17 +128,17 @@ def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Where operations keep the dtype they are written in."""
+    """A context in which operations keep the dtype of their arguments."""
     return torch.autocast(device.type, enabled=False) if autocasts(device.type) else nullcontext()
 
 
-def autocasts(kind: str) -> bool:
-    """Whether `torch.autocast` is on for this kind of device."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+def autocasts(device_type: str) -> bool:
+    """Whether `torch.autocast` is on for devices of this type, such as "cuda"."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """What `torch.compiler.disable` does, without its import of the compiler, which takes seconds, before it is used.
+    """`torch.compiler.disable`, which imports the compiler (seconds) only once compiled code exists.
 
     For functions that read files, talk to other processes or draw random numbers.
     """
@@ -150,7 +150,7 @@ def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
         if "torch._dynamo" not in sys.modules:
             return function(*positional, **named)
         if torch.compiler.is_compiling():
-            # Where a break of the graph is an error (fullgraph=True), this is what it says.
+            # The message of the error, if breaks of the graph are errors (fullgraph=True).
             torch._dynamo.graph_break(
                 msg=f"{name} cannot be compiled: call it outside, or compile without fullgraph=True"
             )
@@ -167,11 +167,11 @@ def repeat(
     constants: Sequence[Tensor] = (),
     differentiable: bool = False,
 ) -> Any:
-    """``state = step(state, *constants)`` while any of ``running(state)``, at most `limit` times.
+    """``state = step(state, *constants)`` while any entry of ``running(state)`` is true, at most `limit` times.
 
-    `step` leaves alone what is not running, so that the loop may go on for others. Compiled, it is one loop of the graph;
-    inside a transform or where the steps are differentiated, which such a loop does not allow, `limit` copies of its
-    body. All tensors that a compiled `step` uses have to come as `state` or `constants`.
+    `step` must not change items that are no longer running, since the loop goes on for the others. Compiled, this is one
+    loop of the graph. Such a loop allows neither transforms nor derivatives: there it becomes `limit` copies of its body.
+    All tensors that a compiled `step` uses have to come in `state` or `constants`.
     """
     if not torch.compiler.is_compiling():
         for _ in range(limit):
@@ -183,20 +183,21 @@ def repeat(
         for _ in range(limit):
             state = step(state, *constants)
         return state
+    # `while_loop` carries a flat list of tensors: the number of steps made, the state's leaves, the constants.
     leaves, structure = pytree.tree_flatten(state)
-    count = len(leaves)
+    num_leaves = len(leaves)
 
-    def own(tensors: Sequence[Tensor]) -> list[Tensor]:
-        # What a loop carries must not share memory.
+    def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+        # The tensors that a loop carries must not share memory.
         return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
-    def unfinished(turn: Tensor, *tensors: Tensor) -> Tensor:
-        return (turn < limit) & running(pytree.tree_unflatten(tensors[:count], structure)).any()
+    def unfinished(num_steps: Tensor, *tensors: Tensor) -> Tensor:
+        return (num_steps < limit) & running(pytree.tree_unflatten(tensors[:num_leaves], structure)).any()
 
-    def body(turn: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        moved = step(pytree.tree_unflatten(tensors[:count], structure), *tensors[count:])
-        return turn + 1, *own(pytree.tree_leaves(moved)), *own(tensors[count:])
+    def body(num_steps: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        next_state = step(pytree.tree_unflatten(tensors[:num_leaves], structure), *tensors[num_leaves:])
+        return num_steps + 1, *copies(pytree.tree_leaves(next_state)), *copies(tensors[num_leaves:])
 
-    turn = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
-    found = while_loop(unfinished, body, (turn, *own(leaves), *own(constants)))
-    return pytree.tree_unflatten(found[1 : count + 1], structure)
+    num_steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
+    carried = while_loop(unfinished, body, (num_steps, *copies(leaves), *copies(constants)))
+    return pytree.tree_unflatten(carried[1 : num_leaves + 1], structure)

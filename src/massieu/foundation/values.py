@@ -5,8 +5,8 @@ Deriving from `Value` makes a class one. Its constructor checks nothing, since t
 shares is an abstract base, which names the family in its body: ``_family = "measures"``.
 
 A field that is neither tensor nor value is a `static_field`: part of the structure, compared with ``==`` by compiled code.
-Fields of an abstract base come first. What a base only relies on, and each final class has as a field in its own place, is
-declared in a plain class beside it: ``class Posterior(_Seen, Value)``, where `_Seen` has the annotation.
+Fields of an abstract base come first. If a base uses a field whose place each final class chooses, the annotation stands in
+a class that is no value: ``class Posterior(_Seen, Value)``, where `_Seen` has the annotation.
 Results that a function returns are NamedTuples, and no values.
 
 Shapes have batch dimensions on the left, query dimensions in the middle and event dimensions on the right. In a composition
@@ -44,7 +44,7 @@ class Value(ABC):  # noqa: B024 - what is abstract is up to the families
     """A frozen dataclass and pytree of tensors and values. See the module's docstring."""
 
     _family: ClassVar[str] = "values"
-    """What is composed where a final class cannot be derived from."""
+    """The plural of the family's name, for the error that says to compose values instead of deriving from a final class."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -56,62 +56,67 @@ class Value(ABC):  # noqa: B024 - what is abstract is up to the families
                 f"{cls.__name__} must check in a classmethod create: transforms would run __post_init__ again"
             )
         _register(dataclasses.dataclass(frozen=True, eq=False)(cls))
-        if cls.__module__.startswith("massieu."):  # what users' own classes call their arguments is up to them
+        if cls.__module__.startswith("massieu."):  # users' own classes may give argument names another meaning
             if hasattr(cls, "create"):
                 explain_constructor(cls)
-            check_methods(cls)  # not the constructor, which transforms call with what they like
+            check_methods(cls)  # not the constructor, which transforms call with placeholders of any type
 
-    def to(self, *where: torch.dtype | torch.device | str) -> Self:
+    def to(self, *targets: torch.dtype | torch.device | str) -> Self:
         """The value on another device, or with its floating-point tensors in another dtype, or both.
 
         Raises:
-            TypeError: a dtype is not floating-point, or something is neither a dtype nor a device.
+            TypeError: a dtype is not floating-point, or a target is neither a dtype nor a device.
         """
-        dtype, device = None, None
-        for one in where:
-            if isinstance(one, torch.dtype):
-                if not one.is_floating_point:
-                    raise TypeError(f"{type(self).__name__} can be moved to a floating-point dtype, got {one}")
-                dtype = one
-            elif isinstance(one, torch.device | str):
-                device = torch.device(one)
+        dtype = None
+        device = None
+        for target in targets:
+            if isinstance(target, torch.dtype):
+                if not target.is_floating_point:
+                    raise TypeError(f"{type(self).__name__} can be moved to a floating-point dtype, got {target}")
+                dtype = target
+            elif isinstance(target, torch.device | str):
+                device = torch.device(target)
             else:
-                raise TypeError(f"to takes a dtype, a device or both, got {type(one).__name__}")
+                raise TypeError(f"to takes a dtype, a device or both, got {type(target).__name__}")
 
-        def moved(leaf: Any) -> Any:
+        def converted(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
 
-        return pytree.tree_map(moved, self)
+        return pytree.tree_map(converted, self)
 
     def _tensors(self) -> list[Tensor]:
-        """All tensors, those of the values in it too."""
+        """All tensors of the value and of the values that it holds."""
         return [leaf for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor)]
 
     def _leaves(self) -> list[Tensor]:
-        """The floating-point tensors, those of the values in it too."""
+        """The floating-point tensors of the value and of the values that it holds."""
         return [leaf for leaf in self._tensors() if leaf.is_floating_point()]
 
     def _promoted(self, *tensors: Tensor, numbers_follow: bool = False) -> tuple[Any, ...]:
         """The value and the tensors in one floating dtype, at least float32.
 
         Args:
-            numbers_follow: Single numbers that the value holds take the dtype and the device of the others, and have no
-                say in them.
+            tensors: Floating-point tensors.
+            numbers_follow: Tensors of one number that the value holds take the dtype and the device of all others, and do
+                not count when these are chosen.
         """
         leaves = self._leaves()
-        heard = [leaf for leaf in leaves if leaf.numel() > 1] if numbers_follow else leaves
-        dtype = promoted_dtype(*tensors, *heard)
+        counted = [leaf for leaf in leaves if leaf.numel() > 1] if numbers_follow else leaves
+        dtype = promoted_dtype(*tensors, *counted)
         device = tensors[0].device if tensors and numbers_follow else None
 
-        def fitted(leaf: Any) -> Any:
+        def converted(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
-            return leaf.to(device, dtype) if numbers_follow and leaf.numel() == 1 else leaf.to(dtype)
+            if numbers_follow and leaf.numel() == 1:
+                return leaf.to(device, dtype)
+            return leaf.to(dtype)
 
-        settled = all(leaf.dtype == dtype and (device is None or leaf.device == device) for leaf in leaves)
-        value = self if settled else pytree.tree_map(fitted, self)
+        # Most calls need no conversion: rebuilding the value costs more than asking.
+        is_converted = all(leaf.dtype == dtype and (device is None or leaf.device == device) for leaf in leaves)
+        value = self if is_converted else pytree.tree_map(converted, self)
         return value, *(tensor.to(dtype) for tensor in tensors)
 
     def _check_device(self, **tensors: Tensor) -> None:
@@ -124,12 +129,14 @@ class Value(ABC):  # noqa: B024 - what is abstract is up to the families
 
 
 def _register(cls: Any) -> None:
-    """Make `cls` a pytree of which the static fields are structure."""
+    """Make `cls` a pytree whose static fields are its structure, and whose other fields are its children."""
     static = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static", False)]
     dynamic = [field.name for field in dataclasses.fields(cls) if field.name not in static]
 
     def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return [getattr(value, name) for name in dynamic], tuple(getattr(value, name) for name in static)
+        children = [getattr(value, name) for name in dynamic]
+        structure = tuple(getattr(value, name) for name in static)
+        return children, structure
 
     def unflatten(values: Iterable[Any], context: tuple[Any, ...]) -> Any:
         return cls(**dict(zip(dynamic, values, strict=True)), **dict(zip(static, context, strict=True)))
@@ -150,41 +157,47 @@ def promoted_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def align(tensor: Tensor, ndim: int, rest: int = 0) -> Tensor:
-    """`tensor` (*batch, *rest) with singleton dimensions after its batch, `ndim` dimensions in all.
+    """`tensor` (*batch, *rest) with dimensions of size 1 after its batch, so that it has `ndim` dimensions.
+
+    Args:
+        tensor: The tensor.
+        ndim: Dimensions of the result.
+        rest: How many of the tensor's last dimensions are not batch.
 
     Raises:
-        ValueError: it has more dimensions.
+        ValueError: the tensor has more than `ndim` dimensions.
     """
     if tensor.ndim > ndim:
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} has more than the {ndim} dimensions of what it meets"
+            f"a tensor of shape {tuple(tensor.shape)} has more dimensions than the tensor it must broadcast with ({ndim})"
         )
-    own = tensor.ndim - rest
-    return tensor.reshape((*tensor.shape[:own], *[1] * (ndim - tensor.ndim), *tensor.shape[own:]))
+    batch_ndim = tensor.ndim - rest
+    ones = [1] * (ndim - tensor.ndim)
+    return tensor.reshape((*tensor.shape[:batch_ndim], *ones, *tensor.shape[batch_ndim:]))
 
 
 def spread(owner: str, tensor: Tensor, batch: Sequence[int], rest: int = 0) -> Tensor:
-    """`tensor` (*own, *rest), whose own batch is a prefix of `batch`, expanded to (*batch, *rest).
+    """`tensor` (*prefix, *rest), where `prefix` is a prefix of `batch`, expanded to (*batch, *rest).
 
     Raises:
-        ValueError: it is no prefix.
+        ValueError: the tensor's batch is no prefix of `batch`; the message begins with `owner`.
     """
-    own, event = tensor.shape[: tensor.ndim - rest], tensor.shape[tensor.ndim - rest :]
-    check_prefix(owner, own, batch)
-    return align(tensor, len(batch) + rest, rest).expand(*batch, *event)
+    batch_ndim = tensor.ndim - rest
+    check_prefix(owner, tensor.shape[:batch_ndim], batch)
+    return align(tensor, len(batch) + rest, rest).expand(*batch, *tensor.shape[batch_ndim:])
 
 
 def check_prefix(owner: str, shape: Sequence[int], batch: Sequence[int]) -> None:
-    """Raise a ValueError unless a batch shape is a prefix of the other."""
+    """Raise a ValueError unless the batch shape `shape` is a prefix of the batch shape `batch`."""
     if tuple(batch[: len(shape)]) != tuple(shape):
         raise ValueError(f"{owner}: batch shape {tuple(shape)} is not a prefix of {tuple(batch)}")
 
 
 def longest_batch(owner: str, shapes: Iterable[Sequence[int]]) -> torch.Size:
-    """The longest of the batch shapes of a composition's parts, of which the others must be prefixes.
+    """The longest of the batch shapes of a composition's parts, of which all others must be prefixes.
 
     Raises:
-        ValueError: one of them is no prefix.
+        ValueError: one of them is no prefix of it.
     """
     shapes = list(shapes)
     longest = max(shapes, key=len)
@@ -197,14 +210,16 @@ def need_batch(
     owner: str, name: str, shape: Sequence[int], batch: Sequence[int], event: Sequence[int | str] = ("d",)
 ) -> None:
     """Raise a ValueError unless a shape is ``(*batch, *query, *event)``; a word in `event` stands for any size."""
-    given, ends = tuple(shape), len(event)
-    tail = given[len(given) - ends :]
+    shape = tuple(shape)
+    event_ndim = len(event)
+    last_sizes = shape[len(shape) - event_ndim :]
     if (
-        len(given) < len(batch) + ends
-        or given[: len(batch)] != tuple(batch)
-        or any(isinstance(wanted, int) and wanted != size for wanted, size in zip(event, tail, strict=True))
+        len(shape) < len(batch) + event_ndim
+        or shape[: len(batch)] != tuple(batch)
+        or any(isinstance(entry, int) and entry != size for entry, size in zip(event, last_sizes, strict=True))
     ):
-        wanted = ", ".join(map(str, event)) + ("," if ends == 1 else "")
+        event_in_words = ", ".join(map(str, event)) + ("," if event_ndim == 1 else "")
         raise ValueError(
-            f"{owner} needs {name} of shape {tuple(batch)} + queries + ({wanted}) (batch + queries + event), got {given}"
+            f"{owner} needs {name} of shape {tuple(batch)} + queries + ({event_in_words}) (batch + queries + event), "
+            f"got {shape}"
         )

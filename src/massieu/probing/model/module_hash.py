@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from massieu.foundation.settings import OF_EVERY_MODULE, Known, settings_of, tensor_bytes
+from massieu.foundation.settings import OF_EVERY_MODULE, Visited, settings_of, tensor_bytes
 from massieu.probing.model import packed
 from massieu.probing.model.offload import at_hand
 
@@ -41,11 +41,11 @@ def settings_hash(module: nn.Module) -> str:
     What a part's own forward assigns, as the length of the last batch or a count of passes, is no setting.
     """
     digest = hashlib.sha256()
-    known: Known = {}
+    visited: Visited = {}
     for name, part in module.named_modules():
         digest.update(f"{name} {_class(part)}\n".encode())
         left_by_passes = _assigned_by(type(part), "forward")
-        for attribute, said in settings_of(part, known).items():
+        for attribute, said in settings_of(part, visited).items():
             if attribute in left_by_passes:
                 continue
             digest.update(f"{name}.{attribute} {said}\n".encode())
