@@ -243,3 +243,11 @@ def test_wrong_numbers_and_calls():
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             call()
+
+
+@pytest.mark.slow
+def test_compiled():
+    torch._dynamo.reset()
+    module, tokens = layer(heads=1), inputs(length=3)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(tokens, is_causal=True)[0], module(tokens, is_causal=True)[0])

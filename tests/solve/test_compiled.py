@@ -94,7 +94,7 @@ def test_other_dampings_compile_in_one_process():
     torch._dynamo.reset()
 
     def value(query, memory, method):
-        return solve(query, memory, method=method).value
+        return solve(query, memory, method=method, adjoint=Implicit(Dense())).value
 
     compiled = torch.compile(value, fullgraph=True, backend="eager")
     inputs = normal(3, 4, seed=1).requires_grad_(), normal(6, 4)
