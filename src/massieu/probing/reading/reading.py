@@ -462,16 +462,10 @@ class Reading(RunningParts):
         assert capture is not None
 
         def maps() -> HeadMaps | str:
-            if not info.itself:
-                return _DIFFERENT_STREAMS
-            with dense_inside(read.call.module, unrounded=True):
-                return head_maps(capture, read)
+            return head_maps(capture, read) if info.itself else _DIFFERENT_STREAMS
 
         def writes() -> tuple[Tensor, Tensor] | str:
-            if not info.itself:
-                return _DIFFERENT_STREAMS
-            with dense_inside(read.call.module, unrounded=True):
-                return write_maps(capture, read)
+            return write_maps(capture, read) if info.itself else _DIFFERENT_STREAMS
 
         return SiteWeights(info, maps, writes)
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from massieu.probing.capture.capture import Capture, replayed
-from massieu.probing.model.packed import dense_weight, packed_linears
+from massieu.probing.model.packed import dense_inside, dense_weight, packed_linears
 from massieu.probing.model.precision import relative_difference, tolerance
 from massieu.probing.model.watching import mapped, same_tensor
 from massieu.probing.stream.own_weights import maps_among_weights, replaced_output
@@ -323,19 +323,21 @@ def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuer
 
     They are found among its weights (`maps_among_weights`), or else read off the module itself: zero, every basis
     vector and one random vector, each as a sequence of one token at position zero. The random vector must agree, else
-    the maps are not affine (normalised queries and keys).
+    the maps are not affine (normalised queries and keys). Of packed weights they are those of the numbers that these stand
+    for, without the rounding of what some kernels multiply.
     Keys and values have as many heads as queries: grouped ones are repeated.
     """
     like = read.state
     test = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
     try:
-        stored = Replay(capture, read).stored_maps()
-        if stored is not None:
-            heads = stored[0][0].shape[0]
-            return [_of_every_head(weight, bias, heads) for weight, bias in stored]
-        projections = Replay(capture, read).read_off(test)
+        with dense_inside(read.call.module, unrounded=True):
+            stored = Replay(capture, read).stored_maps()
+            projections = Replay(capture, read).read_off(test) if stored is None else []
     except Exception as error:  # of whatever class the module raises
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
+    if stored is not None:
+        heads = stored[0][0].shape[0]
+        return [_of_every_head(weight, bias, heads) for weight, bias in stored]
     heads = projections[0].shape[1]
     maps = [_affine(result, test, heads) for result in projections]
     if any(found is None for found in maps):
@@ -390,10 +392,11 @@ def write_maps(capture: Capture, read: AttentionRead) -> tuple[Float[Tensor, "H 
         return output
     test = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
     try:
-        stored = Replay(capture, read).stored_maps()
-        value = None if stored is None else _of_every_head(*stored[2], heads)
-        if value is None:
-            value = _affine(Replay(capture, read).read_off(test)[2], test, heads)
+        with dense_inside(read.call.module, unrounded=True):
+            stored = Replay(capture, read).stored_maps()
+            value = None if stored is None else _of_every_head(*stored[2], heads)
+            if value is None:
+                value = _affine(Replay(capture, read).read_off(test)[2], test, heads)
     except Exception as error:  # of whatever class the module raises
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
     if value is None:
