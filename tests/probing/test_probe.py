@@ -18,6 +18,7 @@ from tests.support.rows import some_slow
 import massieu
 from massieu.errors import InputError
 from massieu.probing.result.result import ProbeResult
+from massieu.probing.session import draws
 from massieu.probing.statistics.registry import OPT_IN, STATISTICS
 from massieu.probing.sums.units import MINIMUM_DOCUMENTS
 
@@ -220,9 +221,8 @@ def test_describe_needs_no_text():
 
 def test_describe_makes_no_copy_of_the_model(monkeypatch):
     made = []
-    monkeypatch.setattr(
-        "massieu.probing.session.draws.reinitialised", lambda *given: made.append(given) or (None, "not made")
-    )
+    own = draws.blueprint_of
+    monkeypatch.setattr(draws, "blueprint_of", lambda model: made.append(model) or own(model))
     massieu.describe(zoo.model("bert"))
     assert not made
     massieu.probe(zoo.model("bert"), [zoo.inputs("bert")], statistics=["entropy"])

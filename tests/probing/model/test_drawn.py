@@ -27,7 +27,7 @@ CASES: dict[str, Any] = {
     name: lambda name=name: ((made := constructors.model(name)), constructors.inputs(made))
     for name in constructors.NAMES
 }
-CASES |= {name: lambda name=name: (zoo.model(name).eval(), zoo.inputs(name)) for name in sorted(zoo.REQUIRED)}
+CASES |= {name: lambda name=name: (zoo.model(name), zoo.inputs(name)) for name in sorted(zoo.REQUIRED)}
 FAST = len(constructors.NAMES) + 1
 every_model = some_slow("name", CASES, FAST)
 
@@ -206,7 +206,7 @@ def test_learned_statistics_of_batch_norms_are_reset():
 
 
 def test_types_and_buffers_are_those_that_a_whole_model_is_moved_to():
-    model: Any = zoo.model("llama").to(torch.bfloat16)
+    model: Any = zoo.fresh("llama").to(torch.bfloat16)
     fresh: Any
     fresh, _ = blueprint(model).draw(blocks_of(model), 1, torch.device("cpu"), torch.bfloat16)
     assert fresh.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
@@ -216,7 +216,7 @@ def test_types_and_buffers_are_those_that_a_whole_model_is_moved_to():
 
 
 def test_a_quantised_model_is_drawn_from_its_configuration_in_plain_numbers():
-    model: Any = zoo.model("llama")
+    model: Any = zoo.fresh("llama")
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     fresh, _ = draw(model)
     assert type(fresh.layers[0].mlp.up_proj) is nn.Linear
@@ -228,7 +228,7 @@ def test_a_quantised_model_is_drawn_from_its_configuration_in_plain_numbers():
 
 def minilm() -> Any:
     """The shape of all-MiniLM-L6-v2 with two layers and few tokens."""
-    return zoo.model(
+    return zoo.fresh(
         "bert", hidden_size=384, num_hidden_layers=2, num_attention_heads=12, intermediate_size=1536
     ).eval()
 
@@ -264,7 +264,7 @@ def whole(model: Any, seed: int) -> Any:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "t5", "llama", "MiniLM"])
 def test_draws_have_the_law_of_whole_models(name):
     """At 1 in 10,000 for each model; heads that are drawn 1.5 times as wide are noticed."""
-    model = minilm() if name == "MiniLM" else zoo.model(name).eval()
+    model = minilm() if name == "MiniLM" else zoo.fresh(name)
     batch = zoo.inputs("bert" if name == "MiniLM" else name)
     blueprint = blueprint_of(model)
     assert isinstance(blueprint, Blueprint)

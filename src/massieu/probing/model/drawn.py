@@ -27,6 +27,8 @@ _OF_SHAPE = {
     *("is_floating_point", "is_complex", "requires_grad_", "__len__", "__hash__", "untyped_storage", "data_ptr"),
 }
 
+_SCORED_ROWS = 64 * ROWS  # of a table, multiplied at once with what a head is given
+
 
 @dataclass(frozen=True, eq=False)
 class Weight:
@@ -170,9 +172,6 @@ def _scored(input: Tensor, weight: TableWeight, bias: Tensor | None = None) -> T
         place = slice(int(numbers[0]), int(numbers[-1]) + 1)
         result[..., place] = nn.functional.linear(input, weight.some(numbers), None if bias is None else bias[place])
     return result
-
-
-_SCORED_ROWS = 64 * ROWS
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
