@@ -291,4 +291,4 @@ def test_a_listed_mixture_is_the_mixture():
         measure = mixture(log_weight, components)
         part = measure._listed()
         assert part is not None
-        torch.testing.assert_close(listed.atoms(part).log_partition(eta), measure.log_partition(eta))
+        torch.testing.assert_close(listed.as_atoms(part).log_partition(eta), measure.log_partition(eta))

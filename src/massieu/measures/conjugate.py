@@ -20,7 +20,8 @@ from massieu.measures.deviance import deviance, log_gamma_density, log_poisson, 
 from massieu.measures.discrete import Bernoulli, Poisson, Spin
 from massieu.measures.gaussian import Gaussian
 
-_RECURRENCE = 32
+_RECURRENCE_STEPS = 32
+"""Steps of the recurrence of trigamma, to arguments for which `torch.polygamma(1, x)` is exact to rounding."""
 
 
 class ConjugatePrior(Coordinates):
@@ -55,13 +56,13 @@ class ConjugatePrior(Coordinates):
                 event shape, a Gaussian of correlated coordinates, or with a variance of zero.
         """
         if type(likelihood) not in _LAWS:
-            known = ", ".join(family.__name__ for family in _LAWS)
-            raise TypeError(f"ConjugatePrior needs one of {known} as likelihood, got {type(likelihood).__name__}")
+            families = ", ".join(family.__name__ for family in _LAWS)
+            raise TypeError(f"ConjugatePrior needs one of {families} as likelihood, got {type(likelihood).__name__}")
         expected = (*likelihood.batch_shape, *likelihood.event_shape)
         strength = real_tensor("strength", strength, likelihood._some_leaf())
-        (strength,) = checked_parameters(
-            strength=strength.expand(expected) if strength.ndim == 0 else strength, positive=True
-        )
+        if strength.ndim == 0:
+            strength = strength.expand(expected)
+        (strength,) = checked_parameters(strength=strength, positive=True)
         check_shape("strength", strength, expected)
         if isinstance(likelihood, Gaussian):
             _check_independent(likelihood)
@@ -83,18 +84,22 @@ class ConjugatePrior(Coordinates):
     ) -> Float[Tensor, "*batch"]:
         """log p(x_1 … x_n), η integrated out: B(χ', ν') − B(χ, ν) + Σ log h_0(x_i), in nats.
 
-        h_0 is the likelihood's own density at η = 0, by the counting measure (Bernoulli, Spin, Poisson) or Lebesgue's.
+        h_0 is the likelihood's density at η = 0, by the counting measure (Bernoulli, Spin, Poisson) or Lebesgue's.
         """
         measure, chi, observations = self._with_observations(chi, observations)
-        exact, dtype = measure.to(torch.float64), chi.dtype
-        chi, observations = chi.double(), observations.double()
-        later_chi, later = exact._update(chi, observations)
-        # Bayes' rule, which holds at any η: at the posterior mean no term is much larger than the result.
-        point = later._mean(later_chi).detach()
-        likelihood = exact.likelihood._log_prob(point.unsqueeze(-2), observations).sum(-1)
-        return (likelihood + exact._log_prob(chi, point) - later._log_prob(later_chi, point)).to(dtype)
+        dtype = chi.dtype
+        prior = measure.to(torch.float64)
+        chi = chi.double()
+        observations = observations.double()
+        posterior_chi, posterior = prior._update(chi, observations)
+        # Bayes' rule, evidence = likelihood·prior/posterior, holds at any η. At the posterior mean no term is much larger
+        # than the result.
+        point = posterior._mean(posterior_chi).detach()
+        likelihood = prior.likelihood._log_prob(point.unsqueeze(-2), observations).sum(-1)
+        return (likelihood + prior._log_prob(chi, point) - posterior._log_prob(posterior_chi, point)).to(dtype)
 
     def _with_observations(self, chi: Tensor, observations: Tensor) -> tuple["ConjugatePrior", Tensor, Tensor]:
+        """The prior, χ and the observations, checked and in one dtype."""
         shape = tuple(self.strength.shape)
         chi = real_tensor("chi", chi, self.strength)
         observations = real_tensor("observations", observations, self.strength)
@@ -112,8 +117,8 @@ class ConjugatePrior(Coordinates):
         return measure, chi, observations.to(chi.dtype)
 
     def _update(self, chi: Tensor, observations: Tensor) -> tuple[Tensor, "ConjugatePrior"]:
-        later = ConjugatePrior(self.likelihood, self.strength + observations.shape[-2])
-        return chi + observations.sum(-2), later
+        posterior = ConjugatePrior(self.likelihood, self.strength + observations.shape[-2])
+        return chi + observations.sum(-2), posterior
 
     def _law(self, eta: Tensor) -> "_Law":
         measure = self.to(torch.float64)
@@ -153,7 +158,7 @@ class ConjugatePrior(Coordinates):
         limits = self._limits()
         if limits is None:
             return mean
-        # The mean of a likelihood that is all but certain rounds to the bound; the middle of an interval does not.
+        # If the likelihood is all but certain, its mean rounds to the bound. The middle of an interval does not.
         middle = 0.5 * (limits[0] + limits[1])
         return torch.where(middle.isfinite(), middle, mean)
 
@@ -170,7 +175,8 @@ class ConjugatePrior(Coordinates):
     def _log_density_each(self, point: Tensor) -> Tensor:
         likelihood = self.likelihood
         if isinstance(likelihood, Gaussian):
-            location, variance = likelihood._align(likelihood.location, point), _variance(likelihood, point)
+            location = likelihood._align(likelihood.location, point)
+            variance = _variance(likelihood, point)
             log_partition = location * point + 0.5 * variance * point.square()
         else:
             assert isinstance(likelihood, Coordinates)
@@ -182,23 +188,27 @@ class ConjugatePrior(Coordinates):
             return None
         strength = self._align(self.strength, mu)
         if isinstance(self.likelihood, Gaussian):
-            location, variance = self.likelihood._align(self.likelihood.location, mu), _variance(self.likelihood, mu)
+            location = self.likelihood._align(self.likelihood.location, mu)
+            variance = _variance(self.likelihood, mu)
             return strength * (location + variance * mu)
         shape, rate = self.likelihood._shape_and_rate(mu)
         return (strength * shape + 1) / (rate - mu)
 
 
 class _Law(ABC):
-    """The law of one coordinate of η under h tilted by χ, and B, the log-mass of that."""
+    """The law of each coordinate of η under h tilted by χ, and the log-mass B of that tilted h."""
 
     @abstractmethod
-    def log_partition(self) -> Tensor: ...
+    def log_partition(self) -> Tensor:
+        """B(χ, strength)."""
 
     @abstractmethod
-    def cumulant(self, order: int) -> Tensor: ...
+    def cumulant(self, order: int) -> Tensor:
+        """The cumulant of that order of η."""
 
     @abstractmethod
-    def sample(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor: ...
+    def sample(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        """Draws of η, of that shape."""
 
     @abstractmethod
     def log_prob(self, point: Tensor) -> Tensor:
@@ -213,12 +223,14 @@ class _LogRatio(_Law):
     second: Tensor
     slope: float
     shift: Tensor
-    rest: Tensor
+    log_constant: Tensor
+    """B less the logarithm of the beta function."""
 
     def log_partition(self) -> Tensor:
-        return self.rest + self.first.lgamma() + self.second.lgamma() - (self.first + self.second).lgamma()
+        return self.log_constant + self.first.lgamma() + self.second.lgamma() - (self.first + self.second).lgamma()
 
     def cumulant(self, order: int) -> Tensor:
+        # The cumulants of log g are the polygamma functions of g's shape.
         value = self.slope**order * (_polygamma(order, self.first) + (-1) ** order * _polygamma(order, self.second))
         return value + self.shift if order == 1 else value
 
@@ -228,25 +240,28 @@ class _LogRatio(_Law):
 
     def log_prob(self, point: Tensor) -> Tensor:
         """Loader's form of the binomial: deviances of the shapes from those expected at η, and Stirling's errors."""
-        odds, count = (point - self.shift) / self.slope, self.first + self.second
-        up, down = F.logsigmoid(odds), F.logsigmoid(-odds)
-        apart = deviance(self.first, count * up.exp(), count.log() + up)
-        apart = apart + deviance(self.second, count * down.exp(), count.log() + down)
+        log_odds = (point - self.shift) / self.slope
+        count = self.first + self.second
+        log_first = F.logsigmoid(log_odds)
+        log_second = F.logsigmoid(-log_odds)
+        deviances = deviance(self.first, count * log_first.exp(), count.log() + log_first)
+        deviances = deviances + deviance(self.second, count * log_second.exp(), count.log() + log_second)
         volume = 0.5 * (self.first.log() + self.second.log() - count.log() - math.log(2 * math.pi))
         errors = stirling_error(count) - stirling_error(self.first) - stirling_error(self.second)
-        return volume + errors - apart - math.log(abs(self.slope))
+        return volume + errors - deviances - math.log(abs(self.slope))
 
 
 @dataclass(frozen=True)
 class _LogGamma(_Law):
-    """η = shift + log g for a gamma variable of that shape."""
+    """η = shift + log g for a gamma variable g of that shape."""
 
     shape: Tensor
     shift: Tensor
-    rest: Tensor
+    log_constant: Tensor
+    """B less log Γ(shape)."""
 
     def log_partition(self) -> Tensor:
-        return self.rest + self.shape.lgamma()
+        return self.log_constant + self.shape.lgamma()
 
     def cumulant(self, order: int) -> Tensor:
         value = _polygamma(order, self.shape)
@@ -256,21 +271,23 @@ class _LogGamma(_Law):
         return self.shift + _log_gammas(self.shape, shape, generator)
 
     def log_prob(self, point: Tensor) -> Tensor:
-        logarithm = point - self.shift
-        return log_poisson(self.shape, logarithm.exp(), logarithm) + self.shape.log()
+        # The density of log g is that of g times g: gᵏe⁻ᵍ/Γ(k), the Poisson probability of k at mean g, times k.
+        log_gamma = point - self.shift
+        return log_poisson(self.shape, log_gamma.exp(), log_gamma) + self.shape.log()
 
 
 @dataclass(frozen=True)
 class _GammaBelow(_Law):
-    """η = bound − g/rate for a gamma variable of that shape."""
+    """η = bound − g/rate for a gamma variable g of that shape."""
 
     bound: Tensor
     shape: Tensor
     rate: Tensor
-    rest: Tensor
+    log_constant: Tensor
+    """B less the log-mass of the gamma law."""
 
     def log_partition(self) -> Tensor:
-        return self.rest + self.shape.lgamma() - self.shape * self.rate.log()
+        return self.log_constant + self.shape.lgamma() - self.shape * self.rate.log()
 
     def cumulant(self, order: int) -> Tensor:
         value = math.factorial(order - 1) * self.shape * (-1 / self.rate) ** order
@@ -296,7 +313,9 @@ class _Normal(_Law):
     def cumulant(self, order: int) -> Tensor:
         if order == 1:
             return self.mean
-        return self.variance.expand_as(self.mean) if order == 2 else torch.zeros_like(self.mean)
+        if order == 2:
+            return self.variance.expand_as(self.mean)
+        return torch.zeros_like(self.mean)
 
     def sample(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         noise = torch.randn(shape, dtype=self.mean.dtype, device=self.mean.device, generator=generator)
@@ -307,28 +326,41 @@ class _Normal(_Law):
 
 
 def _of_bernoulli(likelihood: Bernoulli, strength: Tensor, chi: Tensor) -> _Law:
+    # h tilted is a beta law of the probability σ(η + logit), of shapes χ and ν − χ.
     logit = likelihood._align(likelihood.logit, chi)
-    return _LogRatio(chi, strength - chi, 1.0, -logit, strength * F.softplus(logit, threshold=40) - chi * logit)
+    log_constant = strength * F.softplus(logit, threshold=40) - chi * logit
+    return _LogRatio(first=chi, second=strength - chi, slope=1.0, shift=-logit, log_constant=log_constant)
 
 
 def _of_spin(likelihood: Spin, strength: Tensor, chi: Tensor) -> _Law:
+    # As for a bit of twice the field: shapes (ν ± χ)/2, and η is half of a log-odds.
     field = likelihood._align(likelihood.field, chi)
     # strength·log cosh(field) + (strength − 1)·log 2, by log cosh t = |t| + softplus(−2|t|) − log 2.
-    mass = strength * (field.abs() + F.softplus(-2 * field.abs())) - math.log(2)
-    return _LogRatio((strength + chi) / 2, (strength - chi) / 2, 0.5, -field, mass - chi * field)
+    log_mass = strength * (field.abs() + F.softplus(-2 * field.abs())) - math.log(2)
+    return _LogRatio(
+        first=(strength + chi) / 2,
+        second=(strength - chi) / 2,
+        slope=0.5,
+        shift=-field,
+        log_constant=log_mass - chi * field,
+    )
 
 
 def _of_poisson(likelihood: Poisson, strength: Tensor, chi: Tensor) -> _Law:
+    # exp(χη − ν·rate·(exp η − 1)) dη is a gamma law of exp η, of shape χ and rate ν·rate.
     rate = strength * likelihood._align(likelihood.rate, chi)
-    return _LogGamma(chi, -rate.log(), rate - chi * rate.log())
+    return _LogGamma(shape=chi, shift=-rate.log(), log_constant=rate - chi * rate.log())
 
 
 def _of_gamma(likelihood: Exponential | Gamma, strength: Tensor, chi: Tensor) -> _Law:
+    # exp(χη)·(1 − η/rate)^(ν·shape) dη is a gamma law of rate − η, of shape ν·shape + 1 and rate χ.
     shape, rate = likelihood._shape_and_rate(chi)
-    return _GammaBelow(rate, strength * shape + 1, chi, chi * rate - strength * shape * rate.log())
+    log_constant = chi * rate - strength * shape * rate.log()
+    return _GammaBelow(bound=rate, shape=strength * shape + 1, rate=chi, log_constant=log_constant)
 
 
 def _of_gaussian(likelihood: Gaussian, strength: Tensor, chi: Tensor) -> _Law:
+    # exp(χη − ν·(location·η + ½ variance·η²)) is a Gaussian of precision ν·variance.
     precision = strength * _variance(likelihood, chi)
     location = likelihood._align(likelihood.location, chi)
     return _Normal((chi - strength * location) / precision, 1 / precision)
@@ -345,8 +377,9 @@ _LAWS: dict[type[Measure], Callable[[Any, Tensor, Tensor], _Law]] = {
 
 
 def _variance(likelihood: Gaussian, like: Tensor) -> Tensor:
-    isotropic = likelihood.covariance.ndim < likelihood.location.ndim
-    covariance = likelihood.covariance.unsqueeze(-1) if isotropic else likelihood.covariance
+    """The variance of each coordinate, to broadcast against `like`."""
+    is_isotropic = likelihood.covariance.ndim < likelihood.location.ndim
+    covariance = likelihood.covariance.unsqueeze(-1) if is_isotropic else likelihood.covariance
     return likelihood._align(covariance, like)
 
 
@@ -367,13 +400,16 @@ def _polygamma(order: int, value: Tensor) -> Tensor:
         return torch.digamma(value)
     if order > 2:
         return torch.polygamma(order - 1, value)
-    # torch's own trigamma is right to 5e-10 only; from 32 on it is exact, and the recurrence leads there.
-    steps = torch.arange(_RECURRENCE, dtype=value.dtype, device=value.device)
-    return torch.polygamma(1, value + _RECURRENCE) + (value.unsqueeze(-1) + steps).pow(-2).sum(-1)
+    # torch's trigamma has a relative error of 5e-10 at small arguments. The recurrence ψ'(x) = ψ'(x + 1) + 1/x² leads to
+    # large ones, where it is exact.
+    steps = torch.arange(_RECURRENCE_STEPS, dtype=value.dtype, device=value.device)
+    return torch.polygamma(1, value + _RECURRENCE_STEPS) + (value.unsqueeze(-1) + steps).pow(-2).sum(-1)
 
 
 def _log_gammas(concentration: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """Logarithms of gamma variables, exact where the variables themselves underflow: log g(a) = log g(a + 1) + log(U)/a."""
     concentration = concentration.expand(shape)
-    waiting = torch.empty_like(concentration, memory_format=torch.contiguous_format).exponential_(generator=generator)
-    return standard_gammas(concentration + 1, generator).log() - waiting / concentration
+    # −log U is an exponential variable.
+    exponential = torch.empty_like(concentration, memory_format=torch.contiguous_format)
+    exponential.exponential_(generator=generator)
+    return standard_gammas(concentration + 1, generator).log() - exponential / concentration
