@@ -213,6 +213,6 @@ def test_checks_are_compiled_whole():
 
 @pytest.mark.medium
 def test_numbers_become_tensors_in_compiled_code():
-    found = torch.compile(lambda like: a.real_tensor("x", 0.5, like), fullgraph=True, backend="eager")(torch.ones(2))
-    assert found.dtype == torch.float32
-    assert found == 0.5
+    result = torch.compile(lambda like: a.real_tensor("x", 0.5, like), fullgraph=True, backend="eager")(torch.ones(2))
+    assert result.dtype == torch.float32
+    assert result == 0.5

@@ -237,8 +237,8 @@ def test_compiled_code_makes_and_calls_what_is_behind_doors():
     for scale in (2.0, 4.0):
         matrix, right = scale * torch.eye(3), torch.ones(3)
         # Of the nine pairs of points scale·e_i, three are at distance 0 and six at the distance √2·scale.
-        wanted = 1 / scale + 3 + 6 * math.exp(-(scale**2))
-        torch.testing.assert_close(compiled(matrix, right), torch.full((3,), wanted))
+        expected = 1 / scale + 3 + 6 * math.exp(-(scale**2))
+        torch.testing.assert_close(compiled(matrix, right), torch.full((3,), expected))
     assert len(graphs) == 1
 
 

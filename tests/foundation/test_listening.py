@@ -93,9 +93,9 @@ def test_an_unreadable_function_tells_its_reason(attends: bool, heard: list[str]
 
 
 def test_another_thread_has_listeners_of_its_own() -> None:
-    found: list[object] = []
+    result: list[object] = []
     with listening(Recorder()):
-        thread = threading.Thread(target=lambda: found.append(listeners()))
+        thread = threading.Thread(target=lambda: result.append(listeners()))
         thread.start()
         thread.join()
-    assert found == [()]
+    assert result == [()]

@@ -50,10 +50,10 @@ def test_signs_of_determinants():
 def test_least_squares_are_numpys_of_lower_rank_too_and_have_the_same_bits_in_each_call():
     matrix, right = normal(1000, 5), normal(1000, 3, seed=1)
     lower = torch.stack([matrix, torch.cat([matrix[:, :3], matrix[:, :2]], -1)])
-    found = matrices.least_squares(lower, right.expand(2, -1, -1))
-    for one, answer in zip(lower, found, strict=True):
-        wanted = np.linalg.lstsq(one.numpy(), right.numpy(), rcond=None)[0]
-        torch.testing.assert_close(answer, torch.from_numpy(wanted), rtol=1e-10, atol=1e-12)
+    result = matrices.least_squares(lower, right.expand(2, -1, -1))
+    for one, answer in zip(lower, result, strict=True):
+        expected = np.linalg.lstsq(one.numpy(), right.numpy(), rcond=None)[0]
+        torch.testing.assert_close(answer, torch.from_numpy(expected), rtol=1e-10, atol=1e-12)
     bits, memory = set(), []
     for size in range(1, 61):
         memory.append(torch.full((size,), size, dtype=torch.int32))  # what is let go is what the next call finds
@@ -65,8 +65,8 @@ def test_least_squares_are_numpys_of_lower_rank_too_and_have_the_same_bits_in_ea
 def test_eigenvalues_of_what_is_not_finite_are_nan_and_the_process_goes_on():
     given = torch.stack([torch.tensor([[0.0, -2.0], [2.0, 0.0]]).double()] * 3)
     given[1, 0, 0], given[2, 1, 0] = torch.nan, torch.inf
-    found = matrices.eigenvalues(given)
-    assert sorted(found[0].imag.tolist()) == pytest.approx([-2.0, 2.0]) and found[1:].isnan().all()
+    result = matrices.eigenvalues(given)
+    assert sorted(result[0].imag.tolist()) == pytest.approx([-2.0, 2.0]) and result[1:].isnan().all()
     assert matrices.eigenvalues(torch.full((64, 64), torch.nan)).isnan().all()
 
 

@@ -60,8 +60,8 @@ def test_products_are_differentiated_again_in_transforms():
         moved = forward_derivative(one, (x, INDEX, Y[0], None), (torch.ones_like(x), None, None, None))
         return pulled, moved
 
-    for found in vmap(jacrev(slope))(X):
-        torch.testing.assert_close(found.diagonal(dim1=-2, dim2=-1), -X.sin() * Y[0])
+    for result in vmap(jacrev(slope))(X):
+        torch.testing.assert_close(result.diagonal(dim1=-2, dim2=-1), -X.sin() * Y[0])
 
 
 def test_empty_rows():
@@ -80,10 +80,10 @@ def test_empty_rows():
 
 def test_exponentials_without_subnormal_numbers():
     scores = torch.tensor([0.0, -1.0, -79.0, -85.0, -math.inf])
-    found = numerics.exp_(scores)
-    assert found is scores
-    torch.testing.assert_close(found[:3], torch.tensor([1.0, math.exp(-1), math.exp(-79)]))
-    assert found[3:].tolist() == [0, 0]
+    result = numerics.exp_(scores)
+    assert result is scores
+    torch.testing.assert_close(result[:3], torch.tensor([1.0, math.exp(-1), math.exp(-79)]))
+    assert result[3:].tolist() == [0, 0]
 
 
 def test_second_phi():
@@ -94,16 +94,16 @@ def test_second_phi():
 
 def test_quadrature():
     for power in range(16):
-        found = sum(w * t**power for t, w in numerics.GAUSS_LEGENDRE)
-        assert found == pytest.approx(1 / (power + 1), rel=1e-14)
+        result = sum(w * t**power for t, w in numerics.GAUSS_LEGENDRE)
+        assert result == pytest.approx(1 / (power + 1), rel=1e-14)
 
 
 def test_singular_matrices():
     rank_one = torch.ones(2, 2, dtype=DOUBLE)
     nan = torch.full((2, 2), math.nan, dtype=DOUBLE)
     scaled = torch.diag(torch.tensor([1e-200, 1e200], dtype=DOUBLE))
-    found = matrices.is_singular(torch.stack([torch.eye(2, dtype=DOUBLE), rank_one, nan, scaled]))
-    assert found.tolist() == [False, True, True, False]
+    result = matrices.is_singular(torch.stack([torch.eye(2, dtype=DOUBLE), rank_one, nan, scaled]))
+    assert result.tolist() == [False, True, True, False]
     assert matrices.eigenvalue_rounding(100, DOUBLE) == 100 * torch.finfo(DOUBLE).eps
 
 
@@ -121,9 +121,9 @@ def test_linear_algebra_has_right_second_derivatives_within_vmap():
 
     for i in range(2):
         for j in range(2):
-            wanted = hessian(lambda m, j=j: exact(m)[j])(covariance[i])
-            found = vmap(hessian(lambda m, j=j: ours(m)[j]))(covariance)[i]
-            torch.testing.assert_close(found, wanted)
+            expected = hessian(lambda m, j=j: exact(m)[j])(covariance[i])
+            result = vmap(hessian(lambda m, j=j: ours(m)[j]))(covariance)[i]
+            torch.testing.assert_close(result, expected)
     square = matrices.square_root(covariance, owner="this")
     torch.testing.assert_close(square @ square, covariance)
     for bad, words in ((torch.ones(2, 2, dtype=DOUBLE), "positive definite"), (covariance / 0, "finite covariance")):

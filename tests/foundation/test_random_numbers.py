@@ -44,9 +44,9 @@ def forgotten(function: ast.FunctionDef, takers: set[str]) -> Iterator[ast.Call]
 def test_a_generator_is_passed_on():
     functions = list(functions_with_a_generator())
     takers = (DRAWS | {function.name for _, function in functions}) - OTHERS
-    found = [
+    result = [
         f"{path.relative_to(SOURCE)}:{call.lineno}: {ast.unparse(call)}"
         for path, function in functions
         for call in forgotten(function, takers)
     ]
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)

@@ -38,9 +38,9 @@ class Own(nn.Module):
 
 
 def test_the_words():
-    found = settings_of(Own().eval(), {})
-    assert found.pop("activation").startswith("torch.nn.functional.silu [[b'")
-    assert found == {
+    result = settings_of(Own().eval(), {})
+    assert result.pop("activation").startswith("torch.nn.functional.silu [[b'")
+    assert result == {
         "angles": "float16 (2,) 003c0000",
         "bias": "None",
         "causal": "True",
@@ -57,11 +57,12 @@ def test_the_words():
 
 
 def test_a_configuration_that_two_modules_hold_is_put_into_words_once():
-    one, other, known = Own(), Own(), {}
+    one, other = Own(), Own()
+    visited = {}
     other.size = one.size
-    first = settings_of(one, known)
+    first = settings_of(one, visited)
     one.size.width = 9
-    assert settings_of(other, known) == first and settings_of(other, {})["size"].endswith("{'width': 9}")
+    assert settings_of(other, visited) == first and settings_of(other, {})["size"].endswith("{'width': 9}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,9 +136,9 @@ def test_a_loop_ends_with_its_last_item():
         return repeat(lambda s: torch.where(s > 1, s / 2, s), x, lambda s: s > 1, limit=20)
 
     start = torch.tensor([[8.0, 0.5], [3.0, 1.0]])
-    wanted = torch.tensor([[1.0, 0.5], [0.75, 1.0]])
-    torch.testing.assert_close(halve(start), wanted)
-    torch.testing.assert_close(vmap(halve)(start), wanted)
+    expected = torch.tensor([[1.0, 0.5], [0.75, 1.0]])
+    torch.testing.assert_close(halve(start), expected)
+    torch.testing.assert_close(vmap(halve)(start), expected)
     torch.testing.assert_close(repeat(lambda s: s + 1, start, lambda s: s < 1e9, limit=3), start + 3)
     assert halve(start.to("meta")).shape == start.shape
 

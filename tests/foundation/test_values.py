@@ -125,8 +125,8 @@ def test_a_value_is_made_in_compiled_code():
         return made._promoted(square.side)[0].area().sum() + grad(lambda s: s.area().sum())(square).side.sum()
 
     square = Square(torch.ones(3))
-    found = torch.compile(doubled, backend="eager", fullgraph=True)(square)
-    torch.testing.assert_close(found, doubled(square))
+    result = torch.compile(doubled, backend="eager", fullgraph=True)(square)
+    torch.testing.assert_close(result, doubled(square))
 
 
 def test_to_moves_what_it_should():

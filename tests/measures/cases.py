@@ -231,12 +231,12 @@ def wide_cases() -> dict[str, MeasureCase]:
         positive(2, 3, seed=1),
         torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.0, 0.5]], dtype=F64),
     )
-    given = {"scales": (0.0, 1e-4, 1.0, 4.0, 15.0, 100.0)}
+    options = {"scales": (0.0, 1e-4, 1.0, 4.0, 15.0, 100.0)}
     return {
-        "exponential, wide": case_of(Exponential.create(rate), exponential(rate), **given),
-        "gamma, wide": MeasureCase(Gamma.create(shape, scale), **given),
-        "laplace, wide": case_of(Laplace.create(scale), laplace(scale), **given),
-        "uniform, wide": case_of(Uniform.create(low, high), uniform(low, high), **given),
+        "exponential, wide": case_of(Exponential.create(rate), exponential(rate), **options),
+        "gamma, wide": MeasureCase(Gamma.create(shape, scale), **options),
+        "laplace, wide": case_of(Laplace.create(scale), laplace(scale), **options),
+        "uniform, wide": case_of(Uniform.create(low, high), uniform(low, high), **options),
         "categorical, of probabilities": case_of(
             Categorical.create(chance),
             Enumerated(np.broadcast_to(np.eye(3), (2, 3, 3)), np.log(np.maximum(numpy(chance), 1e-300))),

@@ -64,14 +64,14 @@ KINDS = {
 def test_one_measure_from_every_kind_of_numbers(name, kind):
     make, values = MAKERS[name]
     expected = make(*(torch.tensor(value, dtype=torch.get_default_dtype()) for value in values))
-    found = make(*(KINDS[kind](value) for value in values))
+    result = make(*(KINDS[kind](value) for value in values))
     eta = torch.full(expected.event_shape, 0.125)
     for function in ("log_partition", "mean", "fisher"):
-        value = getattr(found, function)(eta)
+        value = getattr(result, function)(eta)
         assert value.is_floating_point()
         torch.testing.assert_close(value.float(), getattr(expected, function)(eta))
-    torch.testing.assert_close(found.mean(eta.tolist()), found.mean(eta).to(found.mean(eta.tolist()).dtype))
-    point = found.mean(np.zeros(tuple(expected.event_shape)) + 0.125)
+    torch.testing.assert_close(result.mean(eta.tolist()), result.mean(eta).to(result.mean(eta.tolist()).dtype))
+    point = result.mean(np.zeros(tuple(expected.event_shape)) + 0.125)
     torch.testing.assert_close(point.float(), expected.mean(eta))
 
 
@@ -241,5 +241,5 @@ def test_measures_are_made_inside_compiled_code():
 
     half = torch.tensor([0.5, 0.5])
     compiled = torch.compile(every_mean, backend="eager", fullgraph=True)(half)
-    for found, expected in zip(compiled, every_mean(half), strict=True):
-        torch.testing.assert_close(found, expected)
+    for result, expected in zip(compiled, every_mean(half), strict=True):
+        torch.testing.assert_close(result, expected)

@@ -211,23 +211,23 @@ def test_gradients_for_every_tensor(name):
     def theirs(*arguments: Tensor) -> Tensor:
         return (explicit(name, *arguments) * cotangent).sum()
 
-    wanted = tuple(range(4 if name == "kl" else 3))
-    expected = torch.func.grad(theirs, wanted)(*tensors)
-    torch.testing.assert_close(torch.func.grad(ours, wanted)(*tensors), expected, atol=1e-9, rtol=1e-9)
+    reference = tuple(range(4 if name == "kl" else 3))
+    expected = torch.func.grad(theirs, reference)(*tensors)
+    torch.testing.assert_close(torch.func.grad(ours, reference)(*tensors), expected, atol=1e-9, rtol=1e-9)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    found = torch.autograd.grad(ours(*leaves), [leaves[i] for i in wanted], create_graph=True)
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    result = torch.autograd.grad(ours(*leaves), [leaves[i] for i in reference], create_graph=True)
+    torch.testing.assert_close(result, expected, atol=1e-9, rtol=1e-9)
 
     def second(function):
         return torch.func.grad(
-            lambda *arguments: sum((g * g).sum() for g in torch.func.grad(function, wanted)(*arguments)), wanted
+            lambda *arguments: sum((g * g).sum() for g in torch.func.grad(function, reference)(*arguments)), reference
         )
 
     curvature = second(theirs)(*tensors)
     torch.testing.assert_close(second(ours)(*tensors), curvature, atol=1e-8, rtol=1e-8)
-    total = sum((g * g).sum() for g in found)
-    found = torch.autograd.grad(total, [leaves[i] for i in wanted])
-    torch.testing.assert_close(found, curvature, atol=1e-8, rtol=1e-8)
+    total = sum((g * g).sum() for g in result)
+    result = torch.autograd.grad(total, [leaves[i] for i in reference])
+    torch.testing.assert_close(result, curvature, atol=1e-8, rtol=1e-8)
 
 
 def test_samples_are_points_drawn_by_weight():

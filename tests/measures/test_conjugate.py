@@ -239,9 +239,9 @@ def test_batches_and_float32(name):
     half = ConjugatePrior.create(case.measure.to(torch.float32), torch.tensor([case.strength]))
     exact, point = half.to(F64), chi.float()
     for function in ("log_partition", "mean", "fisher"):
-        found = getattr(half, function)(point)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, getattr(exact, function)(point.double()).float(), rtol=2e-7, atol=0)
+        result = getattr(half, function)(point)
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result, getattr(exact, function)(point.double()).float(), rtol=2e-7, atol=0)
 
 
 def test_the_interior_is_inside_even_for_a_certain_likelihood():
@@ -262,11 +262,11 @@ def test_samples_where_gammas_underflow():
 def test_natural_inverts_the_mean(name):
     chi = tensor(*LIKELIHOODS[name].chi)[:, None]
     measure = prior(name)
-    found = measure._natural(measure.mean(chi))
+    result = measure._natural(measure.mean(chi))
     if name in ("bernoulli", "spin", "poisson"):
-        assert found is None
+        assert result is None
     else:
-        torch.testing.assert_close(found, chi)
+        torch.testing.assert_close(result, chi)
     inside = measure._in_domain(measure._interior())
     assert inside is None or bool(inside.all())
 
@@ -343,6 +343,6 @@ def test_a_bit_that_is_nearly_certain_keeps_its_digits():
     """ν·log(1 + e^l) − χ·l + log B(χ, ν − χ): past l = 20 the logarithm is not l yet."""
     logit, strength, chi = 22.0, 2.5, 2.0
     likelihood = Bernoulli(tensor(logit))
-    found = ConjugatePrior.create(likelihood, tensor(strength)).log_partition(tensor(chi))
-    wanted = (strength - chi) * logit + strength * math.log1p(math.exp(-logit)) + special.betaln(chi, strength - chi)
-    assert found.item() == pytest.approx(wanted, rel=1e-14)
+    result = ConjugatePrior.create(likelihood, tensor(strength)).log_partition(tensor(chi))
+    expected = (strength - chi) * logit + strength * math.log1p(math.exp(-logit)) + special.betaln(chi, strength - chi)
+    assert result.item() == pytest.approx(expected, rel=1e-14)

@@ -132,8 +132,8 @@ def test_constant():
     assert not measure.entropy(eta).any()
     assert (measure.sample(eta, (5,)) == tensor(2.0, -1.0)).all()
     assert measure.tilt(eta[1]) is measure
-    found = measure._natural(torch.stack([tensor(2.0, -1.0), tensor(2.0, 0.0)]))
-    np.testing.assert_array_equal(found.numpy(), [[0, 0], [0, math.nan]])
+    result = measure._natural(torch.stack([tensor(2.0, -1.0), tensor(2.0, 0.0)]))
+    np.testing.assert_array_equal(result.numpy(), [[0, 0], [0, math.nan]])
     points = torch.stack([tensor(2.0, -1.0), tensor(2.0, 0.0)])
     assert measure.log_prob(torch.zeros(2, 2, dtype=F64), points).tolist() == [0.0, -math.inf]
     assert measure._support(tensor(1.0, 4.0)).item() == -2.0

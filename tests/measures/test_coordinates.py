@@ -261,9 +261,9 @@ def test_float32_is_right_with_two_derivatives_everywhere(name):
         else:
             derivatives = [float(exact(family.log_partition, point, order)) for order in range(3)]
         for numbers, order in zip(closed, (0, 1, 2, 1, 2), strict=True):
-            wanted = derivatives[order]
+            expected = derivatives[order]
             got = numbers[i].item()
-            assert got == pytest.approx(wanted, rel=3e-6, abs=3e-7 if order < 2 else 1e-6), (name, point, order)
+            assert got == pytest.approx(expected, rel=3e-6, abs=3e-7 if order < 2 else 1e-6), (name, point, order)
 
 
 @CASES
@@ -293,8 +293,8 @@ def test_kl_keeps_its_digits_in_float32(name):
                 slope = mpmath.mpf(sum(family.parameters)) / 2
             ends = [mpmath.mpf(end) for end in q[:, 0].tolist()]
             start = family.log_partition(a)
-            wanted = [float(family.log_partition(end) - start - slope * (end - a)) for end in ends]
-        assert measure.kl(p, q).tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-37), (name, eta)
+            expected = [float(family.log_partition(end) - start - slope * (end - a)) for end in ends]
+        assert measure.kl(p, q).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-37), (name, eta)
 
 
 @CASES
@@ -347,8 +347,8 @@ def test_natural_inverts_the_mean_with_two_derivatives(name):
     mu = measure.mean(eta)
     torch.testing.assert_close(measure._natural(mu), eta, rtol=1e-10, atol=1e-10)
     leaf = mu.detach().requires_grad_()
-    found = measure._natural(leaf)
-    (first,) = torch.autograd.grad(found.sum(), leaf, create_graph=True)
+    result = measure._natural(leaf)
+    (first,) = torch.autograd.grad(result.sum(), leaf, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), leaf)
     # Of an inverse function: 1/A'' and −A'''/A''³.
     _, variance, third = measure.cumulants(eta, torch.ones_like(eta), 3).unbind(-1)
@@ -362,9 +362,9 @@ def test_natural_at_the_boundary_and_outside(name):
     measure = FAMILIES[name].measure()
     for bound, sign in ((low, -1), (high, 1)):
         mu = column([bound, bound + sign, math.nan])
-        found = measure._natural(mu)[:, 0]
+        result = measure._natural(mu)[:, 0]
         expected = [sign * math.inf if math.isfinite(bound) else math.nan, math.nan, math.nan]
-        np.testing.assert_array_equal(found.numpy(), expected)
+        np.testing.assert_array_equal(result.numpy(), expected)
     centre = measure.mean(column([0.0]))[0].item()
     mu = column([centre, low if math.isfinite(low) else math.nan]).requires_grad_()
     (slope,) = torch.autograd.grad(measure._natural(mu)[0].sum(), mu)
@@ -375,8 +375,8 @@ def test_natural_at_the_boundary_and_outside(name):
 def test_support_function(name):
     low, high = FAMILIES[name].mean_range
     direction = column([2.0, -3.0, 0.0])
-    found = FAMILIES[name].measure()._support(direction)
-    np.testing.assert_array_equal(found.numpy(), [2 * high, -3 * low, 0.0])
+    result = FAMILIES[name].measure()._support(direction)
+    np.testing.assert_array_equal(result.numpy(), [2 * high, -3 * low, 0.0])
 
 
 @CASES

@@ -82,10 +82,10 @@ def test_bernoulli_keeps_small_probabilities():
 def test_an_all_but_certain_sign_has_finite_gradients():
     measure = Spin.create(tensor_of(30.0))
     mu = tensor_of(0.5, 1.0, 2.0)[:, None].requires_grad_()
-    found = measure._natural(mu)
-    assert found is not None
-    assert found[:, 0].tolist() == pytest.approx([math.atanh(0.5) - 30, math.inf, math.nan], nan_ok=True)
-    (slope,) = torch.autograd.grad(found[0].sum(), mu)
+    result = measure._natural(mu)
+    assert result is not None
+    assert result[:, 0].tolist() == pytest.approx([math.atanh(0.5) - 30, math.inf, math.nan], nan_ok=True)
+    (slope,) = torch.autograd.grad(result[0].sum(), mu)
     assert slope[:, 0].tolist() == pytest.approx([4 / 3, 0, 0])
 
 
@@ -159,11 +159,11 @@ def test_category_samples_and_probabilities():
 
 def test_category_natural_has_least_norm():
     measure, eta = Categorical.create(CHANCES), draw(2, 3, 4)
-    found = measure._natural(measure.mean(eta))
-    torch.testing.assert_close(measure.mean(found), measure.mean(eta))
+    result = measure._natural(measure.mean(eta))
+    torch.testing.assert_close(measure.mean(result), measure.mean(eta))
     kept = (CHANCES > 0)[:, None]
-    torch.testing.assert_close((found * kept).sum(-1), torch.zeros(2, 3, dtype=F64), atol=1e-14, rtol=0)
-    assert (found.masked_select(~kept) == 0).all()
+    torch.testing.assert_close((result * kept).sum(-1), torch.zeros(2, 3, dtype=F64), atol=1e-14, rtol=0)
+    assert (result.masked_select(~kept) == 0).all()
 
     single = Categorical.create(torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=F64))
     rows = [[0.5, 0.0, 0.5, 0.0], [0.5, 0.1, 0.2, 0.2], [0.6, 0.0, 0.6, -0.2], [0.6, 0.0, 0.5, 0.2]]

@@ -96,8 +96,8 @@ def test_every_mean_of_a_full_rank_gaussian_has_a_natural_parameter():
         covariance = (axes * spectrum) @ axes.mT
         location, eta = torch.randn(2, 200, 3, generator=generator, dtype=torch.float64)
         measure = Gaussian.create(location, (covariance + covariance.mT) / 2)
-        found = measure._natural(measure.mean(eta))
-        torch.testing.assert_close(found, eta, atol=1e-13 * condition, rtol=0)
+        result = measure._natural(measure.mean(eta))
+        torch.testing.assert_close(result, eta, atol=1e-13 * condition, rtol=0)
     across = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
     line = Gaussian.create(torch.tensor([3.0, 1.0], dtype=torch.float64), factor=across)
     on, off = torch.tensor([[5.0, 3.0], [5.0, 3.001]], dtype=torch.float64)
@@ -119,11 +119,11 @@ def test_log_prob_is_that_of_scipy(kind):
         "of low rank and a number": {"covariance": 0.3, "factor": root[..., :2]},
     }[kind]
     law = Gaussian.create(location, **options)
-    found = law.log_prob(torch.zeros(2, 6, dtype=torch.float64), points)
+    result = law.log_prob(torch.zeros(2, 6, dtype=torch.float64), points)
     covariance = law.fisher(torch.zeros(2, 6, dtype=torch.float64))
     for item in range(2):
         whole = multivariate_normal(location[item].numpy(), covariance[item].numpy())
-        np.testing.assert_allclose(found[:, item].numpy(), whole.logpdf(points[:, item].numpy()), rtol=1e-9)
+        np.testing.assert_allclose(result[:, item].numpy(), whole.logpdf(points[:, item].numpy()), rtol=1e-9)
 
 
 @pytest.mark.medium

@@ -124,9 +124,9 @@ def test_a_sum_has_the_probability_of_all_its_decompositions(name, dtype):
     draws = measure.sample(eta, (300,), generator=torch.Generator().manual_seed(0))
     nearest = (draws.double()[:, None] - points[None]).abs().amax(-1).min(-1)
     expected = torch.logsumexp(torch.where(same[nearest.indices], share, -torch.inf), -1)
-    found = measure.log_prob(eta, draws)
+    result = measure.log_prob(eta, draws)
     rounding = 64 * torch.finfo(dtype).eps * (1 + scores.abs().amax())
-    torch.testing.assert_close(found.double(), expected, atol=float(rounding), rtol=0)
+    torch.testing.assert_close(result.double(), expected, atol=float(rounding), rtol=0)
 
     # Nowhere else: moved by much more than rounding, by much less than the distance of two points.
     apart = torch.where(same, torch.inf, (points[:, None] - points[None]).abs().amax(-1)).amin()
@@ -214,9 +214,9 @@ def test_counts_keep_their_digits_at_every_size(mean, dtype):
     rate = torch.tensor([mean], dtype=dtype)
     measure, zero = Poisson.create(rate), torch.zeros(1, dtype=dtype)
     counts = torch.tensor(_near(mean), dtype=dtype)
-    found = measure.log_prob(zero, counts[:, None])
+    result = measure.log_prob(zero, counts[:, None])
     with mpmath.workdps(60):
-        for count, value in zip(counts.tolist(), found.tolist(), strict=True):
+        for count, value in zip(counts.tolist(), result.tolist(), strict=True):
             x, mu = mpmath.mpf(count), mpmath.mpf(float(rate[0]))
             exact = float(x * mpmath.log(mu) - mu - mpmath.loggamma(x + 1))
             assert value == pytest.approx(exact, abs=_condition([x - mu], exact, dtype)), (count, dtype)
@@ -224,8 +224,8 @@ def test_counts_keep_their_digits_at_every_size(mean, dtype):
 
 def test_the_count_of_the_examination():
     eta = torch.tensor([17.0])
-    found = Poisson.create(torch.ones(1)).log_prob(eta, torch.tensor([24157308.0]))
-    assert float(found) == pytest.approx(float(stats.poisson.logpmf(24157308, math.exp(17))), abs=1e-3)
+    result = Poisson.create(torch.ones(1)).log_prob(eta, torch.tensor([24157308.0]))
+    assert float(result) == pytest.approx(float(stats.poisson.logpmf(24157308, math.exp(17))), abs=1e-3)
 
 
 @every_row(("shape", "dtype"), itertools.product([0.3, 1.0, 20.0, 1e4, 1e8, 1e15], PRECISIONS))
@@ -254,8 +254,8 @@ def test_laws_far_out_keep_their_digits(dtype):
         return torch.tensor(values, dtype=dtype)
 
     def check(measure, eta, point, exact, *moved):
-        found = float(measure.log_prob(eta, point))
-        assert found == pytest.approx(float(exact), abs=_condition(list(moved), float(exact), dtype)), type(measure)
+        result = float(measure.log_prob(eta, point))
+        assert result == pytest.approx(float(exact), abs=_condition(list(moved), float(exact), dtype)), type(measure)
 
     with mpmath.workdps(60):
         one = mpmath.mpf(1)
@@ -290,9 +290,9 @@ def test_the_sphere_keeps_its_digits_at_large_concentration(kappa, dtype):
         k, (x, _, z) = mpmath.mpf(float(eta[2])), (mpmath.mpf(float(c)) for c in point)
         gap = 1 - z / mpmath.sqrt(x * x + z * z)
         exact = float(-k * gap + mpmath.log(k) - mpmath.log(2 * mpmath.pi * (1 - mpmath.exp(-2 * k))))
-    found = float(Sphere.create(dim=3).log_prob(eta, point))
+    result = float(Sphere.create(dim=3).log_prob(eta, point))
     # The point is that of its dtype, exactly; the rest is in float64.
-    assert found == pytest.approx(exact, rel=64 * torch.finfo(dtype).eps, abs=64 * torch.finfo(dtype).eps)
+    assert result == pytest.approx(exact, rel=64 * torch.finfo(dtype).eps, abs=64 * torch.finfo(dtype).eps)
 
 
 @every_row(
@@ -332,23 +332,23 @@ def test_conjugate_laws_of_many_observations_keep_their_digits(family, dtype):
         point = mpmath.mpf(float(eta[0]))
         exact = float(pseudo * point - nu * partition(point) - mass)
         slope = pseudo - nu * mpmath.diff(partition, point)
-        found = float(prior.log_prob(chi, eta))
+        result = float(prior.log_prob(chi, eta))
         # Computed in float64 from these very numbers.
         tolerance = _condition([slope], exact, torch.float64) + 4 * torch.finfo(dtype).eps * (1 + abs(exact))
-        assert found == pytest.approx(exact, abs=tolerance)
+        assert result == pytest.approx(exact, abs=tolerance)
 
 
 def test_evidence_of_large_counts_keeps_its_digits():
     """A gamma prior and one count: the negative binomial law."""
     chi, strength, count = 3.0, 2.0, 1e12
     prior = ConjugatePrior.create(Poisson.create(torch.ones(1).double()), torch.tensor([strength]).double())
-    found = prior.evidence([chi], [[count]])
+    result = prior.evidence([chi], [[count]])
     with mpmath.workdps(60):
         c, n, x = mpmath.mpf(chi), mpmath.mpf(strength), mpmath.mpf(count)
         exact = mpmath.loggamma(x + c) - mpmath.loggamma(c) - mpmath.loggamma(x + 1)
         exact = float(exact + c * mpmath.log(n / (n + 1)) - x * mpmath.log(n + 1))
     # The terms of the law itself are x log 3: a rounding of the strength moves that much.
-    assert float(found) == pytest.approx(exact, rel=64 * torch.finfo(torch.float64).eps)
+    assert float(result) == pytest.approx(exact, rel=64 * torch.finfo(torch.float64).eps)
 
 
 @pytest.mark.slow

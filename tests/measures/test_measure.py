@@ -173,5 +173,5 @@ def test_the_divergence_of_a_measure_of_one_hook_keeps_its_digits(change):
         start, end = mpmath.mpf(0.3), mpmath.mpf(0.3) + mpmath.mpf(change)
         exact = mpmath.log(mpmath.cosh(end)) - mpmath.log(mpmath.cosh(start)) - mpmath.tanh(start) * mpmath.mpf(change)
     at = torch.tensor([[0.3]], dtype=torch.float64)
-    found = Coin(torch.ones(1, dtype=torch.float64))._kl(at, torch.full_like(at, change))
-    assert abs(found.item() / float(exact) - 1) < 1e-12
+    result = Coin(torch.ones(1, dtype=torch.float64))._kl(at, torch.full_like(at, change))
+    assert abs(result.item() / float(exact) - 1) < 1e-12

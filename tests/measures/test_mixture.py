@@ -57,8 +57,8 @@ def test_components_may_be_a_batch_of_one_measure(batch):
     for measure in (batched, listed):
         for name in ("log_partition", "mean", "fisher", "entropy"):
             torch.testing.assert_close(getattr(measure, name)(eta), getattr(whole, name)(eta), atol=1e-12, rtol=1e-12)
-        found = measure.cumulants(eta, direction, 6)
-        torch.testing.assert_close(found, whole.cumulants(eta, direction, 6), atol=1e-9, rtol=1e-9)
+        result = measure.cumulants(eta, direction, 6)
+        torch.testing.assert_close(result, whole.cumulants(eta, direction, 6), atol=1e-9, rtol=1e-9)
         torch.testing.assert_close(measure._support(direction), whole._support(direction))
         x = whole.sample(eta, (6,))
         torch.testing.assert_close(measure.log_prob(eta, x), whole.log_prob(eta, x), atol=1e-12, rtol=1e-12)
@@ -87,8 +87,8 @@ def test_samples_come_from_the_components_in_their_shares():
     assert error.abs().max() < 5
     # Only spins are negative: a quarter of them has both coordinates at −1 at eta = 0.
     share = measure.responsibilities(eta)[..., 0] * torch.sigmoid(-2 * eta).prod(-1)
-    found = (draws < 0).all(-1).double().mean(0)
-    assert ((found - share).abs() < 5 * (share * (1 - share) / count).sqrt()).all()
+    result = (draws < 0).all(-1).double().mean(0)
+    assert ((result - share).abs() < 5 * (share * (1 - share) / count).sqrt()).all()
 
 
 def test_the_gap_of_the_lower_bound_is_a_divergence():
@@ -178,8 +178,8 @@ def test_the_batch_of_a_mixture_may_be_longer_than_its_components():
         alone = mixture(log_weight[i], components)
         torch.testing.assert_close(whole.mean(eta)[i], alone.mean(eta[i]))
         point = components.points[2, 1].expand(5, 1)
-        found = convolve(whole, Atoms.create(torch.zeros(1, 1).double())).log_prob(eta, point.expand(3, 5, 1))
-        torch.testing.assert_close(found[i], alone.log_prob(eta[i], point))
+        result = convolve(whole, Atoms.create(torch.zeros(1, 1).double())).log_prob(eta, point.expand(3, 5, 1))
+        torch.testing.assert_close(result[i], alone.log_prob(eta[i], point))
 
 
 def test_a_component_of_weight_zero_takes_no_part():
@@ -291,4 +291,4 @@ def test_a_listed_mixture_is_the_mixture():
         measure = mixture(log_weight, components)
         part = measure._listed()
         assert part is not None
-        torch.testing.assert_close(listed.atoms(part).log_partition(eta), measure.log_partition(eta))
+        torch.testing.assert_close(listed.as_atoms(part).log_partition(eta), measure.log_partition(eta))

@@ -65,8 +65,8 @@ def test_attention_over_the_kernel_weighs_by_divergence(measure):
     keys, queries, values = draw(6, 3, seed=2), draw(4, 3, seed=3), draw(6, 2, seed=4)
     pairs = keys.expand(4, 6, 3), queries.unsqueeze(1).expand(4, 6, 3)
     weights = torch.softmax(-measure.kl(*pairs), -1)
-    found = divergence_kernel(measure, keys).expectation(queries, values)
-    torch.testing.assert_close(found, weights @ values, atol=1e-12, rtol=0)
+    result = divergence_kernel(measure, keys).expectation(queries, values)
+    torch.testing.assert_close(result, weights @ values, atol=1e-12, rtol=0)
 
 
 def test_the_gaussian_kernel_is_mahalanobis_distance():
@@ -75,8 +75,8 @@ def test_the_gaussian_kernel_is_mahalanobis_distance():
     keys, queries, values = draw(6, 3, seed=2), draw(4, 3, seed=3), draw(6, 2, seed=4)
     difference = queries.unsqueeze(1) - keys
     distance = 0.5 * torch.einsum("qni,ij,qnj->qn", difference, covariance, difference)
-    found = divergence_kernel(Gaussian.create(draw(3, seed=5), covariance), keys).expectation(queries, values)
-    torch.testing.assert_close(found, torch.softmax(-distance, -1) @ values, atol=1e-12, rtol=0)
+    result = divergence_kernel(Gaussian.create(draw(3, seed=5), covariance), keys).expectation(queries, values)
+    torch.testing.assert_close(result, torch.softmax(-distance, -1) @ values, atol=1e-12, rtol=0)
 
 
 def test_bad_arguments_are_refused():

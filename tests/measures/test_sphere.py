@@ -137,9 +137,9 @@ def test_kl_keeps_its_digits_in_float32(dim, kappa):
             return mpmath.log(low), high / low / dim
 
         others = eta_p + torch.stack(steps)
-        found = measure.kl(eta_p.expand_as(others), others)
+        result = measure.kl(eta_p.expand_as(others), others)
         start, chord = value(eta_p)
-        for eta_q, divergence in zip(others, found.tolist(), strict=True):
+        for eta_q, divergence in zip(others, result.tolist(), strict=True):
             pairs = zip(eta_p.tolist(), eta_q.tolist(), strict=True)
             slope = sum(mpmath.mpf(p) * (mpmath.mpf(q) - mpmath.mpf(p)) for p, q in pairs)
             expected = float(value(eta_q)[0] - start - chord * slope)

@@ -88,5 +88,5 @@ def test_divergence_of_far_fields_keeps_its_digits(start, end):
         a, b = mpmath.mpf(start), mpmath.mpf(end)
         expected = float(mpmath.log(mpmath.cosh(b) / mpmath.cosh(a)) - mpmath.tanh(a) * (b - a))
     spin = Spin.create(torch.zeros(1, dtype=torch.float64))
-    found = spin.kl(torch.tensor([start], dtype=torch.float64), torch.tensor([end], dtype=torch.float64))
-    assert float(found) == pytest.approx(expected, rel=1e-14)
+    result = spin.kl(torch.tensor([start], dtype=torch.float64), torch.tensor([end], dtype=torch.float64))
+    assert float(result) == pytest.approx(expected, rel=1e-14)

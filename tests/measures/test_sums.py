@@ -40,8 +40,8 @@ def assert_same(left, right, eta):
     for name in DERIVED:
         torch.testing.assert_close(getattr(left, name)(eta), getattr(right, name)(eta), atol=1e-11, rtol=1e-11)
     torch.testing.assert_close(left.kl(eta, 0.5 * eta), right.kl(eta, 0.5 * eta), atol=1e-11, rtol=1e-11)
-    found, expected = left.cumulants(eta, 0.3 * eta, 6), right.cumulants(eta, 0.3 * eta, 6)
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    result, expected = left.cumulants(eta, 0.3 * eta, 6), right.cumulants(eta, 0.3 * eta, 6)
+    torch.testing.assert_close(result, expected, atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(left._support(eta), right._support(eta))
 
 
@@ -80,8 +80,8 @@ def test_smoothed_keys_are_a_kernel_density_estimate():
     torch.testing.assert_close(measure.mean(eta), attention + 0.3 * eta, atol=1e-12, rtol=0)
     kernels = [multivariate_normal(key, 0.3 * torch.eye(2, dtype=torch.float64)).logpdf(x) for key in keys]
     density = torch.from_numpy(logsumexp(kernels, axis=0))
-    found = measure.log_prob(torch.zeros_like(eta), x)
-    torch.testing.assert_close(found, density - math.log(6), atol=1e-11, rtol=0)
+    result = measure.log_prob(torch.zeros_like(eta), x)
+    torch.testing.assert_close(result, density - math.log(6), atol=1e-11, rtol=0)
     slanted = density + (x * eta).sum(-1) - measure.log_partition(eta)
     torch.testing.assert_close(measure.log_prob(eta, x), slanted, atol=1e-11, rtol=1e-11)
 
@@ -137,13 +137,13 @@ def test_whole_powers_are_sums_of_draws():
 def test_infinitely_divisible_measures_have_fractional_powers():
     rate, eta = torch.tensor([0.7], dtype=torch.float64), torch.tensor([0.2], dtype=torch.float64)
     counts = torch.arange(30).double().unsqueeze(-1)
-    found = power(Poisson.create(rate), 0.5).log_prob(torch.zeros(1).double(), counts)
-    torch.testing.assert_close(found, torch.from_numpy(poisson(0.35).logpmf(counts[:, 0])), atol=1e-12, rtol=1e-12)
+    result = power(Poisson.create(rate), 0.5).log_prob(torch.zeros(1).double(), counts)
+    torch.testing.assert_close(result, torch.from_numpy(poisson(0.35).logpmf(counts[:, 0])), atol=1e-12, rtol=1e-12)
     half = power(Exponential.create(rate), 2.5)
     times = torch.linspace(0.1, 9, 20).double().unsqueeze(-1)
-    found = half.log_prob(torch.zeros(1).double(), times)
+    result = half.log_prob(torch.zeros(1).double(), times)
     torch.testing.assert_close(
-        found, torch.from_numpy(gamma(2.5, scale=1 / 0.7).logpdf(times[:, 0])), atol=1e-12, rtol=0
+        result, torch.from_numpy(gamma(2.5, scale=1 / 0.7).logpdf(times[:, 0])), atol=1e-12, rtol=0
     )
     for measure in (
         Gaussian.create(draw(1), factor=draw(1, 2)),

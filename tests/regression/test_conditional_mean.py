@@ -72,27 +72,27 @@ def by_definition(query, key, value, kernel, ridge, precision=None):
 @every_row("keys", [6, 40])  # fewer and more than features
 def test_the_definition(name, keys):
     query, key, value = tokens(keys)
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, kernel=KERNELS[name], ridge=0.3, need_variance=True, method=Cholesky()
     )
-    assert found.error_bound is None
+    assert result.error_bound is None
     for item in np.ndindex(2, 2):
         output, variance = by_definition(query[item], key[item], value[item], name, 0.3)
-        np.testing.assert_allclose(found.output[item], output, **CLOSED_FORM)
-        np.testing.assert_allclose(found.variance[item], variance, **CLOSED_FORM)
+        np.testing.assert_allclose(result.output[item], output, **CLOSED_FORM)
+        np.testing.assert_allclose(result.variance[item], variance, **CLOSED_FORM)
 
 
 @every_row("method", [Cholesky(), ConjugateGradients(), LowRank()])
 def test_the_exponential_kernels_scale_is_softmaxs_by_default(method):
     query, key, value = tokens(size=5)
     key.requires_grad_()
-    found, given = (
+    by_default, by_scale = (
         conditional_mean_attention(query, key, value, kernel=kernel, ridge=0.3, method=method, need_variance=True)
         for kernel in (ExponentialKernel.create(), ExponentialKernel.create(5**-0.5))
     )
-    torch.testing.assert_close(found.output, given.output)
-    torch.testing.assert_close(found.variance, given.variance)
-    slopes = (torch.autograd.grad(result.output.sum(), key, retain_graph=True)[0] for result in (found, given))
+    torch.testing.assert_close(by_default.output, by_scale.output)
+    torch.testing.assert_close(by_default.variance, by_scale.variance)
+    slopes = (torch.autograd.grad(result.output.sum(), key, retain_graph=True)[0] for result in (by_default, by_scale))
     torch.testing.assert_close(*slopes)
 
 
@@ -104,11 +104,11 @@ def test_kernels_take_numbers_lists_arrays_and_tensors():
             ([0.7, 1.1], np.array([0.7, 1.1])),
             (2, np.float64(2)),
         ):
-            found, same = (
+            result, same = (
                 conditional_mean_attention(query, key, value, kernel=create(number), ridge=0.3).output
                 for number in (one, other)
             )
-            assert torch.equal(found, same)
+            assert torch.equal(result, same)
     with pytest.raises(TypeError, match="map must be a function, got 3"):
         FeatureKernel.create(3)
 
@@ -122,24 +122,24 @@ def test_scikit_learns_kernel_ridge_and_gaussian_process():
 
     query, key, value = tokens(40, batch=1, heads=1)
     q, k, v = (tensor[0, 0].numpy() for tensor in (query, key, value))
-    found = conditional_mean_attention(query, key, value, kernel=GaussianKernel.create(1.3), ridge=0.3)
+    result = conditional_mean_attention(query, key, value, kernel=GaussianKernel.create(1.3), ridge=0.3)
     theirs = KernelRidge(alpha=0.3, kernel="rbf", gamma=1 / (2 * 1.3**2)).fit(k, v).predict(q)
-    np.testing.assert_allclose(found.output[0, 0], theirs, **CLOSED_FORM)
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.3)
+    np.testing.assert_allclose(result.output[0, 0], theirs, **CLOSED_FORM)
+    result = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.3)
     np.testing.assert_allclose(
-        found.output[0, 0], Ridge(alpha=0.3, fit_intercept=False).fit(k, v).predict(q), **CLOSED_FORM
+        result.output[0, 0], Ridge(alpha=0.3, fit_intercept=False).fit(k, v).predict(q), **CLOSED_FORM
     )
     noise, prior = 0.5, 2.0
     ridge = ridge_from(noise_variance=noise, prior_variance=prior)
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, kernel=GaussianKernel.create(1.3), ridge=ridge, need_variance=True
     )
     model = GaussianProcessRegressor(
         ConstantKernel(prior, "fixed") * RBF(1.3, "fixed"), alpha=noise, optimizer=None
     ).fit(k, v)
     mean, deviation = model.predict(q, return_std=True)
-    np.testing.assert_allclose(found.output[0, 0], mean, **CLOSED_FORM)
-    predictive = found.predictive_variance(noise_variance=noise, prior_variance=prior)
+    np.testing.assert_allclose(result.output[0, 0], mean, **CLOSED_FORM)
+    predictive = result.predictive_variance(noise_variance=noise, prior_variance=prior)
     np.testing.assert_allclose((predictive[0, 0] - noise).sqrt(), deviation[:, 0], **CLOSED_FORM)
 
 
@@ -177,19 +177,19 @@ def test_log_weights_are_precisions_and_minus_infinity_hides(name, keys):
     # What is hidden may hold anything.
     for tensor in (key, value):
         tensor[:, :, ::3] = torch.nan
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, kernel=KERNELS[name], ridge=0.3, log_weight=weight, need_variance=True
     )
     seen = [n for n in range(keys) if n % 3]
     for item in np.ndindex(2, 2):
         precision = weight[item[0], 0, 0, seen].exp()
         output, variance = by_definition(query[item], key[item][seen], value[item][seen], name, 0.3, precision)
-        np.testing.assert_allclose(found.output[item], output, **CLOSED_FORM)
-        np.testing.assert_allclose(found.variance[item], variance, **CLOSED_FORM)
+        np.testing.assert_allclose(result.output[item], output, **CLOSED_FORM)
+        np.testing.assert_allclose(result.variance[item], variance, **CLOSED_FORM)
     if name == "linear":
         model = Ridge(alpha=0.3, fit_intercept=False)
         model.fit(key[0, 0, seen], value[0, 0, seen], sample_weight=weight[0, 0, 0, seen].exp())
-        np.testing.assert_allclose(found.output[0, 0], model.predict(query[0, 0]), **CLOSED_FORM)
+        np.testing.assert_allclose(result.output[0, 0], model.predict(query[0, 0]), **CLOSED_FORM)
 
 
 @one_in(3, {"name": KERNELS, "method": [Cholesky(), ConjugateGradients(), LowRank()], "keys": [6, 40]})
@@ -199,14 +199,14 @@ def test_trap_15_without_a_visible_key_the_prior(name, method, keys):
     query, key, value = (tensor.requires_grad_() for tensor in tokens(keys))
     keep = torch.ones(2, 1, 1, keys, dtype=torch.bool)
     keep[1] = False
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, kernel=KERNELS[name], ridge=0.3, log_weight=keep, need_variance=True, method=method
     )
-    assert (found.output[1] == 0).all()
+    assert (result.output[1] == 0).all()
     prior = KERNELS[name].diagonal(query)
-    torch.testing.assert_close(found.variance[1], prior[1])
-    assert (found.variance[0] < prior[0]).all()
-    found.output.sum().backward()
+    torch.testing.assert_close(result.variance[1], prior[1])
+    assert (result.variance[0] < prior[0]).all()
+    result.output.sum().backward()
     assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
     assert (value.grad[1] == 0).all()
 
@@ -216,7 +216,7 @@ def test_causal_is_a_loop_over_prefixes(name, keys, queries):
     query, key, value = tokens(keys, queries, batch=1)
     weight = normal(1, 1, 1, keys, seed=3)
     weight[..., 2] = -torch.inf
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, kernel=KERNELS[name], ridge=0.3, log_weight=weight, is_causal=True, need_variance=True
     )
     for place in range(0, queries, 1 if queries < 20 else 13):
@@ -230,8 +230,8 @@ def test_causal_is_a_loop_over_prefixes(name, keys, queries):
             log_weight=weight[..., :last],
             need_variance=True,
         )
-        torch.testing.assert_close(found.output[:, :, place], prefix.output[:, :, 0], **CLOSED_FORM)
-        torch.testing.assert_close(found.variance[:, :, place], prefix.variance[:, :, 0], **CLOSED_FORM)
+        torch.testing.assert_close(result.output[:, :, place], prefix.output[:, :, 0], **CLOSED_FORM)
+        torch.testing.assert_close(result.variance[:, :, place], prefix.variance[:, :, 0], **CLOSED_FORM)
 
 
 @every_row("name", KERNELS)
@@ -243,15 +243,15 @@ def test_grouped_heads_and_numbers_a_head(name, is_causal):
     kernel = {"exponential": ExponentialKernel.create(ridge / 10), "gaussian": GaussianKernel.create(ridge)}.get(
         name, KERNELS[name]
     )
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, kernel=kernel, ridge=ridge, is_causal=is_causal, need_variance=True
     )
-    assert found.output.shape == (2, 6, 20, 4)
-    assert found.variance.shape == (2, 6, 20)
+    assert result.output.shape == (2, 6, 20, 4)
+    assert result.variance.shape == (2, 6, 20)
     wide = conditional_mean_attention(
         query.unflatten(1, (2, 3)), key, value, kernel=kernel, ridge=ridge, is_causal=is_causal
     )
-    torch.testing.assert_close(wide.output.flatten(1, 2), found.output, **CLOSED_FORM)
+    torch.testing.assert_close(wide.output.flatten(1, 2), result.output, **CLOSED_FORM)
     for head in range(6):
         own = (
             type(kernel)(*[getattr(kernel, field)[head // 3] for field in _numbers(kernel)])
@@ -266,7 +266,7 @@ def test_grouped_heads_and_numbers_a_head(name, is_causal):
             ridge=ridge[head // 3],
             is_causal=is_causal,
         )
-        torch.testing.assert_close(found.output[:, [head]], alone.output, **CLOSED_FORM)
+        torch.testing.assert_close(result.output[:, [head]], alone.output, **CLOSED_FORM)
 
 
 def _numbers(kernel):
@@ -277,13 +277,13 @@ def test_ridge_zero_interpolates_and_in_features_is_least_squares():
     from sklearn.linear_model import LinearRegression
 
     query, key, value = tokens(6)
-    found = conditional_mean_attention(key, key, value, kernel=KERNELS["gaussian"], ridge=0.0, need_variance=True)
-    torch.testing.assert_close(found.output, value, rtol=1e-9, atol=1e-9)
-    assert found.variance.max() < 1e-9
+    result = conditional_mean_attention(key, key, value, kernel=KERNELS["gaussian"], ridge=0.0, need_variance=True)
+    torch.testing.assert_close(result.output, value, rtol=1e-9, atol=1e-9)
+    assert result.variance.max() < 1e-9
     query, key, value = tokens(40)
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.0)
+    result = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=0.0)
     model = LinearRegression(fit_intercept=False).fit(key[0, 0], value[0, 0])
-    np.testing.assert_allclose(found.output[0, 0], model.predict(query[0, 0]), **CLOSED_FORM)
+    np.testing.assert_allclose(result.output[0, 0], model.predict(query[0, 0]), **CLOSED_FORM)
 
 
 @every_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -291,16 +291,16 @@ def test_ridge_zero_interpolates_and_in_features_is_least_squares():
 def test_lower_precision_is_computed_in_float32(dtype, is_causal):
     query, key, value = tokens(40, 40, dtype=dtype)
     for kernel in KERNELS.values():
-        found = conditional_mean_attention(
+        result = conditional_mean_attention(
             query, key, value, kernel=kernel, ridge=0.5, is_causal=is_causal, need_variance=True
         )
         exact = conditional_mean_attention(
             query.double(), key.double(), value.double(), kernel=kernel, ridge=0.5, is_causal=is_causal
         )
-        assert found.output.dtype == dtype
-        assert found.variance.dtype == torch.float32
+        assert result.output.dtype == dtype
+        assert result.variance.dtype == torch.float32
         size = torch.finfo(dtype).eps + 2000 * torch.finfo(torch.float32).eps
-        torch.testing.assert_close(found.output.double(), exact.output, rtol=size, atol=2 * size)
+        torch.testing.assert_close(result.output.double(), exact.output, rtol=size, atol=2 * size)
 
 
 # --- without the Gram matrix -----------------------------------------------------------------------------------------
@@ -316,9 +316,9 @@ def test_conjugate_gradients_are_exact_to_their_bound(name, rank, monkeypatch):
     arguments = {"kernel": KERNELS[name], "ridge": 0.1, "log_weight": weight, "need_variance": True}
     exact = conditional_mean_attention(query, key, value, **arguments, method=Cholesky())
     arguments["preconditioner_rank"] = rank
-    found = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradients())
-    torch.testing.assert_close(found.output, exact.output, **CLOSED_FORM)
-    torch.testing.assert_close(found.variance, exact.variance, **CLOSED_FORM)
+    result = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradients())
+    torch.testing.assert_close(result.output, exact.output, **CLOSED_FORM)
+    torch.testing.assert_close(result.variance, exact.variance, **CLOSED_FORM)
     loose = conditional_mean_attention(query, key, value, **arguments, method=ConjugateGradients(rtol=1e-3))
     error = (loose.output - exact.output).norm(dim=-1)
     assert (error <= loose.error_bound + 1e-9).all()
@@ -332,7 +332,7 @@ def test_no_gram_matrix_is_ever_formed(monkeypatch):
     ridge = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
     with LargestTensor() as largest:
         for method in (ConjugateGradients(), LowRank(20)):
-            found = conditional_mean_attention(
+            result = conditional_mean_attention(
                 query,
                 key,
                 value,
@@ -341,7 +341,7 @@ def test_no_gram_matrix_is_ever_formed(monkeypatch):
                 method=method,
                 preconditioner_rank=20,
             )
-            found.output.square().sum().backward()
+            result.output.square().sum().backward()
     assert largest.numbers <= 9000
     with LargestTensor() as largest:
         conditional_mean_attention(query, key, value, kernel=GaussianKernel(ridge / 2), ridge=ridge)
@@ -367,8 +367,8 @@ def test_a_preconditioner_saves_steps():
     query, key, value = tokens(100, 5, batch=1, heads=1)
     arguments = {"kernel": KERNELS["gaussian"], "ridge": 1e-3, "method": ConjugateGradients(max_steps=3)}
     exact = conditional_mean_attention(query, key, value, **arguments | {"method": Cholesky()})
-    found = conditional_mean_attention(query, key, value, **arguments, preconditioner_rank=100)
-    torch.testing.assert_close(found.output, exact.output, **CLOSED_FORM)
+    result = conditional_mean_attention(query, key, value, **arguments, preconditioner_rank=100)
+    torch.testing.assert_close(result.output, exact.output, **CLOSED_FORM)
     with pytest.raises(ConvergenceError):
         conditional_mean_attention(query, key, value, **arguments, preconditioner_rank=0)
     gram = KERNELS["gaussian"](key, key) + 1e-3 * torch.eye(100, dtype=torch.float64)
@@ -384,13 +384,13 @@ def test_conjugate_gradients_told_to_go_on_say_how_far_off_they_are(name):
     arguments = {"kernel": KERNELS[name], "ridge": 1e-2}
     exact = conditional_mean_attention(query, key, value, **arguments, method=Cholesky())
     short = {"method": ConjugateGradients(max_steps=3), "preconditioner_rank": 0}
-    found = conditional_mean_attention(query, key, value, **arguments, **short, throw=False)
+    result = conditional_mean_attention(query, key, value, **arguments, **short, throw=False)
     assert exact.convergence is None
-    assert found.convergence is not None
-    assert bool((found.convergence.status == Status.MAX_STEPS).any())
-    assert float(found.convergence.residual.max()) > 1e-6
-    error = (found.output - exact.output).norm(dim=-1)
-    assert (error <= found.error_bound * (1 + 1e-9) + 1e-8).all()
+    assert result.convergence is not None
+    assert bool((result.convergence.status == Status.MAX_STEPS).any())
+    assert float(result.convergence.residual.max()) > 1e-6
+    error = (result.output - exact.output).norm(dim=-1)
+    assert (error <= result.error_bound * (1 + 1e-9) + 1e-8).all()
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -402,14 +402,14 @@ def test_few_centres_stay_within_their_bound(name):
     exact = conditional_mean_attention(query, key, value, **arguments, method=Cholesky())
     errors = []
     for rank in (2, 8, 30, 1000):
-        found = conditional_mean_attention(query, key, value, **arguments, method=LowRank(rank))
-        error = (found.output - exact.output).norm(dim=-1)
-        assert (error <= found.error_bound * (1 + 1e-9) + 1e-8).all()
+        result = conditional_mean_attention(query, key, value, **arguments, method=LowRank(rank))
+        error = (result.output - exact.output).norm(dim=-1)
+        assert (error <= result.error_bound * (1 + 1e-9) + 1e-8).all()
         errors.append(error.max().item())
     assert errors[0] > 100 * errors[-1]
-    torch.testing.assert_close(found.output, exact.output, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found.variance, exact.variance, rtol=1e-6, atol=1e-6)
-    assert found.error_bound.max() < 1e-2
+    torch.testing.assert_close(result.output, exact.output, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result.variance, exact.variance, rtol=1e-6, atol=1e-6)
+    assert result.error_bound.max() < 1e-2
 
 
 def test_low_rank_is_the_regression_of_its_centres():
@@ -429,8 +429,8 @@ def test_low_rank_is_the_regression_of_its_centres():
     centre = k[chosen]
     matrix = pairs(centre, k) @ pairs(k, centre) + 0.2 * pairs(centre, centre)
     expected = pairs(q, centre) @ np.linalg.solve(matrix, pairs(centre, k) @ v)
-    found = conditional_mean_attention(query, key, value, kernel=KERNELS["gaussian"], ridge=0.2, method=LowRank(5))
-    np.testing.assert_allclose(found.output[0, 0], expected, **CLOSED_FORM)
+    result = conditional_mean_attention(query, key, value, kernel=KERNELS["gaussian"], ridge=0.2, method=LowRank(5))
+    np.testing.assert_allclose(result.output[0, 0], expected, **CLOSED_FORM)
 
 
 def test_auto_forms_no_large_gram_matrix(monkeypatch):
@@ -464,10 +464,10 @@ def test_a_kernel_of_ones_own(method):
 
     query, key, value = tokens(40, batch=1, heads=1)
     width = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
-    found = conditional_mean_attention(query, key, value, kernel=Laplacian(width), ridge=0.3, method=method)
+    result = conditional_mean_attention(query, key, value, kernel=Laplacian(width), ridge=0.3, method=method)
     model = KernelRidge(alpha=0.3, kernel="laplacian", gamma=1 / 1.5).fit(key[0, 0], value[0, 0])
-    np.testing.assert_allclose(found.output[0, 0].detach(), model.predict(query[0, 0]), **CLOSED_FORM)
-    found.output.sum().backward()
+    np.testing.assert_allclose(result.output[0, 0].detach(), model.predict(query[0, 0]), **CLOSED_FORM)
+    result.output.sum().backward()
     assert width.grad is not None
 
 
@@ -475,14 +475,14 @@ def test_a_kernel_of_ones_own(method):
 @every_row(("keys", "queries"), [(0, 3), (3, 0), (1, 1)])
 def test_no_key_or_no_query(method, keys, queries):
     query, key, value = tokens(keys, queries)
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, kernel=KERNELS["gaussian"], ridge=0.3, need_variance=True, method=method
     )
-    assert found.output.shape == (2, 2, queries, 2)
-    assert found.variance.shape == (2, 2, queries)
+    assert result.output.shape == (2, 2, queries, 2)
+    assert result.variance.shape == (2, 2, queries)
     if keys == 0:
-        assert (found.output == 0).all()
-        assert (found.variance == 1).all()
+        assert (result.output == 0).all()
+        assert (result.variance == 1).all()
 
 
 # --- leave one out ---------------------------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ def test_leave_one_out_leaves_one_out(name, keys):
     _, key, value = tokens(keys)
     weight = normal(2, 1, 1, keys, seed=3)
     weight[..., 1] = -torch.inf
-    found = leave_one_out(key, value, kernel=KERNELS[name], ridge=0.3, log_weight=weight)
+    result = leave_one_out(key, value, kernel=KERNELS[name], ridge=0.3, log_weight=weight)
     residual = torch.zeros_like(value)
     for place in (n for n in range(keys) if n != 1):
         without = weight.clone()
@@ -502,9 +502,9 @@ def test_leave_one_out_leaves_one_out(name, keys):
             key[:, :, [place]], key, value, kernel=KERNELS[name], ridge=0.3, log_weight=without
         )
         residual[:, :, place] = value[:, :, place] - predicted.output[:, :, 0]
-    torch.testing.assert_close(found.residual, residual, **CLOSED_FORM)
+    torch.testing.assert_close(result.residual, residual, **CLOSED_FORM)
     share = torch.softmax(weight[:, :, 0], -1)
-    torch.testing.assert_close(found.mean_squared_error, (share * residual.square().mean(-1)).sum(-1), **CLOSED_FORM)
+    torch.testing.assert_close(result.mean_squared_error, (share * residual.square().mean(-1)).sum(-1), **CLOSED_FORM)
 
 
 @every_row("name", KERNELS)
@@ -514,7 +514,7 @@ def test_the_errors_of_many_ridges_are_those_of_predictions_without_each_key(nam
     weight = normal(2, 1, 1, keys, seed=3)
     weight[..., 1] = -torch.inf
     ridges = [1e-3, 0.3, 20.0]
-    found = choose_ridge(key, value, ridges, kernel=KERNELS[name], log_weight=weight).mean_squared_error
+    result = choose_ridge(key, value, ridges, kernel=KERNELS[name], log_weight=weight).mean_squared_error
     share = torch.softmax(weight[:, :, 0], -1)
     for place, ridge in enumerate(ridges):
         expected = torch.zeros(2, 2, dtype=torch.float64)
@@ -528,7 +528,7 @@ def test_the_errors_of_many_ridges_are_those_of_predictions_without_each_key(nam
                 )
                 error = np.square(own_value[left_out].numpy() - predicted[0]).mean()
                 expected[item, head] += share[item, 0, left_out] * error
-        torch.testing.assert_close(found[place], expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(result[place], expected, rtol=1e-6, atol=0)
 
 
 class Factorisations(TorchDispatchMode):
@@ -574,11 +574,11 @@ def test_the_chosen_ridge_has_the_least_error():
     _, key, _ = tokens(60)
     value = key @ normal(3, 2, seed=5) + 0.5 * normal(2, 2, 60, 2, seed=6)
     grid = [10.0**power for power in range(-6, 4)]
-    found = choose_ridge(key, value, grid, kernel=KERNELS["gaussian"])
-    assert found.ridge.shape == (2, 2)
-    assert found.mean_squared_error.shape == (10, 2, 2)
-    best = leave_one_out(key, value, kernel=KERNELS["gaussian"], ridge=found.ridge).mean_squared_error
-    torch.testing.assert_close(best, found.mean_squared_error.amin(0))
-    assert ((found.ridge > 1e-6) & (found.ridge < 1e3)).all()
+    result = choose_ridge(key, value, grid, kernel=KERNELS["gaussian"])
+    assert result.ridge.shape == (2, 2)
+    assert result.mean_squared_error.shape == (10, 2, 2)
+    best = leave_one_out(key, value, kernel=KERNELS["gaussian"], ridge=result.ridge).mean_squared_error
+    torch.testing.assert_close(best, result.mean_squared_error.amin(0))
+    assert ((result.ridge > 1e-6) & (result.ridge < 1e3)).all()
     with pytest.raises(ValueError, match="at least one number"):
         choose_ridge(key, value, [], kernel=LinearKernel.create())

@@ -60,7 +60,7 @@ def inputs(keys=5, queries=3):
 )
 def test_first_and_second_derivatives_of_the_exact_methods(name, what, keys):
     def function(q, k, v, w, ridge, n):
-        found = conditional_mean_attention(
+        result = conditional_mean_attention(
             q,
             k,
             v,
@@ -70,7 +70,7 @@ def test_first_and_second_derivatives_of_the_exact_methods(name, what, keys):
             is_causal=what == "causal",
             need_variance=what != "mean",
         )
-        return found[: 1 if what == "mean" else 2]
+        return result[: 1 if what == "mean" else 2]
 
     arguments = (*inputs(keys, queries=max(keys, 2)), number([0.6]), number(0.8))
     check_derivatives(function, arguments, forward=True)
@@ -91,7 +91,7 @@ def test_first_and_second_derivatives_without_the_gram_matrix(name, method, rank
     monkeypatch.setattr("massieu.regression.iterative.BLOCK_PAIRS", 6)  # two rows at a time
 
     def function(q, k, v, w, ridge, n):
-        found = conditional_mean_attention(
+        result = conditional_mean_attention(
             q,
             k,
             v,
@@ -102,7 +102,7 @@ def test_first_and_second_derivatives_without_the_gram_matrix(name, method, rank
             method=method,
             preconditioner_rank=rank,
         )
-        return found.output, found.variance
+        return result.output, result.variance
 
     arguments = (*inputs(3, queries=2), number([0.6]), number(0.8))
     check_derivatives(function, arguments)
@@ -113,10 +113,10 @@ def test_the_solves_gradient_is_the_exact_ones():
     ridge, width = number(0.05), number(0.8)
     slopes = []
     for method in (Cholesky(), ConjugateGradients()):
-        found = conditional_mean_attention(
+        result = conditional_mean_attention(
             query, key, value, kernel=GaussianKernel(width), ridge=ridge, log_weight=weight, method=method
         )
-        slopes.append(torch.autograd.grad(found.output.square().sum(), (query, key, value, weight, ridge, width)))
+        slopes.append(torch.autograd.grad(result.output.square().sum(), (query, key, value, weight, ridge, width)))
     for exact, ours in zip(*slopes, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-7, atol=1e-7)
 
@@ -127,10 +127,10 @@ def test_hidden_keys_have_no_gradient_and_leave_finite_ones():
     hidden[..., [1, 3]] = -torch.inf
     hidden.requires_grad_()
     for is_causal in (False, True):
-        found = conditional_mean_attention(
+        result = conditional_mean_attention(
             query, key, value, kernel=GaussianKernel.create(1.0), ridge=0.4, log_weight=hidden, is_causal=is_causal
         )
-        slopes = torch.autograd.grad(found.output.sum(), (query, key, value, hidden))
+        slopes = torch.autograd.grad(result.output.sum(), (query, key, value, hidden))
         assert all(slope.isfinite().all() for slope in slopes)
         for slope in slopes[1:3]:
             assert (slope[:, :, [1, 3]] == 0).all()
@@ -142,10 +142,10 @@ def test_vmap_of_second_derivatives_is_a_loop(name, is_causal):
     query, key, value = (leaf(3, *tensor.shape, seed=seed).detach() for seed, tensor in enumerate(inputs()[:3]))
 
     def energy(q, k, v):
-        found = conditional_mean_attention(
+        result = conditional_mean_attention(
             q, k, v, kernel=KERNELS[name](torch.tensor(0.8)), ridge=0.5, is_causal=is_causal, need_variance=True
         )
-        return found.output.square().sum() + found.variance.sum()
+        return result.output.square().sum() + result.variance.sum()
 
     hessian = torch.func.hessian(energy, argnums=(1, 2))
     together = torch.func.vmap(hessian)(query, key, value)
@@ -162,16 +162,16 @@ def test_compiled(name, is_causal):
     query, key, value, weight = inputs()
 
     def function(q, k, v, w):
-        found = conditional_mean_attention(
+        result = conditional_mean_attention(
             q, k, v, kernel=KERNELS[name](torch.tensor(0.8)), ridge=0.5, log_weight=w, is_causal=is_causal
         )
-        return found.output.square().sum()
+        return result.output.square().sum()
 
     torch._dynamo.reset()
     eager = torch.autograd.grad(function(query, key, value, weight), (query, key, value, weight))
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    found = torch.autograd.grad(compiled(query, key, value, weight), (query, key, value, weight))
-    for ours, expected in zip(found, eager, strict=True):
+    result = torch.autograd.grad(compiled(query, key, value, weight), (query, key, value, weight))
+    for ours, expected in zip(result, eager, strict=True):
         torch.testing.assert_close(ours, expected)
 
 

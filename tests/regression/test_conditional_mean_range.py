@@ -63,12 +63,12 @@ def test_distant_queries(method, dtype, far, near):
     """Queries of scale 10 beside keys of scale 1 in 8 dimensions: exp(½‖q‖²) is near exp(400) in float32."""
     query, key = normal(1, 1, 5, 8, scale=far, dtype=dtype), normal(1, 1, 9, 8, seed=1, scale=near, dtype=dtype)
     value = normal(1, 1, 9, 2, seed=2, dtype=dtype)
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, kernel=ExponentialKernel.create(0.5), ridge=1.0, method=method
     )
     exact, _, _ = explicit(query[0, 0], key[0, 0], value[0, 0], 0.5, 1.0)
     bound = within(dtype, query, key, 0.5) + (1e-9 if isinstance(method, ConjugateGradients) else 0)
-    assert error_by_row(found.output[0, 0], exact) < bound
+    assert error_by_row(result.output[0, 0], exact) < bound
 
 
 LONG = torch.tensor([[9.5, 0.0], [0.0, 9.3], [-9.4, 0.0], [0.0, -9.6], [6.7, 6.6], [-6.6, 6.5]])
@@ -82,13 +82,13 @@ def test_keys_beyond_the_range(method):
     weight = torch.tensor([0.5, -2.0, 0.0, 1.0, 0.2, -0.3]) if method == "weights" else None
     arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 2.0, "log_weight": weight}
     how = Cholesky() if method == "weights" else method
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query[None, None], key[None, None], value[None, None], **arguments, need_variance=True, method=how
     )
     output, variance, residual = explicit(query, key, value, 1.0, 2.0, weight)
     bound = within(torch.float32, query, key, 1.0)
-    assert error_by_row(found.output[0, 0], output) < bound
-    assert error_by_row(found.variance[0], variance) < bound
+    assert error_by_row(result.output[0, 0], output) < bound
+    assert error_by_row(result.variance[0], variance) < bound
     left = leave_one_out(key[None, None], value[None, None], **arguments)
     assert error_by_row(left.residual[0, 0], residual) < bound
 
@@ -97,12 +97,12 @@ def test_causal_is_a_loop_over_prefixes_though_a_later_key_is_tens_of_powers_lar
     key = torch.cat([normal(4, 2, scale=0.3), LONG[:3]])[None, None]
     query, value = 8 * key / key.norm(dim=-1, keepdim=True), normal(1, 1, 7, 2, seed=2)
     arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 0.5, "need_variance": True}
-    found = conditional_mean_attention(query, key, value, **arguments, is_causal=True)
+    result = conditional_mean_attention(query, key, value, **arguments, is_causal=True)
     for last in range(1, 8):
         output, variance, _ = explicit(query[0, 0, last - 1 : last], key[0, 0, :last], value[0, 0, :last], 1.0, 0.5)
         bound = within(torch.float32, query, key, 1.0)
-        assert error_by_row(found.output[0, 0, last - 1 : last], output) < bound
-        assert error_by_row(found.variance[0, :, last - 1 : last], variance) < bound
+        assert error_by_row(result.output[0, 0, last - 1 : last], output) < bound
+        assert error_by_row(result.variance[0, :, last - 1 : last], variance) < bound
 
 
 @pytest.mark.medium
@@ -118,7 +118,7 @@ def test_gradients_of_distant_queries(method):
         return (output / output.detach().norm(dim=-1, keepdim=True) * cotangent.double()).sum()
 
     def ours(query, key, value, ridge, scale):
-        found = conditional_mean_attention(
+        result = conditional_mean_attention(
             query[None, None],
             key[None, None],
             value[None, None],
@@ -126,13 +126,13 @@ def test_gradients_of_distant_queries(method):
             ridge=ridge,
             method=method,
         )
-        output = found.output[0, 0]
+        output = result.output[0, 0]
         return (output / output.detach().norm(dim=-1, keepdim=True) * cotangent).sum()
 
     expected = torch.func.grad(by_definition, argnums=(0, 1, 2, 3, 4))(*(each.double() for each in inputs))
     leaves = [each.clone().requires_grad_() for each in inputs]
-    found = torch.autograd.grad(ours(*leaves), leaves)
-    for slope, exact, name in zip(found, expected, ("query", "key", "value", "ridge", "scale"), strict=True):
+    result = torch.autograd.grad(ours(*leaves), leaves)
+    for slope, exact, name in zip(result, expected, ("query", "key", "value", "ridge", "scale"), strict=True):
         error = (slope.double() - exact).norm() / exact.norm()
         assert error < within(torch.float32, inputs[0], inputs[1], 0.6), name
 

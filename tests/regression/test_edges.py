@@ -32,9 +32,9 @@ def test_a_mask_is_no_singular_matrix_at_any_size_of_the_keys(size):
     key, value = (size * draws(1, 2, 24, 40)).float(), draws(1, 2, 24, 2, seed=1).float()
     seen = torch.arange(24) < 20
     arguments = {"kernel": LinearKernel.create(), "ridge": 0.1 * size**2}
-    found = conditional_mean_attention(key[:, :, :3], key, value, log_weight=seen, **arguments)
+    result = conditional_mean_attention(key[:, :, :3], key, value, log_weight=seen, **arguments)
     alone = conditional_mean_attention(key[:, :, :3], key[:, :, :20], value[:, :, :20], **arguments)
-    torch.testing.assert_close(found.output, alone.output, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result.output, alone.output, rtol=1e-4, atol=1e-4)
 
 
 @every_row("kernel", [FeatureKernel.create(lambda x: x / x.norm(dim=-1, keepdim=True)), GaussianKernel.create(1.0)])
@@ -48,11 +48,11 @@ def test_hidden_keys_stand_where_the_kernel_is_defined(kernel, method):
     hidden, query = (hidden + far).float().requires_grad_(), (query + far).float()
     rest = (key[:, :, 4:] + far).float()
     arguments = {"kernel": kernel, "ridge": 0.1, "need_variance": True, "method": method}
-    found = conditional_mean_attention(query, hidden, value.float(), log_weight=seen, **arguments)
+    result = conditional_mean_attention(query, hidden, value.float(), log_weight=seen, **arguments)
     alone = conditional_mean_attention(query, rest, value[:, :, 4:].float(), **arguments)
-    torch.testing.assert_close(found.output, alone.output, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.variance, alone.variance, rtol=1e-3, atol=1e-4)
-    (slope,) = torch.autograd.grad(found.output.sum(), hidden)
+    torch.testing.assert_close(result.output, alone.output, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result.variance, alone.variance, rtol=1e-3, atol=1e-4)
+    (slope,) = torch.autograd.grad(result.output.sum(), hidden)
     assert bool(slope.isfinite().all()) and not bool(slope[:, :, :4].any())
 
 
@@ -72,10 +72,10 @@ def test_an_operator_ridge_sees_ratios_of_weights_alone():
 
 def test_no_query_under_a_causal_mask():
     key, value = draws(1, 1, 6, 2), draws(1, 1, 6, 3, seed=1)
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         key[:, :, :0], key, value, kernel=LinearKernel.create(), ridge=1.0, is_causal=True, need_variance=True
     )
-    assert found.output.shape == (1, 1, 0, 3) and found.variance.shape == (1, 1, 0)
+    assert result.output.shape == (1, 1, 0, 3) and result.variance.shape == (1, 1, 0)
 
 
 @pytest.mark.parametrize("spelt_out", [False, True])
@@ -85,18 +85,18 @@ def test_predictive_variance_with_numbers_of_each_head(spelt_out):
     query = draws(2, 4, 6, 3, seed=2)
     query = query.unflatten(1, (2, 2)) if spelt_out else query
     noise, prior = torch.tensor([0.3, 0.7]).double(), torch.tensor([1.5, 0.2]).double()
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, kernel=GaussianKernel.create(1.0), ridge=noise / prior, need_variance=True
     )
-    both = found.predictive_variance(noise_variance=noise, prior_variance=prior.expand(2, 2))
+    both = result.predictive_variance(noise_variance=noise, prior_variance=prior.expand(2, 2))
     assert both.shape == query.shape[:-1]
     for head in range(2):
         place = (slice(None), head) if spelt_out else (slice(None), slice(2 * head, 2 * head + 2))
-        torch.testing.assert_close(both[place], noise[head] + prior[head] * found.variance[place], rtol=0, atol=0)
+        torch.testing.assert_close(both[place], noise[head] + prior[head] * result.variance[place], rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"noise_variance must be one number or one a key head, got shape \(3,\)"):
-        found.predictive_variance(noise_variance=torch.ones(3), prior_variance=1.0)
+        result.predictive_variance(noise_variance=torch.ones(3), prior_variance=1.0)
     with pytest.raises(ValueError, match=r"noise_variance must be finite and at least 0, got -1.0"):
-        found.predictive_variance(noise_variance=-1.0, prior_variance=1.0)
+        result.predictive_variance(noise_variance=-1.0, prior_variance=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -106,11 +106,11 @@ def test_conjugate_gradients_for_distant_queries(dtype):
     middle = 10.0 if dtype == torch.float32 else 27.0
     query = key.mean(2, keepdim=True) + torch.linspace(middle - 2, middle + 2, 40, dtype=dtype).unsqueeze(-1) / 3**0.5
     arguments = {"kernel": GaussianKernel.create(1.0), "ridge": 0.1, "need_variance": True}
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         query, key, value, method=ConjugateGradients(), preconditioner_rank=5, **arguments
     )
     exact = conditional_mean_attention(query, key, value, method=Cholesky(), **arguments)
-    torch.testing.assert_close(found.variance, exact.variance, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.variance, exact.variance, rtol=1e-4, atol=1e-5)
 
 
 def test_bounds_are_bounds():
@@ -127,11 +127,11 @@ def test_bounds_are_bounds():
         arguments = {"kernel": kernel, "ridge": 10 ** uniform(-3, 1), "log_weight": draws(count, seed=turn)}
         exact = conditional_mean_attention(query, key, value, method=Cholesky(), **arguments).output
         for method in (LowRank(1 + turn % count), ConjugateGradients(rtol=10 ** uniform(-8, -1))):
-            found = conditional_mean_attention(
+            result = conditional_mean_attention(
                 query, key, value, method=method, preconditioner_rank=turn % 3, **arguments
             )
-            error = (found.output - exact).norm(dim=-1)
-            assert bool((error <= found.error_bound + 1e-9 * (1 + exact.norm(dim=-1))).all())
+            error = (result.output - exact).norm(dim=-1)
+            assert bool((error <= result.error_bound + 1e-9 * (1 + exact.norm(dim=-1))).all())
 
 
 def test_a_key_of_its_own_direction_is_refused_where_rounding_is_all():
@@ -139,8 +139,8 @@ def test_a_key_of_its_own_direction_is_refused_where_rounding_is_all():
     key[..., :4, 0], key[..., 4, 1] = draws(4), 1.0
     value = draws(1, 1, 5, 1, seed=1)
     # Nothing is known of it from the others: the residual is the value.
-    found = leave_one_out(key, value, kernel=LinearKernel.create(), ridge=1e-6)
-    torch.testing.assert_close(found.residual[..., 4, :], value[..., 4, :], rtol=1e-9, atol=0)
+    result = leave_one_out(key, value, kernel=LinearKernel.create(), ridge=1e-6)
+    torch.testing.assert_close(result.residual[..., 4, :], value[..., 4, :], rtol=1e-9, atol=0)
     with pytest.raises(ValueError, match="a key alone determines its own prediction"):
         leave_one_out(key, value, kernel=LinearKernel.create(), ridge=1e-20)
     for ridges, error in ((None, TypeError), (["a"], TypeError), ([1.0, -1.0], ValueError), ([], ValueError)):
@@ -153,7 +153,7 @@ def test_the_bound_of_few_centres_falls_to_0_where_they_are_all_keys():
     key, query, value = 2 * draws(1, 1, 8, 3), draws(1, 1, 4, 3, seed=1), draws(1, 1, 8, 2, seed=2)
     arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 0.1}
     exact = conditional_mean_attention(query, key, value, method=Cholesky(), **arguments).output
-    found = conditional_mean_attention(query, key, value, method=LowRank(8), **arguments)
-    assert bool(((found.output - exact).norm(dim=-1) <= found.error_bound + 1e-9).all())
+    result = conditional_mean_attention(query, key, value, method=LowRank(8), **arguments)
+    assert bool(((result.output - exact).norm(dim=-1) <= result.error_bound + 1e-9).all())
     # What is left of the variance is a rounding, and the bound has its root, 1.5e-8.
-    assert bool((found.error_bound < 1e-6).all())
+    assert bool((result.error_bound < 1e-6).all())

@@ -14,16 +14,15 @@ from massieu.measures.hooks import Listed, Reference
 from massieu.measures.moments import centred_log_mean_exp, cumulants_of_moments
 
 ROUNDINGS = 8
-"""How many roundings of the numbers that went in a point may be off, which was computed in another order."""
+"""How far a point may be from an atom and still be that atom, in roundings of the numbers it was computed from."""
 
 
 class Atoms(Measure):
     """Weighted points h = Σ_n w_n δ_{x_n}, such as keys: ∇A is softmax attention over keys = values (S3).
 
     A(eta) = log Σ_n w_n exp(x_n·eta). With a query of inverse temperature β, eta is β·query. Masks, position biases and
-    padding are log-weights. A measure all of whose log-weights are −inf is the zero measure: A = −inf, mean, Fisher
-    information and KL are 0, entropy is −inf, no gradient flows, and it cannot be sampled. Use `create`, which checks
-    what it is given.
+    padding are log-weights. If all log-weights are −inf this is the zero measure: A = −inf, mean, Fisher information and KL
+    are 0, entropy is −inf, no gradient flows, and it cannot be sampled. Use `create`, which checks its arguments.
 
     Attributes:
         points: Shape (*batch, N, d).
@@ -83,7 +82,7 @@ class Atoms(Measure):
     def expectation(
         self, eta: Float[Tensor, "*batch_query d"], values: Float[Tensor, "*batch N v"]
     ) -> Float[Tensor, "*batch_query v"]:
-        """Σ_n p_n v_n with p the weights of p_eta: attention with values of its own. No gradient of A in general (S3).
+        """Σ_n p_n v_n with p the weights of p_eta: attention whose values are not its keys. No gradient of A in general (S3).
 
         Raises:
             ValueError: `eta` or `values` has a shape that does not fit.
@@ -119,15 +118,16 @@ class Atoms(Measure):
     def _as_heads(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query (B, H, L, d), key (B, H, N, d) and log-weight (B, H, 1, N): the last batch dimension is the heads."""
         batch = self.batch_shape
-        lead, count = (batch[:-1].numel(), batch[-1:].numel()), self.points.shape[-2]
-        query = eta.reshape(*lead, eta.shape[len(batch) : -1].numel(), eta.shape[-1])
-        key = self.points.reshape(*lead, count, eta.shape[-1])
-        return query, key, self.log_weight.reshape(*lead, 1, count)
+        batch_and_heads = (batch[:-1].numel(), batch[-1:].numel())
+        num_points = self.points.shape[-2]
+        query = eta.reshape(*batch_and_heads, eta.shape[len(batch) : -1].numel(), eta.shape[-1])
+        key = self.points.reshape(*batch_and_heads, num_points, eta.shape[-1])
+        return query, key, self.log_weight.reshape(*batch_and_heads, 1, num_points)
 
     def _centred(self) -> "Atoms":
-        """The same measure about its own mean: every centred quantity is unchanged and loses fewer digits (S25)."""
-        share = log_softmax(self.log_weight).exp()
-        return Atoms(self.points - share.unsqueeze(-2) @ self.points, self.log_weight)
+        """The measure shifted by its mean: centred quantities are unchanged and lose fewer digits (S25)."""
+        weights = log_softmax(self.log_weight).exp()
+        return Atoms(self.points - weights.unsqueeze(-2) @ self.points, self.log_weight)
 
     def _mean(self, eta: Tensor) -> Tensor:
         return self._attend(eta, self.points)
@@ -147,60 +147,62 @@ class Atoms(Measure):
         return (weights.unsqueeze(-1) * deviations).mT @ deviations
 
     def _entropy(self, eta: Tensor) -> Tensor:
+        """−Σ p log(p/w)."""
         log_probability = self._log_probability(eta)
-        lost = log_probability == -torch.inf
-        excess = torch.where(lost, 0.0, log_probability - self._align(self.log_weight, eta))
-        entropy = -(log_probability.exp() * excess).sum(-1)
-        return entropy.masked_fill(lost.all(-1), -torch.inf)
+        has_no_weight = log_probability == -torch.inf
+        log_ratio = torch.where(has_no_weight, 0.0, log_probability - self._align(self.log_weight, eta))
+        entropy = -(log_probability.exp() * log_ratio).sum(-1)
+        return entropy.masked_fill(has_no_weight.all(-1), -torch.inf)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         centred = self._centred()
         log_probability = centred._log_probability(eta)
-        ratio = _scores(delta, centred.points)
-        # The likeliest point's is taken off first, to keep the digits as its weight tends to 1.
-        ratio = ratio - ratio.gather(-1, log_probability.argmax(-1, keepdim=True))
-        ratio = ratio - (log_probability.exp() * ratio).sum(-1, keepdim=True)
-        return centred_log_mean_exp(log_probability, ratio)
+        # KL = log E exp(c) for the centred gain of scores c = x·delta − E x·delta. The likeliest point's is subtracted
+        # first, to keep digits as its weight tends to 1.
+        gain = _scores(delta, centred.points)
+        gain = gain - gain.gather(-1, log_probability.argmax(-1, keepdim=True))
+        gain = gain - (log_probability.exp() * gain).sum(-1, keepdim=True)
+        return centred_log_mean_exp(log_probability, gain)
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         # Moments about the mean: those about zero would cancel.
         centred = self._centred()
         weights = centred._log_probability(eta).exp()
-        slope = _scores(direction, centred.points)
-        mean = (weights * slope).sum(-1, keepdim=True)
-        powers = torch.stack([(slope - mean) ** n for n in range(1, order + 1)], -1)
+        projection = _scores(direction, centred.points)
+        mean = (weights * projection).sum(-1, keepdim=True)
+        powers = torch.stack([(projection - mean) ** n for n in range(1, order + 1)], -1)
         cumulants = cumulants_of_moments((weights.unsqueeze(-1) * powers).sum(-2))
         first = self._dot(direction, self._mean(eta))
         return torch.cat([first.unsqueeze(-1), cumulants[..., 1:]], -1)
 
     def _support(self, direction: Tensor) -> Tensor:
-        left_out = (self.log_weight == -torch.inf).unsqueeze(-1)
-        scores = _scores(direction, self.points.masked_fill(left_out, 0.0))
-        return scores.masked_fill(self._align(left_out.squeeze(-1), direction), -torch.inf).amax(-1)
+        is_masked = self.log_weight == -torch.inf
+        scores = _scores(direction, self.points.masked_fill(is_masked.unsqueeze(-1), 0.0))
+        return scores.masked_fill(self._align(is_masked, direction), -torch.inf).amax(-1)
 
     @property
     def _reference(self) -> Reference:
         return "counting"
 
-    def _hits(self, point: Tensor) -> Tensor:
-        """Which atoms `point` is, shape (*lead, N)."""
+    def _equals_atom(self, point: Tensor) -> Tensor:
+        """Whether `point` is each of the atoms, shape (*lead, N)."""
         atoms = self._align(self.points, point, 2)
-        # A point that was computed in another order of operations is still the atom.
+        # An atom computed in another order of operations is still that atom.
         rounding = ROUNDINGS * torch.finfo(point.dtype).eps * atoms.abs().amax((-2, -1), keepdim=True)
         return ((point.unsqueeze(-2) - atoms).abs() <= rounding).all(-1)
 
     def _log_density(self, point: Tensor) -> Tensor:
         log_weight = self._align(self.log_weight, point)
-        return logsumexp(torch.where(self._hits(point), log_weight, -torch.inf))
+        return logsumexp(torch.where(self._equals_atom(point), log_weight, -torch.inf))
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
-        return logsumexp(torch.where(self._hits(point), self._log_probability(eta), -torch.inf))
+        return logsumexp(torch.where(self._equals_atom(point), self._log_probability(eta), -torch.inf))
 
     def _nearest(self, point: Tensor) -> Tensor:
         atoms = self._align(self.points, point, 2)
         distance = (point.unsqueeze(-2) - atoms).abs().amax(-1)
-        left_out = self._align(self.log_weight == -torch.inf, point)
-        index = distance.masked_fill(left_out, torch.inf).argmin(-1)[..., None, None]
+        is_masked = self._align(self.log_weight == -torch.inf, point)
+        index = distance.masked_fill(is_masked, torch.inf).argmin(-1)[..., None, None]
         lead = point.shape[:-1]
         return atoms.expand(*lead, *atoms.shape[-2:]).gather(-2, index.expand(*lead, 1, point.shape[-1])).squeeze(-2)
 
@@ -215,6 +217,7 @@ class Atoms(Measure):
         if not bool(weights.any(-1).all()):
             raise ValueError("Atoms: the zero measure (all log-weights −inf) cannot be sampled")
         count = torch.Size(shape).numel()
+        # Draws (rows, count) of a point's number, one row for each eta; transposed, the sample dimensions come first.
         chosen = torch.multinomial(weights.reshape(-1, weights.shape[-1]), count, replacement=True, generator=generator)
         lead = (*shape, *eta.shape[:-1])
         points = self._align(self.points, eta, 2).expand(*lead, *self.points.shape[-2:])
@@ -229,5 +232,6 @@ def _scores(eta: Tensor, points: Tensor) -> Tensor:
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """Σ_n weights_n values_n, shape (*batch, *query, v)."""
+    # All query dimensions as one, so that it is one matrix product per batch item.
     flat = weights.reshape(*values.shape[:-2], weights.shape[values.ndim - 2 : -1].numel(), weights.shape[-1])
     return (flat @ values).reshape(*weights.shape[:-1], values.shape[-1])

@@ -1,9 +1,9 @@
 """The contract every measure keeps.
 
 A measure h on R^d has a log-partition A(eta) = log ∫ exp(x·eta) h(dx), and everything else follows from A. Its author
-writes one hook, `_log_partition`, and two shapes where the first tensor's are not the measure's. Mean, Fisher information,
+writes one hook, `_log_partition`, and two shapes if they are not those of the first tensor. Mean, Fisher information,
 cumulants, entropy, KL divergence and tilt are derived (`hooks.py`) with `torch.func`, and a closed form may replace any of
-the other hooks; `Measure` shows one.
+these. The docstring of `Measure` shows an example.
 
 A measure is a value: a frozen dataclass of tensors and measures (deriving from `Measure` makes it one), and a pytree,
 so that `torch.func` transforms take and return it. It is rebuilt in every forward pass and owns no parameter. Its
@@ -45,10 +45,10 @@ class DomainError(ValueError):
 class Measure(Hooks):
     """A measure h on R^d, known by its log-partition. See the module's docstring for the contract.
 
-    `create` of every class checks its arguments by one rule: tensors, numbers, nested lists and NumPy arrays alike make
-    tensors, integers of torch's default dtype; half precision is kept until something is computed. A number stands for
-    every coordinate, of which the other parameters or ``dim=`` say how many there are, else one. Complex numbers, and what
-    holds no numbers, are a TypeError; shapes that do not fit, no coordinate, NaN and infinities a ValueError.
+    `create` of every class takes tensors, numbers, nested lists and NumPy arrays. Integers become torch's default dtype;
+    half precision is kept until something is computed. A number stands for every coordinate; how many there are, the other
+    parameters or ``dim=`` determine, and otherwise there is one. Complex numbers and objects without numbers are a
+    TypeError. Shapes that do not fit, no coordinate, NaN and infinities are a ValueError.
 
     Every method takes `eta` of shape ``(*batch_shape, *query, *event_shape)``, as a tensor or as numbers, and raises a
     ValueError for another shape, and a `DomainError` where A(eta) = ∞ (not noticed while compiling).
@@ -67,7 +67,7 @@ class Measure(Hooks):
 
     _family: ClassVar[str] = "measures"
     _tilted: ClassVar[Callable[["Measure", Tensor], "Measure"]]
-    """Tilts what no class of its own holds: `combine.Tilted`, which that module, being built on this one, sets here."""
+    """`combine.Tilted`, the default class of tilted measures. That module sets it, as it imports this one."""
 
     @final
     def log_partition(self, eta: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]:
@@ -121,9 +121,9 @@ class Measure(Hooks):
     def tilt(self, eta: Float[Tensor, "*batch_event"]) -> "Measure":
         """The probability p_eta as a measure: log-partition A(· + eta) − A(eta).
 
-        ``tilt(a).tilt(b)`` is ``tilt(a + b)``. `eta` has exactly the shape
-        ``batch_shape + event_shape``. Tilting is a group action. Atoms, Gaussians, spins and others stay what they are;
-        where no class holds the tilted law, it is a composition.
+        ``tilt(a).tilt(b)`` is ``tilt(a + b)``: tilting is a group action. `eta` has exactly the shape
+        ``batch_shape + event_shape``. Tilted atoms, Gaussians, spins and others are measures of the same class; for all
+        other measures the result is a composition.
         """
         expected = (*self.batch_shape, *self.event_shape)
         eta = real_tensor("eta", eta, self._some_leaf())
@@ -142,27 +142,28 @@ class Measure(Hooks):
         *,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "*shape_batch_query_event"]:
-        """Independent draws from p_eta, `shape` of them (a number or a shape) for each `eta`. No gradient flows through.
+        """Independent draws from p_eta, `shape` of them (a number or a shape) for each `eta`, without a gradient.
 
-        They are made on the generator's device, where it has another one, and moved to that of `eta`.
+        If the generator is on another device than `eta`, they are drawn there and moved to the device of `eta`.
 
         Raises:
-            ValueError: a `shape` that is none, or an `eta` of NaN.
+            ValueError: `shape` is no shape, or `eta` has a NaN.
             MissingFormError: the measure has no sampler.
         """
-        size = _sample_shape(shape)
+        sample_shape = _sample_shape(shape)
         measure, eta = self._admit(eta)
-        known = type(measure)._sample is not Hooks._sample
-        if known and (eta.is_meta or size.numel() * eta.numel() == 0):
-            # There is nothing to draw.
-            return eta.new_empty((*size, *eta.shape))
+        has_sampler = type(measure)._sample is not Hooks._sample
+        if has_sampler and (eta.is_meta or sample_shape.numel() * eta.numel() == 0):
+            # No number to draw: samplers of PyTorch fail for empty and meta tensors.
+            return eta.new_empty((*sample_shape, *eta.shape))
         if some(eta.isnan()):
             raise ValueError(f"{type(self).__name__}: no law to sample from, eta is NaN")
-        place = eta.device
-        if generator is not None and generator.device != place:
-            measure, eta = measure.to(generator.device), eta.to(generator.device)
+        eta_device = eta.device
+        if generator is not None and generator.device != eta_device:
+            measure = measure.to(generator.device)
+            eta = eta.to(generator.device)
         with torch.no_grad():
-            return measure._sample(eta, tuple(size), generator).to(place)
+            return measure._sample(eta, tuple(sample_shape), generator).to(eta_device)
 
     @final
     def log_prob(
@@ -170,12 +171,12 @@ class Measure(Hooks):
     ) -> Float[Tensor, "*shape_batch_query"]:
         """The log-probability (discrete h) or log-density of p_eta at `point`, in nats; −inf outside the support.
 
-        `point` has the shape of what `sample` returns: eta's, after any number of sample dimensions. Densities are
-        with respect to Lebesgue measure, or the surface area of a sphere. A measure with atoms and a density has a
+        `point` has the shape of what `sample` returns: sample dimensions, of any number, and then those of eta. Densities
+        are with respect to Lebesgue measure, or the surface area of a sphere. A measure with atoms and a density has a
         probability at its atoms and a density elsewhere (S4).
 
         Raises:
-            ValueError: a `point` whose last dimensions are not eta's.
+            ValueError: the last dimensions of `point` are not those of eta.
             MissingFormError: the measure has no density, or none in closed form.
         """
         eta = real_tensor("eta", eta, self._some_leaf())
@@ -183,17 +184,19 @@ class Measure(Hooks):
         if point.shape[max(point.ndim - eta.ndim, 0) :] != eta.shape:
             raise ValueError(f"point must have shape (*shape, *{tuple(eta.shape)}), got {tuple(point.shape)}")
         measure, eta = self._admit(eta.to(torch.promote_types(eta.dtype, point.dtype)))
-        shape, event = point.shape[: point.ndim - eta.ndim], len(self.event_shape)
-        queries_end = eta.ndim - event
-        # Sample dimensions become one more query dimension, since batch dimensions come first.
-        points = point.reshape(shape.numel(), *eta.shape).movedim(0, queries_end)
+        sample_shape = point.shape[: point.ndim - eta.ndim]
+        event_ndim = len(self.event_shape)
+        lead_ndim = eta.ndim - event_ndim
+        # Sample dimensions become one more query dimension, since batch dimensions come first: (*lead, samples, *event).
+        points = point.reshape(sample_shape.numel(), *eta.shape).movedim(0, lead_ndim)
         points = measure._on_support(points.to(eta.dtype), point.dtype)
-        value = measure._log_prob(eta.unsqueeze(queries_end), points)
-        unknown = (points.isnan() | eta.unsqueeze(queries_end).isnan()).flatten(points.ndim - event).any(-1)
-        # No law has anything at infinity, whatever a form makes of it.
-        value = value.masked_fill(points.isinf().flatten(points.ndim - event).any(-1), -torch.inf)
-        value = value.masked_fill(unknown, torch.nan)
-        return value.movedim(queries_end, 0).reshape((*shape, *eta.shape[:queries_end]))
+        log_prob = measure._log_prob(eta.unsqueeze(lead_ndim), points)
+        # No law has mass or density at infinity, whatever its formula gives there; NaN stays NaN.
+        is_infinite = points.isinf().flatten(points.ndim - event_ndim).any(-1)
+        is_nan = (points.isnan() | eta.unsqueeze(lead_ndim).isnan()).flatten(points.ndim - event_ndim).any(-1)
+        log_prob = log_prob.masked_fill(is_infinite, -torch.inf)
+        log_prob = log_prob.masked_fill(is_nan, torch.nan)
+        return log_prob.movedim(lead_ndim, 0).reshape((*sample_shape, *eta.shape[:lead_ndim]))
 
     @final
     def cumulants(
@@ -212,10 +215,10 @@ class Measure(Hooks):
         measure, eta, direction = self._admit(eta, direction=direction)
         return measure._cumulants(eta, direction, order)
 
-    # Hooks that name a measure.
+    # Hooks that return a measure.
 
     def _tilt(self, eta: Tensor) -> "Measure":
-        """The tilted measure; override where it is of the same class."""
+        """The tilted measure; override it if that is of the same class."""
         return self._tilted(self, eta)
 
     def _power(self, exponent: float) -> "Measure | None":
@@ -232,21 +235,21 @@ class Measure(Hooks):
         measure._check_domain(eta)
         return measure, eta, *rest
 
-    def _fit(self, **given: Tensor) -> tuple[Any, ...]:
-        """Check shapes; promote the measure and the tensors, all of eta's shape, to one dtype of at least float32."""
+    def _fit(self, **arguments: Tensor) -> tuple[Any, ...]:
+        """Check shapes; promote the measure and the arguments, all of eta's shape, to one dtype of at least float32."""
         leaves = self._tensors()
         like = next((leaf for leaf in leaves if leaf.is_floating_point()), None)
-        tensors = {name: real_tensor(name, tensor, like) for name, tensor in given.items()}
+        tensors = {name: real_tensor(name, argument, like) for name, argument in arguments.items()}
         first, *others = tensors.values()
         need_batch(type(self).__name__, next(iter(tensors)), first.shape, self.batch_shape, self.event_shape)
         if any(other.shape != first.shape for other in others):
             for name, other in tensors.items():
                 check_shape(name, other, first.shape)
-        # What is slow is asked only where it is not plain that all is well.
+        # The full checks are slow: they run only if a quick look finds a difference.
         if any(tensor.device != first.device for tensor in (*others, *leaves)):
             self._check_device(**tensors)
-        wide = first.dtype in (torch.float32, torch.float64)
-        if wide and all(t.dtype == first.dtype or not t.is_floating_point() for t in (*others, *leaves)):
+        is_wide = first.dtype in (torch.float32, torch.float64)
+        if is_wide and all(t.dtype == first.dtype or not t.is_floating_point() for t in (*others, *leaves)):
             return self, first, *others
         return self._promoted(first, *others)
 
@@ -257,8 +260,9 @@ class Measure(Hooks):
 
 
 def _sample_shape(shape: Sequence[int] | int) -> torch.Size:
-    given: Any = shape
-    sizes: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+    """The sample dimensions as a shape; a number stands for one dimension."""
+    unchecked: Any = shape
+    sizes: tuple[Any, ...] = tuple(unchecked) if isinstance(unchecked, Iterable) else (unchecked,)
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise ValueError(f"shape must be a number of draws or a tuple of such numbers, none negative, got {shape!r}")
     return torch.Size(sizes)

@@ -49,16 +49,17 @@ class Categorical(Measure):
         """
         if (probability is None) == (logits is None):
             raise ValueError("Categorical needs exactly one of probability and logits")
-        name, given = ("logits", logits) if probability is None else ("probability", probability)
-        assert given is not None
-        given = real_tensor(name, given)
-        if given.ndim == 0 or given.shape[-1] == 0:
-            raise ValueError(f"{name} must have shape (*batch, M) with M ≥ 1, got {tuple(given.shape)}")
         if probability is not None:
-            _check_probability(given)
-        elif not every((given < torch.inf).all(-1) & (given > -torch.inf).any(-1)):
-            raise ValueError("logits must be finite or −inf, with a finite one in every row")
-        return cls(log_softmax(given if probability is None else given.log()))
+            probability = real_tensor("probability", probability)
+            _check_categories("probability", probability)
+            _check_probability(probability)
+            logits = probability.log()
+        else:
+            logits = real_tensor("logits", logits)
+            _check_categories("logits", logits)
+            if not every((logits < torch.inf).all(-1) & (logits > -torch.inf).any(-1)):
+                raise ValueError("logits must be finite or −inf, with a finite one in every row")
+        return cls(log_softmax(logits))
 
     @property
     def probability(self) -> Float[Tensor, "*batch M"]:
@@ -94,15 +95,17 @@ class Categorical(Measure):
         return torch.diag_embed(others.sum(-1)) - others
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
+        # Moments about the mean: those about zero would cancel.
         log_share = self._log_share(eta)
-        share, centred = log_share.exp(), _centred(log_share, direction)
+        share = log_share.exp()
+        centred = _centred(log_share, direction)
         moments = [(share * centred**n).sum(-1) for n in range(1, order + 1)]
-        about_mean = cumulants_of_moments(torch.stack(moments, -1))
+        cumulants = cumulants_of_moments(torch.stack(moments, -1))
         mean = (share * direction).sum(-1, keepdim=True)
-        return torch.cat([mean, about_mean[..., 1:]], -1)
+        return torch.cat([mean, cumulants[..., 1:]], -1)
 
     def _entropy(self, eta: Tensor) -> Tensor:
-        # A(0) is the rounding of log Σ π.
+        # −KL(p_eta ‖ h) plus A(0) = log Σ π, which rounding moves off 0.
         return logsumexp(self._align(self.log_probability, eta)) - self._kl(eta, -eta)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
@@ -113,13 +116,15 @@ class Categorical(Measure):
         return Categorical(self._log_share(eta))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        share, count = self._mean(eta), torch.Size(shape).numel()
+        share = self._mean(eta)
+        count = torch.Size(shape).numel()
+        # Draws (rows, count), one row for each eta; transposed, the sample dimensions come first.
         chosen = torch.multinomial(share.reshape(-1, share.shape[-1]), count, replacement=True, generator=generator)
         return F.one_hot(chosen.T.reshape((*shape, *eta.shape[:-1])), share.shape[-1]).to(eta.dtype)
 
     def _support(self, direction: Tensor) -> Tensor:
-        kept = self._align(self.log_probability, direction) > -torch.inf
-        return torch.where(kept, direction, -torch.inf).amax(-1)
+        in_support = self._align(self.log_probability, direction) > -torch.inf
+        return torch.where(in_support, direction, -torch.inf).amax(-1)
 
     def _log_density(self, point: Tensor) -> Tensor:
         log_probability = self._align(self.log_probability, point)
@@ -144,37 +149,45 @@ class Categorical(Measure):
         return Listed(one_hot, self.log_probability, one_hot)
 
     def _conjugate(self, mu: Tensor) -> Tensor:
-        """Σ mu log(mu/π): on faces by the deviances, none of which is negative; inside as −entropy, along the simplex."""
+        """Σ mu log(mu/π): inside the simplex by the entropy, with derivatives along it; on its faces by the deviances."""
         eta = self._natural(mu)
-        inside = eta.isfinite().all(-1)
-        start = torch.zeros_like(mu)
-        held = torch.where(inside.unsqueeze(-1), eta, start)
-        value = self._fenchel(held, torch.where(inside.unsqueeze(-1), mu, self._mean(start)))
+        is_inside = eta.isfinite().all(-1)
+        origin = torch.zeros_like(mu)
+        safe_eta = torch.where(is_inside.unsqueeze(-1), eta, origin)
+        value = self._fenchel(safe_eta, torch.where(is_inside.unsqueeze(-1), mu, self._mean(origin)))
+        # Σ mu log(mu/π) = Σ (mu log(mu/π) + π − mu), of which no term is negative. A category without mu has the term π.
         log_probability = self._align(self.log_probability, mu).expand_as(mu)
-        positive = (mu > 0) & (log_probability > -torch.inf)
-        known = torch.where(positive, log_probability, 0.0)
-        terms = deviance(torch.where(positive, mu, 1.0), known.exp(), known)
-        face = torch.where(positive, terms, log_probability.exp()).sum(-1).detach()
-        return torch.where(inside, value, torch.where(eta.isnan().any(-1), torch.inf, face))
+        is_positive = (mu > 0) & (log_probability > -torch.inf)
+        safe_log_probability = torch.where(is_positive, log_probability, 0.0)
+        deviances = deviance(torch.where(is_positive, mu, 1.0), safe_log_probability.exp(), safe_log_probability)
+        face_value = torch.where(is_positive, deviances, log_probability.exp()).sum(-1).detach()
+        is_outside = eta.isnan().any(-1)
+        return torch.where(is_inside, value, torch.where(is_outside, torch.inf, face_value))
 
     def _natural(self, mu: Tensor) -> Tensor:
-        """log(mu/π), centred over the categories that mu has: of least norm, and 0 for categories left out."""
+        """log(mu/π), centred over the categories of positive mu: the eta of least norm; 0 for categories left out."""
         log_probability = self._align(self.log_probability, mu)
-        kept, positive = (log_probability > -torch.inf).expand_as(mu), mu > 0
-        both = kept & positive
+        in_support = (log_probability > -torch.inf).expand_as(mu)
+        is_positive = mu > 0
+        counts = in_support & is_positive
         rounding = 64 * torch.finfo(mu.dtype).eps * mu.shape[-1] ** 0.5
-        valid = (mu >= 0).all(-1) & ~(positive & ~kept).any(-1) & ((mu.sum(-1) - 1).abs() <= rounding)
+        sums_to_one = (mu.sum(-1) - 1).abs() <= rounding
+        valid = (mu >= 0).all(-1) & ~(is_positive & ~in_support).any(-1) & sums_to_one
         valid = valid.unsqueeze(-1)
-        # A sum other than one is taken off evenly, so that derivatives are those along the simplex.
-        count = both.sum(-1, keepdim=True).clamp_min(1)
-        excess = (torch.where(both, mu, 0.0).sum(-1, keepdim=True) - 1) / count
-        ratio = torch.where(both, mu - torch.where(valid, excess, 0.0), 1.0).log() - torch.where(
-            kept, log_probability, 0.0
-        )
-        ratio = torch.where(both, ratio, 0.0)
-        ratio = ratio - ratio.sum(-1, keepdim=True) / count
-        eta = torch.where(both, ratio, torch.where(kept, -torch.inf, 0.0))
+        # What the sum exceeds one by is subtracted evenly, so that derivatives are those along the simplex.
+        num_counted = counts.sum(-1, keepdim=True).clamp_min(1)
+        excess = (torch.where(counts, mu, 0.0).sum(-1, keepdim=True) - 1) / num_counted
+        log_mu = torch.where(counts, mu - torch.where(valid, excess, 0.0), 1.0).log()
+        log_ratio = log_mu - torch.where(in_support, log_probability, 0.0)
+        log_ratio = torch.where(counts, log_ratio, 0.0)
+        log_ratio = log_ratio - log_ratio.sum(-1, keepdim=True) / num_counted
+        eta = torch.where(counts, log_ratio, torch.where(in_support, -torch.inf, 0.0))
         return torch.where(valid, eta, torch.nan)
+
+
+def _check_categories(name: str, values: Tensor) -> None:
+    if values.ndim == 0 or values.shape[-1] == 0:
+        raise ValueError(f"{name} must have shape (*batch, M) with M ≥ 1, got {tuple(values.shape)}")
 
 
 def _check_probability(probability: Tensor) -> None:
@@ -187,6 +200,6 @@ def _check_probability(probability: Tensor) -> None:
 
 
 def _centred(log_share: Tensor, values: Tensor) -> Tensor:
-    """values − Σ p values; the likeliest category's value is taken off first, to keep the digits as its p tends to 1."""
+    """values − Σ p values; the likeliest category's value is subtracted first, to keep digits as its p tends to 1."""
     values = values - values.gather(-1, log_share.argmax(-1, keepdim=True))
     return values - (log_share.exp() * values).sum(-1, keepdim=True)

@@ -50,21 +50,24 @@ def affine(
 
 
 class Wrapped(Measure):
-    """A measure made from one other, whose A, at what it sees of eta, it has a number of times.
+    """A measure made from one inner measure: A(eta) = c·A_inner(pulled eta), plus a linear part that subclasses add.
 
-    Unless it says otherwise: `_pull` is what the other sees of a point eta, `_pull_along` of a direction, and `_times`
-    multiplies. Shapes are the other's, and what is linear in eta is added by those that have it.
+    A subclass overrides `_pull`, from its eta to the inner one, `_pull_along`, the same for a direction, or `_times`, the
+    product with c. By default all three are the identity, and shapes are the inner measure's.
     """
 
     measure: Measure
 
     def _pull(self, eta: Tensor) -> Tensor:
+        """The inner measure's natural parameter at eta."""
         return eta
 
     def _pull_along(self, vector: Tensor) -> Tensor:
+        """The inner measure's direction when eta moves along a vector: the linear part of `_pull`."""
         return vector
 
     def _times(self, value: Tensor) -> Tensor:
+        """c·value."""
         return value
 
     @property
@@ -128,24 +131,25 @@ class Tilted(Wrapped):
     def _domain(self) -> str:
         return f"{self.measure._domain()} (after adding the tilt)"
 
-    def _start(self, eta: Tensor) -> Tensor:
+    def _log_normaliser(self, eta: Tensor) -> Tensor:
+        """A of the inner measure at the tilt, to broadcast against a number for each query."""
         return self._align(self.measure._log_partition(self.eta), eta, 0)
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        start = self._start(eta)
-        # A zero measure stays one: its −inf is not subtracted from itself.
-        return self.measure._log_partition(self._pull(eta)) - start.masked_fill(start == -torch.inf, 0.0)
+        normaliser = self._log_normaliser(eta)
+        # A zero measure stays zero: −inf is not subtracted from −inf.
+        return self.measure._log_partition(self._pull(eta)) - normaliser.masked_fill(normaliser == -torch.inf, 0.0)
 
     def _entropy(self, eta: Tensor) -> Tensor:
-        # −KL from the tilted measure itself, a probability unless it is zero.
-        return torch.where(self._start(eta) == -torch.inf, -torch.inf, -self._kl(eta, -eta))
+        # The tilted measure h is a probability unless it is zero, so that the entropy is −KL(p_eta ‖ h).
+        return torch.where(self._log_normaliser(eta) == -torch.inf, -torch.inf, -self._kl(eta, -eta))
 
     def _tilt(self, eta: Tensor) -> "Tilted":
         return Tilted(self.measure, self.eta + eta)
 
     def _interior(self) -> Tensor | None:
-        inside = self.measure._interior()
-        return None if inside is None else inside - self.eta
+        point = self.measure._interior()
+        return None if point is None else point - self.eta
 
     def _log_density(self, point: Tensor) -> Tensor:
         return self._log_prob(torch.zeros_like(point), point)
@@ -158,7 +162,7 @@ class Tilted(Wrapped):
 
     def _listed(self) -> Listed | None:
         part = self.measure._listed()
-        return None if part is None else part._replace(log_weight=listed.atoms(part)._log_probability(self.eta))
+        return None if part is None else part._replace(log_weight=listed.as_atoms(part)._log_probability(self.eta))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return self.measure._sample(self._pull(eta), shape, generator)
@@ -209,11 +213,12 @@ class Affine(Wrapped):
         return self._push(super()._fisher_vp(eta, vector))
 
     def _fisher(self, eta: Tensor) -> Tensor:
-        weight, fisher = self._align(self.weight, eta, 2), super()._fisher(eta)
+        weight = self._align(self.weight, eta, 2)
+        fisher = super()._fisher(eta)
         image = weight @ fisher @ weight.mT
         if not some(image.isnan()):
             return image
-        # Entries too large to hold, row by row.
+        # Some entries overflow, and ∞·0 gave NaN: `_push` skips weights of 0. First on rows, then on columns.
         return self._push(self._push(fisher).mT)
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
@@ -222,14 +227,20 @@ class Affine(Wrapped):
         return torch.cat([cumulants[..., :1] + shift, cumulants[..., 1:]], -1)
 
     def _interior(self) -> Tensor | None:
-        inside = self.measure._interior()
-        return None if inside is None else (torch.linalg.pinv(self.weight.mT) @ inside.unsqueeze(-1)).squeeze(-1)
+        point = self.measure._interior()
+        if point is None:
+            return None
+        # The eta of least norm with Wᵀeta nearest to the point.
+        return (torch.linalg.pinv(self.weight.mT) @ point.unsqueeze(-1)).squeeze(-1)
 
     def _support(self, direction: Tensor) -> Tensor | None:
         support = self.measure._support(self._pull(direction))
-        return None if support is None else support + self._dot(direction, self._align(self.bias, direction))
+        if support is None:
+            return None
+        return support + self._dot(direction, self._align(self.bias, direction))
 
     def _range(self) -> tuple[Tensor, Tensor] | None:
+        # By `_support` along each axis, not the inner measure's.
         return Measure._range(self)
 
     def _listed(self) -> Listed | None:
@@ -237,38 +248,45 @@ class Affine(Wrapped):
         if part is None:
             return None
         points, log_weight, size = listed.spread_over(part, self.batch_shape)
-        weight, bias = (spread("affine", t, self.batch_shape, n) for t, n in ((self.weight, 2), (self.bias, 1)))
-        # Matrix products in another order: one rounding for each term.
+        weight = spread("affine", self.weight, self.batch_shape, 2)
+        bias = spread("affine", self.bias, self.batch_shape, 1)
+        # A matrix product may add its terms in any order: one more rounding for each.
         size = (1 + weight.shape[-1] / listed.ROUNDINGS) * (size @ weight.abs().mT) + bias.unsqueeze(-2).abs()
         return Listed(points @ weight.mT + bias.unsqueeze(-2), log_weight, size)
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
-        """By the change of variables; on the image of a taller weight, per area of that image."""
-        discrete = self._reference == "counting"
-        part = self._listed() if discrete else None
+        """By the change of variables; for a weight of more rows than columns, per area of the image."""
+        is_discrete = self._reference == "counting"
+        part = self._listed() if is_discrete else None
         if part is not None:
             return listed.log_prob(part, eta, point)
-        if not discrete and self._reference != "lebesgue":
+        if not is_discrete and self._reference != "lebesgue":
             raise MissingFormError(f"affine: the image of {type(self.measure).__name__} has no density in closed form")
         source = self._source(point)
         centred = point - self._align(self.bias, point)
+        # A point is on the image if the image of its source is the point itself, within rounding.
         image = self._push(source)
-        if discrete:
+        if is_discrete:
             size = self._align(self.weight.abs(), point, 2) @ source.abs().unsqueeze(-1)
             sizes = (point, self._align(self.bias, point), (1 + self.weight.shape[-1]) * size.squeeze(-1))
-            missed = ~listed.is_close(centred, image, *sizes).all(-1)
+            is_off = ~listed.is_close(centred, image, *sizes).all(-1)
         else:
-            missed = (image - centred).norm(dim=-1) > self._forgiven(centred)
+            is_off = (image - centred).norm(dim=-1) > self._rounding(centred)
         density = self.measure._log_prob(self._pull(eta), source)
-        if not discrete:
+        if not is_discrete:
+            # The volume factor √det WᵀW is the product of the singular values.
             density = density - self._align(torch.linalg.svdvals(self.weight).log().sum(-1), point, 0)
-        return density.masked_fill(missed, -torch.inf)
+        return density.masked_fill(is_off, -torch.inf)
 
     def _source(self, point: Tensor) -> Tensor:
-        """The x in the support of which `point` is the image, or the nearest to it; the weight must be one-to-one."""
+        """The x of the inner measure's support whose image is `point`, or nearest to it.
+
+        Raises:
+            MissingFormError: the weight is not one-to-one, or the inner measure does not know its nearest point.
+        """
         values = torch.linalg.svdvals(self.weight)
-        flat = self.weight.shape[-1] > self.weight.shape[-2]
-        if flat or not every(values > 0):
+        is_wide = self.weight.shape[-1] > self.weight.shape[-2]
+        if is_wide or not every(values > 0):
             raise MissingFormError("affine: the image under a weight that is not one-to-one has no density here")
         centred = point - self._align(self.bias, point)
         source = (self._align(torch.linalg.pinv(self.weight), point, 2) @ centred.unsqueeze(-1)).squeeze(-1)
@@ -279,11 +297,12 @@ class Affine(Wrapped):
             )
         if self._reference == "counting":
             return nearest
-        # Rounding may have put it a little beside the support.
-        off = (self._push(nearest) - centred).norm(dim=-1, keepdim=True)
-        return torch.where(off <= self._forgiven(centred).unsqueeze(-1), nearest, source)
+        # Rounding may have moved the source slightly off the support.
+        distance = (self._push(nearest) - centred).norm(dim=-1, keepdim=True)
+        return torch.where(distance <= self._rounding(centred).unsqueeze(-1), nearest, source)
 
-    def _forgiven(self, centred: Tensor) -> Tensor:
+    def _rounding(self, centred: Tensor) -> Tensor:
+        """The distance from the image that rounding may cause, for each point."""
         return 64 * centred.shape[-1] * torch.finfo(centred.dtype).eps * centred.norm(dim=-1)
 
     def _nearest(self, point: Tensor) -> Tensor | None:
@@ -291,7 +310,7 @@ class Affine(Wrapped):
             return point
         part = self._listed()
         if part is not None:
-            return listed.atoms(part)._nearest(point)
+            return listed.as_atoms(part)._nearest(point)
         try:
             return self._push(self._source(point)) + self._align(self.bias, point)
         except MissingFormError:
@@ -304,13 +323,15 @@ class Affine(Wrapped):
 
 
 def _times(weight: Tensor, points: Tensor) -> Tensor:
-    """weight @ point, where an entry too large to hold is nothing to a row that has a weight of 0 for it."""
+    """weight @ point, where 0·∞ is 0: an infinite entry does not count in a row that has weight 0 for it."""
     image = (weight @ points.unsqueeze(-1)).squeeze(-1)
     if not some(image.isnan()):
         return image
+    # The product of the finite entries, replaced by the sign of the infinite ones: NaN if they have both signs.
     infinite = points.isinf()
     finite = (weight @ points.masked_fill(infinite, 0.0).unsqueeze(-1)).squeeze(-1)
-    drift = weight * torch.where(infinite, points.sign(), 0.0).unsqueeze(-2)
-    rising, falling = (drift > 0).any(-1), (drift < 0).any(-1)
-    far = torch.where(rising, torch.where(falling, torch.nan, torch.inf), -torch.inf)
-    return torch.where(rising | falling, far, finite)
+    signs = weight * torch.where(infinite, points.sign(), 0.0).unsqueeze(-2)
+    has_positive = (signs > 0).any(-1)
+    has_negative = (signs < 0).any(-1)
+    infinity = torch.where(has_positive, torch.where(has_negative, torch.nan, torch.inf), -torch.inf)
+    return torch.where(has_positive | has_negative, infinity, finite)

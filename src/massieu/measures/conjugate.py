@@ -21,7 +21,7 @@ from massieu.measures.discrete import Bernoulli, Poisson, Spin
 from massieu.measures.gaussian import Gaussian
 
 _RECURRENCE_STEPS = 32
-"""From here on `torch.polygamma(1, x)` is exact to rounding."""
+"""Steps of the recurrence of trigamma, to arguments for which `torch.polygamma(1, x)` is exact to rounding."""
 
 
 class ConjugatePrior(Coordinates):
@@ -328,8 +328,13 @@ class _Normal(_Law):
 def _of_bernoulli(likelihood: Bernoulli, strength: Tensor, chi: Tensor) -> _Law:
     # h tilted is a beta law of the probability σ(η + logit), of shapes χ and ν − χ.
     logit = likelihood._align(likelihood.logit, chi)
-    log_constant = strength * F.softplus(logit, threshold=40) - chi * logit
-    return _LogRatio(first=chi, second=strength - chi, slope=1.0, shift=-logit, log_constant=log_constant)
+    return _LogRatio(
+        first=chi,
+        second=strength - chi,
+        slope=1.0,
+        shift=-logit,
+        log_constant=strength * F.softplus(logit, threshold=40) - chi * logit,
+    )
 
 
 def _of_spin(likelihood: Spin, strength: Tensor, chi: Tensor) -> _Law:
@@ -355,8 +360,12 @@ def _of_poisson(likelihood: Poisson, strength: Tensor, chi: Tensor) -> _Law:
 def _of_gamma(likelihood: Exponential | Gamma, strength: Tensor, chi: Tensor) -> _Law:
     # exp(χη)·(1 − η/rate)^(ν·shape) dη is a gamma law of rate − η, of shape ν·shape + 1 and rate χ.
     shape, rate = likelihood._shape_and_rate(chi)
-    log_constant = chi * rate - strength * shape * rate.log()
-    return _GammaBelow(bound=rate, shape=strength * shape + 1, rate=chi, log_constant=log_constant)
+    return _GammaBelow(
+        bound=rate,
+        shape=strength * shape + 1,
+        rate=chi,
+        log_constant=chi * rate - strength * shape * rate.log(),
+    )
 
 
 def _of_gaussian(likelihood: Gaussian, strength: Tensor, chi: Tensor) -> _Law:

@@ -13,11 +13,12 @@ from massieu.measures.deviance import deviance, log_gamma_density
 from massieu.measures.hooks import Listed, Reference
 
 _SERIES_RADIUS = 0.125
+"""Ratios delta/slack for which `_excess` is a series."""
 _SERIES_TERMS = 19  # 0.125^19 < 1e-17
 
 
-class _Waiting(Coordinates):
-    """Independent gamma variables of the given shapes and rates, which eta takes from."""
+class _GammaFamily(Coordinates):
+    """Independent gamma variables of the given shapes and rates; eta is subtracted from the rates."""
 
     _bounds = (0.0, torch.inf)
 
@@ -25,8 +26,9 @@ class _Waiting(Coordinates):
     def _shape_and_rate(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Both, to broadcast against `like`."""
 
-    def _slack(self, eta: Tensor) -> Tensor:
-        return self._shape_and_rate(eta)[1] - eta
+    def _tilted_rate(self, eta: Tensor) -> Tensor:
+        _, rate = self._shape_and_rate(eta)
+        return rate - eta
 
     def _limits(self) -> tuple[Tensor, Tensor]:
         _, rate = self._shape_and_rate(self._first)
@@ -53,13 +55,13 @@ class _Waiting(Coordinates):
         return rate - shape / mu
 
     def _conjugate_each(self, mu: Tensor) -> Tensor:
-        """shape·(r − 1 − log r), r = mu·rate/shape the ratio of two means: KL divergence of exponentials of these."""
+        """shape·(r − 1 − log r) for the ratio of means r = mu·rate/shape: shape times the KL divergence of exponentials."""
         shape, rate = self._shape_and_rate(mu)
         ratio = mu / shape * rate
         return shape * deviance(torch.ones_like(ratio), ratio, ratio.log())
 
 
-class Exponential(_Waiting):
+class Exponential(_GammaFamily):
     """Independent waiting times of density rate·exp(−rate·x): A(eta) = −Σ log(1 − eta_i/rate_i) for eta < rate (S2).
 
     Tilted, exponentials of rate − eta; κ_n = (n − 1)!/(rate − eta)ⁿ (B3).
@@ -88,16 +90,16 @@ class Exponential(_Waiting):
         return f"eta < rate = {in_words(self.rate)} in every coordinate"
 
     def _tilt(self, eta: Tensor) -> "Exponential":
-        return Exponential(self._slack(eta))
+        return Exponential(self._tilted_rate(eta))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        return _waiting_times(eta, shape, generator) / self._slack(eta)
+        return _standard_exponentials(eta, shape, generator) / self._tilted_rate(eta)
 
     def _power(self, exponent: float) -> "Gamma":
         return Gamma(torch.full_like(self.rate, exponent), 1 / self.rate)
 
 
-class Gamma(_Waiting):
+class Gamma(_GammaFamily):
     """Independent gamma variables: A(eta) = −Σ shape_i log(1 − scale_i eta_i) for eta < 1/scale (S2).
 
     Tilted, gammas of the same shape and scale/(1 − scale·eta); κ_n = shape·(n − 1)!·(that scale)ⁿ (B3).
@@ -133,11 +135,11 @@ class Gamma(_Waiting):
         return f"eta < 1/scale = {in_words(1 / self.scale)} in every coordinate"
 
     def _tilt(self, eta: Tensor) -> "Gamma":
-        return Gamma(self.shape, 1 / self._slack(eta))
+        return Gamma(self.shape, 1 / self._tilted_rate(eta))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         concentration = self._align(self.shape, eta).expand(*shape, *eta.shape)
-        return standard_gammas(concentration, generator) / self._slack(eta)
+        return standard_gammas(concentration, generator) / self._tilted_rate(eta)
 
     def _power(self, exponent: float) -> "Gamma":
         return Gamma(exponent * self.shape, self.scale)
@@ -178,17 +180,20 @@ class Laplace(Coordinates):
 
     def _log_partition_each(self, eta: Tensor) -> Tensor:
         scale = self._align(self.scale, eta)
-        near = (scale * eta).abs() < 0.5
-        close = -torch.log1p(-((scale * torch.where(near, eta, 0.0)) ** 2))
-        # Each factor of (limit − eta)(limit + eta) is exact near the bounds.
-        apart, limit = torch.where(near, 0.0, eta), 1 / scale
-        return torch.where(near, close, 2 * limit.log() - (limit - apart).log() - (limit + apart).log())
+        is_small = (scale * eta).abs() < 0.5
+        small_value = -torch.log1p(-((scale * torch.where(is_small, eta, 0.0)) ** 2))
+        # Near the limits 1 − (scale·eta)² cancels; each factor of (limit − eta)(limit + eta) is exact there.
+        large = torch.where(is_small, 0.0, eta)
+        limit = 1 / scale
+        large_value = 2 * limit.log() - (limit - large).log() - (limit + large).log()
+        return torch.where(is_small, small_value, large_value)
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
+        # (n − 1)!·(rightⁿ ± leftⁿ): the difference of two exponentials.
         right, left = self._lengths(eta)
         if order % 2 == 0:
             return math.factorial(order - 1) * (right**order + left**order)
-        # rightⁿ − leftⁿ over right − left = 2·eta·right·left.
+        # The difference of odd powers cancels at eta = 0. It is right − left = 2·eta·right·left times Σ rightⁿ⁻¹⁻ʲ leftʲ.
         quotient = torch.stack([right ** (order - 1 - j) * left**j for j in range(order)]).sum(0)
         return math.factorial(order - 1) * 2 * eta * right * left * quotient
 
@@ -198,15 +203,19 @@ class Laplace(Coordinates):
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         right, left = (length.expand(*shape, *eta.shape) for length in self._lengths(eta))
-        positive = torch.bernoulli(right / (right + left), generator=generator) == 1
-        return _waiting_times(eta, shape, generator) * torch.where(positive, right, -left)
+        # Each tail has a share of its mean length.
+        is_positive = torch.bernoulli(right / (right + left), generator=generator) == 1
+        return _standard_exponentials(eta, shape, generator) * torch.where(is_positive, right, -left)
 
     def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
         limit = 1 / self._align(self.scale, eta)
-        right, left = limit - eta, limit + eta
-        return right.log() + left.log() - (2 * limit).log() - torch.where(point < 0, left, right) * point.abs()
+        right_rate = limit - eta
+        left_rate = limit + eta
+        decay = torch.where(point < 0, left_rate, right_rate) * point.abs()
+        return right_rate.log() + left_rate.log() - (2 * limit).log() - decay
 
     def _natural_each(self, mu: Tensor) -> Tensor:
+        # The solution of mu = 2·eta/(limit² − eta²): with r = mu·limit, eta = limit·r/(1 + √(1 + r²)).
         limit = 1 / self._align(self.scale, mu)
         reduced = mu * limit
         return reduced * limit / (1 + torch.hypot(torch.ones_like(reduced), reduced))
@@ -280,24 +289,25 @@ class Constant(Coordinates):
 
 
 def _log_growth(eta: Tensor, rate: Tensor) -> Tensor:
-    """−log(1 − eta/rate) for eta < rate, at 0, near rate and at the largest negative eta alike."""
-    near = eta.abs() < 0.5 * rate
-    close = -torch.log1p(-torch.where(near, eta, 0.0) / rate)
-    return torch.where(near, close, rate.log() - (rate - torch.where(near, 0.0, eta)).log())
+    """−log(1 − eta/rate) for eta < rate, accurate at 0, near the rate and at the largest negative eta."""
+    is_small = eta.abs() < 0.5 * rate
+    small_value = -torch.log1p(-torch.where(is_small, eta, 0.0) / rate)
+    return torch.where(is_small, small_value, rate.log() - (rate - torch.where(is_small, 0.0, eta)).log())
 
 
 def _excess(delta: Tensor, slack: Tensor) -> Tensor:
     """−log(1 − r) − r ≥ 0 for r = delta/slack < 1: the KL divergence of exponentials of rates slack, slack − delta."""
-    near = delta.abs() < _SERIES_RADIUS * slack
-    ratio = torch.where(near, delta, 0.0) / slack
-    total = torch.full_like(ratio, 1 / _SERIES_TERMS)
+    is_small = delta.abs() < _SERIES_RADIUS * slack
+    # The series r²/2 + r³/3 + …, by Horner's form.
+    ratio = torch.where(is_small, delta, 0.0) / slack
+    series = torch.full_like(ratio, 1 / _SERIES_TERMS)
     for order in range(_SERIES_TERMS - 1, 1, -1):
-        total = 1 / order + ratio * total
-    apart = torch.where(near, 0.0, delta)
-    return torch.where(near, ratio.square() * total, _log_growth(apart, slack) - apart / slack)
+        series = 1 / order + ratio * series
+    large = torch.where(is_small, 0.0, delta)
+    return torch.where(is_small, ratio.square() * series, _log_growth(large, slack) - large / slack)
 
 
-def _waiting_times(eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+def _standard_exponentials(eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """Exponentials of rate one, in the shape of a sample."""
     return eta.new_empty(*shape, *eta.shape).exponential_(generator=generator)
 

@@ -1,7 +1,7 @@
 """Sums of independent draws from several measures. Log-partitions add."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from massieu.measures.gaussian import Gaussian
 from massieu.measures.hooks import Listed, MissingFormError, Reference
 from massieu.measures.listed import MOST_LISTED, is_close
 from massieu.measures.mixture import Mixture
-from massieu.measures.sums import Independent, all_known, check_parts, first_inside, total
+from massieu.measures.sums import Independent, all_or_none, check_parts, first_inside, total
 
 
 def convolve(*measures: Measure) -> Measure:
@@ -48,140 +48,162 @@ class Convolution(Independent):
     def _parts(self, *tensors: Tensor) -> list[tuple[Any, ...]]:
         return [(measure, *tensors) for measure in self.measures]
 
-    def _together(self, points: list[Tensor]) -> Tensor:
+    def _combine(self, points: list[Tensor]) -> Tensor:
         return total(points)
 
     def _domain(self) -> str:
         return " and ".join(dict.fromkeys(measure._domain() for measure in self.measures))
 
     def _interior(self) -> Tensor | None:
-        """A term's interior point that lies in the domains of all."""
-        known = [inside for measure in self.measures if (inside := measure._interior()) is not None]
-        if not known:
+        """An interior point of one term that lies in the domains of all."""
+        candidates = [point for measure in self.measures if (point := measure._interior()) is not None]
+        if not candidates:
             return None
-        return first_inside(self, torch.stack([spread("convolve", point, self.batch_shape, 1) for point in known], -2))
+        points = torch.stack([spread("convolve", point, self.batch_shape, 1) for point in candidates], -2)
+        return first_inside(self, points)
 
     def _fisher(self, eta: Tensor) -> Tensor:
         return total([measure._fisher(eta) for measure in self.measures])
 
     @property
     def _reference(self) -> Reference:
-        """A part with a density gives the sum one; atoms move what the rest is."""
-        rest: set[Reference] = {measure._reference for measure in self.measures}
-        rest.discard("counting")
-        if not rest:
+        """Lebesgue if any term has a density; otherwise that of the terms that are not discrete, which atoms only shift."""
+        references: set[Reference] = {measure._reference for measure in self.measures}
+        references.discard("counting")
+        if not references:
             return "counting"
-        return "lebesgue" if "lebesgue" in rest else rest.pop()
+        if "lebesgue" in references:
+            return "lebesgue"
+        return references.pop()
 
-    def _flat(self) -> list[Measure]:
-        """The terms, those of sums of sums included."""
-        parts: list[Measure] = []
+    def _terms(self) -> list[Measure]:
+        """The terms of the sum, with those of sums among them."""
+        terms: list[Measure] = []
         for measure in self.measures:
-            parts.extend(measure._flat() if isinstance(measure, Convolution) else [measure])
-        return parts
+            terms.extend(measure._terms() if isinstance(measure, Convolution) else [measure])
+        return terms
 
-    def _sorted(self) -> "tuple[list[Listed], Measure] | Mixture":
-        """Lists of points, and the one law that they shift; or the same as a mixture of sums.
+    def _shifted_law(self) -> "_ShiftedLaw | Mixture":
+        """The sum as one law shifted by points of lists; or, if a term is a mixture that is no list, a mixture of sums.
 
-        Gaussians add to one Gaussian, and of the discrete laws all but the longest are listed. A mixture that is no list
-        is a sum for each component.
+        All Gaussians together are one Gaussian, which is the law that is shifted. Without a Gaussian it is the term that is
+        no list, or else the longest list.
+
+        Raises:
+            MissingFormError: two terms or more have no list, or the lists have too many combinations of points.
         """
-        parts = self._flat()
-        lists = [None if isinstance(part, Gaussian) else part._listed() for part in parts]
-        gaussians = [part for part in parts if isinstance(part, Gaussian)]
+        terms = self._terms()
+        lists = [None if isinstance(term, Gaussian) else term._listed() for term in terms]
+        gaussians = [term for term in terms if isinstance(term, Gaussian)]
         unlisted = [
-            index for index, part in enumerate(parts) if lists[index] is None and not isinstance(part, Gaussian)
+            index for index, term in enumerate(terms) if lists[index] is None and not isinstance(term, Gaussian)
         ]
         for index in unlisted:
-            part = parts[index]
-            if isinstance(part, Mixture) and isinstance(part.components, tuple):
-                rest = (*parts[:index], *parts[index + 1 :])
-                return Mixture(part.log_weight, tuple(Convolution((*rest, each)) for each in part.components))
+            term = terms[index]
+            if isinstance(term, Mixture) and isinstance(term.components, tuple):
+                # Sums distribute over mixtures.
+                others = (*terms[:index], *terms[index + 1 :])
+                sums = tuple(Convolution((*others, component)) for component in term.components)
+                return Mixture(term.log_weight, sums)
         if len(unlisted) + bool(gaussians) > 1:
-            names = " and ".join(type(part).__name__ for part in [*(parts[index] for index in unlisted), *gaussians])
+            names = " and ".join(type(term).__name__ for term in [*(terms[index] for index in unlisted), *gaussians])
             raise MissingFormError(f"convolve: the density of a sum of {names} has no closed form")
         if gaussians:
-            last, place = (gaussians[0] if len(gaussians) == 1 else _added(gaussians, self.batch_shape)), -1
+            law = gaussians[0] if len(gaussians) == 1 else _sum_of_gaussians(gaussians, self.batch_shape)
+            law_index = None
         else:
-            # Named laws know the nearest of their points without a search.
-            ranks = [(not isinstance(part, Atoms), _count(found)) for part, found in zip(parts, lists, strict=True)]
-            place = unlisted[0] if unlisted else max(range(len(parts)), key=lambda index: ranks[index])
-            last = parts[place]
-        others = [index for index, found in enumerate(lists) if found is not None and index != place]
-        named = math.prod([_count(lists[index]) for index in others if not isinstance(parts[index], Atoms)])
-        if named > MOST_LISTED:
-            names = " and ".join(type(part).__name__ for part in parts)
+            # Named laws come before atoms, since they know the nearest of their points without a search.
+            ranks = [(not isinstance(term, Atoms), _num_points(part)) for term, part in zip(terms, lists, strict=True)]
+            law_index = unlisted[0] if unlisted else max(range(len(terms)), key=lambda index: ranks[index])
+            law = terms[law_index]
+        shifts = {index: part for index, part in enumerate(lists) if part is not None and index != law_index}
+        # Atoms that the user listed count whatever their number: only lists made here are limited.
+        num_combinations = math.prod(
+            [_num_points(part) for index, part in shifts.items() if not isinstance(terms[index], Atoms)]
+        )
+        if num_combinations > MOST_LISTED:
+            names = " and ".join(type(term).__name__ for term in terms)
             raise MissingFormError(
-                f"convolve: the density of a sum of {names} has no closed form here ({named} combinations, at most "
-                f"{MOST_LISTED} are listed)"
+                f"convolve: the density of a sum of {names} has no closed form here ({num_combinations} combinations, "
+                f"at most {MOST_LISTED} are listed)"
             )
-        chosen = [lists[index] for index in others]
-        return chosen, last  # pyright: ignore[reportReturnType]
+        return _ShiftedLaw(list(shifts.values()), law)
 
     def _log_density(self, point: Tensor) -> Tensor:
         return total([self._log_prob(torch.zeros_like(point), point), self._log_partition(torch.zeros_like(point))])
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
-        sorted_ = self._sorted()
-        if isinstance(sorted_, Mixture):
-            return sorted_._log_prob(eta, point)
-        return _shifted(*sorted_, eta, point, point.abs())
+        law = self._shifted_law()
+        if isinstance(law, Mixture):
+            return law._log_prob(eta, point)
+        return _log_prob_of_sum(law.shifts, law.law, eta, point, point.abs())
 
     def _nearest(self, point: Tensor) -> Tensor | None:
         if self._reference == "lebesgue":
             return point
         try:
-            sorted_ = self._sorted()
+            law = self._shifted_law()
         except MissingFormError:
             return None
-        return sorted_._nearest(point) if isinstance(sorted_, Mixture) else _nearest(*sorted_, point)
+        if isinstance(law, Mixture):
+            return law._nearest(point)
+        return _nearest_sum(law.shifts, law.law, point)
 
     def _listed(self) -> Listed | None:
-        known = all_known([measure._listed() for measure in self.measures])
-        return None if known is None else listed.added(known, self.batch_shape)
+        lists = all_or_none([measure._listed() for measure in self.measures])
+        return None if lists is None else listed.sums(lists, self.batch_shape)
 
 
-def _count(part: Listed | None) -> int:
-    """How many points it has, 1 for what is no list."""
+class _ShiftedLaw(NamedTuple):
+    """The law of a sum of independent points, one of each list, and a draw from one more law."""
+
+    shifts: list[Listed]
+    law: Measure
+
+
+def _num_points(part: Listed | None) -> int:
+    """The length of a list; 1 for a law that is not listed."""
     return 1 if part is None else part.size.shape[-2]
 
 
-def _shifted(parts: list[Listed], rest: Measure, eta: Tensor, point: Tensor, size: Tensor) -> Tensor:
-    """The log-density of the sum of independent points, one of each list, and a draw from `rest`, all tilted by `eta`.
+def _log_prob_of_sum(shifts: list[Listed], law: Measure, eta: Tensor, point: Tensor, size: Tensor) -> Tensor:
+    """The log-density of a `_ShiftedLaw` tilted by `eta`.
 
-    `size` is how large the numbers were that `point` has been computed from.
+    `size` has the sizes of the numbers that `point` was computed from, for its rounding.
     """
-    if parts:
-        part, *others = parts
-        atoms = listed.atoms(part)
-        moved = point.unsqueeze(-2) - atoms._align(part.points, point, 2)
+    if shifts:
+        # log Σ_s p(s) p_rest(point − s), list by list: the points of a list become one more query dimension.
+        part, *others = shifts
+        atoms = listed.as_atoms(part)
+        remainder = point.unsqueeze(-2) - atoms._align(part.points, point, 2)
         size = size.unsqueeze(-2) + atoms._align(part.size, point, 2)
-        return logsumexp(_shifted(others, rest, eta.unsqueeze(-2), moved, size) + atoms._log_probability(eta))
-    nearest = rest._nearest(point)
+        log_prob = _log_prob_of_sum(others, law, eta.unsqueeze(-2), remainder, size)
+        return logsumexp(log_prob + atoms._log_probability(eta))
+    nearest = law._nearest(point)
     if nearest is None:
         raise MissingFormError(
-            f"convolve: {type(rest).__name__} has no `_nearest`, its point nearest to another, which the density of a "
+            f"convolve: {type(law).__name__} has no `_nearest`, its point nearest to another, which the density of a "
             "sum needs, since x + s − s is not exactly x in floating point"
         )
-    hit = is_close(point, nearest, size, nearest).all(-1, keepdim=True)
-    return rest._log_prob(eta, torch.where(hit, nearest, point))
+    is_hit = is_close(point, nearest, size, nearest).all(-1, keepdim=True)
+    return law._log_prob(eta, torch.where(is_hit, nearest, point))
 
 
-def _nearest(parts: list[Listed], rest: Measure, point: Tensor) -> Tensor | None:
-    """The nearest sum of points, one of each list and one of `rest`."""
-    if not parts:
-        return rest._nearest(point)
-    part, *others = parts
-    start = align(part.points, point.ndim + 1, 2)
-    found = _nearest(others, rest, point.unsqueeze(-2) - start)
-    if found is None:
+def _nearest_sum(shifts: list[Listed], law: Measure, point: Tensor) -> Tensor | None:
+    """The sum nearest to `point` of points, one of each list and one of the law; None if the law does not know its nearest."""
+    if not shifts:
+        return law._nearest(point)
+    part, *others = shifts
+    shift = align(part.points, point.ndim + 1, 2)
+    remainder = _nearest_sum(others, law, point.unsqueeze(-2) - shift)
+    if remainder is None:
         return None
-    sums = start + found
+    sums = shift + remainder
     index = (sums - point.unsqueeze(-2)).abs().amax(-1).argmin(-1)[..., None, None]
     return sums.take_along_dim(index, -2).squeeze(-2)
 
 
-def _added(gaussians: list[Gaussian], batch: torch.Size) -> Gaussian:
+def _sum_of_gaussians(gaussians: list[Gaussian], batch: torch.Size) -> Gaussian:
     location = total([align(part.location, len(batch) + 1, 1) for part in gaussians])
     covariance = total([align(part._matrix(), len(batch) + 2, 2) for part in gaussians])
     return Gaussian(location, covariance, location.new_zeros((*location.shape, 0)))

@@ -15,22 +15,24 @@ from massieu.measures.deviance import log_poisson
 from massieu.measures.hooks import Listed, Reference
 from massieu.measures.moments import centred_log_mean_exp
 
-_COUNTABLE = 2.0**60
+_LARGEST_COUNTED_MEAN = 2.0**60
+"""Means of Poisson variables that `torch.poisson` can draw: it counts in int64."""
 
 
 class _TwoValued(Coordinates):
-    """Coordinates with two values, which eta shifts the log-odds of."""
+    """Independent coordinates with the two values `_bounds`; eta is added to the first field, the local field of h."""
 
     @property
     def _reference(self) -> Reference:
         return "counting"
 
-    def _local(self, eta: Tensor) -> Tensor:
+    def _local_field(self, eta: Tensor) -> Tensor:
         return eta + self._align(self._first, eta)
 
     def _log_odds(self, eta: Tensor) -> Tensor:
+        """Log-odds of the higher value under p_eta."""
         low, high = self._bounds
-        return (high - low) * self._local(eta)
+        return (high - low) * self._local_field(eta)
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
         low, high = self._bounds
@@ -39,12 +41,13 @@ class _TwoValued(Coordinates):
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         low, high = self._bounds
+        # Signs of the same log-odds, which are twice the field of a sign.
         half = 0.5 * (high - low)
-        return _sign_kl(half * self._local(eta), half * delta).sum(-1)
+        return _sign_kl(half * self._local_field(eta), half * delta).sum(-1)
 
     def _tilt(self, eta: Tensor) -> Any:
-        make: Any = type(self)
-        return make(self._local(eta))
+        constructor: Any = type(self)
+        return constructor(self._local_field(eta))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         low, high = self._bounds
@@ -61,10 +64,11 @@ class _TwoValued(Coordinates):
         return torch.where(point.isnan(), point, nearest.to(point.dtype))
 
     def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
-        return F.logsigmoid((2 * point - sum(self._bounds)) * self._local(eta))
+        # 2x − low − high is ±(high − low): plus the log-odds at the higher value, minus them at the lower.
+        return F.logsigmoid((2 * point - sum(self._bounds)) * self._local_field(eta))
 
     def _listed(self) -> Listed | None:
-        return listed.independent(self._first.new_tensor(self._bounds), self)
+        return listed.grid(self._first.new_tensor(self._bounds), self)
 
 
 class Spin(_TwoValued):
@@ -91,15 +95,20 @@ class Spin(_TwoValued):
         return cls(*checked_parameters(dim, field=field))
 
     def _log_partition_each(self, eta: Tensor) -> Tensor:
+        # log cosh t = |t| + softplus(−2|t|) − log 2, so that A = |end| − |start| + a difference of softplus.
         field = self._align(self.field, eta)
-        local = eta + field
-        start, end = magnitude(field), magnitude(local)
-        # |eta + field| − |field| without cancellation where both have one sign.
-        rise = torch.where((local < 0) == (field < 0), torch.where(field < 0, -eta, eta), end - start)
+        local_field = eta + field
+        start = magnitude(field)
+        end = magnitude(local_field)
+        # If both fields have one sign, |eta + field| − |field| is ±eta, without cancellation.
+        same_sign = (local_field < 0) == (field < 0)
+        rise = torch.where(same_sign, torch.where(field < 0, -eta, eta), end - start)
         return rise + F.softplus(-2 * end) - F.softplus(-2 * start)
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
-        return torch.tanh(self._local(eta)) if order == 1 else super()._cumulant(eta, order)
+        if order == 1:
+            return torch.tanh(self._local_field(eta))
+        return super()._cumulant(eta, order)
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return torch.atanh(mu) - self._align(self.field, mu)
@@ -137,15 +146,19 @@ class Bernoulli(_TwoValued):
 
     def _log_partition_each(self, eta: Tensor) -> Tensor:
         logit = self._align(self.logit, eta)
-        near = eta.abs() < 1
-        small = torch.where(near, eta, 0.0)
-        close = torch.log1p(torch.sigmoid(logit) * torch.expm1(small))
-        eta = torch.where(near, 1.0, eta)
-        local = eta + logit
-        # max(0, eta + logit) − max(0, logit) without cancellation where both have one sign.
-        rise = torch.where(logit < 0, torch.where(local < 0, 0.0, local), torch.where(local < 0, -logit, eta))
-        far = rise + F.softplus(-magnitude(local)) - F.softplus(-magnitude(logit))
-        return torch.where(near, close, far)
+        is_small = eta.abs() < 1
+        # log(1 + p(exp eta − 1)), which is exact for small eta.
+        small = torch.where(is_small, eta, 0.0)
+        small_value = torch.log1p(torch.sigmoid(logit) * torch.expm1(small))
+        # Otherwise softplus(eta + logit) − softplus(logit), by softplus t = max(0, t) + softplus(−|t|).
+        large = torch.where(is_small, 1.0, eta)
+        log_odds = large + logit
+        # max(0, eta + logit) − max(0, logit), which is eta without cancellation if both are positive.
+        rise_from_negative = torch.where(log_odds < 0, 0.0, log_odds)
+        rise_from_positive = torch.where(log_odds < 0, -logit, large)
+        rise = torch.where(logit < 0, rise_from_negative, rise_from_positive)
+        large_value = rise + F.softplus(-magnitude(log_odds)) - F.softplus(-magnitude(logit))
+        return torch.where(is_small, small_value, large_value)
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         return torch.logit(mu) - self._align(self.logit, mu)
@@ -178,39 +191,41 @@ class Poisson(Coordinates):
         return "counting"
 
     def _log_partition_each(self, eta: Tensor) -> Tensor:
-        small = eta.abs() < 1
-        # The derivative of expm1 is computed as expm1 + 1, which loses the digits of a small exponential.
-        growth = torch.where(small, torch.expm1(torch.where(small, eta, 0.0)), torch.exp(eta) - 1)
+        is_small = eta.abs() < 1
+        # Not expm1 throughout: torch computes its derivative as expm1 + 1, which loses the digits of a small exponential.
+        growth = torch.where(is_small, torch.expm1(torch.where(is_small, eta, 0.0)), torch.exp(eta) - 1)
         return self._align(self.rate, eta) * growth
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
         return self._align(self.rate, eta) * torch.exp(eta)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        small, mean = delta.abs() < 0.5, self._cumulant(eta, 1)
-        infinite = mean.isinf()
-        held = torch.where(infinite, 1.0, mean)
-        near = torch.where(small, delta, 0.0)
-        series = held * (near.square() * second_phi_series(near))
-        far = torch.where(small, 1.0, delta)
-        # rate·exp(eta)·(exp(delta) − 1 − delta), where one factor may be too large and the other too small to hold.
-        difference = self._cumulant(eta + far, 1) - held * (1 + far)
-        divergence = torch.where(small, series, difference)
-        return torch.where(infinite & (delta != 0), torch.inf, divergence).sum(-1)
+        """The mean λ of p_eta times φ(delta), φ(δ) = exp δ − 1 − δ."""
+        is_small = delta.abs() < 0.5
+        mean = self._cumulant(eta, 1)
+        overflows = mean.isinf()
+        finite_mean = torch.where(overflows, 1.0, mean)
+        small = torch.where(is_small, delta, 0.0)
+        series = finite_mean * (small.square() * second_phi_series(small))
+        # λ·exp δ is computed as the mean at eta + delta: one of the two factors may overflow and the other underflow.
+        large = torch.where(is_small, 1.0, delta)
+        difference = self._cumulant(eta + large, 1) - finite_mean * (1 + large)
+        divergence = torch.where(is_small, series, difference)
+        return torch.where(overflows & (delta != 0), torch.inf, divergence).sum(-1)
 
     def _tilt(self, eta: Tensor) -> "Poisson":
         return Poisson(self._cumulant(eta, 1))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         mean = self._cumulant(eta, 1).expand(*shape, *eta.shape)
-        countable = mean < _COUNTABLE
-        counts = torch.poisson(torch.where(countable, mean, 0.0), generator=generator)
-        if bool(countable.all()):
+        is_counted = mean < _LARGEST_COUNTED_MEAN
+        counts = torch.poisson(torch.where(is_counted, mean, 0.0), generator=generator)
+        if bool(is_counted.all()):
             return counts
-        # torch.poisson counts in int64 and wraps. Here a normal variable differs by less than 1e-9 in probability.
+        # torch.poisson counts in int64 and would wrap. A normal variable differs by less than 1e-9 in probability here.
         noise = torch.randn(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-        drawn = torch.where(mean.isinf(), mean, mean + mean.sqrt() * torch.where(mean.isinf(), 0.0, noise))
-        return torch.where(countable, counts, drawn.round())
+        normal = torch.where(mean.isinf(), mean, mean + mean.sqrt() * torch.where(mean.isinf(), 0.0, noise))
+        return torch.where(is_counted, counts, normal.round())
 
     def _holds(self, point: Tensor) -> Tensor:
         return (point >= 0) & (point == point.floor()) & point.isfinite()
@@ -229,27 +244,36 @@ class Poisson(Coordinates):
 
 
 def _bit_cumulant(logit: Tensor, order: int) -> Tensor:
-    """The cumulant of a bit of the given log-odds: κ_{n+1} = p(1 − p) dκ_n/dp (B3)."""
+    """The cumulant of a bit of the given log-odds, of order 1 to 6: κ_{n+1} = p(1 − p) dκ_n/dp (B3)."""
     mean = torch.sigmoid(logit)
     if order == 1:
         return mean
+    # With v = p(1 − p), even cumulants are polynomials in v: v, v(1 − 6v), v(1 − 30v + 120v²). The odd ones are
+    # v(1 − 2p) and v(1 − 2p)(1 − 12v), where 1 − 2p = −tanh(logit/2).
     variance = mean * torch.sigmoid(-logit)
     factors = (1.0, 1.0, 1 - 6 * variance, 1 - 12 * variance, 1 - 30 * variance + 120 * variance**2)
-    even = variance * factors[order - 2]
-    return -torch.tanh(0.5 * logit) * even if order % 2 else even
+    polynomial = variance * factors[order - 2]
+    if order % 2 == 1:
+        return -torch.tanh(0.5 * logit) * polynomial
+    return polynomial
 
 
 def _sign_kl(field: Tensor, delta: Tensor) -> Tensor:
-    """KL divergence between signs in `field` and in `field + delta`, or bits of twice those log-odds.
+    """KL divergence between signs in `field` and in `field + delta`: bits of twice those log-odds.
 
-    From 1/4 on as a difference, on the side where the exponentials are small; else as the log-mean of the ratio.
+    From 1/4 on it is a Bregman difference, and below the log-mean of the ratio of the two laws.
     """
-    rarer, change = -magnitude(field), torch.where(field < 0, delta, -delta)
-    moved = F.softplus(2 * (rarer + change), threshold=40)  # not linear from 20 on, as by default
+    # By symmetry the field is negative: +1 is the rarer sign, and exponentials are small.
+    rarer = -magnitude(field)
+    change = torch.where(field < 0, delta, -delta)
+    # The threshold is 40, as from the default of 20 on torch takes softplus for linear: too early for float64.
+    moved = F.softplus(2 * (rarer + change), threshold=40)
     difference = moved - F.softplus(2 * rarer) - 2 * (change * torch.sigmoid(2 * rarer))
-    large = difference > 0.25
-    rarer, change = torch.where(large, 0.0, rarer), torch.where(large, 0.0, change)
-    up, down = F.logsigmoid(2 * rarer), F.logsigmoid(-2 * rarer)
-    # change·(x − mean), in forms that keep their digits in the tails.
-    centred = torch.stack([2 * (change * down.exp()), -2 * (change * up.exp())], -1)
-    return torch.where(large, difference, centred_log_mean_exp(torch.stack([up, down], -1), centred))
+    is_large = difference > 0.25
+    # change·(x − mean) at x = ±1 is 2·change·P(−1) and −2·change·P(+1), which keep their digits in the tails.
+    rarer = torch.where(is_large, 0.0, rarer)
+    change = torch.where(is_large, 0.0, change)
+    log_up = F.logsigmoid(2 * rarer)
+    log_down = F.logsigmoid(-2 * rarer)
+    centred = torch.stack([2 * (change * log_down.exp()), -2 * (change * log_up.exp())], -1)
+    return torch.where(is_large, difference, centred_log_mean_exp(torch.stack([log_up, log_down], -1), centred))

@@ -17,10 +17,10 @@ from massieu.measures.hooks import MissingFormError
 class Gaussian(Measure):
     """A Gaussian N(location, Σ): A(eta) = location·eta + ½ etaᵀ Σ eta (S5). Degenerate covariances are allowed.
 
-    Σ is `covariance` plus ``factor @ factor.mT``. The number of dimensions of `covariance` says what it is: one less
-    than `location`'s, a variance for all coordinates; as many, one variance per coordinate; one more, the full matrix.
-    Low rank plus diagonal costs d·r for each eta; the matrix is formed by `fisher`, `log_prob` and the inverse map
-    alone. Use `create`, which checks.
+    Σ is `covariance` plus ``factor @ factor.mT``. If `covariance` has one dimension less than `location`, it is one
+    variance for all coordinates; with as many dimensions it is one variance per coordinate; with one more, the full matrix.
+    Low rank plus diagonal costs d·r for each eta; only `fisher`, `log_prob` and the inverse map form the matrix. Use
+    `create`, which checks.
 
     Attributes:
         location: The mean of h, shape (*batch, d).
@@ -64,17 +64,20 @@ class Gaussian(Measure):
             ValueError, TypeError: see `Measure`; neither covariance nor factor; a negative variance; a matrix that is not
                 symmetric or has a negative eigenvalue (beyond rounding).
         """
-        like = next((each for each in (location, covariance, factor) if isinstance(each, Tensor)), None)
+        like = next((argument for argument in (location, covariance, factor) if isinstance(argument, Tensor)), None)
         location = real_tensor("location", location, like)
         if location.ndim == 0:
             location = location.expand(1 if dim is None else whole_number("dim", dim, least=1))
-        batch, size = location.shape[:-1], location.shape[-1] if dim is None else dim
+        batch = location.shape[:-1]
+        size = location.shape[-1] if dim is None else dim
         if size == 0:
             raise ValueError(f"location must have shape (*batch, d) with d ≥ 1, got {tuple(location.shape)}")
         check_shape("location", location, (*batch, size))
         if covariance is None and factor is None:
             raise ValueError("Gaussian needs a covariance, a factor of it, or both")
-        factor = real_tensor("factor", location.new_zeros((*batch, size, 0)) if factor is None else factor, location)
+        if factor is None:
+            factor = location.new_zeros((*batch, size, 0))
+        factor = real_tensor("factor", factor, location)
         check_shape("factor", factor, (*batch, size, "r"))
         covariance = real_tensor("covariance", 0.0 if covariance is None else covariance, location)
         if covariance.ndim == 0:
@@ -92,7 +95,7 @@ class Gaussian(Measure):
 
     @property
     def _rank(self) -> int:
-        """How many dimensions of `covariance` are not batch: 0 isotropic, 1 diagonal, 2 full."""
+        """The number of dimensions of `covariance` that are not batch: 0 isotropic, 1 diagonal, 2 full."""
         return self.covariance.ndim - self.location.ndim + 1
 
     @property
@@ -100,11 +103,14 @@ class Gaussian(Measure):
         return self._rank < 2 and self.factor.shape[-1] == 0
 
     def _covariance_times(self, vector: Tensor) -> Tensor:
+        """Σ·vector, without the matrix where Σ is low rank plus diagonal."""
         covariance = self._align(self.covariance, vector, self._rank)
-        if self._rank == 2:
-            product = (covariance @ vector.unsqueeze(-1)).squeeze(-1)
+        if self._rank == 0:
+            product = covariance.unsqueeze(-1) * vector
+        elif self._rank == 1:
+            product = covariance * vector
         else:
-            product = (covariance.unsqueeze(-1) if self._rank == 0 else covariance) * vector
+            product = (covariance @ vector.unsqueeze(-1)).squeeze(-1)
         if self.factor.shape[-1] == 0:
             return product
         factor = self._align(self.factor, vector, 2)
@@ -121,10 +127,12 @@ class Gaussian(Measure):
 
     def _variances(self) -> Tensor:
         """The diagonal of Σ, shape (*batch, d)."""
-        if self._rank == 2:
-            variances = self.covariance.diagonal(dim1=-2, dim2=-1)
+        if self._rank == 0:
+            variances = self.covariance.unsqueeze(-1).expand_as(self.location)
+        elif self._rank == 1:
+            variances = self.covariance.expand_as(self.location)
         else:
-            variances = (self.covariance.unsqueeze(-1) if self._rank == 0 else self.covariance).expand_as(self.location)
+            variances = self.covariance.diagonal(dim1=-2, dim2=-1)
         return variances + self.factor.square().sum(-1)
 
     def _log_partition(self, eta: Tensor) -> Tensor:
@@ -147,9 +155,11 @@ class Gaussian(Measure):
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         image = self._covariance_times(direction)
-        first = self._dot(direction, self._mean(eta))
-        known = torch.stack([first, self._dot(direction, image)][:order], -1)
-        return torch.cat([known, known.new_zeros((*known.shape[:-1], max(order - 2, 0)))], -1)
+        mean = self._dot(direction, self._mean(eta))
+        variance = self._dot(direction, image)
+        cumulants = torch.stack([mean, variance][:order], -1)
+        # All later ones are 0.
+        return torch.cat([cumulants, cumulants.new_zeros((*cumulants.shape[:-1], max(order - 2, 0)))], -1)
 
     def _tilt(self, eta: Tensor) -> "Gaussian":
         return Gaussian(self._mean(eta), self.covariance, self.factor)
@@ -167,7 +177,7 @@ class Gaussian(Measure):
         return self.location.masked_fill(varies, -torch.inf), self.location.masked_fill(varies, torch.inf)
 
     def _rounding(self) -> Tensor:
-        """Below this a direction's variance is rounding alone; shape (*batch)."""
+        """The variance below which a direction's is rounding alone, shape (*batch)."""
         variances = self._variances()
         return 8 * torch.finfo(variances.dtype).eps * variances.sum(-1)
 
@@ -175,19 +185,19 @@ class Gaussian(Measure):
         return self._log_prob(torch.zeros_like(point), point)
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
-        """That of N(mean(eta), Σ): of the deviation alone, however far eta has carried the mean."""
+        """The log-density of N(mean(eta), Σ), which depends on the deviation from the mean alone, whatever eta's size."""
         deviation = point - self._mean(eta)
         if self._is_diagonal:
             variances = self._variances()
             self._refuse_degenerate(~(variances > 0).all(-1))
             log_volume = 0.5 * variances.log().sum(-1)
-            whitened = deviation / self._align(variances.sqrt(), point)
+            whitened = deviation / self._align(variances.sqrt(), point)  # Σ^-½ deviation
         else:
             matrix = self._matrix()
             self._refuse_degenerate(is_singular(matrix))
             root = torch.linalg.cholesky_ex(matrix).L
             log_volume = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-            # One system with a column for each point: else the root would be copied for each.
+            # One system with a column for each point: (*batch, d, points). Broadcasting would copy the root for each.
             columns = deviation.unsqueeze(-2).flatten(len(self.batch_shape), -2).mT
             whitened = torch.linalg.solve_triangular(root, columns, upper=False).mT.reshape(deviation.shape)
         normaliser = self._align(log_volume, point, 0) + 0.5 * point.shape[-1] * math.log(2 * math.pi)
@@ -203,27 +213,27 @@ class Gaussian(Measure):
         deviation = mu - self._align(self.location, mu)
         if self._is_diagonal:
             variance = self._align(self._variances(), mu)
-            solution = deviation / torch.where(variance == 0, 1.0, variance)
-            return torch.where(variance == 0, torch.where(deviation == 0, 0.0, torch.nan), solution)
+            is_constant = variance == 0
+            solution = deviation / torch.where(is_constant, 1.0, variance)
+            return torch.where(is_constant, torch.where(deviation == 0, 0.0, torch.nan), solution)
         matrix = self._matrix()
         rounding = eigenvalue_rounding(matrix.shape[-1], mu.dtype)
         inverse = torch.linalg.pinv(matrix, rtol=rounding, hermitian=True)
         solution = self._align(inverse, mu, 2) @ deviation.unsqueeze(-1)
-        # A mean off the support's affine hull has no eta: its part in the null space is more than rounding.
+        # A mean off the affine hull of the support has no eta: its deviation has a part in the null space of Σ.
         eigenvalues, vectors = torch.linalg.eigh(matrix.detach())
-        null = (eigenvalues <= rounding * eigenvalues[..., -1:]).to(mu.dtype)
-        missed = self._align(null.unsqueeze(-1) * vectors.mT, mu, 2) @ deviation.detach().unsqueeze(-1)
+        is_null = (eigenvalues <= rounding * eigenvalues[..., -1:]).to(mu.dtype)
+        null_part = self._align(is_null.unsqueeze(-1) * vectors.mT, mu, 2) @ deviation.detach().unsqueeze(-1)
         size = mu.detach().norm(dim=-1) + self._align(self.location.detach().norm(dim=-1), mu, 0)
-        outside = missed.squeeze(-1).norm(dim=-1) > 8 * rounding * size
-        return torch.where(outside.unsqueeze(-1), torch.nan, solution.squeeze(-1))
+        is_outside = null_part.squeeze(-1).norm(dim=-1) > 8 * rounding * size
+        return torch.where(is_outside.unsqueeze(-1), torch.nan, solution.squeeze(-1))
 
     def _conjugate(self, mu: Tensor) -> Tensor:
         eta = self._natural(mu)
-        outside = eta.isnan().any(-1)
-        eta = torch.where(outside.unsqueeze(-1), 0.0, eta)
-        return torch.where(
-            outside, torch.inf, self._fenchel(eta, torch.where(outside.unsqueeze(-1), self._mean(eta), mu))
-        )
+        is_outside = eta.isnan().any(-1)
+        eta = torch.where(is_outside.unsqueeze(-1), 0.0, eta)
+        value = self._fenchel(eta, torch.where(is_outside.unsqueeze(-1), self._mean(eta), mu))
+        return torch.where(is_outside, torch.inf, value)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         def noise(*lead: int) -> Tensor:
@@ -236,14 +246,18 @@ class Gaussian(Measure):
             deviation = (self._align(root, eta, 2) @ noise(*eta.shape, 1)).squeeze(-1)
         else:
             root = self._align(self.covariance, eta, self._rank).sqrt()
-            deviation = (root.unsqueeze(-1) if self._rank == 0 else root) * noise(*eta.shape)
+            if self._rank == 0:
+                root = root.unsqueeze(-1)
+            deviation = root * noise(*eta.shape)
         if self.factor.shape[-1] > 0:
+            # Independent of the first part, so that the covariances add.
             factor = self._align(self.factor, eta, 2)
             deviation = deviation + (factor @ noise(*eta.shape[:-1], factor.shape[-1], 1)).squeeze(-1)
         return self._mean(eta) + deviation
 
 
 def _check_positive(covariance: Tensor, *, full: bool) -> None:
+    """Raise a ValueError unless variances are not negative, or a full matrix is symmetric and positive semi-definite."""
     if not full:
         if some(covariance < 0):
             raise ValueError(f"variances must not be negative, got {float(unwrapped(covariance).min()):.3g}")

@@ -1,8 +1,8 @@
-"""What the author of a measure writes, and what follows from it by default.
+"""The hooks of a measure: those that its author writes, and the defaults of all others.
 
-Only `_log_partition` is needed, and the two shapes where the first tensor is not of shape (*batch, d). Every other hook has a
-default, derived from these with `torch.func`, or says that nothing is known; override one with a closed form only. Hooks
-are given floating-point tensors of one dtype, float32 or wider, that lie in the domain; they check nothing.
+Only `_log_partition` is needed, and the two shapes if the first tensor is not of shape (*batch, d). Every other hook has a
+default, which is derived from these with `torch.func` or returns None; override one with a closed form only. Hooks receive
+floating-point tensors of one dtype, float32 or wider, that lie in the domain; they check nothing.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,8 @@ from massieu.foundation.values import Value, align
 
 
 def _embedded_rule() -> list[float]:
-    """Weights on five of these nodes, 0 on the others, for ∫₀¹ (1 − t) f(t) dt: exact up to degree four."""
+    """Weights on five of the nodes of `GAUSS_LEGENDRE`, 0 on the others, for ∫₀¹ (1 − t) f(t) dt: exact up to degree four."""
+    # The moments ∫₀¹ (1 − t) tᵏ dt = 1/((k + 1)(k + 2)) determine the weights.
     chosen = [0, 2, 3, 5, 7]
     powers = np.vander([GAUSS_LEGENDRE[i][0] for i in chosen], increasing=True).T
     weights = np.zeros(8)
@@ -25,22 +26,25 @@ def _embedded_rule() -> list[float]:
     return weights.tolist()
 
 
-_EMBEDDED = _embedded_rule()
+_EMBEDDED_WEIGHTS = _embedded_rule()
 
 Reference = Literal["counting", "lebesgue", "surface", "mixed"]
-"""What a density is taken with respect to; "mixed" has atoms and a density."""
+"""The measure that a density is taken with respect to; "mixed" has atoms and a density."""
 
 
 class Listed(NamedTuple):
-    """A discrete measure's points, log-weights, and how large the numbers are that each point was added up from."""
+    """A discrete measure as a list of its points, with the sizes that determine each point's rounding."""
 
-    points: Tensor  # (*batch, N, d)
-    log_weight: Tensor  # (*batch, N)
-    size: Tensor  # (*batch, N, d)
+    points: Tensor
+    """Shape (*batch, N, d)."""
+    log_weight: Tensor
+    """Shape (*batch, N)."""
+    size: Tensor
+    """Sum of the absolute values of the numbers that each coordinate was added up from, shape (*batch, N, d)."""
 
 
 class MissingFormError(TypeError):
-    """A measure has no sampler, or no density, that is known in closed form.
+    """A measure has no sampler, or no density, in closed form.
 
     Example:
         >>> from massieu.measures import MissingFormError, Uniform, convolve
@@ -55,7 +59,7 @@ class MissingFormError(TypeError):
 class Hooks(Value):
     """The hooks of a measure. ``lead`` below is the shape ``(*batch, *query)``, that of eta without its event."""
 
-    # What an author writes.
+    # Written by the author.
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -79,10 +83,10 @@ class Hooks(Value):
     def _log_partition(self, eta: Tensor) -> Tensor:
         """A(eta), shape ``lead``, twice differentiable on the whole domain."""
 
-    # What a measure may say of itself.
+    # Facts about the measure, optional.
 
     def _in_domain(self, eta: Tensor) -> Tensor | None:
-        """Where A(eta) is finite, shape ``lead``; None where that is all of R^d."""
+        """Whether A(eta) is finite, shape ``lead``; None if it is on all of R^d."""
         return None
 
     def _domain(self) -> str:
@@ -94,24 +98,28 @@ class Hooks(Value):
         return None
 
     def _support(self, direction: Tensor) -> Tensor | None:
-        """sup x·direction over the support of h, shape ``lead``; None where it is not known."""
+        """sup x·direction over the support of h, shape ``lead``; None if it is unknown."""
         return None
 
     def _range(self) -> tuple[Tensor, Tensor] | None:
         """The least and the greatest value of each coordinate over the support of h, ±inf allowed, shape ``(*batch, d)``.
 
-        None where `_support` is not known, by which it is found by default, in d² numbers. Of measures on vectors.
+        For measures on vectors. The default asks `_support` for both directions of each axis, which takes d² numbers; it is
+        None if that is.
         """
         like = [*self._leaves(), torch.zeros(())][0]
-        batch, size = self.batch_shape, self.event_shape[0]
+        size = self.event_shape[0]
         axes = torch.eye(size, dtype=like.dtype, device=like.device)
-        axes = axes.expand(*batch, size, size)
-        high, low = self._support(axes), self._support(-axes)
-        return None if high is None or low is None else (-low, high)
+        axes = axes.expand(*self.batch_shape, size, size)
+        high = self._support(axes)
+        minus_low = self._support(-axes)
+        if high is None or minus_low is None:
+            return None
+        return -minus_low, high
 
     @property
     def _reference(self) -> Reference:
-        """What `_log_density` is a density of."""
+        """The measure that `_log_density` is taken with respect to."""
         return "lebesgue"
 
     def _log_density(self, point: Tensor) -> Tensor:
@@ -119,15 +127,15 @@ class Hooks(Value):
         raise MissingFormError(f"{type(self).__name__} has no density in closed form")
 
     def _nearest(self, point: Tensor) -> Tensor | None:
-        """The point of h's support that is nearest to `point`, of the same shape; None where it is not known.
+        """The point of h's support that is nearest to `point`, of the same shape; None if it is unknown.
 
-        The terms of a sum do not come back exactly when one is taken off again: laws whose support has no interior are
-        asked for their density there, if that is within rounding.
+        In floating point x + s − s is not exactly x. So if a point is computed by a difference, the density of a law whose
+        support has no interior is taken at the nearest point of the support, provided that it is within rounding.
         """
         return point if self._reference == "lebesgue" else None
 
     def _listed(self) -> Listed | None:
-        """A discrete measure as a list of its points, where these are no more than `listed.MOST_LISTED`, else None."""
+        """A discrete measure as a list of its points; None if it has more than `listed.MOST_LISTED`, or is not discrete."""
         return None
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
@@ -135,14 +143,14 @@ class Hooks(Value):
         raise MissingFormError(f"{type(self).__name__} has no sampler")
 
     def _natural(self, mu: Tensor) -> Tensor | None:
-        """The eta, of least norm, whose mean is `mu`; ±inf on the boundary, NaN outside; None: no closed form."""
+        """The eta of least norm whose mean is `mu`; ±inf on the boundary, NaN outside. None: no closed form."""
         return None
 
     def _conjugate(self, mu: Tensor) -> Tensor | None:
-        """A*(mu), shape ``lead``: its value on the boundary too, +inf outside; None: no closed form."""
+        """A*(mu), shape ``lead``, on the boundary too; +inf outside. None: no closed form."""
         return None
 
-    # What follows from the log-partition.
+    # Derived from the log-partition.
 
     def _mean(self, eta: Tensor) -> Tensor:
         return torch.func.grad(lambda point: self._log_partition(point).sum())(eta)
@@ -161,14 +169,14 @@ class Hooks(Value):
         return self._log_partition(eta) - self._dot(eta, self._mean(eta))
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
-        """log p_eta(point): `_log_density` tilted. A form for it keeps digits where these three terms are large.
+        """log p_eta(point) = point·eta + log h(point) − A(eta). Override it if these terms may be large and cancel.
 
-        `eta` has the shape of `point`, or one query in the place of the last query dimension.
+        `eta` has the shape of `point`, or size 1 in the last query dimension.
         """
         return self._dot(point, eta) + self._log_density(point) - self._log_partition(eta)
 
     def _fenchel(self, eta: Tensor, mu: Tensor) -> Tensor:
-        """eta·mu − A(eta), by the entropy, which keeps more digits."""
+        """eta·mu − A(eta) as eta·(mu − ∇A(eta)) minus the entropy, which keeps more digits if ∇A(eta) is mu."""
         return self._dot(eta, mu - self._mean(eta)) - self._entropy(eta)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
@@ -177,28 +185,34 @@ class Hooks(Value):
         By default in float64, by the more exact of two forms: the Bregman difference, or, where rounding would show in
         that, its integral ∫₀¹ (1 − t) deltaᵀ F(eta + t·delta) delta dt, whose terms are non-negative.
         """
-        dtype, measure, eta, delta = eta.dtype, self.to(torch.float64), eta.double(), delta.double()
-        start, end = measure._log_partition(eta), measure._log_partition(eta + delta)
+        dtype = eta.dtype
+        measure = self.to(torch.float64)
+        eta = eta.double()
+        delta = delta.double()
+        start = measure._log_partition(eta)
+        end = measure._log_partition(eta + delta)
         slope = self._dot(measure._mean(eta), delta)
         difference = end - start - slope
-        integral, coarse = torch.zeros_like(difference), torch.zeros_like(difference)
-        for (t, weight), embedded in zip(GAUSS_LEGENDRE, _EMBEDDED, strict=True):
+        # The integral by eight nodes, and by five of them: how far the two differ estimates the error.
+        integral = torch.zeros_like(difference)
+        coarse_integral = torch.zeros_like(difference)
+        for (t, weight), embedded_weight in zip(GAUSS_LEGENDRE, _EMBEDDED_WEIGHTS, strict=True):
             curvature = self._dot(delta, measure._fisher_vp(eta + t * delta, delta))
             integral = integral + weight * (1 - t) * curvature
-            coarse = coarse + embedded * curvature
+            coarse_integral = coarse_integral + embedded_weight * curvature
         rounding = 4 * torch.finfo(torch.float64).eps * (1 + start.abs() + end.abs() + slope.abs())
-        # Nodes may all miss a sudden change, as between atoms far apart; then the two forms differ by much more than a
-        # log-partition that cancels inside loses.
-        missed = (integral - difference).abs() > 1e7 * rounding
-        close = ((integral - coarse).abs() <= rounding) & ~missed
-        # Rounding may leave either a little below 0.
-        return torch.where(close, integral, difference).clamp_min(0).to(dtype)
+        # All nodes may miss a sudden change of the curvature, as between atoms far apart. Then the two forms differ by much
+        # more than the digits that a log-partition loses by cancellation inside.
+        misses_change = (integral - difference).abs() > 1e7 * rounding
+        is_exact = ((integral - coarse_integral).abs() <= rounding) & ~misses_change
+        # Rounding may leave either form a little below 0.
+        return torch.where(is_exact, integral, difference).clamp_min(0).to(dtype)
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         """κ_1 … κ_order of x·direction, stacked last: the derivatives of A(eta + t·direction) at t = 0."""
 
         def derivatives(t: Tensor, count: int) -> tuple[Tensor, ...]:
-            """The variance and its first `count` derivatives in t. Reverse in reverse mode: forward does not compile."""
+            """The variance and its first `count` derivatives in t. By nested reverse mode, as forward mode does not compile."""
             if count == 0:
                 point = eta + t.reshape(*t.shape, *[1] * len(self.event_shape)) * direction
                 return (self._dot(direction, self._fisher_vp(point, direction)),)
@@ -217,9 +231,9 @@ class Hooks(Value):
     # Helpers for authors.
 
     def _align(self, tensor: Tensor, eta: Tensor, rest: int = 1) -> Tensor:
-        """`tensor` (*batch, *rest) with singleton query dimensions, so that it broadcasts against `eta`.
+        """`tensor` (*batch, *rest) with query dimensions of size 1, so that it broadcasts against `eta`.
 
-        Its batch may be a prefix of the measure's; `rest` is the number of its dimensions that are not batch.
+        Its batch may be a prefix of the measure's; `rest` is the number of its last dimensions that are not batch.
         """
         return align(tensor, eta.ndim - len(self.event_shape) + rest, rest)
 
@@ -227,12 +241,13 @@ class Hooks(Value):
         """Sum of products over the event dimensions."""
         return (left * right).sum(tuple(range(-len(self.event_shape), 0)))
 
-    def _on_support(self, points: Tensor, given: torch.dtype) -> Tensor:
-        """The points, or the nearest of the support where that is no further off than the rounding to `given`."""
-        nearest = None if given == points.dtype else self._nearest(points)
+    def _on_support(self, points: Tensor, original: torch.dtype) -> Tensor:
+        """The points, each replaced by the nearest one of the support if rounding to the `original` dtype explains the gap."""
+        nearest = None if original == points.dtype else self._nearest(points)
         if nearest is None:
             return points
-        limits, event = torch.finfo(given), len(self.event_shape)
-        near = (nearest - points).abs() <= limits.eps * (nearest.abs() + limits.tiny)
-        hit = near.flatten(points.ndim - event).all(-1)
-        return torch.where(hit.reshape(*hit.shape, *[1] * event), nearest, points)
+        limits = torch.finfo(original)
+        event_ndim = len(self.event_shape)
+        is_near = (nearest - points).abs() <= limits.eps * (nearest.abs() + limits.tiny)
+        is_hit = is_near.flatten(points.ndim - event_ndim).all(-1)
+        return torch.where(is_hit.reshape(*is_hit.shape, *[1] * event_ndim), nearest, points)

@@ -1,4 +1,4 @@
-"""Compositions that have a name of their own in the papers."""
+"""Measures of the papers that are compositions of others."""
 
 import torch
 from jaxtyping import Float
@@ -36,7 +36,8 @@ def boosting(
         [0.0]
     """
     learners = real_tensor("learners", learners)
-    labels, logits = real_tensor("labels", labels, learners), real_tensor("logits", logits, learners)
+    labels = real_tensor("labels", labels, learners)
+    logits = real_tensor("logits", logits, learners)
     if labels.shape != logits.shape or learners.shape[:-1] != labels.shape:
         raise ValueError(
             f"boosting needs labels and logits of one shape (*batch, N) and learners of shape (*batch, N, d), got "

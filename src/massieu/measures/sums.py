@@ -59,6 +59,7 @@ def power(measure: Measure, exponent: float) -> Measure:
 
 
 def check_parts(owner: str, measures: tuple[Measure, ...]) -> None:
+    """Raise a ValueError unless there are measures, all on vectors, whose batch shapes are prefixes of the longest."""
     if not measures:
         raise ValueError(f"{owner} needs at least one measure, got none")
     for measure in measures:
@@ -68,9 +69,9 @@ def check_parts(owner: str, measures: tuple[Measure, ...]) -> None:
 
 
 class Independent(Measure):
-    """Independent draws, one from each measure, that are put together: log-partitions add.
+    """The law of a point made of independent draws, one from each measure: log-partitions add.
 
-    `_parts` says which coordinates of eta a measure sees, and `_together` how points are made from one of each.
+    `_parts` gives the coordinates of eta that each measure sees; `_combine` makes a point from one of each measure.
     """
 
     measures: tuple[Measure, ...]
@@ -81,44 +82,44 @@ class Independent(Measure):
 
     @abstractmethod
     def _parts(self, *tensors: Tensor) -> list[tuple[Any, ...]]:
-        """Each measure with what it sees of each tensor."""
+        """Each measure, followed by the coordinates of each tensor that it sees."""
 
     @abstractmethod
-    def _together(self, points: list[Tensor]) -> Tensor:
-        """One point from one of each measure."""
+    def _combine(self, points: list[Tensor]) -> Tensor:
+        """A point from one of each measure."""
 
     def _in_domain(self, eta: Tensor) -> Tensor | None:
-        inside = [part for measure, x in self._parts(eta) if (part := measure._in_domain(x)) is not None]
-        return torch.stack(inside).all(0) if inside else None
+        masks = [mask for measure, x in self._parts(eta) if (mask := measure._in_domain(x)) is not None]
+        return torch.stack(masks).all(0) if masks else None
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return total([measure._log_partition(x) for measure, x in self._parts(eta)])
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return self._together([measure._mean(x) for measure, x in self._parts(eta)])
+        return self._combine([measure._mean(x) for measure, x in self._parts(eta)])
 
     def _fisher_vp(self, eta: Tensor, vector: Tensor) -> Tensor:
-        return self._together([measure._fisher_vp(x, v) for measure, x, v in self._parts(eta, vector)])
+        return self._combine([measure._fisher_vp(x, v) for measure, x, v in self._parts(eta, vector)])
 
     def _entropy(self, eta: Tensor) -> Tensor:
         return total([measure._entropy(x) for measure, x in self._parts(eta)])
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
-        return total([measure._kl(x, change) for measure, x, change in self._parts(eta, delta)])
+        return total([measure._kl(x, move) for measure, x, move in self._parts(eta, delta)])
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         return total([measure._cumulants(x, v, order) for measure, x, v in self._parts(eta, direction)])
 
     def _support(self, direction: Tensor) -> Tensor | None:
-        known = all_known([measure._support(v) for measure, v in self._parts(direction)])
-        return None if known is None else total(known)
+        bounds = all_or_none([measure._support(v) for measure, v in self._parts(direction)])
+        return None if bounds is None else total(bounds)
 
     def _power(self, exponent: float) -> Measure | None:
-        known = all_known([measure._power(exponent) for measure in self.measures])
-        return None if known is None else type(self)(tuple(known))
+        powers = all_or_none([measure._power(exponent) for measure in self.measures])
+        return None if powers is None else type(self)(tuple(powers))
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        return self._together([measure._sample(x, shape, generator) for measure, x in self._parts(eta)])
+        return self._combine([measure._sample(x, shape, generator) for measure, x in self._parts(eta)])
 
 
 class Product(Independent):
@@ -133,11 +134,11 @@ class Product(Independent):
         return [measure.event_shape[0] for measure in self.measures]
 
     def _parts(self, *tensors: Tensor) -> list[tuple[Any, ...]]:
-        """Each measure with its own coordinates of each tensor."""
+        """Each measure, followed by its coordinates of each tensor."""
         pieces = [tensor.split(self._sizes, -1) for tensor in tensors]
         return list(zip(self.measures, *pieces, strict=True))
 
-    def _together(self, points: list[Tensor]) -> Tensor:
+    def _combine(self, points: list[Tensor]) -> Tensor:
         return torch.cat(points, -1)
 
     def _domain(self) -> str:
@@ -147,13 +148,14 @@ class Product(Independent):
         )
 
     def _interior(self) -> Tensor | None:
-        found = [measure._interior() for measure in self.measures]
-        known = next((inside for inside in found if inside is not None), None)
-        if known is None:
+        points = [measure._interior() for measure in self.measures]
+        like = next((point for point in points if point is not None), None)
+        if like is None:
             return None
+        # None stands for the origin.
         points = [
-            known.new_zeros(measure.event_shape) if inside is None else inside
-            for measure, inside in zip(self.measures, found, strict=True)
+            like.new_zeros(measure.event_shape) if point is None else point
+            for measure, point in zip(self.measures, points, strict=True)
         ]
         return torch.cat([spread("product", point, self.batch_shape, 1) for point in points], -1)
 
@@ -162,13 +164,11 @@ class Product(Independent):
         return one_reference(self.measures)
 
     def _range(self) -> tuple[Tensor, Tensor] | None:
-        known = all_known([measure._range() for measure in self.measures])
-        if known is None:
+        ranges = all_or_none([measure._range() for measure in self.measures])
+        if ranges is None:
             return None
-        low, high = (
-            torch.cat([spread("product", bound, self.batch_shape, 1) for bound in bounds], -1)
-            for bounds in zip(*known, strict=True)
-        )
+        low = torch.cat([spread("product", low, self.batch_shape, 1) for low, _ in ranges], -1)
+        high = torch.cat([spread("product", high, self.batch_shape, 1) for _, high in ranges], -1)
         return low, high
 
     def _log_density(self, point: Tensor) -> Tensor:
@@ -178,20 +178,20 @@ class Product(Independent):
         return total([measure._log_prob(e, x) for measure, e, x in self._parts(eta, point)])
 
     def _nearest(self, point: Tensor) -> Tensor | None:
-        known = all_known([measure._nearest(x) for measure, x in self._parts(point)])
-        return None if known is None else torch.cat(known, -1)
+        nearest = all_or_none([measure._nearest(x) for measure, x in self._parts(point)])
+        return None if nearest is None else torch.cat(nearest, -1)
 
     def _listed(self) -> Listed | None:
-        known = all_known([measure._listed() for measure in self.measures])
-        return None if known is None else listed.joined(known, self.batch_shape)
+        lists = all_or_none([measure._listed() for measure in self.measures])
+        return None if lists is None else listed.joined(lists, self.batch_shape)
 
     def _conjugate(self, mu: Tensor) -> Tensor | None:
-        known = all_known([measure._conjugate(x) for measure, x in self._parts(mu)])
-        return None if known is None else total(known)
+        conjugates = all_or_none([measure._conjugate(x) for measure, x in self._parts(mu)])
+        return None if conjugates is None else total(conjugates)
 
     def _natural(self, mu: Tensor) -> Tensor | None:
-        known = all_known([measure._natural(x) for measure, x in self._parts(mu)])
-        return None if known is None else torch.cat(known, -1)
+        eta = all_or_none([measure._natural(x) for measure, x in self._parts(mu)])
+        return None if eta is None else torch.cat(eta, -1)
 
 
 class Power(Wrapped):
@@ -215,7 +215,7 @@ class Power(Wrapped):
 
     def _listed(self) -> Listed | None:
         part = self.measure._listed()
-        return None if part is None else listed.repeated(part, self.count)
+        return None if part is None else listed.sums_of_draws(part, self.count)
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         part = self._listed()
@@ -228,7 +228,7 @@ class Power(Wrapped):
 
     def _nearest(self, point: Tensor) -> Tensor | None:
         part = self._listed()
-        return super()._nearest(point) if part is None else listed.atoms(part)._nearest(point)
+        return super()._nearest(point) if part is None else listed.as_atoms(part)._nearest(point)
 
     def _natural(self, mu: Tensor) -> Tensor | None:
         return self.measure._natural(mu / self.count)
@@ -238,8 +238,8 @@ class Power(Wrapped):
         return None if value is None else self.count * value
 
     def _power(self, exponent: float) -> Measure | None:
-        total = exponent * self.count
-        return Power(self.measure, int(total)) if total == int(total) else None
+        count = exponent * self.count
+        return Power(self.measure, int(count)) if count == int(count) else None
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return self.measure._sample(eta, (self.count, *shape), generator).sum(0)
@@ -250,21 +250,24 @@ def total(parts: list[Tensor]) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
-def all_known(parts: Sequence[Any]) -> list[Any] | None:
-    """The parts, unless one is None."""
+def all_or_none(parts: Sequence[Any]) -> list[Any] | None:
+    """The parts; None if one of them is None."""
     return None if any(part is None for part in parts) else list(parts)
 
 
 def one_reference(measures: Sequence[Measure]) -> Reference:
-    """What the measures' densities are taken with respect to, if that is one and the same."""
+    """The reference of the measures' densities if all have the same one; otherwise "mixed"."""
     references: set[Reference] = {measure._reference for measure in measures}
     return references.pop() if len(references) == 1 else "mixed"
 
 
 def first_inside(measure: Measure, points: Tensor) -> Tensor:
-    """Of points (*batch, K, *event), for each batch item the first in the measure's domain, or else the first."""
-    batch, inside = len(measure.batch_shape), measure._in_domain(points)
+    """From points (*batch, K, *event), for each batch item the first in the measure's domain, or the first if none is."""
+    axis = len(measure.batch_shape)
+    inside = measure._in_domain(points)
     if inside is None:
-        return points.select(batch, 0)
+        return points.select(axis, 0)
+    # argmax is the first of several largest entries, and 0 if none is inside.
     index = inside.byte().argmax(-1, keepdim=True)
-    return points.take_along_dim(index.reshape(*index.shape, *[1] * len(measure.event_shape)), batch).squeeze(batch)
+    index = index.reshape(*index.shape, *[1] * len(measure.event_shape))
+    return points.take_along_dim(index, axis).squeeze(axis)

@@ -10,25 +10,33 @@ from torch import Tensor
 from massieu.foundation.transforms import every
 from massieu.measures.coordinates import Coordinates, checked_parameters, in_words, magnitude
 
-_TERMS = 24
-_NEWTON_STEPS = 4  # from a relative error of 5 % to rounding, quadratically
-_CLOSE = 1e-3  # the sixth-order Taylor polynomial is then exact to 1e-15
+_LANGEVIN_TERMS = 24
+"""Terms of the series of coth z − 1/z."""
+_NEWTON_STEPS = 4
+"""From the start's relative error of 5 % to rounding, since each step squares the error."""
+_TAYLOR_RADIUS = 1e-3
+"""Moves of eta, in units of A's radius of convergence, for which a Taylor polynomial of order six is exact to 1e-15."""
 
 
 def _langevin_coefficients() -> list[float]:
-    """Coefficients a_k of coth z − 1/z = Σ a_k z^(2k − 1), from L' = 1 − L² − 2L/z; a_0 stands for nothing."""
+    """Coefficients a_k of the Langevin function L(z) = coth z − 1/z = Σ a_k z^(2k − 1), k ≥ 1; a_0 is not used."""
+    # By comparing powers of z in L' = 1 − L² − 2L/z: (2k + 1) a_k = −Σ a_i a_{k−i}.
     coefficients = [0.0, 1 / 3]
-    for k in range(2, _TERMS):
-        coefficients.append(-sum(coefficients[i] * coefficients[k - i] for i in range(1, k)) / (2 * k + 1))
+    for k in range(2, _LANGEVIN_TERMS):
+        convolution = sum(coefficients[i] * coefficients[k - i] for i in range(1, k))
+        coefficients.append(-convolution / (2 * k + 1))
     return coefficients
 
 
 def _log_derivatives() -> list[list[int]]:
-    """Coefficients in q = 1/(eᵘ − 1) of the derivatives of log(1 − e⁻ᵘ), from q' = −q(1 + q); orders 1 to 6."""
+    """Coefficients in powers of q = 1/(eᵘ − 1) of the derivatives of log(1 − e⁻ᵘ) in u; orders 1 to 6."""
+    # The first derivative is q. From q' = −q(1 + q), that of a polynomial P(q) is −(q + q²)·P'(q).
     table = [[0, 1]]
     for _ in range(5):
-        slope = [power * c for power, c in enumerate(table[-1])][1:]
-        table.append([-(a + b) for a, b in zip([0, *slope, 0], [0, 0, *slope], strict=True)])
+        slope = [power * coefficient for power, coefficient in enumerate(table[-1])][1:]
+        times_q = [0, *slope, 0]
+        times_q_squared = [0, 0, *slope]
+        table.append([-(a + b) for a, b in zip(times_q, times_q_squared, strict=True)])
     return table
 
 
@@ -67,131 +75,170 @@ class Uniform(Coordinates):
         return cls(low, high)
 
     def _box(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Low and high bounds and width."""
-        low, high = self._align(self.low, like), self._align(self.high, like)
+        """Lower bound, upper bound and width, each to broadcast against `like`."""
+        low = self._align(self.low, like)
+        high = self._align(self.high, like)
         return low, high, high - low
 
     def _log_partition_each(self, eta: Tensor) -> Tensor:
         low, high, width = self._box(eta)
         near = _is_near(width * eta)
-        small, large = torch.where(near, eta, 0.0), torch.where(near, 2 / width, eta)
-        close = 0.5 * (low + high) * small + _log_sinh_derivative(0.5 * width * small, 0)
-        far = torch.where(large < 0, low, high) * large + _far_log_fraction(magnitude(large), width)
-        return torch.where(near, close, far)
+        # Each formula sees only arguments that it is right for, so that the one not chosen cannot spoil the gradient.
+        small = torch.where(near, eta, 0.0)
+        large = torch.where(near, 2 / width, eta)
+        series = 0.5 * (low + high) * small + _log_sinh_derivative(0.5 * width * small, 0)
+        # Far from 0, A is its asymptote bound·eta plus a logarithm of the size of log|eta|.
+        bound = torch.where(large < 0, low, high)
+        asymptotic = bound * large + _far_log_fraction(magnitude(large), width)
+        return torch.where(near, series, asymptotic)
 
     def _cumulant(self, eta: Tensor, order: int) -> Tensor:
+        # From the third order on, the terms of the asymptotic form cancel near |a·eta| = 1: more than float32 can spare.
         if order > 2 and eta.dtype != torch.float64:
             return self.to(torch.float64)._cumulant(eta.double(), order).to(eta.dtype)
         low, high, width = self._box(eta)
         near = _is_near(width * eta)
-        close = (0.5 * width) ** order * _log_sinh_derivative(0.5 * width * torch.where(near, eta, 0.0), order)
-        far = torch.where(near, 2 / width, eta)
-        negative, decay = far < 0, torch.exp(-width * magnitude(far))
-        ratio, slope = decay / (1 - decay), torch.zeros_like(far)
+        series = (0.5 * width) ** order * _log_sinh_derivative(0.5 * width * torch.where(near, eta, 0.0), order)
+        # The derivatives of log((1 − e⁻ᵘ)/u), u = width·|eta|: a polynomial in q = 1/(eᵘ − 1), by Horner's form, and
+        # those of −log u.
+        large = torch.where(near, 2 / width, eta)
+        is_negative = large < 0
+        decay = torch.exp(-width * magnitude(large))
+        q = decay / (1 - decay)
+        polynomial = torch.zeros_like(large)
         for coefficient in reversed(_LOG_DERIVATIVES[order - 1]):
-            slope = coefficient + ratio * slope
-        apart = math.factorial(order - 1) * (-1 / magnitude(far)) ** order + width**order * slope
+            polynomial = coefficient + q * polynomial
+        asymptotic = math.factorial(order - 1) * (-1 / magnitude(large)) ** order + width**order * polynomial
         if order % 2 == 1:
-            apart = torch.where(negative, -apart, apart)
+            # They are derivatives in |eta|: an odd one changes its sign with eta.
+            asymptotic = torch.where(is_negative, -asymptotic, asymptotic)
         if order == 1:
-            close, apart = close + 0.5 * (low + high), apart + torch.where(negative, low, high)
-        return torch.where(near, close, apart)
+            series = series + 0.5 * (low + high)
+            asymptotic = asymptotic + torch.where(is_negative, low, high)
+        return torch.where(near, series, asymptotic)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         """In float64: a Taylor polynomial for small delta, else differences of the logarithmic parts of A."""
         if eta.dtype != torch.float64:
             return self.to(torch.float64)._kl(eta.double(), delta.double()).to(eta.dtype)
         _, _, width = self._box(eta)
+        # A has its nearest singularities at eta = ±2πi/width, and far from 0 varies on the scale of |eta|.
         radius = torch.maximum(eta.abs(), 2 * math.pi / width)
-        close = delta.abs() < _CLOSE * radius
-        small, series = torch.where(close, delta, 0.0), torch.zeros_like(delta)
+        close = delta.abs() < _TAYLOR_RADIUS * radius
+        # KL = Σ_{n ≥ 2} κ_n deltaⁿ/n!, by Horner's form; the last factor delta follows below.
+        small = torch.where(close, delta, 0.0)
+        series = torch.zeros_like(delta)
         for order in range(6, 1, -1):
             series = small * (series + self._cumulant(eta, order) / math.factorial(order))
+        # Otherwise the Bregman difference of A = bound·eta + log-fraction. Of the linear parts there remains the mean's
+        # distance from the bound that eta pulls to, and width·|other| if `other` pulls to the opposite bound.
         other = eta + torch.where(close, radius, delta)
-        apart = _log_fraction(other, width) - _log_fraction(eta, width)
-        apart = apart + (other - eta) * torch.where(eta < 0, -1.0, 1.0) * _distance(eta, width)
-        apart = apart + torch.where((other < 0) != (eta < 0), width * other.abs(), 0.0)
-        return torch.where(close, small * series, apart).sum(-1)
+        difference = _log_fraction(other, width) - _log_fraction(eta, width)
+        difference = difference + (other - eta) * torch.where(eta < 0, -1.0, 1.0) * _distance(eta, width)
+        difference = difference + torch.where((other < 0) != (eta < 0), width * other.abs(), 0.0)
+        return torch.where(close, small * series, difference).sum(-1)
 
     def _sample(self, eta: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        low, high, width = (bound.double() for bound in self._box(eta))
+        low, high, width = (part.double() for part in self._box(eta))
         decay = width * eta.double().abs()
-        share = torch.rand(*shape, *eta.shape, dtype=torch.float64, device=eta.device, generator=generator)
-        tilted = decay > 0
-        scale = torch.where(tilted, decay, 1.0)
-        share = torch.where(tilted, -torch.log1p(share * torch.expm1(-scale)) / scale, share)
-        return torch.where(eta < 0, low + width * share, high - width * share).to(eta.dtype)
+        fraction = torch.rand(*shape, *eta.shape, dtype=torch.float64, device=eta.device, generator=generator)
+        # The distance from the bound that eta pulls to, in widths, by inverting the distribution function
+        # (1 − e^(−u·t))/(1 − e⁻ᵘ) of a truncated exponential; for u = 0 that is t itself.
+        is_tilted = decay > 0
+        scale = torch.where(is_tilted, decay, 1.0)
+        distance = torch.where(is_tilted, -torch.log1p(fraction * torch.expm1(-scale)) / scale, fraction)
+        return torch.where(eta < 0, low + width * distance, high - width * distance).to(eta.dtype)
 
     def _range(self) -> tuple[Tensor, Tensor]:
         return self.low, self.high
 
     def _log_prob_each(self, eta: Tensor, point: Tensor) -> Tensor:
         low, high, width = self._box(eta)
-        # A = bound·eta + log-fraction, for the bound that eta pulls to.
+        # x·eta − A with A = bound·eta + log-fraction, for the bound that eta pulls to: what is linear in eta is combined.
         distance = torch.where(eta < 0, point - low, high - point)
         return -(magnitude(eta) * distance) - width.log() - _log_fraction(eta, width)
 
     def _natural_each(self, mu: Tensor) -> Tensor:
         """Newton's method for u = width·|eta|, in which the mean's distance from its bound is 1/u − 1/(eᵘ − 1) widths."""
         low, high, width = self._box(mu)
-        negative = mu - low < high - mu
-        distance = torch.where(negative, mu - low, high - mu) / width
-        offset = torch.where(negative, -1.0, 1.0) * ((mu - low) - (high - mu)) / width
-        fixed_distance, fixed_offset = distance.detach(), offset.detach()
+        # By symmetry eta ≥ 0 suffices: the mean's distance from the nearer bound, and its offset from the centre in half
+        # widths. Each is computed from the bounds, since one of them is small next to the other.
+        is_negative = mu - low < high - mu
+        distance = torch.where(is_negative, mu - low, high - mu) / width
+        offset = torch.where(is_negative, -1.0, 1.0) * ((mu - low) - (high - mu)) / width
+        # The start, Cohen's approximation of L⁻¹, is right to 5 % (u = 2·L⁻¹(offset)).
+        fixed_distance = distance.detach()
+        fixed_offset = offset.detach()
         u = fixed_offset * (3 - fixed_offset.square()) / (fixed_distance * (1 + fixed_offset))
         for _ in range(_NEWTON_STEPS):
             u = _newton_step(u, fixed_distance, fixed_offset)
-        # Newton's method forgets where it started: after two more steps two derivatives are those of the solution.
+        # A step's result does not depend on its start to first order, so that each step makes one more derivative that of
+        # the solution: two steps, two derivatives.
         for _ in range(2):
             u = _newton_step(u, distance, offset)
-        return torch.where(negative, -u, u) / width
+        return torch.where(is_negative, -u, u) / width
 
 
 def _is_near(decay: Tensor) -> Tensor:
-    """Where the series are used: |a·eta| < 1, for decay = 2a·eta."""
+    """Whether the series are used: |a·eta| < 1 with a the half-width, for decay = 2a·eta."""
     return decay.abs() < 2
 
 
 def _log_sinh_derivative(z: Tensor, order: int) -> Tensor:
     """The derivative of that order of log(sinh z/z), for |z| < 1."""
-    square, total = z.square(), torch.zeros_like(z)
+    # log(sinh z/z) is the integral of the Langevin function: Σ a_k z^(2k)/(2k). By Horner's form in z², from the first term
+    # that `order` derivatives leave, times what remains of z in it.
+    square = z.square()
+    total = torch.zeros_like(z)
     first = max(1, (order + 1) // 2)
-    for k in range(_TERMS - 1, first - 1, -1):
+    for k in range(_LANGEVIN_TERMS - 1, first - 1, -1):
         total = _LANGEVIN[k] / (2 * k) * math.perm(2 * k, order) + square * total
-    return total * z ** (2 * first - order) if 2 * first > order else total
+    if 2 * first > order:
+        return total * z ** (2 * first - order)
+    return total
 
 
 def _far_log_fraction(size: Tensor, width: Tensor) -> Tensor:
-    """log((1 − e⁻ᵘ)/u), u = width·|eta| ≥ 2: what A is above its asymptote bound·eta."""
+    """log((1 − e⁻ᵘ)/u) = A − bound·eta, for u = width·size ≥ 2 and size = |eta|."""
     return torch.log1p(-torch.exp(-width * size)) - width.log() - size.log()
 
 
 def _log_fraction(eta: Tensor, width: Tensor) -> Tensor:
     """log((1 − e⁻ᵘ)/u) for every u = width·|eta|."""
-    near, size = _is_near(width * eta), magnitude(eta)
+    near = _is_near(width * eta)
+    size = magnitude(eta)
+    # (1 − e⁻ᵘ)/u = e^(−u/2)·sinh(u/2)/(u/2).
     half = 0.5 * width * torch.where(near, size, 0.0)
-    far = _far_log_fraction(torch.where(near, 2 / width, size), width)
-    return torch.where(near, _log_sinh_derivative(half, 0) - half, far)
+    series = _log_sinh_derivative(half, 0) - half
+    asymptotic = _far_log_fraction(torch.where(near, 2 / width, size), width)
+    return torch.where(near, series, asymptotic)
 
 
 def _distance(eta: Tensor, width: Tensor) -> Tensor:
-    """How far the mean is from the bound that eta pulls to."""
-    near, size = _is_near(width * eta), magnitude(eta)
-    close = 0.5 * width * (1 - _log_sinh_derivative(0.5 * width * torch.where(near, size, 0.0), 1))
-    far = torch.where(near, 2 / width, size)
-    decay = torch.exp(-width * far)
-    return torch.where(near, close, 1 / far - width * decay / (1 - decay))
+    """The distance of the mean from the bound that eta pulls to: width·(1/u − 1/(eᵘ − 1)), u = width·|eta|."""
+    near = _is_near(width * eta)
+    size = magnitude(eta)
+    series = 0.5 * width * (1 - _log_sinh_derivative(0.5 * width * torch.where(near, size, 0.0), 1))
+    large = torch.where(near, 2 / width, size)
+    decay = torch.exp(-width * large)
+    return torch.where(near, series, 1 / large - width * decay / (1 - decay))
 
 
 def _newton_step(u: Tensor, distance: Tensor, offset: Tensor) -> Tensor:
-    """A step of Newton's method on 1/h(u) = 1/distance, h(u) = 1/u − 1/(eᵘ − 1): nearly linear in u from 0 to ∞."""
+    """A step of Newton's method on 1/h(u) = 1/distance, h(u) = 1/u − 1/(eᵘ − 1): nearly linear in u from 0 to ∞.
+
+    The step is h(u)·(distance − h(u))/(distance·h'(u)).
+    """
     near = u < 2
+    # Near 0, h(u) = (1 − L(u/2))/2 and distance = (1 − offset)/2, by which the difference keeps its digits.
     half = 0.5 * torch.where(near, u, 0.0)
-    langevin, slope = _log_sinh_derivative(half, 1), _log_sinh_derivative(half, 2)
-    close = (1 - langevin) * (offset - langevin) / (distance * slope)
-    far = torch.where(near, 2.0, u)
-    decay = torch.exp(-far)
-    reached = 1 - far * decay / (1 - decay)  # u·h(u)
-    curvature = 1 - (far * torch.exp(-0.5 * far) / (1 - decay)).square()  # −u²·h'(u)
-    apart = reached * (reached - far * distance) / (distance * far) * far / curvature
-    return torch.where(near, u + close, far + apart)
+    langevin = _log_sinh_derivative(half, 1)
+    slope = _log_sinh_derivative(half, 2)
+    near_step = (1 - langevin) * (offset - langevin) / (distance * slope)
+    # Beyond, by u·h(u) and −u²·h'(u), which tend to 1.
+    large = torch.where(near, 2.0, u)
+    decay = torch.exp(-large)
+    scaled_value = 1 - large * decay / (1 - decay)  # u·h(u)
+    scaled_slope = 1 - (large * torch.exp(-0.5 * large) / (1 - decay)).square()  # −u²·h'(u)
+    far_step = scaled_value * (scaled_value - large * distance) / (distance * large) * large / scaled_slope
+    return torch.where(near, u + near_step, large + far_step)

@@ -27,36 +27,37 @@ from massieu.solve import ConjugateGradients
 Method = Cholesky | ConjugateGradients | LowRank | None
 
 LONGEST_GRAM = 4096
-"""Keys above which no Gram matrix is formed unless asked for."""
+"""The most keys for which the default method forms a Gram matrix."""
 
 
 class ConditionalMeanResult(NamedTuple):
     """What `conditional_mean_attention` returns."""
 
     output: Float[Tensor, "*query E"]
-    """Vᵀ(G + λI)⁻¹κ(K, q), in the query's dtype; 0 where no key is visible."""
+    """Vᵀ(G + λI)⁻¹κ(K, q), in the query's dtype; 0 if no key is visible."""
     variance: Float[Tensor, "*query"] | None
-    """κ(q, q) − κ(K, q)ᵀ(G + λI)⁻¹κ(K, q), float32 or float64; κ(q, q) where no key is visible. None if not asked for."""
+    """κ(q, q) − κ(K, q)ᵀ(G + λI)⁻¹κ(K, q), float32 or float64; κ(q, q) if no key is visible. None without need_variance."""
     error_bound: Float[Tensor, "*query"] | None
-    """Of ‖output − exact output‖ in exact arithmetic, from what the method left out; None for `Cholesky`, or without any
-    key, where nothing is. It has no gradient."""
+    """Bound of ‖output − exact output‖ in exact arithmetic. None for `Cholesky`, and if there is no key: both are exact. It
+    has no gradient."""
     convergence: SystemsSolved | None
-    """Of conjugate gradients: what became of the system of each value column; None of the other methods."""
+    """For conjugate gradients, how the solution of each value column's system ended; None for the other methods."""
 
     def predictive_variance(self, *, noise_variance: Ridge, prior_variance: Ridge) -> Float[Tensor, "*query"]:
-        """Of a new value at the query: σ² + λ₀·variance, where the ridge was σ²/λ₀ (Z4).
+        """Variance of a new value at the query: σ² + λ₀·variance, where the ridge was σ²/λ₀ (Z4).
 
         Args:
-            noise_variance, prior_variance: As of `ridge_from`; numbers, or as a ridge one a key head, (Hk,) or (B, Hk).
+            noise_variance, prior_variance: σ² and λ₀ as in `ridge_from`: one number, or as a ridge one a key head, (Hk,) or
+                (B, Hk).
 
         Raises:
-            ValueError, TypeError: no variance was asked for, a number out of its range, another shape.
+            ValueError, TypeError: the result has no variance, a number is out of its range, or a shape does not fit.
         """
         if self.variance is None:
             raise ValueError("there is no variance: ask for it with need_variance=True")
         ridge_from(noise_variance=noise_variance, prior_variance=prior_variance)
-        noise = _a_query("noise_variance", noise_variance, self.variance)
-        return noise + _a_query("prior_variance", prior_variance, self.variance) * self.variance
+        noise = _by_query_head("noise_variance", noise_variance, self.variance)
+        return noise + _by_query_head("prior_variance", prior_variance, self.variance) * self.variance
 
 
 def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
@@ -74,14 +75,14 @@ def ridge_from(*, noise_variance: Ridge, prior_variance: Ridge) -> Ridge:
         >>> ridge_from(noise_variance=0.5, prior_variance=2.0)
         0.25
     """
-    for name, value, least, above in (
-        ("noise_variance", noise_variance, 0.0, None),
-        ("prior_variance", prior_variance, None, 0.0),
-    ):
-        checked = floating(name, value) if isinstance(value, Tensor) else number(name, value)
-        check_range(name, checked, least=least, above=above)
+    check_range("noise_variance", _number_or_tensor("noise_variance", noise_variance), least=0.0)
+    check_range("prior_variance", _number_or_tensor("prior_variance", prior_variance), above=0.0)
     check_broadcastable(noise_variance=noise_variance, prior_variance=prior_variance)
     return noise_variance / prior_variance
+
+
+def _number_or_tensor(name: str, value: Ridge) -> float | Tensor:
+    return floating(name, value) if isinstance(value, Tensor) else number(name, value)
 
 
 @door
@@ -125,7 +126,7 @@ def conditional_mean_attention(
             which may then hold anything.
         is_causal: Query i sees keys 0 … i.
         need_variance: Return the posterior variance, in units of λ₀, too.
-        method: How.
+        method: How the equations are solved.
 
             - `Cholesky`: exact, in time N³ or N·F².
             - `massieu.solve.ConjugateGradients`: to a residual, in time steps·N² and memory linear in N and L, the gradient
@@ -157,29 +158,32 @@ def conditional_mean_attention(
         6.0
     """
     problem, tokens = check_tokens(query, key, value, kernel, ridge, operator_ridge, log_weight, is_causal)
-    how = _method(method, tokens, is_causal)
+    approximate_method = _approximate_method(method, tokens, is_causal)
     whole_number("preconditioner_rank", preconditioner_rank, least=0)
-    asked = problem.query.to(problem.dtype)
-    layout = asked.shape[2:4]
+    # (B, Hk, G, L, D): the G query heads of a key head are solved for side by side, as G·L queries.
+    grouped_query = problem.query.to(problem.dtype)
+    group_and_length = grouped_query.shape[2:4]
     with without_autocast(query.device):
-        if isinstance(how, ConjugateGradients):
-            found = iterative(tokens, asked.flatten(2, 3), how, preconditioner_rank, need_variance, throw)
-        elif isinstance(how, LowRank):
-            found = low_rank(tokens, asked.flatten(2, 3), how.rank)
+        if isinstance(approximate_method, ConjugateGradients):
+            flat_query = grouped_query.flatten(2, 3)
+            prediction = iterative(tokens, flat_query, approximate_method, preconditioner_rank, need_variance, throw)
+        elif isinstance(approximate_method, LowRank):
+            prediction = low_rank(tokens, grouped_query.flatten(2, 3), approximate_method.rank)
         else:
-            found = exact(tokens, asked, is_causal, need_variance)
+            prediction = exact(tokens, grouped_query, is_causal, need_variance)
 
-    def restored(number: Tensor | None) -> Tensor | None:
-        return None if number is None else problem.restore(number.unflatten(2, layout))
+    def restored(by_query: Tensor | None) -> Tensor | None:
+        """Numbers of (B, Hk, G·L) queries, or None, in the layout of the caller's query."""
+        return None if by_query is None else problem.restore(by_query.unflatten(2, group_and_length))
 
-    output = problem.restore(found.output.unflatten(2, layout)).to(problem.query.dtype)
-    variance = restored(found.variance) if need_variance else None
+    output = problem.restore(prediction.output.unflatten(2, group_and_length)).to(problem.query.dtype)
+    variance = restored(prediction.variance) if need_variance else None
     _check_result(output=output, variance=variance)
-    return ConditionalMeanResult(output, variance, restored(found.error_bound), found.convergence)
+    return ConditionalMeanResult(output, variance, restored(prediction.error_bound), prediction.convergence)
 
 
 def _check_result(**results: Tensor | None) -> None:
-    """Arguments are finite: what is not has left the dtype's range."""
+    """Raise a ValueError at NaN and infinities: since all arguments are finite, something overflowed."""
     for name, result in results.items():
         if result is not None and not every(result.isfinite()):
             numbers = unwrapped(result)
@@ -189,44 +193,48 @@ def _check_result(**results: Tensor | None) -> None:
             )
 
 
-def _a_query(name: str, number: Ridge, variance: Float[Tensor, "*query"]) -> Ridge:
-    """Numbers of key heads, to meet (B, H, L) or (B, Hk, G, L)."""
-    check_one_device(variance=variance, **{name: number})
-    if not isinstance(number, Tensor) or number.ndim == 0:
-        return number
+def _by_query_head(name: str, value: Ridge, variance: Float[Tensor, "*query"]) -> Ridge:
+    """One number a key head, to broadcast against a variance (B, H, L) or (B, Hk, G, L)."""
+    check_one_device(variance=variance, **{name: value})
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
     batch, heads = variance.shape[:2]
-    count = number.shape[-1]
-    fits = count > 0 and heads % count == 0 if variance.ndim == 3 else count in (1, heads)
-    if number.ndim > 2 or not fits or number.shape[:-1] not in ((), (batch,)):
+    key_heads = value.shape[-1]
+    if variance.ndim == 3:
+        fits = key_heads > 0 and heads % key_heads == 0
+    else:
+        fits = key_heads in (1, heads)
+    if value.ndim > 2 or not fits or value.shape[:-1] not in ((), (batch,)):
         raise ValueError(
-            f"{name} must be one number or one a key head, got shape {tuple(number.shape)} for a variance of shape "
+            f"{name} must be one number or one a key head, got shape {tuple(value.shape)} for a variance of shape "
             f"{tuple(variance.shape)}"
         )
     if variance.ndim == 3:
-        number = number.repeat_interleave(heads // count, -1)
-    return number.reshape(*number.shape, *[1] * (variance.ndim - 2))
+        value = value.repeat_interleave(heads // key_heads, -1)
+    return value.reshape(*value.shape, *[1] * (variance.ndim - 2))
 
 
 def check_method(method: Method) -> Cholesky | ConjugateGradients | LowRank:
-    """The method; a TypeError if it is none."""
+    """The method, if it is one; else a TypeError."""
     if not isinstance(method, Cholesky | ConjugateGradients | LowRank):
-        wanted = "Cholesky(), ConjugateGradients(), LowRank() or None"
-        raise TypeError(f"method must be {wanted}, got {described(method)}")
+        raise TypeError(f"method must be Cholesky(), ConjugateGradients(), LowRank() or None, got {described(method)}")
     return method
 
 
-def _method(method: Method, tokens: KeyValuePairs, is_causal: bool) -> ConjugateGradients | LowRank | None:
-    """None for exact factors."""
-    # Iterations decide by values, and pivots too.
-    readable = not in_functorch() and values_are_readable(tokens.key, tokens.target, tokens.ridge)
+def _approximate_method(method: Method, tokens: KeyValuePairs, is_causal: bool) -> ConjugateGradients | LowRank | None:
+    """The approximate method, or None if the factor is exact."""
+    # Iterations stop, and pivots are chosen, by values.
+    is_readable = not in_functorch() and values_are_readable(tokens.key, tokens.target, tokens.ridge)
     if method is None:
-        long = readable and not is_causal and tokens.key.shape[2] > LONGEST_GRAM and tokens.features() is None
-        return ConjugateGradients() if long and bool((tokens.ridge > 0).all()) else None
-    how = check_method(method)
-    if isinstance(how, Cholesky):
+        is_long = tokens.key.shape[2] > LONGEST_GRAM and tokens.features() is None
+        if is_readable and not is_causal and is_long and bool((tokens.ridge > 0).all()):
+            return ConjugateGradients()
+        return None
+    checked = check_method(method)
+    if isinstance(checked, Cholesky):
         return None
     if is_causal:
         raise ValueError(f"is_causal goes with method=Cholesky() alone, got {method!r}")
-    if not readable:
+    if not is_readable:
         raise ValueError("inside torch.func transforms and torch.compile, use method=Cholesky()")
-    return how if tokens.key.shape[2] else None
+    return checked if tokens.key.shape[2] else None

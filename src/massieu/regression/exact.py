@@ -34,64 +34,69 @@ def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
 
 
 def exact(tokens: KeyValuePairs, query: Float[Tensor, "B H G L D"], is_causal: bool, need_variance: bool) -> Prediction:
-    """By features where the kernel has fewer than there are keys, else by the Gram matrix.
+    """By features if the kernel has fewer than there are keys, otherwise by the Gram matrix.
 
-    The variance comes where it was asked for, or costs nothing.
+    The variance is included if it was requested, or costs nothing.
     """
     features = tokens.features()
     if features is None:
-        if is_causal or need_variance:
-            return by_gram(tokens, query.flatten(2, 3), _seen(query, tokens) if is_causal else None)
+        if is_causal:
+            return by_gram(tokens, query.flatten(2, 3), _causal_mask(query, tokens))
+        if need_variance:
+            return by_gram(tokens, query.flatten(2, 3), None)
         return Prediction(_mean_by_gram(tokens, query.flatten(2, 3)), None)
-    described = tokens.kernel.features(query.flatten(2, 3))
-    assert described is not None
+    query_features = tokens.kernel.features(query.flatten(2, 3))
+    assert query_features is not None
     if is_causal:
-        return _causal(tokens, features, described.unflatten(2, query.shape[2:4]))
-    return Prediction(*by_features(features, tokens.target, tokens.ridge, described))
+        return _causal(tokens, features, query_features.unflatten(2, query.shape[2:4]))
+    return Prediction(*by_features(features, tokens.target, tokens.ridge, query_features))
 
 
-def _seen(query: Tensor, tokens: KeyValuePairs) -> Bool[Tensor, "N Q"]:
-    """Key n is seen by query i: n ≤ i."""
+def _causal_mask(query: Tensor, tokens: KeyValuePairs) -> Bool[Tensor, "N Q"]:
+    """True if query i sees key n, n ≤ i; for the queries of all heads of a group side by side."""
     group, length = query.shape[2:4]
     keys = torch.arange(tokens.key.shape[2], device=query.device)
     return keys.unsqueeze(-1) <= torch.arange(length, device=query.device).repeat(group)
 
 
 def _mean_by_gram(tokens: KeyValuePairs, query: Float[Tensor, "B H Q D"]) -> Float[Tensor, "B H Q E"]:
-    """κᵀ(A⁻¹v): a system for each coordinate of the values, and none for each query."""
+    """κᵀ(A⁻¹v): one system for each coordinate of the values, and none for queries."""
     factor = tokens.gram_factor()
-    solved = torch.linalg.solve_triangular(factor.mT, solve_lower(factor, tokens.target), upper=True)
-    solved, logs = tokens.root.unsqueeze(-1) * solved, tokens.logarithms
+    solution = torch.linalg.solve_triangular(factor.mT, solve_lower(factor, tokens.target), upper=True)
+    solution = tokens.root.unsqueeze(-1) * solution
+    logs = tokens.logarithms
     if logs is None:
-        return tokens.kernel(query, tokens.key) @ solved
+        return tokens.kernel(query, tokens.key) @ solution
     pairs, largest = logs.pairs(query, tokens.key)
-    return lifted(pairs @ logs.coefficients(solved), largest.unsqueeze(-1))
+    return lifted(pairs @ logs.coefficients(solution), largest.unsqueeze(-1))
 
 
 def by_gram(tokens: KeyValuePairs, query: Float[Tensor, "B H Q D"], seen: Bool[Tensor, "N Q"] | None) -> Prediction:
     """κᵀA⁻¹v = (C⁻¹κ)·(C⁻¹v) for A = CCᵀ. The first i rows of C are the factor of the first i keys, so that forward
     substitution has solved the systems of all prefixes on its way, and a causal mask is one on its result.
     """
-    factor, logs = tokens.gram_factor(), tokens.logarithms
-    solved = solve_lower(factor, tokens.target)
+    factor = tokens.gram_factor()
+    logs = tokens.logarithms
+    half_solution = solve_lower(factor, tokens.target)  # C⁻¹v
     if logs is None:
-        cross = _substituted(factor, tokens, tokens.kernel(tokens.key, query), seen)
-        return Prediction(cross.mT @ solved, (tokens.kernel.diagonal(query) - cross.square().sum(-2)).clamp(min=0.0))
+        cross = _half_solved_pairs(factor, tokens, tokens.kernel(tokens.key, query), seen)
+        variance = (tokens.kernel.diagonal(query) - cross.square().sum(-2)).clamp(min=0.0)
+        return Prediction(cross.mT @ half_solution, variance)
     pairs, largest = logs.pairs(query, tokens.key, None if seen is None else seen.mT)
-    # κ(q, k)·exp(−h(k)), which the target is multiplied by, in units of exp(largest + c).
-    cross = _substituted(factor, tokens, (pairs * logs.relative.exp().unsqueeze(-2)).mT, seen)
-    output = lifted(cross.mT @ solved, largest.unsqueeze(-1))
+    # κ(q, k)·exp(−h(k)), the factor of the target, in units of exp(largest + c).
+    cross = _half_solved_pairs(factor, tokens, (pairs * logs.relative.exp().unsqueeze(-2)).mT, seen)
+    output = lifted(cross.mT @ half_solution, largest.unsqueeze(-1))
+    # The variance in units of κ(q, q) = exp(2h(q)), for which cross must be in units of exp(h(q)).
     half = logs.half_at(query)
-    # The same in units of exp(h(q)).
     unit = (logs.centre + largest - half).exp().unsqueeze(-2)
     share = (1 - (cross * unit).square().sum(-2)).clamp(min=0.0)
     return Prediction(output, lifted(share, 2 * half))
 
 
-def _substituted(
+def _half_solved_pairs(
     factor: Tensor, tokens: KeyValuePairs, pairs: Float[Tensor, "B H N Q"], seen: Bool[Tensor, "N Q"] | None
 ) -> Float[Tensor, "B H N Q"]:
-    """C⁻¹W^½κ, of which a query gets the rows that it sees."""
+    """C⁻¹W^½κ, with zeros in the rows of keys that a query does not see."""
     cross = solve_lower(factor, tokens.root.unsqueeze(-1) * pairs)
     return cross if seen is None else torch.where(seen, cross, 0.0)
 
@@ -122,24 +127,29 @@ def _times_identity(ridge: Tensor, features: Tensor) -> Tensor:
 def _causal(tokens: KeyValuePairs, features: Float[Tensor, "B H N F"], query: Float[Tensor, "B H G L F"]) -> Prediction:
     """Recursive least squares, a block of keys at a time: O(N·F²), and no N×N.
 
-    What earlier blocks say is a Gaussian law of the map from features to values; within a block it is the prior of a
-    regression by the Gram matrix, causal as in `by_gram`. Each block's factor is made anew, so that nothing drifts.
+    After each block the map from features to values has a Gaussian law, which is the prior of the next block. There it is a
+    regression by the Gram matrix, causal as in `by_gram`. Each block's factor is computed anew, so that errors do not grow.
     """
     group, length = query.shape[2:4]
-    keys = min(features.shape[2], length)
+    num_keys = min(features.shape[2], length)
     block = max(features.shape[-1], 64)
     precision = _times_identity(tokens.ridge, features)
     moment = torch.zeros_like(features.mT @ tokens.target)
-    outputs, variances = [], []
-    for start in range(0, keys, block):
-        rows = slice(start, min(start + block, keys))
-        own, target = features[:, :, rows], tokens.target[:, :, rows]
-        output, share = _block(precision, moment, own, target, query[:, :, :, rows])
+    outputs = []
+    variances = []
+    for start in range(0, num_keys, block):
+        rows = slice(start, min(start + block, num_keys))
+        block_features = features[:, :, rows]
+        target = tokens.target[:, :, rows]
+        output, share = _block(precision, moment, block_features, target, query[:, :, :, rows])
         outputs.append(output.unflatten(2, (group, -1)))
         variances.append((tokens.ridge.unsqueeze(-1) * share).unflatten(2, (group, -1)))
-        precision, moment = precision + own.mT @ own, moment + own.mT @ target
-    if length > keys or not outputs:
-        output, variance = by_features(features, tokens.target, tokens.ridge, query[:, :, :, keys:].flatten(2, 3))
+        precision = precision + block_features.mT @ block_features
+        moment = moment + block_features.mT @ target
+    if length > num_keys or not outputs:
+        # Queries after the last key see all keys.
+        later_queries = query[:, :, :, num_keys:].flatten(2, 3)
+        output, variance = by_features(features, tokens.target, tokens.ridge, later_queries)
         outputs.append(output.unflatten(2, (group, -1)))
         variances.append(variance.unflatten(2, (group, -1)))
     return Prediction(torch.cat(outputs, 3).flatten(2, 3), torch.cat(variances, 3).flatten(2, 3))
@@ -147,13 +157,17 @@ def _causal(tokens: KeyValuePairs, features: Float[Tensor, "B H N F"], query: Fl
 
 def _block(precision: Tensor, moment: Tensor, features: Tensor, target: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
     """Output and variance/λ of a block of keys and queries, after all keys before it."""
+    # In units of the prior of the block, of precision CCᵀ, the map's coefficients have mean C⁻¹moment and variance 1.
     factor = cholesky(precision, "second moment of the features")
-    before = solve_lower(factor, moment)
-    own, asked = solve_lower(factor, features.mT), solve_lower(factor, query.flatten(2, 3).mT)
-    one = torch.eye(own.shape[-1], dtype=own.dtype, device=own.device)
-    inner = cholesky(own.mT @ own + one, "Gram matrix")
-    places = torch.arange(own.shape[-1], device=own.device)
-    seen = places.unsqueeze(-1) <= places.repeat(query.shape[2])
-    cross = torch.where(seen, solve_lower(inner, own.mT @ asked), 0.0)
-    output = asked.mT @ before + cross.mT @ solve_lower(inner, target - own.mT @ before)
-    return output, (asked.square().sum(-2) - cross.square().sum(-2)).clamp(min=0.0)
+    prior_mean = solve_lower(factor, moment)
+    white_keys = solve_lower(factor, features.mT)
+    white_queries = solve_lower(factor, query.flatten(2, 3).mT)
+    identity = torch.eye(white_keys.shape[-1], dtype=white_keys.dtype, device=white_keys.device)
+    inner_factor = cholesky(white_keys.mT @ white_keys + identity, "Gram matrix")
+    positions = torch.arange(white_keys.shape[-1], device=white_keys.device)
+    seen = positions.unsqueeze(-1) <= positions.repeat(query.shape[2])
+    cross = torch.where(seen, solve_lower(inner_factor, white_keys.mT @ white_queries), 0.0)
+    # The prior's prediction, corrected by what the block's targets differ from theirs.
+    residual = target - white_keys.mT @ prior_mean
+    output = white_queries.mT @ prior_mean + cross.mT @ solve_lower(inner_factor, residual)
+    return output, (white_queries.square().sum(-2) - cross.square().sum(-2)).clamp(min=0.0)

@@ -1,4 +1,4 @@
-"""Kernels of conditional mean attention: frozen values whose numbers are one, or one a key head, and have gradients."""
+"""Kernels of conditional mean attention: frozen values with parameters, one number or one a key head, that have gradients."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Kernel(Value):
         """κ(x, x) of each point."""
 
     def features(self, points: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H N F"] | None:
-        """φ with κ(a, b) = φ(a)·φ(b), where there is one of finitely many numbers; else None."""
+        """φ with κ(a, b) = φ(a)·φ(b), if there is one of finite dimension; otherwise None."""
         _check_points(points)
         return None
 
@@ -176,11 +176,12 @@ class GaussianKernel(Kernel):
 
     def __call__(self, left: Float[Tensor, "B H L D"], right: Float[Tensor, "B H N D"]) -> Float[Tensor, "B H L N"]:
         _check_pair(left, right)
-        # Distances do not see a common shift, and squares lose digits far from the origin.
+        # A common shift does not change distances, but squares lose digits far from the origin.
         centre = right.detach().mean(-2, keepdim=True)
         width = _per_head(self.lengthscale, left)
-        left, right = (left - centre) / width, (right - centre) / width
-        # −½‖a − b‖² as one product of longer vectors: no other matrix of pairs is made.
+        left = (left - centre) / width
+        right = (right - centre) / width
+        # −½‖a − b‖² = a·b − ½‖a‖² − ½‖b‖² as one product of longer vectors, so that no second matrix of pairs is made.
         left = torch.cat([left, -0.5 * left.square().sum(-1, keepdim=True), torch.ones_like(left[..., :1])], -1)
         right = torch.cat([right, torch.ones_like(right[..., :1]), -0.5 * right.square().sum(-1, keepdim=True)], -1)
         return (left @ right.mT).exp()
@@ -191,7 +192,7 @@ class GaussianKernel(Kernel):
 
 
 def _check_pair(left: Tensor, right: Tensor) -> None:
-    """Raise where pairs of points cannot be made of two lists."""
+    """Raise unless the two lists of points have one dimension, one dtype and batches that broadcast."""
     if left.ndim < 2 or right.ndim < 2 or left.shape[-1] != right.shape[-1]:
         raise ValueError(
             f"left and right must have shapes (…, L, D) and (…, N, D), got {tuple(left.shape)} and {tuple(right.shape)}"
@@ -208,7 +209,7 @@ def _check_points(points: object) -> Tensor:
 
 
 def _per_head(number: Tensor, like: Tensor) -> Tensor:
-    """To meet (B, H, L, N), in the dtype and on the device of the points."""
+    """A kernel's number with shape (H, 1, 1), to broadcast against (B, H, L, N), in the points' dtype and on their device."""
     if not isinstance(number, Tensor):
         raise TypeError(
             f"a kernel's number must be a tensor, got {type(number).__name__}: make the kernel by create, as in "
@@ -218,7 +219,7 @@ def _per_head(number: Tensor, like: Tensor) -> Tensor:
 
 
 def _positive(name: str, value: Any) -> Tensor:
-    """Numbers in float64, so that they are exact beside points of any dtype; tensors as they are."""
+    """The value as a tensor: numbers in float64, so that they are exact for points of any dtype; tensors as they are."""
     number = real_tensor(name, value, torch.empty((), dtype=torch.float64))
     if number.ndim > 1:
         raise ValueError(f"{name} must be one number or one a head, got shape {tuple(number.shape)}")

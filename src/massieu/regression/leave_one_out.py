@@ -15,24 +15,24 @@ from massieu.regression.kernels import Kernel
 from massieu.regression.tokens import KeyValuePairs, Ridge, check_tokens, need_positive
 
 _SPECTRAL_ERROR = 1e-6
-"""Relative, of leave-one-out errors from eigenvalues: their rounding, ε times the largest, in units of the ridge."""
+"""Relative error allowed when eigenvalues are used: their rounding, ε times the largest, divided by the ridge."""
 
 
 class LeaveOneOutResult(NamedTuple):
-    """What each token says of the others' prediction of it."""
+    """The errors of predicting each token from all others."""
 
     residual: Float[Tensor, "B H N E"]
-    """value − its prediction from all other tokens; 0 for hidden ones."""
+    """value − its prediction from all other tokens; 0 for hidden tokens."""
     mean_squared_error: Float[Tensor, "B H"]
-    """The squared residuals' mean over tokens, by their weights, and over the value's coordinates."""
+    """Mean of the squared residuals over tokens, by their weights, and over the value's coordinates."""
 
 
 class RidgeChoiceResult(NamedTuple):
-    """The ridge of the least leave-one-out error, head by head."""
+    """The ridge of the least leave-one-out error, for each head."""
 
     ridge: Float[Tensor, "B H"]
     mean_squared_error: Float[Tensor, "R B H"]
-    """Of every ridge that was tried."""
+    """The error at each of the ridges."""
 
 
 def leave_one_out(
@@ -63,48 +63,50 @@ def leave_one_out(
     if features is None:
         factor = tokens.gram_factor()
         # Not `torch.cholesky_inverse`, whose second derivatives are wrong in forward mode (torch 2.13).
-        one = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-        inverse = torch.cholesky_solve(one.expand_as(factor), factor)
-        misfit, kept = inverse @ tokens.target, inverse.diagonal(dim1=-2, dim2=-1)
+        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+        inverse = torch.cholesky_solve(identity.expand_as(factor), factor)
+        misfit = inverse @ tokens.target
+        diagonal = inverse.diagonal(dim1=-2, dim2=-1)
         if tokens.logarithms is not None:
             # A⁻¹ is exp(−h)·inverse·exp(−h), and the target has exp(c − h) already.
             relative = tokens.logarithms.relative.exp()
             misfit = relative.unsqueeze(-1) * misfit
     else:
-        misfit, kept = _by_features(features, tokens)
-    residual = _residual(misfit, kept, tokens.root)
+        misfit, diagonal = _misfit_by_features(features, tokens)
+    residual = _residual(misfit, diagonal, tokens.root)
     return LeaveOneOutResult(residual.to(value.dtype), _mean_square(residual, tokens.root))
 
 
 def _residual(
-    misfit: Float[Tensor, "*lead N E"], kept: Float[Tensor, "*lead N"], root: Float[Tensor, "B H N"]
+    misfit: Float[Tensor, "*lead N E"], diagonal: Float[Tensor, "*lead N"], root: Float[Tensor, "B H N"]
 ) -> Float[Tensor, "*lead N E"]:
-    """From A⁻¹√w v, or ridge⁻¹ of it, and the diagonal of A⁻¹ in the same units."""
-    visible = root > 0
-    scale = torch.where(visible, root * kept, 1.0)
-    return torch.where(visible.unsqueeze(-1), misfit / scale.unsqueeze(-1), 0.0)
+    """The residuals from A⁻¹√w·v and the diagonal of A⁻¹, or from both times the ridge, which are (I − H)√w·v and 1 − Hₙₙ."""
+    is_visible = root > 0
+    scale = torch.where(is_visible, root * diagonal, 1.0)
+    return torch.where(is_visible.unsqueeze(-1), misfit / scale.unsqueeze(-1), 0.0)
 
 
 def _mean_square(residual: Float[Tensor, "*lead N E"], root: Float[Tensor, "B H N"]) -> Float[Tensor, "*lead"]:
+    """The mean of squared residuals by weights; 0 without a visible token."""
     weight = root.square()
     total = torch.where((root > 0).any(-1), weight.sum(-1), 1.0)
     return (weight * residual.square().mean(-1)).sum(-1) / total
 
 
-def _by_features(features: Float[Tensor, "B H N F"], tokens: KeyValuePairs) -> tuple[Tensor, Tensor]:
+def _misfit_by_features(features: Float[Tensor, "B H N F"], tokens: KeyValuePairs) -> tuple[Tensor, Tensor]:
     """(I − H)v and the diagonal of I − H, both of the weighted problem."""
     need_positive(tokens.ridge, "leave-one-out in features")
     factor = features_factor(features, tokens.ridge)
-    half = solve_lower(factor, features.mT)
-    kept = 1 - half.square().sum(-2)
-    least = 4 * math.sqrt(features.shape[-1]) * torch.finfo(kept.dtype).eps
-    if not every(kept > least):
-        worst = unwrapped(kept).min().item()
+    half = solve_lower(factor, features.mT)  # H = halfᵀ·half
+    diagonal = 1 - half.square().sum(-2)
+    rounding = 4 * math.sqrt(features.shape[-1]) * torch.finfo(diagonal.dtype).eps
+    if not every(diagonal > rounding):
+        worst = unwrapped(diagonal).min().item()
         raise ValueError(
-            f"a key alone determines its own prediction to rounding in {kept.dtype} (1 − Hₙₙ is {worst:.1e}): a "
+            f"a key alone determines its own prediction to rounding in {diagonal.dtype} (1 − Hₙₙ is {worst:.1e}): a "
             "larger ridge is needed, or float64"
         )
-    return tokens.target - half.mT @ (half @ tokens.target), kept
+    return tokens.target - half.mT @ (half @ tokens.target), diagonal
 
 
 class RidgeErrors:
@@ -124,20 +126,24 @@ class RidgeErrors:
     ) -> None:
         """Arguments and errors are those of `leave_one_out`."""
         self._arguments = {"key": key, "value": value, "kernel": kernel, "log_weight": log_weight}
+        # Above this ridge eigenvalues are exact enough; infinite without a decomposition.
         self._least_ridge = math.inf
         with torch.no_grad():
             _, tokens = check_tokens(key, key, value, kernel, 0.0, None, log_weight)
-            # Second moments of few features are cheap, and the eigenvalues of float32 are too far off.
+            # A system of few features is cheap to solve at each ridge, and eigenvalues in float32 are too inexact.
             if tokens.features() is None and tokens.root.dtype == torch.float64 and tokens.root.numel():
                 self._decompose(tokens, kernel)
 
     def _decompose(self, tokens: KeyValuePairs, kernel: Kernel) -> None:
-        self._root, target = tokens.root, tokens.target
+        """Store the eigendecomposition of the weighted Gram matrix; not if it overflows."""
+        self._root = tokens.root
+        target = tokens.target
         gram = self._root.unsqueeze(-1) * kernel(tokens.key, tokens.key) * self._root.unsqueeze(-2)
         if not every(gram.isfinite()):
-            # An exponential kernel beyond the floating range: only its logarithms are known.
+            # An exponential kernel may overflow, although its logarithms do not.
             return
         if tokens.logarithms is not None:
+            # The target has the factor exp(c − h), which this matrix is without.
             target = tokens.logarithms.relative.exp().unsqueeze(-1) * target
         self._eigenvalues, self._vectors = torch.linalg.eigh(gram)
         self._coordinates = self._vectors.mT @ target
@@ -146,19 +152,23 @@ class RidgeErrors:
 
     @torch.no_grad()
     def at(self, ridges: Sequence[float]) -> Float[Tensor, "R B H"]:
-        """The errors, without derivatives, of ridges that are not negative. Raises as `leave_one_out`."""
-        spectral = [ridge for ridge in ridges if ridge > self._least_ridge]
-        known = dict(zip(spectral, self._spectral(spectral), strict=True)) if spectral else {}
-        return torch.stack([known[ridge] if ridge in known else self._exact(ridge) for ridge in ridges])
+        """The errors at ridges that are not negative, without derivatives. Raises as `leave_one_out`."""
+        spectral_ridges = [ridge for ridge in ridges if ridge > self._least_ridge]
+        errors: dict[float, Tensor] = {}
+        if spectral_ridges:
+            errors = dict(zip(spectral_ridges, self._spectral_errors(spectral_ridges), strict=True))
+        return torch.stack([errors[ridge] if ridge in errors else self._exact_error(ridge) for ridge in ridges])
 
-    def _spectral(self, ridges: list[float]) -> Float[Tensor, "R B H"]:
+    def _spectral_errors(self, ridges: list[float]) -> Float[Tensor, "R B H"]:
+        """By A⁻¹ = Q(S + λ)⁻¹Qᵀ, of which the diagonal and the product with the target are needed."""
         grid = self._eigenvalues.new_tensor(ridges)[:, None, None, None]
-        inverse = 1 / (self._eigenvalues + grid)
-        kept = torch.einsum("bhni,rbhi->rbhn", self._vectors.square(), inverse)
-        misfit = torch.einsum("bhni,rbhie->rbhne", self._vectors, inverse.unsqueeze(-1) * self._coordinates)
-        return _mean_square(_residual(misfit, kept, self._root), self._root)
+        inverse_eigenvalues = 1 / (self._eigenvalues + grid)
+        diagonal = torch.einsum("bhni,rbhi->rbhn", self._vectors.square(), inverse_eigenvalues)
+        coordinates = inverse_eigenvalues.unsqueeze(-1) * self._coordinates
+        misfit = torch.einsum("bhni,rbhie->rbhne", self._vectors, coordinates)
+        return _mean_square(_residual(misfit, diagonal, self._root), self._root)
 
-    def _exact(self, ridge: float) -> Float[Tensor, "B H"]:
+    def _exact_error(self, ridge: float) -> Float[Tensor, "B H"]:
         return leave_one_out(**self._arguments, ridge=ridge).mean_squared_error
 
 

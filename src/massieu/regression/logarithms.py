@@ -1,4 +1,4 @@
-"""The exponential kernel by its logarithm: what of it is exponentiated only at the end, beside what it multiplies."""
+"""The exponential kernel by its logarithm: large factors are exponentiated only together with what they multiply."""
 
 import math
 from typing import Self
@@ -13,10 +13,10 @@ from massieu.regression.kernels import ExponentialKernel, Kernel
 
 
 class Logarithms(Value):
-    """κ(a, b) = exp(h(a) + h(b))·κ'(a, b) at the keys.
+    """The factors exp h of κ(a, b) = exp(h(a) + h(b))·κ'(a, b) at the keys, by their logarithms.
 
-    Of a key's coefficient α only exp(2h − c)·α is formed, which is of the size of its value, and of a query's κ(q, key) only
-    κ(q, key)·exp(−2h) in units of the largest of them.
+    A key's coefficient α appears only as exp(2h − c)·α, which is of the size of its value. A query's kernel values appear
+    only as κ(q, key)·exp(−2h), in units of the largest of them.
     """
 
     kernel: ExponentialKernel
@@ -27,16 +27,18 @@ class Logarithms(Value):
 
     @classmethod
     def of(cls, kernel: ExponentialKernel, key: Float[Tensor, "B H N D"]) -> Self:
-        """Raises ValueError where κ(key, key) of one head span more than the dtype does."""
+        """Raises ValueError if the values κ(key, key) of one head span more than the range of the dtype."""
         half = kernel.log_diagonal(key) / 2
-        fixed = half.detach() if key.shape[2] else half.new_zeros(*half.shape[:2], 1)
-        low, high = fixed.amin(-1, keepdim=True), fixed.amax(-1, keepdim=True)
+        without_derivative = half.detach() if key.shape[2] else half.new_zeros(*half.shape[:2], 1)
+        low = without_derivative.amin(-1, keepdim=True)
+        high = without_derivative.amax(-1, keepdim=True)
         widest = math.log(torch.finfo(key.dtype).max)
         if not every(high - low <= widest):
-            least, most = 2 * unwrapped(low).min().item(), 2 * unwrapped(high).max().item()
+            least_log = 2 * unwrapped(low).min().item()
+            largest_log = 2 * unwrapped(high).max().item()
             raise ValueError(
-                f"the keys of one head have kernel values κ(key, key) from exp({least:.4g}) to exp({most:.4g}), farther "
-                f"apart than {key.dtype} holds: keys of a smaller scale are needed, or float64"
+                f"the keys of one head have kernel values κ(key, key) from exp({least_log:.4g}) to exp({largest_log:.4g}), "
+                f"farther apart than {key.dtype} holds: keys of a smaller scale are needed, or float64"
             )
         return cls(kernel, half, (low + high) / 2)
 
@@ -52,15 +54,15 @@ class Logarithms(Value):
     def pairs(
         self, query: Float[Tensor, "B H Q D"], key: Float[Tensor, "B H N D"], seen: Bool[Tensor, "Q N"] | None = None
     ) -> tuple[Float[Tensor, "B H Q N"], Float[Tensor, "B H Q"]]:
-        """κ(q, k)·exp(−2h(k)) in units of a query's largest, 0 where not seen; and the logarithm of the largest.
+        """κ(q, k)·exp(−2h(k)) in units of a query's largest, 0 for keys not seen; and the logarithm of that unit.
 
-        Results do not depend on the unit: it has no derivative.
+        Results do not depend on the unit, so that it has no derivative.
         """
-        ratio = self.kernel.log(query, key) - 2 * self.half.unsqueeze(-2)
+        log_ratio = self.kernel.log(query, key) - 2 * self.half.unsqueeze(-2)
         if seen is not None:
-            ratio = torch.where(seen, ratio, -torch.inf)
-        largest = ratio.detach().amax(-1) if key.shape[2] else query.new_zeros(query.shape[:-1])
-        return (ratio - largest.unsqueeze(-1)).exp(), largest
+            log_ratio = torch.where(seen, log_ratio, -torch.inf)
+        largest = log_ratio.detach().amax(-1) if key.shape[2] else query.new_zeros(query.shape[:-1])
+        return (log_ratio - largest.unsqueeze(-1)).exp(), largest
 
     def as_kernel(self) -> "FromLargest":
         """`pairs` as a kernel of points with one more coordinate: a query's largest, a key's 2h."""
@@ -70,9 +72,9 @@ class Logarithms(Value):
         """Keys for `as_kernel`."""
         return with_last(key, 2 * self.half)
 
-    def coefficients(self, solved: Float[Tensor, "B H N E"]) -> Float[Tensor, "B H N E"]:
-        """exp(2h − c)·α of a solution exp(h)·α."""
-        return self.relative.exp().unsqueeze(-1) * solved
+    def coefficients(self, solution: Float[Tensor, "B H N E"]) -> Float[Tensor, "B H N E"]:
+        """exp(2h − c)·α from a solution exp(h)·α of the scaled equations."""
+        return self.relative.exp().unsqueeze(-1) * solution
 
 
 class FromLargest(Kernel):
@@ -86,7 +88,7 @@ class FromLargest(Kernel):
         return (exponent - right[..., None, :, -1] - left[..., -1:]).exp()
 
     def diagonal(self, points: Float[Tensor, "B H N D+1"]) -> Float[Tensor, "B H N"]:
-        """As for a query that is a key."""
+        """κ'(x, x) of keys, each as its own query."""
         return (self.kernel.log_diagonal(points[..., :-1]) - 2 * points[..., -1]).exp()
 
 
@@ -96,6 +98,6 @@ def with_last(points: Float[Tensor, "B H N D"], last: Float[Tensor, "B H N"]) ->
 
 
 def lifted(number: Float[Tensor, "*shape"], exponent: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """number·exp(exponent), also where the exponential alone is beyond the floating range."""
-    half = (exponent / 2).exp()
-    return number * half * half
+    """number·exp(exponent), also if the exponential alone would overflow or underflow."""
+    root = (exponent / 2).exp()
+    return number * root * root

@@ -1,4 +1,4 @@
-"""Keys and values in the one layout that all methods work in, and what a ridge may be."""
+"""Keys and values in the common layout of all methods, and the checks of arguments."""
 
 from typing import NamedTuple
 
@@ -17,16 +17,16 @@ Ridge = float | int | Tensor
 
 
 class SystemsSolved(NamedTuple):
-    """What became of the systems of equations, one for each value column, without derivatives."""
+    """How the solution of each system of equations ended, one for each value column; without derivatives."""
 
     status: Int[Tensor, "B H E"]
     """Values of `massieu.solve.Status`; 0 is converged."""
     residual: Float[Tensor, "B H E"]
-    """Relative to the right side's norm; where equations differ by powers of ten, of one equation's own size."""
+    """Relative to the norm of the right side; for an exponential kernel, to the size of each equation."""
 
 
 class Prediction(NamedTuple):
-    """What a method found for queries of all heads that share a key head, side by side; see `ConditionalMeanResult`."""
+    """A method's results, with the queries of all heads that share a key head side by side; see `ConditionalMeanResult`."""
 
     output: Float[Tensor, "B H Q E"]
     variance: Float[Tensor, "B H Q"] | None
@@ -37,26 +37,26 @@ class Prediction(NamedTuple):
 class KeyValuePairs(Value):
     """Checked keys and values with weights w and ridge λ, in float32 or float64.
 
-    The system of equations is A = W^½GW^½ + λI, in which a key of weight 0 has an equation of its own: 1·x = 0. Where the
-    kernel is given by its logarithm, G = DG'D with D = diag(exp h), and the system is D⁻¹AD⁻¹ = W^½G'W^½ + λD⁻²: the same
-    one in units in which no number leaves the floating range.
+    The matrix of the equations is A = W^½GW^½ + λI, in which a key of weight 0 has the equation 1·x = 0. If the kernel is
+    given by its logarithm, G = DG'D with D = diag(exp h), and the matrix is D⁻¹AD⁻¹ = W^½G'W^½ + λD⁻²: the same equations
+    in units in which no number overflows or underflows.
     """
 
     kernel: Kernel
-    """κ, or κ' of the keys' own size: see `logarithms`."""
+    """κ; with `logarithms` κ', which has κ'(key, key) = 1."""
     key: Float[Tensor, "B H N D"]
-    """Where the weight is 0, a visible key of the same head: every kernel is defined there."""
+    """A key of weight 0 is replaced by a visible key of the same head, where every kernel is defined."""
     target: Float[Tensor, "B H N E"]
-    """√w·value, and with `logarithms` times exp(c − h)."""
+    """√w·value; with `logarithms` times exp(c − h)."""
     root: Float[Tensor, "B H N"]
     """√w."""
     ridge: Float[Tensor, "B H"]
     logarithms: Logarithms | None = None
-    """What `kernel`, `target` and `diagonal` leave out of κ; None where they leave out nothing."""
+    """The factor of κ that `kernel`, `target` and `diagonal` lack, by its logarithm; None if they lack nothing."""
 
     @property
     def diagonal(self) -> Float[Tensor, "B H N"]:
-        """What the system has beyond the Gram matrix."""
+        """The diagonal that is added to the Gram matrix: the ridge, and 1 for keys of weight 0."""
         ridge = self.ridge.unsqueeze(-1)
         if self.logarithms is not None:
             ridge = ridge * (-2 * self.logarithms.half).exp()
@@ -68,35 +68,35 @@ class KeyValuePairs(Value):
         return cholesky(gram + torch.diag_embed(self.diagonal), "Gram matrix")
 
     def features(self) -> Float[Tensor, "B H N F"] | None:
-        """√w·φ(key), where the kernel has fewer features than there are keys; else None."""
-        found = self.kernel.features(self.key)
-        if found is None or found.shape[-1] >= self.key.shape[-2]:
+        """√w·φ(key), if the kernel has fewer features than there are keys; otherwise None."""
+        features = self.kernel.features(self.key)
+        if features is None or features.shape[-1] >= self.key.shape[-2]:
             return None
-        return self.root.unsqueeze(-1) * found
+        return self.root.unsqueeze(-1) * features
 
 
 def cholesky(matrix: Float[Tensor, "*lead n n"], what: str) -> Float[Tensor, "*lead n n"]:
-    """The lower factor.
+    """The lower Cholesky factor of a matrix, which the error's message calls `what`.
 
     Raises:
-        ValueError: the matrix is singular to rounding. Where values cannot be read (compiled), its
-            factor is NaN instead.
+        ValueError: the matrix is singular to rounding. If values cannot be read (compiled), its factor is NaN instead.
     """
     factor, status = torch.linalg.cholesky_ex(matrix)
     pivots = factor.diagonal(dim1=-2, dim2=-1).square()
     size = matrix.shape[-1]
     if size == 0:
         return factor
-    # Rounding of a pivot grows like that of a sum of as many terms, and is relative to its own row: factors of a matrix
-    # whose rows have different units are as exact as those of the matrix with a diagonal of ones.
-    least = 4 * torch.sym_sqrt(size) * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
-    singular = (status != 0) | ~(pivots > least).all(-1)
+    # A pivot's rounding grows as that of a sum of `size` terms, and is relative to the diagonal entry of its row: factors of
+    # a matrix whose rows have different units are as exact as those of the matrix with a diagonal of ones.
+    rounding = 4 * torch.sym_sqrt(size) * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+    is_singular = (status != 0) | ~(pivots > rounding).all(-1)
     if not values_are_readable(matrix):
-        return torch.where(singular[..., None, None], torch.nan, factor)
-    if some(singular):
+        return torch.where(is_singular[..., None, None], torch.nan, factor)
+    if some(is_singular):
+        heads = unwrapped(is_singular)
         raise ValueError(
-            f"the {what} plus its ridge is singular to rounding in {matrix.dtype} (for {int(unwrapped(singular).sum())} of "
-            f"{unwrapped(singular).numel()} heads): a larger ridge is needed, or float64"
+            f"the {what} plus its ridge is singular to rounding in {matrix.dtype} (for {int(heads.sum())} of "
+            f"{heads.numel()} heads): a larger ridge is needed, or float64"
         )
     return factor
 
@@ -111,7 +111,7 @@ def check_tokens(
     log_weight: Tensor | None,
     is_causal: bool = False,
 ) -> tuple[AttentionProblem, KeyValuePairs]:
-    """Check every argument and bring it to the common layout.
+    """Check every argument, and convert them to the common layout.
 
     Raises:
         TypeError, ValueError: as `conditional_mean_attention` says.
@@ -132,15 +132,20 @@ def check_tokens(
             "operator_ridge does not go with is_causal: the matrix's ridge would grow with each key; give ridge"
         )
     root = _root(problem.log_weight, (batch, heads, length), query, dtype, operator_ridge is not None)
-    name, given = ("ridge", ridge) if operator_ridge is None else ("operator_ridge", operator_ridge)
-    matrix_ridge = _layout_ridge(name, given, root)
-    if operator_ridge is not None:
-        count = root.square().sum(-1)
-        matrix_ridge = matrix_ridge * torch.where(count > 0, count, 1.0)
-    key, value = key.to(dtype), value.to(dtype)
+    if operator_ridge is None:
+        matrix_ridge = _ridge_by_head("ridge", ridge, root)
+    else:
+        # λ = L times the operator's ridge, with L the sum of the keys' weights.
+        total_weight = root.square().sum(-1)
+        matrix_ridge = _ridge_by_head("operator_ridge", operator_ridge, root)
+        matrix_ridge = matrix_ridge * torch.where(total_weight > 0, total_weight, 1.0)
+    key = key.to(dtype)
+    value = value.to(dtype)
     if log_weight is not None:
-        visible = (root > 0).unsqueeze(-1)
-        key, value = torch.where(visible, key, _stand_in(key, root)), torch.where(visible, value, 0.0)
+        # Hidden keys may hold anything, NaN too: they are replaced before anything is computed from them.
+        is_visible = (root > 0).unsqueeze(-1)
+        key = torch.where(is_visible, key, _visible_key(key, root))
+        value = torch.where(is_visible, value, 0.0)
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if not every(tensor.isfinite()):
             raise ValueError(f"{name} must be finite where a key is visible, got NaN or infinite numbers")
@@ -152,19 +157,19 @@ def check_tokens(
     return problem, KeyValuePairs(kernel.normalized(key), key, target, root, matrix_ridge, logarithms)
 
 
-def _stand_in(key: Tensor, root: Tensor) -> Float[Tensor, "B H 1 D"]:
-    """The first visible key of each head, or 0. It has no derivative, being multiplied by √w = 0."""
+def _visible_key(key: Tensor, root: Tensor) -> Float[Tensor, "B H 1 D"]:
+    """The first visible key of each head, or 0 without one. It needs no derivative, since it is multiplied by √w = 0."""
     if not key.shape[2]:
         return key.new_zeros(*key.shape[:2], 1, key.shape[3])
     first = (root > 0).to(torch.uint8).argmax(-1)[..., None, None]
-    found = key.detach().gather(2, first.expand(*first.shape[:3], key.shape[3]))
-    return torch.where((root > 0).any(-1)[..., None, None], found, 0.0)
+    first_key = key.detach().gather(2, first.expand(*first.shape[:3], key.shape[3]))
+    return torch.where((root > 0).any(-1)[..., None, None], first_key, 0.0)
 
 
 def _root(
     log_weight: Tensor | None, shape: tuple[int, ...], query: Tensor, dtype: torch.dtype, relative: bool
 ) -> Tensor:
-    """√w, one a key; of the largest one's where only ratios count."""
+    """√w for each key, shape (B, H, N); if `relative`, in units of the largest, for ridges that see only ratios of weights."""
     if log_weight is None:
         return torch.ones(shape, dtype=dtype, device=query.device)
     if log_weight.shape[2:4] != (1, 1):
@@ -187,18 +192,20 @@ def _root(
     return root
 
 
-def _layout_ridge(name: str, given: Ridge | None, like: Tensor) -> Float[Tensor, "B H"]:
-    check_one_device(key=like, **{name: given})
-    ridge, layout = as_tensor(name, given, like), like.shape[:2]
+def _ridge_by_head(name: str, value: Ridge | None, like: Tensor) -> Float[Tensor, "B H"]:
+    """The ridge of each item and key head, from one number, one a key head, or one for each."""
+    check_one_device(key=like, **{name: value})
+    ridge = as_tensor(name, value, like)
+    batch, heads = like.shape[:2]
     check_range(name, ridge, least=0)
-    if tuple(ridge.shape) not in ((), (1,), (layout[1],), tuple(layout)):
+    if tuple(ridge.shape) not in ((), (1,), (heads,), (batch, heads)):
         raise ValueError(
-            f"{name} must be one number, {layout[1]} (one a key head) or of shape {tuple(layout)}, got {tuple(ridge.shape)}"
+            f"{name} must be one number, {heads} (one a key head) or of shape {(batch, heads)}, got {tuple(ridge.shape)}"
         )
-    return ridge.expand(layout)
+    return ridge.expand(batch, heads)
 
 
 def need_positive(ridge: Float[Tensor, "B H"], what: str) -> None:
-    """Raises ValueError for a ridge of 0."""
+    """Raise a ValueError for a ridge of 0, which `what` cannot use."""
     if not every(ridge > 0):
         raise ValueError(f"{what} needs a positive ridge, got {unwrapped(ridge).min().item()}")
