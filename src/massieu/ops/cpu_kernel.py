@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from massieu.ops.fused_kernel import Masks, plain, rows_contiguous
+from massieu.ops.fused_kernel import Masks, by_reference, rows_contiguous
 from massieu.ops.shapes import AttentionProblem
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -54,7 +54,7 @@ def _of_all_scores(
     # 0/0 and ∞/∞ are NaN: two quick operations tell that there is no such log Z, which other rows seldom have.
     if math.isnan((log_z / log_z).sum().item()) and not _are_moderate(query, key, scale):
         lost = (log_z == 0) | (log_z == torch.inf)
-        right = plain(query, key, value, mask, scale, None, 0 if is_causal else None, False)
+        right = by_reference(query, key, value, mask, scale, None, 0 if is_causal else None, False)
         output[lost], log_z[lost] = (result[lost] for result in right)
     return output, log_z
 

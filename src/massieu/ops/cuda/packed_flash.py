@@ -16,7 +16,7 @@ from massieu.ops.cuda import kernel
 from massieu.ops.cuda.flash import FlashKernel
 from massieu.ops.documents import Documents
 from massieu.ops.fused import Fused
-from massieu.ops.fused_kernel import plain
+from massieu.ops.fused_kernel import by_reference
 from massieu.ops.shapes import AttentionProblem
 
 
@@ -64,7 +64,7 @@ class PackedFlashKernel(FlashKernel):
         return tuple(_apart(gradient, query) for gradient in found)
 
     @staticmethod
-    def plain(
+    def by_reference(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -77,7 +77,7 @@ class PackedFlashKernel(FlashKernel):
         """Both results by the reference."""
         assert mask is not None
         documents = Documents.of_boundaries(*mask.tolist())
-        return plain(query, key, value, None, scale, low, high, value_is_key, documents)
+        return by_reference(query, key, value, None, scale, low, high, value_is_key, documents)
 
 
 class PackedFlash(Fused):
