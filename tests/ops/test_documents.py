@@ -343,7 +343,7 @@ def test_bad_documents() -> None:
             ValueError,
             r"one dimension, got shape \(1, 1\)",
         ),
-        (lambda: ops.Documents.of_lengths([1], [1, 2]), ValueError, "as many documents, got 1 and 2"),
+        (lambda: ops.Documents.of_lengths([1], [1, 2]), ValueError, "the same number of documents, got 1 and 2"),
         (lambda: ops.Documents.of_boundaries([1, 2]), ValueError, r"the first 0 .* got \[1, 2\]"),
         (lambda: ops.Documents.of_boundaries([0]), ValueError, "two or more"),
         (lambda: ops.Documents.of_boundaries([0, 3, 2]), ValueError, "must not fall, got 3 before 2"),

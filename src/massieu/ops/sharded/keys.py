@@ -14,7 +14,7 @@ from massieu.foundation.arguments import choice
 from massieu.foundation.listening import unreadable
 from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiated, uncompiled
 from massieu.ops import sink as with_sink
-from massieu.ops.attention import AttentionResult, of_problem
+from massieu.ops.attention import AttentionResult, attend_without_sink
 from massieu.ops.partial import Partial, around, shares
 from massieu.ops.shapes import AttentionProblem, Band, Scale, Sink, Window, band_fields, check_band, check_problem
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
@@ -214,7 +214,7 @@ def _run(
 
 def _local_results(problem: AttentionProblem) -> Partial:
     """The results over this process's keys, whatever their numbers."""
-    *output, log_z = of_problem(problem)
+    *output, log_z = attend_without_sink(problem)
     return Partial.of(AttentionResult(output[0], log_z)) if output else only(log_z)
 
 
