@@ -419,7 +419,7 @@ def test_bad_losses() -> None:
     for options, kind, words in (
         ({"documents": [1, 2]}, TypeError, "documents must be what .* got list"),
         ({"documents": ops.Documents.of_lengths([2])}, ValueError, "row of queries does, got 2 for 3"),
-        ({"documents": documents, "negatives": rows}, ValueError, "negatives, which belong to no document"),
+        ({"documents": documents, "negatives": rows}, ValueError, "negatives belong to no document"),
         ({"documents": documents, "log_weight": torch.zeros(3, 3)}, ValueError, r"shape \(3,\) with documents"),
     ):
         with pytest.raises(kind, match=words):
