@@ -341,7 +341,7 @@ def test_bad_documents() -> None:
             ValueError,
             r"one dimension, got shape \(1, 1\)",
         ),
-        (lambda: ops.Documents.of_lengths([1], [1, 2]), ValueError, "as many documents, got 1 and 2"),
+        (lambda: ops.Documents.of_lengths([1], [1, 2]), ValueError, "the same number of documents, got 1 and 2"),
         (lambda: ops.Documents.of_boundaries([1, 2]), ValueError, r"the first 0 .* got \[1, 2\]"),
         (lambda: ops.Documents.of_boundaries([0]), ValueError, "two or more"),
         (lambda: ops.Documents.of_boundaries([0, 3, 2]), ValueError, "must not fall, got 3 before 2"),
@@ -417,7 +417,7 @@ def test_bad_losses() -> None:
     for options, kind, words in (
         ({"documents": [1, 2]}, TypeError, "documents must be what .* got list"),
         ({"documents": ops.Documents.of_lengths([2])}, ValueError, "row of queries does, got 2 for 3"),
-        ({"documents": documents, "negatives": rows}, ValueError, "negatives, which belong to no document"),
+        ({"documents": documents, "negatives": rows}, ValueError, "negatives belong to no document"),
         ({"documents": documents, "log_weight": torch.zeros(3, 3)}, ValueError, r"shape \(3,\) with documents"),
     ):
         with pytest.raises(kind, match=words):

@@ -55,7 +55,7 @@ def registered(monkeypatch):
             monkeypatch.setattr(peer, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
             backend.__dict__["_compiled"] = flex._attend
         monkeypatch.setattr(proof, "_verdicts", {})
-        monkeypatch.setattr(proof, "_said", set())
+        monkeypatch.setattr(proof, "_warned", set())
         # Uncompiled it has no blocks of its own: a smaller problem proves as much.
         monkeypatch.setattr(proof, "LENGTHS", (35, 75))
         if not proves:

@@ -128,7 +128,7 @@ STATISTICS = {
         (H, W, Y),
         {"temperature": torch.tensor(1.0), "softcap": 2.0},
         ValueError,
-        "where there is a soft cap",
+        "number if there is a softcap",
     ),
     "unknown keyword": ((H, W, Y), {"label_smoothing": 0.1}, TypeError, "label_smoothing"),
 }

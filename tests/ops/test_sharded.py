@@ -251,7 +251,7 @@ def test_refusals(found):
             "losses of own tokens": "without a reduction loss must be 'sharded'",
             "statistics of own tokens": "each process's own: loss must be 'sharded'",
             "other causality": "the same is_causal, got True on process 0 and False on process 1",
-            "counts": "query and key must be as many, or positive must say which key is whose: got 3 and 4",
+            "counts": "query and key must have equal length unless positive= gives each query's key, got 3 and 4",
         }.items():
             assert refused[name][0] is ValueError and words in refused[name][1], name
         if rank == 1:

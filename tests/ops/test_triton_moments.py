@@ -62,7 +62,7 @@ def installed(monkeypatch):
         monkeypatch.setattr(triton_moments, "find_spec", lambda name: True)
         monkeypatch.setattr(triton_moments.TritonMoments, "device_type", "cpu")
         monkeypatch.setattr(proof, "_verdicts", {})
-        monkeypatch.setattr(proof, "_said", set())
+        monkeypatch.setattr(proof, "_warned", set())
         monkeypatch.setattr(proof, "LENGTHS", (35, 75))
 
     return install

@@ -25,7 +25,7 @@ from massieu.foundation.listening import listening
 from massieu.nn.attention import Attention
 from massieu.nn.softmax import SoftmaxHeads
 from massieu.nn.sparse import EntmaxHeads
-from massieu.ops.attention import computed
+from massieu.ops.attention import attend
 from massieu.ops.observed import ObservedAttention, ObservedWeights
 
 _TOKENS = 5
@@ -170,7 +170,7 @@ class _Scores(TorchFunctionMode):
             return None
         query, key = self.held
         with self.claiming():
-            return computed(replace(problem, query=query, key=key))[0]
+            return attend(replace(problem, query=query, key=key))[0]
 
     def _are_of_heads(self, scores: Tensor) -> bool:
         """Whether they are those of all heads, for each token."""

@@ -129,7 +129,7 @@ def attention(
     problem = check_problem(
         query, key, value, log_weight, scale, is_causal, window, softcap, sink, sink_value, query_offset, documents
     )
-    output, log_z = observed(problem, computed, problem, backend)
+    output, log_z = observed(problem, attend, problem, backend)
     return AttentionResult(problem.restore(output), problem.restore(log_z))
 
 
@@ -173,25 +173,29 @@ def log_partition(
         query_offset=query_offset,
         documents=documents,
     )
-    (log_z,) = of_problem(problem, backend)
+    (log_z,) = attend_without_sink(problem, backend)
     if problem.sink is not None:
         log_z = with_sink.shares(log_z, problem)[0]
     return problem.restore(log_z)
 
 
-def computed(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
+def attend(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
     """Output and log Z in the common layout, with the sink."""
-    output, log_z = of_problem(problem, backend)
-    return (output, log_z) if problem.sink is None else with_sink.attention(output, log_z, problem)
+    output, log_z = attend_without_sink(problem, backend)
+    if problem.sink is None:
+        return output, log_z
+    return with_sink.attention(output, log_z, problem)
 
 
-def of_problem(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
+def attend_without_sink(problem: AttentionProblem, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
     """Output, where there are values, and log Z, in the common layout and without the sink."""
     if problem.documents is not None:
         backends.check_name(backend, BACKENDS)
         if backend in ("auto", "flash") and PACKED_FLASH.refuses(problem) is None:
             return PACKED_FLASH.forward(problem)
-        # Documents that are padded to one length are masked, which not every backend takes.
-        return packed_rows.apply(lambda part: of_problem(part, backend), problem)
+        # Each part chooses its backend: documents that are padded to one length are masked, which some backends refuse.
+        return packed_rows.apply(lambda part: attend_without_sink(part, backend), problem)
     chosen = backends.choose(backend, BACKENDS, problem)
-    return chosen.forward(problem) if chosen.bands else band.apply(chosen.forward, problem)
+    if chosen.bands:
+        return chosen.forward(problem)
+    return band.apply(chosen.forward, problem)

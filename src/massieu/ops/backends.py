@@ -1,4 +1,4 @@
-"""What computes a function of this package: backends in order of preference, each of which may refuse a problem."""
+"""The choice of what computes a function of this package: backends in order of preference, each of which may refuse."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -18,16 +18,16 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """How a caller asks for it."""
+        """The name by which callers choose it."""
         ...
 
     @property
     def bands(self) -> bool:
-        """Whether it takes a window as it is; else it gets one of chunks (`massieu.ops.band`)."""
+        """Whether it takes windows; otherwise a window is cut into chunks for it (`massieu.ops.band`)."""
         ...
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
-        """Why it cannot take this problem, and the tensors that go in beside it; None where it is right."""
+        """The reason why it cannot take this problem, with the function's other tensors; None if it can."""
         ...
 
     def forward(self, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
@@ -35,24 +35,24 @@ class Backend(Protocol):
         ...
 
 
-def check_name(asked: str, registry: Sequence[Backend]) -> None:
-    """Raise a ValueError unless there is a backend of that name, or it is "auto"."""
-    choice("backend", asked, "auto", *(backend.name for backend in registry))
+def check_name(name: str, registry: Sequence[Backend]) -> None:
+    """Raise a ValueError unless the name is "auto" or that of a backend."""
+    choice("backend", name, "auto", *(backend.name for backend in registry))
 
 
-def choose(asked: str, registry: Sequence[Backend], problem: AttentionProblem, *others: Tensor) -> Backend:
+def choose(name: str, registry: Sequence[Backend], problem: AttentionProblem, *others: Tensor) -> Backend:
     """The backend of that name, or for "auto" the first that takes the problem.
 
     Raises:
-        ValueError: there is no such backend, or it refuses; the message has its reason.
+        ValueError: there is no such backend, or it refuses; the message gives its reason.
     """
-    check_name(asked, registry)
+    check_name(name, registry)
     for backend in registry:
-        if asked not in ("auto", backend.name):
+        if name not in ("auto", backend.name):
             continue
         reason = backend.refuses(problem, *others)
         if reason is None:
             return backend
-        if asked != "auto":
-            raise ValueError(f"backend {asked!r} cannot be used here: {reason}; 'reference' can")
+        if name != "auto":
+            raise ValueError(f"backend {name!r} cannot be used here: {reason}; 'reference' can")
     raise AssertionError("a registry ends in a reference")

@@ -14,30 +14,36 @@ from torch import Tensor
 from massieu.ops import packed_rows
 from massieu.ops.shapes import AttentionProblem
 
-LEAST, MOST = 64, 512
-"""Queries of a chunk: fewer waste the kernels' blocks of queries, more the scores between a chunk's ends."""
+LEAST = 64
+"""Least queries of a chunk: fewer would not fill the kernels' blocks of queries."""
+MOST = 512
+"""Most queries of a chunk: more would compute many scores between a chunk's ends that the window hides."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 
 
 def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
-    """``function(problem, *others)``, a packed row's by documents and a window's by chunks.
+    """``function(problem, *others)``, for a packed row document by document, and for a window chunk by chunk.
 
     Args:
-        function: gives tensors ``(B, Hk, G, L, ...)``, a query's numbers from that query and the keys it sees.
-        others: tensors of the query's shape that go with it.
+        function: returns tensors ``(B, Hk, G, L, ...)``, a query's numbers from that query and the keys that it sees.
+        others: further tensors of the query's shape, cut as the query is.
     """
     if problem.documents is not None:
         return packed_rows.apply(partial(apply, function), problem, *others)
     if problem.window is None:
         return function(problem, *others)
     low, high = problem.window
-    length, keys = problem.query.shape[3], problem.key.shape[2]
-    # Keys that no query sees, as most of a long cache; at least one key, hidden if it has to be.
-    begin, end = max(0, min(low, keys - 1)), min(keys, length + high)
+    length = problem.query.shape[3]
+    keys = problem.key.shape[2]
+    # Leave out keys that no query sees, such as most of a long cache, but keep one, as kernels do not take none.
+    begin = max(0, min(low, keys - 1))
+    end = min(keys, length + high)
     if begin > 0 or 0 < end < keys:
         problem = _part(problem, slice(0, length), slice(begin, max(begin + 1, end)))
-        low, high, keys = low - begin, high - begin, problem.key.shape[2]
+        low -= begin
+        high -= begin
+        keys = problem.key.shape[2]
     size = max(LEAST, min(MOST, (high - low) // 128 * 64))
     # The first chunk starts at the first query whose window starts at key 0 or later.
     first = max(0, -low)
@@ -51,7 +57,7 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
         parts.append(function(_part(problem, rows, seen), *(other[:, :, :, rows] for other in others)))
 
     if first > 0:
-        # At least one key, hidden if it has to be: kernels do not take none.
+        # At least one key, even if it is hidden: kernels do not take none.
         add(slice(0, first), slice(0, max(1, first + high)))
     folded = function(_fold(problem, first, last, size), *(_chunks(other, first, last, size) for other in others))
     parts.append(tuple(_unfold(result, problem.query.shape[0]) for result in folded))
@@ -61,7 +67,7 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
 
 
 def _part(problem: AttentionProblem, rows: slice, seen: slice) -> AttentionProblem:
-    """Some queries and a stretch of keys that has all they may see."""
+    """Some queries and a stretch of keys, among them all that these queries see."""
     assert problem.window is not None
     shift = rows.start - seen.start
     return replace(problem.narrow(rows, seen), window=(problem.window[0] + shift, problem.window[1] + shift))
@@ -71,8 +77,13 @@ def _fold(problem: AttentionProblem, first: int, last: int, size: int) -> Attent
     """Chunks of queries and their bands of keys as items of the batch, ``(B·chunks, ...)``."""
     assert problem.window is not None
     low, high = problem.window
-    batch, width, scale, weight = problem.query.shape[0], size + high - low, problem.scale, problem.log_weight
-    seen, chunks = slice(first + low, last + high), (last - first) // size
+    batch = problem.query.shape[0]
+    chunks = (last - first) // size
+    # The keys that some chunk sees, and how many one chunk sees.
+    seen = slice(first + low, last + high)
+    width = size + high - low
+    scale = problem.scale
+    weight = problem.log_weight
     if isinstance(scale, Tensor) and scale.ndim > 0:
         scale = _items(_chunked(scale, first, last, size), batch, chunks)
     if weight is not None:
@@ -89,7 +100,7 @@ def _fold(problem: AttentionProblem, first: int, last: int, size: int) -> Attent
 
 
 def _chunks(tensor: Tensor, first: int, last: int, size: int) -> Tensor:
-    """What has the query's shape, its chunks as items of the batch."""
+    """From the query's shape ``(B, Hk, G, L, ...)`` to chunks as items of the batch, ``(B·chunks, Hk, G, size, ...)``."""
     return _chunked(tensor, first, last, size).flatten(0, 1)
 
 
@@ -99,7 +110,7 @@ def _unfold(result: Tensor, batch: int) -> Tensor:
 
 
 def _bands(tensor: Tensor, width: int, size: int) -> Tensor:
-    """Overlapping stretches of keys, a view where there is one item."""
+    """Overlapping stretches of keys, ``(B·chunks, Hk, width, D)``: a view if the batch has one item."""
     return tensor.unfold(2, width, size).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
 
@@ -114,9 +125,10 @@ def _banded(weight: Tensor, seen: slice, width: int, size: int) -> Tensor:
     """From ``(#B, #chunks, #Hk, #G, #size, #N)`` to each chunk's band of keys, the last dimension."""
     if weight.shape[5] == 1:
         return weight
-    bands = weight[..., seen].unfold(5, width, size)
+    bands = weight[..., seen].unfold(5, width, size)  # (#B, #chunks, #Hk, #G, #size, chunks, width)
     if weight.shape[1] == 1:
         return bands.squeeze(1).movedim(4, 1)
+    # Each chunk of queries has the log-weights of all bands: its own is on the diagonal.
     return bands.diagonal(0, 1, 5).movedim(-1, 1)
 
 

@@ -8,8 +8,8 @@ quantities per order, smooth in s (at s = 0 too) and free of cancellation:
     log Λ_ν = log Λ_{ν+1} + log1p(y_{ν+1} / 2(ν+1))
 
 The recurrences go down from an order μ ≥ 24, where Debye's uniform expansion is exact to rounding for every κ. They add
-positive numbers, but for 2(ν+1) − e_{ν+1} ≥ ν + ½. A fixed number of plain torch operations: they work under
-`torch.func` and `torch.compile`, to any order of derivative. Computed in float64 whatever the input.
+positive numbers, except in 2(ν+1) − e_{ν+1}, which is at least ν + ½. As a fixed number of torch operations they work under
+`torch.func` and `torch.compile`, to any order of derivative. They are computed in float64 whatever the input.
 
 κ is given as `square`, which is (κ/unit)², and a constant `unit`: functions of a vector are then smooth at 0, and κ²
 need not be representable. Derivatives with respect to `square` hold `unit` fixed.
@@ -28,9 +28,10 @@ from torch import Tensor
 from massieu.foundation.arguments import whole_number
 
 _LOWEST_START = 24
+"""Least order μ at which the descent begins."""
 _DEBYE_TERMS = 12
-"""From order 24 on, twelve terms leave relative errors of 3e-17 in log Λ, 8e-17 in y and 2e-15 in e at the worst κ
-(about μ; first omitted term, κ/μ from 1e-4 to 1e3)."""
+"""Terms of Debye's expansion. From order 24 on the first omitted term has a relative size of at most 3e-17 in log Λ, 8e-17 in y
+and 2e-15 in e (for κ/μ from 1e-4 to 1e3; the worst κ is about μ)."""
 
 _NEGLIGIBLE = 1e-20
 """Coefficients that no longer change a sum of order 1."""
@@ -64,8 +65,9 @@ def sphere_slack(
     Arguments and errors as `log_sphere_partition`, and κ > 0. It is not made as a difference of two numbers of size κ.
     """
     orders = _descend(square, dimension, unit)
-    # √s − height = √s (ρ + root − √s)/(ρ + root) for ρ = μ/unit, root = √(ρ² + s).
-    length, relative = orders.square.sqrt(), orders.counts[0] / 2 / orders.unit
+    # √s − height = √s (ρ + root − √s)/(ρ + root) for ρ = μ/unit, root = √(ρ² + s), and root − √s = ρ²/(root + √s).
+    length = orders.square.sqrt()
+    relative = orders.counts[0] / 2 / orders.unit
     root = (relative.square() + orders.square).sqrt()
     gap = length * (relative + relative.square() / (root + length)) / (relative + root)
     return (orders.unit * gap - _logarithms(orders)).to(square.dtype)
@@ -120,8 +122,11 @@ def sphere_slopes(square: Float[Tensor, "*lead"], dimension: int, unit: Float[Te
     # e + y = κ dy/dκ at the order above the last, divided by s.
     growth = (1 + (orders.counts[-2] - above) / (orders.unit * outer)) / outer
     tangent = (orders.counts[-1] - last) / orders.unit / denominator.square()
-    slopes = denominator.reciprocal(), tangent, growth / denominator.square()
-    return Slopes(*(slope.to(square.dtype) for slope in slopes))
+    return Slopes(
+        chord=denominator.reciprocal().to(square.dtype),
+        tangent=tangent.to(square.dtype),
+        bend=(growth / denominator.square()).to(square.dtype),
+    )
 
 
 def bessel_ratios(concentration: Float[Tensor, "*lead"], dimension: int, count: int) -> Float[Tensor, "*lead count"]:
@@ -137,7 +142,7 @@ def bessel_ratios(concentration: Float[Tensor, "*lead"], dimension: int, count: 
     unit = concentration.detach().double().clamp_min(1)
     scaled = concentration.double() / unit
     denominators = _descend(scaled.square(), dimension, unit, count).denominators
-    # They end at the lowest order.
+    # The lowest order is the last of them, and comes first here.
     ratios = torch.stack([scaled / denominator for denominator in denominators[: -count - 1 : -1]], -1)
     return ratios.to(concentration.dtype)
 
@@ -163,7 +168,7 @@ class _Orders(NamedTuple):
 
 
 def _descend(square: Tensor, dimension: int, unit: Tensor | float, least: int = 2) -> _Orders:
-    """The recurrence, of at least `least` steps."""
+    """The recurrence from an order of at least 24 down to ν = dimension/2 − 1, with at least `least` steps."""
     if dimension < 2:
         raise ValueError(f"the sphere's dimension must be at least 2, got {dimension}")
     square = square.double()
@@ -203,10 +208,12 @@ def _debye(square: Tensor, unit: Tensor, order: float) -> _Debye:
     """
     relative = order / unit
     root = (relative.square() + square).sqrt()
+    # √(μ² + κ²) − μ in units of `unit`, without a difference.
     height = square / (relative + root)
     w = height * (unit / order)
-    t, gap = 1 / (1 + w), height / root
-    factor = gap * (1 + t)
+    t = 1 / (1 + w)
+    gap = height / root  # 1 − t
+    factor = gap * (1 + t)  # 1 − t²
     logarithm = -order * torch.log1p(w / 2) - 0.5 * torch.log1p(w) + factor * _sum(_LOGARITHM, order, t)
     logarithm = logarithm - gap * sum(c * order**-k for k, c in _STIRLING)
     correction = factor * _sum(_CORRECTION, order, t)
@@ -236,7 +243,8 @@ def _debye_tables() -> tuple[_Table, _Table, _Table, tuple[tuple[int, float], ..
     P_0 integrates to −½ log1p(w) and is not in the first table. Coefficients of P_k are halves of halves: nothing is rounded
     but where they are so large that their terms do not count.
     """
-    t, sides = Polynomial([0.0, 1.0]), Polynomial([1.0, 0.0, -1.0])
+    t = Polynomial([0.0, 1.0])
+    sides = Polynomial([1.0, 0.0, -1.0])  # 1 − t²
 
     def slope(series: Polynomial) -> Polynomial:
         """κ d/dκ = −t (1 − t²) d/dt."""
@@ -247,7 +255,8 @@ def _debye_tables() -> tuple[_Table, _Table, _Table, tuple[tuple[int, float], ..
         squares = sum((left * right for left, right in zip(terms, reversed(terms), strict=True)), slope(terms[k]))
         terms.append(-t * squares / 2)
     reduced = [term // sides for term in terms]
-    logarithm, stirling = [Polynomial([0.0])], []
+    logarithm = [Polynomial([0.0])]
+    stirling = []
     for k, term in enumerate(reduced[1:], 1):
         integral = (-term // t).integ()  # dD/dt = −P/(t (1−t²))
         end = integral(1.0) if k % 2 else 0.0
@@ -258,6 +267,7 @@ def _debye_tables() -> tuple[_Table, _Table, _Table, tuple[tuple[int, float], ..
 
 
 def _table(series: Sequence[Polynomial]) -> _Table:
+    """The coefficients of a series of polynomials, by powers of t; those that are 0 are left out."""
     powers = itertools.zip_longest(*(polynomial.coef for polynomial in series), fillvalue=0.0)
     return tuple(tuple((k, float(x)) for k, x in enumerate(power) if x) for power in powers)
 

@@ -1,5 +1,6 @@
 """Contrastive and metric losses as Fenchel–Young losses of the log-partition, without the matrix of scores."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -97,19 +98,19 @@ def info_nce(
     the positive. Queries and keys are taken as they are: normalise them for cosine scores.
 
     Args:
-        query, key: (B, D) and (K, D), of one dtype and device. Query i's positive is key i, and K = B, unless
-        positive: (B,) integers says which key is.
-        negatives: (M, D), more keys that are nobody's positive; there are N = K + M in all.
+        query, key: (B, D) and (K, D), of one dtype and device. Without `positive`, K = B and query i's positive is key i.
+        positive: (B,) integers, the number of each query's positive key.
+        negatives: (M, D), more keys, which are no query's positive; there are N = K + M in all.
         log_weight: log w, below +inf, or booleans of which True keeps a key: (N,), one a key, or (B, N), one a query and
             key; or `FalseNegatives`, which hides keys of equal ids. It acts in A alone, so a hidden positive is left
             out of A but still attracts, and −log p₊ is the loss plus A*(k₊) = −log w₊. A float tensor has a gradient
             ((B, N) by plain operations, slower). A query that sees no key has loss 0.
         temperature: above 0, a number or a tensor of one number, which has its gradient.
         symmetric: the mean of this loss and that of keys over queries, for two views or CLIP; positives are then on the
-            diagonal. The negatives and the weights of single keys have no part in the second; pairs' weights have.
-        documents: boundaries of packed queries and keys: a query is contrasted with the keys of its own document, and there
-            is one loss a document, (documents,), equal to one call a document. `positive` numbers keys in the document.
-            Not with `negatives` or weights of pairs, which belong to no document.
+            diagonal. The second loss uses weights of pairs, but neither the negatives nor weights of single keys.
+        documents: boundaries of packed queries and keys. Each query is contrasted with the keys of its own document. The
+            result has one loss per document, (documents,), equal to one call per document. `positive` counts keys within
+            the document. It excludes `negatives` and weights of pairs, which belong to no document.
         return_log_partition: return `ContrastResult(loss, log_partition)`; both have their gradients.
 
     Both directions of a symmetric loss share their tiles of scores, which are computed in the forward and again in the
@@ -119,8 +120,9 @@ def info_nce(
 
     Raises:
         TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
-        ValueError: shapes or devices that do not fit (both are named), a temperature that is not above 0 (a tensor is
-            looked at on the CPU alone), `symmetric` with `positive`; on the CPU a positive out of range (elsewhere NaN).
+        ValueError: shapes or devices that do not fit (both are named), `symmetric` with `positive`, a temperature that is
+            not above 0, a positive out of range. Values of tensors are checked on the CPU alone; elsewhere such a positive
+            gives NaN.
 
     Example:
         >>> import torch
@@ -132,11 +134,9 @@ def info_nce(
     count = check_arguments(query, key, negatives, symmetric, return_log_partition)
     if documents is not None:
         if negatives is not None:
-            raise ValueError(
-                "documents do not go with negatives, which belong to no document: add them to each one's keys"
-            )
+            raise ValueError("negatives belong to no document, got both: add the negatives to each document's keys")
         options = {"temperature": temperature, "symmetric": symmetric}
-        return _of_each(documents, query, key, positive, log_weight, return_log_partition, options)
+        return _per_document(documents, query, key, positive, log_weight, return_log_partition, options)
     target = targets(query, key, positive, symmetric)
     if positive is not None and values_are_known(target):
         check_places("positive", target, len(key))
@@ -145,12 +145,14 @@ def info_nce(
     with without_autocast(query.device):
         keys = key if negatives is None else torch.cat([key, negatives])
         row = query.to(dtype) / one_number("temperature", temperature, dtype, above=0, query=query)
-        found = log_partitions(ScorePlan(row, keys, target=target, both=symmetric, **fields))
-        loss = torch.stack([direction.seen_excess().mean() for direction in found]).mean()
-    return contrast(loss, [direction.log_partition for direction in found]) if return_log_partition else loss
+        directions = log_partitions(ScorePlan(row, keys, target=target, both=symmetric, **fields))
+        loss = torch.stack([direction.seen_excess().mean() for direction in directions]).mean()
+    if return_log_partition:
+        return contrast_result(loss, [direction.log_partition for direction in directions])
+    return loss
 
 
-def _of_each(
+def _per_document(
     documents: Documents,
     query: Tensor,
     key: Tensor,
@@ -161,32 +163,39 @@ def _of_each(
 ) -> Tensor | ContrastResult:
     """`info_nce` of each document."""
     check_documents(documents, len(query), len(key))
-    lengths, key_lengths = list(documents.lengths), list(documents.key_lengths)
-    none: list[Any] = [None] * len(documents)
-    targets, weights = none, none
+    lengths = list(documents.lengths)
+    key_lengths = list(documents.key_lengths)
+    document_targets: Sequence[Tensor | None] = [None] * len(documents)
     if positive is not None:
-        targets = index_tensor("positive", positive, (len(query),), query=query).split(lengths)
+        document_targets = index_tensor("positive", positive, (len(query),), query=query).split(lengths)
+    document_weights: Sequence[LogWeight] = [None] * len(documents)
     if isinstance(log_weight, FalseNegatives):
-        own, other = log_weight.query_ids, log_weight.key_ids
-        own = index_tensor("query_ids", own, (len(query),), query=query)
-        other = index_tensor("key_ids", own if other is None else other, (len(key),), query=query)
-        weights = [FalseNegatives(*ids) for ids in zip(own.split(lengths), other.split(key_lengths), strict=True)]
+        query_ids = index_tensor("query_ids", log_weight.query_ids, (len(query),), query=query)
+        key_ids = query_ids if log_weight.key_ids is None else log_weight.key_ids
+        key_ids = index_tensor("key_ids", key_ids, (len(key),), query=query)
+        pairs_of_ids = zip(query_ids.split(lengths), key_ids.split(key_lengths), strict=True)
+        document_weights = [FalseNegatives(*ids) for ids in pairs_of_ids]
     elif log_weight is not None:
         if tuple(floating("log_weight", log_weight, or_boolean=True).shape) != (len(key),):
             raise ValueError(f"log_weight must have shape {(len(key),)} with documents, got {tuple(log_weight.shape)}")
-        weights = log_weight.split(key_lengths)
-    parts = zip(query.split(lengths), key.split(key_lengths), targets, weights, strict=True)
-    found = [
-        info_nce(own, others, positive=target, log_weight=weight, return_log_partition=True, **options)
-        for own, others, target, weight in parts
+        document_weights = log_weight.split(key_lengths)
+    results = [
+        info_nce(document_query, document_key, positive=target, log_weight=weight, return_log_partition=True, **options)
+        for document_query, document_key, target, weight in zip(
+            query.split(lengths), key.split(key_lengths), document_targets, document_weights, strict=True
+        )
     ]
-    loss = torch.stack([one.loss for one in found])
-    return ContrastResult(loss, torch.cat([one.log_partition for one in found], -1)) if return_log_partition else loss
+    loss = torch.stack([result.loss for result in results])
+    if return_log_partition:
+        return ContrastResult(loss, torch.cat([result.log_partition for result in results], -1))
+    return loss
 
 
-def contrast(loss: Tensor, levels: list[Tensor]) -> ContrastResult:
-    """The result of one direction or of both."""
-    return ContrastResult(loss, torch.stack(levels) if len(levels) > 1 else levels[0])
+def contrast_result(loss: Tensor, log_partitions: list[Tensor]) -> ContrastResult:
+    """The result with the log-partitions of one direction, or stacked of both."""
+    if len(log_partitions) > 1:
+        return ContrastResult(loss, torch.stack(log_partitions))
+    return ContrastResult(loss, log_partitions[0])
 
 
 def n_pairs(
@@ -201,8 +210,8 @@ def n_pairs(
 
     Args:
         query, key, log_weight, documents: as in `info_nce`, positives on the diagonal.
-        norm_weight: adds norm_weight·mean(‖q‖² + ‖k‖²), the published regulariser (Sohn 2016, §3.2.2), as nothing else
-            bounds the norms.
+        norm_weight: adds norm_weight·mean(‖q‖² + ‖k‖²), the published regulariser (Sohn 2016, §3.2.2). Nothing else bounds
+            the norms.
 
     Raises:
         TypeError, ValueError: as `info_nce`.
@@ -243,7 +252,7 @@ def nca(
 
     Args:
         embedding: (N, D), x.
-        labels: (N,) integers. A point whose label nobody shares counts in no mean; if there is no other, NaN.
+        labels: (N,) integers. A point whose label no other point has is left out of the mean, which is NaN if all are.
         return_log_partition: return `ContrastResult(loss, log_partition)` with log Σ_{j≠i} exp(−‖x_i − x_j‖²), (N,), in nats:
             up to a constant the leave-one-out Gaussian log-density; −inf for a single point.
 
@@ -268,38 +277,47 @@ def nca(
     dtype = working_dtype(embedding)
     with without_autocast(embedding.device):
         point = embedding.to(dtype)
-        # No distance changes with the origin, so no derivative goes through it.
+        # Distances do not depend on the origin: about the mean the norms are small, and no derivative goes through it.
         point = point - point.mean(0).detach()
         norm = point.square().sum(-1)
+        # −‖x_i − x_j‖² = 2·x_i·x_j − ‖x_j‖² − ‖x_i‖², and −‖x_i‖² cancels in the loss.
         plan = ScorePlan(2 * point, point, -norm, torch.zeros_like(labels), rule="no self")
-        alike = plan._replace(row_ids=labels, column_ids=labels, rule="peers")
-        everyone, peers = (log_partitions(one)[0].log_partition for one in (plan, alike))
-        counted = peers.detach() != -torch.inf
-        loss = (everyone - peers.where(counted, 0.0)).where(counted, 0.0).sum() / counted.sum()
-        return ContrastResult(loss, everyone - norm) if return_log_partition else loss
+        peers_plan = plan._replace(row_ids=labels, column_ids=labels, rule="peers")
+        over_all = log_partitions(plan)[0].log_partition
+        over_peers = log_partitions(peers_plan)[0].log_partition
+        has_peer = over_peers.detach() != -torch.inf
+        loss = (over_all - over_peers.where(has_peer, 0.0)).where(has_peer, 0.0).sum() / has_peer.sum()
+    if return_log_partition:
+        return ContrastResult(loss, over_all - norm)
+    return loss
 
 
 def check_arguments(
     query: Tensor, key: Tensor, negatives: Tensor | None, symmetric: bool, return_log_partition: bool
 ) -> int:
-    """The number of keys, negatives included."""
-    check_alike(query=query, key=key, **({} if negatives is None else {"negatives": negatives}))
-    q, k = tuple(query.shape), tuple(key.shape)
+    """Check the arguments of `info_nce` but the positives and weights; the number of keys, negatives included."""
+    tensors = {"query": query, "key": key}
+    if negatives is not None:
+        tensors["negatives"] = negatives
+    check_alike(**tensors)
+    q = tuple(query.shape)
+    k = tuple(key.shape)
     if len(q) != 2 or len(k) != 2 or q[1] != k[1] or q[1] == 0:
         raise ValueError(f"query and key must have shapes (B, D) and (K, D) with one D of at least 1, got {q} and {k}")
     if negatives is not None and (negatives.ndim != 2 or negatives.shape[1] != q[1]):
         raise ValueError(f"negatives must have shape (M, {q[1]}) for query {q}, got {tuple(negatives.shape)}")
     flag("symmetric", symmetric)
     flag("return_log_partition", return_log_partition)
-    return len(key) + (0 if negatives is None else len(negatives))
+    return len(key) if negatives is None else len(key) + len(negatives)
 
 
 def targets(query: Tensor, key: Tensor, positive: Tensor | None, symmetric: bool) -> Tensor:
-    """Each query's positive."""
+    """The number of each query's positive key, (B,)."""
     if positive is None:
         if len(query) != len(key):
             raise ValueError(
-                f"query and key must be as many, or positive must say which key is whose: got {len(query)} and {len(key)}"
+                "query and key must have equal length unless positive= gives each query's key, "
+                f"got {len(query)} and {len(key)}"
             )
         return torch.arange(len(query), device=query.device)
     if symmetric:
@@ -308,24 +326,26 @@ def targets(query: Tensor, key: Tensor, positive: Tensor | None, symmetric: bool
 
 
 def weights(log_weight: LogWeight, query: Tensor, count: int, rows: int | None = None) -> dict[str, Any]:
-    """Log-weights of single keys, and those of pairs: fields of a `ScorePlan`.
+    """The fields of a `ScorePlan` for a log-weight: `bias` for single keys; `log_weight`, or ids and `rule`, for pairs.
 
     Args:
-        count: Of the keys.
-        rows: Queries that pairs' log-weights are of; by default those of `query`.
+        count: number of keys, negatives included.
+        rows: number of queries in log-weights of pairs; by default that of `query`.
     """
     if log_weight is None:
         return {"bias": None}
     if isinstance(log_weight, FalseNegatives):
-        own = index_tensor("query_ids", log_weight.query_ids, (len(query),), query=query)
-        others = log_weight.query_ids if log_weight.key_ids is None else log_weight.key_ids
-        others = index_tensor("key_ids (negatives included)", others, (count,), query=query)
-        return {"bias": None, "row_ids": own, "column_ids": others, "rule": "no equals"}
+        query_ids = index_tensor("query_ids", log_weight.query_ids, (len(query),), query=query)
+        key_ids = log_weight.query_ids if log_weight.key_ids is None else log_weight.key_ids
+        key_ids = index_tensor("key_ids (negatives included)", key_ids, (count,), query=query)
+        return {"bias": None, "row_ids": query_ids, "column_ids": key_ids, "rule": "no equals"}
     if not isinstance(log_weight, Tensor):
         raise TypeError(f"log_weight must be a tensor or FalseNegatives, got {described(log_weight)}")
     floating("log_weight", log_weight, or_boolean=True)
     check_one_device(query=query, log_weight=log_weight)
-    shape, rows = tuple(log_weight.shape), len(query) if rows is None else rows
+    shape = tuple(log_weight.shape)
+    if rows is None:
+        rows = len(query)
     if shape == (rows, count):
         return {"bias": None, "log_weight": log_weight}
     if shape != (count,):

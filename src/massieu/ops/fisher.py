@@ -101,53 +101,67 @@ def fisher_vp(
 
 
 def _centred(problem: AttentionProblem) -> AttentionProblem:
-    """The problem in its working dtype, its scale in the query, its keys about their weighted mean; these are the values."""
-    query, key, weight = problem.scaled_query(), problem.key.to(problem.dtype), problem.log_weight
+    """The problem in its working dtype, with the scale in the query, keys about a weighted mean, and the keys as values.
+
+    The covariance does not depend on the origin. About the mean its terms are small, and keep more digits.
+    """
+    query = problem.scaled_query()
+    key = problem.key.to(problem.dtype)
+    weight = problem.log_weight
     low, high = problem.band or (None, key.shape[2])
-    # Of hidden keys nothing is known but that they are finite, so they must not move the mean.
+    # Hidden keys may be arbitrarily large, so they must not move the mean.
     seen = slice(max(0, low or 0), min(key.shape[2], query.shape[3] + high))
     count = seen.stop - seen.start
     if problem.pairs > 0 and count > 0:
-        part = key[:, :, seen].detach()
-        share = part.new_full((1, 1, count), 1 / count) if weight is None else _share(weight.detach(), seen, key.dtype)
+        # No derivative goes through the mean, which cancels.
+        seen_keys = key[:, :, seen].detach()
+        if weight is None:
+            share = seen_keys.new_full((1, 1, count), 1 / count)
+        else:
+            share = _shares(weight.detach(), seen, key.dtype)
         with without_autocast(key.device):
-            key = key - share.unsqueeze(-2) @ part
+            key = key - share.unsqueeze(-2) @ seen_keys
     return replace(problem, query=query, key=key, value=key, scale=1.0)
 
 
-def _share(weight: Tensor, seen: slice, dtype: torch.dtype) -> Tensor:
+def _shares(weight: Tensor, seen: slice, dtype: torch.dtype) -> Tensor:
     """The largest weight that any query of a key head gives each of some keys, normalised: (#B, #Hk, keys)."""
-    weight = weight[..., seen] if weight.shape[-1] > 1 else weight.expand(*weight.shape[:-1], seen.stop - seen.start)
+    if weight.shape[-1] > 1:
+        weight = weight[..., seen]
+    else:
+        weight = weight.expand(*weight.shape[:-1], seen.stop - seen.start)
     if weight.dtype == torch.bool:
-        kept = weight.any(3).any(2).to(dtype)
-        return kept / kept.sum(-1, keepdim=True).clamp_min(1)
+        visible = weight.any(3).any(2).to(dtype)
+        return visible / visible.sum(-1, keepdim=True).clamp_min(1)
     level = weight.amax((2, 3)).to(dtype)
     share = (level - level.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)).exp()
     return share / share.sum(-1, keepdim=True).clamp_min(1)
 
 
 def _with_sink(problem: AttentionProblem, vector: Tensor, product: Tensor) -> Tensor:
-    """The covariance that one more key, at the origin, makes of that of the others: κ·Cov + κ(1 − κ)·mean meanᵀ."""
+    """The covariance with the sink, one more key at the origin: κ·Cov + κ(1 − κ)·mean meanᵀ for the keys' share κ."""
     key = problem.key.to(problem.dtype)
-    whole = replace(problem, query=problem.query.to(problem.dtype), key=key, value=key)
-    attention = CPU.forward if CPU.refuses(whole) is None else reference.attention
-    mean, log_z = band.apply(attention, whole)
+    means_of_keys = replace(problem, query=problem.query.to(problem.dtype), key=key, value=key)
+    attention = CPU.forward if CPU.refuses(means_of_keys) is None else reference.attention
+    mean, log_z = band.apply(attention, means_of_keys)
     _, kept, share = (share.unsqueeze(-1) for share in with_sink.shares(log_z, problem))
     return kept * (product + share * mean * (mean * vector).sum(-1, keepdim=True))
 
 
 def _reference(problem: AttentionProblem, vector: Tensor) -> tuple[Tensor, ...]:
-    # Vectors are one more group of queries: their products with the keys are the changes of the scores.
+    """The product in plain operations."""
+    # The vectors are more queries of each key head: their products with the keys are the changes of the scores.
     both = torch.cat([problem.zero_queries_without_key().query, vector], dim=2)
-    return reference.in_blocks(replace(problem, query=both), _product)
+    return reference.in_blocks(replace(problem, query=both), _reference_block)
 
 
-def _product(scores: Tensor, log_weight: Tensor | None, key: Tensor | None) -> tuple[Tensor]:
+def _reference_block(scores: Tensor, log_weight: Tensor | None, key: Tensor | None) -> tuple[Tensor]:
+    """Σ p·(change − mean change)·key for a block of queries, whose scores are followed by their changes."""
     assert key is not None
     scores, change = scores.chunk(2, dim=2)
     weights, total, _ = reference.softmax(scores, log_weight)
     total = total.unsqueeze(-1)
-    # The first mean's rounding may exceed the spread. A constant shift changes nothing, so it needs no derivative.
+    # The mean is subtracted twice: the rounding of the first may exceed the spread. It cancels, and needs no derivative.
     change = change - ((weights * change).sum(-1, keepdim=True) / total).detach()
     change = weights * change
     change = change - weights * (change.sum(-1, keepdim=True) / total)
@@ -155,15 +169,19 @@ def _product(scores: Tensor, log_weight: Tensor | None, key: Tensor | None) -> t
 
 
 def _blocks(problem: AttentionProblem, vector: Tensor) -> tuple[Tensor, ...]:
+    """The product in tiles."""
+
     def work(slab: Slab) -> tuple[Tensor, ...]:
-        """Each line is one pass over the tile's two buffers."""
-        vectors, weight = slab.fold(vector), slab.weight()
+        """Fill the slab's product. Each line is one pass over the tile's two buffers."""
+        vectors = slab.fold(vector)
+        weight = slab.weight()
         for tile in slab.tiles():
-            weights, change = tile.scores, tile.scratch[0]
+            weights = tile.scores  # once `exponentiate` has overwritten them
+            change = tile.scratch[0]
             _, total = tile.exponentiate(weight)
             torch.bmm(vectors[tile.heads], slab.key[tile.heads], out=change)
             change.mul_(weights)
-            # The largest weight is exactly 1: where nearly all is on one key only the mean is rounded, so take it twice.
+            # The largest weight is exactly 1. With nearly all weight on one key only the mean is rounded: subtract it twice.
             for _ in range(2):
                 change.addcmul_(weights, change.sum(-1, keepdim=True).div_(total), value=-1)
             tile.multiply(change, total)

@@ -1,4 +1,4 @@
-"""Attention and log Z from a fused kernel: where it is right, and what it wants."""
+"""The backend of a fused kernel: which problems it can take, and a problem's arguments in the kernel's form."""
 
 from dataclasses import replace
 
@@ -24,7 +24,9 @@ class Fused:
     """The backend of a kernel, with the derivatives that it lacks."""
 
     def __init__(self, kernel: FusedKernel) -> None:
-        self.name, self.bands, self._kernel = kernel.name, kernel.bands, kernel
+        self.name = kernel.name
+        self.bands = kernel.bands
+        self._kernel = kernel
         self._function = with_log_partition(kernel)
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
@@ -39,58 +41,78 @@ class Fused:
         if weight is not None and may_be_differentiated(weight) and weight.shape[3] > 1:
             return "it has no gradient for a log_weight per query and key"
         reason = self._kernel.refuses(problem)
-        return proof.failure(self, problem) if reason is None and self._kernel.proof else reason
+        if reason is None and self._kernel.proof:
+            return proof.failure(self, problem)
+        return reason
 
     def forward(self, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
         """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
         if problem.offset and not self.bands:
-            return _merged(*(self.forward(part) for part in _past_and_own(problem)))
+            return _merged(*(self.forward(part) for part in _prefix_and_triangle(problem)))
         query, key, mask, scale = _kernel_arguments(problem, self._kernel)
         if problem.value is None:
             size = self._size(query)
-            query, key = _widened(query, size), _widened(key, size)
-            # The kernel must have values, and the keys are at hand.
+            query = _padded(query, size)
+            key = _padded(key, size)
+            # The kernel must have values: with the keys as values its output is the gradient of log Z.
             return (self._run(problem, query, key, key.detach(), mask, scale)[1],)
-        # The kernel does not check that key and value have as many heads.
+        # The kernel does not check that key and value have the same number of heads.
         value = _repeat_heads(problem.value.to(query.dtype), key.shape[1])
-        value_size, size = value.shape[-1], self._size(query, value)
-        query, key, value = (_widened(tensor, size) for tensor in (query, key, value))
-        # The compiler does not take one tensor for two arguments of a custom function.
-        value = value.view_as(value) if value is key else value
+        value_size = value.shape[-1]
+        size = self._size(query, value)
+        query = _padded(query, size)
+        key = _padded(key, size)
+        value = _padded(value, size)
+        if value is key:
+            # The compiler does not take one tensor for two arguments of a custom function.
+            value = value.view_as(value)
         output, log_z = self._run(problem, query, key, value, mask, scale)
         output = output[..., :value_size].to(problem.query.dtype)
         return output.reshape(*log_z.shape, value_size), log_z
 
     def _size(self, *tensors: Tensor) -> int:
-        """One head size for all that the kernel takes."""
-        size, multiple = max([tensor.shape[-1] for tensor in tensors]), self._kernel.multiple
+        """The least head size that the kernel takes and that all tensors can be padded to."""
+        size = max([tensor.shape[-1] for tensor in tensors])
+        multiple = self._kernel.multiple
         return -(-size // multiple) * multiple
 
     def _run(
         self, problem: AttentionProblem, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        empty = problem.sees_no_key()
-        if empty is not None:
-            unknown = torch.compiler.is_compiling() or in_functorch() or query.device.type != "cpu"
-            if unknown or bool(empty.any()):
+        """The kernel's results, ``(B, H, L, D)`` and ``(B, Hk, G, L)``; log Z is −∞ for queries that see no key."""
+        sees_no_key = problem.sees_no_key()
+        if sees_no_key is not None:
+            is_unreadable = torch.compiler.is_compiling() or in_functorch() or query.device.type != "cpu"
+            if is_unreadable or bool(sees_no_key.any()):
+                # Such a query may hold NaN, which would reach the gradients of keys: 0·NaN is NaN.
                 heads = problem.query.shape[1:3]
-                query = query.masked_fill(empty.expand(-1, *heads, -1).flatten(1, 2).unsqueeze(-1), 0.0)
-        low, high = (problem.band or (None, None)) if self.bands else (None, 0 if problem.is_causal else None)
+                query = query.masked_fill(sees_no_key.expand(-1, *heads, -1).flatten(1, 2).unsqueeze(-1), 0.0)
+        if self.bands:
+            low, high = problem.band or (None, None)
+        else:
+            low = None
+            high = 0 if problem.is_causal else None
         output, log_z = self._function(query, key, value, mask, scale, low, high, problem.value is None)
         log_z = log_z.reshape(problem.query.shape[:-1])
-        return output, log_z if empty is None else log_z.masked_fill(empty, -torch.inf)
+        if sees_no_key is not None:
+            log_z = log_z.masked_fill(sees_no_key, -torch.inf)
+        return output, log_z
 
 
-def _past_and_own(problem: AttentionProblem) -> tuple[AttentionProblem, AttentionProblem]:
-    """Causality with an offset: the keys that every query sees, and a triangle of the others."""
-    length, keys, offset = problem.query.shape[3], problem.key.shape[2], problem.offset
-    problem, rows = replace(problem, offset=0), slice(0, length)
-    past = replace(problem.narrow(rows, slice(0, offset)), is_causal=False)
-    return past, problem.narrow(rows, slice(offset, min(keys, offset + length)))
+def _prefix_and_triangle(problem: AttentionProblem) -> tuple[AttentionProblem, AttentionProblem]:
+    """Causality with an offset as two problems: the first keys, which every query sees, and causality over the others."""
+    length = problem.query.shape[3]
+    keys = problem.key.shape[2]
+    offset = problem.offset
+    problem = replace(problem, offset=0)
+    rows = slice(0, length)
+    prefix = replace(problem.narrow(rows, slice(0, offset)), is_causal=False)
+    triangle = problem.narrow(rows, slice(offset, min(keys, offset + length)))
+    return prefix, triangle
 
 
 def _merged(*parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The results over the keys of all parts together."""
+    """The results over the keys of all parts together: log Z is a log-sum-exp, the output the average weighted by Z."""
     weights, total, log_z = reference.softmax(torch.stack([part[-1] for part in parts], dim=-1), None)
     if len(parts[0]) == 1:
         return (log_z,)
@@ -100,25 +122,34 @@ def _merged(*parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _kernel_arguments(problem: AttentionProblem, kernel: FusedKernel) -> tuple[Tensor, Tensor, Tensor | None, float]:
-    """Query ``(B, H, L, D)``, key ``(B, Hk or H, N, D)``, additive mask and scale as the kernel wants them."""
-    query, key, scale, weight = problem.query, problem.key, problem.scale, problem.log_weight
-    # The kernel knows of causality itself, and some know of every band.
+    """Query ``(B, H, L, D)``, key ``(B, Hk or H, N, D)``, additive mask and scale in the kernel's form."""
+    query = problem.query
+    key = problem.key
+    scale = problem.scale
+    weight = problem.log_weight
+    # The kernel applies causality itself, and some kernels apply every band.
     window = None if kernel.bands else problem.window
-    band = hidden_by_position(window, 0, query.shape[3], key.shape[2], query.device)
-    rounded = weight is not None and weight.is_floating_point() and kernel.masks != "any"
-    if weight is not None and (rounded or may_be_differentiated(weight)):
+    hidden_by_window = hidden_by_position(window, 0, query.shape[3], key.shape[2], query.device)
+    would_round = weight is not None and weight.is_floating_point() and kernel.masks != "any"
+    if weight is not None and (would_round or may_be_differentiated(weight)):
         # A half-precision column, or mask, would round the log-weights.
-        query, key = query.to(problem.dtype), key.to(problem.dtype)
+        query = query.to(problem.dtype)
+        key = key.to(problem.dtype)
     if isinstance(scale, Tensor) or ((problem.is_causal or kernel.bands) and scale <= 0):
-        query, scale = (query * scale).to(query.dtype), 1.0
+        # The kernel takes one number, and with causality a positive one.
+        query = (query * scale).to(query.dtype)
+        scale = 1.0
     query = query.flatten(1, 2)
     if weight is None:
-        return query, key, None if band is None else _hiding(band, _mask_dtype(query, kernel)), scale
+        mask = None if hidden_by_window is None else _hiding(hidden_by_window, _mask_dtype(query, kernel))
+        return query, key, mask, scale
     if may_be_differentiated(weight):
         query, key, mask = _with_weight_column(query * scale, key, weight, problem)
-        return query, key, mask if band is None else mask.masked_fill(band, -torch.inf), 1.0
+        if hidden_by_window is not None:
+            mask = mask.masked_fill(hidden_by_window, -torch.inf)
+        return query, key, mask, 1.0
     if (
-        band is None
+        hidden_by_window is None
         and weight.is_floating_point()
         and weight.shape[3] == 1
         and weight.device.type == "cpu"
@@ -128,24 +159,32 @@ def _kernel_arguments(problem: AttentionProblem, kernel: FusedKernel) -> tuple[T
         # A mask costs the kernel up to a tenth of its time, also when it hides and weighs nothing.
         return query, key, None, scale
     if weight.dtype == torch.bool:
-        hidden = ~weight if band is None else ~weight | band
-        weight = _hiding(hidden, query.dtype if band is None else _mask_dtype(query, kernel))
+        hidden = ~weight
+        dtype = query.dtype
+        if hidden_by_window is not None:
+            hidden = hidden | hidden_by_window
+            dtype = _mask_dtype(query, kernel)
+        mask = _hiding(hidden, dtype)
     else:
-        weight = weight.to(problem.dtype)
-        weight = weight if band is None else weight.masked_fill(band, -torch.inf)
-    return query, key, _flatten_heads(weight, problem), scale
+        mask = weight.to(problem.dtype)
+        if hidden_by_window is not None:
+            mask = mask.masked_fill(hidden_by_window, -torch.inf)
+    return query, key, _flatten_heads(mask, problem), scale
 
 
 def _mask_dtype(query: Tensor, kernel: FusedKernel) -> torch.dtype:
+    """The dtype of a mask that the kernel takes with this query."""
     return working_dtype(query) if kernel.masks == "any" else query.dtype
 
 
 def _hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask, of at least four dimensions, to be added to scores."""
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)[(None,) * max(0, 4 - hidden.ndim)]
+    """−∞ for hidden pairs and 0 for others, to be added to scores; at least four dimensions."""
+    mask = torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)
+    return mask[(None,) * max(0, 4 - hidden.ndim)]
 
 
 def _flatten_heads(weight: Tensor, problem: AttentionProblem) -> Tensor:
+    """From ``(#B, #Hk, #G, #L, #N)`` to ``(#B, 1 or Hk·G, #L, #N)``."""
     if weight.shape[1] == weight.shape[2] == 1:
         return weight.squeeze(2)
     return weight.expand(-1, *problem.query.shape[1:3], -1, -1).flatten(1, 2)
@@ -154,7 +193,13 @@ def _flatten_heads(weight: Tensor, problem: AttentionProblem) -> Tensor:
 def _with_weight_column(
     query: Tensor, key: Tensor, weight: Tensor, problem: AttentionProblem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Per-key log-weights as one more column of the key, met by ones in the query: their gradient is the key's."""
+    """Log-weights of keys as one more column of the key, and ones as that of the query.
+
+    query·key + weight is then a product of longer vectors, and the weights' gradient is that of the key's last column.
+
+    Returns:
+        Query, key, and a mask that hides the keys of log-weight −∞, which the column holds as 0.
+    """
     weight = _flatten_heads(weight, problem).to(query.dtype)
     heads = key.shape[1]
     if weight.shape[1] not in (1, heads):
@@ -167,12 +212,13 @@ def _with_weight_column(
     return query, torch.cat([key, column], dim=-1), mask.expand(-1, -1, -1, key.shape[2])
 
 
-def _widened(tensor: Tensor, size: int) -> Tensor:
-    """Zeros behind each row."""
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    """Zeros up to a head size, which change no score, and of an output are cut off."""
     return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
 
 
 def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Each of the key heads as often as query heads share it."""
     repeats = heads // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
 

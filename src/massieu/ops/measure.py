@@ -1,4 +1,4 @@
-"""An attention's errors, time and memory, beside PyTorch's own kernels: for `massieu devices` and the benchmarks.
+"""Errors, time and memory of an attention, beside PyTorch's own kernels: for `massieu devices` and the benchmarks.
 
 An attention here is a function of query, key and value to an output, or to an output and log Z. Errors are relative, in
 root mean square, to explicit softmax in float64 on the CPU.
@@ -35,9 +35,10 @@ def draw(
 def stock_attention(
     device: torch.device, dtype: str, is_causal: bool = True, grouped: bool = False, compiled: bool = True
 ) -> tuple[dict[str, Attention], dict[str, str]]:
-    """PyTorch's own attention by kernel, with those that do not run here, grouped where that is asked, and their reason.
+    """PyTorch's own attention by kernel; and for each kernel that does not run here, the first line of its error.
 
     Args:
+        grouped: whether kernels must run with fewer key heads than query heads.
         compiled: whether FlexAttention is one of them, which takes many seconds to compile.
     """
 
@@ -55,23 +56,27 @@ def stock_attention(
     if device.type != "cuda":
         return {"SDPA": stock}, {}
     kernels = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
-    given = {f"SDPA {name}": pinned(getattr(SDPBackend, kernel)) for name, kernel in kernels.items()}
-    given |= {"SDPA": stock} | ({"FlexAttention": _flex_attention(is_causal)} if compiled else {})
-    found, lost = {}, {}
-    for name, run in given.items():
+    candidates = {f"SDPA {name}": pinned(getattr(SDPBackend, kernel)) for name, kernel in kernels.items()}
+    candidates["SDPA"] = stock
+    if compiled:
+        candidates["FlexAttention"] = _flex_attention(is_causal)
+    available, unavailable = {}, {}
+    for name, run in candidates.items():
         query, key, value, grad, _ = draw(dtype, device, 2, 1 if grouped else 2, 256)
         leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        # Whether a kernel takes a problem is known only by calling it.
         try:
             torch.autograd.grad(run(*leaves), leaves, grad)
-            found[name] = run
+            available[name] = run
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError) as error:
-            lost[f"{name}, {dtype}"] = str(error).strip().splitlines()[0]
-    return found, lost
+            unavailable[f"{name}, {dtype}"] = str(error).strip().splitlines()[0]
+    return available, unavailable
 
 
 def _flex_attention(is_causal: bool) -> Attention:
+    """FlexAttention, compiled at its first call."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention)
@@ -97,7 +102,7 @@ def errors_of(
     size: int = 64,
     grouped: bool = True,
 ) -> tuple[dict[str, float], float | None]:
-    """Relative errors by part of attention, and the share of log Z's gradient where there is a log Z.
+    """Relative errors by part of attention; and, if it returns log Z, the part of log Z's gradient that arrives (1 is right).
 
     Args:
         trained: whether it has a gradient. Without one there are the errors of the results alone.
@@ -109,47 +114,54 @@ def errors_of(
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Results:
         return _explicit(query, key, value, is_causal)
 
-    wanted, slopes = _gradients(exact, wide, (grad_output, grad_log_z))
+    exact_results, exact_gradients = _gradients(exact, wide, (grad_output, grad_log_z))
     if not trained:
         with torch.no_grad():
-            return _named(PARTS, listed(run(*tensors)), wanted), None
-    found, got = _gradients(run, tensors, (grad_output, grad_log_z))
-    none = _gradients(exact, wide, (grad_output, 0 * grad_log_z))[1]
-    if len(found) == 1:
-        return _named(PARTS, found, wanted) | _named(PARTS[2:], got, none), None
-    without = _gradients(run, tensors, (grad_output, 0 * grad_log_z))[1]
+            return _relative_errors(PARTS, as_tuple(run(*tensors)), exact_results), None
+    results, gradients = _gradients(run, tensors, (grad_output, grad_log_z))
+    errors = _relative_errors(PARTS, results, exact_results)
+    # The gradients of the output alone, as those of kernels that return no log Z.
+    _, exact_of_output = _gradients(exact, wide, (grad_output, 0 * grad_log_z))
+    if len(results) == 1:
+        return errors | _relative_errors(PARTS[2:], gradients, exact_of_output), None
+    _, of_output = _gradients(run, tensors, (grad_output, 0 * grad_log_z))
     shares = []
+    # The value has no gradient of log Z.
     for place in range(2):
-        added = got[place].double().cpu() - without[place].double().cpu()
-        true = slopes[place] - none[place]
-        shares.append(float((added * true).sum() / true.square().sum()))
-    errors = _named(PARTS, found, wanted) | _named(PARTS[2:], got, slopes)
+        of_log_z = gradients[place].double().cpu() - of_output[place].double().cpu()
+        exact_of_log_z = exact_gradients[place] - exact_of_output[place]
+        shares.append(float((of_log_z * exact_of_log_z).sum() / exact_of_log_z.square().sum()))
+    errors |= _relative_errors(PARTS[2:], gradients, exact_gradients)
     return errors, max(shares, key=lambda share: abs(share - 1))
 
 
-def listed(result: Any) -> Results:
-    """An attention's results as a tuple."""
+def as_tuple(result: Any) -> Results:
+    """An attention's results as a tuple, whether it returns one or several."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def _gradients(run: Attention, tensors: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Results, Results]:
-    """Results, and gradients for the cotangents of as many results as there are."""
+    """Results, and gradients for cotangents of these; cotangents beyond the results are not used."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    results = listed(run(*leaves))
-    given = [one.to(result) for one, result in zip(cotangents, results, strict=False)]
-    return results, torch.autograd.grad(results, leaves, given)
+    results = as_tuple(run(*leaves))
+    used = [cotangent.to(result) for cotangent, result in zip(cotangents, results, strict=False)]
+    return results, torch.autograd.grad(results, leaves, used)
 
 
-def _named(names: Sequence[str], found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float]:
+def _relative_errors(names: Sequence[str], tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float]:
+    """Errors in root mean square, relative to the exact tensors, by name."""
     errors = {}
-    for name, one, true in zip(names, found, exact, strict=False):
-        errors[name] = float((one.detach().double().cpu() - true.detach()).norm() / true.detach().norm())
+    for name, tensor, exact_tensor in zip(names, tensors, exact, strict=False):
+        difference = tensor.detach().double().cpu() - exact_tensor.detach()
+        errors[name] = float(difference.norm() / exact_tensor.detach().norm())
     return errors
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Results:
+    """Output and log Z from the whole matrix of scores."""
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     scores = query @ key.mT * query.shape[-1] ** -0.5
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
@@ -180,21 +192,24 @@ AHEAD = 10_000_000
 
 
 def turns(works: dict[str, Work], device: torch.device, budget: float) -> dict[str, list[float]]:
-    """Each work's seconds in rounds in which all take turns, 3 to 50 of them, after one that is not measured.
+    """Each work's seconds in 3 to 50 rounds, in which all works take turns, after one round that is not measured.
 
-    On CUDA they are the device's, as where it is busy when a call comes; what a call takes of the host is `host_seconds`.
+    On CUDA they are the device's time, as if it were busy when the call comes; `host_seconds` measures the host's.
     """
     for work in works.values():
         work()
-    start, found, rounds = time.perf_counter(), {name: [] for name in works}, 0
+    start = time.perf_counter()
+    seconds = {name: [] for name in works}
+    rounds = 0
     while rounds < 3 or (rounds < 50 and time.perf_counter() - start < budget):
         for name, work in works.items():
-            found[name].append(_time(work, device))
+            seconds[name].append(_time(work, device))
         rounds += 1
-    return found
+    return seconds
 
 
 def _time(work: Work, device: torch.device) -> float:
+    """Seconds of one call."""
     if device.type != "cuda":
         start = time.perf_counter()
         work()
@@ -210,20 +225,20 @@ def _time(work: Work, device: torch.device) -> float:
 
 
 def host_seconds(work: Work, device: torch.device, rounds: int = 50) -> float:
-    """The median of what a call takes until it returns, which on CUDA is before the device has done it."""
+    """Median seconds until a call returns, which on CUDA is before the device has finished."""
     work()
-    found = []
+    seconds = []
     for _ in range(rounds):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         work()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def peak_memory(work: Work, device: torch.device) -> float | None:
-    """Mebibytes that a work allocates at the most beyond what is there; None where it is not measured."""
+    """Peak of the mebibytes that a work allocates; None on devices where it is not measured."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

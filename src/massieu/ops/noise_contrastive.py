@@ -53,39 +53,46 @@ def binary_nce(
         noise_log_density=noise_log_density,
         noise_log_noise=noise_log_noise,
     )
-    data = _checked("data", data_log_density, data_log_noise)
-    noise = _checked("noise", noise_log_density, noise_log_noise)
+    _check("data", data_log_density, data_log_noise)
+    _check("noise", noise_log_density, noise_log_noise)
     if values_are_known(noise_log_noise) and bool((noise_log_noise == -torch.inf).any()):
         raise ValueError("noise_log_noise must be above −inf: the noise has no draw where its density is 0")
     dtype = working_dtype(data_log_density)
     level = one_number("log_partition", log_partition, dtype, data_log_density=data_log_density)
+    count = data_log_density.numel()
+    log_ratio = math.log(noise_log_density.numel() / count)
+
+    def logit(log_density: Tensor, log_noise: Tensor) -> Tensor:
+        """G: log-odds that a point is a datum."""
+        return log_density.to(dtype) - level - log_noise.to(dtype) - log_ratio
+
     with without_autocast(data_log_density.device):
-        count, share = data_log_density.numel(), math.log(noise_log_density.numel() / data_log_density.numel())
-        told, untold = (density.to(dtype) - level - known.to(dtype) - share for density, known in (data, noise))
-        return (_surprise(told).sum() + _surprise(-untold).sum()) / count
+        data_logit = logit(data_log_density, data_log_noise)
+        noise_logit = logit(noise_log_density, noise_log_noise)
+        return (_minus_log_sigmoid(data_logit).sum() + _minus_log_sigmoid(-noise_logit).sum()) / count
 
 
-def _surprise(logit: Tensor) -> Tensor:
+def _minus_log_sigmoid(logit: Tensor) -> Tensor:
     """−log σ(logit), with the digits of every derivative.
 
     PyTorch's softplus is linear beyond a threshold, which float64 notices; its logsigmoid has the second derivative
     σ·(σ − 1), of which nothing is left where σ rounds to 1. Each branch has a finite argument where the other is taken.
     """
-    likely = logit > 0
-    tail = torch.exp(-logit.where(likely, 0.0)).log1p()
-    unlikely = logit.where(~likely, 0.0)
-    return torch.where(likely, tail, unlikely.exp().log1p() - unlikely)
+    is_positive = logit > 0
+    of_positive = torch.exp(-logit.where(is_positive, 0.0)).log1p()
+    negative = logit.where(~is_positive, 0.0)
+    return torch.where(is_positive, of_positive, negative.exp().log1p() - negative)
 
 
-def _checked(name: str, density: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Both log-densities of data or of noise."""
-    given = {f"{name}_log_density": density, f"{name}_log_noise": known}
-    for one, tensor in given.items():
+def _check(name: str, log_density: Tensor, log_noise: Tensor) -> None:
+    """Check both log-densities of the data or of the noise, by the beginning of their names."""
+    tensors = {f"{name}_log_density": log_density, f"{name}_log_noise": log_noise}
+    for argument, tensor in tensors.items():
         if tensor.numel() == 0:
-            raise ValueError(f"{one} must have at least one number, got shape {tuple(tensor.shape)}")
+            raise ValueError(f"{argument} must have at least one number, got shape {tuple(tensor.shape)}")
         if values_are_known(tensor) and bool((tensor == torch.inf).any()):
-            raise ValueError(f"{one} must be below +inf, got +inf among its numbers")
-    if density.shape != known.shape:
-        shapes = tuple(density.shape), tuple(known.shape)
-        raise ValueError(f"{' and '.join(given)} must have one shape, got {shapes[0]} and {shapes[1]}")
-    return density, known
+            raise ValueError(f"{argument} must be below +inf, got +inf among its numbers")
+    if log_density.shape != log_noise.shape:
+        raise ValueError(
+            f"{' and '.join(tensors)} must have one shape, got {tuple(log_density.shape)} and {tuple(log_noise.shape)}"
+        )

@@ -1,7 +1,7 @@
-"""What the probe is told of an attention call: what attention was given, and what came of it.
+"""How attention calls are shown to listeners such as the probe: the arguments of a call and its output.
 
-The functions of this package that average values tell of themselves. Code that computes softmax attention in another way,
-as by the matrix of weights, tells of it by `tell_attention`; code whose weights are no softmax by `tell`.
+The functions of this package that average values show their calls themselves. Code that computes softmax attention in another
+way, such as by the matrix of weights, calls `tell_attention`; code whose weights are no softmax calls `tell`.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ class ObservedAttention:
     """Softmax attention as it was computed.
 
     Attributes:
-        problem: what it was given, values among it.
-        output: what came of it, the sink included.
-        moving: the log-weight follows from queries or keys; None where only who listens may know.
-        exchanged: keys and queries have exchanged roles beside the call before: the same scores, read the other way.
-        start: where an iteration over the same keys began whose end is the query; None where there was none.
+        problem: the arguments, values included.
+        output: the result, the sink included.
+        moving: whether the log-weight is computed from queries or keys; None if only the listener can know.
+        exchanged: whether keys and queries have exchanged roles since the call before, with the same scores.
+        start: first state of an iteration over the same keys that ended at the query; None without an iteration.
     """
 
     problem: AttentionProblem
@@ -36,13 +36,13 @@ class ObservedAttention:
 
 @dataclass(frozen=True, eq=False)
 class ObservedWeights:
-    """An average of values under weights that are no softmax of scores, or of scores that are not known.
+    """An average of values under weights that are not a softmax of scores, or of unknown scores.
 
     Attributes:
-        query, key: what the weights were made of.
-        seen: which keys a query may have a weight for; None is all.
+        query, key: the tensors from which the weights were computed.
+        seen: True where a query may have a weight for a key; None if it may everywhere.
         weights: of any sign and sum.
-        output: what came of it: weights · values.
+        output: weights · values.
     """
 
     query: Float[Tensor, "B H L D"]
@@ -56,16 +56,16 @@ class ObservedWeights:
 def observed(
     problem: AttentionProblem, compute: Callable[..., tuple[Tensor, ...]], *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """``compute(*arguments)``, of which the first result is the problem's output, told to whoever listens."""
-    told = listeners()
-    if not told:
+    """``compute(*arguments)``, whose first result is the problem's output; listeners may replace it."""
+    audience = listeners()
+    if not audience:
         return compute(*arguments)
-    output, *others = in_one_call(told, compute, *arguments)
-    return tell(told, ObservedAttention(problem, output)), *others
+    output, *others = in_one_call(audience, compute, *arguments)
+    return tell(audience, ObservedAttention(problem, output)), *others
 
 
 def tell_attention(
-    told: Listeners,
+    audience: Listeners,
     output: Float[Tensor, "*query E"],
     query: Float[Tensor, "*query D"],
     key: Float[Tensor, "*batch Hk N D"],
@@ -76,25 +76,28 @@ def tell_attention(
     start: Float[Tensor, "B H L D"] | None = None,
     **options: Any,
 ) -> Float[Tensor, "*query E"]:
-    """Tell of softmax attention that was computed; its output itself, or what takes its place.
+    """Show a call of softmax attention to listeners; its output, or what the last of them put in its place.
 
     Args:
-        moving, exchanged, start: as `ObservedAttention` has them.
+        audience: the listeners.
+        moving, exchanged, start: as in `ObservedAttention`.
         options: of `massieu.ops.attention`.
     """
     problem = check_problem(query, key, value, **{"log_weight": None, "scale": None, "is_causal": False, **options})
     laid_out = output.reshape(*problem.query.shape[:-1], output.shape[-1])
-    found = tell(told, ObservedAttention(problem, laid_out, moving, exchanged, start))
-    return output if found is laid_out else problem.restore(found)
+    shown = tell(audience, ObservedAttention(problem, laid_out, moving, exchanged, start))
+    # The caller's own tensor, if no listener has replaced it.
+    return output if shown is laid_out else problem.restore(shown)
 
 
-def tell(told: Listeners, call: ObservedAttention | ObservedWeights) -> Tensor:
-    """Tell each listener of a call, the outermost first; the output, or what takes its place.
+def tell(audience: Listeners, call: ObservedAttention | ObservedWeights) -> Tensor:
+    """Show a call to each listener, the outermost first; its output, or what the last of them put in its place.
 
-    What one has put in the output's place is the output that the next is told of.
+    A listener is shown the output that the one before it has put in place.
     """
-    for listener in told:
-        with as_one_call([other for other in told if other is not listener]):
+    for listener in audience:
+        # What a listener computes is not shown to the others.
+        with as_one_call([other for other in audience if other is not listener]):
             output = listener.hear(call)
         if output is not None:
             call = replace(call, output=output)

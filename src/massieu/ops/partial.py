@@ -16,13 +16,13 @@ from massieu.ops.shapes import check_alike
 class Partial(NamedTuple):
     """The log-partition over some of the keys, and the mean of their values under the weights of each query.
 
-    Two such results of disjoint keys hold all there is to know for that of their union: log Z = log(Z₁ + Z₂), and the
-    means are averaged with weights softmax(log Z₁, log Z₂). So parts may be computed anywhere and merged in any order
-    and grouping, to rounding. A part without a visible key (log Z = −inf) changes nothing, whatever its mean.
+    The result over two disjoint sets of keys follows from the results over either: log Z = log(Z₁ + Z₂), and the means are
+    averaged with weights softmax(log Z₁, log Z₂). So parts may be computed anywhere and merged in any order and grouping, to
+    rounding. A part without a visible key (log Z = −inf) changes nothing, whatever its mean.
 
     A part need not come from keys: log-partition b and mean v are a sink, to which a query may attend instead.
 
-    Make one by `Partial.of(attention(query, some_keys, some_values))`. Merging checks what it is given.
+    Make one by `Partial.of(attention(query, some_keys, some_values))`. Merging checks all parts.
 
     Example:
         >>> import torch
@@ -61,14 +61,15 @@ class Partial(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Self:
-        """No keys at all: what merging starts from, and is not changed by.
+        """The result over no keys, with log Z = −inf: merging it with another part gives that part.
 
         Args:
             shape: of the log-partition.
             size: of a value.
 
         Raises:
-            TypeError, ValueError: sizes that are not whole numbers of at least 0, a dtype but float32 and float64, no device.
+            TypeError, ValueError: sizes that are not whole numbers of at least 0, a dtype other than float32 and float64, or
+                a device that does not exist.
         """
         if not isinstance(shape, Sequence) or isinstance(shape, str | bytes):
             raise TypeError(f"shape must be of whole numbers, got {described(shape)}")
@@ -76,11 +77,11 @@ class Partial(NamedTuple):
             if not isinstance(number, torch.SymInt):
                 whole_number(name, number, least=0)
         if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
-            given = dtype if isinstance(dtype, torch.dtype) else described(dtype)
-            raise TypeError(f"dtype must be torch.float32 or torch.float64, got {given}")
+            got = dtype if isinstance(dtype, torch.dtype) else described(dtype)
+            raise TypeError(f"dtype must be torch.float32 or torch.float64, got {got}")
         device = _checked_device(device)
-        level = torch.full(tuple(shape), -torch.inf, dtype=dtype, device=device)
-        return cls(level, torch.zeros(*shape, size, dtype=dtype, device=device))
+        log_z = torch.full(tuple(shape), -torch.inf, dtype=dtype, device=device)
+        return cls(log_z, torch.zeros(*shape, size, dtype=dtype, device=device))
 
     def merge(self, *others: "Partial") -> "Partial":
         """The result over the keys of this part and all others, which must be disjoint.
@@ -117,6 +118,7 @@ class Partial(NamedTuple):
                 f"dim must be a dimension of the log-partition {tuple(self.log_partition.shape)}, got {dim}"
             )
         dim %= count
+        # Values first, as constants; then derivatives, by sums that are known at these values.
         anchor = _merged(Partial(self.log_partition.detach(), self.mean.detach()), dim)
         if not may_be_differentiated(*self):
             return anchor
@@ -137,8 +139,8 @@ class Partial(NamedTuple):
 def shares(anchor: Partial, part: Partial) -> tuple[Tensor, Tensor]:
     """A part's share p of the anchor's Z, and p·(mean − the anchor's mean).
 
-    Sums of these over all parts are differentiable to every order, and around an anchor that is constant nothing is
-    lost: log Z + log Σp and mean + Σp·(mean_part − mean)/Σp do not depend on the anchor.
+    The merged result is log Z + log Σp and mean + Σp·(mean_part − mean)/Σp with log Z and mean of the anchor. It does not
+    depend on the anchor, which can therefore be a constant: all derivatives, of every order, are those of the two sums.
     """
     hidden = part.log_partition == -torch.inf
     level = anchor.log_partition.masked_fill(anchor.log_partition == -torch.inf, 0.0)
@@ -155,35 +157,37 @@ def around(anchor: Partial, weight: Tensor, moment: Tensor) -> Partial:
 
 
 def _merged(parts: Partial, dim: int) -> Partial:
-    """The merged values alone."""
-    levels, means = parts
-    if levels.shape[dim] == 0:
-        return Partial(levels.sum(dim) - torch.inf, means.sum(dim))
-    top = levels.amax(dim, keepdim=True)
-    hidden = levels == -torch.inf
-    weights = (levels - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    """The merged values, without derivatives."""
+    log_zs, means = parts
+    if log_zs.shape[dim] == 0:
+        return Partial(log_zs.sum(dim) - torch.inf, means.sum(dim))
+    top = log_zs.amax(dim, keepdim=True)
+    has_no_key = log_zs == -torch.inf
+    weights = (log_zs - top.masked_fill(top == -torch.inf, 0.0)).exp()
     total = weights.sum(dim, keepdim=True)
     total = torch.where(total == 0, 1.0, total)
-    # A log of 1 where nothing is visible: the top is −inf there, and so is the sum.
-    level = (total.log() + top).squeeze(dim)
-    share = torch.where(hidden, 0.0, weights / total).unsqueeze(-1)
-    # The mean of a part without a visible key may be anything.
-    return Partial(level, (share * torch.where(hidden.unsqueeze(-1), 0.0, means)).sum(dim))
+    # Where no part has a visible key the log is 0 and the top is −inf, and so is their sum.
+    log_z = (total.log() + top).squeeze(dim)
+    share = torch.where(has_no_key, 0.0, weights / total).unsqueeze(-1)
+    # The mean of a part without a visible key may be anything, NaN too.
+    return Partial(log_z, (share * torch.where(has_no_key.unsqueeze(-1), 0.0, means)).sum(dim))
 
 
 def _check(part: Partial) -> None:
-    level, mean = instance("a part", part, Partial, "a Partial")
-    check_alike(log_partition=level, mean=mean)
-    if level.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"log_partition and mean must be float32 or float64, got {level.dtype}")
-    if mean.ndim != level.ndim + 1 or mean.shape[:-1] != level.shape:
+    """Raise a TypeError or ValueError unless this is a `Partial` whose tensors fit each other."""
+    log_z, mean = instance("a part", part, Partial, "a Partial")
+    check_alike(log_partition=log_z, mean=mean)
+    if log_z.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"log_partition and mean must be float32 or float64, got {log_z.dtype}")
+    if mean.ndim != log_z.ndim + 1 or mean.shape[:-1] != log_z.shape:
         raise ValueError(
-            f"mean must have the shape of log_partition {tuple(level.shape)} and one more dimension, "
+            f"mean must have the shape of log_partition {tuple(log_z.shape)} and one more dimension, "
             f"got {tuple(mean.shape)}"
         )
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device | None:
+    """The device of that name; a TypeError or ValueError if there is none."""
     if device is None or isinstance(device, torch.device):
         return device
     if isinstance(device, bool) or not isinstance(device, int | str):

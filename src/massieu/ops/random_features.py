@@ -23,8 +23,8 @@ class RandomFeaturesResult(NamedTuple):
     log_partition: Float[Tensor, "*query"]
     """log Ẑ in nats, float32 or float64: Ẑ is unbiased for Z, its logarithm lies below log Z in the mean."""
     standard_error: Float[Tensor, "*query"] | None
-    """The standard deviation of Ẑ in units of Z, from its formula; None where it was not asked for. To first order that
-    of log Ẑ, whose bias is then −½ of its square. Inf beyond the range of the dtype; 0 where no key is visible."""
+    """The standard deviation of Ẑ in units of Z, from its formula; None without `standard_error`. To first order it is also
+    that of log Ẑ, whose bias is then −½ of its square. Inf beyond the range of the dtype; 0 where no key is visible."""
 
 
 @uncompiled
@@ -72,8 +72,8 @@ def random_feature_log_partition(
         >>> import torch
         >>> from massieu import ops
         >>> query, key = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 3, 2)  # nothing is random at 0
-        >>> found = ops.random_feature_log_partition(query, key, generator=torch.Generator())
-        >>> round(found.log_partition.exp().item(), 3), round(found.standard_error.item(), 3)
+        >>> estimate = ops.random_feature_log_partition(query, key, generator=torch.Generator())
+        >>> round(estimate.log_partition.exp().item(), 3), round(estimate.standard_error.item(), 3)
         (3.0, 0.0)
     """
     flag("standard_error", standard_error)
@@ -84,6 +84,7 @@ def random_feature_log_partition(
     problem = check_problem(query, key, None, log_weight, scale, False)
     assert isinstance(problem.scale, float)
     with without_autocast(query.device):
+        # Queries and keys share the scale, which has the sign of the query's factor.
         root = math.sqrt(abs(problem.scale))
         keys = problem.key.to(problem.dtype) * root
         queries = problem.query.to(problem.dtype) * math.copysign(root, problem.scale)
@@ -91,26 +92,28 @@ def random_feature_log_partition(
         size = keys.shape[-1]
         omega = torch.randn(features, size, generator=generator, device=generator.device, dtype=problem.dtype)
         omega = omega.to(keys.device).expand(*keys.shape[:2], features, size)
-        # log Σ_n w_n φ_ω(k_n), and then the features are the keys of the queries.
+        # log Σ_n w_n φ_ω(k_n) for each feature: a log-partition with the features as queries. Then the features are the keys of
+        # the queries, with these as log-weights.
         sums = log_partition(omega, keys, log_weight=(weight - keys.square().sum(-1) / 2).unsqueeze(-2), scale=1.0)
-        level = log_partition(queries, omega, log_weight=sums[:, :, None, None], scale=1.0)
-        level = problem.restore(level - queries.square().sum(-1) / 2 - math.log(features))
+        log_z = log_partition(queries, omega, log_weight=sums[:, :, None, None], scale=1.0)
+        log_z = problem.restore(log_z - queries.square().sum(-1) / 2 - math.log(features))
         if not standard_error:
-            return RandomFeaturesResult(level, None)
+            return RandomFeaturesResult(log_z, None)
         with torch.no_grad():
             error = _standard_error(queries.detach(), keys.detach(), weight.detach(), features)
-    return RandomFeaturesResult(level, problem.restore(error))
+    return RandomFeaturesResult(log_z, problem.restore(error))
 
 
 def _per_key(problem: AttentionProblem) -> Tensor:
-    """Float log-weights (B, Hk, N)."""
-    shape, weight = problem.key.shape[:3], problem.log_weight
+    """Float log-weights (B, Hk, N); a ValueError if they differ between queries or heads of a key head."""
+    shape = problem.key.shape[:3]
+    weight = problem.log_weight
     if weight is None:
         return problem.key.new_zeros(shape, dtype=problem.dtype)
     if weight.shape[2:4] != (1, 1):
         raise ValueError(
-            f"log_weight must be one a key for all queries of a key head: with two dimensions of size 1 in the place of "
-            f"{problem.query.shape[2]} query heads a key head and {problem.query.shape[3]} queries, "
+            f"log_weight must be one a key for all queries of a key head: give sizes (1, 1) for the "
+            f"{problem.query.shape[2]} query heads of a key head and the {problem.query.shape[3]} queries, "
             f"got {tuple(weight.shape[2:4])}"
         )
     if weight.dtype == torch.bool:
@@ -124,29 +127,41 @@ def _standard_error(query: Tensor, key: Tensor, weight: Tensor, features: int) -
     b = w exp(2q·k + ½‖k‖²): a Gaussian kernel, which cannot overflow, between weights whose largest is taken out.
     """
     dtype = query.dtype
-    query, key, weight = query.double(), key.double(), weight.double()
+    query = query.double()
+    key = key.double()
+    weight = weight.double()
     norm = key.square().sum(-1)
     batch, heads, group, length, size = query.shape
     result = query.new_zeros(batch, heads, group * length)
     rows = max(1, BLOCK_NUMBERS // max(1, key.shape[2]))
     for item in range(batch):
         for head in range(heads):
-            own, k = query[item, head].reshape(-1, size), key[item, head]
-            for first in range(0, len(own), rows):
+            head_query = query[item, head].reshape(-1, size)
+            for first in range(0, len(head_query), rows):
                 part = slice(first, first + rows)
-                result[item, head, part] = _relative_variance(own[part], k, norm[item, head], weight[item, head], rows)
+                result[item, head, part] = _relative_variance(
+                    head_query[part], key[item, head], norm[item, head], weight[item, head], rows
+                )
     return (result / features).sqrt().to(dtype).unflatten(-1, (group, length))
 
 
 def _relative_variance(query: Tensor, key: Tensor, norm: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """Var Ẑ₁ / Z² of one head, in float64."""
+    """Var Ẑ₁ / Z² for the queries of one head, in float64.
+
+    Args:
+        norm: ‖k‖² of each key.
+        weight: log w of each key.
+        rows: of the Gaussian kernel at a time.
+    """
     if len(key) == 0:
         return query.new_zeros(len(query))
     scores = query @ key.mT
     log_z = torch.logsumexp(scores + weight, -1)
-    level = 2 * scores + weight + norm / 2
-    top = level.amax(-1, keepdim=True)
-    share = (level - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    # log b, and b with its largest taken out.
+    log_b = 2 * scores + weight + norm / 2
+    top = log_b.amax(-1, keepdim=True)
+    share = (log_b - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    # Σ_ij b_i b_j exp(−½‖k_i − k_j‖²), a few rows of the kernel at a time.
     total = query.new_zeros(len(query))
     for first in range(0, len(key), rows):
         block = slice(first, first + rows)

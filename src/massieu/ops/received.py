@@ -17,7 +17,7 @@ from torch import Tensor
 from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiated, some, values_are_readable
 from massieu.ops import reference
 from massieu.ops import sink as with_sink
-from massieu.ops.attention import AttentionBackend, of_problem
+from massieu.ops.attention import AttentionBackend, attend_without_sink
 from massieu.ops.differentiable import recomputed
 from massieu.ops.documents import Documents
 from massieu.ops.shapes import (
@@ -91,7 +91,7 @@ def attention_received(
     if isinstance(problem.scale, Tensor) or problem.scale <= 0:
         # Both passes must see the same scores: a backend could round scale·query in the first and scale·key in the second.
         problem = replace(problem, query=problem.scaled_query(), key=problem.key.to(problem.dtype), scale=1.0)
-    (log_z,) = of_problem(problem, backend)  # (B, Hk, G, L)
+    (log_z,) = attend_without_sink(problem, backend)  # (B, Hk, G, L)
     if problem.sink is not None:
         log_z = with_sink.shares(log_z, problem)[0]
     totals = _document_totals(problem, log_z, backend)
@@ -168,7 +168,7 @@ def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBacken
     if weight is not None and weight.shape[3] != 1:
         return _received_by_pairs(problem, level, undefined, weight, backend)
     # log Σ_i exp(s_in − log Z_i) of each key n, to which its own log-weight is added.
-    (log_sum,) = of_problem(_exchanged(problem, level), backend)
+    (log_sum,) = attend_without_sink(_exchanged(problem, level), backend)
     if problem.is_causal:
         log_sum = log_sum.flip(3)
     log_sum = log_sum.view(*query.shape[:3], keys)
@@ -263,7 +263,7 @@ def _received_by_block(
     # Derivatives are the reference's, whatever computed log Z: no other backend has one for a log-weight per pair.
     if may_be_differentiated(query, key, level):
         backend = "reference"
-    (log_sum,) = of_problem(replace(problem, query=query, key=key, log_weight=level), backend)
+    (log_sum,) = attend_without_sink(replace(problem, query=query, key=key, log_weight=level), backend)
     is_nan = None if undefined is None else (visible & undefined).any(-1)
     return (_total(log_sum, is_nan),)
 

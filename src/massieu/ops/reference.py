@@ -27,10 +27,11 @@ class Reference:
     """The backend that is right everywhere."""
 
     forward: Callable[..., tuple[Tensor, ...]]
-    name, bands = "reference", False
+    name = "reference"
+    bands = False
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
-        """Nothing."""
+        """None: it takes every problem."""
         return None
 
 
@@ -41,27 +42,32 @@ def attention(problem: AttentionProblem) -> tuple[Tensor, ...]:
 
 
 def _attention(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
+    """The same for one block of queries."""
     weights, total, log_z = softmax(scores, log_weight)
-    return (log_z,) if value is None else (weighted_sum(weights, value) / total.unsqueeze(-1), log_z)
+    if value is None:
+        return (log_z,)
+    return weighted_sum(weights, value) / total.unsqueeze(-1), log_z
 
 
 def softmax(scores: Tensor, log_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights up to their total, that total, and log Z.
+    """Weights that are not yet divided by their total, that total, and log Z.
 
     Without a visible key: weights 0, total 1, log Z = −inf, and every derivative 0.
     """
-    tilted = scores if log_weight is None else scores + log_weight
-    if tilted.shape[-1] == 0:
-        empty = tilted.sum(-1)
-        return tilted, empty + 1, empty - torch.inf
+    if log_weight is not None:
+        scores = scores + log_weight
+    if scores.shape[-1] == 0:
+        # A sum over no keys is 0, and keeps the results in the graph of derivatives.
+        zero = scores.sum(-1)
+        return scores, zero + 1, zero - torch.inf
     # The shift cancels from every result, so no derivative needs to go through it.
-    shift = tilted.detach().amax(-1)
+    shift = scores.detach().amax(-1)
     shift = shift.masked_fill(shift == -torch.inf, 0.0)
-    weights = (tilted - shift.unsqueeze(-1)).exp()
+    weights = (scores - shift.unsqueeze(-1)).exp()
     total = weights.sum(-1)
-    empty = total == 0
-    total = torch.where(empty, 1.0, total)
-    return weights, total, (total.log() + shift).masked_fill(empty, -torch.inf)
+    sees_no_key = total == 0
+    total = torch.where(sees_no_key, 1.0, total)
+    return weights, total, (total.log() + shift).masked_fill(sees_no_key, -torch.inf)
 
 
 def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
@@ -72,11 +78,13 @@ def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
 def _scores(query: Tensor, key: Tensor, softcap: float | None) -> Tensor:
     """Scores ``(B, Hk, G, L, N)`` of a scaled query."""
     scores = (query.flatten(2, 3) @ key.mT).unflatten(2, query.shape[2:4])
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    if softcap is None:
+        return scores
+    return softcap * torch.tanh(scores / softcap)
 
 
 def _float_weight(log_weight: Tensor | None, hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Log-weights that hold what mask, causality and window hide."""
+    """Float log-weights, −∞ for pairs that a boolean mask or `hidden` (causality and window) hides; None if nothing does."""
     if log_weight is not None and log_weight.dtype == torch.bool:
         log_weight = torch.zeros_like(log_weight, dtype=dtype).masked_fill(~log_weight, -torch.inf)
     elif log_weight is not None:
@@ -90,21 +98,23 @@ def _float_weight(log_weight: Tensor | None, hidden: Tensor | None, dtype: torch
 def in_blocks(problem: AttentionProblem, function: Function) -> tuple[Tensor, ...]:
     """Apply ``function(scores, log_weight, value)`` to blocks of queries and join its results along the queries.
 
-    More than one block: each is computed again in the backward pass (`recomputed`).
+    If there are several blocks, each is computed again in the backward pass (`recomputed`).
     """
-    query, key, value = problem.scaled_query(), problem.key.to(problem.dtype), problem.value
-    value = None if value is None else value.to(problem.dtype)
+    query = problem.scaled_query()
+    key = problem.key.to(problem.dtype)
+    value = None if problem.value is None else problem.value.to(problem.dtype)
     length = query.shape[3]
-    rows = max(1, min(length, scores_per_tile(BLOCK_PAIRS, query.device) * length // max(problem.pairs, 1)))
-    if rows >= length:
+    block_pairs = scores_per_tile(BLOCK_PAIRS, query.device)
+    rows_per_block = max(1, min(length, block_pairs * length // max(problem.pairs, 1)))
+    if rows_per_block >= length:
         return _block(function, problem.softcap, problem.band, 0, query, key, problem.log_weight, value)
     results = []
-    for some in slices(length, rows):
+    for rows in slices(length, rows_per_block):
         weight = problem.log_weight
         if weight is not None and weight.shape[3] > 1:
-            weight = weight[:, :, :, some]
-        block = partial(_block, function, problem.softcap, problem.band, some.start)
-        results.append(recomputed(block, query[:, :, :, some], key, weight, value))
+            weight = weight[:, :, :, rows]
+        block = partial(_block, function, problem.softcap, problem.band, rows.start)
+        results.append(recomputed(block, query[:, :, :, rows], key, weight, value))
     return tuple(torch.cat(parts, dim=3) for parts in zip(*results, strict=True))
 
 
@@ -118,6 +128,7 @@ def _block(
     log_weight: Tensor | None,
     value: Tensor | None,
 ) -> tuple[Tensor, ...]:
+    """Apply the function to the scores of a block of scaled queries, the first of which is number `first`."""
     with without_autocast(query.device):
         hidden = hidden_by_position(band, first, query.shape[3], key.shape[2], query.device)
         weight = _float_weight(log_weight, hidden, query.dtype)

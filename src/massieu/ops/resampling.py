@@ -72,8 +72,8 @@ def resample_attention(
         >>> import torch
         >>> from massieu import ops
         >>> query, key, certain = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 3, 2), torch.arange(3) == 1
-        >>> found = ops.resample_attention(query, key, key, generator=torch.Generator(), draws=2, log_weight=certain)
-        >>> found.indices.tolist()
+        >>> result = ops.resample_attention(query, key, key, generator=torch.Generator(), draws=2, log_weight=certain)
+        >>> result.indices.tolist()
         [[[[1, 1]]]]
     """
     check_generator("generator", generator)
@@ -85,7 +85,7 @@ def resample_attention(
     assert problem.value is not None
     with torch.no_grad(), without_autocast(query.device):
         index, size, offspring = _draw(problem, generator, draws, method)
-    # A law with NaN among its weights has no draw, and its sample says so as attention does.
+    # Weights with a NaN have no draw: the sample is NaN, as attention is.
     sample = _take(problem.value, index).masked_fill(size.isnan()[..., None, None], torch.nan)
     heads = problem.lead[:-1]
     return ResamplingResult(
@@ -103,24 +103,26 @@ def _draw(
     shape = problem.query.shape[:4]
     uniform = _uniform(shape, draws, generator, method).to(problem.query.device)
     offspring = problem.query.new_zeros((), dtype=problem.dtype)
-    first = 0  # of the queries, which come in their order
+    first = 0  # number of the block's first query; blocks come in order
 
     def weigh(scores: Tensor, log_weight: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Indices and effective sizes of a block of queries, whose weights are added to `offspring`."""
         nonlocal first, offspring
         weights, total, log_z = reference.softmax(scores, log_weight)
         share = weights / total.unsqueeze(-1)
         offspring = offspring + share.sum(3)
-        rows = uniform[:, :, :, first : first + share.shape[3]]
+        block_uniform = uniform[:, :, :, first : first + share.shape[3]]
         first += share.shape[3]
-        size = torch.where(log_z == -torch.inf, 0.0, 1 / share.square().sum(-1))
-        return _inverse(weights, rows, log_z == -torch.inf), size
+        sees_no_key = log_z == -torch.inf
+        size = torch.where(sees_no_key, 0.0, 1 / share.square().sum(-1))
+        return _drawn_keys(weights, block_uniform, sees_no_key), size
 
     index, size = reference.in_blocks(problem.zero_queries_without_key(), weigh)
     return index, size, offspring
 
 
 def _uniform(shape: tuple[int, ...], draws: int, generator: torch.Generator, method: Method) -> Tensor:
-    """Where on [0, 1) each draw reads the cumulative weights: (B, Hk, G, L, S), float64."""
+    """Numbers in [0, 1), one for each draw, at which the cumulative weights are read: (B, Hk, G, L, S), float64."""
     options = {"generator": generator, "device": generator.device, "dtype": torch.float64}
     if method == "multinomial":
         return torch.rand(*shape, draws, **options)
@@ -131,16 +133,17 @@ def _uniform(shape: tuple[int, ...], draws: int, generator: torch.Generator, met
     return (start + query + torch.arange(draws, dtype=torch.float64, device=generator.device) / draws) % 1.0
 
 
-def _inverse(weights: Tensor, uniform: Tensor, empty: Tensor) -> Tensor:
-    """The first key at which the cumulative weight passes the uniform number's share of their sum."""
+def _drawn_keys(weights: Tensor, uniform: Tensor, sees_no_key: Tensor) -> Tensor:
+    """The first key at which the cumulative weight passes uniform·total; −1 if there is none."""
     if weights.shape[-1] == 0:
         return torch.full(uniform.shape, -1, device=weights.device)
     cumulative = weights.double().cumsum(-1)
     total = cumulative[..., -1:]
-    # A product that is rounded up to the sum would be passed by no key.
+    # No key passes a product that is rounded up to the total, so it is kept below.
     place = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulative, place.contiguous(), right=True)
-    return index.masked_fill((empty | total.squeeze(-1).isnan()).unsqueeze(-1), -1)
+    has_no_draw = sees_no_key | total.squeeze(-1).isnan()
+    return index.masked_fill(has_no_draw.unsqueeze(-1), -1)
 
 
 def _take(value: Tensor, index: Tensor) -> Tensor:

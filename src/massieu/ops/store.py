@@ -74,11 +74,11 @@ class AtomStore:
 
         Args:
             path: the directory to make; it must not exist, or be empty.
-            blocks: alike but for their number of atoms; a generator, where all of them do not fit in memory.
+            blocks: of equal shapes except for their number of atoms; a generator if all of them do not fit in memory.
 
         Raises:
-            TypeError: something is not an `AtomBlock` of floating-point tensors.
-            ValueError: shapes do not fit each other or the first block, there are no blocks, or `path` is taken.
+            TypeError: a block is not an `AtomBlock` of floating-point tensors.
+            ValueError: shapes do not fit each other or the first block, there are no blocks, or `path` exists.
         """
         path = Path(check_path("path", path))
         if isinstance(blocks, AtomBlock | str | Tensor) or not isinstance(blocks, Iterable):
@@ -86,12 +86,13 @@ class AtomStore:
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ValueError(f"a store is written to a new directory, and {path} is already there")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, folder=True, durable=False) as beside:
+        with replacing(path, folder=True, durable=False) as folder:
             first = None
             for index, block in enumerate(blocks):
                 _check_block(block, first)
-                first = block if first is None else first
-                save_file(_written(block), beside / f"{index:08d}.safetensors")
+                if first is None:
+                    first = block
+                save_file(_savable(block), folder / f"{index:08d}.safetensors")
             if first is None:
                 raise ValueError("blocks must hold at least one block of atoms, got none")
         return AtomStore.open(path)
@@ -112,21 +113,29 @@ class AtomStore:
             raise ValueError(
                 f"path must be that of a store of atoms, a directory of .safetensors files, and {path} holds none"
             )
-        layouts = [_layout(file) for file in files]
-        fixed = layouts[0][1:]
-        for file, layout in zip(files, layouts, strict=True):
-            if layout[1:] != fixed:
+        headers = [_read_header(file) for file in files]
+        layout, _ = headers[0]
+        for file, (file_layout, _) in zip(files, headers, strict=True):
+            if file_layout != layout:
                 raise ValueError(
-                    f"all files of a store must be alike: {files[0].name} has {_described(*fixed)}, "
-                    f"{file.name} has {_described(*layout[1:])}"
+                    f"all files of a store must be alike: {files[0].name} has {layout.described()}, "
+                    f"{file.name} has {file_layout.described()}"
                 )
-        return AtomStore(files, tuple(layout[0] for layout in layouts), *fixed)
+        return AtomStore(
+            files=files,
+            counts=tuple(count for _, count in headers),
+            heads=layout.heads,
+            size=layout.size,
+            value_size=layout.value_size,
+            has_values=layout.has_values,
+            has_log_weight=layout.has_log_weight,
+        )
 
     def blocks(self, size: int = 1 << 16) -> Iterator[AtomBlock]:
         """The atoms in order, at most `size` a head at a time.
 
-        Tensors are views of the file, read from disk where they are touched and unmapped when they are dropped; a
-        change of one does not reach the file.
+        Tensors are views of the file: they are read from disk when they are used, and unmapped when they are dropped. Changing
+        one does not change the file.
 
         Raises:
             ValueError: size is below 1, or a file has changed since the store was opened.
@@ -137,6 +146,7 @@ class AtomStore:
                 yield self._read(file, count, slice(first, min(count, first + size)))
 
     def _read(self, file: Path, count: int, atoms: slice) -> AtomBlock:
+        """Some atoms of a file that had `count` of them when the store was opened."""
         # Mapped anew for each block: pages once read would else count as this process's memory until the file is done.
         with _opened(file) as content:
             points = content.get_slice("points")
@@ -147,20 +157,32 @@ class AtomStore:
             return AtomBlock(points[:, atoms], values, log_weight)
 
 
+class _Layout(NamedTuple):
+    """The shapes that all files of a store share."""
+
+    heads: int
+    size: int
+    value_size: int
+    has_values: bool
+    has_log_weight: bool
+
+    def described(self) -> str:
+        """In words, for an error message."""
+        values = f"values of size {self.value_size}" if self.has_values else "no values"
+        log_weights = "log-weights" if self.has_log_weight else "no log-weights"
+        return f"{self.heads} heads, points of size {self.size}, {values}, {log_weights}"
+
+
 def _opened(file: Path) -> safe_open:
+    """The open file; a ValueError if it is not a safetensors file."""
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a safetensors file that can be read: {error}") from error
 
 
-def _described(heads: int, size: int, value_size: int, has_values: bool, has_log_weight: bool) -> str:
-    values = f"values of size {value_size}" if has_values else "no values"
-    return f"{heads} heads, points of size {size}, {values}, {'' if has_log_weight else 'no '}log-weights"
-
-
-def _layout(file: Path) -> tuple[int, int, int, int, bool, bool]:
-    """The number of atoms, and what all files of a store share, in the order of its fields."""
+def _read_header(file: Path) -> tuple[_Layout, int]:
+    """The layout of a file, and its number of atoms."""
     with _opened(file) as content:
         shapes = {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
         types = {name: content.get_slice(name).get_dtype() for name in shapes}
@@ -176,11 +198,18 @@ def _layout(file: Path) -> tuple[int, int, int, int, bool, bool]:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     heads, count, size = shapes["points"]
-    value_size = shapes["values"][2] if "values" in shapes else size
-    return count, heads, size, value_size, "values" in shapes, "log_weight" in shapes
+    layout = _Layout(
+        heads=heads,
+        size=size,
+        value_size=shapes["values"][2] if "values" in shapes else size,
+        has_values="values" in shapes,
+        has_log_weight="log_weight" in shapes,
+    )
+    return layout, count
 
 
 def _check_block(block: AtomBlock, first: AtomBlock | None) -> None:
+    """Raise a TypeError or ValueError unless a block is right by itself and like the first one."""
     instance("a block of atoms", block, AtomBlock, "an AtomBlock")
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in block._asdict().items():
@@ -191,25 +220,26 @@ def _check_block(block: AtomBlock, first: AtomBlock | None) -> None:
     _check_shapes(shapes)
     if first is None:
         return
-    wanted = {name: tuple(part.shape) for name, part in first._asdict().items() if part is not None}
-    if _but_for_count(shapes) != _but_for_count(wanted):
-        raise ValueError(f"blocks must be alike but for their number of atoms, got {wanted} and {shapes}")
+    first_shapes = {name: tuple(part.shape) for name, part in first._asdict().items() if part is not None}
+    if _without_count(shapes) != _without_count(first_shapes):
+        raise ValueError(f"blocks must be alike but for their number of atoms, got {first_shapes} and {shapes}")
 
 
-def _written(block: AtomBlock) -> dict[str, Tensor]:
-    """Tensors whose memory holds their numbers in order, each its own: safetensors refuses, or gets wrong, all others."""
+def _savable(block: AtomBlock) -> dict[str, Tensor]:
+    """The block's tensors, contiguous and in memory of their own: safetensors refuses others, or saves wrong numbers."""
     tensors: dict[str, Tensor] = {}
     for name, part in block._asdict().items():
         if part is None:
             continue
         part = part.detach().contiguous().resolve_neg()
         memory = part.untyped_storage().data_ptr()
-        shared = any(other.untyped_storage().data_ptr() == memory for other in tensors.values())
-        tensors[name] = part.clone() if shared else part
+        is_shared = any(other.untyped_storage().data_ptr() == memory for other in tensors.values())
+        tensors[name] = part.clone() if is_shared else part
     return tensors
 
 
-def _but_for_count(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _without_count(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes without their second size, the number of atoms."""
     return {name: (shape[0], *shape[2:]) for name, shape in shapes.items()}
 
 

@@ -1,4 +1,4 @@
-"""How the backends of attention do on one device: their errors, times and memory beside PyTorch's own attention.
+"""Errors, times and memory of attention's backends on one device, beside PyTorch's own attention.
 
 `massieu devices` shows it. Errors are relative, in root mean square, to explicit softmax in float64 on the CPU.
 """
@@ -37,15 +37,16 @@ class Choice:
     kind: str
     dtype: str
     training: str
-    """The backend where gradients are wanted."""
+    """The backend with gradients."""
     inference: str
+    """The backend without gradients."""
     refused: dict[str, str]
-    """Why each backend that comes before that of training is not taken."""
+    """For each backend that is preferred to `training`, the reason why it is not taken."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One backend, or one of PyTorch's own (then there is no log Z), causal, forward and backward."""
+    """One backend, or one kernel of PyTorch (which returns no log Z), with causal attention, forward and backward."""
 
     name: str
     dtype: str
@@ -54,30 +55,34 @@ class Measured:
     taken: bool
     """Whether `auto` takes it for a kind of problem in this dtype."""
     errors: dict[str, float]
-    """By part; no gradients where it has none."""
+    """Errors by part; without the gradients if the backend has none."""
     bars: dict[str, float]
-    """Twice the error of PyTorch's fastest, and rounding; of log Z and the share, which PyTorch has not, rounding alone."""
+    """Bounds on the errors: twice that of PyTorch's fastest kernel, plus rounding. For log Z and the share, which PyTorch
+    lacks, rounding alone."""
     share: float | None
-    """How much of log Z's gradient arrives beside the output's: its projection in float64, the worse of query and key."""
+    """Part of log Z's gradient that arrives beside the output's, by projection on the gradient in float64; 1 is right. The
+    worse of query and key."""
     forward_seconds: float
     both_seconds: float | None
     """Forward and backward."""
     forward_ratio: float | None
-    """Beside PyTorch's best in the same rounds, as the next two."""
+    """Time relative to PyTorch's fastest kernel in the same rounds."""
     both_ratio: float | None
     mebibytes: float | None
-    """The most that is allocated beside the inputs, forward and backward; None where it is not measured."""
+    """Peak of what is allocated beside the inputs, forward and backward; None where it is not measured."""
 
     @property
     def excess(self) -> list[str]:
-        """The parts that miss their bar."""
+        """The parts whose error is beyond its bar; NaN is beyond every bar."""
         missed = [part for part, error in self.errors.items() if not error <= self.bars.get(part, float("inf"))]
-        return missed + ["share"] * (self.share is not None and not abs(self.share - 1) <= self.bars["share"])
+        if self.share is not None and not abs(self.share - 1) <= self.bars["share"]:
+            missed.append("share")
+        return missed
 
 
 @dataclass(frozen=True)
 class Survey:
-    """All that was found on one device."""
+    """All results on one device."""
 
     device: str
     name: str
@@ -86,8 +91,9 @@ class Survey:
     choices: tuple[Choice, ...] = ()
     rows: tuple[Measured, ...] = ()
     unavailable: dict[str, str] | None = None
-    """Kernels of PyTorch that do not run here, and what they say."""
+    """Kernels of PyTorch that do not run here, with the first line of their error."""
     complete: bool = False
+    """False if Ctrl-C ended the survey."""
 
     @property
     def ok(self) -> bool:
@@ -103,23 +109,29 @@ class Survey:
 def survey(
     device: str | None = None, quick: bool = False, progress: Callable[[str], None] = lambda stage: None
 ) -> Survey:
-    """Measure every backend on a device; Ctrl-C ends it early with what was found until then.
+    """Measure every backend on a device; Ctrl-C ends it early, with the results so far.
 
     Args:
-        device: such as "cuda:0"; None for a GPU where there is one.
-        quick: Small sizes, which say what is right and little of speed.
+        device: such as "cuda:0"; None for a GPU if there is one, else the CPU.
+        quick: small sizes, which show errors, but little of speed.
+        progress: called with the name of each stage as it begins.
 
     Raises:
         InputError: there is no such device.
     """
     place = _device(device)
     on_cuda = place.type == "cuda"
-    length = 256 if quick else 4096 if on_cuda else 1024
-    sizes = {"batch": 1, "heads": 2 if quick else 16 if on_cuda else 4, "length": length, "head_size": 64}
+    if quick:
+        heads, length = 2, 256
+    elif on_cuda:
+        heads, length = 16, 4096
+    else:
+        heads, length = 4, 1024
+    sizes = {"batch": 1, "heads": heads, "length": length, "head_size": 64}
     name = torch.cuda.get_device_name(place) if on_cuda else platform.processor() or platform.machine()
     choices: list[Choice] = []
     rows: list[Measured] = []
-    lost: dict[str, str] = {}
+    unavailable: dict[str, str] = {}
     complete = True
     try:
         for dtype in (*DTYPES, "float64"):
@@ -127,15 +139,18 @@ def survey(
             choices += [_choice(kind, dtype, place) for kind in KINDS]
         for dtype in DTYPES:
             progress(f"measuring errors, times and memory in {dtype}")
-            taken = {name for each in choices if each.dtype == dtype for name in (each.training, each.inference)}
-            found, missing = _measure(dtype, place, sizes, taken, 0.2 if quick else 2.0)
-            rows, lost = rows + found, lost | missing
+            dtype_choices = [choice for choice in choices if choice.dtype == dtype]
+            taken = {name for choice in dtype_choices for name in (choice.training, choice.inference)}
+            dtype_rows, dtype_unavailable = _measure(dtype, place, sizes, taken, 0.2 if quick else 2.0)
+            rows += dtype_rows
+            unavailable |= dtype_unavailable
     except KeyboardInterrupt:
         complete = False
-    return Survey(str(place), name, torch.__version__, sizes, tuple(choices), tuple(rows), lost, complete)
+    return Survey(str(place), name, torch.__version__, sizes, tuple(choices), tuple(rows), unavailable, complete)
 
 
 def _device(name: str | None) -> torch.device:
+    """The device of that name, by default a GPU if there is one; an `InputError` if there is none."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -152,19 +167,29 @@ def _device(name: str | None) -> torch.device:
 
 
 def _choice(kind: str, dtype: str, device: torch.device) -> Choice:
-    length, key_heads = 256, 1 if kind == "grouped" else 4
-    tensors = [
+    """What `auto` takes for a small problem of this kind, with and without gradients."""
+    length = 256
+    key_heads = 1 if kind == "grouped" else 4
+    query, key, value = (
         torch.zeros(1, heads, length, 64, dtype=getattr(torch, dtype), device=device, requires_grad=True)
         for heads in (4, key_heads, key_heads)
-    ]
-    mask = {"mask of keys": (1, 1, 1, length), "mask of pairs": (length, length)}.get(kind)
-    weight = None if mask is None else torch.ones(mask, dtype=torch.bool, device=device)
-    query, key, value = tensors
-    window, softcap = 32 if kind == "windowed" else None, 30.0 if kind == "soft-capped" else None
-    problem = check_problem(query, key, value, weight, None, is_causal=kind == "causal", window=window, softcap=softcap)
+    )
+    mask_shape = {"mask of keys": (1, 1, 1, length), "mask of pairs": (length, length)}.get(kind)
+    mask = None if mask_shape is None else torch.ones(mask_shape, dtype=torch.bool, device=device)
+    problem = check_problem(
+        query,
+        key,
+        value,
+        log_weight=mask,
+        scale=None,
+        is_causal=kind == "causal",
+        window=32 if kind == "windowed" else None,
+        softcap=30.0 if kind == "soft-capped" else None,
+    )
     training = choose("auto", BACKENDS, problem).name
-    before = BACKENDS[: [each.name for each in BACKENDS].index(training)]
-    refused = {each.name: str(each.refuses(problem)) for each in before}
+    names = [backend.name for backend in BACKENDS]
+    preferred = BACKENDS[: names.index(training)]
+    refused = {backend.name: str(backend.refuses(problem)) for backend in preferred}
     with torch.no_grad():
         inference = choose("auto", BACKENDS, problem).name
     return Choice(kind, dtype, training, inference, refused)
@@ -176,39 +201,50 @@ def _choice(kind: str, dtype: str, device: torch.device) -> Choice:
 def _measure(
     dtype: str, device: torch.device, sizes: dict[str, int], taken: set[str], seconds: float
 ) -> tuple[list[Measured], dict[str, str]]:
-    """Every backend and kernel of PyTorch that runs, and what the others of PyTorch say."""
+    """Measure all backends and all kernels of PyTorch that run here.
+
+    Args:
+        taken: backends that `auto` takes for some problem in this dtype.
+        seconds: budget for the rounds of either pass.
+
+    Returns:
+        A row for each, and the kernels of PyTorch that do not run, with their reasons.
+    """
     peers, unavailable = stock_attention(device, dtype)
-    own = {backend.name: backend for backend in BACKENDS if _takes(backend, dtype, device, training=False)}
-    learning = [name for name, backend in own.items() if _takes(backend, dtype, device, training=True)]
-    runs = {**peers, **{name: _backend(name) for name in own}}
-    trained = [*peers, *learning]
-    precise = {name: errors_of(run, dtype, device, name in trained, grouped=name in own) for name, run in runs.items()}
-    length = sizes["length"]
-    inputs = draw(dtype, device, sizes["heads"], sizes["heads"], length, sizes["head_size"])
+    backends = {backend.name: backend for backend in BACKENDS if _takes(backend, dtype, device, training=False)}
+    differentiable = [name for name, backend in backends.items() if _takes(backend, dtype, device, training=True)]
+    runs = {**peers, **{name: _backend(name) for name in backends}}
+    trained = [*peers, *differentiable]
+    errors_and_shares = {
+        name: errors_of(run, dtype, device, name in trained, grouped=name in backends) for name, run in runs.items()
+    }
+    inputs = draw(dtype, device, sizes["heads"], sizes["heads"], sizes["length"], sizes["head_size"])
     forward = turns({name: forward_work(run, inputs) for name, run in runs.items()}, device, seconds)
     works = {name: both_work(runs[name], inputs) for name in trained}
     both = turns(works, device, seconds)
-    best = min(peers, key=lambda name: statistics.median(both[name]))
-    fast = min(peers, key=lambda name: statistics.median(forward[name]))
+    fastest = min(peers, key=lambda name: statistics.median(both[name]))
+    fastest_forward = min(peers, key=lambda name: statistics.median(forward[name]))
     eps = torch.finfo(DTYPES[dtype]).eps
-    bars = {part: 2 * error + eps for part, error in precise[best][0].items()}
-    bars |= {"log_partition": max(16 * torch.finfo(torch.float32).eps, eps / 64), "share": max(8 * eps, 1e-4)}
+    peer_errors, _ = errors_and_shares[fastest]
+    bars = {part: 2 * error + eps for part, error in peer_errors.items()}
+    bars["log_partition"] = max(16 * torch.finfo(torch.float32).eps, eps / 64)
+    bars["share"] = max(8 * eps, 1e-4)
     rows = []
     for name in runs:
-        errors, share = precise[name]
+        errors, share = errors_and_shares[name]
         rows.append(
             Measured(
                 name,
                 dtype,
-                own=name in own,
-                taken=name in taken and name in own,
+                own=name in backends,
+                taken=name in taken and name in backends,
                 errors=errors,
                 bars={part: bar for part, bar in bars.items() if part in errors or part == "share"},
                 share=share,
                 forward_seconds=statistics.median(forward[name]),
                 both_seconds=statistics.median(both[name]) if name in both else None,
-                forward_ratio=_ratio(forward[name], forward[fast]),
-                both_ratio=_ratio(both[name], both[best]) if name in both else None,
+                forward_ratio=_ratio(forward[name], forward[fastest_forward]),
+                both_ratio=_ratio(both[name], both[fastest]) if name in both else None,
                 mebibytes=peak_memory(works[name], device) if name in works else None,
             )
         )
@@ -216,14 +252,17 @@ def _measure(
 
 
 def _backend(name: Any) -> Attention:
+    """Causal attention by that backend."""
     return lambda query, key, value: attention(query, key, value, is_causal=True, backend=name)
 
 
 def _takes(backend: Backend, dtype: str, device: torch.device, training: bool) -> bool:
-    query, key, value, *_ = (one.requires_grad_() for one in draw(dtype, device, 2, 2, 16, 64))
+    """Whether a backend takes a small causal problem, with gradients or without."""
+    query, key, value, *_ = (tensor.requires_grad_() for tensor in draw(dtype, device, 2, 2, 16, 64))
     with torch.set_grad_enabled(training):
         return backend.refuses(check_problem(query, key, value, None, None, is_causal=True)) is None
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Ratio of median times."""
     return statistics.median(ours) / statistics.median(theirs)

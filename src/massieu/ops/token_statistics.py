@@ -81,46 +81,52 @@ def token_statistics(
     Example:
         >>> import torch
         >>> from massieu import ops
-        >>> found = ops.token_statistics(
+        >>> statistics = ops.token_statistics(
         ...     torch.ones(1, 1), torch.tensor([[0.0], [0.0], [1.0]]).log1p(), torch.tensor([0])
         ... )
-        >>> [round(float(number), 3) for number in (found.log_probability.exp(), found.entropy, found.rank)]
+        >>> numbers = statistics.log_probability.exp(), statistics.entropy, statistics.rank
+        >>> [round(float(number), 3) for number in numbers]
         [0.25, 1.04, 1.0]
     """
     words = check_shapes(hidden, weight, target, bias).reshape(-1)
     check_options(hidden, temperature, softcap, ignore_index)
     with without_autocast(hidden.device):
-        counted = words != ignore_index
-        row, chosen = hidden.reshape(-1, hidden.shape[-1]), None
-        if known := values_are_known(target):
-            check_places("target", words[counted], len(weight), f" or be ignore_index, {ignore_index}")
-            if not bool(counted.all()):
-                chosen = counted.nonzero().squeeze(1)
-                row, words = row[chosen], words[chosen]
+        counts = words != ignore_index
+        row = hidden.reshape(-1, hidden.shape[-1])
+        counted = None
+        are_known = values_are_known(target)
+        if are_known:
+            check_places("target", words[counts], len(weight), f" or be ignore_index, {ignore_index}")
+            if not bool(counts.all()):
+                # Tokens that are ignored are not computed.
+                counted = counts.nonzero().squeeze(1)
+                row = row[counted]
+                words = words[counted]
         else:
-            # So that nothing of a token that does not count, NaN neither, meets what others share.
-            row, words = row.masked_fill(~counted.unsqueeze(1), 0.0), words.where(counted, 0)
-        plan = scores(row, weight, bias, words, temperature, checked_softcap(softcap, hidden))
-        result = statistics(RowStatistics(*compute(plan._replace(above=tie_level(plan)))))
-        if chosen is not None:
-            unknown = of_counted((part.new_zeros(len(counted)) for part in result), torch.zeros_like(counted))
-            result = (one.index_copy(0, chosen, part) for one, part in zip(unknown, result, strict=True))
-        elif not known:
-            result = of_counted(result, counted)
+            # Zeros, so that a NaN of an ignored token reaches no gradient of the weights, which all tokens share.
+            row = row.masked_fill(~counts.unsqueeze(1), 0.0)
+            words = words.where(counts, 0)
+        plan = logit_plan(row, weight, bias, words, temperature, checked_softcap(softcap, hidden))
+        result: Iterable[Tensor] = statistics(RowStatistics(*compute(plan._replace(above=tie_level(plan)))))
+        if counted is not None:
+            ignored = without_ignored((part.new_zeros(len(counts)) for part in result), torch.zeros_like(counts))
+            result = [of_ignored.index_copy(0, counted, part) for of_ignored, part in zip(ignored, result, strict=True)]
+        elif not are_known:
+            result = without_ignored(result, counts)
         return TokenStatisticsResult(*(part.reshape(target.shape) for part in result))
 
 
-def of_counted(numbers: Iterable[Tensor], counted: Tensor) -> Iterator[Tensor]:
-    """0, or the rank −1, for tokens that do not count."""
-    return (part.masked_fill(~counted, 0 if part.is_floating_point() else UNRANKED) for part in numbers)
+def without_ignored(numbers: Iterable[Tensor], counts: Tensor) -> Iterator[Tensor]:
+    """Statistics with 0, or the rank −1, for tokens that do not count."""
+    return (part.masked_fill(~counts, 0 if part.is_floating_point() else UNRANKED) for part in numbers)
 
 
-def statistics(found: RowStatistics) -> TokenStatisticsResult:
-    """Of the tokens that count."""
-    level = found.log_partition.detach()
-    rank = found.larger.detach().masked_fill(found.excess.detach().isnan(), UNRANKED).long()
-    largest = (-found.surplus.detach()).exp().masked_fill(level == -torch.inf, 0.0)
-    return TokenStatisticsResult(-found.excess, found.entropy, found.log_partition, rank, largest)
+def statistics(rows: RowStatistics) -> TokenStatisticsResult:
+    """The statistics of tokens that count."""
+    log_z = rows.log_partition.detach()
+    rank = rows.larger.detach().masked_fill(rows.excess.detach().isnan(), UNRANKED).long()
+    largest_probability = (-rows.surplus.detach()).exp().masked_fill(log_z == -torch.inf, 0.0)
+    return TokenStatisticsResult(-rows.excess, rows.entropy, rows.log_partition, rank, largest_probability)
 
 
 def check_options(hidden: Tensor, temperature: float | Tensor, softcap: float | None, ignore_index: int) -> None:
@@ -128,38 +134,52 @@ def check_options(hidden: Tensor, temperature: float | Tensor, softcap: float | 
     whole_number("ignore_index", ignore_index, least=-(1 << 63))
     checked_softcap(softcap, hidden)
     if softcap is not None and isinstance(temperature, Tensor):
-        raise ValueError("temperature must be a number where there is a soft cap, got a tensor")
+        raise ValueError("temperature must be a number if there is a softcap, got a tensor")
 
 
-def scores(
+def logit_plan(
     row: Tensor, weight: Tensor, bias: Tensor | None, words: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> ScorePlan:
-    """Linear scores that are the logits divided by the temperature T: c·tanh(s/c)/T is k·tanh((s/T)/k) with k = c/T."""
-    dtype, scale = working_dtype(row), 1.0
+    """The plan whose scores are the logits divided by the temperature T.
+
+    c·tanh(s/c)/T = k·tanh((s/T)/k) with k = c/T, so that the soft cap is scaled as the scores are.
+    """
+    dtype = working_dtype(row)
+    scale = 1.0
     if isinstance(temperature, Tensor):
-        warmth = temperature.reshape(()).to(dtype)
-        row, bias = row.to(dtype) / warmth, None if bias is None else _divided(bias.to(dtype), warmth)
+        # Rows and bias are divided, and not the scores, as a plan's scale is a number without a gradient.
+        temperature = temperature.reshape(()).to(dtype)
+        row = row.to(dtype) / temperature
+        if bias is not None:
+            bias = _divided(bias.to(dtype), temperature)
     elif temperature != 1:
         scale = 1 / float(temperature)
-        bias, softcap = None if bias is None else bias.to(dtype) * scale, None if softcap is None else softcap * scale
+        if bias is not None:
+            bias = bias.to(dtype) * scale
+        if softcap is not None:
+            softcap = softcap * scale
     row = rows_for_product(row, weight)
     return ScorePlan(row, weight, bias, words, bias_in_score=True, softcap=softcap, scale=scale)
 
 
-def _divided(bias: Tensor, warmth: Tensor) -> Tensor:
-    """−∞ stays what it is at every temperature, of which it has no derivative."""
+def _divided(bias: Tensor, temperature: Tensor) -> Tensor:
+    """bias/temperature, where −∞ stays −∞ as a constant: the derivative of a quotient with it would be NaN."""
     hidden = bias == -torch.inf
-    return (bias.masked_fill(hidden, 0.0) / warmth).masked_fill(hidden, -torch.inf)
+    return (bias.masked_fill(hidden, 0.0) / temperature).masked_fill(hidden, -torch.inf)
 
 
 @torch.no_grad()
 def tie_level(plan: ScorePlan) -> Tensor:
-    """Each target's score and what rounding may add to it; NaN where there is no target."""
+    """Each target's score plus a bound on its rounding, above which a score is larger; NaN for a target out of range."""
     inside = (plan.target >= 0) & (plan.target < len(plan.column))
     place = plan.target.where(inside, 0)
-    row, column = plan.row.detach().to(plan.dtype), plan.column.detach()[place].to(plan.dtype)
-    level, size = plan.scale * torch.linalg.vecdot(row, column), plan.scale * row.norm(dim=1) * column.norm(dim=1)
+    row = plan.row.detach().to(plan.dtype)
+    column = plan.column.detach()[place].to(plan.dtype)
+    score = plan.scale * torch.linalg.vecdot(row, column)
+    # Rounding moves an inner product by about the machine precision times the product of the norms.
+    size = plan.scale * row.norm(dim=1) * column.norm(dim=1)
     if plan.bias is not None:
         bias = plan.bias.detach()[place].to(plan.dtype)
-        level, size = level + bias, size + bias.abs().masked_fill(bias == -torch.inf, 0.0)
-    return (level + torch.finfo(plan.dtype).eps * size).masked_fill(~inside, torch.nan)
+        score = score + bias
+        size = size + bias.abs().masked_fill(bias == -torch.inf, 0.0)
+    return (score + torch.finfo(plan.dtype).eps * size).masked_fill(~inside, torch.nan)

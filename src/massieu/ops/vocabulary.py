@@ -92,22 +92,23 @@ def linear_cross_entropy(
         class_weight: factors of the words' −log p_v, as ``weight`` of F.cross_entropy: a mean over target words is divided
             by the sum of their factors, one over probability targets by the number of tokens.
         documents: of a packed row, the hidden's last leading dimension: one sum or mean for each, (*lead[:-1], documents),
-            equal to one call a document. A document without tokens that count has sum 0 and mean NaN.
+            equal to one call per document. A document without tokens that count has sum 0 and mean NaN.
         softcap: c above 0: the logits are c·tanh((hidden·weight_v + bias_v)/c), as in Gemma 2.
         ignore_index: tokens with this target have loss 0 and no gradient, and count in no mean.
-        label_smoothing: share in [0, 1] of the target spread over all words, as in F.cross_entropy.
-        z_loss: adds z_loss·(log Z)² for each token that counts, times its target word's factor, which keeps log Z near 0. So
-            a word of factor 2 counts as two tokens in either part. Liger's kernel does not weight this part: for its
-            number add ``z_loss * log_partition.square().mean()`` of the tokens that count to a weighted loss without it.
-        reduction: "none", "sum", or "mean" over the tokens that count; NaN without any, or where their factors are all 0, as in
-            F.cross_entropy.
+        label_smoothing: share in [0, 1] of the target that is divided equally over all words, as in F.cross_entropy.
+        z_loss: adds z_loss·(log Z)² for each token that counts, which keeps log Z near 0. It is multiplied by the factor of
+            the token's target word, so that a word of factor 2 counts as two tokens in either part. Liger's kernel does not
+            weight this part: for its number add ``z_loss * log_partition.square().mean()`` of the tokens that count to a
+            weighted loss without it.
+        reduction: "none", "sum", or "mean" over the tokens that count. The mean is NaN without such tokens, or if all their
+            factors are 0, as in F.cross_entropy.
         return_log_partition: return `CrossEntropyResult(loss, log_partition)`; both have their gradients.
 
-    Differentiable any number of times in hidden, weight, bias, class weights and probability targets (the latter two by
-    plain operations), forwards too, under `torch.func` and `torch.compile`;
-    beyond first derivatives, and in compiled transforms, by plain operations in blocks of tokens. Results are float64
-    for float64 and float32 for every other dtype; half-precision inputs are promoted a tile at a time, and gradients of
-    the weight are summed in float32 before they are rounded once.
+    Differentiable any number of times in hidden, weight, bias, class weights and probability targets, forwards too, under
+    `torch.func` and `torch.compile`. Plain operations in blocks of tokens compute the derivatives in class weights and
+    probability targets, all beyond the first, and compiled transforms. Results are float64 for float64 and float32 for
+    every other dtype. Half-precision inputs are promoted a tile at a time, and gradients of the weight are summed in float32
+    before they are rounded once.
 
     Raises:
         TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
@@ -125,57 +126,80 @@ def linear_cross_entropy(
     check_options(ignore_index, label_smoothing, z_loss, reduction, return_log_partition)
     softcap = checked_softcap(softcap, hidden)
     check_documents(documents, hidden, reduction)
-    lead, count, dtype = hidden.shape[:-1], len(weight), working_dtype(hidden)
-    factor = None if class_weight is None else checked_factor(class_weight, hidden, count)
-    share = None
+    lead = hidden.shape[:-1]
+    count = len(weight)
+    dtype = working_dtype(hidden)
+    word_factors = None if class_weight is None else checked_factor(class_weight, hidden, count)
+    probabilities = None
     if isinstance(target, Tensor) and target.is_floating_point():
-        share = check_probabilities(hidden, target, count, ignore_index).reshape(-1, count)
+        probabilities = check_probabilities(hidden, target, count, ignore_index).reshape(-1, count)
+        # A plan needs targets that are words; their excess is not used.
         words = torch.zeros(lead, dtype=torch.int64, device=hidden.device).reshape(-1)
     else:
         words = index_tensor("target", target, lead, hidden=hidden).reshape(-1)
     with without_autocast(hidden.device):
         rows = hidden.reshape(-1, hidden.shape[-1])
-        counted = words != ignore_index if share is None else torch.ones_like(words, dtype=torch.bool)
-        chosen = None
-        if share is None and values_are_known(words):
-            check_places("target", words[counted], count, f" or be ignore_index, {ignore_index}")
-            if not return_log_partition and not bool(counted.all()):
-                chosen = counted.nonzero().squeeze(1)
-                rows, words, counted = rows[chosen], words[chosen], counted[chosen]
-        words, terms = words.where(counted, 0), None
-        if share is not None or label_smoothing:
-            ones = weight.new_ones(count, dtype=dtype) if factor is None else factor
-            terms = torch.stack([(1 - label_smoothing) * ones, label_smoothing / count * ones])
-        options = {"bias_in_score": True, "softcap": softcap, "share": share, "terms": terms}
-        plan = ScorePlan(rows_for_product(rows, weight), weight, bias, words, **options)
-        excess, level, *spread = compute(plan, share, class_weight)
-        if share is not None:
-            excess, factor = torch.zeros_like(excess), None
-        of_word = None if factor is None else factor[words]
-        direction = Direction(excess, level)
-        loss = token_losses(direction, spread[0] if spread else None, counted, of_word, label_smoothing, z_loss)
+        counts = words != ignore_index if probabilities is None else torch.ones_like(words, dtype=torch.bool)
+        counted = None
+        if probabilities is None and values_are_known(words):
+            check_places("target", words[counts], count, f" or be ignore_index, {ignore_index}")
+            if not return_log_partition and not bool(counts.all()):
+                # Tokens that are ignored are not computed.
+                counted = counts.nonzero().squeeze(1)
+                rows = rows[counted]
+                words = words[counted]
+                counts = counts[counted]
+        words = words.where(counts, 0)
+        terms = None
+        if probabilities is not None or label_smoothing:
+            # The soft target of word v: its factor times ((1 − ε)·probability_v + ε/V), for the smoothing ε.
+            factors = weight.new_ones(count, dtype=dtype) if word_factors is None else word_factors
+            terms = torch.stack([(1 - label_smoothing) * factors, label_smoothing / count * factors])
+        plan = ScorePlan(
+            row=rows_for_product(rows, weight),
+            column=weight,
+            bias=bias,
+            target=words,
+            share=probabilities,
+            terms=terms,
+            bias_in_score=True,
+            softcap=softcap,
+        )
+        excess, log_z, *soft_results = compute(plan, probabilities, class_weight)
+        soft_loss = soft_results[0] if soft_results else None
+        token_factors = None
+        if probabilities is not None:
+            # The soft target is all of the target.
+            excess = torch.zeros_like(excess)
+        elif word_factors is not None:
+            token_factors = word_factors[words]
+        loss = token_losses(Direction(excess, log_z), soft_loss, counts, token_factors, label_smoothing, z_loss)
 
-        def of_all(one: Tensor) -> Tensor:
-            one = one if chosen is None else one.new_zeros(lead.numel()).index_copy(0, chosen, one)
-            return one.reshape(lead)
+        def of_all_tokens(numbers: Tensor) -> Tensor:
+            """Numbers of the computed tokens in the caller's shape, with 0 for the others."""
+            if counted is not None:
+                numbers = numbers.new_zeros(lead.numel()).index_copy(0, counted, numbers)
+            return numbers.reshape(lead)
 
-        def summed(one: Tensor) -> Tensor:
-            return one.sum() if documents is None else documents.sums(of_all(one))
+        def summed(numbers: Tensor) -> Tensor:
+            return numbers.sum() if documents is None else documents.sums(of_all_tokens(numbers))
 
-        if reduction == "mean":
-            part = counted.to(dtype) if of_word is None else of_word.where(counted, 0.0)
-            total = summed(part)
-            # Smoothing gives a token loss whose own word has factor 0: over a weight of 0 that would be infinity.
-            loss = summed(loss) / total.where(total != 0, torch.nan)
+        if reduction == "none":
+            loss = of_all_tokens(loss)
+        elif reduction == "sum":
+            loss = summed(loss)
         else:
-            loss = of_all(loss) if reduction == "none" else summed(loss)
-    return CrossEntropyResult(loss, level.reshape(lead)) if return_log_partition else loss
+            token_weights = counts.to(dtype) if token_factors is None else token_factors.where(counts, 0.0)
+            total = summed(token_weights)
+            # With smoothing a token whose word has factor 0 has a loss: divided by a total of 0 it would be infinite.
+            loss = summed(loss) / total.where(total != 0, torch.nan)
+    return CrossEntropyResult(loss, log_z.reshape(lead)) if return_log_partition else loss
 
 
 def token_losses(
-    found: Direction,
-    spread: Tensor | None,
-    counted: Tensor,
+    direction: Direction,
+    soft_loss: Tensor | None,
+    counts: Tensor,
     factor: Tensor | None,
     label_smoothing: float,
     z_loss: float,
@@ -183,27 +207,40 @@ def token_losses(
     """The loss of each token, 0 for those that do not count.
 
     Args:
-        spread: the part of a target that is spread over the words, with its factors.
-        factor: of the rest.
+        direction: log Z, and its excess over the score of the token's word.
+        soft_loss: the loss of the soft target, its factors included.
+        counts: whether a token counts.
+        factor: of the token's word, for the rest of the loss.
     """
-    loss, level = found
+    loss, log_z = direction
     if label_smoothing:
         loss = (1 - label_smoothing) * loss
     if z_loss:
-        loss = loss + float(z_loss) * level.square()
+        loss = loss + float(z_loss) * log_z.square()
     if factor is not None:
         loss = factor * loss
-    if spread is not None:
-        loss = loss + spread
-    return loss.masked_fill(~counted, 0.0)
+    if soft_loss is not None:
+        loss = loss + soft_loss
+    return loss.masked_fill(~counts, 0.0)
 
 
 def check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """Raise a TypeError or ValueError unless they fit each other; `prefix` begins their names in the error."""
+    """Check that hidden states, weight and bias of a head fit each other.
+
+    Args:
+        prefix: of their names in errors.
+
+    Raises:
+        TypeError: not a floating-point tensor; dtypes that differ, outside autocast.
+        ValueError: shapes or devices that do not fit.
+    """
     mixed = isinstance(hidden, Tensor) and autocasts(hidden.device.type)
-    named = {f"{prefix}hidden": hidden, f"{prefix}weight": weight, **({} if bias is None else {f"{prefix}bias": bias})}
-    check_alike(mixed, **named)
-    h, w = tuple(hidden.shape), tuple(weight.shape)
+    tensors = {f"{prefix}hidden": hidden, f"{prefix}weight": weight}
+    if bias is not None:
+        tensors[f"{prefix}bias"] = bias
+    check_alike(mixed, **tensors)
+    h = tuple(hidden.shape)
+    w = tuple(weight.shape)
     if len(w) != 2 or 0 in w:
         raise ValueError(f"{prefix}weight must have shape (V, D) with at least one word and one dimension, got {w}")
     if len(h) < 1 or h[-1] != w[1]:
@@ -213,16 +250,17 @@ def check_heads(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-    """The targets as 64-bit integers."""
+    """Check a head, and targets that are words; the targets as 64-bit integers."""
     check_heads(hidden, weight, bias)
     return index_tensor("target", target, hidden.shape[:-1], hidden=hidden)
 
 
 def check_probabilities(hidden: Tensor, target: Tensor, count: int, ignore_index: int) -> Tensor:
-    """Targets that are a number for each word."""
-    wanted, shape = (*hidden.shape[:-1], count), tuple(floating("target", target).shape)
-    if shape != wanted:
-        raise ValueError(f"a floating-point target must have shape {wanted}, a share of each word, got {shape}")
+    """Check targets that have a probability for each word, (*lead, count)."""
+    full_shape = (*hidden.shape[:-1], count)
+    shape = tuple(floating("target", target).shape)
+    if shape != full_shape:
+        raise ValueError(f"a floating-point target must have shape {full_shape}, a share of each word, got {shape}")
     check_one_device(hidden=hidden, target=target)
     if ignore_index != -100:
         raise ValueError(f"ignore_index is for targets that are words, not shares of words, got {ignore_index}")
@@ -237,13 +275,15 @@ def checked_factor(class_weight: Tensor, hidden: Tensor, count: int) -> Tensor:
 
 
 def check_documents(documents: Documents | None, hidden: Tensor, reduction: str) -> None:
+    """Check that documents end where the row of tokens does, and that there is a reduction."""
     if documents is None:
         return
     if not isinstance(documents, Documents):
         raise TypeError(f"documents must be a Documents, got {described(documents)}")
     if reduction == "none":
         raise ValueError("documents need a sum or a mean as reduction; leave them out with reduction='none'")
-    last, lead = documents.query_boundaries[-1], tuple(hidden.shape[:-1])
+    last = documents.query_boundaries[-1]
+    lead = tuple(hidden.shape[:-1])
     if lead[-1:] != (last,):
         raise ValueError(
             f"documents must end where the row of tokens does, got {last} for hidden of leading shape {lead}"
@@ -251,6 +291,7 @@ def check_documents(documents: Documents | None, hidden: Tensor, reduction: str)
 
 
 def checked_softcap(softcap: float | None, hidden: Tensor) -> float | None:
+    """A soft cap as a float, above 0 and within the range of the results' dtype."""
     if softcap is None:
         return None
     check_fits("softcap", number("softcap", softcap, above=0), working_dtype(hidden))
@@ -260,6 +301,7 @@ def checked_softcap(softcap: float | None, hidden: Tensor) -> float | None:
 def check_options(
     ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, return_log_partition: bool
 ) -> None:
+    """Check the options of `linear_cross_entropy`."""
     whole_number("ignore_index", ignore_index, least=-(1 << 63))
     number("label_smoothing", label_smoothing, least=0, most=1)
     number("z_loss", z_loss, least=0)

@@ -26,7 +26,7 @@ def on_the_cpu(monkeypatch, operators=None):
         patch.setattr(kernel.CudaKernel, "device_type", "cpu")
         patch.setattr(cudnn.CudnnKernel, "missing", staticmethod(lambda device: None))
         patch.setattr(proof, "_verdicts", {})
-        patch.setattr(proof, "_said", set())
+        patch.setattr(proof, "_warned", set())
         # No operator here has blocks, so that a smaller problem proves as much.
         patch.setattr(proof, "LENGTHS", (35, 75))
         rest = tiles.Blocks(tiles.attention), reference.Reference(reference.attention)

@@ -52,8 +52,8 @@ class CudnnKernel(CudaKernel):
         capability = torch.cuda.get_device_capability(device)
         if capability in CAPABILITIES:
             return None
-        wanted = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-        return f"it is faster on compute capability {wanted} alone, got {'.'.join(map(str, capability))}"
+        capabilities = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        return f"it is faster on compute capability {capabilities} alone, got {'.'.join(map(str, capability))}"
 
     @staticmethod
     def forward(
@@ -72,13 +72,14 @@ class CudnnKernel(CudaKernel):
         return kernel.with_missing(output, log_z.reshape(output.shape[:3]))
 
     @staticmethod
-    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    def backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
         """Gradients of query, key and value."""
-        query, key, value, output, log_z, mask, scale, _, high = given
+        query, key, value, output, log_z, mask, scale, _, high = saved
         query, key, value = kernel.aligned(query, key, value)
         # PyTorch keeps a graph for each layout of query, key and value, and takes the layout of the output and its
         # cotangent for the one that they had when it was made. So they always have the query's, as the output has at first.
-        grad, output = (_laid_out_like(query, part) for part in (grad, output))
+        grad = _laid_out_like(query, grad)
+        output = _laid_out_like(query, output)
         return kernel.operators._scaled_dot_product_cudnn_attention_backward(
             grad,
             query,
@@ -99,12 +100,15 @@ class CudnnKernel(CudaKernel):
 
 
 def _laid_out_like(query: Tensor, part: Tensor) -> Tensor:
-    wanted = torch.empty_like(query, device="meta").stride()
-    return part if part.stride() == wanted and kernel.is_aligned(part) else torch.empty_like(query).copy_(part)
+    """The part with the strides of a tensor like the query, copied if it has others or is not aligned."""
+    strides = torch.empty_like(query, device="meta").stride()
+    if part.stride() == strides and kernel.is_aligned(part):
+        return part
+    return torch.empty_like(query).copy_(part)
 
 
 def _spread(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """One mask an item, for one or all heads."""
+    """A mask for each item, (B, 1 or H, L, N), contiguous."""
     if mask is None:
         return None
     return mask.to(query.dtype).expand(query.shape[0], -1, query.shape[2], key.shape[2]).contiguous()

@@ -16,15 +16,16 @@ from massieu.ops.fused import Fused
 from massieu.ops.fused_kernel import Masks
 
 ROWS = 32
-"""Log Z comes for a multiple of so many queries."""
+"""The kernel's log Z has a multiple of this number of queries."""
 ALIGNED = 16
-"""Rows of a mask begin at a multiple of so many numbers."""
+"""Rows of a mask begin at a multiple of this number of entries."""
 
 
 class EfficientKernel(CudaKernel):
     """A `massieu.ops.fused_kernel.FusedKernel`; masks are of the query's dtype, key heads are repeated."""
 
-    name, half_only = "efficient", False
+    name = "efficient"
+    half_only = False
     masks: Masks = "own dtype"
 
     @staticmethod
@@ -39,9 +40,9 @@ class EfficientKernel(CudaKernel):
         return kernel.with_missing(output, log_z[..., : query.shape[2]])
 
     @staticmethod
-    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    def backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
         """Gradients of query, key and value."""
-        query, key, value, output, log_z, mask, scale, _, high = given
+        query, key, value, output, log_z, mask, scale, _, high = saved
         tensors = kernel.aligned(query, *_repeated(query, key, value))
         seed, offset = kernel.no_random_state(query)
         grad_query, *others, _ = kernel.operators._scaled_dot_product_efficient_attention_backward(
@@ -66,7 +67,7 @@ def _repeated(query: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask for every pair, its rows as the kernel reads them; what is the same for all is not repeated in memory."""
+    """The mask for every pair, with rows aligned for the kernel, and expanded where it is the same for heads or queries."""
     if mask is None:
         return None
     keys = key.shape[2]
@@ -78,7 +79,7 @@ def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _whole(log_z: Tensor) -> Tensor:
-    """Log Z for as many rows as the kernel gave; weights of rows that are none are 0."""
+    """Log Z padded to the number of rows that the kernel returned; +∞ makes all weights of the added rows 0."""
     if torch.version.hip:
         return log_z.contiguous()
     return F.pad(log_z, (0, -log_z.shape[-1] % ROWS), value=torch.inf).contiguous()

@@ -1,8 +1,8 @@
-"""PyTorch's FlexAttention: the CUDA kernel of soft caps, and of log-weights per query and key that have a gradient.
+"""PyTorch's FlexAttention: the CUDA kernel for soft caps, and for log-weights per query and key that have a gradient.
 
 Its Triton kernel returns log Z and takes a cotangent for it, so that nothing has to be folded into the output. In compiled
-code it is a part of the graph. Elsewhere it is compiled by itself, and its forward pass is done once more for the backward
-pass: its own graph could not be gone through twice, nor be differentiated again. Second derivatives are the reference's.
+code it is a part of the graph. Elsewhere it is compiled by itself, and its forward pass runs once more for the backward
+pass: its own graph could be used only once, and not differentiated again. Second derivatives are the reference's.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from massieu.ops.differentiable import BlockSum
 from massieu.ops.shapes import AttentionProblem, Band
 
 LEAST_SIZE = 16
-"""Triton multiplies no narrower matrices."""
+"""Least head size: Triton multiplies no narrower matrices."""
 BLOCK = 128
 """Queries, and keys, of a tile of a mask."""
 
@@ -56,44 +56,50 @@ class Flex:
 
     def forward(self, problem: AttentionProblem, *others: Tensor) -> Results:
         """Output ``(B, Hk, G, L, E)``, where there are values, and log-partition ``(B, Hk, G, L)``."""
-        given = {name: getattr(problem, name) for name in ("query", "key", "value", "log_weight", "scale")}
-        learned = {name: one for name, one in given.items() if isinstance(one, Tensor) and may_be_differentiated(one)}
+        fields = {name: getattr(problem, name) for name in ("query", "key", "value", "log_weight", "scale")}
+        learned = {
+            name: field for name, field in fields.items() if isinstance(field, Tensor) and may_be_differentiated(field)
+        }
         if torch.compiler.is_compiling() or not learned:
             return self._run(problem)
 
-        def of(function: Callable[[AttentionProblem], Results]) -> Callable[..., Results]:
+        def of_learned(function: Callable[[AttentionProblem], Results]) -> Callable[..., Results]:
+            """A function of problems as one of the learned tensors of this problem."""
             return lambda *tensors: function(replace(problem, **dict(zip(learned, tensors, strict=True))))
 
         def gradient(*arguments: Tensor) -> Results:
+            """Gradients of the learned tensors, from these and the cotangents."""
             cotangents = arguments[len(learned) :]
             with torch.enable_grad():
                 leaves = [tensor.detach().requires_grad_() for tensor in arguments[: len(learned)]]
-                results = of(self._run)(*leaves)
-            places = [place for place, one in enumerate(cotangents) if one is not None]
+                results = of_learned(self._run)(*leaves)
+            places = [place for place, cotangent in enumerate(cotangents) if cotangent is not None]
             # A gradient that the kernel leaves out is an error here, not zero.
             return torch.autograd.grad(
                 [results[place] for place in places], leaves, [cotangents[place] for place in places]
             )
 
         with torch.no_grad():
-            known = self._run(problem)
-        return BlockSum(of(reference.attention), gradient=gradient)(*learned.values(), known=known)
+            results = self._run(problem)
+        return BlockSum(of_learned(reference.attention), gradient=gradient)(*learned.values(), known=results)
 
     def _run(self, problem: AttentionProblem) -> Results:
+        """Both results, with derivatives in compiled code only."""
         problem = problem.zero_queries_without_key()
-        query, key, scale, weight, heads = (
-            problem.query,
-            problem.key,
-            problem.scale,
-            problem.log_weight,
-            problem.query.shape[1:3],
-        )
+        query = problem.query
+        key = problem.key
+        scale = problem.scale
+        weight = problem.log_weight
+        heads = problem.query.shape[1:3]
         if isinstance(scale, Tensor):
-            query, scale = (query * scale).to(query.dtype), 1.0
+            query = (query * scale).to(query.dtype)
+            scale = 1.0
         if weight is not None:
-            weight = weight if weight.dtype == torch.bool else weight.to(problem.dtype)
+            if weight.dtype != torch.bool:
+                weight = weight.to(problem.dtype)
+            # From (#B, #Hk, #G, #L, #N) to (#B, 1 or Hk·G, #L, #N).
             weight = weight.squeeze(2) if heads[1] == 1 else weight.expand(-1, *heads, -1, -1).flatten(1, 2)
-        # The kernel must have values, and the keys are at hand.
+        # The kernel must have values: a few numbers of the keys, whose output is not used.
         value = key.detach()[..., :LEAST_SIZE] if problem.value is None else problem.value
         size = value.shape[-1]
         query, key, value = (_laid_out(tensor) for tensor in (query.flatten(1, 2), key, value))
@@ -103,7 +109,9 @@ class Flex:
         with without_autocast(query.device):
             output, log_z = attend(query, key, value, weight, repr(scale), softcap, _tiles_of(problem))
         log_z = log_z.unflatten(1, heads)
-        return (log_z,) if problem.value is None else (output[..., :size].unflatten(1, heads), log_z)
+        if problem.value is None:
+            return (log_z,)
+        return output[..., :size].unflatten(1, heads), log_z
 
     @cached_property
     def _compiled(self) -> Callable[..., Results]:
@@ -112,10 +120,12 @@ class Flex:
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """In rows of adjacent numbers, no two of which share memory, and of a size that Triton takes."""
+    """A tensor with rows of adjacent numbers, not expanded, and of a head size that Triton takes."""
     if tensor.shape[-1] < LEAST_SIZE:
         return F.pad(tensor, (0, LEAST_SIZE - tensor.shape[-1]))
-    return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
+    if tensor.stride(-1) == 1 and 0 not in tensor.stride():
+        return tensor
+    return tensor.contiguous()
 
 
 def _attend(
@@ -130,35 +140,47 @@ def _attend(
     """Output and log Z of queries ``(B, H, L, D)`` and log-weights ``(#B, #H, #L, #N)``."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-    cap, mask = None if softcap is None else float(softcap), None
+    cap = None if softcap is None else float(softcap)
+    mask = None
 
-    def modified(score: Tensor, item: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    def modified_score(score: Tensor, item: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """The score of one pair, soft-capped and with its log-weight."""
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         if weight is None:
             return score
-        many = [size > 1 for size in weight.shape]
-        own = weight[item if many[0] else 0, head if many[1] else 0, row if many[2] else 0, column if many[3] else 0]
-        return torch.where(own, score, -torch.inf) if own.dtype == torch.bool else score + own
+        # A dimension of size 1 is the same for all.
+        indices = [
+            index if size > 1 else 0 for index, size in zip((item, head, row, column), weight.shape, strict=True)
+        ]
+        pair_weight = weight[indices[0], indices[1], indices[2], indices[3]]
+        return torch.where(pair_weight, score, -torch.inf) if pair_weight.dtype == torch.bool else score + pair_weight
 
     if tiles is not None:
-        low, high, *blocks = tiles
+        low, high, part, places, full, full_places, *transposed = tiles
 
-        def seen(item: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        def is_seen(item: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
             return (column >= row + low) & (column <= row + high)
 
-        size, sides = (query.shape[2], key.shape[2]), (BLOCK, BLOCK)
-        part, places, full, full_places, *transposed = blocks
-        mask = BlockMask(size, part, places, full, full_places, *transposed[:4], BLOCK_SIZE=sides, mask_mod=seen)
+        mask = BlockMask(
+            (query.shape[2], key.shape[2]),
+            part,
+            places,
+            full,
+            full_places,
+            *transposed[:4],
+            BLOCK_SIZE=(BLOCK, BLOCK),
+            mask_mod=is_seen,
+        )
     output, rest = flex_attention(
         query,
         key,
         value,
-        modified,
+        modified_score,
         mask,
         float(scale),
         enable_gqa=query.shape[1] != key.shape[1],
-        # Of the others, one has no gradient for log Z, and one not every number of heads.
+        # The other kernels lack a gradient for log Z, or take only some numbers of heads.
         kernel_options={"BACKEND": "TRITON"},
         return_aux=AuxRequest(lse=True),
     )
@@ -167,43 +189,52 @@ def _attend(
 
 
 def _tiles_of(problem: AttentionProblem) -> Results | None:
-    query, band = problem.query, problem.band
+    """`_tiles` of a problem's band, kept from an earlier call where that is safe; None without a band."""
+    query = problem.query
+    band = problem.band
     if band is None:
         return None
-    device, size = query.device, (query.shape[3], problem.key.shape[2])
+    device = query.device
+    length = query.shape[3]
+    keys = problem.key.shape[2]
     on_cuda = device.type == "cuda"
     if not values_are_readable(query) or (on_cuda and torch.cuda.is_current_stream_capturing()):
-        return _tiles(band, *size, device)
-    return _kept_tiles(band, *size, device, torch.cuda.current_stream(device).cuda_stream if on_cuda else None)
+        return _tiles(band, length, keys, device)
+    stream = torch.cuda.current_stream(device).cuda_stream if on_cuda else None
+    return _kept_tiles(band, length, keys, device, stream)
 
 
 def _tiles(band: Band, length: int, keys: int, device: torch.device) -> Results:
-    """The ends of a band, and which tiles of scores it fills in part and in full: the counts and then the places of either,
-    the keys' for each tile of queries, and the queries' for each tile of keys."""
+    """The ends of a band, and which tiles of scores it fills in part and which in full.
+
+    Either as counts and places: of tiles of keys for each tile of queries, and then of tiles of queries for each of keys.
+    """
     assert band is not None
     low, high = band
     low = -length if low is None else max(low, -length)
     high = min(high, keys)
-    query, key = (torch.arange(0, size, BLOCK, device=device) for size in (length, keys))
-    # Keys minus queries, in the two corners of a tile.
+    # The first query, and the first key, of each tile.
+    query = torch.arange(0, length, BLOCK, device=device)
+    key = torch.arange(0, keys, BLOCK, device=device)
+    # The least and the largest of key − query in a tile are in two of its corners.
     least = key - (query + BLOCK - 1).clamp(max=length - 1).unsqueeze(1)
     most = (key + BLOCK - 1).clamp(max=keys - 1) - query.unsqueeze(1)
-    whole = (query + BLOCK <= length).unsqueeze(1) & (key + BLOCK <= keys)
-    full = (least >= low) & (most <= high) & whole
+    is_whole = (query + BLOCK <= length).unsqueeze(1) & (key + BLOCK <= keys)
+    full = (least >= low) & (most <= high) & is_whole
     part = (most >= low) & (least <= high) & ~full
     ends = tuple(torch.full((), end, dtype=torch.int32, device=device) for end in (low, high))
     return *ends, *_listed(part), *_listed(full), *_listed(part.mT), *_listed(full.mT)
 
 
 def _listed(chosen: Tensor) -> Results:
-    """How many places of a row are chosen, and those places, before the others."""
+    """The number of chosen places in each row, and all places, the chosen ones first."""
     chosen = chosen[None, None].to(torch.int32)
     return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
 
 @lru_cache(maxsize=32)
 def _kept_tiles(band: Band, length: int, keys: int, device: torch.device, stream: int | None) -> Results:
-    """The same, kept. Another stream has its own: on it these might not have been computed yet."""
+    """`_tiles`, kept for each stream: on another stream they might not have been computed yet when they are read."""
     with torch.inference_mode(False), torch.no_grad():
         return _tiles(band, length, keys, device)
 

@@ -13,7 +13,7 @@ HALVES = torch.bfloat16, torch.float16
 
 
 class CudaKernel:
-    """The base of a `massieu.ops.fused_kernel.FusedKernel` on CUDA, which proves itself before it is used."""
+    """The base of a `massieu.ops.fused_kernel.FusedKernel` on CUDA, which is tested by `proof` before it is used."""
 
     name: str
     device_type = "cuda"
@@ -24,32 +24,38 @@ class CudaKernel:
     proof = True
 
     def refuses(self, problem: AttentionProblem) -> str | None:
-        """Other devices, dtypes that it has not, and a soft cap."""
+        """Why it cannot take this problem: another device, a dtype that it lacks, or a soft cap."""
         query = problem.query
         if query.device.type != self.device_type:
             return f"it runs on {self.device_type.upper()}, got {query.device}"
         if query.dtype == torch.float64 or (self.half_only and query.dtype not in HALVES):
             return f"it has no {query.dtype}"
-        return None if problem.softcap is None else "it has no soft cap"
+        if problem.softcap is not None:
+            return "it has no soft cap"
+        return None
 
     @classmethod
     def larger_than(cls, most: int, problem: AttentionProblem) -> str | None:
-        """Why heads of more numbers are refused."""
-        size = max(problem.query.shape[-1], 0 if problem.value is None else problem.value.shape[-1])
-        return None if size <= most else f"it has heads of at most {most} numbers, got {size}"
+        """The reason why heads of more than `most` numbers are refused; None if the problem's are smaller."""
+        size = problem.query.shape[-1]
+        if problem.value is not None:
+            size = max(size, problem.value.shape[-1])
+        if size > most:
+            return f"it has heads of at most {most} numbers, got {size}"
+        return None
 
 
 operators = torch.ops.aten
-"""Where the kernels find PyTorch's; tests put simulated ones here."""
+"""PyTorch's operators; tests replace them by simulated ones."""
 
 
 def with_missing(output: Tensor, log_z: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log Z of rows whose log Z is infinite: NaN where the output is, else they see no key."""
+    """Output, and log Z with its infinite values replaced: NaN where the output is NaN, else −∞, as the row sees no key."""
     return output, rows.with_missing(output, log_z)
 
 
 def aligned(*tensors: Tensor) -> tuple[Any, ...]:
-    """Kernels read sixteen adjacent bytes at a time, some without looking; what lies otherwise is copied."""
+    """The tensors, copied if they are not aligned: kernels read sixteen adjacent bytes at a time, some without a check."""
     return tuple(part if is_aligned(part) else part.clone(memory_format=torch.contiguous_format) for part in tensors)
 
 
@@ -61,12 +67,15 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def finite(log_z: Tensor) -> Tensor:
-    """Where nothing is seen all scores are −∞, and any level makes their weights 0; NaN is in the scores themselves."""
+    """Log Z with 0 for values that are not finite.
+
+    A row that sees no key has scores of −∞, whose weights are then 0. A row with NaN has NaN in its scores too.
+    """
     return log_z.nan_to_num(0.0, 0.0, 0.0)
 
 
 def no_random_state(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of a dropout that there is not: nobody reads them."""
+    """Seed and offset of dropout, which operators take as arguments and do not read without dropout."""
     return tuple(torch.empty(size, dtype=torch.int64, device=like.device) for size in ((2,), ()))  # pyright: ignore
 
 

@@ -16,7 +16,7 @@ from massieu.ops.cuda import kernel
 from massieu.ops.cuda.flash import FlashKernel
 from massieu.ops.documents import Documents
 from massieu.ops.fused import Fused
-from massieu.ops.fused_kernel import plain
+from massieu.ops.fused_kernel import by_reference
 from massieu.ops.shapes import AttentionProblem
 
 
@@ -24,7 +24,7 @@ class PackedFlashKernel(FlashKernel):
     """A `massieu.ops.fused_kernel.FusedKernel` whose mask is the boundaries of queries and of keys, integers on the CPU."""
 
     def refuses(self, problem: AttentionProblem) -> str | None:
-        """What FlashAttention refuses, positions in documents of other lengths, transforms and compiled code."""
+        """Why it refuses what FlashAttention refuses, bands over unequal documents, transforms and compiled code."""
         documents = problem.documents
         if documents is None:
             return "it takes packed rows"
@@ -40,18 +40,18 @@ class PackedFlashKernel(FlashKernel):
     ) -> tuple[Tensor, ...]:
         """Output and log Z."""
         assert mask is not None
-        given = (_joined(tensor) for tensor in (query, key, value))
+        tensors = (_joined(tensor) for tensor in (query, key, value))
         output, log_z, *_ = kernel.operators._flash_attention_forward(
-            *given, *_places(mask, query), 0.0, False, False, scale=scale, **_window(low, high)
+            *tensors, *_places(mask, query), 0.0, False, False, scale=scale, **_window(low, high)
         )
         return kernel.with_missing(_apart(output, query), log_z.unflatten(1, (len(query), -1)).transpose(0, 1))
 
     @staticmethod
-    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    def backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
         """Gradients of query, key and value."""
-        query, key, value, output, log_z, mask, scale, low, high = given
+        query, key, value, output, log_z, mask, scale, low, high = saved
         tensors = (_joined(tensor) for tensor in (grad, query, key, value, output))
-        found = kernel.operators._flash_attention_backward(
+        gradients = kernel.operators._flash_attention_backward(
             *tensors,
             kernel.finite(log_z).transpose(0, 1).flatten(1).contiguous(),
             *_places(mask, query),
@@ -61,10 +61,10 @@ class PackedFlashKernel(FlashKernel):
             scale=scale,
             **_window(low, high),
         )
-        return tuple(_apart(gradient, query) for gradient in found)
+        return tuple(_apart(gradient, query) for gradient in gradients)
 
     @staticmethod
-    def plain(
+    def by_reference(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -77,7 +77,7 @@ class PackedFlashKernel(FlashKernel):
         """Both results by the reference."""
         assert mask is not None
         documents = Documents.of_boundaries(*mask.tolist())
-        return plain(query, key, value, None, scale, low, high, value_is_key, documents)
+        return by_reference(query, key, value, None, scale, low, high, value_is_key, documents)
 
 
 class PackedFlash(Fused):
@@ -99,21 +99,36 @@ def _joined(tensor: Tensor) -> Tensor:
 
 
 def _apart(joined: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_joined`, for the batch of `like`."""
     return joined.unflatten(0, (len(like), -1)).transpose(1, 2)
 
 
 def _places(boundaries: Tensor, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Where each document of each item begins, of queries and keys, and the longest of either."""
-    batch, found, longest = len(query), [], []
-    for own in boundaries.tolist():
-        begins = [item * own[-1] + place for item in range(batch) for place in own[:-1]] + [batch * own[-1]]
-        found.append(torch.tensor(begins, dtype=torch.int32).to(query.device))
-        longest.append(max(end - begin for begin, end in pairwise(own)))
-    return found[0], found[1], longest[0], longest[1]
+    """Where each document of each item begins, for queries and keys; and the longest document of either."""
+    query_boundaries, key_boundaries = boundaries.tolist()
+    batch = len(query)
+    return (
+        _batch_boundaries(query_boundaries, batch).to(query.device),
+        _batch_boundaries(key_boundaries, batch).to(query.device),
+        _longest(query_boundaries),
+        _longest(key_boundaries),
+    )
+
+
+def _batch_boundaries(boundaries: list[int], batch: int) -> Tensor:
+    """Boundaries of all documents of all items, whose rows are joined."""
+    length = boundaries[-1]
+    begins = [item * length + place for item in range(batch) for place in boundaries[:-1]]
+    return torch.tensor([*begins, batch * length], dtype=torch.int32)
+
+
+def _longest(boundaries: list[int]) -> int:
+    """The length of the longest document."""
+    return max(end - begin for begin, end in pairwise(boundaries))
 
 
 def _window(low: int | None, high: int | None) -> dict[str, int]:
-    """Its sides in documents of as many queries as keys; −1: no end."""
+    """The sides of a window, in documents with as many queries as keys; −1 is no end."""
     return {"window_size_left": -1 if low is None else -low, "window_size_right": -1 if high is None else high}
 
 

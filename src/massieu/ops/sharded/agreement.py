@@ -1,8 +1,8 @@
-"""That all processes were called alike: one small message before they begin, and one error on all where they were not.
+"""A check that all processes make the same call: one small message before they begin, and one error on all if they do not.
 
-Each process says in eight integers whether it refuses its arguments, a digest of what must be equal on all, one of the
-replicated tensors, and the few numbers that may differ. Only where these disagree is more sent: what was given, for the
-error that all of them raise.
+Each process sends eight integers: whether it refuses its arguments, a digest of the arguments that must be equal on all, a
+digest of the replicated tensors, and the few numbers that may differ. Only if the digests disagree are the arguments sent,
+for the error that all processes raise.
 """
 
 import hashlib
@@ -26,41 +26,43 @@ MESSAGE_LENGTH = 8
 
 @dataclass(frozen=True)
 class Call:
-    """What a process was called with."""
+    """The arguments of one process's call."""
 
     function: str
     alike: Mapping[str, object]
-    """By its name in the error, each thing that must be equal on all processes; compared as `repr` prints it."""
+    """Settings that must be equal on all processes, by their names in errors; compared as `repr` prints them."""
     replicated: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors that must be equal; floating-point ones to rounding, as every process may have computed its own."""
-    own: Mapping[str, int] = field(default_factory=dict)
-    """Numbers that may differ, of which every process gets all."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that may differ; every process receives those of all."""
 
     @property
     def table(self) -> dict[str, str]:
-        """All that must be equal but the tensors' numbers, in the order in which errors name it."""
-        shapes = {
-            f"{part} of {name}": repr(thing)
-            for name, tensor in self.replicated.items()
-            for part, thing in (("shape", tuple(tensor.shape)), ("dtype", tensor.dtype))
-        }
-        numbers = {name: repr(thing) for name, thing in self.alike.items()}
-        names = repr((sorted(self.replicated), sorted(self.own)))
-        return {"function": self.function} | numbers | shapes | {"kind of arguments": names}
+        """All that must be equal except the tensors' values, in the order in which errors name it."""
+        table = {"function": self.function}
+        for name, setting in self.alike.items():
+            table[name] = repr(setting)
+        for name, tensor in self.replicated.items():
+            table[f"shape of {name}"] = repr(tuple(tensor.shape))
+            table[f"dtype of {name}"] = repr(tensor.dtype)
+        table["kind of arguments"] = repr((sorted(self.replicated), sorted(self.numbers)))
+        return table
 
 
 def together(group: Peers, check: Callable[[], tuple[Checked, Call]]) -> tuple[Checked, dict[str, list[int]]]:
-    """Check this process's arguments, and that the processes agree; also each process's own numbers, by their names.
+    """Check this process's arguments, and that the processes agree.
 
-    Every process takes part, also one that refuses its arguments: so that all stop, and none waits for it.
+    A process that refuses its arguments takes part in the message all the same: so all stop, and none waits for it.
 
     Args:
-        check: what was checked, and what the process was called with.
+        check: checks the arguments, and returns them with the call; what it raises is raised here.
+
+    Returns:
+        The checked arguments, and for each name in `Call.numbers` the numbers of all processes.
 
     Raises:
-        RuntimeError: another process refused its arguments, for a reason that the message has.
-        ValueError: what must be equal differs between processes.
-        What `check` raises is raised here.
+        RuntimeError: another process refused its arguments; the message gives its reason.
+        ValueError: an argument that must be equal differs between processes.
     """
     try:
         checked, call = check()
@@ -76,7 +78,7 @@ def together(group: Peers, check: Callable[[], tuple[Checked, Call]]) -> tuple[C
     if len({row[2] for row in rows}) > 1:
         for name, tensor in call.replicated.items():
             _check_close(name, tensor, group)
-    return checked, {name: [row[3 + place] for row in rows] for place, name in enumerate(call.own)}
+    return checked, {name: [row[3 + place] for row in rows] for place, name in enumerate(call.numbers)}
 
 
 def check_sendable(group: Peers, **tensors: object) -> None:
@@ -102,26 +104,33 @@ def check_sendable(group: Peers, **tensors: object) -> None:
 
 
 def derivatives_wanted(name: str, own: Sequence[object], others: Sequence[object]) -> dict[str, object]:
-    """For `Call.alike`: whether `own`, or any tensor, has a gradient, or a tangent of forward mode: both communicate."""
-    given = [tensor for tensor in (*own, *others) if isinstance(tensor, Tensor)]
-    enabled, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
-    tangent = forward and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
-    of_own = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in own)
+    """Which derivatives a process needs, for `Call.alike`: computing them communicates, so all processes must need the same.
+
+    Args:
+        name: of the first group of tensors, in errors.
+        own: that group; entries that are no tensors are left out.
+        others: all other tensors.
+    """
+    own_tensors = [tensor for tensor in own if isinstance(tensor, Tensor)]
+    tensors = own_tensors + [tensor for tensor in others if isinstance(tensor, Tensor)]
+    is_enabled = torch.is_grad_enabled()
+    in_forward_mode = forward_ad._current_level >= 0
     return {
-        f"requires_grad of {name}": enabled and of_own,
-        "requires_grad of any tensor": enabled and any(tensor.requires_grad for tensor in given),
-        "presence of a tangent": tangent,
+        f"requires_grad of {name}": is_enabled and any(tensor.requires_grad for tensor in own_tensors),
+        "requires_grad of any tensor": is_enabled and any(tensor.requires_grad for tensor in tensors),
+        "presence of a tangent": in_forward_mode
+        and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors),
     }
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """An integer of a tensor's bits, of all places and values: the same wherever it is computed.
+    """An integer that depends on all bits of a tensor, the same on every device.
 
-    Σ word·factor(place) modulo 2⁶⁴ with odd factors as good as random: no change of a single word goes unnoticed, and of
-    several with a probability of 2⁻³² at most.
+    Σ word·factor(place) modulo 2⁶⁴ with odd, pseudo-random factors. A change of a single word always changes it, as an odd
+    factor has an inverse; changes of several words leave it with a probability of 2⁻³² at most.
     """
-    plain = unwrapped(tensor.detach()).detach().reshape(-1)
-    words = plain.view({1: torch.uint8, 2: torch.int16}.get(plain.element_size(), torch.int32))
+    values = unwrapped(tensor.detach()).detach().reshape(-1)
+    words = values.view({1: torch.uint8, 2: torch.int16}.get(values.element_size(), torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     block = _BLOCK if words.device.type == "cpu" else 128 * _BLOCK
     for first in range(0, len(words), block):
@@ -131,11 +140,11 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 _BLOCK = 1 << 15
-"""Words at once: their factors stay in a second-level cache; where calls cost more than memory, more of them."""
+"""Words at a time on the CPU: their factors stay in a second-level cache. Other devices take more, as calls cost more there."""
 
 
 def _factors(first: int, count: int, device: torch.device) -> Tensor:
-    """Odd 64-bit integers, one a place: the multiplications and shifts of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Odd 64-bit integers, one for each place, by the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     state = torch.arange(first + 1, first + count + 1, device=device) * -7046029254386353131
     state = (state ^ (state >> 30)) * -4658895280553007687
     state = (state ^ (state >> 27)) * -7723592293110705685
@@ -143,18 +152,21 @@ def _factors(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _header(call: Call, group: Peers) -> Tensor:
+    """The message of a process that accepts its arguments: 0, two digests, and the numbers that may differ."""
     digests = [digest(tensor) for tensor in call.replicated.values()]
-    # One wait for the device.
+    # Stacked, so that the device is waited for once.
     contents = torch.stack(digests).tolist() if digests else []
-    numbers = [0, _hashed(call.table), _hashed(contents), *call.own.values()]
+    numbers = [0, _hashed(call.table), _hashed(contents), *call.numbers.values()]
     return torch.tensor(numbers + [0] * (MESSAGE_LENGTH - len(numbers)), device=group.device)
 
 
-def _hashed(thing: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(thing).encode(), digest_size=8).digest(), signed=True)
+def _hashed(value: object) -> int:
+    """A hash of what `repr` prints, the same in all processes, as `hash` is not."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), signed=True)
 
 
 def _raise_for_others(rows: list[list[int]], group: Peers) -> None:
+    """Raise a RuntimeError if the messages, a row for each process, say that a process refused its arguments."""
     refused = [rank for rank, row in enumerate(rows) if row[0]]
     if refused:
         reason = _texts("", group)[refused[0]]
@@ -162,29 +174,29 @@ def _raise_for_others(rows: list[list[int]], group: Peers) -> None:
 
 
 def _texts(text: object, group: Peers) -> list:
-    """What every process has to say; only before an error, as it costs several messages."""
-    found: list = [None] * group.size
-    dist.all_gather_object(found, text, group=group.handle)
-    return found
+    """The texts, or tables, of all processes. It takes several messages, and is called before an error only."""
+    texts: list = [None] * group.size
+    dist.all_gather_object(texts, text, group=group.handle)
+    return texts
 
 
 def _difference(table: dict[str, str], group: Peers) -> str:
-    """What differs first, and between which processes."""
+    """The error's sentence: the first setting that differs, and between which processes."""
     tables: list[dict[str, str]] = _texts(table, group)
-    for name, thing in tables[0].items():
+    for name, setting in tables[0].items():
         for rank, other in enumerate(tables):
-            if other.get(name) != thing:
-                given = f"got {thing} on process 0 and {other.get(name, 'none')} on process {rank}"
-                return f"all processes must give the same {name}, {given}"
+            if other.get(name) != setting:
+                values = f"got {setting} on process 0 and {other.get(name, 'none')} on process {rank}"
+                return f"all processes must give the same {name}, {values}"
     return "all processes must call the same function in the same way"
 
 
 def _check_close(name: str, tensor: Tensor, group: Peers) -> None:
     """Raise on all processes unless a tensor is that of process 0; a floating-point one, to rounding.
 
-    Two processes that compute the same numbers seldom round alike: memory that is aligned differently is enough. So
-    entries may differ by eps^⅔ of the largest of their row, 2·10⁻⁵ in float32: what some layers may make of rounding,
-    and far less than what another batch, another step or another seed would.
+    Two processes that compute the same numbers may round differently, if only because memory is aligned differently. So
+    entries may differ by eps^⅔ of the largest of their row, 2·10⁻⁵ in float32. Some layers make that much of a rounding
+    error; another batch, step or seed makes far more.
 
     Raises:
         ValueError: they differ.

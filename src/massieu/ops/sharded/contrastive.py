@@ -36,15 +36,15 @@ def info_nce(
     """`massieu.ops.info_nce` with the keys of all processes as negatives of every query.
 
     Args:
-        query, key: this process's, of any number; query i's positive is key i of this process, unless
-        positive: (B,) integers says which key is, numbered over all processes: the keys of process 0 first, then those of
-            process 1, …, without their negatives.
-        negatives: this process's further keys, of any number, for the queries of all processes.
-        log_weight: for this process's keys, negatives last: (N,), one a key, or (all processes' queries, N), those of
-            process 0 first, one a query and key; floats or booleans. Or `FalseNegatives` with the ids of this process's
-            queries and keys: keys of any process with a query's id are hidden, but for its positive.
+        query, key: those of this process, any number. Without `positive`, query i's positive is key i of this process.
+        positive: (B,) integers, the number of each query's positive among the keys of all processes: those of process 0
+            first, then those of process 1, …, without their negatives.
+        negatives: further keys of this process, any number, for the queries of all processes.
+        log_weight: for this process's keys, negatives last; floats or booleans. (N,), one per key, or (all processes'
+            queries, N), one per query and key, queries of process 0 first. Or `FalseNegatives` with the ids of this process's
+            queries and keys: it hides the keys of any process that have a query's id, except its positive.
         temperature, symmetric, return_log_partition: as in `massieu.ops.info_nce`, the same on all processes. The gradient
-            of a temperature that is a tensor is of this process's queries: that of one parameter is the sum over processes.
+            of a tensor temperature is that of this process's queries; add it over processes for a shared parameter.
         loss: "replicated": the loss, once, is the objective. "sharded": the sum of what processes make of it is, which
             `DistributedDataParallel` divides by their number again; see `massieu.ops.sharded`.
         group: as in `massieu.ops.sharded.attention`.
@@ -71,10 +71,10 @@ def info_nce(
     def check() -> tuple[tuple[Tensor, dict[str, Any]], Call]:
         count = contrastive.check_arguments(query, key, negatives, symmetric, return_log_partition)
         choice("loss", loss, "replicated", "sharded")
-        own = contrastive.targets(query, key, positive, symmetric)
+        target = contrastive.targets(query, key, positive, symmetric)
         weight = log_weight if isinstance(log_weight, Tensor) else None
-        pairs = None if weight is None or weight.ndim != 2 else len(weight)
-        fields = contrastive.weights(log_weight, query, count, pairs)
+        pair_rows = None if weight is None or weight.ndim != 2 else len(weight)
+        fields = contrastive.weights(log_weight, query, count, pair_rows)
         number = one_number("temperature", temperature, query.dtype, above=0, query=query)
         tensors = {"query": query, "key": key, "negatives": negatives, "temperature": number, "log_weight": weight}
         check_sendable(shard, **tensors)
@@ -87,43 +87,49 @@ def info_nce(
             "loss": loss,
             "presence of positive": positive is not None,
             "kind of log_weight": type(log_weight).__name__ if weight is None else f"of {weight.ndim} dimensions",
-            "number of queries in log_weight": pairs,
+            "number of queries in log_weight": pair_rows,
         } | derivatives_wanted("the query", [query, temperature], list(tensors.values()))
         replicated = {"temperature": number} if isinstance(number, Tensor) else {}
-        return (own, fields), Call("info_nce", alike, replicated, {"queries": len(query), "keys": len(key)})
+        return (target, fields), Call("info_nce", alike, replicated, {"queries": len(query), "keys": len(key)})
 
-    (own, fields), numbers_of = together(shard, check)
-    lengths, counts = numbers_of["queries"], numbers_of["keys"]
+    (own_target, fields), numbers_of = together(shard, check)
+    lengths = numbers_of["queries"]
+    counts = numbers_of["keys"]
     dtype = working_dtype(query)
     with without_autocast(query.device):
         keys = key if negatives is None else torch.cat([key, negatives])
-        own = own if positive is not None else own + sum(counts[: shard.rank])
-        given = [own, fields["row_ids"]] if "row_ids" in fields else [own]
-        # Everyone's positives, and everyone's ids where there are any; each process looks at all, so each raises.
-        target, *ids = rows.everyone(torch.stack(given, -1), lengths, shard).unbind(-1)
+        if positive is None:
+            # From this process's numbers to those over all processes.
+            own_target = own_target + sum(counts[: shard.rank])
+        own_integers = [own_target, fields["row_ids"]] if "row_ids" in fields else [own_target]
+        # The positives of all queries, and their ids if there are any, in one message. Each process checks all, so all raise.
+        target, *ids = rows.gather_rows(torch.stack(own_integers, -1), lengths, shard).unbind(-1)
         check_places("positive", target, sum(counts))
         if ids:
             fields["row_ids"] = ids[0]
         if "log_weight" in fields:
-            fields["log_weight"] = _of_everyone(fields["log_weight"], lengths, shard)
+            fields["log_weight"] = _pair_weights(fields["log_weight"], lengths, shard)
         row = query.to(dtype) / one_number("temperature", temperature, dtype, above=0, query=query)
-        row = rows.everyone(row, lengths, shard)
-        mine, place = rows.places(target, counts, shard)
+        row = rows.gather_rows(row, lengths, shard)
+        is_own, place = rows.own_places(target, counts, shard)
         first, *second = log_partitions(ScorePlan(row, keys, target=place, both=symmetric, **fields))
-        numbers = torch.stack([first.log_partition, rows.held(first, row, keys, None, mine, place)], -1)
-        found = [rows.settled(rows.answers(numbers, lengths, shard), own, counts)]
-        # All queries are here, so the log-partitions of this process's keys over them are whole.
-        found += [Direction(*(numbers[: len(key)] for numbers in direction)) for direction in second]
-        sums = torch.stack([direction.seen_excess().sum() for direction in found])
+        excess = rows.holder_excess(first, row, keys, None, is_own, place)
+        answers = torch.stack([first.log_partition, excess], -1)
+        directions = [rows.merge_answers(rows.exchange_answers(answers, lengths, shard), own_target, counts)]
+        # All queries are here, so the log-partitions of this process's keys over them are complete.
+        directions += [Direction(*(numbers[: len(key)] for numbers in direction)) for direction in second]
+        sums = torch.stack([direction.seen_excess().sum() for direction in directions])
         mean = (total(sums, shard) / sum(lengths)).mean()
-        mean = replicate(mean, shard) if loss == "sharded" else mean
-    levels = [direction.log_partition for direction in found]
-    return contrastive.contrast(mean, levels) if return_log_partition else mean
+        if loss == "sharded":
+            mean = replicate(mean, shard)
+    if return_log_partition:
+        return contrastive.contrast_result(mean, [direction.log_partition for direction in directions])
+    return mean
 
 
-def _of_everyone(log_weight: Tensor, lengths: list[int], group: Peers) -> Tensor:
-    """The log-weights of pairs, their rows in the order of `rows.everyone`."""
+def _pair_weights(log_weight: Tensor, lengths: list[int], group: Peers) -> Tensor:
+    """The log-weights of pairs, their rows in the order of `rows.gather_rows`."""
     if len(log_weight) != sum(lengths):
-        # Alike on all processes, so all raise.
+        # This number was compared and is the same on all processes, so all raise.
         raise ValueError(f"log_weight must be for the {sum(lengths)} queries of all processes, got {len(log_weight)}")
     return rows.own_first(log_weight, lengths, group)

@@ -14,7 +14,7 @@ from massieu.foundation.arguments import choice
 from massieu.foundation.listening import unreadable
 from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiated, uncompiled
 from massieu.ops import sink as with_sink
-from massieu.ops.attention import AttentionResult, of_problem
+from massieu.ops.attention import AttentionResult, attend_without_sink
 from massieu.ops.partial import Partial, around, shares
 from massieu.ops.shapes import AttentionProblem, Band, Scale, Sink, Window, band_fields, check_band, check_problem
 from massieu.ops.sharded.agreement import Call, check_sendable, derivatives_wanted, together
@@ -28,7 +28,8 @@ from massieu.ops.sharded.collectives import (
 )
 from massieu.ops.sharded.weights import (
     ALL_KEYS,
-    for_own_queries,
+    OWN_KEYS,
+    kind_of_weight,
     layout_for_all_keys,
     weights_for_own_keys,
     with_weights,
@@ -63,19 +64,19 @@ def attention(
     to all processes and a log-partition and a mean back from each.
 
     Args:
-        query: the same on all processes, or this process's own, of any number; see `queries`.
-        key, value: this process's, of any number, 0 included.
+        query: the same on all processes, or this process's own queries, as `queries` says; their number may differ then.
+        key, value: those of this process, whose number may differ and be 0.
         log_weight: for this process's keys, on all processes or on none; as in `massieu.ops.attention`. With sharded
-            queries it is one a key for all queries; or, on all processes, one for each of this process's queries and each
-            key of all processes, those of process 0 first, which is sent to whoever holds the key.
-        scale, sink, sink_value: as in `massieu.ops.attention`, the same on all processes; but a tensor of one number (or
-            value) a query is replicated or sharded as the queries are. The sink is one key in all, not one a process.
+            queries it has one number per key for all queries. Or, on all processes, it has one for each of this process's
+            queries and each key of all processes, those of process 0 first; each is sent to the process that holds the key.
+        scale, sink, sink_value: as in `massieu.ops.attention`, the same on all processes. A tensor with one number (or
+            value) per query is replicated or sharded as the queries are. There is one sink in all, not one per process.
         is_causal, window, query_offset: as in `massieu.ops.attention`, with keys numbered over all processes: those of
             process 0 first, then those of process 1, …; sharded queries are numbered so too. Nothing is computed for
             queries that see none of a process's keys.
         softcap: as in `massieu.ops.attention`.
-        queries, loss: what is replicated, and what the objective is; see `massieu.ops.sharded`. `loss` is by default what
-            `queries` is.
+        queries, loss: whether queries are the same on all processes, and what the objective is; see `massieu.ops.sharded`.
+            By default `loss` is what `queries` is.
         group: a process group, a mesh of one dimension, or None for all processes.
 
     Equal to one process with all keys to rounding, derivatives of every order and forward mode included. `torch.compile`
@@ -83,7 +84,7 @@ def attention(
 
     Raises:
         TypeError: as `massieu.ops.attention`; a group of another type.
-        ValueError: the same; what must be alike differs between processes; there is no process group.
+        ValueError: the same; an argument that must be equal differs between processes; there is no process group.
         RuntimeError: another process refused its arguments, or it died; a call inside `torch.func.vmap`.
 
     Example:
@@ -97,8 +98,8 @@ def attention(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     options = {"log_weight": log_weight, "scale": scale, "softcap": softcap, "sink": sink, "sink_value": sink_value}
-    problem, found = _run((query, key, value), options, (is_causal, window, query_offset), queries, loss, group)
-    return AttentionResult(problem.restore(found.mean).to(query.dtype), problem.restore(found.log_partition))
+    problem, result = _run((query, key, value), options, (is_causal, window, query_offset), queries, loss, group)
+    return AttentionResult(problem.restore(result.mean).to(query.dtype), problem.restore(result.log_partition))
 
 
 @uncompiled
@@ -131,12 +132,12 @@ def log_partition(
     """
     query, key = in_autocast_dtype(query, key)
     options = {"log_weight": log_weight, "scale": scale, "softcap": softcap, "sink": sink}
-    problem, found = _run((query, key, None), options, (is_causal, window, query_offset), queries, loss, group)
-    return problem.restore(found.log_partition)
+    problem, result = _run((query, key, None), options, (is_causal, window, query_offset), queries, loss, group)
+    return problem.restore(result.log_partition)
 
 
 def only(log_partition: Tensor) -> Partial:
-    """A log-partition without a mean."""
+    """A `Partial` of a log-partition alone, with a mean of size 0."""
     return Partial(log_partition, log_partition.new_zeros(*log_partition.shape, 0))
 
 
@@ -148,7 +149,13 @@ def _run(
     loss: Placement | None,
     processes: Processes,
 ) -> tuple[AttentionProblem, Partial]:
-    """The checked problem, and its results in the common layout."""
+    """The checked problem of this process, and its results in the common layout.
+
+    Args:
+        tensors: query, key and value.
+        options: by their names, all others but `by_position`.
+        by_position: is_causal, window and query_offset.
+    """
     group = Peers.of(processes)
 
     def check() -> tuple[tuple[AttentionProblem, Band, Tensor | None], Call]:
@@ -156,71 +163,94 @@ def _run(
         choice("loss", loss, "replicated", "sharded", None)
         if queries == "sharded" and loss == "replicated":
             raise ValueError("sharded queries have results of their own on each process: loss must be 'sharded'")
-        own = queries == "sharded" and for_own_queries(options["log_weight"], *tensors[:2])
-        of_keys: dict[str, Any] = options | {"log_weight": None} if own == ALL_KEYS else options
-        problem = check_problem(*tensors, **of_keys, is_causal=False)
-        # Of attention, which has this option.
+        log_weight = options["log_weight"]
+        kind = kind_of_weight(log_weight, *tensors[:2]) if queries == "sharded" else OWN_KEYS
+        # A log-weight for all keys does not fit this process's, and is checked by itself below.
+        checked_options = options | {"log_weight": None} if kind == ALL_KEYS else options
+        problem = check_problem(*tensors, **checked_options, is_causal=False)
+        # Attention has this option, and needs values; `log_partition` has neither.
         if "sink_value" in options and problem.value is None:
             raise TypeError("value must be a tensor, got None; massieu.ops.sharded.log_partition needs no value")
-        pairs = layout_for_all_keys(options["log_weight"], *tensors[:2]) if own else None
+        all_key_weight = None if kind == OWN_KEYS else layout_for_all_keys(log_weight, *tensors[:2])
         band = check_band(*by_position)
-        names = "query", "key", "value", "log_weight", "scale", "sink", "sink_value"
         check_sendable(
-            group, **{name: getattr(problem, name) for name in names} | {"log_weight": options["log_weight"]}
+            group,
+            query=problem.query,
+            key=problem.key,
+            value=problem.value,
+            log_weight=log_weight,
+            scale=problem.scale,
+            sink=problem.sink,
+            sink_value=problem.sink_value,
         )
         call = _call(problem, options, by_position, queries, loss or queries)
-        if queries == "sharded" and options["log_weight"] is not None:
-            call = with_weights(call, pairs if own else problem.log_weight, own)
-        return (problem, band, pairs), call
+        if queries == "sharded" and log_weight is not None:
+            call = with_weights(call, problem.log_weight if kind == OWN_KEYS else all_key_weight, kind)
+        return (problem, band, all_key_weight), call
 
-    (problem, band, pairs), numbers_of = together(group, check)
+    (problem, band, all_key_weight), numbers_of = together(group, check)
     if "kind" in numbers_of:
-        problem = replace(problem, log_weight=weights_for_own_keys(problem.log_weight, pairs, numbers_of, group))
-    eta, scale = problem.query, problem.scale
+        weight = weights_for_own_keys(problem.log_weight, all_key_weight, numbers_of, group)
+        problem = replace(problem, log_weight=weight)
+    eta = problem.query
+    scale = problem.scale
     if isinstance(scale, Tensor):
-        eta, scale = (eta * scale).to(eta.dtype), 1.0
+        # Each query is sent with its scale in it.
+        eta = (eta * scale).to(eta.dtype)
+        scale = 1.0
     first = sum(numbers_of["keys"][: group.rank])
 
     def answer(eta: Tensor) -> Partial:
-        return _seen(replace(problem, query=eta, scale=scale), band, first)
+        """The results of queries over this process's keys."""
+        return _visible_results(replace(problem, query=eta, scale=scale), band, first)
 
     if queries == "sharded":
         return problem, _with_sink(_of_own_queries(eta, answer, numbers_of["queries"], group), problem)
-    found = _with_sink(merge(answer(replicate(eta, group)), group), problem)
-    return problem, found if loss != "sharded" else _own_copy(found, group)
+    result = _with_sink(merge(answer(replicate(eta, group)), group), problem)
+    if loss == "sharded":
+        result = _own_copy(result, group)
+    return problem, result
 
 
-def _local(problem: AttentionProblem) -> Partial:
-    """The results over this process's keys."""
-    *output, log_z = of_problem(problem)
+def _local_results(problem: AttentionProblem) -> Partial:
+    """The results over this process's keys, whatever their numbers."""
+    *output, log_z = attend_without_sink(problem)
     return Partial.of(AttentionResult(output[0], log_z)) if output else only(log_z)
 
 
-def _seen(problem: AttentionProblem, band: Band, first: int) -> Partial:
-    """The results over this process's keys, the first of which is number `first`: of the queries that see one."""
+def _visible_results(problem: AttentionProblem, band: Band, first: int) -> Partial:
+    """The results over this process's keys, the first of which is number `first`, for queries that see a band of all keys."""
     if band is None:
-        return _local(problem)
-    (low, high), length, count = band, problem.query.shape[3], problem.key.shape[2]
+        return _local_results(problem)
+    low, high = band
+    length = problem.query.shape[3]
+    count = problem.key.shape[2]
+    # Queries start … stop − 1 see one of these keys.
     start = min(length, max(0, first - high))
     stop = length if low is None else min(length, max(start, first + count - low))
     parts = []
-    for begin, end, seen in ((0, start, 0), (start, stop, count), (stop, length, 0)):
+    for begin, end, num_keys in ((0, start, 0), (start, stop, count), (stop, length, 0)):
         if end > begin:
-            # Queries that see none of these keys belong to the graph too.
-            near = None if low is None else low + begin - first, high + begin - first
-            place = band_fields(near, end - begin, seen) if seen else {}
-            parts.append(_local(replace(problem.narrow(slice(begin, end), slice(0, seen)), **place)))
-    return Partial(*(torch.cat(results, 3) for results in zip(*parts, strict=True))) if parts else _local(problem)
+            # Queries without a key are computed too, so that they stay in the graph of derivatives on every process.
+            part = problem.narrow(slice(begin, end), slice(0, num_keys))
+            if num_keys:
+                # The band from the first of these queries to the first of these keys.
+                part_band = (None if low is None else low + begin - first, high + begin - first)
+                part = replace(part, **band_fields(part_band, end - begin, num_keys))
+            parts.append(_local_results(part))
+    if not parts:
+        return _local_results(problem)
+    return Partial(*(torch.cat(results, 3) for results in zip(*parts, strict=True)))
 
 
-def _with_sink(found: Partial, problem: AttentionProblem) -> Partial:
-    """The results over all keys and the sink, which is no process's own."""
+def _with_sink(result: Partial, problem: AttentionProblem) -> Partial:
+    """The results over all keys and the sink, which is added once, after all processes' keys."""
     if problem.sink is None:
-        return found
+        return result
     if problem.value is None:
-        return only(with_sink.shares(found.log_partition, problem)[0])
-    mean, level = with_sink.attention(found.mean, found.log_partition, problem)
-    return Partial(level, mean)
+        return only(with_sink.shares(result.log_partition, problem)[0])
+    mean, log_z = with_sink.attention(result.mean, result.log_partition, problem)
+    return Partial(log_z, mean)
 
 
 def _call(
@@ -230,18 +260,19 @@ def _call(
     queries: Placement,
     loss: Placement,
 ) -> Call:
-    """What must be equal on all processes, and what need not be."""
+    """The parts of a call that must be equal on all processes, and the numbers that may differ."""
     batch, key_heads, group, length, size = problem.query.shape
-    query, key, value = problem.query, problem.key, problem.value
+    value = problem.value
     is_causal, window, offset = by_position
-    given = {"scale": problem.scale} | {name: options.get(name) for name in ("sink", "sink_value")}
+    # Each is None, a number or a tensor.
+    parameters = {"scale": problem.scale, "sink": options.get("sink"), "sink_value": options.get("sink_value")}
     alike = {
         "batch size": batch,
         "number of key heads": key_heads,
         "number of queries a key head": group,
         "head size": size,
         "size of values": None if value is None else value.shape[3],
-        "dtype": query.dtype,
+        "dtype": problem.query.dtype,
         "queries": queries,
         "loss": loss,
         "is_causal": is_causal,
@@ -250,21 +281,27 @@ def _call(
         "softcap": problem.softcap,
         "presence of a log_weight": options["log_weight"] is not None,
     }
-    for name, thing in given.items():
-        alike[name] = "a tensor" if isinstance(thing, Tensor) else thing if thing is None else float(thing)
-    alike |= derivatives_wanted("the query", [query, *given.values()], [key, value, options["log_weight"]])
-    own, replicated = {"keys": key.shape[2]}, {}
+    for name, parameter in parameters.items():
+        if isinstance(parameter, Tensor):
+            alike[name] = "a tensor"
+        else:
+            alike[name] = None if parameter is None else float(parameter)
+    alike |= derivatives_wanted(
+        "the query", [problem.query, *parameters.values()], [problem.key, value, options["log_weight"]]
+    )
+    numbers = {"keys": problem.key.shape[2]}
+    replicated = {}
     if queries == "sharded":
-        own["queries"] = length
+        numbers["queries"] = length
     else:
         alike["number of queries"] = length
-        replicated["query"] = query
-    # One number for all queries is a parameter, wherever the queries are; one a query goes where it goes.
-    whole = len(problem.lead) + 1
-    for name, thing in given.items():
-        if isinstance(thing, Tensor) and (queries == "replicated" or thing.ndim < whole):
+        replicated["query"] = problem.query
+    # A parameter for all queries is replicated; one per query, which has the query's dimensions, is where its query is.
+    query_ndim = len(problem.lead) + 1
+    for name, parameter in parameters.items():
+        if isinstance(parameter, Tensor) and (queries == "replicated" or parameter.ndim < query_ndim):
             replicated[name] = getattr(problem, name)
-    return Call("attention" if value is not None else "log_partition", alike, replicated, own)
+    return Call("attention" if value is not None else "log_partition", alike, replicated, numbers)
 
 
 def merge(part: Partial, group: Peers) -> Partial:
@@ -273,32 +310,42 @@ def merge(part: Partial, group: Peers) -> Partial:
         anchor = _merged(Partial(part.log_partition.detach(), part.mean.detach()), group)
     if not may_be_differentiated(*part):
         return anchor
-    # The sums of the shares are 1 and 0, so nothing is sent; their derivatives need what each process has.
+    # The processes' shares of Z sum to 1, and their deviations from the mean to 0: the values are known, and nothing is sent.
+    # The derivatives of these sums are what each process contributes.
     weight, moment = shares(anchor, part)
-    seen = (anchor.log_partition > -torch.inf).to(weight.dtype)
-    weight, moment = total(weight, group, seen), total(moment, group, torch.zeros_like(anchor.mean))
+    weight_sum = (anchor.log_partition > -torch.inf).to(weight.dtype)
+    weight = total(weight, group, weight_sum)
+    moment = total(moment, group, torch.zeros_like(anchor.mean))
     return around(anchor, weight, moment)
 
 
 def _merged(part: Partial, group: Peers) -> Partial:
-    level, mean = part
-    top = largest(level, group)
-    weight = (level - top.masked_fill(top == -torch.inf, 0.0)).exp().unsqueeze(-1)
+    """The merged values alone, without derivatives."""
+    log_z, mean = part
+    top = largest(log_z, group)
+    weight = (log_z - top.masked_fill(top == -torch.inf, 0.0)).exp().unsqueeze(-1)
+    # One message: Σ weight and Σ weight·mean. The mean of a process without a visible key may be anything, NaN too.
     sums = total(torch.cat([weight, torch.where(weight > 0, weight * mean, 0.0)], -1), group)
-    weight = sums[..., 0]
-    weight = torch.where(weight == 0, 1.0, weight)
-    return Partial(top + weight.log(), sums[..., 1:] / weight.unsqueeze(-1))
+    weight_sum = sums[..., 0]
+    weight_sum = torch.where(weight_sum == 0, 1.0, weight_sum)
+    return Partial(top + weight_sum.log(), sums[..., 1:] / weight_sum.unsqueeze(-1))
 
 
-def _own_copy(found: Partial, group: Peers) -> Partial:
-    """A replicated result for losses that differ between processes, in one message back whichever part they use."""
-    both = replicate(torch.cat([found.log_partition.unsqueeze(-1), found.mean], -1), group)
+def _own_copy(result: Partial, group: Peers) -> Partial:
+    """A replicated result for losses that differ between processes.
+
+    Both parts are one tensor, so that the backward pass sends one message, whichever of them a process uses.
+    """
+    both = replicate(torch.cat([result.log_partition.unsqueeze(-1), result.mean], -1), group)
     return Partial(both[..., 0], both[..., 1:])
 
 
 def _of_own_queries(eta: Tensor, answer: Callable[[Tensor], Partial], lengths: list[int], group: Peers) -> Partial:
-    """All queries come here, and what this process's keys say of each goes back."""
-    level, mean = answer(torch.cat(gather_unequal(eta, 3, lengths, group), 3))
-    answers = torch.cat([level.unsqueeze(-1), mean], -1)
+    """The results of this process's queries over all keys.
+
+    This process receives all queries, answers each over its own keys, and sends the answers back.
+    """
+    log_z, mean = answer(torch.cat(gather_unequal(eta, 3, lengths, group), 3))
+    answers = torch.cat([log_z.unsqueeze(-1), mean], -1)
     answers = exchange_unequal(answers.split(lengths, 3), 3, group)
     return Partial(answers[..., 0], answers[..., 1:]).reduce(0)

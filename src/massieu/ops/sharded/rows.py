@@ -1,7 +1,7 @@
 """Linear scores of all processes' rows and this process's columns: what the two sharded losses have in common.
 
-A row's target is a column of some process, which holds it. Rows go to all processes, this one's first in the order of each;
-back come, from every process, log Z over its columns, and from the holder by how much that exceeds the target's score.
+A row's target is a column of one process, its holder. Every process receives all rows, its own first. It answers with log Z
+over its columns and, for the rows whose target it holds, the excess of that log Z over the target's score.
 """
 
 from collections.abc import Sequence
@@ -14,66 +14,91 @@ from massieu.ops.sharded.collectives import Peers, exchange_unequal, gather_uneq
 from massieu.ops.sharded.keys import only
 
 
-def everyone(tensor: Tensor, lengths: Sequence[int], group: Peers) -> Tensor:
+def gather_rows(tensor: Tensor, lengths: Sequence[int], group: Peers) -> Tensor:
     """The rows of all processes, this one's first and then those of the others by rank."""
     parts = gather_unequal(tensor, 0, lengths, group)
     return torch.cat([parts.pop(group.rank), *parts])
 
 
 def own_first(tensor: Tensor, lengths: Sequence[int], group: Peers) -> Tensor:
-    """Rows that are ordered by process, in the order of `everyone`."""
+    """Bring rows that are ordered by process into the order of `gather_rows`."""
     parts = list(tensor.split(list(lengths)))
     return torch.cat([parts.pop(group.rank), *parts])
 
 
-def answers(numbers: Tensor, lengths: Sequence[int], group: Peers) -> Tensor:
-    """What each process says of this one's rows, stacked, from what this one says of everyone's, (rows, numbers)."""
-    others = [length for rank, length in enumerate(lengths) if rank != group.rank]
-    own, *parts = numbers.split([lengths[group.rank], *others])
-    parts.insert(group.rank, own)
+def exchange_answers(answers: Tensor, lengths: Sequence[int], group: Peers) -> Tensor:
+    """Send this process's answers to the rows' owners.
+
+    Args:
+        answers: (rows of all processes, numbers), in the order of `gather_rows`.
+        lengths: rows of each process.
+
+    Returns:
+        All processes' answers for this one's rows, (processes, own rows, numbers).
+    """
+    other_lengths = [length for rank, length in enumerate(lengths) if rank != group.rank]
+    to_self, *parts = answers.split([lengths[group.rank], *other_lengths])
+    parts.insert(group.rank, to_self)
     return exchange_unequal(parts, 0, group)
 
 
-def places(target: Tensor, counts: Sequence[int], group: Peers) -> tuple[Tensor, Tensor]:
-    """Whether this process holds the target, and its place among this process's columns, −1 where it does not."""
+def own_places(target: Tensor, counts: Sequence[int], group: Peers) -> tuple[Tensor, Tensor]:
+    """Whether this process holds each target, and the target's place among its columns, −1 if it does not.
+
+    Args:
+        target: numbered over all processes' columns.
+        counts: columns of each process.
+    """
     first = sum(counts[: group.rank])
-    mine = (target >= first) & (target < first + counts[group.rank])
-    return mine, (target - first).where(mine, -1)
+    is_own = (target >= first) & (target < first + counts[group.rank])
+    return is_own, (target - first).where(is_own, -1)
 
 
 def holders(target: Tensor, counts: Sequence[int]) -> Tensor:
-    """Which process holds the target; some process for a target that nobody holds."""
+    """The rank of each target's holder; any rank for a target out of range."""
     ends = torch.tensor(counts, device=target.device).cumsum(0)
     return torch.searchsorted(ends, target.contiguous(), right=True).clamp(max=len(counts) - 1)
 
 
-def held(found: Direction, row: Tensor, column: Tensor, bias: Tensor | None, mine: Tensor, place: Tensor) -> Tensor:
-    """By how much log Z over this process's columns exceeds the score of a target it holds; 0 where it does not.
+def holder_excess(
+    direction: Direction, row: Tensor, column: Tensor, bias: Tensor | None, is_own: Tensor, place: Tensor
+) -> Tensor:
+    """The excess of log Z over this process's columns over the target's score, if this process holds the target, else 0.
 
-    Where a row sees none of them the score is still there: the excess is then over 0, as `seen_level` is 0.
+    A row may see none of these columns, as weights can hide the target from log Z and not from the loss. The result is then
+    −score, the excess of 0, which is what `finite_level` makes of a log Z of −∞.
 
     Args:
-        bias: where it belongs to the score.
+        direction: log Z and its excess over this process's columns.
+        bias: only if it belongs to the score.
+        is_own, place: as from `own_places`.
     """
-    excess = found.excess.masked_fill(~mine, 0.0)
-    blind = (mine & (found.log_partition == -torch.inf)).nonzero().squeeze(1)
-    if len(blind) == 0:
+    excess = direction.excess.masked_fill(~is_own, 0.0)
+    sees_no_column = (is_own & (direction.log_partition == -torch.inf)).nonzero().squeeze(1)
+    if len(sees_no_column) == 0:
         return excess
-    score = (row[blind] * column[place[blind]].to(row.dtype)).sum(-1)
-    score = score if bias is None else score + bias[place[blind]].to(row.dtype)
-    return excess.index_put((blind,), -score)
+    target_column = place[sees_no_column]
+    score = (row[sees_no_column] * column[target_column].to(row.dtype)).sum(-1)
+    if bias is not None:
+        score = score + bias[target_column].to(row.dtype)
+    return excess.index_put((sees_no_column,), -score)
 
 
-def seen_level(level: Tensor) -> Tensor:
-    """Log Z, or 0 where a row sees nothing, for differences of which the other half is `held`."""
-    return level.masked_fill(level == -torch.inf, 0.0)
+def finite_level(log_partition: Tensor) -> Tensor:
+    """Log Z, and 0 where a row sees no column: the level over which `holder_excess` is an excess."""
+    return log_partition.masked_fill(log_partition == -torch.inf, 0.0)
 
 
-def settled(found: Tensor, target: Tensor, counts: Sequence[int]) -> Direction:
-    """Log Z over all processes' columns and its excess, from the `answers` (log Z, held, …) of each process."""
-    levels, excesses = found[..., 0], found[..., 1]
-    level = only(levels).reduce(0).log_partition
+def merge_answers(answers: Tensor, target: Tensor, counts: Sequence[int]) -> Direction:
+    """Log Z over all processes' columns and its excess.
+
+    Args:
+        answers: (processes, rows, numbers) from `exchange_answers`; the first two numbers are log Z and `holder_excess`.
+    """
+    log_zs = answers[..., 0]
+    log_z = only(log_zs).reduce(0).log_partition
     holder = holders(target, counts).unsqueeze(0)
-    own, excess = (numbers.gather(0, holder).squeeze(0) for numbers in (levels, excesses))
-    # log Z − score = (the holder's log Z − score) + (log Z − the holder's log Z), both before rounding.
-    return Direction(excess + (level - seen_level(own)), level)
+    holder_log_z = log_zs.gather(0, holder).squeeze(0)
+    excess = answers[..., 1].gather(0, holder).squeeze(0)
+    # log Z − score = (the holder's log Z − score) + (log Z − the holder's log Z): small differences, not of rounded sums.
+    return Direction(excess + (log_z - finite_level(holder_log_z)), log_z)

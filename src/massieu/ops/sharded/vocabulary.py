@@ -38,20 +38,20 @@ def linear_cross_entropy(
     """`massieu.ops.linear_cross_entropy` with the vocabulary sharded: each process has some of the words.
 
     Args:
-        hidden, target: the same on all processes, or this process's own, of any number; see `tokens`. Targets number all
-            words, those of process 0 first, then those of process 1, ….
+        hidden, target: the same on all processes, or this process's own, as `tokens` says; their number may differ then.
+            Targets number all words, those of process 0 first, then those of process 1, ….
         weight, bias: of this process's words, at least one; a bias on all processes or on none.
         ignore_index, label_smoothing, z_loss, reduction, return_log_partition: as in `massieu.ops.linear_cross_entropy`.
         tokens: "replicated", or "sharded": each process has tokens of its own. A sum or mean is then over the tokens of all
             processes and the same on all; losses and log-partitions of single tokens are those of this process's.
-        loss: "replicated" where every process goes on with the same result, which counts once; "sharded" where what they
-            make of it differs, and the objective is the sum; see `massieu.ops.sharded`. "replicated" by default, but where
-            tokens are sharded and nothing is reduced: losses are then this process's own, and only "sharded" has a meaning.
+        loss: "replicated" if all processes use the same result in the same way: it counts once. "sharded" if each makes its
+            own loss of it, and the objective is their sum; see `massieu.ops.sharded`. By default "replicated", except for
+            sharded tokens without a reduction: their losses are this process's own, so that only "sharded" is possible.
         group: as in `massieu.ops.sharded.attention`.
 
-    Whatever the number of words, of replicated tokens some five numbers each are summed over processes, and in the backward
-    pass the gradient of `hidden`; sharded ones are sent to all processes, which send two or three numbers back. Results and
-    gradients equal those of one process to rounding.
+    What is sent does not depend on the number of words. For replicated tokens about five numbers each are summed over
+    processes, and in the backward pass the gradient of `hidden`. Sharded tokens are sent to all processes, which send two or
+    three numbers back. Results and gradients equal those of one process to rounding.
 
     Raises:
         TypeError: as `massieu.ops.linear_cross_entropy`.
@@ -68,14 +68,14 @@ def linear_cross_entropy(
         >>> dist.destroy_process_group()
     """
     shard = Peers.of(group)
-    own = isinstance(tokens, str) and tokens == "sharded"
+    are_sharded = isinstance(tokens, str) and tokens == "sharded"
 
     def check() -> tuple[Tensor, Call]:
         words = vocabulary.check_shapes(hidden, weight, target, bias)
         vocabulary.check_options(ignore_index, label_smoothing, z_loss, reduction, return_log_partition)
         choice("tokens", tokens, "replicated", "sharded")
         choice("loss", loss, "replicated", "sharded", None)
-        if own and reduction == "none" and loss == "replicated":
+        if are_sharded and reduction == "none" and loss == "replicated":
             raise ValueError(
                 "losses of sharded tokens are each process's own: without a reduction loss must be 'sharded'"
             )
@@ -92,61 +92,79 @@ def linear_cross_entropy(
             "loss": loss,
             "presence of a bias": bias is not None,
         } | derivatives_wanted("hidden", [hidden], [weight, bias])
-        free, count = {"words": len(weight)}, {"number of tokens": target.numel()}
-        if own:
-            return words, Call("linear_cross_entropy", alike, {}, free | count)
-        return words, Call("linear_cross_entropy", alike | count, {"target": target, "hidden": hidden}, free)
+        numbers = {"words": len(weight)}
+        token_count = {"number of tokens": target.numel()}
+        if are_sharded:
+            return words, Call("linear_cross_entropy", alike, {}, numbers | token_count)
+        replicated = {"target": target, "hidden": hidden}
+        return words, Call("linear_cross_entropy", alike | token_count, replicated, numbers)
 
     words, numbers_of = together(shard, check)
-    counts = numbers_of["words"]
+    word_counts = numbers_of["words"]
     lengths = numbers_of.get("number of tokens", [target.numel()] * shard.size)
     dtype = working_dtype(hidden)
     with without_autocast(hidden.device):
+        # All tokens are here from now on: replicated ones are, and sharded ones are gathered.
         words = words.reshape(-1)
-        all_words = rows.everyone(words, lengths, shard) if own else words
-        counted = all_words != ignore_index
-        # Each process looks at all tokens, so each raises.
-        check_places("target", all_words[counted], sum(counts), f" or be ignore_index, {ignore_index}")
         row = hidden.reshape(-1, hidden.shape[-1])
-        row = (rows.everyone(row, lengths, shard) if own else replicate(row, shard)).to(dtype)
-        mine, place = rows.places(all_words.where(counted, -1), counts, shard)
-        (found,) = log_partitions(ScorePlan(row, weight, bias, place, bias_in_score=True))
-        numbers = [found.log_partition, rows.held(found, row, weight, bias, mine, place)]
+        if are_sharded:
+            all_words = rows.gather_rows(words, lengths, shard)
+            row = rows.gather_rows(row, lengths, shard).to(dtype)
+        else:
+            all_words = words
+            row = replicate(row, shard).to(dtype)
+        all_counts = all_words != ignore_index
+        # Each process checks all targets, so that all raise.
+        check_places("target", all_words[all_counts], sum(word_counts), f" or be ignore_index, {ignore_index}")
+        is_own, place = rows.own_places(all_words.where(all_counts, -1), word_counts, shard)
+        (own_direction,) = log_partitions(ScorePlan(row, weight, bias, place, bias_in_score=True))
+        excess = rows.holder_excess(own_direction, row, weight, bias, is_own, place)
+        answers = [own_direction.log_partition, excess]
         if label_smoothing:
-            scores = row @ weight.sum(0, dtype=dtype)
-            numbers.append(scores if bias is None else scores + bias.sum(dtype=dtype))
-        own_counted = words != ignore_index
-        if own:
-            direction, score = _of_own_tokens(numbers, words.where(own_counted, 0), lengths, counts, shard)
+            # The sum of the scores over this process's words, from the sum of the words' vectors.
+            score_sum = row @ weight.sum(0, dtype=dtype)
+            answers.append(score_sum if bias is None else score_sum + bias.sum(dtype=dtype))
+        counts = words != ignore_index
+        if are_sharded:
+            direction, score_sum = _merge_for_own_tokens(answers, words.where(counts, 0), lengths, word_counts, shard)
         else:
-            direction, score = _of_all_tokens(numbers, mine, shard)
-        level = direction.log_partition
-        smooth = label_smoothing * (level - score / sum(counts)) if label_smoothing else None
-        nats = vocabulary.token_losses(direction, smooth, own_counted, None, label_smoothing, z_loss)
-        if loss == "sharded" and not own:
-            nats, level = replicate(torch.stack([nats, level]), shard)
+            direction, score_sum = _merge_for_all_tokens(answers, is_own, shard)
+        log_z = direction.log_partition
+        soft_loss = label_smoothing * (log_z - score_sum / sum(word_counts)) if label_smoothing else None
+        losses = vocabulary.token_losses(direction, soft_loss, counts, None, label_smoothing, z_loss)
+        if loss == "sharded" and not are_sharded:
+            losses, log_z = replicate(torch.stack([losses, log_z]), shard)
         if reduction == "none":
-            nats = nats.reshape(target.shape)
+            result = losses.reshape(target.shape)
         else:
-            nats = total(nats.sum(), shard) if own else nats.sum()
-            nats = replicate(nats, shard) if own and loss == "sharded" else nats
-            nats = nats / counted.sum() if reduction == "mean" else nats
-    return CrossEntropyResult(nats, level.reshape(target.shape)) if return_log_partition else nats
+            result = losses.sum()
+            if are_sharded:
+                result = total(result, shard)
+            if are_sharded and loss == "sharded":
+                result = replicate(result, shard)
+            if reduction == "mean":
+                result = result / all_counts.sum()
+    return CrossEntropyResult(result, log_z.reshape(target.shape)) if return_log_partition else result
 
 
-def _of_all_tokens(numbers: list[Tensor], mine: Tensor, group: Peers) -> tuple[Direction, Tensor]:
-    """Log Z over all words, its excess, and the sum of the scores if it is wanted, of replicated tokens."""
-    own, excess, *scores = numbers
-    level = merge(only(own), group).log_partition
-    # Where a process holds the word: log Z − score = (its own log Z − score) + (log Z − its own log Z).
-    excess = excess + (replicate(level, group) - rows.seen_level(own))
-    sums = total(torch.stack([excess.masked_fill(~mine, 0.0), *scores]), group)
-    return Direction(sums[0], level), sums[-1]
+def _merge_for_all_tokens(answers: list[Tensor], is_own: Tensor, group: Peers) -> tuple[Direction, Tensor]:
+    """Log Z over all words and its excess, and the last of the answers summed over processes, of replicated tokens.
+
+    Args:
+        answers: log Z over this process's words, `rows.holder_excess` and, with smoothing, the sum of the scores.
+        is_own: whether this process holds the token's word.
+    """
+    own_log_z, excess, *score_sums = answers
+    log_z = merge(only(own_log_z), group).log_partition
+    # On the holder: log Z − score = (its own log Z − score) + (log Z − its own log Z).
+    excess = excess + (replicate(log_z, group) - rows.finite_level(own_log_z))
+    sums = total(torch.stack([excess.masked_fill(~is_own, 0.0), *score_sums]), group)
+    return Direction(sums[0], log_z), sums[-1]
 
 
-def _of_own_tokens(
-    numbers: list[Tensor], words: Tensor, lengths: list[int], counts: list[int], group: Peers
+def _merge_for_own_tokens(
+    answers: list[Tensor], words: Tensor, lengths: list[int], word_counts: list[int], group: Peers
 ) -> tuple[Direction, Tensor]:
-    """The same of this process's tokens."""
-    found = rows.answers(torch.stack(numbers, -1), lengths, group)
-    return rows.settled(found, words, counts), found[..., -1].sum(0)
+    """The same of this process's tokens, from answers for those of all processes."""
+    received = rows.exchange_answers(torch.stack(answers, -1), lengths, group)
+    return rows.merge_answers(received, words, word_counts), received[..., -1].sum(0)
