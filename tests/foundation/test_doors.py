@@ -235,7 +235,8 @@ def test_compiled_code_makes_and_calls_what_is_behind_doors():
     torch._dynamo.reset()
     compiled = torch.compile(solved, fullgraph=True, backend=count_graphs)
     for scale in (2.0, 4.0):
-        matrix, right = scale * torch.eye(3), torch.ones(3)
+        matrix = scale * torch.eye(3)
+        right = torch.ones(3)
         # Of the nine pairs of points scale·e_i, three are at distance 0 and six at the distance √2·scale.
         expected = 1 / scale + 3 + 6 * math.exp(-(scale**2))
         torch.testing.assert_close(compiled(matrix, right), torch.full((3,), expected))
@@ -246,7 +247,8 @@ def test_what_is_behind_a_door_keeps_its_signature_and_is_copied():
     assert list(inspect.signature(example).parameters) == ["width", "throw", "generator"]
     assert list(inspect.signature(Attention).parameters)[:2] == ["embed_dim", "num_heads"]
     assert list(inspect.signature(GaussianKernel.create).parameters) == ["lengthscale"]
-    attention, tokens = Attention(4, 2, batch_first=True), torch.ones(1, 3, 4)
+    attention = Attention(4, 2, batch_first=True)
+    tokens = torch.ones(1, 3, 4)
     for other in (copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))):
         assert torch.equal(other(tokens)[0], attention(tokens)[0])
     assert pickle.loads(pickle.dumps(fixed_point)) is fixed_point

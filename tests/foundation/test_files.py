@@ -53,7 +53,8 @@ def test_an_earlier_file_keeps_its_owner(tmp_path):
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_that_a_user_names_is_kept_and_its_target_written(tmp_path, there):
-    target, link = tmp_path / "inner" / "target", tmp_path / "page"
+    target = tmp_path / "inner" / "target"
+    link = tmp_path / "page"
     target.parent.mkdir()
     if there:
         target.write_text("old")
@@ -66,7 +67,8 @@ def test_a_link_that_a_user_names_is_kept_and_its_target_written(tmp_path, there
 
 
 def test_a_link_in_a_folder_of_ours_is_replaced_and_not_followed(tmp_path):
-    target, link = tmp_path / "target", tmp_path / "page"
+    target = tmp_path / "target"
+    link = tmp_path / "page"
     target.write_text("old")
     link.symlink_to(target)
     with replacing(link) as aside:

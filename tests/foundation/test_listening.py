@@ -53,7 +53,8 @@ def test_nobody_is_told_unless_somebody_listens() -> None:
 
 
 def test_the_outermost_is_told_first_and_an_error_leaves_nobody() -> None:
-    outer, inner = Recorder(), Recorder()
+    outer = Recorder()
+    inner = Recorder()
 
     def fail() -> None:
         with listening(outer), listening(inner):

@@ -20,7 +20,8 @@ SYSTEM = 3 * torch.eye(4, dtype=torch.float64) + normal(2, 4, 4)
 
 
 def test_values_and_derivatives():
-    matrix, right = SYSTEM.requires_grad_(), normal(2, 4, 3, seed=1).requires_grad_()
+    matrix = SYSTEM.requires_grad_()
+    right = normal(2, 4, 3, seed=1).requires_grad_()
     torch.testing.assert_close(matrices.solve(matrix, right), torch.linalg.solve(matrix, right), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(matrices.log_determinant(matrix), torch.logdet(matrix), rtol=1e-12, atol=1e-12)
     for function, inputs in ((matrices.solve, (matrix, right)), (matrices.log_determinant, (matrix,))):
@@ -48,13 +49,15 @@ def test_signs_of_determinants():
 
 
 def test_least_squares_are_numpys_of_lower_rank_too_and_have_the_same_bits_in_each_call():
-    matrix, right = normal(1000, 5), normal(1000, 3, seed=1)
+    matrix = normal(1000, 5)
+    right = normal(1000, 3, seed=1)
     lower = torch.stack([matrix, torch.cat([matrix[:, :3], matrix[:, :2]], -1)])
     result = matrices.least_squares(lower, right.expand(2, -1, -1))
     for one, answer in zip(lower, result, strict=True):
         expected = np.linalg.lstsq(one.numpy(), right.numpy(), rcond=None)[0]
         torch.testing.assert_close(answer, torch.from_numpy(expected), rtol=1e-10, atol=1e-12)
-    bits, memory = set(), []
+    bits = set()
+    memory = []
     for size in range(1, 61):
         memory.append(torch.full((size,), size, dtype=torch.int32))  # what is let go is what the next call finds
         memory = memory[-size % 7 :]
@@ -70,7 +73,8 @@ def test_eigenvalues_of_what_is_not_finite_are_nan_and_the_process_goes_on():
     assert matrices.eigenvalues(torch.full((64, 64), torch.nan)).isnan().all()
 
 
-FIELDS, COUPLING = normal(2, 4, seed=2), normal(4, 4, seed=3)
+FIELDS = normal(2, 4, seed=2)
+COUPLING = normal(4, 4, seed=3)
 COUPLING = 0.1 * (COUPLING + COUPLING.mT) * (1 - torch.eye(4, dtype=torch.float64))
 FUNCTIONS = {
     "solve": lambda x: matrices.solve(SYSTEM[0].detach() + x.diag(), x.diag()).sum(),

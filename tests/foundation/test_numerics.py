@@ -25,12 +25,15 @@ def two(x, index, y, absent):
     return one(x, index, y, absent), (x * y).sum(-1)
 
 
-X, Y, INDEX = normal(3, 4), normal(3, 4, seed=1), torch.arange(4)
+X = normal(3, 4)
+Y = normal(3, 4, seed=1)
+INDEX = torch.arange(4)
 ARGUMENTS = (X, INDEX, Y, None)
 
 
 def test_reverse_derivatives():
-    v, w = normal(3, 4, seed=2), normal(3, seed=3)
+    v = normal(3, 4, seed=2)
+    w = normal(3, seed=3)
     dx, none, dy, absent = reverse_derivative(one, ARGUMENTS, v)
     torch.testing.assert_close(dx, X.cos() * Y * v)
     torch.testing.assert_close(dy, X.sin() * v)
@@ -45,7 +48,8 @@ def test_reverse_derivatives():
 
 
 def test_forward_derivatives():
-    dx, dy = normal(3, 4, seed=2), normal(3, 4, seed=3)
+    dx = normal(3, 4, seed=2)
+    dy = normal(3, 4, seed=3)
     torch.testing.assert_close(forward_derivative(one, ARGUMENTS, (dx, None, None, None)), X.cos() * Y * dx)
     first, second = forward_derivative(two, ARGUMENTS, (dx, None, dy, None))
     torch.testing.assert_close(first, X.cos() * Y * dx + X.sin() * dy)

@@ -57,7 +57,8 @@ def test_the_words():
 
 
 def test_a_configuration_that_two_modules_hold_is_put_into_words_once():
-    one, other = Own(), Own()
+    one = Own()
+    other = Own()
     visited = {}
     other.size = one.size
     first = settings_of(one, visited)
@@ -112,7 +113,8 @@ def test_what_a_fingerprint_takes():
     alone = torch.arange(12.0).view(3, 4)[:1, 1:2].squeeze(1)
     loop = nn.Linear(2, 2)
     loop.act = lambda x: loop.scale * x
-    sparse, meta = torch.eye(3).to_sparse(), torch.empty(3, device="meta")
+    sparse = torch.eye(3).to_sparse()
+    meta = torch.empty(3, device="meta")
     turned = torch.tensor([1 + 2j]).conj()
     assert fingerprint(turned) == fingerprint(torch.tensor([1 - 2j])) != fingerprint(turned.conj())
     for value in (early, loop, sparse, meta, alone, torch.empty(0), torch.ones(2, dtype=torch.bfloat16), object()):
@@ -122,5 +124,6 @@ def test_what_a_fingerprint_takes():
 
 
 def test_generators_are_not_in_a_fingerprint():
-    one, other = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
+    one = torch.Generator().manual_seed(0)
+    other = torch.Generator().manual_seed(1)
     assert fingerprint(scaled_by(one)) == fingerprint(scaled_by(other))

@@ -104,8 +104,12 @@ def conjugate_cases(times: float = 1.0) -> dict[str, MeasureCase]:
     """Priors as strong as some observations, and some times stronger."""
     strength = times * positive(2, seed=20, low=3.0, high=6.0)
     nu = (numpy(strength),)
-    chance, field, rate = positive(2, seed=21, low=0.2, high=0.8), draw(2, seed=22), positive(2, seed=23)
-    shape, location, variance = positive(2, seed=24), draw(2, seed=25), positive(2, seed=26)
+    chance = positive(2, seed=21, low=0.2, high=0.8)
+    field = draw(2, seed=22)
+    rate = positive(2, seed=23)
+    shape = positive(2, seed=24)
+    location = draw(2, seed=25)
+    variance = positive(2, seed=26)
     inside = torch.tensor([[0.25, 0.4], [0.5, 0.5], [0.7, 0.3], [0.4, 0.8]], dtype=F64) * strength
     above = times * torch.tensor([[1.0, 4.0], [3.0, 2.0], [6.0, 0.7]], dtype=F64)
 
@@ -136,13 +140,15 @@ def conjugate_cases(times: float = 1.0) -> dict[str, MeasureCase]:
         return -n * (m * x + 0.5 * v * x**2)
 
     def around(chi, n, m, v):
-        centre, spread = (chi - n * m) / (n * v), 1 / np.sqrt(n * v)
+        centre = (chi - n * m) / (n * v)
+        spread = 1 / np.sqrt(n * v)
         return [(centre - 12 * spread, centre + 12 * spread)]
 
     def case(likelihood: Measure, density, pieces, eta, *parameters: Tensor) -> MeasureCase:
         line = Line(density, (*nu, *(numpy(p) for p in parameters)), pieces)
         # The quadrature of stronger ones has digits for A alone.
-        law, exact = ConjugatePrior.create(likelihood, strength), times == 1
+        law = ConjugatePrior.create(likelihood, strength)
+        exact = times == 1
         return case_of(law, line, eta, density=exact, divergence=exact, scales=(0.0, 1e-4, 0.5))
 
     one = torch.ones_like(rate)
@@ -161,14 +167,22 @@ def conjugate_cases(times: float = 1.0) -> dict[str, MeasureCase]:
 def single_cases() -> dict[str, MeasureCase]:
     masked = draw(2, 7, seed=1)
     masked[0, 2] = masked[1, 0] = masked[1, 6] = -torch.inf
-    root, thin = draw(2, 3, 3, seed=2), draw(2, 3, 1, seed=8)
+    root = draw(2, 3, 3, seed=2)
+    thin = draw(2, 3, 1, seed=8)
     full = root @ root.mT + 0.1 * torch.eye(3, dtype=F64)
-    variances, location, field = draw(2, 3, seed=3).square() + 0.1, draw(2, 3), draw(2, 3, seed=4)
-    rate, chance, rates = positive(2, 2), positive(2, 3, low=0.1, high=0.9), positive(2, 2, seed=5)
-    shape, scale, logits = positive(2, 2, seed=6, low=0.3, high=3.0), positive(2, 2, seed=7), draw(2, 4, seed=9)
+    variances = draw(2, 3, seed=3).square() + 0.1
+    location = draw(2, 3)
+    field = draw(2, 3, seed=4)
+    rate = positive(2, 2)
+    chance = positive(2, 3, low=0.1, high=0.9)
+    rates = positive(2, 2, seed=5)
+    shape = positive(2, 2, seed=6, low=0.3, high=3.0)
+    scale = positive(2, 2, seed=7)
+    logits = draw(2, 4, seed=9)
     logits[1, 2] = -torch.inf
     shares = torch.log_softmax(logits, -1)
-    low, high = -positive(2, 2, seed=10), positive(2, 2, seed=11)
+    low = -positive(2, 2, seed=10)
+    high = positive(2, 2, seed=11)
     radius = positive(3, seed=12)
     value = draw(2, 3, seed=13)
     return {
@@ -225,12 +239,12 @@ def single_cases() -> dict[str, MeasureCase]:
 
 def wide_cases() -> dict[str, MeasureCase]:
     """Three coordinates, whose domains reach far enough for large eta."""
-    rate, shape, scale = 3 * positive(2, 3, low=2.0), positive(2, 3, low=0.2), positive(2, 3, low=0.05, high=0.2)
-    low, high, chance = (
-        -positive(2, 3),
-        positive(2, 3, seed=1),
-        torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.0, 0.5]], dtype=F64),
-    )
+    rate = 3 * positive(2, 3, low=2.0)
+    shape = positive(2, 3, low=0.2)
+    scale = positive(2, 3, low=0.05, high=0.2)
+    low = -positive(2, 3)
+    high = positive(2, 3, seed=1)
+    chance = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.0, 0.5]], dtype=F64)
     options = {"scales": (0.0, 1e-4, 1.0, 4.0, 15.0, 100.0)}
     return {
         "exponential, wide": case_of(Exponential.create(rate), exponential(rate), **options),
@@ -251,12 +265,17 @@ _HEIGHTS = [0.0, 1 / 1.6, 1 / 1.6, 0.0]
 
 
 def composed_cases() -> dict[str, MeasureCase]:
-    field, weight, bias = draw(2, 3, seed=4), draw(2, 4, 3, seed=5), draw(4, seed=6)
+    field = draw(2, 3, seed=4)
+    weight = draw(2, 4, 3, seed=5)
+    bias = draw(4, seed=6)
     pushed = spins(field).pushed(numpy(weight), numpy(bias))
-    single, tilt = Enumerated(pushed.points[0], pushed.log_weight[0]), draw(4, seed=7)
+    single = Enumerated(pushed.points[0], pushed.log_weight[0])
+    tilt = draw(4, seed=7)
     root = draw(2, 3, 3, seed=1)
     full = root @ root.mT + 0.2 * torch.eye(3, dtype=F64)
-    scale, square, shift = positive(2, seed=7, low=0.2, high=0.5), draw(2, 2, seed=8), draw(2, seed=9)
+    scale = positive(2, seed=7, low=0.2, high=0.5)
+    square = draw(2, 2, seed=8)
+    shift = draw(2, seed=9)
     slope = torch.tensor([0.4, -0.7], dtype=F64)
     moved = laplace(scale)
     start = moved.log_partition(slope[None]).numpy() / 2
@@ -265,7 +284,9 @@ def composed_cases() -> dict[str, MeasureCase]:
         (numpy(scale), numpy(slope)),
         lambda eta, s, a: about_zero(1 / s + eta + a, 1 / s - eta - a),
     )
-    points, logs, keys = draw(3, 2, seed=14), draw(3, seed=15), draw(4, 1, seed=16)
+    points = draw(3, 2, seed=14)
+    logs = draw(3, seed=15)
+    keys = draw(4, 1, seed=16)
     together = joined(
         Enumerated(numpy(points), np.full(3, float(logs[0]))),
         Enumerated(spins(field[0, :2]).points, spins(field[0, :2]).log_weight + float(logs[1])),

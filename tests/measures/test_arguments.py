@@ -102,7 +102,8 @@ ONE_NUMBER = {
 @every_row("name", ONE_NUMBER)
 def test_a_number_stands_for_as_many_coordinates_as_dim_says(name):
     make = ONE_NUMBER[name]
-    one, three = make(), make(dim=3)
+    one = make()
+    three = make(dim=3)
     assert (one.event_shape, three.event_shape, three.batch_shape) == ((1,), (3,), ())
     eta = torch.tensor([0.1, -0.2, 0.3])
     torch.testing.assert_close(three.mean(eta).unsqueeze(-1), one.mean(eta.unsqueeze(-1)))
@@ -203,7 +204,8 @@ def test_a_number_of_draws_is_a_shape():
 
 def test_nothing_is_a_batch():
     """An empty batch of atoms, and of means: empty results of the right shape, that derivatives pass."""
-    atoms, eta = Atoms.create(torch.zeros(0, 4, 3)), torch.zeros(0, 5, 3, requires_grad=True)
+    atoms = Atoms.create(torch.zeros(0, 4, 3))
+    eta = torch.zeros(0, 5, 3, requires_grad=True)
     assert atoms.log_partition(eta).shape == (0, 5)
     assert atoms.fisher(eta).shape == (0, 5, 3, 3)
     assert atoms.expectation(eta, torch.zeros(0, 4, 2)).shape == (0, 5, 2)

@@ -25,7 +25,8 @@ def problems(draw_from):
     seed = draw_from(st.integers(0, 2**32 - 1))
     batch = draw_from(st.sampled_from([(), (2,), (2, 3)]))
     query = draw_from(st.sampled_from([(), (1,), (3,), (2, 2)]))
-    count, dimension = draw_from(st.integers(1, 9)), draw_from(st.integers(1, 5))
+    count = draw_from(st.integers(1, 9))
+    dimension = draw_from(st.integers(1, 5))
     scale = draw_from(st.sampled_from([0.0, 1e-4, 1.0, 30.0]))
     hidden = draw_from(st.sampled_from([0.0, 0.5, 1.0]))
     random = np.random.default_rng(seed)
@@ -41,11 +42,9 @@ def problems(draw_from):
 @given(problems())
 def test_agrees_with_explicit_weights(problem):
     points, log_weight, eta = problem
-    measure, lead, batch = (
-        Atoms.create(torch.from_numpy(points), torch.from_numpy(log_weight)),
-        eta.shape[:-1],
-        points.ndim - 2,
-    )
+    measure = Atoms.create(torch.from_numpy(points), torch.from_numpy(log_weight))
+    lead = eta.shape[:-1]
+    batch = points.ndim - 2
     flat = eta.reshape(*points.shape[:-2], -1, eta.shape[-1])
     scores = flat @ np.swapaxes(points, -1, -2) + log_weight[..., None, :]
     empty = np.isneginf(scores).all(-1)
@@ -72,7 +71,8 @@ def test_agrees_with_explicit_weights(problem):
 
 
 def test_mean_is_scaled_dot_product_attention():
-    query, key = draw(2, 3, 5, 4, seed=1), draw(2, 3, 7, 4, seed=2)
+    query = draw(2, 3, 5, 4, seed=1)
+    key = draw(2, 3, 7, 4, seed=2)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key)
     torch.testing.assert_close(Atoms.create(key).mean(query / 2), expected)
     value = draw(2, 3, 7, 6, seed=3)
@@ -89,8 +89,11 @@ def test_entropy_of_unweighted_atoms_is_shannons():
 
 def test_selective_log_partition_is_a_divergence_and_ignores_the_key_origin():
     """KL(uniform‖p) = log Z − log n − mean score = kl(0, eta), whatever constant is added to the keys (S25)."""
-    points, eta, origin = draw(8, 4), draw(5, 4, seed=1), 3 * draw(4, seed=2)
-    measure, moved = Atoms.create(points), Atoms.create(points + origin)
+    points = draw(8, 4)
+    eta = draw(5, 4, seed=1)
+    origin = 3 * draw(4, seed=2)
+    measure = Atoms.create(points)
+    moved = Atoms.create(points + origin)
     selective = measure.log_partition(eta) - math.log(8) - (eta @ points.T).mean(-1)
     torch.testing.assert_close(measure.kl(torch.zeros_like(eta), eta), selective, atol=1e-12, rtol=0)
     torch.testing.assert_close(moved.kl(torch.zeros_like(eta), eta), selective, atol=1e-12, rtol=0)
@@ -117,7 +120,8 @@ def exact_kl(points: Tensor, log_weight: Tensor, eta_p: Tensor, eta_q: Tensor) -
             if w > -math.inf
         ]
 
-    p, q = scores(eta_p), scores(eta_q)
+    p = scores(eta_p)
+    q = scores(eta_q)
     log_zp, log_zq = (mpmath.log(sum(mpmath.exp(s) for s in score)) for score in (p, q))
     return float(sum(mpmath.exp(a - log_zp) * (a - log_zp - b + log_zq) for a, b in zip(p, q, strict=True)))
 
@@ -136,7 +140,8 @@ def test_kl_keeps_its_digits_in_float32(distance, size, offset):
 
 
 def test_textbook_difference_would_not():
-    points, eta = draw(9, 4, dtype=torch.float32), draw(4, seed=1, dtype=torch.float32)
+    points = draw(9, 4, dtype=torch.float32)
+    eta = draw(4, seed=1, dtype=torch.float32)
     delta = 1e-5 * draw(4, seed=2, dtype=torch.float32)
     measure = Atoms.create(points)
     difference = measure.log_partition(eta + delta) - measure.log_partition(eta) - measure.mean(eta) @ delta
@@ -148,20 +153,25 @@ def test_kl_of_a_rare_atom_far_away():
     """p·eᶜ is moderate although eᶜ alone overflows float32."""
     points = torch.tensor([[0.0], [1.0], [200.0]])
     log_weight = torch.tensor([0.0, 0.0, -195.0])
-    eta_p, eta_q = torch.tensor([0.0]), torch.tensor([0.97])
+    eta_p = torch.tensor([0.0])
+    eta_q = torch.tensor([0.97])
     expected = exact_kl(points, log_weight, eta_p, eta_q)
     assert Atoms.create(points, log_weight).kl(eta_p, eta_q).item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_measure_has_defined_values_and_no_gradient(dtype):
-    points, log_weight = draw(2, 4, 3, dtype=dtype), torch.zeros(2, 4, dtype=dtype)
+    points = draw(2, 4, 3, dtype=dtype)
+    log_weight = torch.zeros(2, 4, dtype=dtype)
     log_weight[1] = -torch.inf
     points, eta = points.requires_grad_(), draw(2, 5, 3, seed=1, dtype=dtype).requires_grad_()
     log_weight = log_weight.requires_grad_()
     measure = Atoms.create(points, log_weight)
-    log_partition, mean, fisher = measure.log_partition(eta), measure.mean(eta), measure.fisher(eta)
-    kl, entropy = measure.kl(eta, 2 * eta), measure.entropy(eta)
+    log_partition = measure.log_partition(eta)
+    mean = measure.mean(eta)
+    fisher = measure.fisher(eta)
+    kl = measure.kl(eta, 2 * eta)
+    entropy = measure.entropy(eta)
     assert (log_partition[1] == -torch.inf).all()
     assert (entropy[1] == -torch.inf).all()
     for number in (mean[1], fisher[1], kl[1], measure.fisher_vp(eta, eta)[1]):
@@ -185,7 +195,8 @@ def explicit(name: str, points: Tensor, log_weight: Tensor, eta: Tensor, other: 
 
     if name == "log_partition":
         return torch.logsumexp(scores(eta), -1)
-    p, log_p = torch.softmax(scores(eta), -1), torch.log_softmax(scores(eta), -1)
+    p = torch.softmax(scores(eta), -1)
+    log_p = torch.log_softmax(scores(eta), -1)
     mean = torch.einsum("bqn,bnd->bqd", p, points)
     if name == "mean":
         return mean
@@ -239,7 +250,8 @@ def test_samples_are_points_drawn_by_weight():
 
 
 def test_a_boolean_weight_keeps_where_true():
-    points, keep = draw(2, 5, 3), torch.tensor([[True, False, True, True, False], [True] * 5])
+    points = draw(2, 5, 3)
+    keep = torch.tensor([[True, False, True, True, False], [True] * 5])
     eta = draw(2, 4, 3, seed=1)
     expected = Atoms.create(points[0, keep[0]]).log_partition(eta[0])
     torch.testing.assert_close(Atoms.create(points, keep).log_partition(eta)[0], expected)
@@ -270,6 +282,7 @@ def test_bad_values_are_refused():
 
 
 def test_no_entropy_is_told_of_nan():
-    keys, unknown = Atoms.create(torch.eye(2)), torch.tensor([math.nan, 0.0])
+    keys = Atoms.create(torch.eye(2))
+    unknown = torch.tensor([math.nan, 0.0])
     assert keys.entropy(unknown).isnan()
     assert mixture(torch.zeros(1), [keys]).entropy(unknown).isnan()

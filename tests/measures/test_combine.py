@@ -26,8 +26,11 @@ def measures() -> list[Measure]:
 @pytest.mark.parametrize("measure", measures(), ids=lambda measure: type(measure).__name__)
 class TestLaws:
     def test_tilt_is_a_group_action(self, measure):
-        a, b, eta = draw(3, seed=4), draw(3, seed=5), draw(5, 3, seed=6)
-        once, twice = measure.tilt(a + b), measure.tilt(a).tilt(b)
+        a = draw(3, seed=4)
+        b = draw(3, seed=5)
+        eta = draw(5, 3, seed=6)
+        once = measure.tilt(a + b)
+        twice = measure.tilt(a).tilt(b)
         back = measure.tilt(a).tilt(-a)
         for name in ("log_partition", "mean", "fisher", "entropy"):
             torch.testing.assert_close(getattr(twice, name)(eta), getattr(once, name)(eta), atol=1e-12, rtol=1e-12)
@@ -36,11 +39,14 @@ class TestLaws:
         torch.testing.assert_close(once.log_partition(torch.zeros_like(a)), torch.tensor(0.0, dtype=torch.float64))
 
     def test_tilted_divergences_are_the_measures_own(self, measure):
-        a, p, q = draw(3, seed=4), draw(5, 3, seed=6), draw(5, 3, seed=7)
+        a = draw(3, seed=4)
+        p = draw(5, 3, seed=6)
+        q = draw(5, 3, seed=7)
         torch.testing.assert_close(measure.tilt(a).kl(p, q), measure.kl(p + a, q + a), atol=1e-12, rtol=1e-12)
 
     def test_affine_is_functorial(self, measure):
-        first, second = (draw(4, 3, seed=8), draw(4, seed=9)), (draw(2, 4, seed=10), draw(2, seed=11))
+        first = (draw(4, 3, seed=8), draw(4, seed=9))
+        second = (draw(2, 4, seed=10), draw(2, seed=11))
         eta = draw(5, 2, seed=12)
         apart = affine(affine(measure, *first), *second)
         together = affine(measure, second[0] @ first[0], second[0] @ first[1] + second[1])
@@ -51,14 +57,19 @@ class TestLaws:
         torch.testing.assert_close(identity.log_partition(point), measure.log_partition(point))
 
     def test_tilting_commutes_with_affine(self, measure):
-        weight, bias, a, eta = draw(4, 3, seed=8), draw(4, seed=9), draw(4, seed=10), draw(5, 4, seed=11)
+        weight = draw(4, 3, seed=8)
+        bias = draw(4, seed=9)
+        a = draw(4, seed=10)
+        eta = draw(5, 4, seed=11)
         outside = affine(measure, weight, bias).tilt(a)
         inside = affine(measure.tilt(a @ weight), weight, bias)
         torch.testing.assert_close(outside.log_partition(eta), inside.log_partition(eta), atol=1e-12, rtol=1e-12)
 
 
 def test_affine_of_atoms_moves_the_atoms_and_of_a_gaussian_its_moments():
-    weight, bias, eta = draw(4, 3), draw(4, seed=1), draw(5, 4, seed=2)
+    weight = draw(4, 3)
+    bias = draw(4, seed=1)
+    eta = draw(5, 4, seed=2)
     points = draw(6, 3, seed=3)
     moved = Atoms.create(points @ weight.mT + bias)
     pushed = affine(Atoms.create(points), weight, bias)
@@ -72,7 +83,9 @@ def test_affine_of_atoms_moves_the_atoms_and_of_a_gaussian_its_moments():
 
 
 def test_the_longest_batch_wins_and_the_others_are_its_prefixes():
-    spins, weight, bias = Spin.create(draw(2, 3)), draw(2, 5, 4, 3, seed=1), draw(4, seed=2)
+    spins = Spin.create(draw(2, 3))
+    weight = draw(2, 5, 4, 3, seed=1)
+    bias = draw(4, seed=2)
     pushed = affine(spins, weight, bias)
     assert pushed.batch_shape == (2, 5)
     eta = draw(2, 5, 6, 4, seed=3)

@@ -115,7 +115,8 @@ def prior(name: str) -> ConjugatePrior:
 
 def grid(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Points η and log-weights of the trapezoidal rule, which converges exponentially for analytic integrands."""
-    upper, step = LIKELIHOODS[name].upper, 1 / 64
+    upper = LIKELIHOODS[name].upper
+    step = 1 / 64
     if upper == math.inf:
         points = np.arange(-300, 300, step)
         return points, np.full_like(points, math.log(step))
@@ -143,7 +144,8 @@ def test_log_partition_is_the_log_of_the_integral(name):
 @CASES
 def test_mean_of_the_expectation_parameter_is_chi_over_strength(name):
     """Diaconis and Ylvisaker."""
-    case, measure = LIKELIHOODS[name], prior(name)
+    case = LIKELIHOODS[name]
+    measure = prior(name)
     for chi in case.chi:
         mean, mass = integral(name, chi, case.mean)
         ours = mean * math.exp(mass - measure.log_partition(tensor(chi)).item())
@@ -152,7 +154,8 @@ def test_mean_of_the_expectation_parameter_is_chi_over_strength(name):
 
 @CASES
 def test_moments_by_integration_and_six_cumulants(name):
-    case, measure = LIKELIHOODS[name], prior(name)
+    case = LIKELIHOODS[name]
+    measure = prior(name)
     chi = case.chi[1]
     cumulants = measure.cumulants(tensor(chi), tensor(1.0), 6).tolist()
     mean, _ = integral(name, chi, lambda t: t)
@@ -173,16 +176,19 @@ def test_moments_by_integration_and_six_cumulants(name):
 @CASES
 def test_derivative_in_the_strength_is_minus_the_mean_of_the_log_partition(name):
     case = LIKELIHOODS[name]
-    chi, strength = case.chi[1], tensor(case.strength).requires_grad_()
+    chi = case.chi[1]
+    strength = tensor(case.strength).requires_grad_()
     (slope,) = torch.autograd.grad(ConjugatePrior.create(case.measure, strength).log_partition(tensor(chi)), strength)
     expected, _ = integral(name, chi, case.log_partition)
     assert -slope.item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_closed_forms_of_the_table():
-    chi, strength = tensor(0.7, 1.9), tensor(2.0, 5.0)
+    chi = tensor(0.7, 1.9)
+    strength = tensor(2.0, 5.0)
     bernoulli = ConjugatePrior.create(Bernoulli.create(tensor(0.5, 0.5)), strength)
-    a, total = chi.numpy(), strength.numpy()
+    a = chi.numpy()
+    total = strength.numpy()
     expected = special.betaln(a, total - a) + total * math.log(2)
     assert bernoulli.log_partition(chi).item() == pytest.approx(expected.sum().item(), rel=1e-13)
     expected = special.digamma(a) - special.digamma(total - a)
@@ -197,11 +203,15 @@ def test_closed_forms_of_the_table():
 
 @CASES
 def test_evidence_is_the_product_of_predictives_and_the_integral_of_the_likelihood(name):
-    case, measure = LIKELIHOODS[name], prior(name)
-    data, chi = tensor(*case.observations)[:, None], tensor(case.chi[1])
+    case = LIKELIHOODS[name]
+    measure = prior(name)
+    data = tensor(*case.observations)[:, None]
+    chi = tensor(case.chi[1])
     whole = measure.evidence(chi, data)
     assert whole.shape == ()
-    total, running, state = 0.0, measure, chi
+    total = 0.0
+    running = measure
+    state = chi
     for one in data:
         total += running.evidence(state, one[None]).item()
         state, running = running.update(state, one[None])
@@ -230,14 +240,16 @@ def test_batches_and_float32(name):
     case = LIKELIHOODS[name]
     single = torch.utils._pytree.tree_map(lambda leaf: leaf.expand(3, *leaf.shape), case.measure)
     strength = tensor(case.strength).expand(3, 1)
-    measure, chi = ConjugatePrior.create(single, strength), tensor(*case.chi)[:, None]
+    measure = ConjugatePrior.create(single, strength)
+    chi = tensor(*case.chi)[:, None]
     data = tensor(*case.observations)[:, None].expand(3, -1, 1)
     alone = [prior(name).evidence(row, data[0]).item() for row in chi]
     assert measure.evidence(chi, data).tolist() == pytest.approx(alone)
     later, posterior = measure.update(chi, data)
     assert later.shape == (3, 1) and posterior.strength.shape == (3, 1)
     half = ConjugatePrior.create(case.measure.to(torch.float32), torch.tensor([case.strength]))
-    exact, point = half.to(F64), chi.float()
+    exact = half.to(F64)
+    point = chi.float()
     for function in ("log_partition", "mean", "fisher"):
         result = getattr(half, function)(point)
         assert result.dtype == torch.float32
@@ -252,7 +264,8 @@ def test_the_interior_is_inside_even_for_a_certain_likelihood():
 
 def test_samples_where_gammas_underflow():
     measure = ConjugatePrior.create(Poisson.create(tensor(1.0)), tensor(1.0))
-    chi, count = tensor(1e-4), 20_000
+    chi = tensor(1e-4)
+    count = 20_000
     draws = measure.sample(chi, (count,), generator=torch.Generator().manual_seed(0))
     assert draws.isfinite().all() and draws.min() < -2e4
     assert abs(draws.mean().item() - special.digamma(1e-4)) < 5 * 1e4 / math.sqrt(count)
@@ -341,7 +354,9 @@ def test_bad_input_is_refused(call, kind, message):
 
 def test_a_bit_that_is_nearly_certain_keeps_its_digits():
     """ν·log(1 + e^l) − χ·l + log B(χ, ν − χ): past l = 20 the logarithm is not l yet."""
-    logit, strength, chi = 22.0, 2.5, 2.0
+    logit = 22.0
+    strength = 2.5
+    chi = 2.0
     likelihood = Bernoulli(tensor(logit))
     result = ConjugatePrior.create(likelihood, tensor(strength)).log_partition(tensor(chi))
     expected = (strength - chi) * logit + strength * math.log1p(math.exp(-logit)) + special.betaln(chi, strength - chi)

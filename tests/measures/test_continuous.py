@@ -26,7 +26,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_cumulants_at_the_origin_are_those_of_the_table():
     """B3."""
-    origin, one = tensor(0.0), tensor(1.0)
+    origin = tensor(0.0)
+    one = tensor(1.0)
     tables = {
         Exponential.create(tensor(2.0)): [math.factorial(n - 1) / 2**n for n in range(1, 7)],
         Gamma.create(tensor(1.5), tensor(0.5)): [1.5 * math.factorial(n - 1) * 0.5**n for n in range(1, 7)],
@@ -44,8 +45,11 @@ def test_cumulants_at_the_origin_are_those_of_the_table():
 
 def test_laplace_sampler():
     """B9: at scale .8 and eta .6, mean .9979 and variance 2.659."""
-    measure, eta, count = Laplace.create(tensor(0.8)), tensor(0.6), 200_000
-    mean, variance = 2 * 0.64 * 0.6 / (1 - 0.2304), 2 * 0.64 * (1 + 0.2304) / (1 - 0.2304) ** 2
+    measure = Laplace.create(tensor(0.8))
+    eta = tensor(0.6)
+    count = 200_000
+    mean = 2 * 0.64 * 0.6 / (1 - 0.2304)
+    variance = 2 * 0.64 * (1 + 0.2304) / (1 - 0.2304) ** 2
     assert (round(mean, 4), round(variance, 3)) == (0.9979, 2.659)
     assert measure.mean(eta).item() == pytest.approx(mean) and measure.fisher(eta).item() == pytest.approx(variance)
     draws = measure.sample(eta, (count,), generator=torch.Generator().manual_seed(0)).numpy()
@@ -57,7 +61,8 @@ def test_laplace_sampler():
 
 
 def test_gamma_samples_of_small_shape():
-    measure, count = Gamma.create(tensor(0.05), tensor(2.0)), 100_000
+    measure = Gamma.create(tensor(0.05), tensor(2.0))
+    count = 100_000
     draws = measure.sample(tensor(0.25), (count,), generator=torch.Generator().manual_seed(0))
     assert abs(draws.mean().item() - 0.05 * 4) < 5 * math.sqrt(0.05 * 16 / count)
     assert (draws >= 0).all()
@@ -65,7 +70,8 @@ def test_gamma_samples_of_small_shape():
 
 def test_tilts_and_powers():
     point = tensor(0.4)
-    exponential, gamma = Exponential.create(tensor(3.0)), Gamma.create(tensor(0.7), tensor(0.2))
+    exponential = Exponential.create(tensor(3.0))
+    gamma = Gamma.create(tensor(0.7), tensor(0.2))
     uniform = Uniform.create(-draw(2, 3), 2 * draw(2, 3, seed=1) + 0.1)
     for measure in (exponential, gamma, Laplace.create(tensor(0.3)), uniform.tilt(0.1 * draw(2, 3))):
         tilt = torch.full((*measure.batch_shape, *measure.event_shape), 1.1, dtype=F64)

@@ -70,7 +70,8 @@ def truncated(low: float, high: float, eta: float) -> Any:
 
 
 def asymmetric_laplace(scale: float, eta: float) -> Any:
-    right, left = 1 / scale - eta, 1 / scale + eta
+    right = 1 / scale - eta
+    left = 1 / scale + eta
     return stats.laplace_asymmetric(math.sqrt(right / left), scale=1 / math.sqrt(right * left))
 
 
@@ -78,7 +79,9 @@ def signs(local: float) -> Any:
     return stats.rv_discrete(values=([-1, 1], [1 / (1 + math.exp(2 * local)), 1 / (1 + math.exp(-2 * local))]))
 
 
-log, exp, cosh = mpmath.log, mpmath.exp, mpmath.cosh
+log = mpmath.log
+exp = mpmath.exp
+cosh = mpmath.cosh
 WHOLE = (0.0, 1e-4, -1e-4, 1.0, -1.0, 15.0, -15.0)
 LARGE = (100.0, -100.0, MAX, -MAX)
 
@@ -201,7 +204,8 @@ def exact(function: Callable[..., Any], point: float, order: int) -> Any:
 @pytest.mark.medium
 @CASES
 def test_log_partition_is_the_log_of_the_sum_or_integral(name):
-    family, measure = FAMILIES[name], FAMILIES[name].measure()
+    family = FAMILIES[name]
+    measure = FAMILIES[name].measure()
     law, (low, high) = family.tilted(0.0), family.mean_range
     if family.discrete:
         support = {"spin": [-1.0, 1.0], "poisson": np.arange(400.0)}.get(name, [0.0, 1.0])
@@ -229,7 +233,8 @@ def test_log_partition_is_the_log_of_the_sum_or_integral(name):
 @pytest.mark.medium
 @CASES
 def test_first_six_cumulants_are_derivatives(name):
-    family, measure = FAMILIES[name], FAMILIES[name].measure()
+    family = FAMILIES[name]
+    measure = FAMILIES[name].measure()
     zeros = 0 if name.startswith("uniform") else 1  # where mpmath has no Taylor series of the quotient
     points = [0.0] * zeros + [family.inside[3]]
     cumulants = measure.cumulants(column(points), torch.full((len(points), 1), -1.5, dtype=torch.float64), 6)
@@ -244,7 +249,8 @@ def test_first_six_cumulants_are_derivatives(name):
 @pytest.mark.medium
 @CASES
 def test_float32_is_right_with_two_derivatives_everywhere(name):
-    family, measure = FAMILIES[name], FAMILIES[name].measure(torch.float32)
+    family = FAMILIES[name]
+    measure = FAMILIES[name].measure(torch.float32)
     points = [*family.inside, *family.far]
     eta = column(points, torch.float32).requires_grad_()
     value = measure.log_partition(eta)
@@ -268,7 +274,8 @@ def test_float32_is_right_with_two_derivatives_everywhere(name):
 
 @CASES
 def test_closed_mean_and_variance_keep_relative_accuracy_in_the_tails(name):
-    family, measure = FAMILIES[name], FAMILIES[name].measure(torch.float32)
+    family = FAMILIES[name]
+    measure = FAMILIES[name].measure(torch.float32)
     for eta in (point for point in (*family.inside, *family.far) if point < 0 and abs(point) < 80):
         point = column([eta], torch.float32)
         with mpmath.workdps(60):
@@ -279,7 +286,8 @@ def test_closed_mean_and_variance_keep_relative_accuracy_in_the_tails(name):
 @pytest.mark.medium
 @CASES
 def test_kl_keeps_its_digits_in_float32(name):
-    family, measure = FAMILIES[name], FAMILIES[name].measure(torch.float32)
+    family = FAMILIES[name]
+    measure = FAMILIES[name].measure(torch.float32)
     steps = torch.tensor([1e-6, -1e-6, 1e-3, 0.1, -0.7, 30.0, -30.0], dtype=torch.float64)
     for eta in some_points(family):
         q = (eta + steps).float()[:, None]
@@ -299,7 +307,8 @@ def test_kl_keeps_its_digits_in_float32(name):
 
 @CASES
 def test_density_of_the_tilted_law(name):
-    family, measure = FAMILIES[name], FAMILIES[name].measure()
+    family = FAMILIES[name]
+    measure = FAMILIES[name].measure()
     if name == "spin":
         points = [-1.0, 1.0]
     elif name.startswith("bernoulli"):
@@ -325,13 +334,16 @@ def test_density_of_the_tilted_law(name):
 
 @CASES
 def test_samples_have_the_mean_and_variance_of_the_tilted_law(name):
-    family, measure, count = FAMILIES[name], FAMILIES[name].measure(), 10_000
+    family = FAMILIES[name]
+    measure = FAMILIES[name].measure()
+    count = 10_000
     inside = [eta for eta in family.inside if abs(eta) < 15 or not family.discrete]
     generator = torch.Generator().manual_seed(0)
     draws = measure.sample(column(inside), (count,), generator=generator)[..., 0].numpy()
     assert draws.shape == (count, len(inside))
     for i, eta in enumerate(inside):
-        law, drawn = family.tilted(eta), draws[:, i]
+        law = family.tilted(eta)
+        drawn = draws[:, i]
         assert abs(drawn.mean() - law.mean()) <= 5 * math.sqrt(law.var() / count)
         square = (drawn - law.mean()) ** 2
         assert abs(square.mean() - law.var()) <= 5 * max(square.std(), law.var()) / math.sqrt(count)
@@ -342,7 +354,8 @@ def test_samples_have_the_mean_and_variance_of_the_tilted_law(name):
 
 @CASES
 def test_natural_inverts_the_mean_with_two_derivatives(name):
-    family, measure = FAMILIES[name], FAMILIES[name].measure()
+    family = FAMILIES[name]
+    measure = FAMILIES[name].measure()
     eta = column(eta for eta in family.inside if abs(eta) < 15)
     mu = measure.mean(eta)
     torch.testing.assert_close(measure._natural(mu), eta, rtol=1e-10, atol=1e-10)
@@ -429,7 +442,8 @@ def test_everything_is_a_sum_over_coordinates():
     rate = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64)
     eta = torch.tensor([[0.5, -1.0, 4.0], [-0.5, 2.0, 0.0]], dtype=torch.float64)
     direction = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 3.0]], dtype=torch.float64)
-    whole, parts = Exponential.create(rate), [Exponential.create(one[None]) for one in rate]
+    whole = Exponential.create(rate)
+    parts = [Exponential.create(one[None]) for one in rate]
     for name in ("log_partition", "entropy"):
         total = sum(getattr(part, name)(eta[:, i : i + 1]) for i, part in enumerate(parts))
         torch.testing.assert_close(getattr(whole, name)(eta), total)

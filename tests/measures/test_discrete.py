@@ -25,7 +25,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_cumulants_at_the_origin_are_those_of_the_table():
     """B3."""
-    origin, one = torch.zeros(1, dtype=F64), torch.ones(1, dtype=F64)
+    origin = torch.zeros(1, dtype=F64)
+    one = torch.ones(1, dtype=F64)
     assert Spin.create(one.new_zeros(1)).cumulants(origin, one, 6).tolist() == pytest.approx([0, 1, 0, -2, 0, 16])
     p = 0.3
     table = [p, p * (1 - p), p * (1 - p) * (1 - 2 * p), p * (1 - p) * (1 - 6 * p + 6 * p * p)]
@@ -54,7 +55,8 @@ def test_the_cumulant_series_of_a_spin_converges_inside_its_radius_only():
 
 
 def test_tilts_and_powers_stay_in_the_family():
-    eta, point = draw(2, 3), draw(2, 5, 3, seed=1)
+    eta = draw(2, 3)
+    point = draw(2, 5, 3, seed=1)
     measures = [
         Spin.create(draw(2, 3, seed=2)),
         Bernoulli.create(torch.sigmoid(draw(2, 3))),
@@ -91,7 +93,8 @@ def test_an_all_but_certain_sign_has_finite_gradients():
 
 def test_extreme_divergences():
     largest = torch.finfo(torch.float32).max
-    spin, bit = Spin.create(dim=1), Bernoulli.create(torch.tensor([0.5]))
+    spin = Spin.create(dim=1)
+    bit = Bernoulli.create(torch.tensor([0.5]))
     for eta in (1e10, largest, -largest):
         point = torch.tensor([eta])
         assert spin.entropy(point).item() == pytest.approx(-math.log(2))
@@ -112,7 +115,9 @@ def test_categories_of_probabilities_are_those_of_logits():
 
 
 def test_category_cumulants_by_enumeration():
-    measure, eta, direction = Categorical.create(CHANCES), draw(2, 3, 4), draw(2, 3, 4, seed=1)
+    measure = Categorical.create(CHANCES)
+    eta = draw(2, 3, 4)
+    direction = draw(2, 3, 4, seed=1)
     cumulants = measure.cumulants(eta, direction, 6)
     for b in range(2):
         for q in range(3):
@@ -130,7 +135,8 @@ def test_category_cumulants_by_enumeration():
 
 def test_category_fisher_keeps_its_digits_where_one_category_wins():
     measure = Categorical.create(torch.full((3,), 1 / 3))
-    eta, vector = torch.tensor([25.0, 0.0, 1.0]), torch.tensor([2.0, -1.0, 0.5])
+    eta = torch.tensor([25.0, 0.0, 1.0])
+    vector = torch.tensor([2.0, -1.0, 0.5])
     share = special.softmax(eta.double().numpy())
     with mpmath.workdps(40):
         exact = [mpmath.exp(e) for e in (25, 0, 1)]
@@ -143,7 +149,9 @@ def test_category_fisher_keeps_its_digits_where_one_category_wins():
 
 
 def test_category_samples_and_probabilities():
-    measure, eta, count = Categorical.create(CHANCES), draw(2, 3, 4), 40_000
+    measure = Categorical.create(CHANCES)
+    eta = draw(2, 3, 4)
+    count = 40_000
     draws = measure.sample(eta, (count,), generator=torch.Generator().manual_seed(0))
     assert set(draws.unique().tolist()) == {0.0, 1.0} and (draws.sum(-1) == 1).all()
     share = special.softmax(eta.numpy() + np.log(np.maximum(CHANCES.numpy(), 1e-300))[:, None], axis=-1)
@@ -158,7 +166,8 @@ def test_category_samples_and_probabilities():
 
 
 def test_category_natural_has_least_norm():
-    measure, eta = Categorical.create(CHANCES), draw(2, 3, 4)
+    measure = Categorical.create(CHANCES)
+    eta = draw(2, 3, 4)
     result = measure._natural(measure.mean(eta))
     torch.testing.assert_close(measure.mean(result), measure.mean(eta))
     kept = (CHANCES > 0)[:, None]

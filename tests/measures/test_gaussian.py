@@ -15,9 +15,11 @@ from massieu.measures import Gaussian, MissingFormError
 def test_log_partition_by_quadrature():
     nodes, weights = np.polynomial.hermite_e.hermegauss(120)
     weights = weights / math.sqrt(2 * math.pi)
-    location, factor = np.array([0.3, -1.2]), np.array([[0.8, 0.0], [-0.5, 0.6]])
+    location = np.array([0.3, -1.2])
+    factor = np.array([[0.8, 0.0], [-0.5, 0.6]])
     grid = np.stack(np.meshgrid(nodes, nodes, indexing="ij"), -1).reshape(-1, 2)
-    points, mass = location + grid @ factor.T, np.outer(weights, weights).ravel()
+    points = location + grid @ factor.T
+    mass = np.outer(weights, weights).ravel()
     measure = Gaussian.create(torch.from_numpy(location), factor=torch.from_numpy(factor))
     for eta in ([0.0, 0.0], [1.0, -2.0], [-3.0, 0.5]):
         tilt = mass * np.exp(points @ np.array(eta))
@@ -27,7 +29,8 @@ def test_log_partition_by_quadrature():
 
 
 def test_the_number_of_dimensions_says_what_the_covariance_is():
-    location, eta = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
+    location = torch.randn(2, 3, dtype=torch.float64)
+    eta = torch.randn(2, 4, 3, dtype=torch.float64)
     variance = torch.tensor([0.5, 2.0], dtype=torch.float64)
     isotropic = Gaussian.create(location, variance)
     diagonal = Gaussian.create(location, variance[:, None].expand(2, 3))

@@ -63,7 +63,8 @@ def test_means_and_variances_where_one_term_is_all_there_is(measure, eta, mean, 
 @every_row("name", ["mean", "fisher", "entropy", "responsibilities", "sample", "kl"])
 def test_shares_that_cannot_be_told_are_refused(name):
     """Both log-partitions, ½·10⁴⁰ and 10⁴⁰, are infinite in float32: the mean is 10²⁰ or twice that."""
-    measure, eta = mixed(normal(0.0, 1.0), normal(0.0, 2.0)), torch.tensor([1e20])
+    measure = mixed(normal(0.0, 1.0), normal(0.0, 2.0))
+    eta = torch.tensor([1e20])
     exact = measure.to(torch.float64)
     assert exact.mean(eta.double()).tolist() == [2 * float(eta[0])]
     if name == "entropy":  # −10⁴⁰ or −½·10⁴⁰: minus infinity
@@ -78,7 +79,8 @@ def test_shares_that_cannot_be_told_are_refused(name):
 
 
 def test_entropy_and_divergence_of_what_is_infinite():
-    one, both = counts(1.0), mixed(counts(1.0), Atoms.create(torch.tensor([[1.0]])))
+    one = counts(1.0)
+    both = mixed(counts(1.0), Atoms.create(torch.tensor([[1.0]])))
     eta = torch.tensor([1000.0])
     for measure in (one, both, convolve(one, one), product(one, one), power(one, 2)):
         at = eta.expand(measure.event_shape)

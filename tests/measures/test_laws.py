@@ -60,7 +60,8 @@ def convexity(scene: Scene) -> None:
 def fenchel_young(scene: Scene) -> None:
     measure, eta, other, _ = scene.build()
     size = reach(measure, eta, other)
-    entropy, mean = measure.entropy(eta), measure.mean(eta)
+    entropy = measure.entropy(eta)
+    mean = measure.mean(eta)
     close(entropy, measure.log_partition(eta) - (eta * mean).sum(-1), size)
     loose = measure.log_partition(other) - (other * mean).sum(-1)
     assert bool((entropy <= loose + 1e3 * EPS * (size + (other * mean).abs().sum(-1))).all())
@@ -126,7 +127,8 @@ def fisher_is_the_derivative(scene: Scene) -> None:
     scale = ((size + sight(measure) / EPS) * norm(direction)).unsqueeze(-1)
     close(measure.fisher_vp(eta, direction), image, scale)
     leaf = eta.requires_grad_()
-    mean, derivative = measure.mean(leaf), torch.zeros_like(eta)
+    mean = measure.mean(leaf)
+    derivative = torch.zeros_like(eta)
     if mean.requires_grad:
         (derivative,) = torch.autograd.grad((mean * direction).sum(), leaf, materialize_grads=True)
     # The variance of a law that is all but certain is what rounding leaves of a mean.
@@ -154,12 +156,14 @@ def cumulants_are_derivatives(scene: Scene) -> None:
 
 def tilting_is_a_group_action(scene: Scene) -> None:
     measure, eta, other, _ = scene.build()
-    first, second = (eta[..., 0, :] + other[..., 0, :]) / 2, (eta[..., 1, :] - other[..., 0, :]) / 4
+    first = (eta[..., 0, :] + other[..., 0, :]) / 2
+    second = (eta[..., 1, :] - other[..., 0, :]) / 4
     total = first + second
     point = (eta[..., 2:, :] - total.unsqueeze(-2)) / 8
     held = [measure._in_domain(x) for x in (first.unsqueeze(-2), total.unsqueeze(-2), point + total.unsqueeze(-2))]
     assume(all(part is None or bool(part.all()) for part in held))
-    once, twice = measure.tilt(total), measure.tilt(first).tilt(second)
+    once = measure.tilt(total)
+    twice = measure.tilt(first).tilt(second)
     size = reach(measure, point + total.unsqueeze(-2), total.unsqueeze(-2), first.unsqueeze(-2))
     close(twice.log_partition(point), once.log_partition(point), size)
     close(
@@ -174,7 +178,10 @@ def affine_maps_compose(scene: Scene) -> None:
     measure, eta, _, _ = scene.build()
     assume(measure._in_domain(eta) is None)
     n = scene.numbers
-    one, two, b, c = n.normal(2, scene.dim), n.normal(3, 2), n.scaled(2), n.scaled(3)
+    one = n.normal(2, scene.dim)
+    two = n.normal(3, 2)
+    b = n.scaled(2)
+    c = n.scaled(3)
     twice = affine(affine(measure, one, b), two, c)
     together = affine(measure, two @ one, (two @ b.unsqueeze(-1)).squeeze(-1) + c)
     point = scene.size * n.normal(2, 3)
@@ -192,7 +199,8 @@ def compositions_add_up(scene: Scene) -> None:
     close(convolve(measure, measure, measure).log_partition(eta), 3 * value, 0.0)
     close(power(measure, 3).log_partition(eta), 3 * value, reach(measure, eta))
     count = 1 + scene.seed % 3
-    weight, times = scene.numbers.normal(count), torch.arange(1.0, count + 1)
+    weight = scene.numbers.normal(count)
+    times = torch.arange(1.0, count + 1)
     mixed = mixture(weight, [power(measure, k) for k in range(1, count + 1)])
     terms = weight.unsqueeze(-2) + times * value.unsqueeze(-1)
     close(mixed.log_partition(eta), torch.logsumexp(terms, -1), reach(measure, eta))
@@ -200,9 +208,11 @@ def compositions_add_up(scene: Scene) -> None:
 
 def lower_bound_gap_is_a_divergence(scene: Scene) -> None:
     measure, eta, _, _ = scene.build()
-    size, weight = reach(measure, eta), scene.numbers.normal(2)
+    size = reach(measure, eta)
+    weight = scene.numbers.normal(2)
     mixed = mixture(weight, [measure, convolve(measure, measure)])
-    share, gate = torch.softmax(scene.numbers.normal(2).flip(-1), -1), mixed.responsibilities(eta)
+    share = torch.softmax(scene.numbers.normal(2).flip(-1), -1)
+    gate = mixed.responsibilities(eta)
     gap = mixed.log_partition(eta) - mixed.lower_bound(eta, share)
     close(gate.sum(-1), torch.ones_like(gate[..., 0]), 0.0)
     values = torch.stack([measure.log_partition(eta), 2 * measure.log_partition(eta)], -1) + weight.unsqueeze(-2)
@@ -232,11 +242,13 @@ def batched_is_one_by_one(scene: Scene) -> None:
 
 def float32_is_float64(scene: Scene) -> None:
     measure, eta, _, direction = scene.build()
-    single, point = measure.to(torch.float32), eta.float()
+    single = measure.to(torch.float32)
+    point = eta.float()
     held = measure._in_domain(eta)
     assert held is None or bool(held.all())
     eps = torch.finfo(torch.float32).eps
-    mean, trace = measure.mean(eta), measure.fisher(eta).diagonal(dim1=-2, dim2=-1).sum(-1)
+    mean = measure.mean(eta)
+    trace = measure.fisher(eta).diagonal(dim1=-2, dim2=-1).sum(-1)
     spread = trace.sqrt()
     # A relative change of eta and of the measure's numbers by a few roundings.
     input = 64 * eps * (1 + norm(eta)) * reach(measure, eta)
@@ -264,10 +276,12 @@ def nothing_is_nan(scene: Scene) -> None:
     assert not bool(value.isnan().any())
     # What overflows is infinite, and an infinity less another is nothing: a mixture refuses to tell its mean there.
     assume(bool((value.abs() < 1e30).all()))
-    mean, fisher = measure.mean(eta), measure.fisher(eta)
+    mean = measure.mean(eta)
+    fisher = measure.fisher(eta)
     assume(all(bool((number.abs() < 1e30).all() | number.isnan().any()) for number in (value, mean, fisher)))
     for dtype in (F64, torch.float32):
-        own, point = measure.to(dtype), eta.to(dtype)
+        own = measure.to(dtype)
+        point = eta.to(dtype)
         leaf = point.clone().requires_grad_()
         value = own.log_partition(leaf)
         (gradient,) = torch.autograd.grad(value.sum(), leaf, create_graph=True)
@@ -283,13 +297,16 @@ def nothing_is_nan(scene: Scene) -> None:
 def test_divergence_of_a_jump_between_the_nodes_of_the_quadrature():
     """Two far atoms as components: the Fisher information is a spike that eight nodes all miss."""
     apart = mixture(torch.zeros(2, dtype=F64), [Constant.create(torch.tensor([x], dtype=F64)) for x in (0.0, 1e3)])
-    start, end = torch.tensor([-1.0], dtype=F64), torch.tensor([0.8], dtype=F64)
+    start = torch.tensor([-1.0], dtype=F64)
+    end = torch.tensor([0.8], dtype=F64)
     # log(1 + e^800) − log(1 + e^−1000), where the mean is 0 to e^−1000.
     assert apart.kl(start, end).item() == pytest.approx(800.0)
 
 
 def test_divergence_of_atoms_of_which_one_is_all_but_certain():
-    atoms, start, end = Atoms.create(torch.tensor([[0.0], [-10.0]])), torch.tensor([6.0]), torch.tensor([6.1])
+    atoms = Atoms.create(torch.tensor([[0.0], [-10.0]]))
+    start = torch.tensor([6.0])
+    end = torch.tensor([6.1])
     # The other has probability p = e^−60, and p·φ(c) for its log-ratio c = −1.
     assert atoms.kl(start, end).item() == pytest.approx(math.exp(-60) * math.exp(-1), rel=1e-5)
 

@@ -44,8 +44,11 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torc
 def sums(dtype: torch.dtype) -> dict:
     """Laws of sums, images and powers, each with lists of the values that its independent parts may have."""
     keys, value, field = (draw(*shape, seed=i, dtype=dtype) for i, shape in enumerate(((5, 2), (2,), (2,))))
-    weight, bias = draw(3, 2, seed=4, dtype=dtype), draw(3, seed=5, dtype=dtype)
-    atoms, constant, spin = Atoms.create(keys), Constant.create(value), Spin.create(field)
+    weight = draw(3, 2, seed=4, dtype=dtype)
+    bias = draw(3, seed=5, dtype=dtype)
+    atoms = Atoms.create(keys)
+    constant = Constant.create(value)
+    spin = Spin.create(field)
     bits = Bernoulli.create(torch.tensor([0.3, 0.6], dtype=dtype))
     signs = list(itertools.product([-1.0, 1.0], repeat=2))
     pairs = list(itertools.product([0.0, 1.0], repeat=2))
@@ -61,7 +64,8 @@ def sums(dtype: torch.dtype) -> dict:
         "spin": (torch.tensor(signs).double(), chance(signs, lambda i, x: up[i] if x > 0 else 1 - up[i])),
         "bits": (torch.tensor(pairs).double(), chance(pairs, lambda i, x: odds[i] if x > 0 else 1 - odds[i])),
     }
-    push, moved = weight.double(), bias.double()
+    push = weight.double()
+    moved = bias.double()
     image = affine(spin, weight, bias)
     atoms_image = affine(atoms, weight, bias)
     pushed = {name: (points @ push.T + moved, logs) for name, (points, logs) in listed.items()}
@@ -212,12 +216,14 @@ def _condition(terms: list, result: float, dtype: torch.dtype) -> float:
 def test_counts_keep_their_digits_at_every_size(mean, dtype):
     """Against 60 digits. A rounding of λ moves log p by x − λ times it."""
     rate = torch.tensor([mean], dtype=dtype)
-    measure, zero = Poisson.create(rate), torch.zeros(1, dtype=dtype)
+    measure = Poisson.create(rate)
+    zero = torch.zeros(1, dtype=dtype)
     counts = torch.tensor(_near(mean), dtype=dtype)
     result = measure.log_prob(zero, counts[:, None])
     with mpmath.workdps(60):
         for count, value in zip(counts.tolist(), result.tolist(), strict=True):
-            x, mu = mpmath.mpf(count), mpmath.mpf(float(rate[0]))
+            x = mpmath.mpf(count)
+            mu = mpmath.mpf(float(rate[0]))
             exact = float(x * mpmath.log(mu) - mu - mpmath.loggamma(x + 1))
             assert value == pytest.approx(exact, abs=_condition([x - mu], exact, dtype)), (count, dtype)
 
@@ -230,7 +236,8 @@ def test_the_count_of_the_examination():
 
 @every_row(("shape", "dtype"), itertools.product([0.3, 1.0, 20.0, 1e4, 1e8, 1e15], PRECISIONS))
 def test_gammas_keep_their_digits_at_every_shape(shape, dtype):
-    k, scale = torch.tensor([shape], dtype=dtype), torch.tensor([0.7], dtype=dtype)
+    k = torch.tensor([shape], dtype=dtype)
+    scale = torch.tensor([0.7], dtype=dtype)
     measure = Gamma.create(k, scale)
     eta = torch.tensor([-2.5], dtype=dtype)
     with mpmath.workdps(60):
@@ -274,7 +281,8 @@ def test_laws_far_out_keep_their_digits(dtype):
         check(
             Categorical.create(logits=tensor(0.0, 1.0)), tensor(1e6, 1e6), tensor(1.0, 0.0), -mpmath.log(1 + mpmath.e)
         )
-        location, variance = 2.0**20, 4.0
+        location = 2.0**20
+        variance = 4.0
         shift = location + variance * 2.0**18
         exact = -(mpmath.mpf(1.5) ** 2) / 8 - mpmath.log(8 * mpmath.pi) / 2
         check(Gaussian.create(tensor(location), tensor(variance)), tensor(2.0**18), tensor(shift + 1.5), exact)
@@ -300,7 +308,8 @@ def test_the_sphere_keeps_its_digits_at_large_concentration(kappa, dtype):
 )
 def test_conjugate_laws_of_many_observations_keep_their_digits(family, dtype):
     """Strength 10⁸, against 60 digits of χη − ν·A_0(η) − B(χ, ν); and the evidence of many large observations."""
-    strength, mean = 1e8, 0.25
+    strength = 1e8
+    mean = 0.25
     chi = torch.tensor([strength * mean], dtype=dtype)
     one = torch.ones(1, dtype=dtype)
     likelihood = {
@@ -312,8 +321,10 @@ def test_conjugate_laws_of_many_observations_keep_their_digits(family, dtype):
     }[family]
     prior = ConjugatePrior.create(likelihood, strength * one)
     with mpmath.workdps(60):
-        nu, pseudo = mpmath.mpf(float(prior.strength[0])), mpmath.mpf(float(chi[0]))
-        beta, log = mpmath.loggamma, mpmath.log
+        nu = mpmath.mpf(float(prior.strength[0]))
+        pseudo = mpmath.mpf(float(chi[0]))
+        beta = mpmath.loggamma
+        log = mpmath.log
         forms = {
             "bernoulli": (
                 lambda e: log((1 + mpmath.exp(e)) / 2),
@@ -340,11 +351,15 @@ def test_conjugate_laws_of_many_observations_keep_their_digits(family, dtype):
 
 def test_evidence_of_large_counts_keeps_its_digits():
     """A gamma prior and one count: the negative binomial law."""
-    chi, strength, count = 3.0, 2.0, 1e12
+    chi = 3.0
+    strength = 2.0
+    count = 1e12
     prior = ConjugatePrior.create(Poisson.create(torch.ones(1).double()), torch.tensor([strength]).double())
     result = prior.evidence([chi], [[count]])
     with mpmath.workdps(60):
-        c, n, x = mpmath.mpf(chi), mpmath.mpf(strength), mpmath.mpf(count)
+        c = mpmath.mpf(chi)
+        n = mpmath.mpf(strength)
+        x = mpmath.mpf(count)
         exact = mpmath.loggamma(x + c) - mpmath.loggamma(c) - mpmath.loggamma(x + 1)
         exact = float(exact + c * mpmath.log(n / (n + 1)) - x * mpmath.log(n + 1))
     # The terms of the law itself are x log 3: a rounding of the strength moves that much.

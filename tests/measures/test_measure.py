@@ -170,7 +170,8 @@ def test_the_divergence_of_a_measure_of_one_hook_keeps_its_digits(change):
             return (self._align(self.size, eta) * eta).cosh().log().sum(-1)
 
     with mpmath.workdps(50):
-        start, end = mpmath.mpf(0.3), mpmath.mpf(0.3) + mpmath.mpf(change)
+        start = mpmath.mpf(0.3)
+        end = mpmath.mpf(0.3) + mpmath.mpf(change)
         exact = mpmath.log(mpmath.cosh(end)) - mpmath.log(mpmath.cosh(start)) - mpmath.tanh(start) * mpmath.mpf(change)
     at = torch.tensor([[0.3]], dtype=torch.float64)
     result = Coin(torch.ones(1, dtype=torch.float64))._kl(at, torch.full_like(at, change))

@@ -27,7 +27,9 @@ def normals(count: int, size: int) -> tuple[Tensor, Tensor]:
 
 def test_a_mixture_of_gaussians_is_the_textbook_one():
     location, covariance = normals(3, 2)
-    log_weight, eta, x = draw(3, seed=2), draw(4, 2, seed=3), draw(7, 4, 2, seed=4)
+    log_weight = draw(3, seed=2)
+    eta = draw(4, 2, seed=3)
+    x = draw(7, 4, 2, seed=4)
     measure = mixture(log_weight, [Gaussian.create(location[k], covariance[k]) for k in range(3)])
     quadratic = 0.5 * torch.einsum("qi,kij,qj->qk", eta, covariance, eta)
     terms = (log_weight + eta @ location.mT + quadratic).numpy()
@@ -48,8 +50,11 @@ def test_a_mixture_of_gaussians_is_the_textbook_one():
 
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_components_may_be_a_batch_of_one_measure(batch):
-    points, weight, own = draw(*batch, 3, 5, 2), draw(*batch, 3, 5, seed=1), draw(*batch, 3, seed=2)
-    eta, direction = draw(*batch, 4, 2, seed=3), draw(*batch, 4, 2, seed=4)
+    points = draw(*batch, 3, 5, 2)
+    weight = draw(*batch, 3, 5, seed=1)
+    own = draw(*batch, 3, seed=2)
+    eta = draw(*batch, 4, 2, seed=3)
+    direction = draw(*batch, 4, 2, seed=4)
     batched = mixture(own, Atoms.create(points, weight))
     listed = mixture(own, [Atoms.create(points[..., k, :, :], weight[..., k, :]) for k in range(3)])
     # All atoms together, each weighted by its component's weight too.
@@ -65,7 +70,8 @@ def test_components_may_be_a_batch_of_one_measure(batch):
 
 
 def test_batches_of_components_are_prefixes_of_the_longest():
-    gaussian, atoms = Gaussian.create(draw(2), torch.tensor(1.0, dtype=torch.float64)), Atoms.create(draw(3, 4, 2))
+    gaussian = Gaussian.create(draw(2), torch.tensor(1.0, dtype=torch.float64))
+    atoms = Atoms.create(draw(3, 4, 2))
     measure = mixture(draw(3, 2, seed=2), [gaussian, atoms])
     assert measure.batch_shape == (3,)
     eta = draw(3, 5, 2, seed=3)
@@ -80,7 +86,8 @@ def test_samples_come_from_the_components_in_their_shares():
     measure = mixture(
         torch.tensor([0.0, 1.0], dtype=torch.float64), [Spin.create(dim=2), Poisson.create(torch.tensor([5.0, 9.0]))]
     )
-    eta, count = draw(3, 2).mul(0.3), 40_000
+    eta = draw(3, 2).mul(0.3)
+    count = 40_000
     draws = measure.sample(eta, (count,), generator=torch.Generator().manual_seed(0))
     fisher = measure.fisher(eta).diagonal(dim1=-2, dim2=-1)
     error = (draws.mean(0) - measure.mean(eta)) / (fisher / count).sqrt()
@@ -94,7 +101,8 @@ def test_samples_come_from_the_components_in_their_shares():
 def test_the_gap_of_the_lower_bound_is_a_divergence():
     """S14: for any weights r, A − bound = KL(r ‖ responsibilities)."""
     location, covariance = normals(3, 2)
-    log_weight, eta = torch.log_softmax(draw(3, seed=2), -1), draw(4, 2, seed=3)
+    log_weight = torch.log_softmax(draw(3, seed=2), -1)
+    eta = draw(4, 2, seed=3)
     measure = mixture(log_weight, Gaussian.create(location, covariance))
     weights = torch.softmax(draw(3, seed=4), -1)
     share = measure.responsibilities(eta)
@@ -133,10 +141,14 @@ BATCHED = {
 
 @pytest.mark.parametrize("name", BATCHED)
 def test_a_batch_of_components_is_the_list_of_them(name):
-    components, log_weight = BATCHED[name](), draw(3, seed=3)
-    together, listed = mixture(log_weight, components), mixture(log_weight, _one_by_one(components))
-    batch, inside = together.batch_shape, together._interior()
-    eta, other = 0.5 * draw(*batch, 7, 2, seed=4).tanh(), 0.5 * draw(*batch, 7, 2, seed=5).tanh()
+    components = BATCHED[name]()
+    log_weight = draw(3, seed=3)
+    together = mixture(log_weight, components)
+    listed = mixture(log_weight, _one_by_one(components))
+    batch = together.batch_shape
+    inside = together._interior()
+    eta = 0.5 * draw(*batch, 7, 2, seed=4).tanh()
+    other = 0.5 * draw(*batch, 7, 2, seed=5).tanh()
     if inside is not None:
         torch.testing.assert_close(inside, listed._interior())
         eta, other = inside + eta, inside + other
@@ -165,15 +177,18 @@ def test_a_batch_of_components_is_the_list_of_them(name):
 @pytest.mark.parametrize("name", ["Gaussian per key", "von Mises–Fisher per key"])
 def test_samples_of_a_batch_of_components_are_its_own(name):
     measure = mixture(draw(3, seed=3), BATCHED[name]())
-    eta, count = draw(2, 2, seed=4), 10_000
+    eta = draw(2, 2, seed=4)
+    count = 10_000
     drawn = measure.sample(eta, count, generator=torch.Generator().manual_seed(1))
     spread = measure.fisher(eta).diagonal(dim1=-2, dim2=-1).sqrt()
     assert ((drawn.mean(0) - measure.mean(eta)).abs() < 5 * spread / count**0.5).all()
 
 
 def test_the_batch_of_a_mixture_may_be_longer_than_its_components():
-    log_weight, components = draw(3, 4, seed=1), Atoms.create(draw(4, 2, 1, seed=2))
-    whole, eta = mixture(log_weight, components), draw(3, 5, 1, seed=3)
+    log_weight = draw(3, 4, seed=1)
+    components = Atoms.create(draw(4, 2, 1, seed=2))
+    whole = mixture(log_weight, components)
+    eta = draw(3, 5, 1, seed=3)
     for i in range(3):
         alone = mixture(log_weight[i], components)
         torch.testing.assert_close(whole.mean(eta)[i], alone.mean(eta[i]))
@@ -194,10 +209,8 @@ def test_a_component_of_weight_zero_takes_no_part():
 
 def test_hybrid_is_attention_with_a_background():
     """S18: the share of the background grows from 0 to 1 with the concentration, and far from the origin."""
-    keys, centre = (
-        Atoms.create(draw(6, 2)),
-        Gaussian.create(draw(2, seed=1), torch.tensor([0.5, 1.0], dtype=torch.float64)),
-    )
+    keys = Atoms.create(draw(6, 2))
+    centre = Gaussian.create(draw(2, seed=1), torch.tensor([0.5, 1.0], dtype=torch.float64))
     eta = draw(4, 2, seed=2)
     for concentration, limit in ((1e-12, keys), (1e12, centre)):
         torch.testing.assert_close(hybrid(keys, centre, concentration).mean(eta), limit.mean(eta), atol=1e-9, rtol=0)
@@ -272,7 +285,8 @@ def _exact_divergence(points, log_weight, eta, other) -> float:
     ("eta", "other"), [(0.0, 1e-6), (0.0, 0.1), (0.176, 0.076), (0.076, 0.176), (-0.7, -0.7001), (1.0, 1.0 + 1e-9)]
 )
 def test_divergence_keeps_its_digits_however_far_the_components_are_apart(eta, other):
-    points, log_weight = [0.65, 0.55, 0.27, 661.0], [0.2, -0.4, 0.1, 2.0]
+    points = [0.65, 0.55, 0.27, 661.0]
+    log_weight = [0.2, -0.4, 0.1, 2.0]
     near = Atoms.create(
         torch.tensor(points[:3], dtype=torch.float64).unsqueeze(-1), torch.tensor(log_weight[:3]).double()
     )
@@ -285,7 +299,8 @@ def test_divergence_keeps_its_digits_however_far_the_components_are_apart(eta, o
 
 
 def test_a_listed_mixture_is_the_mixture():
-    log_weight, points = draw(3, 4, seed=1), draw(4, 2, 1, seed=2)
+    log_weight = draw(3, 4, seed=1)
+    points = draw(4, 2, 1, seed=2)
     eta = draw(3, 5, 1, seed=3)
     for components in (Atoms.create(points), [Atoms.create(part) for part in points]):
         measure = mixture(log_weight, components)

@@ -19,7 +19,10 @@ def signs(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_boosting_is_the_exponential_loss():
-    labels, logits, learners, alpha = signs(20), draw(20, seed=1), draw(20, 3, seed=2), draw(3, seed=3)
+    labels = signs(20)
+    logits = draw(20, seed=1)
+    learners = draw(20, 3, seed=2)
+    alpha = draw(3, seed=3)
     measure = boosting(labels, logits, learners)
     loss = torch.exp(-labels * (logits + learners @ alpha))
     torch.testing.assert_close(measure.log_partition(alpha), loss.sum().log())
@@ -30,9 +33,11 @@ def test_boosting_is_the_exponential_loss():
 
 def test_adaboost_is_tilting():
     """Three rounds of AdaBoost by its textbook recursion: its weights are the tilted measures', its loss their Z."""
-    labels, stumps = signs(30), signs(30, 3, seed=4)
+    labels = signs(30)
+    stumps = signs(30, 3, seed=4)
     measure = boosting(labels, torch.zeros(30).double(), stumps)
-    weights, log_loss = torch.full((30,), 1 / 30, dtype=torch.float64), math.log(30)
+    weights = torch.full((30,), 1 / 30, dtype=torch.float64)
+    log_loss = math.log(30)
     for round_ in range(3):
         wrong = stumps[:, round_] != labels
         error = weights[wrong].sum()
@@ -62,7 +67,9 @@ def test_adaboost_is_tilting():
     ids=lambda measure: type(measure).__name__,
 )
 def test_attention_over_the_kernel_weighs_by_divergence(measure):
-    keys, queries, values = draw(6, 3, seed=2), draw(4, 3, seed=3), draw(6, 2, seed=4)
+    keys = draw(6, 3, seed=2)
+    queries = draw(4, 3, seed=3)
+    values = draw(6, 2, seed=4)
     pairs = keys.expand(4, 6, 3), queries.unsqueeze(1).expand(4, 6, 3)
     weights = torch.softmax(-measure.kl(*pairs), -1)
     result = divergence_kernel(measure, keys).expectation(queries, values)
@@ -72,7 +79,9 @@ def test_attention_over_the_kernel_weighs_by_divergence(measure):
 def test_the_gaussian_kernel_is_mahalanobis_distance():
     root = draw(3, 3)
     covariance = root @ root.mT
-    keys, queries, values = draw(6, 3, seed=2), draw(4, 3, seed=3), draw(6, 2, seed=4)
+    keys = draw(6, 3, seed=2)
+    queries = draw(4, 3, seed=3)
+    values = draw(6, 2, seed=4)
     difference = queries.unsqueeze(1) - keys
     distance = 0.5 * torch.einsum("qni,ij,qnj->qn", difference, covariance, difference)
     result = divergence_kernel(Gaussian.create(draw(3, seed=5), covariance), keys).expectation(queries, values)

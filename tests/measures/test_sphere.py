@@ -40,9 +40,11 @@ def test_fisher_keeps_its_digits_along_eta_and_across(exponent, dim, seed):
     eta[seed % dim] = kappa
     basis = torch.eye(dim, dtype=torch.float64)
     with mpmath.workdps(60):
-        k, order = mpmath.mpf(kappa), mpmath.mpf(dim) / 2 - 1
+        k = mpmath.mpf(kappa)
+        order = mpmath.mpf(dim) / 2 - 1
         ratio = mpmath.besseli(order + 1, k, maxterms=10**6) / mpmath.besseli(order, k, maxterms=10**6)
-        along, across = float(1 - ratio**2 - (dim - 1) * ratio / k), float(ratio / k)
+        along = float(1 - ratio**2 - (dim - 1) * ratio / k)
+        across = float(ratio / k)
     measure = Sphere.create(2.0, dim=dim)
     both = torch.stack([eta / 2, -eta / 2])
     for axis, variance, relative in ((seed % dim, along, 1e-11), (seed % dim - 1, across, 1e-6)):
@@ -54,7 +56,8 @@ def test_fisher_keeps_its_digits_along_eta_and_across(exponent, dim, seed):
 @pytest.mark.medium
 @every_row(("dim", "dtype"), [(2, torch.float32), (5, torch.float64)])
 def test_zero_and_the_largest_finite_eta(dim, dtype):
-    measure, eps = Sphere.create(dim=dim), torch.finfo(dtype).eps
+    measure = Sphere.create(dim=dim)
+    eps = torch.finfo(dtype).eps
     zero = torch.zeros(dim, dtype=dtype)
     assert measure.log_partition(zero).item() == 0
     assert (torch.func.grad(measure.log_partition)(zero) == 0).all()
@@ -67,7 +70,8 @@ def test_zero_and_the_largest_finite_eta(dim, dtype):
     for eta in (torch.zeros(dim, dtype=dtype), direction(dim, dtype=dtype) * largest * 0.99):
         if not eta.any():
             eta[-1] = -largest
-        kappa, unit = mpmath.mpf(0), eta.double() / largest
+        kappa = mpmath.mpf(0)
+        unit = eta.double() / largest
         kappa = mpmath.mpf(largest) * mpmath.mpf(unit.norm().item())
         axis = (unit / unit.norm()).to(dtype)
         assert measure.log_partition(eta).item() == pytest.approx(float(kappa), rel=4 * eps)
@@ -123,7 +127,9 @@ def test_cumulants_on_the_circle_by_quadrature():
 @one_in(2, {"dim": [2, 3, 64], "kappa": [0.0, 1e-3, 1.0, 30.0, 1e4, 1e6]})
 def test_kl_keeps_its_digits_in_float32(dim, kappa):
     """Close and far, along and across, through 0 and shrinking by orders of magnitude."""
-    measure, axis, side = Sphere.create(dim=dim), torch.eye(dim)[0], torch.eye(dim)[1]
+    measure = Sphere.create(dim=dim)
+    axis = torch.eye(dim)[0]
+    side = torch.eye(dim)[1]
     eta_p = kappa * axis
     steps = [step * way for step in (1e-6, 1e-3, 0.3, 3.0) for way in (axis, side, (axis - side) / 2)]
     steps += [(factor - 1) * kappa * axis for factor in (1e-3, 0.4, 1.6, 50.0, -1.0)]
@@ -159,7 +165,8 @@ def test_natural_undoes_the_mean(dim):
 @pytest.mark.medium
 @given(st.floats(-12, 0), st.sampled_from([2, 3, 8, 64, 4096]), st.sampled_from([torch.float32, torch.float64]))
 def test_the_mean_undoes_natural(exponent, dim, dtype):
-    measure, eps = Sphere.create(dim=dim), torch.finfo(dtype).eps
+    measure = Sphere.create(dim=dim)
+    eps = torch.finfo(dtype).eps
     lengths = torch.tensor([10.0**exponent, 1 - 10.0**exponent], dtype=torch.float64)
     mu = (lengths[:, None] * direction(dim)).to(dtype)
     mu = mu[mu.double().norm(dim=-1) < 1 - 4 * torch.finfo(torch.float64).eps]
@@ -171,7 +178,8 @@ def test_natural_on_the_boundary_and_beyond():
     measure = Sphere.create(torch.tensor([2.0, 0.5]), dim=3)
     mu = torch.tensor([[[0.0, 0.0, 2.0], [-1.2, 0.0, 1.6], [2.1, 0.0, 0.0], [0.0, 0.0, 0.0]]]).repeat(2, 1, 1)
     mu[1] /= 4
-    inf, nan = math.inf, math.nan
+    inf = math.inf
+    nan = math.nan
     expected = torch.tensor([[0.0, 0.0, inf], [-inf, 0.0, inf], [nan, nan, nan], [0.0, 0.0, 0.0]]).expand(2, 4, 3)
     torch.testing.assert_close(measure._natural(mu), expected, equal_nan=True)
 
@@ -215,7 +223,8 @@ def test_support():
     [(2, 0.0), (3, 1e-6), (5, 0.5), (2, 5.0), (3, 5.0), (64, 5.0), (5, 200.0), (64, 200.0), (2, 1e5), (64, 1e12)],
 )
 def test_samples_have_the_right_moments(dim, kappa):
-    count, radius = 10_000, 1.7
+    count = 10_000
+    radius = 1.7
     axis = direction(dim, seed=3)
     draws = Sphere.create(radius, dim=dim).sample(kappa / radius * axis, (count,), generator=generator(1))
     assert draws.dtype == torch.float64
@@ -226,7 +235,8 @@ def test_samples_have_the_right_moments(dim, kappa):
     # 1 − x·axis = ‖x − axis‖²/2 keeps its digits; its mean is 1 − R and its variance R'.
     drop = (points - axis).square().sum(-1) / 2
     if kappa > 1e4:  # κ(1 − x·axis) is a Gamma variate of shape (d−1)/2, but for terms of order d/κ
-        mean, variance = (dim - 1) / (2 * kappa), (dim - 1) / (2 * kappa**2)
+        mean = (dim - 1) / (2 * kappa)
+        variance = (dim - 1) / (2 * kappa**2)
         fourth = 3 * variance**2 + 6 * (dim - 1) / (2 * kappa**4)
     else:
         nodes, weights = gauss_legendre()

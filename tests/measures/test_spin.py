@@ -57,7 +57,8 @@ def test_kl_keeps_its_digits_in_float32(eta, distance):
     for sign in (1, -1):
         p = torch.tensor([eta])
         q = p + sign * distance
-        a, b = mpmath.mpf(p.item()), mpmath.mpf(q.item())
+        a = mpmath.mpf(p.item())
+        b = mpmath.mpf(q.item())
         exact = mpmath.log(mpmath.cosh(b)) - mpmath.log(mpmath.cosh(a)) - mpmath.tanh(a) * (b - a)
         assert Spin.create(dim=1).kl(p, q).item() == pytest.approx(float(exact), rel=1e-5, abs=1e-44)
 
@@ -85,7 +86,8 @@ def test_bad_fields_are_refused():
 def test_divergence_of_far_fields_keeps_its_digits(start, end):
     """Where 2·field is between 20 and 40, e^(−2·field) still counts."""
     with mpmath.workdps(40):
-        a, b = mpmath.mpf(start), mpmath.mpf(end)
+        a = mpmath.mpf(start)
+        b = mpmath.mpf(end)
         expected = float(mpmath.log(mpmath.cosh(b) / mpmath.cosh(a)) - mpmath.tanh(a) * (b - a))
     spin = Spin.create(torch.zeros(1, dtype=torch.float64))
     result = spin.kl(torch.tensor([start], dtype=torch.float64), torch.tensor([end], dtype=torch.float64))

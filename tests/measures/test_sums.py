@@ -40,7 +40,8 @@ def assert_same(left, right, eta):
     for name in DERIVED:
         torch.testing.assert_close(getattr(left, name)(eta), getattr(right, name)(eta), atol=1e-11, rtol=1e-11)
     torch.testing.assert_close(left.kl(eta, 0.5 * eta), right.kl(eta, 0.5 * eta), atol=1e-11, rtol=1e-11)
-    result, expected = left.cumulants(eta, 0.3 * eta, 6), right.cumulants(eta, 0.3 * eta, 6)
+    result = left.cumulants(eta, 0.3 * eta, 6)
+    expected = right.cumulants(eta, 0.3 * eta, 6)
     torch.testing.assert_close(result, expected, atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(left._support(eta), right._support(eta))
 
@@ -54,7 +55,9 @@ def sums(*sets: Atoms) -> Atoms:
 
 def test_a_convolution_of_atoms_is_atoms_at_every_sum():
     parts = [Atoms.create(draw(n, 2, seed=n), draw(n, seed=n + 1)) for n in (2, 3, 4)]
-    together, expected, eta = convolve(*parts), sums(*parts), draw(5, 2, seed=9)
+    together = convolve(*parts)
+    expected = sums(*parts)
+    eta = draw(5, 2, seed=9)
     assert_same(together, expected, eta)
     x = expected.sample(eta, (7,))
     torch.testing.assert_close(together.log_prob(eta, x), expected.log_prob(eta, x), atol=1e-11, rtol=1e-11)
@@ -63,7 +66,8 @@ def test_a_convolution_of_atoms_is_atoms_at_every_sum():
 
 def test_a_convolution_of_gaussians_is_a_gaussian():
     root = draw(2, 2, seed=1)
-    one, two = Gaussian.create(draw(2), root @ root.mT), Gaussian.create(draw(2, seed=2), torch.tensor([0.5, 2.0]))
+    one = Gaussian.create(draw(2), root @ root.mT)
+    two = Gaussian.create(draw(2, seed=2), torch.tensor([0.5, 2.0]))
     expected = Gaussian.create(one.location + two.location, one.covariance + torch.diag(two.covariance.double()))
     eta = draw(5, 2, seed=3)
     assert_same(convolve(one, two), expected, eta)
@@ -73,9 +77,11 @@ def test_a_convolution_of_gaussians_is_a_gaussian():
 
 def test_smoothed_keys_are_a_kernel_density_estimate():
     """S14's remark: A = lse(keys·eta) + ½ etaᵀ S eta, and the gradient is attention + S eta."""
-    keys, variance = draw(6, 2), torch.tensor(0.3, dtype=torch.float64)
+    keys = draw(6, 2)
+    variance = torch.tensor(0.3, dtype=torch.float64)
     measure = convolve(Atoms.create(keys), Gaussian.create(torch.zeros(2).double(), variance))
-    eta, x = draw(4, 2, seed=1), draw(9, 4, 2, seed=2)
+    eta = draw(4, 2, seed=1)
+    x = draw(9, 4, 2, seed=2)
     attention = torch.softmax(eta @ keys.mT, -1) @ keys
     torch.testing.assert_close(measure.mean(eta), attention + 0.3 * eta, atol=1e-12, rtol=0)
     kernels = [multivariate_normal(key, 0.3 * torch.eye(2, dtype=torch.float64)).logpdf(x) for key in keys]
@@ -88,7 +94,8 @@ def test_smoothed_keys_are_a_kernel_density_estimate():
 
 def test_samples_of_sums_have_their_mean_and_covariance():
     spins = affine(Spin.create(draw(3)), draw(2, 3, seed=1))
-    eta, count = draw(2, 2, seed=3).mul(0.3), 40_000
+    eta = draw(2, 2, seed=3).mul(0.3)
+    count = 40_000
     for measure in (convolve(spins, Gaussian.create(draw(2), torch.tensor(1.0, dtype=torch.float64))), power(spins, 3)):
         draws = measure.sample(eta, (count,), generator=torch.Generator().manual_seed(0))
         error = (draws.mean(0) - measure.mean(eta)) / (draws.std(0) / count**0.5)
@@ -99,8 +106,10 @@ def test_samples_of_sums_have_their_mean_and_covariance():
 
 
 def test_a_product_acts_on_its_coordinates():
-    atoms, gaussian = Atoms.create(draw(3, 2)), Gaussian.create(draw(1), torch.tensor([2.0], dtype=torch.float64))
-    measure, eta = product(atoms, gaussian, Spin.create(dim=2)), draw(4, 5, seed=1)
+    atoms = Atoms.create(draw(3, 2))
+    gaussian = Gaussian.create(draw(1), torch.tensor([2.0], dtype=torch.float64))
+    measure = product(atoms, gaussian, Spin.create(dim=2))
+    eta = draw(4, 5, seed=1)
     pieces = eta[:, :2], eta[:, 2:3], eta[:, 3:]
     total = sum(part.log_partition(x) for part, x in zip(measure.measures, pieces, strict=True))
     torch.testing.assert_close(measure.log_partition(eta), total)
@@ -118,7 +127,8 @@ def test_a_product_acts_on_its_coordinates():
 
 
 def test_whole_powers_are_sums_of_draws():
-    atoms, eta = Atoms.create(draw(3, 2), draw(3, seed=1)), draw(5, 2, seed=2)
+    atoms = Atoms.create(draw(3, 2), draw(3, seed=1))
+    eta = draw(5, 2, seed=2)
     cubed = power(atoms, 3)
     assert_same(cubed, sums(atoms, atoms, atoms), eta)
     assert power(atoms, 1) is atoms
@@ -135,7 +145,8 @@ def test_whole_powers_are_sums_of_draws():
 
 
 def test_infinitely_divisible_measures_have_fractional_powers():
-    rate, eta = torch.tensor([0.7], dtype=torch.float64), torch.tensor([0.2], dtype=torch.float64)
+    rate = torch.tensor([0.7], dtype=torch.float64)
+    eta = torch.tensor([0.2], dtype=torch.float64)
     counts = torch.arange(30).double().unsqueeze(-1)
     result = power(Poisson.create(rate), 0.5).log_prob(torch.zeros(1).double(), counts)
     torch.testing.assert_close(result, torch.from_numpy(poisson(0.35).logpmf(counts[:, 0])), atol=1e-12, rtol=1e-12)
@@ -155,7 +166,9 @@ def test_infinitely_divisible_measures_have_fractional_powers():
 
 
 def test_batches_are_prefixes():
-    wide, narrow, eta = Atoms.create(draw(3, 4, 2)), Spin.create(dim=2), draw(3, 5, 2)
+    wide = Atoms.create(draw(3, 4, 2))
+    narrow = Spin.create(dim=2)
+    eta = draw(3, 5, 2)
     assert convolve(narrow, wide).batch_shape == product(narrow, wide).batch_shape == (3,)
     total = narrow.log_partition(eta) + wide.log_partition(eta)
     torch.testing.assert_close(convolve(narrow, wide).log_partition(eta), total)

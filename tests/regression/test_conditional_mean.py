@@ -129,7 +129,8 @@ def test_scikit_learns_kernel_ridge_and_gaussian_process():
     np.testing.assert_allclose(
         result.output[0, 0], Ridge(alpha=0.3, fit_intercept=False).fit(k, v).predict(q), **CLOSED_FORM
     )
-    noise, prior = 0.5, 2.0
+    noise = 0.5
+    prior = 2.0
     ridge = ridge_from(noise_variance=noise, prior_variance=prior)
     result = conditional_mean_attention(
         query, key, value, kernel=GaussianKernel.create(1.3), ridge=ridge, need_variance=True
@@ -155,7 +156,8 @@ def test_trap_19_the_operators_ridge_and_the_matrixs():
         )
         torch.testing.assert_close(ours.output, same.output)
     # In features: C_vk (C_kk + (λ/L) I)⁻¹ φ(q).
-    phi, asked = many_features(key), many_features(query)
+    phi = many_features(key)
+    asked = many_features(query)
     operator = phi.mT @ phi / 40 + 0.1 * torch.eye(16, dtype=torch.float64)
     expected = asked @ torch.linalg.inv(operator) @ (phi.mT @ value / 40)
     ours = conditional_mean_attention(query, key, value, kernel=KERNELS["features"], operator_ridge=0.1)
@@ -237,7 +239,8 @@ def test_causal_is_a_loop_over_prefixes(name, keys, queries):
 @every_row("name", KERNELS)
 @every_row("is_causal", [False, True])
 def test_grouped_heads_and_numbers_a_head(name, is_causal):
-    key, value = normal(2, 2, 20, 3), normal(2, 2, 20, 4, seed=1)
+    key = normal(2, 2, 20, 3)
+    value = normal(2, 2, 20, 4, seed=1)
     query = normal(2, 6, 20, 3, seed=2)
     ridge = torch.tensor([0.2, 3.0], dtype=torch.float64)
     kernel = {"exponential": ExponentialKernel.create(ridge / 10), "gaussian": GaussianKernel.create(ridge)}.get(
@@ -420,7 +423,8 @@ def test_low_rank_is_the_regression_of_its_centres():
     def pairs(a, b):
         return np.exp(-((a[:, None] - b) ** 2).sum(-1) / (2 * 1.3**2))
 
-    gram, chosen = pairs(k, k), []
+    gram = pairs(k, k)
+    chosen = []
     for _ in range(5):
         inverse = np.linalg.inv(gram[np.ix_(chosen, chosen)]) if chosen else np.zeros((0, 0))
         left = np.diag(gram) - np.einsum("ni,ij,nj->n", gram[:, chosen], inverse, gram[:, chosen])
@@ -521,7 +525,8 @@ def test_the_errors_of_many_ridges_are_those_of_predictions_without_each_key(nam
         for item, head in np.ndindex(2, 2):
             for left_out in (n for n in range(keys) if n != 1):
                 kept = [n for n in range(keys) if n not in (1, left_out)]
-                own_key, own_value = key[item, head], value[item, head]
+                own_key = key[item, head]
+                own_value = value[item, head]
                 precision = weight[item, 0, 0, kept].exp()
                 predicted, _ = by_definition(
                     own_key[[left_out]], own_key[kept], own_value[kept], name, ridge, precision

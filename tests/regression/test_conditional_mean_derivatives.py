@@ -110,7 +110,8 @@ def test_first_and_second_derivatives_without_the_gram_matrix(name, method, rank
 
 def test_the_solves_gradient_is_the_exact_ones():
     query, key, value, weight = inputs(40)
-    ridge, width = number(0.05), number(0.8)
+    ridge = number(0.05)
+    width = number(0.8)
     slopes = []
     for method in (Cholesky(), ConjugateGradients()):
         result = conditional_mean_attention(
@@ -186,7 +187,9 @@ def test_leave_one_out_is_differentiable():
 
 # --- bad calls -------------------------------------------------------------------------------------------------------
 
-Q, K, V = torch.ones(1, 1, 3, 2), torch.eye(2).reshape(1, 1, 2, 2), torch.ones(1, 1, 2, 4)
+Q = torch.ones(1, 1, 3, 2)
+K = torch.eye(2).reshape(1, 1, 2, 2)
+V = torch.ones(1, 1, 2, 4)
 G = GaussianKernel.create(1.0)
 TWICE = torch.ones(1, 1, 2, 2)
 

@@ -61,7 +61,8 @@ METHODS = [Cholesky(), ConjugateGradients(), ConjugateGradients(preconditioner=l
 @one_in(2, {"method": METHODS, "dtype, far, near": [(torch.float32, 10.0, 1.0), (torch.float64, 40.0, 1.5)]})
 def test_distant_queries(method, dtype, far, near):
     """Queries of scale 10 beside keys of scale 1 in 8 dimensions: exp(½‖q‖²) is near exp(400) in float32."""
-    query, key = normal(1, 1, 5, 8, scale=far, dtype=dtype), normal(1, 1, 9, 8, seed=1, scale=near, dtype=dtype)
+    query = normal(1, 1, 5, 8, scale=far, dtype=dtype)
+    key = normal(1, 1, 9, 8, seed=1, scale=near, dtype=dtype)
     value = normal(1, 1, 9, 2, seed=2, dtype=dtype)
     result = conditional_mean_attention(
         query, key, value, kernel=ExponentialKernel.create(0.5), ridge=1.0, method=method
@@ -77,7 +78,8 @@ LONG = torch.tensor([[9.5, 0.0], [0.0, 9.3], [-9.4, 0.0], [0.0, -9.6], [6.7, 6.6
 @every_row("method", [Cholesky(), ConjugateGradients(), "weights"])
 def test_keys_beyond_the_range(method):
     """exp(‖key‖²) is above exp(86), and of some keys above float32's exp(88.7); variance and leave-one-out too."""
-    key, value = LONG, normal(6, 2, seed=3)
+    key = LONG
+    value = normal(6, 2, seed=3)
     query = 0.7 * key + normal(6, 2, seed=4, scale=0.1)
     weight = torch.tensor([0.5, -2.0, 0.0, 1.0, 0.2, -0.3]) if method == "weights" else None
     arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 2.0, "log_weight": weight}
@@ -95,7 +97,8 @@ def test_keys_beyond_the_range(method):
 
 def test_causal_is_a_loop_over_prefixes_though_a_later_key_is_tens_of_powers_larger():
     key = torch.cat([normal(4, 2, scale=0.3), LONG[:3]])[None, None]
-    query, value = 8 * key / key.norm(dim=-1, keepdim=True), normal(1, 1, 7, 2, seed=2)
+    query = 8 * key / key.norm(dim=-1, keepdim=True)
+    value = normal(1, 1, 7, 2, seed=2)
     arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 0.5, "need_variance": True}
     result = conditional_mean_attention(query, key, value, **arguments, is_causal=True)
     for last in range(1, 8):
@@ -139,7 +142,9 @@ def test_gradients_of_distant_queries(method):
 
 @every_row("method", METHODS)
 def test_what_has_no_finite_form_is_said(method):
-    query, key, value = normal(1, 1, 5, 8, scale=30.0), normal(1, 1, 9, 8, seed=1), normal(1, 1, 9, 2, seed=2)
+    query = normal(1, 1, 5, 8, scale=30.0)
+    key = normal(1, 1, 9, 8, seed=1)
+    value = normal(1, 1, 9, 2, seed=2)
     arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 1.0, "method": method}
     with pytest.raises(ValueError, match=r"the output is beyond the range of torch.float32 for \d+ of 10 numbers"):
         conditional_mean_attention(query, key, value, **arguments)

@@ -29,7 +29,8 @@ def draws(*shape: int, seed: int = 0) -> torch.Tensor:
 @every_row("size", [1e-6, 1.0, 1e3])
 def test_a_mask_is_no_singular_matrix_at_any_size_of_the_keys(size):
     """In float32 the hidden keys' own equations, were they of size 1, are rounding beside large keys, or large ones."""
-    key, value = (size * draws(1, 2, 24, 40)).float(), draws(1, 2, 24, 2, seed=1).float()
+    key = (size * draws(1, 2, 24, 40)).float()
+    value = draws(1, 2, 24, 2, seed=1).float()
     seen = torch.arange(24) < 20
     arguments = {"kernel": LinearKernel.create(), "ridge": 0.1 * size**2}
     result = conditional_mean_attention(key[:, :, :3], key, value, log_weight=seen, **arguments)
@@ -42,8 +43,11 @@ def test_a_mask_is_no_singular_matrix_at_any_size_of_the_keys(size):
 def test_hidden_keys_stand_where_the_kernel_is_defined(kernel, method):
     """At the origin a normalising map is not; and keys far from it lose their digits beside it."""
     far = 0.0 if isinstance(kernel, FeatureKernel) else 1e4
-    key, query, value = draws(1, 1, 12, 4), draws(1, 1, 3, 4, seed=1), draws(1, 1, 12, 2, seed=2)
-    hidden, seen = key.clone(), torch.arange(12) >= 4
+    key = draws(1, 1, 12, 4)
+    query = draws(1, 1, 3, 4, seed=1)
+    value = draws(1, 1, 12, 2, seed=2)
+    hidden = key.clone()
+    seen = torch.arange(12) >= 4
     hidden[:, :, :4] = NAN
     hidden, query = (hidden + far).float().requires_grad_(), (query + far).float()
     rest = (key[:, :, 4:] + far).float()
@@ -57,7 +61,9 @@ def test_hidden_keys_stand_where_the_kernel_is_defined(kernel, method):
 
 
 def test_an_operator_ridge_sees_ratios_of_weights_alone():
-    key, query, value = draws(1, 1, 8, 3).float(), draws(1, 1, 2, 3, seed=1).float(), draws(1, 1, 8, 1, seed=2).float()
+    key = draws(1, 1, 8, 3).float()
+    query = draws(1, 1, 2, 3, seed=1).float()
+    value = draws(1, 1, 8, 1, seed=2).float()
     weight = draws(8, seed=3).float()
     arguments = {"kernel": GaussianKernel.create(1.0), "operator_ridge": 0.1}
     plain = conditional_mean_attention(query, key, value, log_weight=weight, **arguments).output
@@ -71,7 +77,8 @@ def test_an_operator_ridge_sees_ratios_of_weights_alone():
 
 
 def test_no_query_under_a_causal_mask():
-    key, value = draws(1, 1, 6, 2), draws(1, 1, 6, 3, seed=1)
+    key = draws(1, 1, 6, 2)
+    value = draws(1, 1, 6, 3, seed=1)
     result = conditional_mean_attention(
         key[:, :, :0], key, value, kernel=LinearKernel.create(), ridge=1.0, is_causal=True, need_variance=True
     )
@@ -81,10 +88,12 @@ def test_no_query_under_a_causal_mask():
 @pytest.mark.parametrize("spelt_out", [False, True])
 def test_predictive_variance_with_numbers_of_each_head(spelt_out):
     """Head by head, by single calls."""
-    key, value = draws(2, 2, 5, 3), draws(2, 2, 5, 1, seed=1)
+    key = draws(2, 2, 5, 3)
+    value = draws(2, 2, 5, 1, seed=1)
     query = draws(2, 4, 6, 3, seed=2)
     query = query.unflatten(1, (2, 2)) if spelt_out else query
-    noise, prior = torch.tensor([0.3, 0.7]).double(), torch.tensor([1.5, 0.2]).double()
+    noise = torch.tensor([0.3, 0.7]).double()
+    prior = torch.tensor([1.5, 0.2]).double()
     result = conditional_mean_attention(
         query, key, value, kernel=GaussianKernel.create(1.0), ridge=noise / prior, need_variance=True
     )
@@ -102,7 +111,8 @@ def test_predictive_variance_with_numbers_of_each_head(spelt_out):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_conjugate_gradients_for_distant_queries(dtype):
     """Squares of their kernels lose digits, and underflow: about 10 lengthscales away in float32, 27 in float64."""
-    key, value = draws(1, 1, 18, 3).to(dtype), draws(1, 1, 18, 1, seed=1).to(dtype)
+    key = draws(1, 1, 18, 3).to(dtype)
+    value = draws(1, 1, 18, 1, seed=1).to(dtype)
     middle = 10.0 if dtype == torch.float32 else 27.0
     query = key.mean(2, keepdim=True) + torch.linspace(middle - 2, middle + 2, 40, dtype=dtype).unsqueeze(-1) / 3**0.5
     arguments = {"kernel": GaussianKernel.create(1.0), "ridge": 0.1, "need_variance": True}
@@ -150,7 +160,9 @@ def test_a_key_of_its_own_direction_is_refused_where_rounding_is_all():
 
 def test_the_bound_of_few_centres_falls_to_0_where_they_are_all_keys():
     """Of keys so long that the kernel's numbers are counted from their largest logarithm."""
-    key, query, value = 2 * draws(1, 1, 8, 3), draws(1, 1, 4, 3, seed=1), draws(1, 1, 8, 2, seed=2)
+    key = 2 * draws(1, 1, 8, 3)
+    query = draws(1, 1, 4, 3, seed=1)
+    value = draws(1, 1, 8, 2, seed=2)
     arguments = {"kernel": ExponentialKernel.create(1.0), "ridge": 0.1}
     exact = conditional_mean_attention(query, key, value, method=Cholesky(), **arguments).output
     result = conditional_mean_attention(query, key, value, method=LowRank(8), **arguments)

@@ -21,7 +21,8 @@ class Cholesky:
     Example:
         >>> import torch
         >>> from massieu.regression import Cholesky, GaussianKernel, conditional_mean_attention
-        >>> key, value = torch.tensor([[[[0.0], [1.0]]]]), torch.tensor([[[[3.0], [5.0]]]])
+        >>> key = torch.tensor([[[[0.0], [1.0]]]])
+        >>> value = torch.tensor([[[[3.0], [5.0]]]])
         >>> how = {"kernel": GaussianKernel.create(1.0), "ridge": 0.0, "method": Cholesky()}
         >>> conditional_mean_attention(key, key, value, **how).output.flatten().round(decimals=3).tolist()
         [3.0, 5.0]

@@ -53,9 +53,10 @@ def leave_one_out(
     Example:
         >>> import torch
         >>> from massieu.regression import LinearKernel, leave_one_out
-        >>> key, value = torch.ones(1, 1, 3, 1), torch.tensor([[[[0.0], [1.0], [2.0]]]])
-        >>> found = leave_one_out(key, value, kernel=LinearKernel.create(), ridge=1.0)
-        >>> [round(r, 3) for r in found.residual.flatten().tolist()]  # value − (sum of the others)/3
+        >>> key = torch.ones(1, 1, 3, 1)
+        >>> value = torch.tensor([[[[0.0], [1.0], [2.0]]]])
+        >>> result = leave_one_out(key, value, kernel=LinearKernel.create(), ridge=1.0)
+        >>> [round(r, 3) for r in result.residual.flatten().tolist()]  # value − (sum of the others)/3
         [-1.0, 0.333, 1.667]
     """
     _, tokens = check_tokens(key, key, value, kernel, ridge, operator_ridge, log_weight)
