@@ -338,7 +338,7 @@ def summarise_compiled(tile: Tile, sums: Sums) -> None:
         summarise(tile, sums)
         return
     tile.hide()
-    names = FEW if sums.keys() <= {*FEW, "position", "count"} else (*FEW, *MORE)
+    names: Names = FEW if sums.keys() <= {*FEW, "position", "count"} else (*FEW, *MORE)
     if "position" in sums:
         names = (*names, "position")
     kernel = _kernel()
