@@ -144,8 +144,8 @@ def _with_sink(problem: AttentionProblem, vector: Tensor, product: Tensor) -> Te
     means_of_keys = replace(problem, query=problem.query.to(problem.dtype), key=key, value=key)
     attention = CPU.forward if CPU.refuses(means_of_keys) is None else reference.attention
     mean, log_z = band.apply(attention, means_of_keys)
-    _, kept, share = (share.unsqueeze(-1) for share in with_sink.shares(log_z, problem))
-    return kept * (product + share * mean * (mean * vector).sum(-1, keepdim=True))
+    _, key_share, share = (share.unsqueeze(-1) for share in with_sink.shares(log_z, problem))
+    return key_share * (product + share * mean * (mean * vector).sum(-1, keepdim=True))
 
 
 def _reference(problem: AttentionProblem, vector: Tensor) -> tuple[Tensor, ...]:

@@ -60,7 +60,8 @@ def stock_attention(
     candidates["SDPA"] = stock
     if compiled:
         candidates["FlexAttention"] = _flex_attention(is_causal)
-    available, unavailable = {}, {}
+    available = {}
+    unavailable = {}
     for name, run in candidates.items():
         query, key, value, grad, _ = draw(dtype, device, 2, 1 if grouped else 2, 256)
         leaves = [tensor.requires_grad_() for tensor in (query, key, value)]

@@ -28,7 +28,7 @@ not column i.
 """
 
 
-class Tile(NamedTuple):
+class ScoreTile(NamedTuple):
     """The scores of some rows and some columns of a plan."""
 
     columns: slice
@@ -94,7 +94,7 @@ class ScorePlan(NamedTuple):
             rule=self.rule,
         )
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self) -> Iterator[ScoreTile]:
         """All tiles; for some columns those of all rows, then for the next columns."""
         length = len(self.row)
         count = len(self.column)
@@ -107,7 +107,7 @@ class ScorePlan(NamedTuple):
                 scores = product(self.row[rows], column.mT)
                 if self.scale != 1:
                     scores.mul_(self.scale)
-                yield Tile(columns, rows, column, scores)
+                yield ScoreTile(columns, rows, column, scores)
 
     def hidden(self, rows: slice, columns: slice) -> Tensor | None:
         """True for the pairs of a tile that the rule hides; None if it hides none."""

@@ -13,8 +13,8 @@ from massieu.ops.shapes import AttentionProblem
 
 def attention(output: Tensor, log_z: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """Output and log Z with the sink, from those without."""
-    level, kept, share = shares(log_z, problem)
-    return _with_value(output, kept, share, problem), level
+    level, key_share, share = shares(log_z, problem)
+    return _with_value(output, key_share, share, problem), level
 
 
 def moments(results: dict[str, Tensor], problem: AttentionProblem) -> dict[str, Tensor]:
@@ -25,32 +25,32 @@ def moments(results: dict[str, Tensor], problem: AttentionProblem) -> dict[str, 
     sink = problem.sink
     assert sink is not None
     log_z = results["log_partition"]
-    level, kept, share = shares(log_z, problem)
+    level, key_share, share = shares(log_z, problem)
     result = results | {"log_partition": level}
-    # Of a mixture of the keys, with weight `kept`, and the sink, with weight `share` and score 0.
+    # Of a mixture of the keys, with weight `key_share`, and the sink, with weight `share` and score 0.
     if "entropy" in results:
-        result["entropy"] = kept * (results["entropy"] - _log(log_z, level)) - share * _log(sink, level)
+        result["entropy"] = key_share * (results["entropy"] - _log(log_z, level)) - share * _log(sink, level)
     if "mean_score" in results:
-        result["mean_score"] = kept * results["mean_score"]
+        result["mean_score"] = key_share * results["mean_score"]
     if "score_variance" in results:
-        result["score_variance"] = kept * (results["score_variance"] + share * results["mean_score"].square())
+        result["score_variance"] = key_share * (results["score_variance"] + share * results["mean_score"].square())
     if "max_weight" in results:
-        result["max_weight"] = torch.maximum(kept * results["max_weight"], share)
+        result["max_weight"] = torch.maximum(key_share * results["max_weight"], share)
     if "collision" in results:
-        result["collision"] = kept.square() * results["collision"] + share.square()
+        result["collision"] = key_share.square() * results["collision"] + share.square()
     if "prior_log_partition" in results:
-        result["prior_log_partition"], kept_prior, share_prior = shares(results["prior_log_partition"], problem)
+        result["prior_log_partition"], key_share_prior, share_prior = shares(results["prior_log_partition"], problem)
         if "prior_mean_score" in results:
-            result["prior_mean_score"] = kept_prior * results["prior_mean_score"]
+            result["prior_mean_score"] = key_share_prior * results["prior_mean_score"]
         if "prior_score_variance" in results:
             between = share_prior * results["prior_mean_score"].square()
-            result["prior_score_variance"] = kept_prior * (results["prior_score_variance"] + between)
+            result["prior_score_variance"] = key_share_prior * (results["prior_score_variance"] + between)
     if "max_score" in results:
         largest = results["max_score"]
         absent = (sink == -torch.inf).expand_as(largest)
         result["max_score"] = torch.where(absent, largest, largest.clamp_min(0))
     if "output" in results:
-        result["output"] = _with_value(results["output"], kept, share, problem)
+        result["output"] = _with_value(results["output"], key_share, share, problem)
     return result
 
 
@@ -62,9 +62,9 @@ NEEDED: dict[str, tuple[str, ...]] = {
 """Moments without the sink, beside log Z, from which a moment with it follows."""
 
 
-def _with_value(output: Tensor, kept: Tensor, share: Tensor, problem: AttentionProblem) -> Tensor:
+def _with_value(output: Tensor, key_share: Tensor, share: Tensor, problem: AttentionProblem) -> Tensor:
     """The average of values over the keys and the sink."""
-    mean = output * kept.unsqueeze(-1)
+    mean = output * key_share.unsqueeze(-1)
     if problem.sink_value is not None:
         mean = mean + share.unsqueeze(-1) * problem.sink_value
     return mean.to(output.dtype)
@@ -84,5 +84,5 @@ def shares(log_z: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor, Te
     assert problem.sink is not None
     both = torch.stack(torch.broadcast_tensors(log_z, problem.sink), dim=-1)
     weights, total, level = reference.softmax(both, None)
-    kept, share = (weights / total.unsqueeze(-1)).unbind(-1)
-    return level, kept, share
+    key_share, share = (weights / total.unsqueeze(-1)).unbind(-1)
+    return level, key_share, share

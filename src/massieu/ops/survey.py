@@ -121,13 +121,11 @@ def survey(
     """
     place = _device(device)
     on_cuda = place.type == "cuda"
+    sizes = {"batch": 1, "heads": 4, "length": 1024, "head_size": 64}
     if quick:
-        heads, length = 2, 256
+        sizes |= {"heads": 2, "length": 256}
     elif on_cuda:
-        heads, length = 16, 4096
-    else:
-        heads, length = 4, 1024
-    sizes = {"batch": 1, "heads": heads, "length": length, "head_size": 64}
+        sizes |= {"heads": 16, "length": 4096}
     name = torch.cuda.get_device_name(place) if on_cuda else platform.processor() or platform.machine()
     choices: list[Choice] = []
     rows: list[Measured] = []

@@ -27,7 +27,7 @@ from massieu.ops import reference
 from massieu.ops.differentiable import BlockSum, recomputed
 from massieu.ops.linear_scores import check_places, index_tensor, values_are_known
 from massieu.ops.score_sums import LOWEST
-from massieu.ops.score_tiles import ScorePlan, Tile, product, rows_for_product
+from massieu.ops.score_tiles import ScorePlan, ScoreTile, product, rows_for_product
 from massieu.ops.shapes import scores_per_tile, slices, working_dtype
 from massieu.ops.vocabulary import check_heads, checked_softcap
 
@@ -369,7 +369,7 @@ class _GradientSums(NamedTuple):
 
         return _GradientSums(zeros(plan.row), zeros(plan.column), None if plan.bias is None else zeros(plan.bias))
 
-    def add(self, plan: ScorePlan, tile: Tile) -> None:
+    def add(self, plan: ScorePlan, tile: ScoreTile) -> None:
         """Add a tile that holds the gradients of its scores; it is overwritten."""
         gradient = tile.scores
         if self.bias is not None:

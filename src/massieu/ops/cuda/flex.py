@@ -39,7 +39,8 @@ class Flex:
 
     def refuses(self, problem: AttentionProblem, *others: Tensor) -> str | None:
         """Why it cannot take this problem."""
-        query, weight = problem.query, problem.log_weight
+        query = problem.query
+        weight = problem.log_weight
         if query.device.type != self.device_type:
             return f"it runs on {self.device_type.upper()}, got {query.device}"
         if self.compiler == "inductor" and find_spec("triton") is None:

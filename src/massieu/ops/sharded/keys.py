@@ -166,7 +166,7 @@ def _run(
         log_weight = options["log_weight"]
         kind = kind_of_weight(log_weight, *tensors[:2]) if queries == "sharded" else OWN_KEYS
         # A log-weight for all keys does not fit this process's, and is checked by itself below.
-        checked_options = options | {"log_weight": None} if kind == ALL_KEYS else options
+        checked_options: dict[str, Any] = options | {"log_weight": None} if kind == ALL_KEYS else options
         problem = check_problem(*tensors, **checked_options, is_causal=False)
         # Attention has this option, and needs values; `log_partition` has neither.
         if "sink_value" in options and problem.value is None:
