@@ -20,7 +20,7 @@ class _ElementwiseHeads(Heads):
         """Takes the scale, as for `SoftmaxHeads`."""
         super().__init__(scale=scale)
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
         hold(self, "bias", torch.zeros(self.num_heads, device="cpu"), True, device, dtype)
 
     def _scores(self, query: Tensor, key: Tensor, request: Request) -> tuple[Tensor, Tensor]:
@@ -46,14 +46,14 @@ class SigmoidHeads(_ElementwiseHeads):
         [0.25, 0.25, 0.25]
     """
 
-    gives = ("potential",)
+    extras = ("potential",)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         with without_autocast(query.device):
             scores, seen = self._scores(query, key, request)
             scores = scores - seen.clamp_min(1).to(scores.dtype).log()
             weights = torch.sigmoid(scores)
-            potential = F.softplus(scores).sum(-1) if request.beside else None
+            potential = F.softplus(scores).sum(-1) if request.extra else None
             output = request.dropped(weights) @ value.to(weights.dtype)
         return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)
 

@@ -35,7 +35,7 @@ class NormalizedHeads(Heads):
         [1.0, 0.0]
     """
 
-    gives = ("potential",)
+    extras = ("potential",)
     gain: nn.Parameter
     level: nn.Parameter
 
@@ -44,7 +44,7 @@ class NormalizedHeads(Heads):
         super().__init__()
         self.eps = number("eps", eps, above=0)
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
         for name in ("gain", "level"):
             hold(self, name, torch.ones(self.num_heads, device="cpu"), True, device, dtype)
 

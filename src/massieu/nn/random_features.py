@@ -51,7 +51,7 @@ class RandomFeatureHeads(Heads):
         3.0
     """
 
-    gives = ("log_partition", "variance")
+    extras = ("log_partition", "variance")
     directions: Float[Tensor, "H m D"]
     scale: Tensor | float | None
 
@@ -72,7 +72,7 @@ class RandomFeatureHeads(Heads):
         self.kind = choice("kind", kind, "positive", "relu")
         self.features, self.seed = whole_number("features", features, least=2), whole_number("seed", seed, least=0)
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randn(self.num_heads, self.features, self.head_dim, generator=generator, device="cpu")
         hold(self, "directions", drawn, False, device, dtype)
@@ -85,7 +85,7 @@ class RandomFeatureHeads(Heads):
         dtype = torch.promote_types(query.dtype, torch.float32)
         given = request.log_weight
         per_key = not request.is_causal and (given is None or given.shape[1] == given.shape[2] == 1)
-        if request.beside == "variance" and not per_key:
+        if request.extra == "variance" and not per_key:
             raise ValueError(
                 "need_variance goes with masks of keys, the same for every query; got causality or attn_mask"
             )
@@ -98,8 +98,8 @@ class RandomFeatureHeads(Heads):
             else:
                 weights = None
                 output, level = (self._by_attention if self.kind == "positive" else self._by_products)(*parts, given)
-            beside = level if request.beside == "log_partition" else None
-            if request.beside == "variance":
+            beside = level if request.extra == "log_partition" else None
+            if request.extra == "variance":
                 beside = self._variance(self._by_feature(*parts, given), output.to(dtype))
         output = output.to(query.dtype)
         return HeadsResult(output, None if weights is None else weights.to(query.dtype), beside)

@@ -28,7 +28,7 @@ class EntmaxHeads(Heads):
         [0.75, 0.25, 0.0]
     """
 
-    gives = ("potential",)
+    extras = ("potential",)
     order: LearnableAlpha
     scale: Tensor | float | None
 
@@ -43,7 +43,7 @@ class EntmaxHeads(Heads):
         super().__init__(scale=scale)
         self._alpha = alpha, learn_alpha
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
         alpha, learn = self._alpha
         self.order = LearnableAlpha(alpha, self.num_heads, 1.0, math.inf, learn=learn, device=device, dtype=dtype)
 
@@ -57,6 +57,6 @@ class EntmaxHeads(Heads):
         with without_autocast(query.device):
             scores = attention_scores(query, key, self.scale)
             weights = entmax(scores, alpha, log_weight=log_weight)
-            potential = entmax_conjugate(scores, alpha, log_weight=log_weight) if request.beside else None
+            potential = entmax_conjugate(scores, alpha, log_weight=log_weight) if request.extra else None
             output = request.dropped(weights) @ value.to(weights.dtype)
         return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)
