@@ -14,7 +14,7 @@ from massieu.foundation.transforms import without_autocast
 from massieu.measures import Atoms, Measure
 from massieu.nn import hflayers
 from massieu.nn.activation import Activation, as_module
-from massieu.nn.descent import as_distances, descend, moved, settle
+from massieu.nn.descent import as_distances, descend, last_move, settle
 from massieu.nn.heads import Mask, added, attention_weights, log_weight_of, merge_heads, split_heads
 from massieu.nn.modules import Device, Iterating, Number, Resettable, check_tokens, register_number, settings
 from massieu.ops.observed import tell_attention
@@ -267,7 +267,7 @@ class Hopfield(hflayers.FromHflayers, Iterating, Resettable):
         if self.steps is not None:
             before = descend(query, key, self.steps - 2, activation, **options)
             state = descend(before, key, 1, activation, **options)
-            self._keep(*moved(before, state), warn=False)
+            self._keep(*last_move(before, state), warn=False)
             return state
         # Its number of steps follows from the data, so the attention that is told is the last pass, where it has come to rest.
         found = in_one_call(listeners(), settle, query, key, activation, self.max_steps, self.throw, **options)

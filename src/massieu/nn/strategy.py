@@ -48,6 +48,14 @@ class Request(NamedTuple):
         return F.dropout(weights, self.dropout) if self.dropout else weights
 
 
+def same_for_queries(request: Request) -> bool:
+    """Whether every query of an item sees the same keys with the same log-weights, in every head."""
+    if request.is_causal:
+        return False
+    log_weight = request.log_weight
+    return log_weight is None or log_weight.shape[1] == log_weight.shape[2] == 1
+
+
 class HeadsResult(NamedTuple):
     """The heads' output, with the weights and the extra result if the request needs them."""
 
