@@ -85,9 +85,8 @@ class NormalizedHeads(Heads):
         """
         mean_key = shares @ key
         mean_value = shares @ value
-        centred_key = key - mean_key
-        weighted_key = shares.mT * centred_key
-        key_covariance = weighted_key.mT @ centred_key
+        weighted_key = shares.mT * (key - mean_key)
+        key_covariance = weighted_key.mT @ (key - mean_key)
         value_covariance = weighted_key.mT @ (value - mean_value)
         deviation = ((query @ key_covariance * query).sum(-1, keepdim=True) + self.eps).sqrt()
         gain = per_head(self.gain)
