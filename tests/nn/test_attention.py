@@ -377,11 +377,11 @@ BAD = {
     "sink": (lambda: Attention(8, 2, heads=SoftmaxHeads(sink=math.inf)), "sink must be finite, got inf"),
     "window": (
         lambda: Attention(8, 2, add_zero_attn=True, heads=SoftmaxHeads(window=3)),
-        "SoftmaxHeads do not go with add_zero_attn: a window needs positions",
+        "SoftmaxHeads does not support add_zero_attn: a window needs positions",
     ),
     "measure": (
         lambda: Attention(8, 2, 0.1, heads=MeasureHeads(fitted_gaussian)),
-        "MeasureHeads do not go with dropout",
+        "MeasureHeads does not support dropout",
     ),
     "no strategy": (lambda: Attention(8, 2, heads="softmax"), "heads must be a strategy, .* got 'softmax'"),
     "scale 0": (lambda: Attention(8, 2, heads=SoftmaxHeads(scale=0)), "scale must be positive and finite, got 0"),
@@ -415,7 +415,7 @@ def test_wrong_calls_name_what_is_wrong():
     for arguments, keywords, message in calls:
         with pytest.raises((ValueError, TypeError), match=message):
             module(*arguments, **keywords)
-    with pytest.raises(ValueError, match="one for all queries"):
+    with pytest.raises(ValueError, match="the same for all queries"):
         Attention(8, 2, batch_first=True, heads=MeasureHeads(fitted_gaussian))(query, key, value, is_causal=True)
 
 

@@ -40,7 +40,11 @@ REFUSED = {
     "Gemma3Text": ({**GROUPED, "head_dim": 8}, "layers.1.self_attn", "q_norm, whose numbers all heads share"),
     "Olmo": ({**SIZES, "clip_qkv": 3.0}, "layers.1.self_attn", "not in proportion to its weights"),
     "DiffLlama": (GROUPED, "layers.1.self_attn", "not in proportion to its weights"),
-    "DebertaV2": ({**SIZES, "relative_attention": True}, "encoder.layer.1.attention.self", "no call of it alone"),
+    "DebertaV2": (
+        {**SIZES, "relative_attention": True},
+        "encoder.layer.1.attention.self",
+        "by itself produced no attention scores",
+    ),
     "XLNet": ({"d_model": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50}, "layer.1.rel_attn", "no linear layer"),
 }
 

@@ -143,7 +143,7 @@ def test_bad_options_are_named(options, named):
 
 
 def test_a_mask_of_pairs_is_refused():
-    with pytest.raises(ValueError, match="do not go with attn_mask: hiding keys from some queries alone"):
+    with pytest.raises(ValueError, match="does not support attn_mask: hiding keys from some queries alone"):
         module()(*inputs(), attn_mask=torch.zeros(4, 11, dtype=torch.bool))
 
 

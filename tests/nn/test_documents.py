@@ -44,8 +44,13 @@ def test_bad_calls() -> None:
     for module, given, kind, words in (
         (nn.Attention(4, 2, batch_first=True), [1, 2], TypeError, "documents must be what .* got list"),
         (nn.Attention(4, 2, batch_first=True), ops.Documents.of_lengths([2]), ValueError, "got 2 for 3 queries"),
-        (nn.Attention(4, 2, batch_first=True, add_zero_attn=True), documents, ValueError, "use sink"),
-        (nn.Attention(4, 2, batch_first=True, heads=nn.EntmaxHeads()), documents, ValueError, "EntmaxHeads do not go"),
+        (nn.Attention(4, 2, batch_first=True, add_zero_attn=True), documents, ValueError, "use a sink"),
+        (
+            nn.Attention(4, 2, batch_first=True, heads=nn.EntmaxHeads()),
+            documents,
+            ValueError,
+            "EntmaxHeads does not support",
+        ),
     ):
         with pytest.raises(kind, match=words):
             module(row, documents=given)

@@ -15,7 +15,7 @@ from massieu.nn import EnergyTransformer, EnergyTransformerStack, SigmaReparamet
 
 def block(**options):
     torch.manual_seed(0)
-    return EnergyTransformer(8, 2, **({"steps": 3, "quantity": 5} | options)).double()
+    return EnergyTransformer(8, 2, **({"steps": 3, "num_memories": 5} | options)).double()
 
 
 def tokens(*lead, count=5):
@@ -92,16 +92,24 @@ def test_half_precision(autocast):
 
 def test_what_an_option_advertises_changes_the_output_and_state_dicts_load():
     x = tokens(2)
-    options = ({}, {"steps": 4}, {"step_size": 0.2}, {"step_size": None}, {"scale": 3.0}, {"eps": 0.1}, {"quantity": 9})
+    options = (
+        {},
+        {"steps": 4},
+        {"step_size": 0.2},
+        {"step_size": None},
+        {"scale": 3.0},
+        {"eps": 0.1},
+        {"num_memories": 9},
+    )
     outputs = [block(**option)(x) for option in options]
     for index, output in enumerate(outputs):
         assert not any(torch.allclose(output, other) for other in outputs[:index])
     module = block()
-    other = EnergyTransformer(8, 2, steps=3, quantity=5).double()
+    other = EnergyTransformer(8, 2, steps=3, num_memories=5).double()
     other.load_state_dict(module.state_dict())
     torch.testing.assert_close(other(x), module(x))
     torch.testing.assert_close(module.eval()(x), outputs[0])
-    assert "quantity=5, steps=3" in repr(module)
+    assert "num_memories=5, steps=3" in repr(module)
 
 
 @pytest.mark.slow
@@ -123,7 +131,7 @@ def test_compiled():
         (lambda: EnergyTransformer(8, 3), ValueError, "multiple of num_heads, got 8 and 3"),
         (lambda: block(steps=0), ValueError, "at least 1, got 0"),
         (lambda: block(step_size=0.0), ValueError, "step_size must be positive and finite, got 0.0"),
-        (lambda: block(quantity=-1), ValueError, "quantity must be a whole number, at least 0, got -1"),
+        (lambda: block(num_memories=-1), ValueError, "num_memories must be a whole number, at least 0, got -1"),
         (lambda: block(scale=torch.ones(3)), ValueError, "one for each of 2 heads"),
         (lambda: block(values=True), TypeError, "unexpected keyword"),
         (lambda: block()(tokens(2)[..., :7]), ValueError, r"queries \+ \(n, 8\).*, got \(2, 5, 7\)"),
@@ -199,7 +207,7 @@ def test_no_matrix():
 
 
 def test_a_stack_is_its_blocks_in_turn():
-    first, second = block(), block(steps=2, quantity=3)
+    first, second = block(), block(steps=2, num_memories=3)
     stack, x = EnergyTransformerStack([first, second, first]), tokens(3)
     padding = torch.arange(5) >= torch.tensor([[5], [3], [4]])
     wanted, energies = x, []

@@ -132,7 +132,7 @@ CASES = {
     ),
     "EnergyTransformer": Case(
         lambda **options: modules.EnergyTransformer(SIZE, 2, steps=2, **options),
-        "embed_dim=8 num_heads=2 hidden_size=4 quantity=32 steps=2 step_size=0.1",
+        "embed_dim=8 num_heads=2 hidden_size=4 num_memories=32 steps=2 step_size=0.1",
         ("scale",),
     ),
     "EnergyTransformerStack": Case(stack, "EnergyTransformer steps=2"),

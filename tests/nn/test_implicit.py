@@ -229,14 +229,14 @@ def test_wrong_numbers_and_calls():
             layer(**options)
     module, (query, key) = layer(), inputs()
     for options, message in (
-        ({"dropout": 0.1}, "ImplicitHeads do not go with dropout: there are no weights to drop"),
-        ({"vdim": 6}, "do not go with vdim: keys are the values"),
-        ({"add_bias_kv": True}, "do not go with add_bias_kv"),
-        ({"heads": module.heads}, "this ImplicitHeads is another module's"),
+        ({"dropout": 0.1}, "ImplicitHeads does not support dropout: there are no weights to drop"),
+        ({"vdim": 6}, "does not support vdim: keys are the values"),
+        ({"add_bias_kv": True}, "does not support add_bias_kv"),
+        ({"heads": module.heads}, "this ImplicitHeads is already bound to another module"),
     ):
         with pytest.raises(ValueError, match=message):
             Attention(6, 2, **({"heads": ImplicitHeads()} | options))
-    with pytest.raises(ValueError, match="the values of ImplicitHeads are the keys"):
+    with pytest.raises(ValueError, match="ImplicitHeads uses the keys as values"):
         module(query, key, key + 1)
-    with pytest.raises(ValueError, match="may ask for nothing beside the weights, got need_moments"):
+    with pytest.raises(ValueError, match="can return no result besides output and weights; got need_moments"):
         module(query, key, need_moments=True)

@@ -202,7 +202,7 @@ def test_features_estimate_their_kernel_within_the_standard_error(kind):
     heads.bind(1, size, dtype=torch.float64)
     query, key, value = 0.4 * torch.randn(3, 1, 1, 5, size, dtype=torch.float64)
     kwargs = {"is_causal": False, "need_weights": False, "dropout": 0.0}
-    found = heads(query, key, value, Request(None, beside="variance", **kwargs))
+    found = heads(query, key, value, Request(None, extra="variance", **kwargs))
     if kind == "positive":
         exact = (query @ key.mT).exp()
     else:
@@ -210,9 +210,9 @@ def test_features_estimate_their_kernel_within_the_standard_error(kind):
         angle = (query @ key.mT / norms).clamp(-1, 1).acos()
         exact = norms * (angle.sin() + (math.pi - angle) * angle.cos()) / (2 * math.pi)
     wanted = exact @ value / exact.sum(-1, keepdim=True)
-    error = found.beside.sqrt()
+    error = found.extra.sqrt()
     assert bool(((found.output - wanted).norm(dim=-1) < 5 * error).all()) and float(error.max()) < 0.01
-    level = heads(query, key, value, Request(None, beside="log_partition", **kwargs)).beside
+    level = heads(query, key, value, Request(None, extra="log_partition", **kwargs)).extra
     assert level == pytest.approx(exact.sum(-1).log(), abs=0.05)
 
 
@@ -226,7 +226,7 @@ def test_the_variance_is_that_over_draws(kind):
     found = heads(query, key, value, Request(None, False, False, "variance", 0.0))
     over_draws = found.output[0].var(0).sum(-1)
     # Of 400 draws' variance the relative standard error is about √(2/400); the delta method's own error is of order 1/m.
-    assert found.beside[0].mean(0) == pytest.approx(over_draws, rel=5 * (2 / draws) ** 0.5)
+    assert found.extra[0].mean(0) == pytest.approx(over_draws, rel=5 * (2 / draws) ** 0.5)
 
 
 def test_features_reach_far_without_overflow_and_a_causal_query_is_one_of_its_prefix():
@@ -260,7 +260,7 @@ def test_other_features_are_drawn_on_request_and_belong_to_the_state():
             lambda: module(RandomFeatureHeads())(inputs()[0], is_causal=True, need_variance=True),
             "without|masks of keys",
         ),
-        (lambda: module(ReLUHeads())(inputs()[0], need_potential=True), "may ask for nothing"),
+        (lambda: module(ReLUHeads())(inputs()[0], need_potential=True), "can return no result"),
     ],
 )
 def test_what_does_not_fit_is_named(make, said):

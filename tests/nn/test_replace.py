@@ -251,7 +251,9 @@ def test_bad_calls():
 
 def test_a_strategy_already_bound_is_refused():
     strategy, model = SoftmaxHeads(), nn.Sequential(attention(), attention())
-    with pytest.raises(ValueError, match=r"1 cannot be replaced: .*this SoftmaxHeads is another module's"):
+    with pytest.raises(
+        ValueError, match=r"1 cannot be replaced: .*this SoftmaxHeads is already bound to another module"
+    ):
         massieu.replace_attention(model, heads=lambda old: strategy)
     assert type(model[0]) is nn.MultiheadAttention
 

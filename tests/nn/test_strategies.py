@@ -87,7 +87,7 @@ def test_copies_have_copies(name: str):
         assert other.heads is not module.heads
         torch.testing.assert_close(other(tokens)[0], wanted)
         other.load_state_dict(module.state_dict())
-    with pytest.raises(ValueError, match=rf"this {type(module.heads).__name__} is another module's"):
+    with pytest.raises(ValueError, match=rf"this {type(module.heads).__name__} is already bound to another module"):
         Attention(8, 2, heads=module.heads)
 
 
@@ -164,11 +164,15 @@ def test_moments_are_those_of_the_matrix_of_weights(options: dict[str, bool], si
 def test_what_a_strategy_has_not_is_one_sentence():
     tokens = torch.zeros(1, 3, 8)
     for name, asked, message in (
-        ("EntmaxHeads", ["moments"], "EntmaxHeads may ask for need_potential beside the weights, got need_moments"),
-        ("MeasureHeads", ["moments"], "may ask for need_log_partition beside"),
-        ("SoftmaxHeads", ["variance"], "may ask for need_log_partition or need_moments beside .* got need_variance"),
+        (
+            "EntmaxHeads",
+            ["moments"],
+            "EntmaxHeads can return only need_potential besides output and weights; got need_moments",
+        ),
+        ("MeasureHeads", ["moments"], "can return only need_log_partition besides"),
+        ("SoftmaxHeads", ["variance"], "can return at most one of need_log_partition, need_moments; got need_variance"),
         ("SoftmaxHeads", ["log_partition", "moments"], "got need_log_partition and need_moments"),
-        ("TAPHeads", ["potential"], "may ask for nothing beside"),
+        ("TAPHeads", ["potential"], "can return no result besides"),
     ):
         with pytest.raises(ValueError, match=message):
             made(name)(tokens, **{f"need_{word}": True for word in asked})

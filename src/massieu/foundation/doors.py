@@ -80,7 +80,8 @@ _FLAGS = (
 )  # fmt: skip
 _COUNTS = (
     "batch_size", "block_size", "chains", "count", "cycles", "degree", "dim", "dimension", "draws", "embed_dim", "epochs",
-    "groups", "head_dim", "hidden_size", "input_size", "item_dims", "kdim", "length", "max_steps", "num_heads", "output_size",
+    "groups", "head_dim", "hidden_size", "input_size", "item_dims", "kdim", "length", "max_steps", "num_heads", "num_memories",
+    "output_size",
     "pattern_projection_size", "preconditioner_rank", "products", "projections", "quantity", "rank",
     "stored_pattern_size", "sweeps", "times", "trials", "value_size", "vdim",
 )  # fmt: skip

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from massieu.foundation.arguments import FLOATS, check_values, described, flag, floating, instance, number
 from massieu.nn.score_weights import Rows, score_weights
 
-_known: WeakKeyDictionary[nn.Module, tuple[object, tuple[Rows, ...]]] = WeakKeyDictionary()
-"""What was proved of a module, and of which number of heads, parts and shapes."""
+_rows_by_module: WeakKeyDictionary[nn.Module, tuple[object, tuple[Rows, ...]]] = WeakKeyDictionary()
+"""The rows found for a module, after the number of heads, shapes and types that they were found for."""
 
 
 class Logits(Protocol):
-    """What holds the largest logit of each head by the name of the attention module, as what `massieu.Monitor` returns."""
+    """The largest logit of each head by the name of its attention module, as in a record of `massieu.Monitor`."""
 
     @property
     def largest_logits(self) -> Mapping[str, Float[Tensor, " H"]]: ...
@@ -36,12 +36,13 @@ def clip_logits(
     queries are normalised, the norm's gain is scaled if heads have their own; if they share it, the module is refused. Other
     heads keep their bits, and optimisers their state.
 
-    Rows are not found by names. Of a module other than `torch.nn.MultiheadAttention` and `Attention`, a copy with random
-    weights is called on a few random tokens, once, on the CPU. Gradients find the rows, and numbers prove them: scores scale
-    as they should, and nothing else changes. Sharded weights (FSDP2, tensor parallel) are scaled shard by shard, on every rank.
+    Rows are not found by names. A module other than `torch.nn.MultiheadAttention` and `Attention` is copied with random
+    weights and called on a few random tokens, once, on the CPU. Gradients find the rows; a test with scaled rows then proves
+    that scores scale as they should and nothing else changes. Sharded weights (FSDP2, tensor parallel) are scaled shard by
+    shard, on every rank.
 
     Args:
-        model: What the record is of. It is checked as a whole first: where a part is refused, nothing is changed.
+        model: The model that was recorded. It is checked as a whole first: if a part is refused, nothing is changed.
         threshold: Positive.
         record: What `massieu.Monitor` returned, or the largest logit of each head by the name of the attention module. Modules
             that share a weight get the smallest of their factors.
@@ -71,85 +72,96 @@ def clip_logits(
     instance("model", model, nn.Module, "a torch.nn.Module")
     number("threshold", threshold, above=0)
     flag("frozen", frozen)
-    modules, largest = _modules(model), _largest(record)
-    named = {name: _module(modules, name) for name in largest}
+    modules = _modules(model)
+    largest = _largest_logits(record)
+    recorded = {name: _module(modules, name) for name in largest}
     gammas: dict[str, Tensor] = {}
-    parts: dict[int, tuple[Tensor, nn.Parameter]] = {}
-    for name, module in named.items():
-        # Of a module with several names, the largest of all.
-        of_one = [largest[other] for other, one in named.items() if one is module]
-        if len({len(logits) for logits in of_one}) > 1:
+    # By id, since parameters have no equality of their own.
+    parameters: dict[int, nn.Parameter] = {}
+    factors: dict[int, Tensor] = {}
+    for name, module in recorded.items():
+        # A module with several names gets the largest logit of all of them.
+        logits_of_names = [largest[other_name] for other_name, other in recorded.items() if other is module]
+        if len({len(logits) for logits in logits_of_names}) > 1:
             raise ValueError(f"the record has several numbers of heads for {name or 'the model'}")
-        logits = torch.stack(of_one).amax(0)
+        logits = torch.stack(logits_of_names).amax(0)
         if not bool((logits > threshold).any()):
             continue
         gammas[name] = threshold / logits.clamp(min=threshold)
         try:
             for rows in _rows(module, len(logits)):
-                parameter, factors = _parameter(module, rows.part, frozen), rows.factors(gammas[name])
-                before = parts.get(id(parameter), (factors, parameter))[0]
-                parts[id(parameter)] = torch.minimum(before, factors), parameter
+                parameter = _scalable_parameter(module, rows.parameter_name, frozen)
+                row_factors = rows.factors(gammas[name])
+                # Modules that share a weight: the smallest factor keeps all of them below the threshold.
+                factors[id(parameter)] = torch.minimum(factors.get(id(parameter), row_factors), row_factors)
+                parameters[id(parameter)] = parameter
         except ValueError as error:
             raise ValueError(
                 f"cannot clip the logits of {name or 'the model'} ({type(module).__name__}): {error}"
             ) from error
-    _check_held(modules, list(named.values()), {key: parameter for key, (_, parameter) in parts.items()})
+    _check_no_other_use(modules, list(recorded.values()), parameters)
+    # Only now, after every check, are weights changed.
     with torch.no_grad():
-        for factors, parameter in parts.values():
-            _scale(parameter, factors)
+        for parameter_id, parameter in parameters.items():
+            _scale(parameter, factors[parameter_id])
     return gammas
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules by name, of a model without what data parallelism and compilation put around it."""
-    around = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while isinstance(model, around) or "_orig_mod" in model._modules:
-        model = model.module if isinstance(model, around) else model._modules["_orig_mod"]  # pyright: ignore
+    """The modules by name, after wrappers of data parallelism and compilation are taken off."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while isinstance(model, wrappers) or "_orig_mod" in model._modules:
+        model = model.module if isinstance(model, wrappers) else model._modules["_orig_mod"]  # pyright: ignore
     return {name.replace("._orig_mod", ""): module for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def _module(modules: dict[str, nn.Module], name: str) -> nn.Module:
-    """The module of that name; or the one whose name ends so, where the record is of a part of the model."""
+    """The module of that name, or the only one whose name ends in it, for a record of a part of the model."""
     if name in modules:
         return modules[name]
-    ends = {id(module): module for other, module in modules.items() if other.endswith(f".{name}")}
-    if len(ends) != 1:
-        raise ValueError(f"the record names {name!r}, and the model has {len(ends) or 'no'} modules of that name")
-    return next(iter(ends.values()))
+    matches = {id(module): module for other_name, module in modules.items() if other_name.endswith(f".{name}")}
+    if len(matches) != 1:
+        raise ValueError(f"the record names {name!r}, and the model has {len(matches) or 'no'} modules of that name")
+    return next(iter(matches.values()))
 
 
-def _largest(record: object) -> dict[str, Tensor]:
-    given = getattr(record, "largest_logits", record)
-    if not isinstance(given, Mapping):
+def _largest_logits(record: object) -> dict[str, Float[Tensor, " H"]]:
+    """The largest logits by the names of modules, checked, on the CPU in float64."""
+    by_name = getattr(record, "largest_logits", record)
+    if not isinstance(by_name, Mapping):
         raise TypeError(f"record must be what massieu.Monitor returns or a mapping of tensors, got {described(record)}")
     largest = {}
-    for name, logits in given.items():
-        told = f"the largest logits of {name or 'the model'}"
+    for name, logits in by_name.items():
+        description = f"the largest logits of {name or 'the model'}"
         if not isinstance(name, str):
             raise TypeError(f"record must have names of modules as keys, got {described(name)}")
-        check_values(**{told: floating(told, logits)})
+        check_values(**{description: floating(description, logits)})
         if logits.ndim != 1 or not len(logits):
-            raise ValueError(f"{told} must have shape (heads,), got {tuple(logits.shape)}")
-        wrong = (~logits.isfinite()).nonzero().flatten().tolist()
-        if wrong:
-            raise ValueError(f"{told} must be finite, got {float(logits[wrong[0]])} in head {wrong[0]}")
+            raise ValueError(f"{description} must have shape (heads,), got {tuple(logits.shape)}")
+        not_finite = (~logits.isfinite()).nonzero().flatten().tolist()
+        if not_finite:
+            head = not_finite[0]
+            raise ValueError(f"{description} must be finite, got {float(logits[head])} in head {head}")
         largest[name] = logits.detach().to("cpu", torch.float64)
     return largest
 
 
 def _rows(module: nn.Module, heads: int) -> tuple[Rows, ...]:
-    if any(one.is_meta for one in chain(module.parameters(), module.buffers())):
+    """The rows that make the module's scores, found once for each number of heads, shapes and types of its parts."""
+    if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
         raise ValueError("it is on meta, where there are no numbers to scale")
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
-    about = heads, shapes, tuple((name, type(part)) for name, part in module.named_modules())
-    found = _known.get(module)
-    if found is None or found[0] != about:
-        found = _known[module] = about, score_weights(module, heads)
-    return found[1]
+    types = tuple((name, type(part)) for name, part in module.named_modules())
+    fingerprint = (heads, shapes, types)
+    entry = _rows_by_module.get(module)
+    if entry is None or entry[0] != fingerprint:
+        entry = (fingerprint, score_weights(module, heads))
+        _rows_by_module[module] = entry
+    return entry[1]
 
 
-def _parameter(module: nn.Module, name: str, frozen: bool) -> nn.Parameter:
-    """The parameter, if it can be scaled in place."""
+def _scalable_parameter(module: nn.Module, name: str, frozen: bool) -> nn.Parameter:
+    """The parameter of that name; a ValueError if it cannot be scaled in place."""
     parameter = module.get_parameter(name)
     if parameter.dtype not in FLOATS:
         raise ValueError(f"its {name} is packed ({parameter.dtype})")
@@ -160,14 +172,17 @@ def _parameter(module: nn.Module, name: str, frozen: bool) -> nn.Parameter:
     placements = _placements(parameter)
     if placements is None:
         raise ValueError(f"its {name} is a {type(parameter).__name__}, not a plain Parameter")
-    if unknown := [str(one) for one in placements if not (one.is_replicate() or type(one).__name__ == "Shard")]:
+    unknown = [str(one) for one in placements if not (one.is_replicate() or type(one).__name__ == "Shard")]
+    if unknown:
         raise ValueError(f"its {name} is sharded in a way that is not known ({', '.join(unknown)})")
     return parameter
 
 
-def _check_held(modules: dict[str, nn.Module], known: list[nn.Module], parameters: dict[int, nn.Parameter]) -> None:
-    """Raise a ValueError where a parameter makes something else too, outside of the modules of the record."""
-    inside = {id(part) for module in known for part in module.modules()}
+def _check_no_other_use(
+    modules: dict[str, nn.Module], recorded: list[nn.Module], parameters: dict[int, nn.Parameter]
+) -> None:
+    """Raise a ValueError if a module that is not in the record shares a parameter that is to be scaled."""
+    inside = {id(part) for module in recorded for part in module.modules()}
     for name, module in modules.items():
         for key, parameter in module._parameters.items():
             if id(parameter) in parameters and id(module) not in inside:
@@ -177,18 +192,19 @@ def _check_held(modules: dict[str, nn.Module], known: list[nn.Module], parameter
 
 
 def _placements(parameter: Any) -> tuple[Any, ...] | None:
-    """How a tensor lies on several ranks; None where it does not."""
-    # Importing it takes a second, and who has sharded tensors has done so.
+    """The placements of a sharded tensor on its ranks; None for a tensor that is not sharded."""
+    # No import, which takes a second: a program with sharded tensors has imported the module already.
     sharded = sys.modules.get("torch.distributed.tensor")
     return parameter.placements if sharded is not None and isinstance(parameter, sharded.DTensor) else None
 
 
 def _scale(parameter: Tensor, factors: Tensor) -> None:
     """Multiply in place; half precision is multiplied in float32 and rounded once."""
-    if (placements := _placements(parameter)) is not None:
+    placements = _placements(parameter)
+    if placements is not None:
         from torch.distributed.tensor import Replicate, distribute_tensor
 
-        # A dimension of one factor for all is whole on every rank.
+        # Factors are sharded as the parameter is, but a dimension of size 1 broadcasts: each rank needs it whole.
         places = [Replicate() if one.is_shard() and factors.shape[one.dim] == 1 else one for one in placements]
         mesh = parameter.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
         factors = distribute_tensor(factors.to(mesh.device_type), mesh, places, src_data_rank=None).to_local()

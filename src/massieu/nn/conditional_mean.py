@@ -34,8 +34,8 @@ class ConditionalMeanHeads(Iterating, Heads):
         [0.33..., 0.33...]
     """
 
-    gives = ("variance",)
-    refused = MappingProxyType(
+    extras = ("variance",)
+    unsupported = MappingProxyType(
         {"dropout": "weights of a regression are not dropped", "attn_mask": _ONE_SYSTEM}
         | dict.fromkeys(("add_bias_kv", "add_zero_attn"), "an added key is no token to regress on")
     )
@@ -72,7 +72,7 @@ class ConditionalMeanHeads(Iterating, Heads):
         self.method: Method = None if method is None else check_method(method)
         self.preconditioner_rank, self.throw = preconditioner_rank, throw
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
         width, ridge = self._starts
         if width is None:
             width = self.head_dim ** (0.25 if self.kernel_name == "exponential" else 0.5)
@@ -111,7 +111,7 @@ class ConditionalMeanHeads(Iterating, Heads):
             ridge=self.ridge,
             log_weight=request.log_weight,
             is_causal=request.is_causal,
-            need_variance=request.beside == "variance",
+            need_variance=request.extra == "variance",
             method=self.method,
             preconditioner_rank=self.preconditioner_rank,
             throw=self.throw,

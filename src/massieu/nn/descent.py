@@ -1,4 +1,4 @@
-"""The descent of Hopfield layers: attention over patterns, so many times or until it rests."""
+"""The descent of Hopfield layers: attention over patterns, repeated a number of times or until it has converged."""
 
 from typing import Any
 
@@ -22,19 +22,22 @@ def as_distances(
 ) -> tuple[Tensor, Tensor, Mask]:
     """Queries and keys about the mean key, and the log-weight with which their scores are −scale·‖query − key‖²/2.
 
-    Up to a number of each query. No distance depends on the origin; about the mean, the squares are as small as can be,
-    and cancel nothing. No derivative goes through the mean for the same reason.
+    −‖query − key‖²/2 = query·key − ‖key‖²/2 − ‖query‖²/2, of which softmax cannot see the last term: it is left out.
+    Distances do not depend on the origin. About the mean key the squares are smallest, so that little cancels.
     """
-    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=key.device)
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=key.device)
     if log_weight is not None:
-        # What nobody sees may be anything, and must not move the origin.
-        seen = (log_weight if log_weight.dtype == torch.bool else log_weight > -torch.inf).any(-2).unsqueeze(-1)
-    total = key.detach().masked_fill(~seen, 0.0).sum(2, keepdim=True)
-    centre = total / seen.expand(*key.shape[:3], 1).sum(2, keepdim=True).clamp_min(1)
-    query, key = query - centre, key - centre
-    level = key.to(torch.promote_types(key.dtype, torch.float32)).square().sum(-1).unsqueeze(-2)
+        is_kept = log_weight if log_weight.dtype == torch.bool else log_weight > -torch.inf
+        # Keys that no query sees, such as padding, may hold anything and must not move the origin: (B, H, N, 1).
+        visible = is_kept.any(-2).unsqueeze(-1)
+    total = key.detach().masked_fill(~visible, 0.0).sum(2, keepdim=True)
+    # Detached, since the result does not depend on the origin and so has no derivative in it.
+    centre = total / visible.expand(*key.shape[:3], 1).sum(2, keepdim=True).clamp_min(1)
+    query = query - centre
+    key = key - centre
+    squares = key.to(torch.promote_types(key.dtype, torch.float32)).square().sum(-1).unsqueeze(-2)
     beta = key.shape[-1] ** -0.5 if scale is None else per_head(scale)
-    return query, key, added(log_weight, -0.5 * beta * level)
+    return query, key, added(log_weight, -0.5 * beta * squares)
 
 
 def descend(
@@ -44,7 +47,7 @@ def descend(
     activation: energy.activations.Activation | None,
     **options: Any,
 ) -> Float[Tensor, "B H L D"]:
-    """The state after so many steps x ↦ ∇L(Σ p_n key_n). Its backward pass keeps states, not weights: memory steps·(L + N)."""
+    """The state after `steps` steps x ↦ ∇L(Σ p_n key_n). The backward pass keeps states, not weights: memory steps·(L + N)."""
     for _ in range(steps):
         state = ops.attention(state, key, key, **options).output.contiguous()
         if activation is not None:
@@ -53,8 +56,8 @@ def descend(
 
 
 @torch.no_grad()
-def moved(before: Float[Tensor, "B H L D"], state: Float[Tensor, "B H L D"]) -> tuple[Tensor, Tensor]:
-    """The status of each state as `fixed_point` would have it, and how far the last step went."""
+def last_move(before: Float[Tensor, "B H L D"], state: Float[Tensor, "B H L D"]) -> tuple[Tensor, Tensor]:
+    """Status and residual of each state by the rule of `fixed_point`; the residual is the length of the last step."""
     wide = torch.promote_types(state.dtype, torch.float32)
     residual = torch.linalg.vector_norm(state - before, dim=-1, dtype=wide)
     size = torch.linalg.vector_norm(state, dim=-1, dtype=wide)
@@ -71,27 +74,29 @@ def settle(
     throw: bool,
     **options: Any,
 ) -> FixedPointResult:
-    """Where the descent ends, in at least float32; gradients by the implicit function theorem, none for the start (B12).
+    """The end of the descent, in at least float32; gradients by the implicit function theorem, none for the start (B12).
 
-    Plain steps: each lowers the energy, so that the end is in the basin of the start (B5.5).
+    Undamped Picard steps: each lowers the energy, so that the end is in the basin of the start (B5.5).
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    hidden = given.get("log_weight")
-    if hidden is not None and hidden.dtype == torch.bool:
-        given["log_weight"] = added(hidden, state.new_zeros((), dtype=torch.promote_types(state.dtype, torch.float32)))
-    behind = () if activation is None else (activation,)
+    # Parameters of a fixed point are floating-point tensors: a boolean mask becomes 0 and −∞, and None is left out.
+    set_options = {name: value for name, value in options.items() if value is not None}
+    mask = set_options.get("log_weight")
+    if mask is not None and mask.dtype == torch.bool:
+        zero = state.new_zeros((), dtype=torch.promote_types(state.dtype, torch.float32))
+        set_options["log_weight"] = added(mask, zero)
+    activations = () if activation is None else (activation,)
 
-    def step(point: Tensor, key: Tensor, options: dict[str, Any], behind: tuple[Any, ...]) -> Tensor:
-        return descend(point, key, 1, behind[0] if behind else None, **options)
+    def step(point: Tensor, key: Tensor, options: dict[str, Any], activations: tuple[Any, ...]) -> Tensor:
+        return descend(point, key, 1, activations[0] if activations else None, **options)
 
     with without_autocast(state.device):
         return fixed_point(
             step,
             state,
-            (key, given, behind),
+            (key, set_options, activations),
             method=Picard(),
-            # β times a covariance is symmetric; an activation after it is not.
-            adjoint=Implicit(GMRES() if behind else ConjugateGradients(), lost="nan" if throw else "zero"),
+            # The step's derivative is β times a covariance, which is symmetric; with an activation's after it, it is not.
+            adjoint=Implicit(GMRES() if activations else ConjugateGradients(), lost="nan" if throw else "zero"),
             max_steps=max_steps,
             throw=throw,
         )

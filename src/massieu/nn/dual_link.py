@@ -28,7 +28,7 @@ _FAMILIES: dict[str, Callable[[int], Measure]] = {
 class DualLinkHeads(SoftmaxHeads):
     """Softmax attention of queries to ∇A(key): keys are parameters of an exponential family (Shim §6; X8, E6b).
 
-    With `divergence` the score has the entropy of the key's distribution beside it, and the weights are
+    With `divergence` the entropy of the key's distribution is added to the score, and the weights are
     p_n ∝ exp(−scale·KL(p_key_n ‖ p_query)): a kernel smoother by divergence, `massieu.measures.divergence_kernel`. Of the
     Gaussian that is squared distance. Without it, weights are exp(scale·query·∇A(key_n)), the non-linear activation
     before the dot product that Shim proposes. Links: the identity ("gaussian"), tanh ("spin"), σ ("bernoulli"), exp
@@ -71,17 +71,21 @@ class DualLinkHeads(SoftmaxHeads):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         dtype = query.dtype
         with without_autocast(query.device):
-            query, eta, value = (given.to(torch.promote_types(dtype, torch.float32)) for given in (query, key, value))
-            made = self.family(self.head_dim) if callable(self.family) else _FAMILIES[self.family](self.head_dim)
-            measure = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(eta), made)
-            linked, log_weight = measure.mean(eta), request.log_weight
+            query, eta, value = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in (query, key, value))
+            create = self.family if callable(self.family) else _FAMILIES[self.family]
+            measure = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(eta), create(self.head_dim))
+            mean = measure.mean(eta)
+            log_weight = request.log_weight
             if self.divergence:
-                beyond = ~linked.isfinite().all(-1, keepdim=True)
-                eta = torch.where(beyond, 0.0, eta)
-                linked = measure.mean(eta)
-                entropy = measure.entropy(eta).masked_fill(beyond.squeeze(-1), -torch.inf)
+                # A key whose mean overflows is infinitely far: it gets the log-weight −∞, and a finite mean at eta = 0, since
+                # even a weight of 0 times an infinite score would be NaN.
+                overflows = ~mean.isfinite().all(-1, keepdim=True)
+                eta = torch.where(overflows, 0.0, eta)
+                mean = measure.mean(eta)
+                entropy = measure.entropy(eta).masked_fill(overflows.squeeze(-1), -torch.inf)
                 scale = self.head_dim**-0.5 if self.scale is None else per_head(self.scale)
+                # −KL(p_key ‖ p_query) = query·∇A(key) + entropy(key) − A(query): the last is the same for all keys.
                 log_weight = merge_log_weights(log_weight, scale * entropy.unsqueeze(-2))
-            found = super().forward(query, linked, value, request._replace(log_weight=log_weight))
-        weights = None if found.weights is None else found.weights.to(dtype)
-        return found._replace(output=found.output.to(dtype), weights=weights)
+            result = super().forward(query, mean, value, request._replace(log_weight=log_weight))
+        weights = None if result.weights is None else result.weights.to(dtype)
+        return result._replace(output=result.output.to(dtype), weights=weights)

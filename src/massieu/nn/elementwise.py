@@ -1,4 +1,4 @@
-"""The heads of attention whose weight of a key goes by its own score: by the logistic function, by the positive part."""
+"""The heads of attention whose weight of a key is a function of its own score: the logistic function, the positive part."""
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,11 @@ class _ElementwiseHeads(Heads):
         """Takes the scale, as for `SoftmaxHeads`."""
         super().__init__(scale=scale)
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
         hold(self, "bias", torch.zeros(self.num_heads, device="cpu"), True, device, dtype)
 
     def _scores(self, query: Tensor, key: Tensor, request: Request) -> tuple[Tensor, Tensor]:
-        """Scores, −inf where a key is hidden, and how many keys each query sees."""
+        """Scores, −inf where a key is hidden, and the number of keys that each query sees, (B, H, L, 1)."""
         log_weight = with_positions(request.log_weight, query, key, request.is_causal)
         scores = added(log_weight, attention_scores(query, key, self.scale)) + per_head(self.bias)
         return scores, (scores > -torch.inf).sum(-1, keepdim=True)
@@ -46,14 +46,15 @@ class SigmoidHeads(_ElementwiseHeads):
         [0.25, 0.25, 0.25]
     """
 
-    gives = ("potential",)
+    extras = ("potential",)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         with without_autocast(query.device):
-            scores, seen = self._scores(query, key, request)
-            scores = scores - seen.clamp_min(1).to(scores.dtype).log()
+            scores, num_visible = self._scores(query, key, request)
+            # At least 1: the logarithm of 0 would turn the hidden scores, −∞, into NaN.
+            scores = scores - num_visible.clamp_min(1).to(scores.dtype).log()
             weights = torch.sigmoid(scores)
-            potential = F.softplus(scores).sum(-1) if request.beside else None
+            potential = F.softplus(scores).sum(-1) if request.extra else None
             output = request.dropped(weights) @ value.to(weights.dtype)
         return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)
 
@@ -77,8 +78,10 @@ class ReLUHeads(_ElementwiseHeads):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         with without_autocast(query.device):
-            positive = torch.relu(self._scores(query, key, request)[0])
+            scores, _ = self._scores(query, key, request)
+            positive = torch.relu(scores)
             total = positive.sum(-1, keepdim=True)
+            # Where all scores are at most 0 the weights are 0, without 0/0.
             weights = positive / torch.where(total > 0, total, 1.0)
             output = request.dropped(weights) @ value.to(weights.dtype)
         return HeadsResult(output.to(query.dtype), weights.to(query.dtype))

@@ -47,7 +47,7 @@ class EnergyTransformer(Resettable):
         num_heads: int,
         *,
         hidden_size: int | None = None,
-        quantity: int | None = None,
+        num_memories: int | None = None,
         steps: int = 12,
         step_size: float | None = 0.1,
         scale: Number = None,
@@ -55,40 +55,45 @@ class EnergyTransformer(Resettable):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A block of so many heads and memories.
+        """A block with random weights and memories.
 
         Args:
-            embed_dim: Of a token.
-            hidden_size: Of a head; embed_dim/num_heads by default.
-            quantity: Of memories, at least 0; 4·embed_dim by default.
-            steps: At least 1.
-            step_size: Positive: the paper's α. With None every token's is the largest with which E falls for certain
-                (`massieu.energy.TransformerEnergy.safe_step_size`): far smaller.
+            embed_dim: Size of a token.
+            num_heads: Number of heads.
+            hidden_size: Size of a head's queries and keys; embed_dim/num_heads by default.
+            num_memories: Number of memories, at least 0; 4·embed_dim by default.
+            steps: Number of gradient steps, at least 1.
+            step_size: Positive: the paper's α. None gives each token the largest step with which E falls for certain
+                (`massieu.energy.TransformerEnergy.safe_step_size`), which is far smaller.
             scale: Inverse temperature, above 0: number, tensor or Parameter, one or one a head; hidden_size^-½ by default.
-            eps: Of the LayerNorm.
+            eps: Added to the variance in the LayerNorm.
         """
         super().__init__()
         if hidden_size is None:
             check_heads(embed_dim, num_heads)
             hidden_size = embed_dim // num_heads
-        quantity = 4 * embed_dim if quantity is None else quantity
-        least = {"embed_dim": 1, "num_heads": 1, "hidden_size": 1, "quantity": 0, "steps": 1}
-        for name, given in zip(least, (embed_dim, num_heads, hidden_size, quantity, steps), strict=True):
-            whole_number(name, given, least=least[name])
-        self.steps, self.step_size = steps, None if step_size is None else number("step_size", step_size, above=0)
+        if num_memories is None:
+            num_memories = 4 * embed_dim
+        whole_number("embed_dim", embed_dim, least=1)
+        whole_number("num_heads", num_heads, least=1)
+        whole_number("hidden_size", hidden_size, least=1)
+        whole_number("num_memories", num_memories, least=0)
+        whole_number("steps", steps, least=1)
+        self.steps = steps
+        self.step_size = None if step_size is None else number("step_size", step_size, above=0)
         place: dict[str, Any] = {"device": device or torch.get_default_device(), "dtype": dtype}
         register_number(self, "scale", scale, num_heads, above=0, **place)
         self.key_weight = nn.Parameter(torch.empty(num_heads, hidden_size, embed_dim, **place))
         self.query_weight = nn.Parameter(torch.empty(num_heads, hidden_size, embed_dim, **place))
-        self.memories = nn.Parameter(torch.empty(quantity, embed_dim, **place))
+        self.memories = nn.Parameter(torch.empty(num_memories, embed_dim, **place))
         with torch.device("cpu"):
-            # Numbers to start from have values wherever the module is made.
+            # On the CPU, so that the numbers to start from have values even if the module is made on meta.
             start = LayerNorm.create(1.0, torch.zeros(embed_dim), eps=eps)
         self.normalisation = Activation(start, **place)
         self._draw()
 
     def reset_parameters(self) -> None:
-        """Weights and memories start normal, of variance 1/embed_dim; the normalisation and given numbers are restored."""
+        """Draw weights and memories with variance 1/embed_dim; restore the normalisation and the numbers passed at creation."""
         super().reset_parameters()
         self._draw()
 
@@ -97,16 +102,17 @@ class EnergyTransformer(Resettable):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def energy(self, key_padding_mask: Bool[Tensor, "*lead n"] | None = None) -> energy.TransformerEnergy:
-        """The energy at the current parameters: no training needed to call it. True in the mask hides a token."""
+        """The energy at the current parameters, trained or not. True in the mask hides a token."""
+        keep = None
+        if key_padding_mask is not None:
+            keep = ~boolean("key_padding_mask (True hides a token)", key_padding_mask)
         return energy.TransformerEnergy.create(
             self.key_weight,
             self.query_weight,
             self.memories,
             normalisation=self.normalisation.activation(),
             scale=self.scale,
-            keep=None
-            if key_padding_mask is None
-            else ~boolean("key_padding_mask (True hides a token)", key_padding_mask),
+            keep=keep,
         )
 
     @overload
@@ -129,27 +135,28 @@ class EnergyTransformer(Resettable):
         """The tokens after all steps, in their dtype; half precision is computed in float32.
 
         Args:
-            tokens: x, any dimensions before the tokens'.
-            key_padding_mask: True for padding, which comes out as it went in and is seen by no token.
-            need_energies: Return E before the first and after every step as well, in nats/scale and at least float32.
+            tokens: The tokens x; dimensions before the tokens' are batch dimensions.
+            key_padding_mask: True for padding, which is returned unchanged and which no token sees.
+            need_energies: Also return E before the first step and after each, in nats/scale and at least float32.
         """
         check_input("tokens", tokens, self, or_half=True)
         with without_autocast(tokens.device):
-            function = self.energy(key_padding_mask)
+            tokens_energy = self.energy(key_padding_mask)
             if need_energies:
-                path = function.flow(tokens, steps=self.steps, step_size=self.step_size)
+                path = tokens_energy.flow(tokens, steps=self.steps, step_size=self.step_size)
                 return path.states[-1].to(tokens.dtype), path.energies
-            moved = tokens
+            # Step by step, since `flow` computes an energy for each state as well.
+            state = tokens
             for _ in range(self.steps):
-                moved = function.move(moved, self.step_size)
-        return moved.to(tokens.dtype)
+                state = tokens_energy.move(state, self.step_size)
+        return state.to(tokens.dtype)
 
     def extra_repr(self) -> str:
-        heads, size, width = self.key_weight.shape
-        sizes = f"embed_dim={width}, num_heads={heads}, hidden_size={size}, quantity={len(self.memories)}"
-        return ", ".join(
-            filter(None, (sizes, f"steps={self.steps}, step_size={self.step_size}", settings(self, "scale")))
-        )
+        num_heads, hidden_size, embed_dim = self.key_weight.shape
+        sizes = f"embed_dim={embed_dim}, num_heads={num_heads}, hidden_size={hidden_size}"
+        steps = f"steps={self.steps}, step_size={self.step_size}"
+        parts = [sizes, f"num_memories={len(self.memories)}", steps, settings(self, "scale")]
+        return ", ".join(part for part in parts if part)
 
 
 class EnergyTransformerStack(Resettable):
@@ -165,11 +172,11 @@ class EnergyTransformerStack(Resettable):
     """
 
     def __init__(self, blocks: Iterable[EnergyTransformer]) -> None:
-        """A stack of these blocks; one of them given several times shares its weights.
+        """A stack of these blocks; a block that occurs several times shares its weights.
 
         Raises:
             ValueError: no block, or blocks for tokens of different sizes.
-            TypeError: something else than a block.
+            TypeError: an entry that is no `EnergyTransformer`.
         """
         super().__init__()
         blocks = tuple(sequence("blocks", blocks))
@@ -177,12 +184,9 @@ class EnergyTransformerStack(Resettable):
             kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
             raise TypeError(f"blocks must be EnergyTransformer modules, got {kinds}")
         self.blocks = nn.ModuleList(blocks)
-        sizes = sorted({block.key_weight.shape[-1] for block in self._all()})
+        sizes = sorted({block.key_weight.shape[-1] for block in blocks})
         if len(sizes) != 1:
             raise ValueError(f"blocks must take tokens of one size, got {sizes or 'no block'}")
-
-    def _all(self) -> list[EnergyTransformer]:
-        return [block for block in self.blocks if isinstance(block, EnergyTransformer)]
 
     @overload
     def forward(
@@ -203,10 +207,10 @@ class EnergyTransformerStack(Resettable):
     ) -> _Tokens | tuple[_Tokens, list[Float[Tensor, "steps+1 *lead"]]]:
         """The tokens after all blocks. Arguments as for a block.
 
-        With `need_energies`, also each block's energies; between blocks they do not compare.
+        With `need_energies`, also each block's energies, which cannot be compared between blocks.
         """
         energies = []
-        for block in self._all():
+        for block in self.blocks:
             if need_energies:
                 tokens, path = block(tokens, key_padding_mask, need_energies=True)
                 energies.append(path)

@@ -37,8 +37,8 @@ class ImplicitHeads(SolvedHeads):
     """
 
     projections = ("query", "key")
-    refused = MappingProxyType(
-        {**SolvedHeads.refused, **dict.fromkeys(("vdim", "add_bias_kv", "add_zero_attn"), "keys are the values")}
+    unsupported = MappingProxyType(
+        {**SolvedHeads.unsupported, **dict.fromkeys(("vdim", "add_bias_kv", "add_zero_attn"), "keys are the values")}
     )
     pull: LearnableAlpha
     scale: Tensor | float | None
@@ -72,7 +72,7 @@ class ImplicitHeads(SolvedHeads):
         self._alpha = alpha, learn_alpha
         self.max_lipschitz = None if max_lipschitz is None else number("max_lipschitz", max_lipschitz, above=0, below=1)
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
         alpha, learn = self._alpha
         self.pull = LearnableAlpha(alpha, self.num_heads, 0.0, 1.0, learn=learn, device=device, dtype=dtype)
 
@@ -106,7 +106,7 @@ class ImplicitHeads(SolvedHeads):
             alpha = self._pull(query)
             # α·scale times a covariance is symmetric.
             parameters = query, self._drawn_in(key, alpha), alpha, options
-            return self._solved(pulled, query, parameters, 1, ConjugateGradients())
+            return self._find_fixed_point(pulled, query, parameters, 1, ConjugateGradients())
 
     def _options(self, log_weight: Mask | None) -> dict[str, Any]:
         given = {"log_weight": log_weight, "scale": self.scale}

@@ -9,7 +9,7 @@ from massieu.foundation.numerics import log_softmax
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import added, per_head, with_positions
 from massieu.nn.modules import hold
-from massieu.nn.strategy import Heads, HeadsResult, Request
+from massieu.nn.strategy import Heads, HeadsResult, Request, same_for_queries
 
 
 class NormalizedHeads(Heads):
@@ -35,42 +35,43 @@ class NormalizedHeads(Heads):
         [1.0, 0.0]
     """
 
-    gives = ("potential",)
+    extras = ("potential",)
     gain: nn.Parameter
     level: nn.Parameter
 
     def __init__(self, *, eps: float = 1e-5) -> None:
-        """Takes what is added to the variance, positive."""
+        """Takes eps, positive, which is added to the variance of the scores."""
         super().__init__()
         self.eps = number("eps", eps, above=0)
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
         for name in ("gain", "level"):
             hold(self, name, torch.ones(self.num_heads, device="cpu"), True, device, dtype)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         dtype = torch.promote_types(query.dtype, torch.float32)
-        given = request.log_weight
-        per_key = not request.is_causal and (given is None or given.shape[1] == given.shape[2] == 1)
-        log_weight = with_positions(given, query, key, request.is_causal)
-        # Weights of the keys that sum to one, or are all 0.
+        is_same_for_queries = same_for_queries(request)
+        log_weight = with_positions(request.log_weight, query, key, request.is_causal)
+        # The keys' weights w_n/Σw in all means: they sum to one, or are all 0 for a query that sees no key.
         shares = log_softmax(added(log_weight, key.new_zeros(1, 1, 1, key.shape[2], dtype=dtype))).exp()
         with without_autocast(query.device):
-            parts = query.to(dtype) * self.head_dim**-0.5, key.to(dtype), value.to(dtype), shares
-            if per_key and not request.need_weights and not request.dropout:
-                output, potential = self._by_covariance(*parts)
+            scaled_query = query.to(dtype) * self.head_dim**-0.5
+            if is_same_for_queries and not request.need_weights and not request.dropout:
+                output, potential = self._by_covariance(scaled_query, key.to(dtype), value.to(dtype), shares)
                 return HeadsResult(output.to(query.dtype), None, potential)
-            output, weights, potential = self._by_weights(*parts, request)
+            output, weights, potential = self._by_weights(scaled_query, key.to(dtype), value.to(dtype), shares, request)
         return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)
 
     def _by_weights(
         self, query: Tensor, key: Tensor, value: Tensor, shares: Tensor, request: Request
     ) -> tuple[Tensor, Tensor, Float[Tensor, "B H L"]]:
+        """Output, weights and potential through the matrix of scores, (B, H, L, N)."""
         scores = query @ key.mT
         mean = (shares * scores).sum(-1, keepdim=True)
         centred = scores - mean
         deviation = ((shares * centred.square()).sum(-1, keepdim=True) + self.eps).sqrt()
-        gain, level = per_head(self.gain), per_head(self.level)
+        gain = per_head(self.gain)
+        level = per_head(self.level)
         weights = shares * (gain * centred / deviation + level)
         potential = gain * deviation + level * mean
         return request.dropped(weights) @ value, weights, self._where_seen(potential, shares).squeeze(-1)
@@ -78,15 +79,23 @@ class NormalizedHeads(Heads):
     def _by_covariance(
         self, query: Tensor, key: Tensor, value: Tensor, shares: Tensor
     ) -> tuple[Tensor, Float[Tensor, "B H L"]]:
-        """The same from the covariances of keys with themselves and with values."""
-        mean_key, mean_value = shares @ key, shares @ value
-        weighted = shares.mT * (key - mean_key)
-        deviation = ((query @ (weighted.mT @ (key - mean_key)) * query).sum(-1, keepdim=True) + self.eps).sqrt()
-        gain, level = per_head(self.gain), per_head(self.level)
-        output = gain * (query @ (weighted.mT @ (value - mean_value))) / deviation + level * mean_value
+        """Output and potential without the scores, whose variance is queryᵀ·Cov(key, key)·query.
+
+        The centred scores' products with values likewise sum to queryᵀ·Cov(key, value).
+        """
+        mean_key = shares @ key
+        mean_value = shares @ value
+        weighted_key = shares.mT * (key - mean_key)
+        key_covariance = weighted_key.mT @ (key - mean_key)
+        value_covariance = weighted_key.mT @ (value - mean_value)
+        deviation = ((query @ key_covariance * query).sum(-1, keepdim=True) + self.eps).sqrt()
+        gain = per_head(self.gain)
+        level = per_head(self.level)
+        output = gain * (query @ value_covariance) / deviation + level * mean_value
         potential = gain * deviation + level * (query @ mean_key.mT)
         return output, self._where_seen(potential, shares).squeeze(-1)
 
     @staticmethod
     def _where_seen(potential: Tensor, shares: Tensor) -> Tensor:
+        """The potential, 0 for a query that sees no key."""
         return torch.where((shares == 0).all(-1, keepdim=True), 0.0, potential)

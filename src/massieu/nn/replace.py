@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from massieu.foundation.arguments import described, instance
-from massieu.nn.attention import Attention, check_taken
+from massieu.nn.attention import Attention, check_supported
 from massieu.nn.softmax import SoftmaxHeads
 from massieu.nn.strategy import Heads
 
@@ -103,7 +103,7 @@ def _replacement(
         )
     more = {"add_bias_kv": old.bias_k is not None, "add_zero_attn": old.add_zero_attn}
     try:
-        check_taken(strategy, dropout=old.dropout, **more)
+        check_supported(strategy, dropout=old.dropout, **more)
         weight = old.out_proj.weight
         strategy.bind(old.num_heads, old.head_dim, weight.device, weight.dtype)
     except ValueError as error:

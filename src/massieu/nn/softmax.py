@@ -21,8 +21,8 @@ from massieu.ops.observed import tell_attention
 from massieu.ops.shapes import window_sides
 
 MeasureOfPairs = Callable[[Float[Tensor, "B H N D+E"], Float[Tensor, "B H N"]], Measure]
-"""From points (key, value), side by side, and their log-weights to a measure."""
-_ONE_FOR_ALL = "a measure holds weights of keys, one for all queries; mask by key_padding_mask"
+"""A function from points (key, value), side by side, and their log-weights to a measure."""
+_KEY_MASKS_ONLY = "a measure has one weight for each key, the same for all queries; mask by key_padding_mask"
 
 
 class SoftmaxHeads(Heads):
@@ -42,10 +42,10 @@ class SoftmaxHeads(Heads):
         ([0.25, 0.25, 0.25], 4)
     """
 
-    gives = ("log_partition", "moments")
-    takes_offset = True
-    takes_documents = True
-    tells = True
+    extras = ("log_partition", "moments")
+    supports_query_offset = True
+    supports_documents = True
+    reports_attention = True
     scale: Tensor | float | None
     sink: Tensor | float | None
     sink_value: Tensor | None
@@ -82,44 +82,62 @@ class SoftmaxHeads(Heads):
         if window is not None:
             window_sides(window)
             reason = "a window needs positions, and added keys have none; use sink"
-            self.refused = dict.fromkeys(("add_bias_kv", "add_zero_attn"), reason)
+            self.unsupported = dict.fromkeys(("add_bias_kv", "add_zero_attn"), reason)
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
         value = self.sink_value
         if value is None:
             return
-        shapes = (self.head_dim,), (self.num_heads, self.head_dim)
+        shapes = ((self.head_dim,), (self.num_heads, self.head_dim))
         if tuple(value.shape) not in shapes:
             raise ValueError(f"sink_value must have shape {shapes[0]} or {shapes[1]}, got {tuple(value.shape)}")
+        # The plain attribute would hide the parameter or buffer of the same name.
         del self.sink_value
         hold(self, "sink_value", value, isinstance(value, nn.Parameter), device, dtype)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        options: dict[str, Any] = {"scale": self.scale, "sink": self.sink, "softcap": self.softcap}
-        log_weight, is_causal = request.log_weight, request.is_causal
-        masks: dict[str, Any] = {"log_weight": log_weight, "is_causal": is_causal, "window": self.window}
-        masks |= {"query_offset": request.query_offset, "documents": request.documents}
-        by_weights, moments = request.need_weights or request.dropout > 0, None
-        if request.beside == "moments":
-            given = (None, None) if by_weights else (value, self.sink_value)
-            masks["sink_value"] = given[1]
-            moments = ops.attention_moments(query, key, given[0], moments=request.moments, **options, **masks)
-        if by_weights:
-            told = listeners()
-            output, weights, log_partition = in_one_call(told, self._with_weights, query, key, value, request, options)
-            if told:
-                masks["sink_value"] = self.sink_value
-                output = tell_attention(told, output, query, key, value, **options, **masks)
-            return HeadsResult(output, weights, log_partition if moments is None else moments)
-        if moments is not None and moments.output is not None:
-            return HeadsResult(moments.output, beside=moments._replace(output=None))
-        output, log_partition = ops.attention(query, key, value, sink_value=self.sink_value, **options, **masks)
-        return HeadsResult(output, beside=log_partition)
+        settings: dict[str, Any] = {"scale": self.scale, "sink": self.sink, "softcap": self.softcap}
+        options: dict[str, Any] = settings | {
+            "log_weight": request.log_weight,
+            "is_causal": request.is_causal,
+            "window": self.window,
+            "query_offset": request.query_offset,
+            "documents": request.documents,
+        }
+        if request.need_weights or request.dropout > 0:
+            return self._forward_with_weights(query, key, value, request, settings, options)
+        options["sink_value"] = self.sink_value
+        if request.extra == "moments":
+            moments = ops.attention_moments(query, key, value, moments=request.moments, **options)
+            assert moments.output is not None  # values were passed
+            return HeadsResult(moments.output, extra=moments._replace(output=None))
+        output, log_partition = ops.attention(query, key, value, **options)
+        return HeadsResult(output, extra=log_partition)
+
+    def _forward_with_weights(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        request: Request,
+        settings: dict[str, Any],
+        options: dict[str, Any],
+    ) -> HeadsResult:
+        """The result through the matrix of weights, reported to the listeners as one call of attention."""
+        moments = None
+        if request.extra == "moments":
+            moments = ops.attention_moments(query, key, moments=request.moments, **options)
+        audience = listeners()
+        output, weights, log_partition = in_one_call(audience, self._with_weights, query, key, value, request, settings)
+        if audience:
+            options["sink_value"] = self.sink_value
+            output = tell_attention(audience, output, query, key, value, **options)
+        return HeadsResult(output, weights, log_partition if moments is None else moments)
 
     def _with_weights(
         self, query: Tensor, key: Tensor, value: Tensor, request: Request, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by the matrix of weights."""
+        """Output, weights (B, H, L, N) and log Z, computed through the matrix of weights."""
         log_weight = with_positions(
             request.log_weight, query, key, request.is_causal, self.window, request.query_offset, request.documents
         )
@@ -127,6 +145,7 @@ class SoftmaxHeads(Heads):
             weights, log_partition = attention_weights(query, key, log_weight=log_weight, **options)
             output = request.dropped(weights) @ value.to(weights.dtype)
             if self.sink is not None and self.sink_value is not None:
+                # The sink is one more key of log-weight `sink`, so its weight is e^sink/Z.
                 share = (per_head(self.sink) - log_partition.unsqueeze(-1)).exp()
                 output = output + share * self.sink_value.unsqueeze(-2).to(share.dtype)
         return output.to(query.dtype), weights.to(query.dtype), log_partition
@@ -150,9 +169,9 @@ class MeasureHeads(Heads):
         3
     """
 
-    gives = ("log_partition",)
-    refused = MappingProxyType(
-        {"dropout": "there are no weights to drop", "attn_mask": _ONE_FOR_ALL, "is_causal": _ONE_FOR_ALL}
+    extras = ("log_partition",)
+    unsupported = MappingProxyType(
+        {"dropout": "there are no weights to drop", "attn_mask": _KEY_MASKS_ONLY, "is_causal": _KEY_MASKS_ONLY}
     )
     scale: Tensor | float | None
 
@@ -164,31 +183,36 @@ class MeasureHeads(Heads):
     def _measure(self, key: Tensor, value: Tensor, request: Request) -> Measure:
         """The measure over pairs, in float32 at the least."""
         points = torch.cat([key, value], -1).to(torch.promote_types(key.dtype, torch.float32))
-        weight = torch.zeros(key.shape[0], 1, 1, key.shape[2], dtype=points.dtype, device=points.device)
-        weight = added(request.log_weight, weight).squeeze(2)
-        return self.measure(points, weight.expand(points.shape[:-1]))
+        zeros = torch.zeros(key.shape[0], 1, 1, key.shape[2], dtype=points.dtype, device=points.device)
+        # Masks are those of keys, so the dimension of queries has size 1 and goes: (B, 1, N).
+        log_weight = added(request.log_weight, zeros).squeeze(2)
+        return self.measure(points, log_weight.expand(points.shape[:-1]))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         dtype = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(query.device):
             measure = self._measure(key, value, request)
-            field = query.to(dtype) * (self.head_dim**-0.5 if self.scale is None else per_head(self.scale))
+            scale = self.head_dim**-0.5 if self.scale is None else per_head(self.scale)
+            field = query.to(dtype) * scale
+            # eta is 0 in the values' coordinates: a query weighs pairs by their keys alone.
             eta = torch.cat([field, torch.zeros_like(field)], -1)
             output = measure.mean(eta)[..., self.head_dim :]
-            log_partition = measure.log_partition(eta) if request.beside else None
-        return HeadsResult(output.to(query.dtype), beside=log_partition)
+            log_partition = measure.log_partition(eta) if request.extra else None
+        return HeadsResult(output.to(query.dtype), extra=log_partition)
 
-    def _told(
-        self, told: Listeners, found: HeadsResult, heads: tuple[Tensor, Tensor, Tensor], request: Request
+    def _report(
+        self, audience: Listeners, result: HeadsResult, heads: tuple[Tensor, Tensor, Tensor], request: Request
     ) -> Tensor:
         query, key, value = heads
         with without_autocast(query.device):
             measure = self._measure(key, value, request)
             if not isinstance(measure, Atoms):
-                self._refuse(told, f"take the mean of a {type(measure).__name__}, which has no weights of keys")
-                return found.output
+                self._refuse(audience, f"take the mean of a {type(measure).__name__}, which has no weights of keys")
+                return result.output
+            # The function may have moved the atoms, so what is reported are its keys and values, not those of the call.
             points = measure.points
             options = {"scale": self.scale, "log_weight": measure.log_weight.unsqueeze(2)}
-            key, value = points[..., : self.head_dim], points[..., self.head_dim :]
-            output = tell_attention(told, found.output, query.to(points), key, value, **options)
+            key = points[..., : self.head_dim]
+            value = points[..., self.head_dim :]
+            output = tell_attention(audience, result.output, query.to(points), key, value, **options)
         return output.to(query.dtype)

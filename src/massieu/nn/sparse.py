@@ -28,7 +28,7 @@ class EntmaxHeads(Heads):
         [0.75, 0.25, 0.0]
     """
 
-    gives = ("potential",)
+    extras = ("potential",)
     order: LearnableAlpha
     scale: Tensor | float | None
 
@@ -41,11 +41,19 @@ class EntmaxHeads(Heads):
             scale: As for `SoftmaxHeads`.
         """
         super().__init__(scale=scale)
-        self._alpha = alpha, learn_alpha
+        self._alpha_start = alpha
+        self._learn_alpha = learn_alpha
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        alpha, learn = self._alpha
-        self.order = LearnableAlpha(alpha, self.num_heads, 1.0, math.inf, learn=learn, device=device, dtype=dtype)
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.order = LearnableAlpha(
+            self._alpha_start,
+            self.num_heads,
+            low=1.0,
+            high=math.inf,
+            learn=self._learn_alpha,
+            device=device,
+            dtype=dtype,
+        )
 
     @property
     def alpha(self) -> float | Tensor:
@@ -53,10 +61,11 @@ class EntmaxHeads(Heads):
         return self.order()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        log_weight, alpha = with_positions(request.log_weight, query, key, request.is_causal), per_head(self.alpha)
+        log_weight = with_positions(request.log_weight, query, key, request.is_causal)
+        alpha = per_head(self.alpha)
         with without_autocast(query.device):
             scores = attention_scores(query, key, self.scale)
             weights = entmax(scores, alpha, log_weight=log_weight)
-            potential = entmax_conjugate(scores, alpha, log_weight=log_weight) if request.beside else None
+            potential = entmax_conjugate(scores, alpha, log_weight=log_weight) if request.extra else None
             output = request.dropped(weights) @ value.to(weights.dtype)
         return HeadsResult(output.to(query.dtype), weights.to(query.dtype), potential)

@@ -27,12 +27,13 @@ from massieu.nn.modules import (
 )
 from massieu.ops.observed import tell_attention
 from massieu.solve import Auto, Implicit, Method
+from massieu.solve.status import FixedPointResult
 
 _AUTO = Auto()
 
 
 class _Scores(NamedTuple):
-    """What couplings are a softmax of."""
+    """The queries, keys and log-weights whose softmax the couplings are."""
 
     query: Float[Tensor, "B H L D"]
     key: Float[Tensor, "B H L D"]
@@ -88,13 +89,13 @@ class SpinAttention(Iterating, Resettable):
         Args:
             order: "second" adds the echo.
             exact: Means by Bessel functions' ratios, in place of the form for many components.
-            steps: How often the spins move, beginning at θ = x; None: to a fixed point, with implicit gradients.
+            steps: Number of moves of the spins from θ = x; None moves them to a fixed point, with implicit gradients.
             scale: β > 0; a number, a tensor or a Parameter, one or one a head.
             coupling_scale: Inverse temperature of the softmax, above 0, of the same kinds; by default D to the −½.
-            method: As for `massieu.solve.fixed_point`, to the fixed point.
-            max_steps: As there; of each step's own equation too, to second order. What is not found by then goes on with its
-                last state: `convergence` tells of each head, or of each spin's equation, at its worst step.
-            throw: Raise instead.
+            method: As for `massieu.solve.fixed_point`, for the fixed point.
+            max_steps: As there, and for each step's own equation to second order. An item that has not converged by then goes
+                on with its last state: `convergence` has each head, or each spin's equation, at its worst step.
+            throw: Raise a ConvergenceError instead.
         """
         super().__init__()
         check_heads(embed_dim, num_heads)
@@ -107,15 +108,20 @@ class SpinAttention(Iterating, Resettable):
         )
         register_number(self, "scale", scale, num_heads, or_none=False, above=0, device=device, dtype=dtype)
         register_number(self, "coupling_scale", coupling_scale, num_heads, above=0, device=device, dtype=dtype)
-        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.batch_first = batch_first
         self.order: Order = choice("order", order, "first", "second")
-        self.exact, self.steps = exact, steps
+        self.exact = exact
+        self.steps = steps
         instance("method", method, Method, "a Method, such as Auto(), Picard(), Anderson() or Newton()")
-        self.method, self.max_steps, self.throw = method, max_steps, throw
+        self.method = method
+        self.max_steps = max_steps
+        self.throw = throw
 
     def extra_repr(self) -> str:
-        told = settings(self, "embed_dim", "num_heads", "order", "exact", "scale", "coupling_scale")
-        return f"{told}, steps={self.steps}"
+        shown = settings(self, "embed_dim", "num_heads", "order", "exact", "scale", "coupling_scale")
+        return f"{shown}, steps={self.steps}"
 
     def forward(
         self,
@@ -128,8 +134,8 @@ class SpinAttention(Iterating, Resettable):
 
         Args:
             tokens: Batch first, or (L, B, embed_dim) with `batch_first=False`.
-            key_padding_mask, attn_mask, is_causal: As for `Attention`: which tokens act on which. A spin on which none
-                acts is alone with its drive.
+            key_padding_mask, attn_mask, is_causal: As for `Attention`: which tokens act on which. A spin on which no token
+                acts follows its drive alone.
 
         Raises:
             ConvergenceError: with `throw`, there is no fixed point, with its residual and what to try.
@@ -153,10 +159,11 @@ class SpinAttention(Iterating, Resettable):
     def _model(
         self, tokens: Tensor, key_padding_mask: Mask | None, attn_mask: Mask | None, is_causal: bool
     ) -> tuple[KineticSpins, _Scores]:
-        """The spins, and what their couplings are a softmax of."""
-        given = check_tokens("tokens", tokens, self.drive_proj, self.batch_first)
-        projections = (self.drive_proj, self.query_proj, self.key_proj)
-        drive, query, key = (split_heads(projection(given), self.num_heads) for projection in projections)
+        """The spins, and the scores whose softmax their couplings are."""
+        batch = check_tokens("tokens", tokens, self.drive_proj, self.batch_first)
+        drive = split_heads(self.drive_proj(batch), self.num_heads)
+        query = split_heads(self.query_proj(batch), self.num_heads)
+        key = split_heads(self.key_proj(batch), self.num_heads)
         masks = log_weight_of(key_padding_mask, attn_mask, query, key)
         log_weight = with_positions(masks, query, key, is_causal)
         with without_autocast(tokens.device):
@@ -170,43 +177,63 @@ class SpinAttention(Iterating, Resettable):
         return self._state(model, None)
 
     def _state(self, model: KineticSpins, scores: _Scores | None) -> Float[Tensor, "B H L D"]:
-        """The same, with attention told where the scores are known: of each step, or of the stationary state alone."""
-        told = () if scores is None else listeners()
-        if told and scores is not None:
-            # Once, since steps are known to have the same scores by their tensors.
+        """θ, reported to listeners if there are scores: at each step, or in the stationary state alone."""
+        audience = () if scores is None else listeners()
+        if audience and scores is not None:
+            # Converted once: a listener recognises the steps' common scores by the identity of these tensors.
             scores = scores._replace(query=scores.query.to(model.drive), key=scores.key.to(model.drive))
-        adjoint = Implicit(lost="nan" if self.throw else "zero")
-        step_options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw}
-        options: dict[str, Any] = step_options | {"adjoint": adjoint}
         if self.steps is None:
-            found = in_one_call(told, model.stationary, self.order, method=self.method, **options)
-            self._keep(found.status, found.residual)
-            moved = self._told(told, model, scores, found.value)
-            if moved is model:
-                return found.value
-            before, after = (each.step(found.value, self.order, **step_options) for each in (model, moved))
-            return found.value + (after - before)
-        state, steps = model.drive, []
+            return self._stationary_state(model, scores, audience)
+        state = model.drive
+        solutions: list[FixedPointResult] = []
         for _ in range(self.steps):
-            moved = self._told(told, model, scores, state)
+            driven = self._report(audience, model, scores, state)
             if self.order == "first":
-                state = moved.step(state)
+                state = driven.step(state)
             else:
-                steps.append(moved.second_order_step(state, **options))
-                state = steps[-1].value
-        if steps:
-            status, residual = (torch.stack([getattr(step, name) for step in steps]) for name in ("status", "residual"))
-            self._keep(status.amax(0), residual.amax(0))
+                # To second order, a step is itself a fixed point.
+                solutions.append(
+                    driven.second_order_step(state, max_steps=self.max_steps, throw=self.throw, adjoint=self._adjoint())
+                )
+                state = solutions[-1].value
+        if solutions:
+            # Each equation at its worst step.
+            status = torch.stack([solution.status for solution in solutions]).amax(0)
+            residual = torch.stack([solution.residual for solution in solutions]).amax(0)
+            self._keep(status, residual)
         return state
 
-    def _told(
-        self, told: Listeners, model: KineticSpins, scores: _Scores | None, state: Float[Tensor, "B H L D"]
+    def _stationary_state(
+        self, model: KineticSpins, scores: _Scores | None, audience: Listeners
+    ) -> Float[Tensor, "B H L D"]:
+        """The fixed point. A listener's replacement moves it by as much as it moves one step from there."""
+        options: dict[str, Any] = {"max_steps": self.max_steps, "throw": self.throw}
+        solution = in_one_call(
+            audience, model.stationary, self.order, method=self.method, adjoint=self._adjoint(), **options
+        )
+        self._keep(solution.status, solution.residual)
+        state = solution.value
+        driven = self._report(audience, model, scores, state)
+        if driven is model:
+            return state
+        step_before = model.step(state, self.order, **options)
+        step_after = driven.step(state, self.order, **options)
+        return state + (step_after - step_before)
+
+    def _adjoint(self) -> Implicit:
+        """Implicit derivatives; without `throw`, an equation that diverged has derivative 0, so that the others train on."""
+        return Implicit(lost="nan" if self.throw else "zero")
+
+    def _report(
+        self, audience: Listeners, model: KineticSpins, scores: _Scores | None, state: Float[Tensor, "B H L D"]
     ) -> KineticSpins:
-        """The spins themselves, or, where something takes the place of Σ_j J_ij φ(θ_j), driven by as much more."""
-        if not told or scores is None:
+        """The spins after the listeners have heard of Σ_j J_ij φ(θ_j); the drive takes up what a replacement adds to it."""
+        if not audience or scores is None:
             return model
         mean = model.mean(state)
         retrieved = model.coupling @ mean
         options = {"scale": self.coupling_scale, "log_weight": scores.log_weight}
-        after = tell_attention(told, retrieved, scores.query, scores.key, mean, **options)
-        return model if after is retrieved else replace(model, drive=model.drive + (after - retrieved))
+        replaced = tell_attention(audience, retrieved, scores.query, scores.key, mean, **options)
+        if replaced is retrieved:
+            return model
+        return replace(model, drive=model.drive + (replaced - retrieved))

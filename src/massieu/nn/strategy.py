@@ -1,4 +1,4 @@
-"""What a strategy of `Attention` is: a module that makes outputs of the heads' queries, keys and values."""
+"""The base class of the strategies of `Attention`: modules that compute the heads' outputs from queries, keys and values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -22,64 +22,73 @@ from massieu.ops.observed import ObservedWeights, tell, tell_attention
 from massieu.solve import Implicit, LinearSolver, Method, fixed_point
 from massieu.solve.status import FixedPointResult
 
-_UNTOLD = {"training", "num_heads", "head_dim", "refused", "convergence"}
+_NOT_IN_REPR = {"training", "num_heads", "head_dim", "unsupported", "convergence"}
 
 
 class Request(NamedTuple):
-    """What a call wants of the heads."""
+    """The settings of one call: masks, and which results are needed."""
 
     log_weight: Mask | None
-    """Boolean (True keeps) or a number, of N in its last dimension."""
+    """Booleans (True keeps a key) or log-weights, broadcast to (B, H, L, N); the last dimension is N already."""
     is_causal: bool
     need_weights: bool
-    beside: str | None
-    """What else: one of the strategy's `gives`."""
+    extra: str | None
+    """The one further result that is requested, a name in the strategy's `extras`; None without one."""
     dropout: float
-    """The share of weights that are dropped now; 0 in evaluation."""
+    """The probability that a weight is dropped; 0 in evaluation."""
     query_offset: int = 0
-    """Query i stands at position i + query_offset; 0 where the strategy has no `takes_offset`."""
+    """Query i stands at position i + query_offset; always 0 for a strategy without `supports_query_offset`."""
     moments: Collection[str] | None = None
-    """Which, where `beside` is "moments"; None: all."""
+    """Names of the moments to compute if `extra` is "moments"; None for all of them."""
     documents: Documents | None = None
-    """Of a packed row; None where the strategy has no `takes_documents`."""
+    """The documents of a packed row; always None for a strategy without `supports_documents`."""
 
     def dropped(self, weights: Tensor) -> Tensor:
+        """The weights after dropout."""
         return F.dropout(weights, self.dropout) if self.dropout else weights
 
 
+def same_for_queries(request: Request) -> bool:
+    """Whether every query of an item sees the same keys with the same log-weights, in every head."""
+    if request.is_causal:
+        return False
+    log_weight = request.log_weight
+    return log_weight is None or log_weight.shape[1] == log_weight.shape[2] == 1
+
+
 class HeadsResult(NamedTuple):
-    """What the heads return; what was not asked for may be None."""
+    """The heads' output, with the weights and the extra result if the request needs them."""
 
     output: Float[Tensor, "B H L E"]
     weights: Float[Tensor, "B H L N"] | None = None
-    beside: Float[Tensor, "B H L"] | MomentsResult[Tensor] | MomentsResult[Tensor | None] | None = None
+    extra: Float[Tensor, "B H L"] | MomentsResult[Tensor] | MomentsResult[Tensor | None] | None = None
 
 
 class Heads(Resettable, ABC):
-    """A strategy: what the heads of `Attention` do. It owns its numbers and settings, the module projections and masks.
+    """A strategy: how the heads of `Attention` compute. It owns numbers and settings; the module owns projections and masks.
 
-    The module that takes it tells it how many heads there are (`bind`). One strategy belongs to one module: copies of the
-    module, as `torch.nn.TransformerEncoder` makes them, have copies of it.
+    `Attention` calls `bind` with the number of heads. One strategy belongs to one module: copies of the module, as
+    `torch.nn.TransformerEncoder` makes them, have copies of it.
     """
 
     projections: ClassVar[tuple[str, ...]] = ("query", "key", "value")
-    """Which inputs the module projects to the heads. Without values, keys are the values."""
-    gives: ClassVar[tuple[str, ...]] = ()
-    """What a call may ask for by ``need_…=True``, beside weights."""
-    takes_offset: ClassVar[bool] = False
-    """Whether it reads `Request.query_offset`; else the module makes a mask of causality with an offset."""
-    takes_documents: ClassVar[bool] = False
+    """The inputs that the module projects to the heads. Without "value", keys are the values."""
+    extras: ClassVar[tuple[str, ...]] = ()
+    """Names of the further results that a call can request by ``need_…=True``, one at a time."""
+    supports_query_offset: ClassVar[bool] = False
+    """Whether it reads `Request.query_offset`; otherwise the module puts offset and causality into the mask."""
+    supports_documents: ClassVar[bool] = False
     """Whether it reads `Request.documents`."""
-    tells: ClassVar[bool] = False
-    """Whether `forward` computes its output by `massieu.ops.attention`, which tells a probe of it. Else a probe is told the
-    weights that `forward` returns with `need_weights`."""
-    refused: Mapping[str, str] = MappingProxyType({})
-    """Arguments of the module and of its call that do not go with this strategy, each with the reason."""
+    reports_attention: ClassVar[bool] = False
+    """Whether `forward` itself reports to a probe, as `massieu.ops.attention` does. Otherwise `attend` reports the weights
+    that `forward` returns with `need_weights`."""
+    unsupported: Mapping[str, str] = MappingProxyType({})
+    """Arguments of the module and of its call that this strategy does not support, each with the reason."""
     num_heads: int = 0
-    """0 before it is bound."""
+    """The number of heads; 0 before `bind`."""
 
     def __init__(self, **numbers: Number) -> None:
-        """Keep each number, to be one or one a head, as the attribute of its name."""
+        """Keep each number, which is one for all heads or one for each, as the attribute of its name."""
         super().__init__()
         self._numbers = tuple(numbers)
         for name, value in numbers.items():
@@ -89,26 +98,29 @@ class Heads(Resettable, ABC):
             setattr(self, name, value)
 
     def bind(self, num_heads: int, head_dim: int, device: Device = None, dtype: torch.dtype | None = None) -> None:
-        """Make the strategy's parameters and buffers for so many heads of that size.
+        """Create the strategy's parameters and buffers for `num_heads` heads of size `head_dim`.
 
         Raises:
-            ValueError: it is bound already; a number out of its range, or neither one nor one a head.
+            ValueError: the strategy is bound already; a number is out of its range, or is neither one nor one a head.
         """
         if self.num_heads:
             raise ValueError(
-                f"heads must be new, and this {type(self).__name__} is another module's; make one for each module"
+                f"this {type(self).__name__} is already bound to another module; give each module heads of its own"
             )
-        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_heads = num_heads
+        self.head_dim = head_dim
         device = torch.get_default_device() if device is None else torch.device(device)
         for name in self._numbers:
             value = getattr(self, name)
+            # The plain attribute would hide a parameter or buffer of the same name.
             delattr(self, name)
-            or_none, above = name in ("scale", "sink"), 0.0 if name == "scale" else None
+            or_none = name in ("scale", "sink")
+            above = 0.0 if name == "scale" else None
             register_number(self, name, value, num_heads, or_none=or_none, above=above, device=device, dtype=dtype)
-        self._make(device, dtype)
+        self._create_tensors(device, dtype)
 
-    def _make(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Make what more there is, once the heads are known."""
+    def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Create further parameters and buffers; `num_heads` and `head_dim` are known by now."""
 
     @abstractmethod
     def forward(
@@ -118,100 +130,118 @@ class Heads(Resettable, ABC):
         value: Float[Tensor, "B H N D"],
         request: Request,
     ) -> HeadsResult:
-        """What the heads do, the output in the query's dtype."""
+        """The heads' result, with the output in the query's dtype."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        """`forward`, of which whoever reads the model's attention is told."""
-        told = listeners()
-        if self.tells or not told:
+        """The result of `forward`, reported to the listeners, such as a probe that reads the model's attention."""
+        audience = listeners()
+        if self.reports_attention or not audience:
             return self(query, key, value, request)
-        found = in_one_call(told, self, query, key, value, request)
-        return found._replace(output=self._told(told, found, (query, key, value), request))
+        result = in_one_call(audience, self, query, key, value, request)
+        return result._replace(output=self._report(audience, result, (query, key, value), request))
 
-    def _told(
-        self, told: Listeners, found: HeadsResult, heads: tuple[Tensor, Tensor, Tensor], request: Request
+    def _report(
+        self, audience: Listeners, result: HeadsResult, heads: tuple[Tensor, Tensor, Tensor], request: Request
     ) -> Tensor:
-        """The output, or what takes its place, once the listeners were told of what the heads have done."""
+        """The output after the listeners have heard of it: a listener may put another in its place."""
         query, key, value = heads
-        weights = found.weights
+        weights = result.weights
         if weights is None:
-            # Of a second call, so that the output is what it is when nobody listens.
-            kept = dict(vars(self))
-            asked = request._replace(need_weights=True, beside=None, dropout=0.0)
-            with torch.random.fork_rng([query.device] if query.is_cuda else []):
-                weights = in_one_call(told, self.forward, *heads, asked).weights
-            vars(self).update(kept)
+            weights = self._weights_of_second_call(audience, heads, request)
         if weights is None:
-            self._refuse(told, "return no weights")
-            return found.output
-        seen = with_positions(request.log_weight, query, key, request.is_causal)
-        if seen is not None and seen.dtype != torch.bool:
-            seen = seen > -torch.inf
-        return tell(told, ObservedWeights(query, key, value, seen, weights, found.output))
+            self._refuse(audience, "return no weights")
+            return result.output
+        visible = with_positions(request.log_weight, query, key, request.is_causal)
+        if visible is not None and visible.dtype != torch.bool:
+            visible = visible > -torch.inf
+        return tell(audience, ObservedWeights(query, key, value, visible, weights, result.output))
 
-    def _refuse(self, told: Listeners, reason: str) -> None:
-        for listener in told:
+    def _weights_of_second_call(
+        self, audience: Listeners, heads: tuple[Tensor, Tensor, Tensor], request: Request
+    ) -> Tensor | None:
+        """The weights by another call of `forward`, which leaves the random state and the module's attributes alone.
+
+        The output is still that of the first call, so that listening changes no bit of it.
+        """
+        attributes = dict(vars(self))
+        weights_request = request._replace(need_weights=True, extra=None, dropout=0.0)
+        query = heads[0]
+        with torch.random.fork_rng([query.device] if query.is_cuda else []):
+            weights = in_one_call(audience, self.forward, *heads, weights_request).weights
+        vars(self).update(attributes)
+        return weights
+
+    def _refuse(self, audience: Listeners, reason: str) -> None:
+        for listener in audience:
             listener.refuse(f"its {type(self).__name__} {reason}")
 
     def extra_repr(self) -> str:
         names = (*vars(self), *self._parameters, *self._buffers)
-        return settings(self, *(name for name in names if not name.startswith("_") and name not in _UNTOLD))
+        return settings(self, *(name for name in names if not name.startswith("_") and name not in _NOT_IN_REPR))
 
 
 class Retrieval(NamedTuple):
-    """The attention in one step towards a fixed point."""
+    """The attention within one step of a fixed-point iteration."""
 
     arguments: tuple[Tensor, Tensor, Tensor]
-    """Query, key and value."""
+    """Query, key and value of `massieu.ops.attention`."""
     options: dict[str, Any]
-    """Of `massieu.ops.attention`."""
+    """Keyword arguments of `massieu.ops.attention`."""
     step: Callable[[Tensor], Tensor]
-    """From what attention gives to the step's end."""
+    """The rest of the step: from attention's output to the next state."""
     moves_query: bool = False
-    """Whether the fixed point is of queries; else of values."""
+    """Whether the iteration moves the queries; otherwise it moves the values."""
 
 
 class SolvedHeads(Iterating, Heads, ABC):
-    """Heads whose outputs are fixed points: `solve` finds them of what `Attention.project` returns. No weights are returned."""
+    """Heads whose outputs are fixed points, which `solve` finds from the result of `Attention.project`; without weights."""
 
-    refused = MappingProxyType({"dropout": "there are no weights to drop"})
+    unsupported = MappingProxyType({"dropout": "there are no weights to drop"})
     solve: Callable[..., FixedPointResult]
 
     def __init__(self, method: Method, max_steps: int, throw: bool, **numbers: Number) -> None:
         super().__init__(**numbers)
         instance("method", method, Method, "a Method, such as Auto(), Picard(), Anderson() or Newton()")
-        self.method, self.max_steps, self.throw = method, max_steps, throw
+        self.method = method
+        self.max_steps = max_steps
+        self.throw = throw
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
         heads = (query, key, value)[: len(self.projections)]
-        found = self.solve(*heads, log_weight=request.log_weight, is_causal=request.is_causal)
-        self._keep(found.status, found.residual)
-        return HeadsResult(found.value.to(query.dtype))
+        solution = self.solve(*heads, log_weight=request.log_weight, is_causal=request.is_causal)
+        self._keep(solution.status, solution.residual)
+        return HeadsResult(solution.value.to(query.dtype))
 
-    def _told(
-        self, told: Listeners, found: HeadsResult, heads: tuple[Tensor, Tensor, Tensor], request: Request
+    def _report(
+        self, audience: Listeners, result: HeadsResult, heads: tuple[Tensor, Tensor, Tensor], request: Request
     ) -> Tensor:
-        """Attention is told as it is at the fixed point, since the number of steps to it follows from the data.
+        """Report the attention at the fixed point, the one call that does not depend on the number of steps.
 
-        What takes its place enters one more step; the output moves by as much as that step does.
+        A listener's replacement enters one more step from there; the output changes by as much as that step's end does.
         """
-        with without_autocast(found.output.device):
-            retrieval = self._retrieval(found.output, *heads[: len(self.projections)], request=request)
-            retrieved = in_one_call(told, ops.attention, *retrieval.arguments, **retrieval.options).output
+        output = result.output
+        with without_autocast(output.device):
+            retrieval = self._retrieval(output, *heads[: len(self.projections)], request=request)
+            retrieved = in_one_call(audience, ops.attention, *retrieval.arguments, **retrieval.options).output
             start = heads[0] if retrieval.moves_query else None
-            replaced = tell_attention(told, retrieved, *retrieval.arguments, start=start, **retrieval.options)
+            replaced = tell_attention(audience, retrieved, *retrieval.arguments, start=start, **retrieval.options)
             if replaced is retrieved:
-                return found.output
-            moved = retrieval.step(replaced) - retrieval.step(retrieved)
-        return found.output + moved.to(found.output.dtype)
+                return output
+            # The difference of two steps: adding one step alone would also add the solver's residual.
+            change = retrieval.step(replaced) - retrieval.step(retrieved)
+        return output + change.to(output.dtype)
 
     @abstractmethod
     def _retrieval(self, point: Tensor, *heads: Tensor, request: Request) -> Retrieval:
-        """The attention in a step from the fixed point."""
+        """The attention within a step that starts at the fixed point."""
 
-    def _solved(
+    def _find_fixed_point(
         self, function: Callable[..., Tensor], start: Tensor, parameters: Any, item_dims: int, solver: LinearSolver
     ) -> FixedPointResult:
+        """The fixed point of `function`, with implicit derivatives by `solver`.
+
+        Without `throw` an item that diverged has derivative 0 (`lost="zero"`), so that it cannot spoil the others' gradients.
+        """
         options: dict[str, Any] = {"method": self.method, "max_steps": self.max_steps, "throw": self.throw}
         adjoint = Implicit(solver, lost="nan" if self.throw else "zero")
         return fixed_point(function, start, parameters, item_dims=item_dims, adjoint=adjoint, **options)

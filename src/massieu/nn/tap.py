@@ -48,8 +48,11 @@ class TAPHeads(SolvedHeads):
         [2.0, 2.0]
     """
 
-    refused = MappingProxyType(
-        {**SolvedHeads.refused, **dict.fromkeys(("add_bias_kv", "add_zero_attn"), "an added key would have no spin")}
+    unsupported = MappingProxyType(
+        {
+            **SolvedHeads.unsupported,
+            **dict.fromkeys(("add_bias_kv", "add_zero_attn"), "an added key would have no spin"),
+        }
     )
     scale: Tensor | float | None
     strength: Tensor | float
@@ -122,7 +125,7 @@ class TAPHeads(SolvedHeads):
             couplings = (share * per_head(self.strength)).to(field.dtype).expand(layout)
             # 0, but NaN where a field is: what is not finite is not to be returned as if it were.
             start = 0 * field.detach()
-            return self._solved(_EQUATIONS[self.site, self.order], start, (field, couplings), 2, GMRES())
+            return self._find_fixed_point(_EQUATIONS[self.site, self.order], start, (field, couplings), 2, GMRES())
 
     @staticmethod
     def _of_others(query: Tensor, key: Tensor, log_weight: Mask | None, is_causal: bool) -> Mask:

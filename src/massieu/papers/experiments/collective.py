@@ -41,7 +41,7 @@ class _Energy(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.inner = EnergyTransformer(width, heads, quantity=10 * width + 12)
+        self.inner = EnergyTransformer(width, heads, num_memories=10 * width + 12)
 
     def forward(self, tokens: Float[Tensor, "B L D"], is_causal: bool) -> Float[Tensor, "B L D"]:
         return self.inner(tokens)
