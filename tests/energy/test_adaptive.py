@@ -117,8 +117,8 @@ def test_errors_fall_as_theory_says_on_spheres(dim):
 def test_the_rule_on_spheres_is_exact_up_to_its_limit(dim):
     """Against the measure's own Bessel functions, where the tilt is linear."""
     site, field = Sphere.create(torch.ones(4).double(), dim=dim), normal(4, dim)
-    field = field / field.norm(dim=-1, keepdim=True) * torch.tensor([[0.1], [1.0], [10.0], [sites.SHARPEST]])
-    found = sites.law(site, field).tilted(field, torch.zeros(4, dim, dim).double())
+    field = field / field.norm(dim=-1, keepdim=True) * torch.tensor([[0.1], [1.0], [10.0], [sites.MAX_SHARPNESS]])
+    found = sites.site_law(site, field).tilted(field, torch.zeros(4, dim, dim).double())
     wanted = (site.log_partition(field), site.mean(field), site.fisher(field))
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -328,5 +328,5 @@ def test_bad_calls():
     with pytest.raises(ValueError, match="multiple of 16 for 'sequential', got 30"):
         machine.estimate_log_partition(30, method="sequential")
     dependent = Gaussian.create(torch.zeros(2).double(), torch.tensor([[1.0, 0.5], [0.5, 1.0]]).double())
-    with pytest.raises(ValueError, match="independent hidden units"):
+    with pytest.raises(ValueError, match="hidden units of Gaussian are not independent"):
         BoltzmannMachine.create(SPINS, dependent, torch.zeros(4, 2).double()).couplings(2)

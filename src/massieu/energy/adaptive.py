@@ -23,7 +23,7 @@ from massieu.solve.status import FixedPointResult
 
 
 class MagnetisationResult(NamedTuple):
-    """What a spin model's sites do."""
+    """Means, covariances and log-partition of the N sites of a spin model."""
 
     mean: Float[Tensor, "N d"]
     """⟨S_i⟩."""
@@ -32,7 +32,7 @@ class MagnetisationResult(NamedTuple):
     log_partition: Float[Tensor, ""]
     """log E exp(½ Σ SᵀJS) over the sites' probabilities: 0 without couplings. Nats."""
     solution: FixedPointResult | None
-    """Of the equations that were solved: status, residual, steps; None for exact results."""
+    """Status, residual and steps of the equations that were solved; None for exact results."""
 
 
 def adaptive_tap(
@@ -45,8 +45,8 @@ def adaptive_tap(
     throw: bool,
 ) -> MagnetisationResult:
     """See `massieu.energy.SpinModel.adaptive_tap`."""
-    law = sites.law(site, coupling)
-    found = fixed_point(
+    law = sites.site_law(site, coupling)
+    solution = fixed_point(
         _equations,
         _start(law, coupling),
         (law, coupling),
@@ -56,69 +56,87 @@ def adaptive_tap(
         max_steps=max_steps,
         throw=throw,
     )
-    mean, curvature = found.value[..., 0], found.value[..., 1:]
-    pull = torch.einsum("ijab,jb->ia", coupling, mean)
-    own = torch.einsum("iab,ib->ia", curvature, mean)
-    if values_are_readable(mean) and (sharpness := sites.too_sharp(site, pull - own, curvature)) is not None:
-        raise ValueError(
-            f"adaptive TAP on spheres needs radius·|field| of at most {sites.SHARPEST:g}, got {sharpness:.4g}"
-        )
-    moments = law.tilted(pull - own, curvature)
+    mean = solution.value[..., 0]
+    curvature = solution.value[..., 1:]
+    # The field of the other sites, and what the site's own reaction adds to it.
+    neighbour_field = torch.einsum("ijab,jb->ia", coupling, mean)
+    reaction = torch.einsum("iab,ib->ia", curvature, mean)
+    cavity_field = neighbour_field - reaction
+    if values_are_readable(mean):
+        _check_sharpness(site, cavity_field, curvature)
+    moments = law.tilted(cavity_field, curvature)
     system = _system(moments.covariance, curvature, coupling)
     response = matrices.solve(system, block_diagonal(moments.covariance))
-    level = moments.log_partition.sum() + 0.5 * (mean * (own - pull)).sum() - 0.5 * matrices.log_determinant(system)
-    found, stable = _judged(found, response, throw)
-    # Of a matrix that is not positive definite, log det has no meaning.
-    level = torch.where(stable, level, torch.nan)
-    return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), level, found)
+    sites_part = moments.log_partition.sum()
+    fields_part = 0.5 * (mean * (reaction - neighbour_field)).sum()
+    log_partition = sites_part + fields_part - 0.5 * matrices.log_determinant(system)
+    solution, stable = _with_stability(solution, response, throw)
+    # The logarithm of the determinant has no meaning where the matrix is not positive definite.
+    log_partition = torch.where(stable, log_partition, torch.nan)
+    return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), log_partition, solution)
+
+
+def _check_sharpness(site: Measure, field: Tensor, curvature: Tensor) -> None:
+    sharpness = sites.too_sharp(site, field, curvature)
+    if sharpness is not None:
+        raise ValueError(
+            f"adaptive TAP on spheres needs radius·|field| of at most {sites.MAX_SHARPNESS:g}, got {sharpness:.4g}"
+        )
 
 
 @torch.no_grad()
 def _start(law: sites.SiteLaw, coupling: Tensor) -> Tensor:
     """Means of the sites alone, and the V that follow from V to second order: for Gaussian sites the solution."""
-    alone = law.tilted(torch.zeros_like(coupling[0, :, 0]), torch.zeros_like(coupling[0]))
-    echo = torch.einsum("ijab,jbc,ijdc->iad", coupling, alone.covariance, coupling)
-    mean = alone.mean.unsqueeze(-1)
-    return torch.cat([mean, _equations(torch.cat([mean, echo], -1), law, coupling)[..., 1:]], -1)
+    uncoupled = law.tilted(torch.zeros_like(coupling[0, :, 0]), torch.zeros_like(coupling[0]))
+    second_order = torch.einsum("ijab,jbc,ijdc->iad", coupling, uncoupled.covariance, coupling)
+    mean = uncoupled.mean.unsqueeze(-1)
+    curvature = _equations(torch.cat([mean, second_order], -1), law, coupling)[..., 1:]
+    return torch.cat([mean, curvature], -1)
 
 
 def _equations(point: Tensor, law: sites.SiteLaw, coupling: Tensor) -> Tensor:
     """Means and V, (N, d, 1 + d), that follow from means and V: those of the Gaussian of precision Λ − J."""
-    mean, curvature = point[..., 0], point[..., 1:]
+    mean = point[..., 0]
+    curvature = point[..., 1:]
     field = torch.einsum("ijab,jb->ia", coupling, mean) - torch.einsum("iab,ib->ia", curvature, mean)
     moments = law.tilted(field, curvature)
-    matrix, block = as_matrix(coupling), block_diagonal(moments.covariance)
+    matrix = as_matrix(coupling)
+    block = block_diagonal(moments.covariance)
     # Each site's law seen as e^{b·S − ½ SᵀΛ_iS} in the others' company, b = C⁻¹⟨S⟩ − field: with C⁻¹ multiplied out.
     shifted = moments.mean.flatten() - block @ field.flatten()
-    solved = matrices.solve(
-        _system(moments.covariance, curvature, coupling), torch.cat([shifted.unsqueeze(-1), block], -1)
-    )
-    # With G the response of all sites, [GJ]_ii = G_ii V_i and [JGJ]_ii = (I + V_i G_ii) V_i, V_i that of the cavity.
-    toward = solved[:, 1:] @ matrix
-    own, around = diagonal_blocks(toward, len(mean)), diagonal_blocks(matrix @ toward, len(mean))
-    cavity = matrices.solve(identity_like(own) + own.mT, around)
-    return torch.cat([solved[:, 0].reshape(*mean.shape, 1), 0.5 * (cavity + cavity.mT)], -1)
+    # One solve for the means and for G, the response of all sites: columns (1 + N·d).
+    system = _system(moments.covariance, curvature, coupling)
+    solved = matrices.solve(system, torch.cat([shifted.unsqueeze(-1), block], -1))
+    new_mean = solved[:, 0].reshape(*mean.shape, 1)
+    response = solved[:, 1:]
+    # [GJ]_ii = G_ii V_i and [JGJ]_ii = (I + V_i G_ii) V_i, V_i that of the cavity: both blocks give V_i without G_ii⁻¹.
+    response_coupling = response @ matrix
+    once = diagonal_blocks(response_coupling, len(mean))
+    twice = diagonal_blocks(matrix @ response_coupling, len(mean))
+    cavity = matrices.solve(identity_like(once) + once.mT, twice)
+    return torch.cat([new_mean, 0.5 * (cavity + cavity.mT)], -1)
 
 
 def _system(covariance: Tensor, curvature: Tensor, coupling: Tensor) -> Float[Tensor, "Nd Nd"]:
-    """I + C(V − J) = C(Λ − J)."""
+    """I + C(V − J) = C(Λ − J), which needs no inverse of C."""
     inner = block_diagonal(covariance) @ (block_diagonal(curvature) - as_matrix(coupling))
     return identity_like(inner) + inner
 
 
-def _judged(found: FixedPointResult, response: Tensor, throw: bool) -> tuple[FixedPointResult, Tensor]:
-    """The solution with the status NOT_ATTRACTING where the response is no covariance; whether it is one."""
+def _with_stability(solution: FixedPointResult, response: Tensor, throw: bool) -> tuple[FixedPointResult, Tensor]:
+    """The solution, of status NOT_ATTRACTING if the response is not a covariance, and whether the response is one."""
     values = response.detach()
-    usable = values.isfinite().all()
-    symmetric = torch.where(usable, 0.5 * (values + values.mT), torch.zeros_like(values))
+    finite = values.isfinite().all()
+    # Eigenvalues of a matrix with a NaN would raise.
+    symmetric = torch.where(finite, 0.5 * (values + values.mT), torch.zeros_like(values))
     eigenvalues = torch.linalg.eigvalsh(symmetric)
     least = eigenvalues[0]
-    stable = usable & (least >= -(torch.finfo(values.dtype).eps ** 0.5) * eigenvalues[-1])
+    stable = finite & (least >= -(torch.finfo(values.dtype).eps ** 0.5) * eigenvalues[-1])
     if throw and not every(stable):
         lowest = unwrapped(least).min().item()
         raise ConvergenceError(
             f"adaptive TAP came to a saddle: (Λ − J)⁻¹ has the eigenvalue {lowest:.3g} and is no covariance; the "
             "couplings are too strong for one state, as in a glass: make them weaker, or pass throw=False"
         )
-    status = torch.where(found.converged & ~stable, int(Status.NOT_ATTRACTING), found.status)
-    return found._replace(status=status), stable
+    status = torch.where(solution.converged & ~stable, int(Status.NOT_ATTRACTING), solution.status)
+    return solution._replace(status=status), stable

@@ -48,7 +48,7 @@ class Potential(Protocol):
 
 
 def is_potential(value: object) -> TypeGuard[Potential]:
-    """Whether it has what a potential has; compiled code cannot ask `isinstance` of a protocol."""
+    """Whether `value` has the attributes of a `Potential`; `isinstance` of a protocol does not work in compiled code."""
     return all(hasattr(value, name) for name in ("batch_shape", "event_shape", "log_partition", "mean"))
 
 
@@ -102,7 +102,7 @@ class Energy(Value):
 
     @property
     def _event_dims(self) -> int:
-        """How many dimensions one state has."""
+        """Number of dimensions of one state."""
         return 1
 
     @property
@@ -115,7 +115,7 @@ class Energy(Value):
     @final
     def __call__(self, state: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query"]:
         """E(state), in nats/scale and at least float32; +inf outside the potential's domain."""
-        return self._energy(self._given(state))
+        return self._energy(self._checked_state(state))
 
     @final
     def step(
@@ -127,18 +127,21 @@ class Energy(Value):
         units. Raises a ValueError where it lies outside.
         """
         self._check_damping(damping)
-        target = self._step(self._given(state))
-        return target if damping == 1 else state + damping * (target - state)
+        target = self._step(self._checked_state(state))
+        # An undamped step is returned as it is: state + (target − state) would add rounding.
+        if damping == 1:
+            return target
+        return state + damping * (target - state)
 
     @final
     def force(self, state: Float[Tensor, "*batch_query_event"]) -> Float[Tensor, "*batch_query_event"]:
         """−∇E(state)."""
-        return self._force(promoted(self._given(state)))
+        return self._force(promoted(self._checked_state(state)))
 
     @final
     def hessian(self, state: Float[Tensor, "*batch_query event"]) -> Float[Tensor, "*batch_query event event"]:
         """∇²E(state): its eigenvalues are positive at a strict local minimum, one is negative at a saddle."""
-        return self._hessian(promoted(self._given(state)))
+        return self._hessian(promoted(self._checked_state(state)))
 
     @final
     def descend(self, state: Float[Tensor, "*batch_query_event"], *, steps: int, damping: float = 1.0) -> DescentResult:
@@ -149,7 +152,7 @@ class Energy(Value):
         for _ in range(steps):
             states.append(self.step(states[-1], damping=damping))
         path = torch.stack(states)
-        return DescentResult(path, torch.stack([self._energy(each) for each in states]))
+        return DescentResult(path, torch.stack([self._energy(point) for point in states]))
 
     @final
     def retrieve(
@@ -171,7 +174,7 @@ class Energy(Value):
         Args:
             tol: Stop at ‖T(x) − x‖ ≤ tol·(1 + ‖x‖); by default 2e-6, in float64 1e-10. Not together with `steps`.
             max_steps: Where a descent to the end gives up.
-            throw: Raise where a descent has not ended. If not, `status` and `residual` tell, item by item. In compiled code,
+            throw: Raise if a descent has not ended. If False, see `status` and `residual` of each item. In compiled code,
                 where nothing can be raised, such items are NaN; a number of steps never raises.
 
         Raises:
@@ -185,8 +188,8 @@ class Energy(Value):
             number("tol", tol, above=0)
         start = self._widened(state)
         if steps is None:
-            # Plain moves alone are known to descend.
-            found = fixed_point(
+            # Only unaccelerated steps are known to descend.
+            solution = fixed_point(
                 lambda point, energy: energy.step(point),
                 start,
                 (self,),
@@ -197,11 +200,13 @@ class Energy(Value):
                 atol=tol,
                 throw=throw,
             )
-            return RetrievalResult(found.value, self._energy(found.value), found.residual, found.steps, found.status)
+            energy = self._energy(solution.value)
+            return RetrievalResult(solution.value, energy, solution.residual, solution.steps, solution.status)
         whole_number("steps", steps, least=0)
         end = start
         for _ in range(steps):
             end = self.step(end, damping=damping)
+        # The same test of convergence as the solver's, which reports but does not stop these steps.
         with torch.no_grad():
             residual = self._size(self._step(end) - end)
             settled = residual <= default_tolerance(end.dtype).relative * (1 + self._size(end))
@@ -227,10 +232,10 @@ class Energy(Value):
 
     def _widened(self, state: Tensor) -> Tensor:
         """The state in the dtype that a step returns."""
-        return self._given(state).to(promoted_dtype(state, *self._leaves()))
+        return self._checked_state(state).to(promoted_dtype(state, *self._leaves()))
 
-    def _given(self, state: Tensor) -> Tensor:
-        """The state, if it is a tensor that this energy can have."""
+    def _checked_state(self, state: Tensor) -> Tensor:
+        """The state as it is; or an error if it is not floating-point or on another device."""
         self._check_device(state=floating("state", state))
         return state
 
@@ -248,5 +253,6 @@ def times(
     vectors: Float[Tensor, "*batch_query n"], matrix: Float[Tensor, "*batch n m"]
 ) -> Float[Tensor, "*batch_query m"]:
     """Each query's vector times the matrix of its batch item."""
+    # All query dimensions become one, so that each batch item is one product of matrices: (*batch, queries, n).
     flat = vectors.reshape(*matrix.shape[:-2], -1, matrix.shape[-2])
     return (flat @ matrix).reshape(*vectors.shape[:-1], matrix.shape[-1])

@@ -122,10 +122,12 @@ class BoltzmannMachine(Value):
         return self.visible.sample(_finite("hidden", self.visible_field(hidden)), generator=generator)
 
     def _need_units(self, name: Literal["visible", "hidden"], state: Tensor) -> None:
+        """Raise unless `state` holds units of the layer called `name`."""
         self._check_device(**{name: floating(name, state)})
-        wanted = self.weight.shape[name == "hidden"]
-        if state.ndim == 0 or state.shape[-1] != wanted:
-            raise ValueError(f"{name} must have shape (*items, {wanted}), got {tuple(state.shape)}")
+        num_visible, num_hidden = self.weight.shape
+        num_units = num_hidden if name == "hidden" else num_visible
+        if state.ndim == 0 or state.shape[-1] != num_units:
+            raise ValueError(f"{name} must have shape (*items, {num_units}), got {tuple(state.shape)}")
 
     # What the hidden units do to the visible ones.
 
@@ -144,15 +146,16 @@ class BoltzmannMachine(Value):
         covariance = self.hidden.fisher(zero[0])
         if some(covariance != covariance.diagonal().diag()):
             raise ValueError(
-                f"effective couplings need independent hidden units, which {type(self.hidden).__name__} has not"
+                f"the hidden units of {type(self.hidden).__name__} are not independent, so there are no effective couplings"
             )
         cumulants = self.hidden.cumulants(zero, basis, order)
-        found = []
+        interactions = []
         for n in range(1, order + 1):
+            # For n = 3: "m,am,bm,cm->abc".
             letters = "abcd"[:n]
             inputs = ",".join(f"{letter}m" for letter in letters)
-            found.append(torch.einsum(f"m,{inputs}->{letters}", cumulants[:, n - 1], *[self.weight] * n))
-        return found
+            interactions.append(torch.einsum(f"m,{inputs}->{letters}", cumulants[:, n - 1], *[self.weight] * n))
+        return interactions
 
     # The normaliser.
 
@@ -161,21 +164,27 @@ class BoltzmannMachine(Value):
 
         Raises a ValueError where both layers have more than 2^20.
         """
-        counts = [math.inf if (count := sites.count(each)) is None else count for each in (self.visible, self.hidden)]
-        if min(counts) > sites.MOST:
-            told = ["infinitely many" if count == math.inf else str(count) for count in counts]
+        num_visible = _num_states(self.visible)
+        num_hidden = _num_states(self.hidden)
+        if min(num_visible, num_hidden) > sites.MAX_STATES:
             raise ValueError(
-                f"an exact normaliser needs a layer of at most 2^20 states, got {told[0]} visible and {told[1]} hidden; "
-                "`estimate_log_partition` has no such bound"
+                f"an exact normaliser needs a layer of at most 2^20 states, got {_in_words(num_visible)} visible and "
+                f"{_in_words(num_hidden)} hidden; `estimate_log_partition` has no such bound"
             )
-        listed, summed, weight = self.visible, self.hidden, self.weight
-        if counts[1] < counts[0]:
-            listed, summed, weight = self.hidden, self.visible, self.weight.mT
-        levels = [
-            torch.logsumexp(_log_density(listed, block) + _rise(summed, block @ weight), 0)
-            for block in sites.blocks(listed, weight)
+        # The states of one layer are listed; the other layer is integrated out in closed form.
+        if num_hidden < num_visible:
+            listed = self.hidden
+            integrated = self.visible
+            weight = self.weight.mT
+        else:
+            listed = self.visible
+            integrated = self.hidden
+            weight = self.weight
+        block_log_partitions = [
+            torch.logsumexp(_log_density(listed, block) + _rise(integrated, block @ weight), 0)
+            for block in sites.state_blocks(listed, weight)
         ]
-        return torch.stack(levels).logsumexp(0)
+        return torch.stack(block_log_partitions).logsumexp(0)
 
     def estimate_log_partition(
         self,
@@ -187,7 +196,7 @@ class BoltzmannMachine(Value):
     ) -> AnnealResult:
         """log Σ exp(vᵀWh) a b with its standard error, from chains whose weight W grows from 0.
 
-        `AnnealResult.position` are visible units, `AnnealResult.history` what each step of the schedule met. "importance":
+        `AnnealResult.position` holds visible units, `AnnealResult.history` a record of each step of the schedule. "importance":
         annealed importance sampling; "sequential": sequential Monte Carlo, chains in 16 groups, within which those that
         have lost their weight are replaced. `chains` is at least 2, for "sequential" a multiple of 16.
         """
@@ -204,8 +213,10 @@ class BoltzmannMachine(Value):
             return machine(t)._log_partition_of_hidden(visible)
 
         def move(visible: Tensor, t: float, generator: torch.Generator | None) -> Tensor:
-            there = machine(t)
-            return there.sample_visible(there.sample_hidden(visible, generator), generator)
+            # A sweep of Gibbs sampling, which leaves the law at t as it is.
+            annealed = machine(t)
+            hidden = annealed.sample_hidden(visible, generator)
+            return annealed.sample_visible(hidden, generator)
 
         with torch.no_grad():
             start = self.visible.sample(zero, generator=generator)
@@ -213,25 +224,40 @@ class BoltzmannMachine(Value):
             return inference.anneal(start, path, move, schedule=schedule, groups=groups, generator=generator)
 
 
+def _num_states(measure: Measure) -> float:
+    """Number of states of a layer; infinite if it is infinite or not known."""
+    number = sites.num_states(measure)
+    if number is None:
+        return math.inf
+    return number
+
+
+def _in_words(number: float) -> str:
+    if number == math.inf:
+        return "infinitely many"
+    return str(number)
+
+
 def _product(units: Tensor, weight: Tensor) -> Tensor:
-    """In the wider dtype of both, since units are data."""
+    """units @ weight in the wider of their dtypes: units are data, which need not have the weight's dtype."""
     dtype = torch.promote_types(units.dtype, weight.dtype)
     return units.to(dtype) @ weight.to(dtype)
 
 
 def _rise(measure: Measure, eta: Tensor) -> Tensor:
-    """A(eta) − A(0): the log-partition of the probability that `measure` is up to a factor."""
-    return measure.log_partition(eta) - measure.log_partition(
-        torch.zeros_like(eta[..., :1, :] if eta.ndim > 1 else eta)
-    )
+    """A(eta) − A(0): the log-partition of the measure, normalised to a probability."""
+    # A(0) is the same for all items: one of them is enough, and broadcasts.
+    first_item = eta[..., :1, :] if eta.ndim > 1 else eta
+    return measure.log_partition(eta) - measure.log_partition(torch.zeros_like(first_item))
 
 
 def _log_density(measure: Measure, point: Tensor) -> Tensor:
+    """The log-density of the measure itself, which is its tilt by 0."""
     return measure.log_prob(torch.zeros_like(point), point)
 
 
 def _finite(name: str, field: Tensor) -> Tensor:
-    """The field that units of that layer make, if it is one."""
+    """The field of the layer's units, if all of it is finite; or an error."""
     if some(~field.isfinite()):
         wrong = int((~unwrapped(field).isfinite()).reshape(-1, field.shape[-1]).any(-1).sum())
         raise ValueError(f"{name} units must be finite and make finite fields; those of {wrong} items do not")

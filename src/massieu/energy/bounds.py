@@ -29,21 +29,22 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_BLOCK = 1024
+_PATTERNS_PER_BLOCK = 1024
+"""Rows of the matrix of all pairs of patterns that are held at a time."""
 
 
 class RetrievalBoundResult(NamedTuple):
-    """For every pattern, how far one step may leave it: 1 − p_i ≤ `weight` and ‖T(ξ) − x_i‖ ≤ `distance`."""
+    """Bounds on the error of one step, for every pattern: 1 − p_i ≤ `weight` and ‖T(ξ) − x_i‖ ≤ `distance`."""
 
     weight: Float[Tensor, "*batch_query N"]
     distance: Float[Tensor, "*batch_query N"]
 
 
 class BasinResult(NamedTuple):
-    """For every pattern, what is certain of the ball about it.
+    """Guarantees for the ball about every pattern.
 
     `exists`: the descent map takes the ball into itself, and so has a fixed point there, at most `distance` from the pattern;
-    `unique`: it contracts there too, so that every start in the ball goes to that point.
+    `unique`: the map also contracts there, so that a descent from any start in the ball ends at that point.
     """
 
     exists: Bool[Tensor, "*batch N"]
@@ -59,22 +60,22 @@ class CapacityResult(NamedTuple):
     holds: bool
 
 
-def stored(hopfield: HopfieldEnergy, *, plain: bool = True) -> Atoms:
+def stored(hopfield: HopfieldEnergy, *, any_reference: bool = False) -> Atoms:
     """The stored patterns, in at least float32.
 
     Raises:
-        TypeError: the memory is not a set of patterns, or, if `plain`, the reference is not the identity.
+        TypeError: the memory is not a set of patterns, or the reference is not the identity and `any_reference` is False.
     """
     memory = instance("hopfield", hopfield, HopfieldEnergy, "a HopfieldEnergy").memory
     instance("the memory", memory, Atoms, "a set of stored patterns")
-    if plain:
+    if not any_reference:
         instance("the reference", hopfield.reference, Identity, "the identity, for which alone this is known")
     return Atoms(promoted(hopfield.memory.points), promoted(hopfield.memory.log_weight))
 
 
 def largest_norm(hopfield: HopfieldEnergy) -> Float[Tensor, "*batch"]:
-    """M = max ‖x_n‖ over the patterns that no mask leaves out; 0 if there are none."""
-    return _kept_points(stored(hopfield, plain=False)).norm(dim=-1).amax(-1)
+    """M = max ‖x_n‖ over the patterns that are not masked; 0 if there are none."""
+    return _unmasked_points(stored(hopfield, any_reference=True)).norm(dim=-1).amax(-1)
 
 
 @door
@@ -93,15 +94,14 @@ def diameter(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = "
         5.0
     """
     choice("method", method, "exact", "radius")
-    points = _kept_points(stored(hopfield, plain=False))
+    points = _unmasked_points(stored(hopfield, any_reference=True))
     if method == "radius":
         return 2 * (points - points.mean(-2, keepdim=True)).norm(dim=-1).amax(-1)
-    # By products of matrices near points would lose their distance.
+    # ‖x‖² + ‖y‖² − 2x·y, the other mode of cdist, would lose the digits of small distances.
     by_differences = "donot_use_mm_for_euclid_dist"
-    rows = [
-        torch.cdist(block, points, compute_mode=by_differences).amax((-2, -1)) for block in points.split(_BLOCK, -2)
-    ]
-    return torch.stack(rows).amax(0)
+    blocks = points.split(_PATTERNS_PER_BLOCK, -2)
+    block_maxima = [torch.cdist(block, points, compute_mode=by_differences).amax((-2, -1)) for block in blocks]
+    return torch.stack(block_maxima).amax(0)
 
 
 @door
@@ -120,9 +120,10 @@ def lipschitz(hopfield: HopfieldEnergy, *, method: Literal["exact", "radius"] = 
         >>> bounds.lipschitz(HopfieldEnergy.create(torch.tensor([[0.0], [2.0]]), scale=1.0)).item()
         1.0
     """
-    spread = diameter(hopfield, method=method)
-    constant = align(hopfield.reference.lipschitz.to(spread), spread.ndim)
-    return constant * promoted(hopfield.scale) * spread.square() / 4
+    largest_distance = diameter(hopfield, method=method)
+    constant = align(hopfield.reference.lipschitz.to(largest_distance), largest_distance.ndim)
+    # The slope of attention is β times the covariance of the patterns, whose eigenvalues are at most D²/4 (Popoviciu).
+    return constant * promoted(hopfield.scale) * largest_distance.square() / 4
 
 
 @door
@@ -131,7 +132,7 @@ def separation(
 ) -> Float[Tensor, "*batch_query N"] | Float[Tensor, "*batch N"]:
     """Separation of patterns at a state ξ: by how much the score of pattern i is above all others.
 
-    Δ_i(ξ) = min over j ≠ i of (x_i − x_j)·ξ + log(w_i/w_j)/β; +inf for the only pattern, −inf for one left out (B5.7).
+    Δ_i(ξ) = min over j ≠ i of (x_i − x_j)·ξ + log(w_i/w_j)/β; +inf for the only pattern, −inf for a masked one (B5.7).
 
     Args:
         hopfield: Stored patterns under the identity.
@@ -148,21 +149,22 @@ def separation(
     """
     memory = stored(hopfield)
     if state is not None:
-        return _leads(_scores(hopfield, memory, state))
-    # Δ_i(x_i) needs row i of the scores alone, a block at a time.
-    rows, start = [], 0
-    for block in memory.points.split(_BLOCK, -2):
-        leads = _leads(_scores(hopfield, memory, block))
-        rows.append(leads.diagonal(start, -2, -1))
+        return _score_leads(_scores(hopfield, memory, state))
+    # Δ_i(x_i) is on the diagonal of the leads of all patterns at all patterns, which are formed a block of rows at a time.
+    separations = []
+    start = 0
+    for block in memory.points.split(_PATTERNS_PER_BLOCK, -2):
+        leads = _score_leads(_scores(hopfield, memory, block))
+        separations.append(leads.diagonal(start, -2, -1))
         start += block.shape[-2]
-    return torch.cat(rows, -1)
+    return torch.cat(separations, -1)
 
 
 @door
 def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query d"]) -> RetrievalBoundResult:
     """Bounds on the error of one retrieval step: on the weight of other patterns and on the distance from pattern i.
 
-    They are (N−1)e^(−βΔ_i(ξ)) and 2M times that. N counts the patterns that no mask leaves out (B5.7; Ramsauer et al.,
+    They are (N−1)e^(−βΔ_i(ξ)) and 2M times that, N the number of patterns that are not masked (B5.7; Ramsauer et al.,
     theorem 4).
 
     Example:
@@ -173,16 +175,16 @@ def retrieval_bound(hopfield: HopfieldEnergy, state: Float[Tensor, "*batch_query
         True
     """
     lead = separation(hopfield, state)
-    weight = _missed(hopfield, lead)
+    weight = _weight_of_others(hopfield, lead)
     return RetrievalBoundResult(weight, 2 * align(largest_norm(hopfield), lead.ndim) * weight)
 
 
 @door(radius=real)
 def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
-    """What is guaranteed in the ball of `radius` around each pattern: convergence, one fixed point, its distance (B5.7).
+    """Guarantees for the ball of `radius` around each pattern: convergence, one fixed point, its distance (B5.7).
 
-    In it Δ_i is at least Δ_i(x_i) − 2M·radius. A fixed point exists where the bound on the distance is at most the radius;
-    the map contracts where 4βM²(N−1)e^(−βΔ) < 1 too.
+    In the ball Δ_i is at least Δ_i(x_i) − 2M·radius. A fixed point exists if the bound on the distance is at most the radius.
+    The map contracts if also 4βM²(N−1)e^(−βΔ) < 1.
 
     Raises:
         ValueError: a radius that is not positive and finite.
@@ -195,12 +197,15 @@ def basin(hopfield: HopfieldEnergy, radius: float) -> BasinResult:
         ([True, True], [0.013, 0.013])
     """
     number("radius", radius, above=0)
-    own = separation(hopfield)
-    norm, scale = align(largest_norm(hopfield), own.ndim), align(promoted(hopfield.scale), own.ndim)
-    weight = _missed(hopfield, own - 2 * norm * radius)
+    at_pattern = separation(hopfield)
+    norm = align(largest_norm(hopfield), at_pattern.ndim)
+    scale = align(promoted(hopfield.scale), at_pattern.ndim)
+    in_ball = at_pattern - 2 * norm * radius
+    weight = _weight_of_others(hopfield, in_ball)
     distance = 2 * norm * weight
     exists = distance <= radius
-    return BasinResult(exists, exists & (4 * scale * norm.square() * weight < 1), distance)
+    contracts = 4 * scale * norm.square() * weight < 1
+    return BasinResult(exists, exists & contracts, distance)
 
 
 @door(scale=real, radius=real, failure=real)
@@ -228,41 +233,58 @@ def capacity(
         (7.41, True)
     """
     whole_number("dimension", dimension, least=2)
-    scale = number("scale", dimension**-0.5 if scale is None else scale, above=0)
+    if scale is None:
+        scale = dimension**-0.5
+    scale = number("scale", scale, above=0)
     number("radius", radius, above=0)
     number("failure", failure, above=0, below=1)
     # In logarithms, since numbers of patterns leave the range of floats in a few thousand dimensions.
-    freedom, log_size = dimension - 1, 2 * math.log(radius) + math.log(scale)
+    freedom = dimension - 1
+    # log(βK²), which both a and b contain.
+    log_size = 2 * math.log(radius) + math.log(scale)
     a = 2 / freedom * (1 + math.log(2) + log_size + math.log(failure) + math.log(freedom))
+    # c = b/W₀(y) = e^{W₀(y) − a}, since W₀(y) e^{W₀(y)} = y = b e^a.
     log_base = _lambert(a + math.log(0.4) + log_size) - a
     holds = log_base >= 4 / freedom * (math.log(2) - 0.5 * math.log(failure))
-    return CapacityResult(_exp(log_base), _exp(0.5 * math.log(failure) + freedom / 4 * log_base), holds)
+    log_patterns = 0.5 * math.log(failure) + freedom / 4 * log_base
+    return CapacityResult(_exp(log_base), _exp(log_patterns), holds)
 
 
 def _exp(logarithm: float) -> float:
-    """e to that power, +inf where it is larger than any float."""
-    return math.exp(logarithm) if logarithm < math.log(sys.float_info.max) else math.inf
+    """e^logarithm; +inf if that is larger than any float."""
+    if logarithm < math.log(sys.float_info.max):
+        return math.exp(logarithm)
+    return math.inf
 
 
 def _lambert(log_argument: float) -> float:
     """W₀(exp(y)): the w > 0 with w + ln w = y."""
     if log_argument < -700:
         return math.exp(log_argument)  # W₀(z) = z − z² + …
-    w = math.exp(log_argument) if log_argument < 0 else 1 + log_argument / 2
+    if log_argument < 0:
+        w = math.exp(log_argument)
+    else:
+        w = 1 + log_argument / 2
+    # Newton's method for w + ln w = y, whose left side is concave: every iterate after the first lies below the root.
     for _ in range(100):
-        w, before = w * (1 + log_argument - math.log(w)) / (1 + w), w
+        before = w
+        w = w * (1 + log_argument - math.log(w)) / (1 + w)
         if abs(w - before) <= 1e-15 * w:
             break
     return w
 
 
-def _kept_points(memory: Atoms) -> Tensor:
-    """The points; what a mask leaves out is moved to one that is kept, or to 0 if there is none."""
-    kept = memory.log_weight != -torch.inf
-    first = kept.to(torch.int8).argmax(-1)[..., None, None].expand(*kept.shape[:-1], 1, memory.points.shape[-1])
-    stand_in = memory.points.gather(-2, first).masked_fill(~kept.any(-1)[..., None, None], 0.0)
-    points = torch.where(kept.unsqueeze(-1), memory.points, stand_in)
-    # A weight of NaN says neither that a pattern is there nor that it is not.
+def _unmasked_points(memory: Atoms) -> Tensor:
+    """The points (*batch, N, d); masked ones are moved to the first that is not masked, or to 0 if all are.
+
+    So a maximum over norms or distances does not see them, and shapes do not depend on the mask.
+    """
+    unmasked = memory.log_weight != -torch.inf
+    first = unmasked.to(torch.int8).argmax(-1)[..., None, None]
+    first = first.expand(*unmasked.shape[:-1], 1, memory.points.shape[-1])
+    stand_in = memory.points.gather(-2, first).masked_fill(~unmasked.any(-1)[..., None, None], 0.0)
+    points = torch.where(unmasked.unsqueeze(-1), memory.points, stand_in)
+    # A weight of NaN does not say whether the pattern is masked.
     return points.masked_fill(memory.log_weight.isnan().unsqueeze(-1), torch.nan)
 
 
@@ -279,18 +301,21 @@ def _scores(hopfield: HopfieldEnergy, memory: Atoms, state: Tensor) -> Tensor:
     return scores + align(bias, scores.ndim, 1)
 
 
-def _leads(scores: Tensor) -> Tensor:
-    """Each score less the largest of the others."""
+def _score_leads(scores: Tensor) -> Tensor:
+    """Each score less the largest of the others; −inf for masked patterns, +inf for the only one."""
     if scores.shape[-1] == 1:
         return torch.where(scores == -torch.inf, -torch.inf, torch.inf)
-    (best, second), place = (part.unbind(-1) for part in (scores.topk(2, -1).values, scores.argmax(-1, keepdim=True)))
-    leader = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, place[0].unsqueeze(-1), True)
-    lead = scores - torch.where(leader, second.unsqueeze(-1), best.unsqueeze(-1))
+    # The largest of the others is the best score, but for the best itself, which is compared with the second.
+    best, second = scores.topk(2, -1).values.unbind(-1)
+    best_index = scores.argmax(-1, keepdim=True)
+    is_best = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best_index, True)
+    lead = scores - torch.where(is_best, second.unsqueeze(-1), best.unsqueeze(-1))
     return torch.where(scores == -torch.inf, -torch.inf, lead)
 
 
-def _missed(hopfield: HopfieldEnergy, lead: Tensor) -> Tensor:
-    """(N − 1)e^(−β·lead): 0 for the only pattern, +inf for one left out."""
-    kept = (stored(hopfield).log_weight != -torch.inf).sum(-1)
-    others = align((kept - 1).clamp_min(1), lead.ndim)
+def _weight_of_others(hopfield: HopfieldEnergy, lead: Tensor) -> Tensor:
+    """(N − 1)e^(−β·lead), a bound on the weight of all other patterns: 0 for the only pattern, +inf for a masked one."""
+    num_unmasked = (stored(hopfield).log_weight != -torch.inf).sum(-1)
+    # At least 1: the only pattern has a lead of +inf, and a masked one of −inf, whose bound must not become 0·inf.
+    others = align((num_unmasked - 1).clamp_min(1), lead.ndim)
     return others * (-align(promoted(hopfield.scale), lead.ndim) * lead).exp()

@@ -58,7 +58,9 @@ class HopfieldDensity(Value):
     @property
     def log_normaliser(self) -> Float[Tensor, "*batch"]:
         """log ∫ exp(−βE(v)) dv = (d/2) log(2π/β) + log Σ w_n exp(½β‖x_n‖²) − β·constant, E with all constants (B6)."""
-        scale, width = self._scale, self.hopfield.memory.event_shape[0]
+        scale = self._scale
+        width = self.hopfield.memory.event_shape[0]
+        # Each pattern's Gaussian integrates to (2π/β)^{d/2} times w_n exp(½β‖x_n‖²).
         total = torch.logsumexp(self._log_terms, -1)
         return 0.5 * width * torch.log(2 * math.pi / scale) + total - scale * self.hopfield.constant
 
@@ -81,7 +83,8 @@ class HopfieldDensity(Value):
     def responsibilities(self, state: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query N"]:
         """P(n | v): which pattern v came from. They are the attention weights, softmax(β x_n·v + log w_n) (B6)."""
         memory = self._memory
-        eta = self.hopfield._eta(self.hopfield._given(state))
+        eta = self.hopfield._eta(self.hopfield._checked_state(state))
+        # The expectation of the indicators of the patterns, which are the rows of the unit matrix.
         identity = torch.eye(memory.points.shape[-2], dtype=memory.points.dtype, device=memory.points.device)
         return memory.expectation(eta, identity.expand(*memory.points.shape[:-1], -1))
 

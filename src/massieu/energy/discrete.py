@@ -14,12 +14,12 @@ from massieu.foundation.values import align, need_batch, static_field
 Values = Literal["spins", "bits"]
 """Units of ±1, or of 0 and 1."""
 
-_ROUNDINGS = 8
-"""Differences of energy below so many roundings of their terms are none."""
+_TIE_ROUNDINGS = 8
+"""A difference of energies below this number of roundings of its terms counts as a tie."""
 
 
 class _TwoValued(Energy):
-    """An energy of units with two values each: its fields `bias` (*batch, d) and `values` say what states are."""
+    """An energy of units with two values each: the field `values` names them, `bias` (*batch, d) gives the shape of states."""
 
     bias: Float[Tensor, "*batch d"]
     values: Values = static_field()
@@ -29,30 +29,37 @@ class _TwoValued(Energy):
         return "{1}"
 
     @property
-    def _pair(self) -> tuple[float, float]:
-        return (-1.0, 1.0) if self.values == "spins" else (0.0, 1.0)
+    def _low_and_high(self) -> tuple[float, float]:
+        """The two values of a unit."""
+        if self.values == "spins":
+            return -1.0, 1.0
+        return 0.0, 1.0
 
-    def _checked(self, state: Tensor) -> Tensor:
-        """The state, of two values and in at least float32."""
-        state, (low, high) = promoted(state), self._pair
+    def _two_valued(self, state: Tensor) -> Tensor:
+        """The state in at least float32; or an error if it has another shape or other values."""
+        state = promoted(state)
+        low, high = self._low_and_high
         need_batch(type(self).__name__, "a state", state.shape, self.bias.shape[:-1], self.bias.shape[-1:])
         if not every((state == low) | (state == high)):
             raise ValueError(f"a state of {self.values} holds {low:g} and {high:g} alone")
         return state
 
     def _choose(self, gain: Tensor, size: Tensor, unit: Tensor) -> Tensor:
-        """The value of lower energy: high where gain = E(low) − E(high) > 0; on a tie, but for rounding, the unit as it is."""
-        low, high = self._pair
-        tie = gain.abs() <= _ROUNDINGS * torch.finfo(gain.dtype).eps * size
+        """The value of lower energy for one unit: `high` where gain = E(low) − E(high) > 0; on a tie the unit does not change.
+
+        `size` is the size of the terms of the gain, whose rounding decides what counts as a tie.
+        """
+        low, high = self._low_and_high
+        tie = gain.abs() <= _TIE_ROUNDINGS * torch.finfo(gain.dtype).eps * size
         return torch.where(tie, unit, torch.where(gain > 0, high, low))
 
 
 class BinaryHopfieldEnergy(_TwoValued):
     """The classical Hopfield network: E(v) = −bias·v − ½ vᵀ couplings v over v ∈ {±1}^d or {0, 1}^d.
 
-    One step visits every unit once, in order, and gives it the value of lower energy, the others as they are; on a tie it
-    stays. So E never rises, and after finitely many steps nothing changes: a local minimum under single flips. For spins the
-    diagonal of the couplings is a constant; for bits it shifts the bias by half of it, since v_i² = v_i.
+    One step visits every unit once, in order, and gives it the value of lower energy while the others stay. On a tie the
+    unit stays too. So E never rises, and after finitely many steps nothing changes: a local minimum under single flips.
+    For spins the diagonal of the couplings is a constant; for bits it shifts the bias by half of it, since v_i² = v_i.
 
     With couplings W Wᵀ it is what Gaussian hidden units N(0, 1) leave (B2). Of random patterns stored so, about 0.138·d are
     recalled with few errors. Use `create` or `of_patterns`.
@@ -107,24 +114,29 @@ class BinaryHopfieldEnergy(_TwoValued):
         return cls.create(patterns.mT @ patterns, bias, values=values)
 
     def _energy(self, state: Tensor) -> Tensor:
-        state = self._checked(state)
-        return -(state * (align(self.bias, state.ndim, 1) + 0.5 * self._couple(state))).sum(-1)
+        state = self._two_valued(state)
+        return -(state * (align(self.bias, state.ndim, 1) + 0.5 * self._coupling_field(state))).sum(-1)
 
-    def _couple(self, state: Tensor) -> Tensor:
+    def _coupling_field(self, state: Tensor) -> Tensor:
+        """couplings·v, (*batch, *query, d)."""
         return times(state, self.couplings.to(state.dtype))
 
     def _step(self, state: Tensor) -> Tensor:
-        state = self._checked(state)
-        couplings, (low, high) = self.couplings.to(state.dtype), self._pair
-        field = self._couple(state) + align(self.bias, state.ndim, 1)
+        state = self._two_valued(state)
+        couplings = self.couplings.to(state.dtype)
+        bias = align(self.bias, state.ndim, 1)
+        low, high = self._low_and_high
+        field = self._coupling_field(state) + bias
         units = list(state.unbind(-1))
         for index, unit in enumerate(units):
             column = align(couplings[..., index], state.ndim, 1)
+            self_coupling = column[..., index]
             # E(low) − E(high) = (high − low)·(field of the others) + ½(high² − low²)·J_ii.
-            others = field[..., index] - column[..., index] * unit
-            gain = (high - low) * others + 0.5 * (high**2 - low**2) * column[..., index]
-            size = column.abs().sum(-1) + align(self.bias, state.ndim, 1)[..., index].abs()
+            others_field = field[..., index] - self_coupling * unit
+            gain = (high - low) * others_field + 0.5 * (high**2 - low**2) * self_coupling
+            size = column.abs().sum(-1) + bias[..., index].abs()
             units[index] = self._choose(gain, size, unit)
+            # One column updates the field, so that a sweep costs d² and not d³.
             field = field + column * (units[index] - unit).unsqueeze(-1)
         return torch.stack(units, -1)
 
@@ -178,44 +190,58 @@ class DenseHopfieldEnergy(_TwoValued):
         return cls(_bias(bias, shape, patterns), values, patterns, degree)
 
     def _energy(self, state: Tensor) -> Tensor:
-        state = self._checked(state)
+        state = self._two_valued(state)
         overlap = self._overlap(state)
-        total = overlap.exp() if self.degree is None else overlap**self.degree
-        return -(align(self.bias, state.ndim, 1) * state).sum(-1) - total.sum(-1)
+        if self.degree is None:
+            pattern_terms = overlap.exp()
+        else:
+            pattern_terms = overlap**self.degree
+        return -(align(self.bias, state.ndim, 1) * state).sum(-1) - pattern_terms.sum(-1)
 
     def _overlap(self, state: Tensor) -> Tensor:
         """x_n·v, shape (*batch, *query, N)."""
         return times(state, self.patterns.to(state.dtype).mT)
 
     def _step(self, state: Tensor) -> Tensor:
-        state = self._checked(state)
-        patterns, bias, (low, high) = self.patterns.to(state.dtype), self.bias.to(state.dtype), self._pair
+        state = self._two_valued(state)
+        patterns = self.patterns.to(state.dtype)
+        bias = self.bias.to(state.dtype)
+        low, high = self._low_and_high
         gain_of = self._gain_power if self.degree else _gain_exp
-        overlap, units = self._overlap(state), list(state.unbind(-1))
+        # Overlaps with the patterns, (*batch, *query, N), are updated by one column of the patterns for each unit.
+        overlap = self._overlap(state)
+        units = list(state.unbind(-1))
         for index, unit in enumerate(units):
             column = align(patterns[..., index], overlap.ndim, 1)
-            others = overlap - column * unit.unsqueeze(-1)
-            pull = (high - low) * align(bias[..., index], unit.ndim)
-            gain, size = gain_of(others + low * column, others + high * column, pull)
+            others_overlap = overlap - column * unit.unsqueeze(-1)
+            bias_gain = (high - low) * align(bias[..., index], unit.ndim)
+            gain, size = gain_of(others_overlap + low * column, others_overlap + high * column, bias_gain)
             units[index] = self._choose(gain, size, unit)
-            overlap = others + column * units[index].unsqueeze(-1)
+            overlap = others_overlap + column * units[index].unsqueeze(-1)
         return torch.stack(units, -1)
 
-    def _gain_power(self, low: Tensor, high: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
+    def _gain_power(self, low_overlap: Tensor, high_overlap: Tensor, bias_gain: Tensor) -> tuple[Tensor, Tensor]:
+        """bias_gain + Σ high_overlapⁿ − low_overlapⁿ, and the size of its terms."""
         assert self.degree is not None
-        below, above = low**self.degree, high**self.degree
-        return pull + (above - below).sum(-1), pull.abs() + (above.abs() + below.abs()).sum(-1)
+        low = low_overlap**self.degree
+        high = high_overlap**self.degree
+        return bias_gain + (high - low).sum(-1), bias_gain.abs() + (high.abs() + low.abs()).sum(-1)
 
 
-def _gain_exp(low: Tensor, high: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
-    """pull + Σ exp(high) − exp(low) and the size of its terms, both times a positive number that keeps them finite."""
-    peak = torch.maximum(low, high).detach().amax(-1).clamp_min(0.0)
-    below, above = (low - peak.unsqueeze(-1)).exp(), (high - peak.unsqueeze(-1)).exp()
-    pull = pull * (-peak).exp()
-    return pull + (above - below).sum(-1), pull.abs() + (above + below).sum(-1)
+def _gain_exp(low_overlap: Tensor, high_overlap: Tensor, bias_gain: Tensor) -> tuple[Tensor, Tensor]:
+    """bias_gain + Σ exp(high_overlap) − exp(low_overlap), and the size of its terms.
+
+    Both are times a positive number that keeps them finite: only the sign of the gain, and ties, are decided by them.
+    """
+    peak = torch.maximum(low_overlap, high_overlap).detach().amax(-1).clamp_min(0.0)
+    low = (low_overlap - peak.unsqueeze(-1)).exp()
+    high = (high_overlap - peak.unsqueeze(-1)).exp()
+    bias_gain = bias_gain * (-peak).exp()
+    return bias_gain + (high - low).sum(-1), bias_gain.abs() + (high + low).sum(-1)
 
 
 def _bias(bias: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
+    """The bias, zeros by default; or an error."""
     if bias is None:
         return like.new_zeros(shape)
     check_finite(bias=floating("bias", bias))

@@ -60,7 +60,8 @@ def entmax_conjugate(
     """Ω*(z) = max p·z + H_α(p) over the simplex: log Σ exp at α = 1, and the gradient in the scores is `entmax`.
 
     In nats at α = 1. It lies between the largest score and that plus H_α of the uniform weights; −inf, without gradient,
-    where everything is left out. Arguments, precision, derivatives and errors are those of `entmax`; `dim` is gone.
+    where everything is left out. The result lacks the dimension `dim`. Arguments, precision, derivatives and errors are
+    those of `entmax`.
     """
     return _solve(scores, alpha, log_weight, dim)[1]
 
@@ -71,7 +72,8 @@ def tsallis_entropy(weights: Float[Tensor, "..."], alpha: Alpha = 1.5, *, dim: i
     Raises:
         TypeError, ValueError: as `entmax`.
     """
-    return _entropy(*checked(weights, alpha, dim)).squeeze(-1)
+    weights, order = checked(weights, alpha, dim)
+    return _entropy(weights, order).squeeze(-1)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -80,13 +82,14 @@ def tsallis_entropy(weights: Float[Tensor, "..."], alpha: Alpha = 1.5, *, dim: i
 def _solve(scores: Tensor, alpha: Alpha, log_weight: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
     """Weights, along the last dimension, and Ω*."""
     if log_weight is not None:
-        scores = _weighted(floating("scores", scores), log_weight)
+        scores = _add_log_weight(floating("scores", scores), log_weight)
     scores, order = checked(scores, alpha, dim)
     if isinstance(order, float) and order == 1:
         return log_softmax(scores).exp(), logsumexp(scores)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     top = torch.where(empty, 0.0, scores.detach().amax(-1, keepdim=True))
-    # What is left out stands far below, where weight and gradient are exactly 0; a clamp has gradient 0 at NaN too.
+    # Entries that are left out move to a finite distance at which weight and gradient are exactly 0. `where` lets a NaN
+    # through to the gradients; a clamp would give them 0.
     distance = torch.where(empty, 0.0, scores - top)
     distance = torch.where(distance < -_FAR, -_FAR, distance)
     weights, excess = _differentiable(distance, order)
@@ -108,12 +111,15 @@ def checked(scores: Tensor, alpha: Alpha, dim: int) -> tuple[Tensor, float | Ten
     if not isinstance(alpha, Tensor):
         return scores.movedim(dim, -1), float(number("alpha", alpha, least=1))
     check_range("alpha", floating("alpha", alpha), least=1)
-    wanted = tuple(1 if place == dim % len(shape) else size for place, size in enumerate(shape))
-    order = expanded("alpha", alpha.to(scores.dtype), wanted, f"scores of shape {shape}, by")
+    # One order for each row of weights: size 1 along `dim`.
+    rows_shape = list(shape)
+    rows_shape[dim] = 1
+    order = expanded("alpha", alpha.to(scores.dtype), tuple(rows_shape), f"scores of shape {shape}, by")
     return scores.movedim(dim, -1), order.movedim(dim, -1)
 
 
-def _weighted(scores: Tensor, log_weight: Tensor) -> Tensor:
+def _add_log_weight(scores: Tensor, log_weight: Tensor) -> Tensor:
+    """scores + log_weight; −inf where boolean weights are False."""
     weight = floating("log_weight", log_weight, or_boolean=True)
     weight = expanded("log_weight", weight, scores.shape, "scores of shape")
     if weight.dtype == torch.bool:
@@ -129,19 +135,27 @@ def _differentiable(distance: Tensor, order: float | Tensor) -> tuple[Tensor, Te
     # A compiled transform differentiates a Function's forward pass in silence; nested forward mode loses its tangent.
     if torch.compiler.is_compiling() or in_nested_forward_mode():
         return solve_differentiably(distance, order - 1.0)
-    tensor = order if isinstance(order, Tensor) else distance.new_full((1,) * distance.ndim, order)
-    return _Entmax.apply(distance, tensor.expand(*distance.shape[:-1], 1), order if isinstance(order, float) else None)
+    if isinstance(order, Tensor):
+        order_tensor = order
+        constant = None
+    else:
+        order_tensor = distance.new_full((1,) * distance.ndim, order)
+        constant = order
+    return _Entmax.apply(distance, order_tensor.expand(*distance.shape[:-1], 1), constant)
 
 
 class _Entmax(torch.autograd.Function):
-    """Its derivatives are functions of the weights p and of a = α − 1, and so differentiable themselves.
+    """Weights and Ω*, with derivatives that are functions of the weights p and of a = α − 1, and so differentiable themselves.
 
     With s = p^{1−a} and c = ∂p/∂α at fixed t: dp = s(dz − dt) + c dα, where dt keeps Σ dp = 0, and dΩ* = p·dz + ∂H/∂α dα.
     """
 
     @staticmethod
     def forward(distance: Tensor, order: Tensor, constant: float | None) -> tuple[Tensor, Tensor]:
-        return solve(distance, (order if constant is None else constant) - 1.0)
+        # With a number for the order the solver is quickest.
+        if constant is not None:
+            return solve(distance, constant - 1.0)
+        return solve(distance, order - 1.0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -151,29 +165,38 @@ class _Entmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (weights, order), (along, value) = ctx.saved_tensors, cotangents
+        weights, order = ctx.saved_tensors
+        of_weights, of_value = cotangents
         slope = _slope(weights, order - 1)
-        along = along - (slope * along).sum(-1, keepdim=True) / slope.sum(-1, keepdim=True)
+        # Transposed, the condition Σ dp = 0 takes the mean under s out of the cotangent.
+        centred = of_weights - (slope * of_weights).sum(-1, keepdim=True) / slope.sum(-1, keepdim=True)
+        of_distance = slope * centred + of_value * weights
         if not ctx.needs_input_grad[1]:
-            return slope * along + value * weights, None, None
-        growth = (_growth(weights, order - 1) * along).sum(-1, keepdim=True)
-        return slope * along + value * weights, growth + value * _entropy_growth(weights, order), None
+            return of_distance, None, None
+        through_weights = (_growth(weights, order - 1) * centred).sum(-1, keepdim=True)
+        return of_distance, through_weights + of_value * _entropy_growth(weights, order), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
-        (weights, order), (distance, change, _) = ctx.saved_tensors, tangents
+        weights, order = ctx.saved_tensors
+        distance_tangent, order_tangent, _ = tangents
         slope = _slope(weights, order - 1)
-        moved, value = torch.zeros_like(weights), torch.zeros_like(order)
-        if distance is not None:
-            moved, value = slope * distance, (weights * distance).sum(-1, keepdim=True)
-        if change is not None:
-            moved = moved + _growth(weights, order - 1) * change
-            value = value + _entropy_growth(weights, order) * change
-        return moved - slope * moved.sum(-1, keepdim=True) / slope.sum(-1, keepdim=True), value
+        # At fixed t, the threshold.
+        weights_tangent = torch.zeros_like(weights)
+        value_tangent = torch.zeros_like(order)
+        if distance_tangent is not None:
+            weights_tangent = slope * distance_tangent
+            value_tangent = (weights * distance_tangent).sum(-1, keepdim=True)
+        if order_tangent is not None:
+            weights_tangent = weights_tangent + _growth(weights, order - 1) * order_tangent
+            value_tangent = value_tangent + _entropy_growth(weights, order) * order_tangent
+        # The threshold moves so that the weights' sum does not.
+        threshold_tangent = weights_tangent.sum(-1, keepdim=True)
+        return weights_tangent - slope * threshold_tangent / slope.sum(-1, keepdim=True), value_tangent
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-        # It works along the last dimension, whatever is on the left.
+        # Only the last dimension has a meaning, so the mapped one goes to the left.
         batched = [
             tensor.expand(info.batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
             for tensor, at in zip(arguments[:2], in_dims[:2], strict=True)
@@ -182,8 +205,9 @@ class _Entmax(torch.autograd.Function):
 
 
 def _surprise(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """−log p, 0 where p is 0; and where it is not."""
-    positive = ~(weights < torch.finfo(weights.dtype).tiny)  # of NaN the derivative is NaN
+    """−log p, taken as 0 where p is 0, and a mask of the weights that are not 0."""
+    # Negated, so that a NaN counts as positive and reaches the derivatives.
+    positive = ~(weights < torch.finfo(weights.dtype).tiny)
     return -torch.log(torch.where(positive, weights, 1.0)), positive
 
 

@@ -40,13 +40,16 @@ def least_entropy(score_norm: Float[Tensor, "..."] | float, keys: Int[Tensor, ".
         score_norm = torch.tensor(float(number("score_norm", score_norm)))
     sigma = floating("score_norm", score_norm).to(promoted_dtype(score_norm))
     check_range("score_norm", sigma, least=0)
-    count = integers("keys", keys) if isinstance(keys, Tensor) else torch.tensor(whole_number("keys", keys))
+    if isinstance(keys, Tensor):
+        count = integers("keys", keys)
+    else:
+        count = torch.tensor(whole_number("keys", keys))
     if not every(count >= 1):
         raise ValueError("keys must be at least 1")
     check_broadcastable(score_norm=sigma, keys=count)
     sigma, count = torch.broadcast_tensors(sigma, count.to(sigma))
     others = (count - 1).clamp_min(1)
-    # How far the one score leads, and the log-odds of all others together.
+    # The lead of the one score over the others, and the log-odds of all others together: H = softplus + lead·(their share).
     lead = sigma * (count / others).sqrt()
-    odds = others.log() - lead
-    return torch.where(count > 1, F.softplus(odds) + lead * torch.sigmoid(odds), 0.0)
+    log_odds = others.log() - lead
+    return torch.where(count > 1, F.softplus(log_odds) + lead * torch.sigmoid(log_odds), 0.0)

@@ -27,7 +27,7 @@ class SparseAtoms(PatternPotential):
     Attributes:
         atoms: Points and log-weights.
         order: α, shape (*batch).
-        constant: α where one number was given for all, with which the solver is quickest; else None.
+        constant: α if it is one number for the whole batch, with which the solver is quickest; else None.
 
     Example:
         >>> import torch
@@ -65,20 +65,25 @@ class SparseAtoms(PatternPotential):
         scores = atoms.points[..., 0]
         if not isinstance(alpha, Tensor):
             checked(scores, alpha, -1)
-            return cls(atoms, atoms.points.new_full(atoms.batch_shape, alpha), float(alpha))
+            order = atoms.points.new_full(atoms.batch_shape, alpha)
+            return cls(atoms, order, float(alpha))
         order = expanded("alpha", floating("alpha", alpha), atoms.batch_shape)
         checked(scores, order.unsqueeze(-1), -1)
         return cls(atoms, order, None)
 
     @property
     def alpha(self) -> float | Float[Tensor, "*batch"]:
-        """α: a tensor where one was given."""
-        return self.order if self.constant is None else self.constant
+        """α: a number, or the tensor that `create` was called with."""
+        if self.constant is None:
+            return self.order
+        return self.constant
 
     @property
     def margin(self) -> float | Float[Tensor, "*batch"]:
         """1/(α − 1): how far a score must lead for its weight to be exactly 1; infinite at α = 1."""
-        return torch.inf if self.constant == 1 else 1 / (self.alpha - 1)
+        if self.constant == 1:
+            return torch.inf
+        return 1 / (self.alpha - 1)
 
     def lead(self, eta: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
         """The largest score less the second largest, log-weights included; +inf where no second point is left."""
@@ -94,7 +99,8 @@ class SparseAtoms(PatternPotential):
 
         With the identity as reference the Hopfield step from x is then that point, eta = scale·x.
         """
-        lead, margin = self.lead(eta), self.margin
+        lead = self.lead(eta)
+        margin = self.margin
         if isinstance(margin, Tensor):
             margin = align(margin, lead.ndim).to(lead.dtype)
         return lead >= margin
@@ -114,8 +120,11 @@ class SparseAtoms(PatternPotential):
         return fenchel_young_loss(scores, target, potential._order_of(scores))
 
     def _order_of(self, scores: Tensor) -> Alpha:
+        """α as a number, or as a tensor (*batch, 1, …, 1) that broadcasts to the scores."""
         alpha = self.alpha
-        return self._align(alpha.unsqueeze(-1), scores) if isinstance(alpha, Tensor) else alpha
+        if isinstance(alpha, Tensor):
+            return self._align(alpha.unsqueeze(-1), scores)
+        return alpha
 
     def _weighted(self, scores: Tensor) -> Tensor:
         return scores + self._align(self.log_weight, scores)
@@ -155,8 +164,11 @@ def fenchel_young_loss(
     check_shape("target", floating("target", target), scores.shape)
     check_one_device(scores=scores, target=target)
     dtype = promoted_dtype(scores, target)
-    scores, target = scores.to(dtype), target.to(dtype)
-    reached = torch.where(target == 0, 0.0, target * scores).sum(-1)
-    centre = torch.where(reached.isfinite(), reached, 0.0).detach()
+    scores = scores.to(dtype)
+    target = target.to(dtype)
+    # y·z, where a target of 0 at a score of −inf counts for 0.
+    target_score = torch.where(target == 0, 0.0, target * scores).sum(-1)
+    # Ω*(z + c) = Ω*(z) + c: centred at y·z both terms are small where the loss is, so that their difference keeps its digits.
+    centre = torch.where(target_score.isfinite(), target_score, 0.0).detach()
     potential = entmax_conjugate(scores - centre.unsqueeze(-1), alpha)
-    return potential - (reached - centre) - tsallis_entropy(target, alpha)
+    return potential - (target_score - centre) - tsallis_entropy(target, alpha)

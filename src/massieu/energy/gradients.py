@@ -24,7 +24,7 @@ def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[
 
     Args:
         function: A map of items, each on its own, that `torch.func` can differentiate.
-        state: Where; the last dimension is differentiated. Half precision is promoted.
+        state: Points at which to differentiate, by their last dimension. Half precision is promoted.
 
     Raises:
         ValueError: the function changes the state's shape.
@@ -41,14 +41,14 @@ def jacobian_asymmetry(function: Map, state: Float[Tensor, "*lead d"]) -> Float[
         raise ValueError("state must have at least one dimension, got a scalar")
     state = state.to(promoted_dtype(state))
     matrix = jacobian(function, state)
-    # A linear map has its Jacobian at a NaN too.
-    known = (state.isfinite() & function(state).isfinite()).all(-1) & matrix.isfinite().all((-2, -1))
+    # The Jacobian of a linear map is finite at a NaN too, so the state and the value are looked at as well.
+    finite = (state.isfinite() & function(state).isfinite()).all(-1) & matrix.isfinite().all((-2, -1))
     # In units of the largest entry, so that no square is beyond the dtype's range.
     largest = pad(matrix.detach().abs().flatten(-2), (0, 1)).amax(-1)
     matrix = matrix / torch.where(largest > 0, largest, 1.0)[..., None, None]
     size = torch.linalg.matrix_norm(matrix)
     asymmetry = torch.linalg.matrix_norm(matrix - matrix.mT) / torch.where(size == 0, 1.0, size)
-    return torch.where(known, asymmetry, torch.nan)
+    return torch.where(finite, asymmetry, torch.nan)
 
 
 @door(function=function)
@@ -62,8 +62,8 @@ def is_conservative(
 
     Args:
         function: As for `jacobian_asymmetry`.
-        state: Where.
-        tolerance: By default d roundings, times 64.
+        state: Points at which to differentiate, as for `jacobian_asymmetry`.
+        tolerance: By default 64·d roundings.
 
     Raises:
         ValueError, TypeError: as `jacobian_asymmetry`; or the tolerance is negative.
@@ -85,10 +85,11 @@ def is_conservative(
 
 def jacobian(function: Map, state: Tensor, event_dims: int = 1) -> Float[Tensor, "*lead_event_event"]:
     """The derivative of each item of the function, of shape (*state.shape, *event)."""
-    value, pull = torch.func.vjp(function, state)[:2]
+    value, pull_back = torch.func.vjp(function, state)[:2]
     if value.shape != state.shape:
         raise ValueError(f"the function must keep the state's shape {tuple(state.shape)}, got {tuple(value.shape)}")
     event = state.shape[state.ndim - event_dims :]
     basis = torch.eye(event.numel(), dtype=value.dtype, device=value.device).reshape(event.numel(), *event)
-    rows = torch.func.vmap(lambda vector: pull(vector.expand_as(value))[0])(basis)
+    # Items do not depend on each other, so that one pull-back of a unit vector gives a row of every item's Jacobian.
+    rows = torch.func.vmap(lambda vector: pull_back(vector.expand_as(value))[0])(basis)
     return rows.movedim(0, state.ndim - event_dims).reshape(*state.shape, *event)

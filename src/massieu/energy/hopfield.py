@@ -25,8 +25,8 @@ class HopfieldEnergy(Energy):
     with keys = values (B5, B11). With a normalisation as reference, T is attention followed by it.
 
     T is the convex–concave procedure: −A lies below its tangents, and T minimises L* − x·∇A. So E falls by at least the
-    Bregman divergence of L* from T(x) to x; ½‖x − T(x)‖² for the identity. For stored patterns E is never negative; for a
-    memory without points the last constant, whose purpose that is, is left out.
+    Bregman divergence of L* from T(x) to x; ½‖x − T(x)‖² for the identity. The last constant makes E ≥ 0 for stored
+    patterns; a memory without points has none.
 
     The difference of the log-partitions keeps its digits at every scale (`massieu.energy.rise`), and so do its derivatives.
 
@@ -75,7 +75,10 @@ class HopfieldEnergy(Energy):
             memory = Atoms.create(floating("memory", memory))
         if not is_potential(memory):
             raise TypeError(f"memory must be a tensor of patterns or a potential, got {described(memory)}")
-        activation = Identity() if reference is None else MeasureActivation.of("reference", reference)
+        if reference is None:
+            activation = Identity()
+        else:
+            activation = MeasureActivation.of("reference", reference)
         if isinstance(activation, MeasureActivation):
             _check_reference(activation.measure, memory)
         return cls(memory, activation, checked_scale(memory, scale))
@@ -114,9 +117,9 @@ class HopfieldEnergy(Energy):
         atoms = Atoms.create(floating("patterns", patterns), log_weight)
         square = promoted(atoms.points).square().sum(-1)
         scale = checked_scale(atoms, scale)
-        return cls.create(
-            Atoms.create(atoms.points, atoms.log_weight - 0.5 * scale.unsqueeze(-1) * square), scale=scale
-        )
+        # −½β‖x − x_n‖² = β x·x_n − ½β‖x_n‖² − ½β‖x‖²: the pattern's part of the square becomes a log-weight.
+        log_weight = atoms.log_weight - 0.5 * scale.unsqueeze(-1) * square
+        return cls.create(Atoms.create(atoms.points, log_weight), scale=scale)
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -136,17 +139,17 @@ class HopfieldEnergy(Energy):
 
     def _energy(self, state: Tensor) -> Tensor:
         self._check_shape(state)
-        # The reference is told the state's own dtype, of which roundings may lie outside its range.
-        own = self.reference.conjugate(state)
-        own = own - rise(self.memory, promoted(state), promoted(self.scale))
-        return own + align(self._ceiling, own.ndim)
+        # Not promoted: from the state's dtype the reference knows by how much rounding may have moved it out of the range.
+        conjugate = self.reference.conjugate(state)
+        energy = conjugate - rise(self.memory, promoted(state), promoted(self.scale))
+        return energy + align(self._largest_lagrangian, energy.ndim)
 
     def _force(self, state: Tensor) -> Tensor:
         slope = torch.func.grad(lambda point: self.reference.conjugate(point).sum())(state)
         return self.memory.mean(self._eta(state)).to(slope.dtype) - slope
 
     def _eta(self, state: Tensor) -> Tensor:
-        """The memory's natural parameter."""
+        """The natural parameter of the memory, scale·state."""
         self._check_shape(state)
         return promoted(state) * align(self.scale, state.ndim)
 
@@ -155,35 +158,39 @@ class HopfieldEnergy(Energy):
 
     @property
     def constant(self) -> Float[Tensor, "*batch"]:
-        """A(0)/scale + max_n L(x_n): what the energy has beside L* − A/scale."""
+        """A(0)/scale + max_n L(x_n), the constant of the energy: E = L* − A/scale + constant."""
         origin = self.scale.new_zeros((*self.scale.shape, *self.memory.event_shape))
-        return log_partition(self.memory, origin) / self.scale + self._ceiling
+        return log_partition(self.memory, origin) / self.scale + self._largest_lagrangian
 
     @property
-    def _ceiling(self) -> Float[Tensor, "*batch"]:
-        """max_n L(x_n) over the patterns that no mask leaves out; 0 without any."""
+    def _largest_lagrangian(self) -> Float[Tensor, "*batch"]:
+        """max_n L(x_n) over the patterns that are not masked; 0 if there are none."""
         points: Tensor | None = getattr(self.memory, "points", None)
         if points is None:
             return torch.zeros_like(promoted(self.scale))
-        kept = self.memory.log_weight != -torch.inf
-        ceiling = self.reference.lagrangian(points).masked_fill(~kept, -torch.inf).amax(-1)
-        return torch.where(kept.any(-1), ceiling, 0.0)
+        unmasked = self.memory.log_weight != -torch.inf
+        largest = self.reference.lagrangian(points).masked_fill(~unmasked, -torch.inf).amax(-1)
+        return torch.where(unmasked.any(-1), largest, 0.0)
 
 
 def checked_scale(memory: Potential, scale: Tensor | float | None) -> Float[Tensor, "*batch"]:
     """The inverse temperature of a memory, d^-½ by default, positive and finite, expanded to its batch; or an error."""
-    given = memory.event_shape.numel() ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = memory.event_shape.numel() ** -0.5
     like = next((leaf for leaf in pytree.tree_leaves(memory) if leaf.is_floating_point()), None)
-    if like is not None and not isinstance(given, Tensor):
+    if like is not None and not isinstance(scale, Tensor):
         # A number takes the memory's dtype and device.
-        given = as_tensor("scale", given, like, promoted_dtype(like))
-    return expanded("scale", positive("scale", given), memory.batch_shape, "the memory's batch")
+        scale = as_tensor("scale", scale, like, promoted_dtype(like))
+    return expanded("scale", positive("scale", scale), memory.batch_shape, "the memory's batch")
 
 
 def _check_reference(reference: Any, memory: Potential) -> None:
+    """Raise unless `reference` is a measure on the memory's space, of a batch that fits the memory's."""
     if not isinstance(reference, Measure):
         raise TypeError(f"reference must be an activation or a measure, got {described(reference)}")
     if reference.event_shape != memory.event_shape:
-        shapes = tuple(reference.event_shape), tuple(memory.event_shape)
-        raise ValueError(f"reference is on vectors of shape {shapes[0]}, the memory on {shapes[1]}")
+        raise ValueError(
+            f"reference is on vectors of shape {tuple(reference.event_shape)}, "
+            f"the memory on {tuple(memory.event_shape)}"
+        )
     check_prefix("the reference of a memory", reference.batch_shape, memory.batch_shape)

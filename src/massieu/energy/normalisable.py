@@ -12,14 +12,14 @@ _WHOLE_LINE = (Gaussian, Laplace)
 
 
 def why_not_normalisable(visible: Measure, hidden: Measure, weight: Tensor) -> str | None:
-    """Why there is no normaliser; None where there is one, and where this cannot tell: unbounded units of other kinds."""
+    """Why there is no normaliser; None if there is one, or if it is not known, as for unbounded units of other kinds."""
     if not bool((weight != 0).any()):
         return None
     names = f"{type(untilted(hidden)).__name__} hidden and {type(untilted(visible)).__name__} visible units"
     if _is_bounded(visible):
-        return _leaves_domain(hidden, visible, weight, "hidden")
+        return _why_outside_domain(hidden, visible, weight, "hidden")
     if _is_bounded(hidden):
-        return _leaves_domain(visible, hidden, weight.mT, "visible")
+        return _why_outside_domain(visible, hidden, weight.mT, "visible")
     # Two unbounded layers: the couplings' bilinear exponent decides, whatever linear one a tilt adds.
     visible, hidden = untilted(visible), untilted(hidden)
     if isinstance(visible, Gaussian) and isinstance(hidden, Gaussian):
@@ -50,15 +50,17 @@ def _is_bounded(measure: Measure) -> bool:
     return bounds is not None and all(bool(bound.isfinite().all()) for bound in bounds)
 
 
-def _leaves_domain(limited: Measure, bounded: Measure, weight: Tensor, layer: str) -> str | None:
-    """Whether some state of the bounded layer takes the other layer's eta out of its domain."""
+def _why_outside_domain(limited: Measure, bounded: Measure, weight: Tensor, layer: str) -> str | None:
+    """How a state of the bounded layer takes the eta of the other layer out of its domain; None if no state does."""
     base = untilted(limited)
     limits = base._limits() if isinstance(base, Coordinates) else None
     if limits is None:
         return None
     tilt = _tilt(limited, weight)
     low, high = (limit - tilt for limit in limits)
-    up, down = bounded._support(weight.mT), bounded._support(-weight.mT)
+    # max and max of the negative of each unit's field, over the states of the bounded layer.
+    up = bounded._support(weight.mT)
+    down = bounded._support(-weight.mT)
     assert up is not None and down is not None  # the layer is bounded
     beyond = (up >= high) | (-down <= low)
     if not bool(beyond.any()):
@@ -79,11 +81,16 @@ def _tilt(measure: Measure, weight: Tensor) -> Tensor:
 
 def _coupling_norm(visible: Gaussian, hidden: Gaussian, weight: Tensor) -> float:
     """The spectral norm of Σ_v^½ W Σ_h^½, in float64."""
+    # Its square is the largest eigenvalue of Σ_s^½ᵀ (WᵀΣ_lW) Σ_s^½, a matrix of the size of the smaller layer s.
+    larger = visible
+    smaller = hidden
     if weight.shape[0] < weight.shape[1]:
-        visible, hidden, weight = hidden, visible, weight.mT
-    # Its square is the largest eigenvalue of Σ_h^½ᵀ (WᵀΣ_vW) Σ_h^½, as large as the smaller layer.
-    visible, hidden = (layer.to(torch.float64, weight.device) for layer in (visible, hidden))
-    values, vectors = torch.linalg.eigh(hidden.fisher(torch.zeros_like(hidden.location)))
-    scaled = (weight.double() @ (vectors * values.clamp_min(0).sqrt())).mT
-    image = visible.fisher_vp(torch.zeros_like(scaled), scaled)
+        larger = hidden
+        smaller = visible
+        weight = weight.mT
+    larger = larger.to(torch.float64, weight.device)
+    smaller = smaller.to(torch.float64, weight.device)
+    eigenvalues, vectors = torch.linalg.eigh(smaller.fisher(torch.zeros_like(smaller.location)))
+    scaled = (weight.double() @ (vectors * eigenvalues.clamp_min(0).sqrt())).mT
+    image = larger.fisher_vp(torch.zeros_like(scaled), scaled)
     return torch.linalg.eigvalsh(image @ scaled.mT)[-1].clamp_min(0).sqrt().item()

@@ -1,7 +1,7 @@
 """How foreign a state is to a memory: out-of-distribution scores that are free energies (N14)."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -15,8 +15,10 @@ from massieu.foundation.transforms import every, unwrapped
 from massieu.foundation.values import align
 from massieu.measures import Atoms, Measure
 
-_NEEDS = {"energy": ((), ()), "she": (("memory",), ("label",)), "hopfield_boosting": (("memory", "outliers"), ())}
-"""What each kind needs of memory, outliers and label, and what it can use."""
+_NEEDED = {"energy": (), "she": ("memory",), "hopfield_boosting": ("memory", "outliers")}
+"""The arguments that each kind of score needs, of memory, outliers and label."""
+_OPTIONAL = {"energy": (), "she": ("label",), "hopfield_boosting": ()}
+"""The arguments that each kind of score can use but does not need."""
 
 
 def ood_score(
@@ -39,14 +41,15 @@ def ood_score(
     Args:
         state: Logits or features.
         kind: Which score.
-        memory: What is familiar: a measure, or patterns of weight one.
-        outliers: A memory of what is known to be foreign.
+        memory: Familiar states: a measure, or patterns of weight one.
+        outliers: Foreign states: a measure, or patterns of weight one.
         label: Indices of patterns.
         scale: The inverse temperature, one for each batch item or one for all; by default 1 for logits, d^-½ for features.
 
     Raises:
-        ValueError: no such kind; what it needs is missing, or something it does not use is given; shapes that do not fit.
-        TypeError: the memory is no measure; beside a label, no set of patterns.
+        ValueError: the kind is unknown, an argument that it needs is missing, one that it does not use is given, or shapes
+            do not fit.
+        TypeError: the memory is not a measure or, with `label`, not a set of patterns.
 
     Example:
         >>> import torch
@@ -56,31 +59,35 @@ def ood_score(
         True
     """
     floating("state", state)
-    choice("kind", kind, *_NEEDS)
-    given = {"memory": memory, "outliers": outliers, "label": label}
-    needed, optional = _NEEDS[kind]
-    for name, value in given.items():
-        if value is None and name in needed:
+    choice("kind", kind, *_NEEDED)
+    arguments = {"memory": memory, "outliers": outliers, "label": label}
+    for name, value in arguments.items():
+        if value is None and name in _NEEDED[kind]:
             raise ValueError(f"ood_score of kind {kind!r} needs {name}")
-        if value is not None and name not in (*needed, *optional):
+        if value is not None and name not in (*_NEEDED[kind], *_OPTIONAL[kind]):
             raise ValueError(f"ood_score of kind {kind!r} does not use {name}")
     if memory is None:
-        logits = promoted(state)
-        rate = positive("scale", 1.0 if scale is None else scale)
-        if logits.ndim == 0 or rate.shape != logits.shape[: rate.ndim] or rate.ndim >= logits.ndim:
-            raise ValueError(
-                f"scale must be one number or have the batch's shape, the first dimensions of the state's "
-                f"{tuple(logits.shape)} but for the last, got {tuple(rate.shape)}"
-            )
-        check_one_device(scale=rate, state=logits)
-        rate = align(rate.to(logits), logits.ndim - 1)
-        return -torch.logsumexp(logits * rate.unsqueeze(-1), -1) / rate
+        return _energy_of_logits(state, scale)
     if label is not None:
-        return -_familiarity(state, memory, label)
+        return -_score_at_label(state, memory, label)
     if outliers is not None:
-        return _excess(state, outliers, memory, scale)
-    above, ground = _free(state, memory, scale)
-    return -(above + ground)
+        return _difference(state, outliers, memory, scale)
+    free = _scaled_log_partition(state, memory, scale)
+    return -(free.rise + free.at_origin)
+
+
+def _energy_of_logits(state: Tensor, scale: Tensor | float | None) -> Tensor:
+    """−lse(scale·f)/scale of logits f."""
+    logits = promoted(state)
+    scale = positive("scale", 1.0 if scale is None else scale)
+    if logits.ndim == 0 or scale.shape != logits.shape[: scale.ndim] or scale.ndim >= logits.ndim:
+        raise ValueError(
+            f"scale must be one number or have the batch's shape, the first dimensions of the state's "
+            f"{tuple(logits.shape)} but for the last, got {tuple(scale.shape)}"
+        )
+    check_one_device(scale=scale, state=logits)
+    scale = align(scale.to(logits), logits.ndim - 1)
+    return -torch.logsumexp(logits * scale.unsqueeze(-1), -1) / scale
 
 
 def boosting_energy(
@@ -104,46 +111,65 @@ def boosting_energy(
     """
     energy = HopfieldEnergy.create(memory, scale=scale)
     floating("state", state)
-    gap = _excess(state, energy.memory, outliers, energy.scale)
-    rate = align(promoted(energy.scale), gap.ndim)
-    return -2 * (_log_cosh(0.5 * rate * gap) + math.log(2)) / rate
+    difference = _difference(state, energy.memory, outliers, energy.scale)
+    scale = align(promoted(energy.scale), difference.ndim)
+    # With p = σ(scale·difference), p(1 − p) = 1/(2 cosh(scale·difference/2))².
+    return -2 * (_log_cosh(0.5 * scale * difference) + math.log(2)) / scale
 
 
 def _log_cosh(y: Tensor) -> Tensor:
-    """log cosh y, with a slope that keeps its digits near 0: it would be a difference of halves."""
+    """log cosh y, whose derivative keeps its digits near 0: the form for large y would take it as a difference of halves."""
     near = y.abs() < 1
-    inner, outer = torch.where(near, y, 0.0), torch.where(near, 1.0, y).abs()
-    return torch.where(
-        near, 0.5 * torch.log1p(inner.sinh().square()), outer + torch.log1p((-2 * outer).exp()) - math.log(2)
-    )
+    inner = torch.where(near, y, 0.0)
+    outer = torch.where(near, 1.0, y).abs()
+    # cosh² = 1 + sinh²; and cosh y = e^|y| (1 + e^{−2|y|})/2, which does not overflow.
+    small = 0.5 * torch.log1p(inner.sinh().square())
+    large = outer + torch.log1p((-2 * outer).exp()) - math.log(2)
+    return torch.where(near, small, large)
 
 
-def _excess(state: Tensor, first: Measure | Tensor, second: Measure | Tensor, scale: Tensor | float | None) -> Tensor:
-    """(A_first(scale·x) − A_second(scale·x))/scale: what both have at 0 goes first, so that a small rest keeps its digits."""
-    (own, ground), (other, level) = (_free(state, memory, scale) for memory in (first, second))
-    return (own - other) + (ground - level)
+def _difference(
+    state: Tensor, first: Measure | Tensor, second: Measure | Tensor, scale: Tensor | float | None
+) -> Tensor:
+    """(A_first(scale·x) − A_second(scale·x))/scale."""
+    minuend = _scaled_log_partition(state, first, scale)
+    subtrahend = _scaled_log_partition(state, second, scale)
+    # Like parts are subtracted first: the values at 0 may be large, and would swallow a small difference of the rises.
+    return (minuend.rise - subtrahend.rise) + (minuend.at_origin - subtrahend.at_origin)
 
 
-def _free(state: Tensor, memory: Measure | Tensor, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """The parts of A(scale·x)/scale: what it is above that at 0, and that."""
+class _ScaledLogPartition(NamedTuple):
+    """A(scale·x)/scale as a sum of two parts."""
+
+    rise: Tensor
+    """(A(scale·x) − A(0))/scale."""
+    at_origin: Tensor
+    """A(0)/scale."""
+
+
+def _scaled_log_partition(state: Tensor, memory: Measure | Tensor, scale: Tensor | float | None) -> _ScaledLogPartition:
     energy = HopfieldEnergy.create(memory, scale=scale)
-    energy._check_shape(energy._given(state))
-    rate, state = promoted(energy.scale), promoted(state)
-    above = rise(energy.memory, state, rate)
-    origin = state.new_zeros((*state.shape[: rate.ndim], state.shape[-1]))
-    return above, align(energy.memory.log_partition(origin) / rate, above.ndim)
+    energy._check_shape(energy._checked_state(state))
+    scale = promoted(energy.scale)
+    state = promoted(state)
+    above_origin = rise(energy.memory, state, scale)
+    origin = state.new_zeros((*state.shape[: scale.ndim], state.shape[-1]))
+    at_origin = energy.memory.log_partition(origin) / scale
+    return _ScaledLogPartition(above_origin, align(at_origin, above_origin.ndim))
 
 
-def _familiarity(state: Tensor, memory: Any, label: Tensor) -> Tensor:
-    """x·x_label."""
-    memory = Atoms.create(memory) if isinstance(memory, Tensor) else memory
+def _score_at_label(state: Tensor, memory: Any, label: Tensor) -> Tensor:
+    """x·x_label, (*batch, *query)."""
+    if isinstance(memory, Tensor):
+        memory = Atoms.create(memory)
     instance("memory", memory, Atoms, "class means as patterns, where a label is given")
-    batch, points = memory.batch_shape, promoted(memory.points)
-    count = points.shape[-2]
+    points = promoted(memory.points)
+    num_classes = points.shape[-2]
     check_shape("label", integers("label", label), state.shape[:-1])
-    if not every((label >= 0) & (label < count)):
+    if not every((label >= 0) & (label < num_classes)):
         numbers = unwrapped(label)
-        raise ValueError(f"label must lie in 0 … {count - 1}, got {int(numbers.min())} … {int(numbers.max())}")
-    flat = label.long().reshape(*batch, -1)
+        raise ValueError(f"label must lie in 0 … {num_classes - 1}, got {int(numbers.min())} … {int(numbers.max())}")
+    # All query dimensions as one, to pick a pattern of the batch item for each: (*batch, queries, d), then the state's shape.
+    flat = label.long().reshape(*memory.batch_shape, -1)
     chosen = points.take_along_dim(flat.unsqueeze(-1), -2).reshape(state.shape)
     return (promoted(state) * chosen).sum(-1)

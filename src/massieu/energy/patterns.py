@@ -63,11 +63,11 @@ class PatternPotential(Value):
 
     @final
     def weights(self, eta: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query N"]:
-        """∇Φ: what the mean multiplies the points with."""
+        """∇Φ: the weights of the points in the mean."""
         potential, eta = self._admit(eta)
         return potential._weights_of_scores(potential._scores(eta))
 
-    # What an author writes. Scores x_n·eta have shape (*batch, *query, N).
+    # Hooks of a subclass. Scores x_n·eta have shape (*batch, *query, N).
 
     @abstractmethod
     def _of_scores(self, scores: Tensor) -> Tensor:

@@ -16,22 +16,22 @@ from massieu.measures import Atoms
 from massieu.solve.status import CONVERGED
 
 LEVEL = 0.95
-"""Of the intervals."""
-_NUMBERS_AT_ONCE = 1 << 24
-"""The most numbers of stored patterns that are held at a time."""
+"""Confidence level of the intervals."""
+_ELEMENTS_PER_BLOCK = 1 << 24
+"""The most elements of stored patterns, over all trials of a block, that are held at a time."""
 
 
 @dataclass(frozen=True)
 class RetrievalCurveResult:
-    """What `retrieval_curve` found, of C numbers of stored patterns and K levels of noise."""
+    """Shares of retrieved patterns, by C numbers of stored patterns and K levels of noise."""
 
     counts: Int[Tensor, "C"]
     noise: Float[Tensor, "K"]
     share: Float[Tensor, "C K"]
-    """Of the trials that brought their pattern back."""
+    """The share of trials that retrieved their pattern."""
     lower: Float[Tensor, "C K"]
     upper: Float[Tensor, "C K"]
-    """Wilson's interval of 95 %, each by itself."""
+    """Ends of Wilson's interval of 95 % for each share by itself."""
     unfinished: Float[Tensor, "C K"]
     """The share of trials whose descent had not ended at `max_steps`; they count as not retrieved."""
     trials: int
@@ -58,23 +58,23 @@ def retrieval_curve(
     noise share what is stored and the direction of the noise, so their differences scatter less than the intervals say.
 
     Args:
-        patterns: What may be stored; a pattern that is there twice is never told from its copy.
-        counts: How many are stored, each at most N.
+        patterns: Patterns to draw from. One that is there twice counts as not retrieved when both copies are stored.
+        counts: Numbers of stored patterns, each at most N.
         noise: Standard deviations, in the unit of the patterns.
         scale: β, as for `HopfieldEnergy.create`.
         euclidean: Retrieve by distance, `HopfieldEnergy.euclidean`; False: by dot products, `HopfieldEnergy.create`.
-        trials: Of each number stored. The interval's half-width is at most 1/√trials.
-        max_steps: Where a descent gives up.
+        trials: Number of trials for each number of stored patterns. The interval's half-width is at most 1/√trials.
+        max_steps: Limit of steps of a descent.
 
     Raises:
-        TypeError: patterns that are no floating-point tensor, numbers of another type.
-        ValueError: patterns of another shape or not finite; a number below its least, or more to store than there are.
+        TypeError: patterns are not a floating-point tensor, or a number is of another type.
+        ValueError: patterns are of another shape or not finite, a number is below its minimum, or a count is above N.
 
     Example:
         >>> import torch
         >>> from massieu import energy
-        >>> found = energy.retrieval_curve(torch.eye(8), [2, 8], [0.0, 3.0], scale=50.0, generator=torch.Generator())
-        >>> found.share[:, 0].tolist(), bool(found.upper[1, 1] < found.lower[0, 0])  # without noise all come back
+        >>> curve = energy.retrieval_curve(torch.eye(8), [2, 8], [0.0, 3.0], scale=50.0, generator=torch.Generator())
+        >>> curve.share[:, 0].tolist(), bool(curve.upper[1, 1] < curve.lower[0, 0])  # without noise all come back
         ([1.0, 1.0], True)
     """
     if floating("patterns", patterns).ndim != 2 or 0 in patterns.shape:
@@ -89,69 +89,85 @@ def retrieval_curve(
     whole_number("max_steps", max_steps, least=1)
     if generator is not None:
         check_generator("generator", generator)
-    scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
+    if isinstance(scale, Tensor):
+        scale = scale.reshape(())
     points = patterns.to(torch.promote_types(patterns.dtype, torch.float32))
     if euclidean:
+        # Distances do not change, and the rounding of squares is least about the mean.
         points = points - points.mean(0)
-    rows = []
+    retrieval = _Retrieval(points, levels, scale, euclidean, max_steps, generator)
+    outcomes_by_count = []
     for count in stored:
-        block = max(1, _NUMBERS_AT_ONCE // (count * points.shape[1]))
+        block = max(1, _ELEMENTS_PER_BLOCK // (count * points.shape[1]))
         sizes = [min(block, trials - first) for first in range(0, trials, block)]
-        parts = [_tried(points, count, size, levels, scale, euclidean, max_steps, generator) for size in sizes]
-        rows.append(torch.cat(parts, -1))
-    tried = torch.stack(rows, 1)
-    share, unfinished = tried.double().mean(-1)
+        outcomes_by_count.append(torch.cat([retrieval.outcomes(count, size) for size in sizes], -1))
+    # (2, counts, levels, trials): whether a trial succeeded, and whether its descent had not ended.
+    outcomes = torch.stack(outcomes_by_count, 1)
+    share, unfinished = outcomes.double().mean(-1)
     lower, upper = _wilson(share, trials)
     number_stored = torch.tensor(stored, device=share.device)
     deviations = torch.tensor(levels, dtype=torch.float64, device=share.device)
     return RetrievalCurveResult(number_stored, deviations, share, lower, upper, unfinished, trials)
 
 
-def _listed(name: str, given: object) -> Sequence[object]:
-    """The numbers, if they are a list of at least one."""
-    found: Sequence[object] = instance(name, given, Sequence, "a sequence of numbers")  # pyright: ignore[reportAssignmentType]
-    if isinstance(given, str) or not len(found):
-        raise ValueError(f"{name} must be a sequence of at least one number, got {given!r}")
-    return found
+def _listed(name: str, value: object) -> Sequence[object]:
+    """The value as it is; or an error unless it is a sequence of at least one number."""
+    numbers: Sequence[object] = instance(name, value, Sequence, "a sequence of numbers")  # pyright: ignore[reportAssignmentType]
+    if isinstance(value, str) or not len(numbers):
+        raise ValueError(f"{name} must be a sequence of at least one number, got {value!r}")
+    return numbers
 
 
-def _tried(
-    points: Tensor,
-    count: int,
-    trials: int,
-    levels: list[float],
-    scale: float | Tensor | None,
-    euclidean: bool,
-    max_steps: int,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """Whether each trial succeeded, and whether it had not ended: (2, levels, trials)."""
-    device = points.device if generator is None else generator.device
-    order = torch.rand(trials, len(points), generator=generator, device=device).to(points.device)
-    # The first of a random order is the one that is asked for.
-    memory = points[order.argsort(-1)[:, :count]]
-    own = memory[:, 0]
-    other = torch.linalg.vector_norm(memory[:, 1:] - own.unsqueeze(1), dim=-1)
-    radius = 0.5 * other.amin(-1) if count > 1 else own.new_full((trials,), torch.inf)
-    direction = torch.randn(own.shape, generator=generator, device=device, dtype=own.dtype).to(own.device)
-    make = HopfieldEnergy.euclidean if euclidean else _by_products
-    found = []
-    for level in levels:
-        end = make(memory, scale=scale).retrieve(own + level * direction, max_steps=max_steps, throw=False)
-        near = torch.linalg.vector_norm(end.state - own, dim=-1) < radius
-        ended = end.status == CONVERGED
-        found.append(torch.stack([near & ended, ~ended]))
-    return torch.stack(found, 1)
+@dataclass(frozen=True)
+class _Retrieval:
+    """Trials of retrieval from memories drawn from `points` (N, d)."""
 
+    points: Tensor
+    levels: list[float]
+    scale: float | Tensor | None
+    euclidean: bool
+    max_steps: int
+    generator: torch.Generator | None
 
-def _by_products(patterns: Tensor, *, scale: float | Tensor | None) -> HopfieldEnergy:
-    return HopfieldEnergy.create(Atoms.create(patterns), scale=scale)
+    def outcomes(self, count: int, trials: int) -> Tensor:
+        """Whether each trial succeeded, and whether its descent had not ended: booleans (2, levels, trials)."""
+        points = self.points
+        device = points.device if self.generator is None else self.generator.device
+        # Sorting random numbers gives a random order: its first `count` patterns are stored, (trials, count, d).
+        order = torch.rand(trials, len(points), generator=self.generator, device=device).to(points.device)
+        stored = points[order.argsort(-1)[:, :count]]
+        target = stored[:, 0]
+        radius = self._success_radius(stored, target)
+        direction = torch.randn(target.shape, generator=self.generator, device=device, dtype=target.dtype)
+        direction = direction.to(target.device)
+        outcomes = []
+        for level in self.levels:
+            start = target + level * direction
+            end = self._memory(stored).retrieve(start, max_steps=self.max_steps, throw=False)
+            near = torch.linalg.vector_norm(end.state - target, dim=-1) < radius
+            ended = end.status == CONVERGED
+            outcomes.append(torch.stack([near & ended, ~ended]))
+        return torch.stack(outcomes, 1)
+
+    def _success_radius(self, stored: Tensor, target: Tensor) -> Tensor:
+        """Half the distance from the target to the nearest other stored pattern, (trials,); infinite without others."""
+        if stored.shape[1] == 1:
+            return target.new_full((len(target),), torch.inf)
+        distance = torch.linalg.vector_norm(stored[:, 1:] - target.unsqueeze(1), dim=-1)
+        return 0.5 * distance.amin(-1)
+
+    def _memory(self, stored: Tensor) -> HopfieldEnergy:
+        if self.euclidean:
+            return HopfieldEnergy.euclidean(stored, scale=self.scale)
+        return HopfieldEnergy.create(Atoms.create(stored), scale=self.scale)
 
 
 def _wilson(share: Tensor, trials: int) -> tuple[Tensor, Tensor]:
-    """The bounds of a binomial share whose score test does not reject it."""
+    """Wilson's interval: the probabilities that a score test of the observed share does not reject."""
     z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-    middle = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
-    half = z / (1 + z**2 / trials) * (share * (1 - share) / trials + (z / (2 * trials)) ** 2).sqrt()
-    # At a share of 0 or 1 the bound is that share, which rounding may pass.
-    return (middle - half).clamp(min=0.0).minimum(share), (middle + half).clamp(max=1.0).maximum(share)
+    centre = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    half_width = z / (1 + z**2 / trials) * (share * (1 - share) / trials + (z / (2 * trials)) ** 2).sqrt()
+    # At a share of 0 or 1 that share is an end of the interval, which rounding may move past it.
+    lower = (centre - half_width).clamp(min=0.0).minimum(share)
+    upper = (centre + half_width).clamp(max=1.0).maximum(share)
+    return lower, upper

@@ -18,15 +18,15 @@ from massieu.foundation.transforms import some, values_are_readable
 from massieu.foundation.values import align
 
 _CANCELS = 0.25
-"""A difference below this share of what is subtracted, and of one, loses digits."""
+"""A difference below this share of 1 + |minuend| + |subtrahend| loses digits."""
 _AGREE = 64
-"""By how many roundings of the difference the integral may differ from it: more if the mean changes between nodes."""
+"""Number of roundings of the difference by which the integral may differ; a mean that changes between nodes exceeds it."""
 _NODES = [node for node, _ in GAUSS_LEGENDRE]
 _WEIGHTS = [weight for _, weight in GAUSS_LEGENDRE]
-_LAST: list[list[float]] = (
+_LAST_COEFFICIENTS: list[list[float]] = (
     legvander(2 * np.array(_NODES) - 1, 7)[:, 6:] * np.array(_WEIGHTS)[:, None] * np.array([13.0, 15.0])
 ).tolist()
-"""Take the values at the nodes to the last two of their eight Legendre coefficients."""
+"""(8, 2): maps values at the nodes to the last two of their eight Legendre coefficients, (2n + 1)∫ f P_n for n = 6, 7."""
 
 
 def rise(
@@ -40,23 +40,24 @@ def rise(
     """
     eta = state * align(scale, state.ndim)
     origin = eta.new_zeros((*eta.shape[: scale.ndim], *memory.event_shape))
-    level, ground = log_partition(memory, eta), log_partition(memory, origin)
-    rate, ground = align(scale, level.ndim), align(ground, level.ndim)
-    difference = level - ground
+    at_eta = log_partition(memory, eta)
+    at_origin = align(log_partition(memory, origin), at_eta.ndim)
+    scale = align(scale, at_eta.ndim)
+    difference = at_eta - at_origin
     with torch.no_grad():
-        size = 1 + level.abs() + ground.abs()
-        small = difference.abs() < _CANCELS * size
-    if values_are_readable(small) and not some(small):
-        return difference / rate
-    integral, last = _integral(memory, state, eta)
+        size = 1 + at_eta.abs() + at_origin.abs()
+        cancels = difference.abs() < _CANCELS * size
+    if values_are_readable(cancels) and not some(cancels):
+        return difference / scale
+    integral, last_coefficient = _integral(memory, state, eta)
     with torch.no_grad():
-        rounding = torch.finfo(level.dtype).eps * size / rate
+        rounding = torch.finfo(at_eta.dtype).eps * size / scale
         # Coefficients of an analytic function fall geometrically, so that the rule's error, of order 16, is about the
         # square of the last in units of the largest.
-        missed = last.square() / integral.abs().clamp_min(torch.finfo(level.dtype).tiny)
-        agrees = (integral - difference / rate).abs() <= _AGREE * rounding
-        chosen = small & agrees & (torch.minimum(missed, last) <= rounding)
-    return torch.where(chosen, integral, difference / rate)
+        error = last_coefficient.square() / integral.abs().clamp_min(torch.finfo(at_eta.dtype).tiny)
+        agrees = (integral - difference / scale).abs() <= _AGREE * rounding
+        integrate = cancels & agrees & (torch.minimum(error, last_coefficient) <= rounding)
+    return torch.where(integrate, integral, difference / scale)
 
 
 def log_partition(memory: Potential, eta: Tensor) -> Tensor:
@@ -68,9 +69,10 @@ def log_partition(memory: Potential, eta: Tensor) -> Tensor:
 def _integral(memory: Potential, state: Tensor, eta: Tensor) -> tuple[Tensor, Tensor]:
     """∫₀¹ ∇A(t·eta)·state dt by Gauss's rule of eight nodes, and the size of its last two Legendre coefficients."""
     event_dims = len(memory.event_shape)
-    place, event = eta.ndim - event_dims, [1] * event_dims
-    nodes = eta.new_tensor(_NODES)
-    means = memory.mean(eta.unsqueeze(place) * nodes.reshape(-1, *event))
-    slopes = (means * state.unsqueeze(place)).sum(tuple(range(-event_dims, 0)))
-    last = (slopes.detach() @ slopes.new_tensor(_LAST)).abs().amax(-1)
-    return slopes @ slopes.new_tensor(_WEIGHTS), last
+    # The nodes are one more query dimension: (*batch, *query, 8, *event).
+    node_dim = eta.ndim - event_dims
+    nodes = eta.new_tensor(_NODES).reshape(-1, *[1] * event_dims)
+    means = memory.mean(eta.unsqueeze(node_dim) * nodes)
+    slopes = (means * state.unsqueeze(node_dim)).sum(tuple(range(-event_dims, 0)))
+    last_coefficient = (slopes.detach() @ slopes.new_tensor(_LAST_COEFFICIENTS)).abs().amax(-1)
+    return slopes @ slopes.new_tensor(_WEIGHTS), last_coefficient

@@ -20,24 +20,27 @@ from massieu.foundation.values import Value
 from massieu.measures import Atoms, Bernoulli, Categorical, Constant, Gaussian, Measure, Sphere, Spin
 from massieu.measures.combine import Tilted
 
-MOST = 1 << 20
-"""So many states at most are gone through."""
-_BLOCK = 1 << 14
+MAX_STATES = 1 << 20
+"""The most states that a sum goes through."""
+_STATES_PER_BLOCK = 1 << 14
 
 
-def count(measure: Measure) -> int | None:
-    """How many states there are; None for infinitely many, or where it is not known."""
+def num_states(measure: Measure) -> int | None:
+    """Number of states of a measure; None if there are infinitely many or the number is not known."""
     size = measure.event_shape[0]
     if isinstance(measure, Spin | Bernoulli):
         return 2**size
     if isinstance(measure, Categorical):
         return size
-    return 1 if isinstance(measure, Constant) else None
+    if isinstance(measure, Constant):
+        return 1
+    return None
 
 
-def blocks(measure: Measure, like: Tensor) -> Iterator[Float[Tensor, "block d"]]:
+def state_blocks(measure: Measure, like: Tensor) -> Iterator[Float[Tensor, "block d"]]:
     """All states, in blocks, of the dtype and on the device of `like`."""
-    number, size = count(measure), measure.event_shape[0]
+    number = num_states(measure)
+    size = measure.event_shape[0]
     if number is None:
         raise ValueError(f"{type(measure).__name__} has no finite list of states")
     if isinstance(measure, Categorical):
@@ -46,35 +49,45 @@ def blocks(measure: Measure, like: Tensor) -> Iterator[Float[Tensor, "block d"]]
     if isinstance(measure, Constant):
         yield measure.value.to(like).unsqueeze(0)
         return
+    # State number k is the binary expansion of k, the first unit its highest bit.
     powers = 2 ** torch.arange(size - 1, -1, -1, device=like.device)
-    for first in range(0, number, _BLOCK):
-        index = torch.arange(first, min(first + _BLOCK, number), device=like.device)
+    for first in range(0, number, _STATES_PER_BLOCK):
+        index = torch.arange(first, min(first + _STATES_PER_BLOCK, number), device=like.device)
         bits = (index.unsqueeze(1) // powers % 2).to(like.dtype)
-        yield 2 * bits - 1 if isinstance(measure, Spin) else bits
+        if isinstance(measure, Spin):
+            yield 2 * bits - 1
+        else:
+            yield bits
 
 
-def count_at(site: Measure) -> int | None:
-    """How many states each of N sites has; None as for `count`."""
-    return site.points.shape[-2] if isinstance(site, Atoms) else count(site)
+def num_states_per_site(site: Measure) -> int | None:
+    """Number of states of each of N sites; None as for `num_states`."""
+    if isinstance(site, Atoms):
+        return site.points.shape[-2]
+    return num_states(site)
 
 
-def of_sites(site: Measure, like: Tensor) -> tuple[Float[Tensor, "N K d"], Float[Tensor, "N K"]]:
-    """The states of each of N sites, and the logarithms of their probabilities."""
+def states_per_site(site: Measure, like: Tensor) -> tuple[Float[Tensor, "N K d"], Float[Tensor, "N K"]]:
+    """The K states of each of N sites, and the logarithms of their probabilities."""
     if isinstance(site, Atoms):
         return site.points.to(like), torch.log_softmax(site.log_weight.to(like), -1)
-    points = torch.cat(list(blocks(site, like))) if not isinstance(site, Constant) else site.value.to(like).unsqueeze(1)
+    if isinstance(site, Constant):
+        # Sites of one state each, which may differ from site to site: (N, 1, d).
+        points = site.value.to(like).unsqueeze(1)
+    else:
+        points = torch.cat(list(state_blocks(site, like)))
     points = points.expand(*site.batch_shape, *points.shape[-2:])
     return points, site.log_prob(torch.zeros_like(points), points).to(like)
 
 
-SHARPEST = 100.0
-"""radius·|field| + ½ radius²·|V| up to which the rules on spheres are exact to 1e-12."""
-_NODES = {2: 128, 3: 64}
-"""Of the rule along a great circle, and along the axis of the sphere in three dimensions, which has twice as many around it."""
+MAX_SHARPNESS = 100.0
+"""The largest radius·|field| + ½ radius²·|V| at which the quadrature on spheres is exact to 1e-12."""
+_NUM_NODES = {2: 128, 3: 64}
+"""Nodes by dimension: around the circle; along the axis of the sphere, which has twice as many around the axis."""
 
 
 class SiteMoments(NamedTuple):
-    """Of the tilted one-site laws, each relative to the site's own probability."""
+    """Moments of the tilted laws of N sites; log-partitions are relative to the site's own probability."""
 
     log_partition: Float[Tensor, "N"]
     mean: Float[Tensor, "N d"]
@@ -82,104 +95,135 @@ class SiteMoments(NamedTuple):
 
 
 class SiteLaw(Value):
-    """What one knows of N sites: the moments of every law that they can be tilted to."""
+    """The laws of N sites, which give the moments of their linear and quadratic tilts."""
 
     @abstractmethod
     def tilted(self, field: Float[Tensor, "N d"], curvature: Float[Tensor, "N d d"]) -> SiteMoments:
-        """Of the laws e^{field·S + ½ SᵀVS} ρ(dS), V the curvature."""
+        """Moments of the laws e^{field·S + ½ SᵀVS} ρ(dS), V the curvature."""
 
 
 class ListedSites(SiteLaw):
-    """Sites of finitely many states, or of the nodes of a rule: probabilities exp(log_weight) at points."""
+    """Sites with a finite list of states or of quadrature nodes: probabilities exp(log_weight) at points."""
 
     points: Float[Tensor, "N K d"]
     log_weight: Float[Tensor, "N K"]
 
     def tilted(self, field: Float[Tensor, "N d"], curvature: Float[Tensor, "N d d"]) -> SiteMoments:
-        """By summing over the points."""
+        """Moments by sums over the points."""
         quadratic = 0.5 * torch.einsum("nka,nab,nkb->nk", self.points, curvature, self.points)
         score = self.log_weight + torch.einsum("nka,na->nk", self.points, field) + quadratic
         p = torch.softmax(score, -1)
         mean = torch.einsum("nk,nka->na", p, self.points)
         deviation = self.points - mean.unsqueeze(1)
-        return SiteMoments(score.logsumexp(-1), mean, torch.einsum("nk,nka,nkb->nab", p, deviation, deviation))
+        covariance = torch.einsum("nk,nka,nkb->nab", p, deviation, deviation)
+        return SiteMoments(score.logsumexp(-1), mean, covariance)
 
 
-class Normal(SiteLaw):
-    """Gaussian sites; degenerate covariances are allowed."""
+class GaussianSites(SiteLaw):
+    """Gaussian sites; covariances may be singular."""
 
     location: Float[Tensor, "N d"]
     covariance: Float[Tensor, "N d d"]
 
     def tilted(self, field: Float[Tensor, "N d"], curvature: Float[Tensor, "N d d"]) -> SiteMoments:
         """N((I − ΣV)⁻¹(location + Σ·field), (I − ΣV)⁻¹Σ), in closed form; NaN for a V beyond Σ⁻¹."""
+        # Precisions would add as Σ⁻¹ − V; multiplied by Σ, nothing singular is inverted.
         system = identity_like(curvature) - self.covariance @ curvature
         covariance = matrices.solve(system, self.covariance)
+        # The exponent is expanded about the location, where its gradient is field + V·location.
         slope = field + (curvature @ self.location.unsqueeze(-1)).squeeze(-1)
-        move = (covariance @ slope.unsqueeze(-1)).squeeze(-1)
-        level = 0.5 * ((field + slope) * self.location + slope * move).sum(-1) - 0.5 * matrices.log_determinant(system)
-        return SiteMoments(level, self.location + move, covariance)
+        shift = (covariance @ slope.unsqueeze(-1)).squeeze(-1)
+        exponent = 0.5 * ((field + slope) * self.location + slope * shift).sum(-1)
+        log_partition = exponent - 0.5 * matrices.log_determinant(system)
+        return SiteMoments(log_partition, self.location + shift, covariance)
 
 
-def law(site: Measure, like: Tensor) -> SiteLaw:
-    """Sites of batch shape (N,) and event shape (d,), of the dtype and on the device of `like`.
+def site_law(site: Measure, like: Tensor) -> SiteLaw:
+    """The law of sites of batch shape (N,) and event shape (d,), of the dtype and on the device of `like`.
 
-    Raises a ValueError at sites of other kinds than those of the module's docstring, and at too many states.
+    Raises a ValueError if the sites are of another kind than those in the module's docstring, or have too many states.
     """
     if isinstance(site, Gaussian):
         zero = like.new_zeros(site.location.shape)
-        return Normal(site.mean(zero), site.fisher(zero))
-    sphere = site.measure if isinstance(site, Tilted) else site
-    if isinstance(sphere, Sphere) and sphere.dim in _NODES:
-        nodes, weight = _sphere_rule(sphere.dim, like)
-        points = sphere.radius.to(like)[:, None, None] * nodes
-        log_weight = weight.log().expand(points.shape[:2])
-        if isinstance(site, Tilted):
-            log_weight = log_weight + torch.einsum("nka,na->nk", points, site.eta.to(like))
-        return ListedSites(points, torch.log_softmax(log_weight, -1))
-    kind = f"{type(sphere).__name__} in {sphere.dim} dimensions" if isinstance(sphere, Sphere) else type(site).__name__
-    levels = count_at(site)
-    if levels is None:
+        return GaussianSites(site.mean(zero), site.fisher(zero))
+    base = _base_measure(site)
+    if isinstance(base, Sphere) and base.dim in _NUM_NODES:
+        return _sphere_sites(site, base, like)
+    states = num_states_per_site(site)
+    if states is None:
+        kind = f"{type(base).__name__} in {base.dim} dimensions" if isinstance(base, Sphere) else type(site).__name__
         raise ValueError(
             "adaptive TAP needs sites of finitely many states (Spin, Bernoulli, Categorical, Atoms), Gaussian ones, or "
             f"a Sphere in 2 or 3 dimensions, got {kind}"
         )
-    if levels * site.batch_shape[0] > MOST:
-        raise ValueError(f"adaptive TAP goes through at most 2^20 states of sites, got {site.batch_shape[0]}·{levels}")
-    return ListedSites(*of_sites(site, like))
+    if states * site.batch_shape[0] > MAX_STATES:
+        raise ValueError(f"adaptive TAP goes through at most 2^20 states of sites, got {site.batch_shape[0]}·{states}")
+    return ListedSites(*states_per_site(site, like))
+
+
+def _base_measure(site: Measure) -> Measure:
+    """The measure that a `Tilted` tilts; any other measure as it is."""
+    if isinstance(site, Tilted):
+        return site.measure
+    return site
+
+
+def _sphere_sites(site: Measure, sphere: Sphere, like: Tensor) -> ListedSites:
+    """Quadrature nodes (N, K, d) on the spheres of the sites, with the tilt of the sites in their weights."""
+    nodes, weight = _sphere_rule(sphere.dim, like)
+    points = sphere.radius.to(like)[:, None, None] * nodes
+    log_weight = weight.log().expand(points.shape[:2])
+    if isinstance(site, Tilted):
+        log_weight = log_weight + torch.einsum("nka,na->nk", points, site.eta.to(like))
+    return ListedSites(points, torch.log_softmax(log_weight, -1))
 
 
 def too_sharp(site: Measure, field: Float[Tensor, "N d"], curvature: Float[Tensor, "N d d"]) -> float | None:
-    """How sharp the laws on spheres are, where that is beyond `SHARPEST`."""
-    sphere = site.measure if isinstance(site, Tilted) else site
+    """The largest sharpness of the laws on spheres if it is above `MAX_SHARPNESS`; None if it is not, or without spheres."""
+    sphere = _base_measure(site)
     if not isinstance(sphere, Sphere):
         return None
-    field = field + site.eta if isinstance(site, Tilted) else field
+    if isinstance(site, Tilted):
+        field = field + site.eta
     radius = sphere.radius
     sharpness = radius * field.norm(dim=-1) + 0.5 * radius.square() * torch.linalg.matrix_norm(curvature)
     largest = sharpness.detach().amax().item()
-    return None if largest <= SHARPEST else largest
+    # A NaN is reported too.
+    if largest <= MAX_SHARPNESS:
+        return None
+    return largest
 
 
 def _sphere_rule(dim: int, like: Tensor) -> tuple[Float[Tensor, "K dim"], Float[Tensor, "K"]]:
-    """Nodes on the unit sphere and their weights, of sum 1: equal angles, and Gauss's rule along the axis."""
-    count = _NODES[dim]
-    around = count if dim == 2 else 2 * count
-    angle = 2 * math.pi / around * torch.arange(around, dtype=torch.float64)
-    circle = torch.stack([angle.cos(), angle.sin()], -1)
+    """Quadrature nodes on the unit sphere and their weights, of sum 1: equal angles, and Gauss's rule along the axis."""
     if dim == 2:
-        return circle.to(like), like.new_full((around,), 1 / around)
-    height, weight = (torch.from_numpy(each) for each in leggauss(count))
-    ring = (1 - height.square()).sqrt()[:, None, None] * circle
-    nodes = torch.cat([ring, height[:, None, None].expand(count, around, 1)], -1).reshape(-1, 3)
-    return nodes.to(like), (weight / (2 * around)).repeat_interleave(around).to(like)
+        num_angles = _NUM_NODES[2]
+        circle = _unit_circle(num_angles)
+        return circle.to(like), like.new_full((num_angles,), 1 / num_angles)
+    num_heights = _NUM_NODES[3]
+    num_angles = 2 * num_heights
+    # The area of the sphere between two heights is proportional to their difference (Archimedes), so Gauss–Legendre in
+    # the height and equal weights around the axis integrate over the area; Legendre weights sum to 2.
+    legendre_nodes, legendre_weights = leggauss(num_heights)
+    height = torch.from_numpy(legendre_nodes)
+    ring = (1 - height.square()).sqrt()[:, None, None] * _unit_circle(num_angles)
+    axis = height[:, None, None].expand(num_heights, num_angles, 1)
+    nodes = torch.cat([ring, axis], -1).reshape(-1, 3)
+    weight = (torch.from_numpy(legendre_weights) / (2 * num_angles)).repeat_interleave(num_angles)
+    return nodes.to(like), weight.to(like)
+
+
+def _unit_circle(num_angles: int) -> Float[Tensor, "num_angles 2"]:
+    """Points at equal angles on the unit circle, in float64."""
+    angle = 2 * math.pi / num_angles * torch.arange(num_angles, dtype=torch.float64)
+    return torch.stack([angle.cos(), angle.sin()], -1)
 
 
 def block_diagonal(blocks: Float[Tensor, "N d d"]) -> Float[Tensor, "Nd Nd"]:
     """The matrix with these blocks on its diagonal."""
     number, size, _ = blocks.shape
-    same = torch.eye(number, dtype=blocks.dtype, device=blocks.device)
-    return torch.einsum("ij,iab->iajb", same, blocks).reshape(number * size, number * size)
+    same_site = torch.eye(number, dtype=blocks.dtype, device=blocks.device)
+    return torch.einsum("ij,iab->iajb", same_site, blocks).reshape(number * size, number * size)
 
 
 def diagonal_blocks(matrix: Float[Tensor, "Nd Nd"], number: int) -> Float[Tensor, "N d d"]:

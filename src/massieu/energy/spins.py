@@ -64,21 +64,19 @@ class SpinModel(Value):
         if len(site.batch_shape) != 1 or len(site.event_shape) != 1:
             shapes = f"{tuple(site.batch_shape)} and {tuple(site.event_shape)}"
             raise ValueError(f"site must have batch shape (N,) and event shape (d,), got {shapes}")
-        number, size = site.batch_shape[0], site.event_shape[0]
-        fitting, shape = ((number, number), (number, number, size, size)), tuple(coupling.shape)
-        if shape not in fitting:
-            raise ValueError(f"coupling must have shape {fitting[0]} or {fitting[1]}, got {shape}")
+        number = site.batch_shape[0]
+        size = site.event_shape[0]
+        of_sites = (number, number)
+        of_components = (number, number, size, size)
+        shape = tuple(coupling.shape)
+        if shape not in (of_sites, of_components):
+            raise ValueError(f"coupling must have shape {of_sites} or {of_components}, got {shape}")
         if coupling.ndim == 2:
             coupling = coupling[:, :, None, None] * torch.eye(size, dtype=coupling.dtype, device=coupling.device)
         coupling = coupling.to(site.mean(coupling.new_zeros(number, size)).dtype)
         _check_coupling(coupling.detach())
         if isinstance(site, Gaussian) and values_are_readable(coupling):
-            smallest = unwrapped(torch.linalg.eigvalsh(_gaussian_margin(site, coupling.detach()))).amin().item()
-            if smallest <= 0:
-                raise ValueError(
-                    f"Gaussian sites have a normaliser where I − Σ^½ J Σ^½ is positive definite; its smallest eigenvalue "
-                    f"is {smallest:.4g}"
-                )
+            _check_gaussian_normaliser(site, coupling.detach())
         return cls(site, coupling)
 
     def interaction(self, state: Float[Tensor, "*items N d"]) -> Float[Tensor, "*items"]:
@@ -108,25 +106,28 @@ class SpinModel(Value):
         if isinstance(self.site, Gaussian):
             return self._exact_gaussian()
         number = self.site.batch_shape[0]
-        levels = sites.count_at(self.site)
-        if levels is None or levels**number > sites.MOST:
+        levels = sites.num_states_per_site(self.site)
+        if levels is None or levels**number > sites.MAX_STATES:
             raise ValueError(
                 f"exact results need at most 2^20 states, or Gaussian sites, got {number} sites of "
                 f"{'infinitely many' if levels is None else levels} states"
             )
-        points, log_weight = sites.of_sites(self.site, self.coupling)
-        which = torch.arange(number, device=self.coupling.device)
-        index = torch.cartesian_prod(*[torch.arange(levels, device=self.coupling.device)] * number).reshape(-1, number)
-        state = points[which, index]
-        log_p = self.interaction(state) + log_weight[which, index].sum(-1)
+        points, log_weight = sites.states_per_site(self.site, self.coupling)
+        # All combinations of the sites' states: their numbers (S, N), the vectors themselves (S, N, d).
+        site_index = torch.arange(number, device=self.coupling.device)
+        level_index = torch.arange(levels, device=self.coupling.device)
+        combination = torch.cartesian_prod(*[level_index] * number).reshape(-1, number)
+        state = points[site_index, combination]
+        log_p = self.interaction(state) + log_weight[site_index, combination].sum(-1)
         log_z = torch.logsumexp(log_p, 0)
         p = (log_p - log_z).exp()
         mean = torch.einsum("s,sia->ia", p, state)
+        # The covariance as one matrix over sites and components, (N·d, N·d).
         deviation = (state - mean).flatten(1)
         return _result(mean, (p.unsqueeze(-1) * deviation).mT @ deviation, log_z)
 
     def _exact_gaussian(self) -> MagnetisationResult:
-        """Through I − ΣJ, which degenerate covariances leave invertible."""
+        """Means (I − ΣJ)⁻¹ location and covariances (I − ΣJ)⁻¹Σ; I − ΣJ is invertible for singular Σ too."""
         assert isinstance(self.site, Gaussian)
         location = self.site.location
         covariance = block_diagonal(self.site.fisher(torch.zeros_like(location)))
@@ -152,12 +153,14 @@ class SpinModel(Value):
             ConvergenceError: no fixed point was found, as in a glassy model, and `throw`; otherwise
                 `solution.status` tells.
         """
-        found = self._solve(_mean_field, damping, rtol, max_steps, throw)
-        mean, covariance = self.site.mean(found.value), self.site.fisher(found.value)
-        level = self._free(found.value) + self.interaction(mean)
-        block = block_diagonal(covariance)
+        solution = self._solve(_mean_field, damping, rtol, max_steps, throw)
+        eta = solution.value
+        mean = self.site.mean(eta)
+        log_partition = self._minus_divergence(eta) + self.interaction(mean)
+        # Linear response: the covariance R solves (C⁻¹ − J)R = I, here multiplied by C, which may be singular.
+        block = block_diagonal(self.site.fisher(eta))
         response = matrices.solve(identity_like(block) - block @ as_matrix(self.coupling), block)
-        return _result(mean, response, level, found)
+        return _result(mean, response, log_partition, solution)
 
     def tap(
         self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
@@ -168,15 +171,17 @@ class SpinModel(Value):
         −m_i Σ_j J_ij² (1 − m_j²) for spins and 0 for Gaussian sites (trap 31). Errors fall as the cube of the couplings.
         Arguments and errors are those of `mean_field`.
         """
-        found = self._solve(_tap, damping, rtol, max_steps, throw)
-        eta = found.value
-        mean, covariance = self.site.mean(eta), self.site.fisher(eta)
+        solution = self._solve(_tap, damping, rtol, max_steps, throw)
+        eta = solution.value
+        mean = self.site.mean(eta)
+        covariance = self.site.fisher(eta)
+        # ¼ Σ_ij tr(J_ij C_j J_ji C_i): the term of second order in Plefka's expansion of log Z.
         echo = 0.25 * torch.einsum("ijab,jbc,ijdc,ida->", self.coupling, covariance, self.coupling, covariance)
-        level = self._free(eta) + self.interaction(mean) + echo
+        log_partition = self._minus_divergence(eta) + self.interaction(mean) + echo
         # A field adds to eta as the map does: ∂mean/∂field = C (I − ∂map/∂eta)⁻¹.
         jacobian = torch.func.jacrev(lambda eta: eta - _tap(eta, self))(eta).reshape(eta.numel(), -1)
         response = block_diagonal(covariance) @ torch.linalg.inv(jacobian)
-        return _result(mean, response, level, found)
+        return _result(mean, response, log_partition, solution)
 
     def adaptive_tap(
         self, *, damping: float = 0.5, rtol: float | None = None, max_steps: int = 1000, throw: bool = True
@@ -200,10 +205,10 @@ class SpinModel(Value):
         """
         return adaptive_tap(self.site, self.coupling, damping=damping, rtol=rtol, max_steps=max_steps, throw=throw)
 
-    def _free(self, eta: Tensor) -> Tensor:
-        """Σ_i A_i(eta_i) − A_i(0) − eta_i·mean_i: minus the divergence of the sites' laws from their measures.
+    def _minus_divergence(self, eta: Tensor) -> Tensor:
+        """Minus the KL divergence of the sites' laws from their measures: Σ_i A_i(eta_i) − A_i(0) − eta_i·mean_i.
 
-        The divergence has forms that keep the digits of a small one, as under weak couplings; this difference has not.
+        Computed as a divergence, which keeps its digits where it is small, as under weak couplings. The difference would not.
         """
         return -self.site.kl(eta, torch.zeros_like(eta)).sum()
 
@@ -229,28 +234,42 @@ class SpinModel(Value):
 
 
 def _result(
-    mean: Tensor, response: Tensor, level: Tensor, solution: FixedPointResult | None = None
+    mean: Tensor, response: Tensor, log_partition: Tensor, solution: FixedPointResult | None = None
 ) -> MagnetisationResult:
-    return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), level, solution)
+    """The result, with the response (N·d, N·d) as blocks (N, d, N, d)."""
+    return MagnetisationResult(mean, response.reshape(*mean.shape, *mean.shape), log_partition, solution)
 
 
 def _mean_field(eta: Tensor, model: SpinModel) -> Tensor:
+    """The fields Σ_j J_ij m_j that follow from the fields eta, (N, d)."""
     return model.field(model.site.mean(eta))
 
 
 def _tap(eta: Tensor, model: SpinModel) -> Tensor:
+    """The mean field and the echo ½ C_i⁻¹ ∇ tr(Σ_j J_ij C_j J_ji C_i), which follow from the fields eta."""
     covariance = model.site.fisher(eta)
+    # Σ_j J_ij C_j J_ji is held while the gradient in the site's own field is taken: only C_i moves with it.
     echo = torch.einsum("ijab,jbc,ijdc->iad", model.coupling, covariance, model.coupling)
     slope = torch.func.grad(lambda point: 0.5 * (echo * model.site.fisher(point)).sum())(eta)
     return _mean_field(eta, model) + (_inverse(covariance) @ slope.unsqueeze(-1)).squeeze(-1)
 
 
 def _inverse(covariance: Tensor) -> Tensor:
-    """Of each site's covariance; 0 in directions in which a site cannot move."""
+    """The pseudo-inverse of each site's covariance: 0 in directions in which a site cannot move."""
     if covariance.shape[-1] > 1:
         return torch.linalg.pinv(covariance, hermitian=True)
-    stuck = covariance == 0
-    return torch.where(stuck, 0.0, 1 / torch.where(stuck, 1.0, covariance))
+    # The inner `where` keeps the gradient of the unused branch finite.
+    fixed = covariance == 0
+    return torch.where(fixed, 0.0, 1 / torch.where(fixed, 1.0, covariance))
+
+
+def _check_gaussian_normaliser(site: Gaussian, coupling: Tensor) -> None:
+    smallest = unwrapped(torch.linalg.eigvalsh(_gaussian_margin(site, coupling))).amin().item()
+    if smallest <= 0:
+        raise ValueError(
+            f"Gaussian sites have a normaliser where I − Σ^½ J Σ^½ is positive definite; its smallest eigenvalue "
+            f"is {smallest:.4g}"
+        )
 
 
 def _gaussian_margin(site: Gaussian, coupling: Tensor) -> Tensor:
@@ -264,9 +283,9 @@ def _gaussian_margin(site: Gaussian, coupling: Tensor) -> Tensor:
 
 def _check_coupling(coupling: Tensor) -> None:
     check_finite(coupling=coupling)
-    own = coupling.diagonal(dim1=0, dim2=1).abs()
-    if not every(own == 0):
-        size = unwrapped(own).amax().item()
+    self_coupling = coupling.diagonal(dim1=0, dim2=1).abs()
+    if not every(self_coupling == 0):
+        size = unwrapped(self_coupling).amax().item()
         raise ValueError(f"a site must not couple to itself, got a coupling[i, i] of size {size:.4g}")
     difference = (coupling - coupling.permute(1, 0, 3, 2)).abs()
     if not every(difference <= 1e-6 * coupling.abs().amax().clamp_min(1.0)):

@@ -221,13 +221,13 @@ class StackedBoltzmannMachine(Resettable):
 def _states(machine: RestrictedBoltzmannMachine) -> Float[Tensor, "states H"]:
     """All states of the hidden layer."""
     measure = machine.hidden.value()
-    number = sites.count(measure)
-    if number is None or number > sites.MOST:
+    number = sites.num_states(measure)
+    if number is None or number > sites.MAX_STATES:
         told = "infinitely many" if number is None else str(number)
         raise ValueError(
             f"the exact log-likelihood needs hidden layers of at most 2^20 states, got {told}; take `bound`"
         )
-    return torch.cat(list(sites.blocks(measure, machine.weight)))
+    return torch.cat(list(sites.state_blocks(measure, machine.weight)))
 
 
 def _below(machine: BoltzmannMachine, visible: Tensor, hidden: Tensor, level: Tensor) -> Float[Tensor, " items"]:

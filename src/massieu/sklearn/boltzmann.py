@@ -219,7 +219,9 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
             with torch.no_grad():
                 machine = self.machine_.machine()
                 layers = (self.machine_.visible.value(), self.machine_.hidden.value())
-                if any((count := sites.count(layer)) is not None and count <= sites.MOST for layer in layers):
+                if any(
+                    (count := sites.num_states(layer)) is not None and count <= sites.MAX_STATES for layer in layers
+                ):
                     self._log_partition = machine.log_partition().item(), 0.0
                 else:
                     draws = torch.Generator().manual_seed(self._annealing_seed)

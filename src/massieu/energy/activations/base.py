@@ -15,7 +15,7 @@ from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, MissingFormError, Spin
 
 _ROUNDINGS = 16
-"""How many roundings a point may lie outside the range of a map and still count as inside."""
+"""Number of roundings by which a point may lie outside the range of a map and still count as inside."""
 
 
 class Activation(Value):
@@ -98,10 +98,10 @@ class Activation(Value):
         name = type(self).__name__
         if floating(f"x of {name}", x).ndim == 0:
             raise ValueError(f"{name} needs x of shape (*batch, *query, d), got a scalar")
-        for own in self._tensors():
-            # One number is on all devices, if it has a value.
-            if own.numel() > 1 or own.is_meta:
-                check_one_device(x=x, **{name: own})
+        for parameter in self._tensors():
+            # A single number is taken to the device of x, unless it is on `meta` and has no value to take.
+            if parameter.numel() > 1 or parameter.is_meta:
+                check_one_device(x=x, **{name: parameter})
         need_batch(name, "x", x.shape, *self._shape)
         activation, promoted = self._promoted(x, numbers_follow=True)
         rounding = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
@@ -109,16 +109,18 @@ class Activation(Value):
 
     @property
     def _shape(self) -> tuple[torch.Size | tuple[int, ...], tuple[int | str]]:
-        """The batch shape, by default that of the first tensor, and the width of x or a word for any."""
+        """The batch shape and the event shape, as `need_batch` takes them: the first tensor's shape, and any width "d"."""
         tensors = self._tensors()
-        return tensors[0].shape if tensors else (), ("d",)
+        if not tensors:
+            return (), ("d",)
+        return tensors[0].shape, ("d",)
 
 
 class MeasureActivation(Activation):
     """The mean map x ↦ ∇A(x) of a measure as an activation; its Lagrangian is the log-partition A.
 
-    Any other potential serves too, such as `massieu.energy.SparseAtoms`, of which no conjugate is known. Where an activation
-    is expected a measure may be given as it is.
+    Any other potential serves too, such as `massieu.energy.SparseAtoms`, whose conjugate is not known. Functions that take an
+    activation also take a measure, without this class.
 
     Attributes:
         measure: A measure, or another potential.
@@ -149,10 +151,10 @@ class MeasureActivation(Activation):
 
     @property
     def lipschitz(self) -> Tensor:
-        """Of a Gaussian the largest eigenvalue of the covariance, of signs 1.
+        """The largest eigenvalue of the covariance for a `Gaussian`, 1 for a `Spin`.
 
         Raises:
-            MissingFormError: it is not known.
+            MissingFormError: the constant is not known, for any other measure.
         """
         measure = self.measure
         if isinstance(measure, Gaussian):
@@ -166,7 +168,7 @@ class MeasureActivation(Activation):
         return isinstance(self.measure, Gaussian)
 
     def _admit(self, x: Tensor) -> tuple[Self, Tensor, float]:
-        # The measure checks, and its conjugate is told the dtype of x, of which roundings may lie outside its domain.
+        # The measure checks x itself. Not promoted: from x's dtype its conjugate knows the rounding to allow for.
         return self, x, 0.0
 
     def _activate(self, x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Tanh(Activation):
 
     @classmethod
     def create(cls) -> Self:
-        """It has no numbers."""
+        """The activation, which has no parameters."""
         return cls()
 
     @property
@@ -49,10 +49,11 @@ class Tanh(Activation):
 
     def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
         size = y.detach().abs()
+        # On the boundary the gradient is infinite, and 0·∞ would make that of the unused branch NaN.
         inner = torch.where(size >= 1, 0.0, y)
         value = 0.5 * ((1 + inner) * torch.log1p(inner) + (1 - inner) * torch.log1p(-inner))
-        edge = torch.where(size <= 1 + rounding, math.log(2), torch.inf)
-        return torch.where(size >= 1, edge, value).sum(-1)
+        at_boundary = torch.where(size <= 1 + rounding, math.log(2), torch.inf)
+        return torch.where(size >= 1, at_boundary, value).sum(-1)
 
 
 class SoftSphere(Activation):
@@ -100,7 +101,7 @@ class SoftSphere(Activation):
 
 
 class _Normalisation(Activation):
-    """r·u/√(‖u‖² + s²) + bias. Authors say what r, s², u and the bias are."""
+    """The map r·u/√(‖u‖² + s²) + bias. A subclass gives r, s², u and the bias."""
 
     eps: float = static_field(default=0.0, kw_only=True)
 
@@ -119,40 +120,52 @@ class _Normalisation(Activation):
     @property
     def lipschitz(self) -> Tensor:
         """The radius or gain over √eps, approached where u = 0; infinite for eps = 0."""
-        size = self._tensors()[0]
-        return size / math.sqrt(self.eps) if self.eps else torch.full_like(size, torch.inf)
+        radius_or_gain = self._tensors()[0]
+        if self.eps == 0:
+            return torch.full_like(radius_or_gain, torch.inf)
+        return radius_or_gain / math.sqrt(self.eps)
 
     def _activate(self, x: Tensor) -> Tensor:
-        (radius, softening), u, offset = self._scales(x), self._centred(x), self._offset(x)
+        radius, softening = self._scales(x)
+        u = self._centred(x)
         length = _length(u, softening)
-        # At u = s = 0 the subgradient of least norm.
+        # At u = s = 0 this gives 0, the subgradient of least norm.
         value = radius.unsqueeze(-1) * u / torch.where(length == 0, 1.0, length).unsqueeze(-1)
-        return value if offset is None else value + offset
+        bias = self._offset(x)
+        if bias is None:
+            return value
+        return value + bias
 
     def _lagrangian(self, x: Tensor) -> Tensor:
-        (radius, softening), offset = self._scales(x), self._offset(x)
+        radius, softening = self._scales(x)
         value = radius * _length(self._centred(x), softening)
-        return value if offset is None else value + (offset * x).sum(-1)
+        bias = self._offset(x)
+        if bias is None:
+            return value
+        return value + (bias * x).sum(-1)
 
     def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
-        (radius, softening), offset = self._scales(y), self._offset(y)
-        deviation = y if offset is None else y - offset
+        radius, softening = self._scales(y)
+        bias = self._offset(y)
+        deviation = y if bias is None else y - bias
         inner = self._centred(deviation)
-        # In units of the radius, whose square may be beyond the dtype's range.
+        # L* = −s√(r² − ‖inner‖²) = −r·√(s²·gap), in units of the radius, whose square may be beyond the dtype's range.
         gap = 1 - (inner / radius.unsqueeze(-1)).square().sum(-1)
-        # What rounding may have made of a point of the range: of the point itself, and of what its bias moved.
+        # Rounding may have moved a point of the range by `slack` radii: the rounding of the point, and of its deviation.
         sizes = _length(y.detach(), 0.0) + _length(deviation.detach(), 0.0)
         slack = rounding * (1 + sizes / radius)
-        outside = (gap < -2 * slack) | (_length((deviation - inner).detach(), 0.0) / radius > slack)
-        # On the sphere itself the root has no derivative.
+        beyond_ball = gap < -2 * slack
+        off_hyperplane = _length((deviation - inner).detach(), 0.0) / radius > slack
+        # On the sphere itself, where gap = 0, the root has no derivative. Negated, so that a NaN stays NaN.
         within = ~(gap <= 0) & (softening > 0)
         value = -radius * torch.where(within, softening * gap, 1.0).sqrt()
-        return torch.where(within, value, 0.0 * gap).masked_fill(outside, torch.inf)
+        return torch.where(within, value, 0.0 * gap).masked_fill(beyond_ball | off_hyperplane, torch.inf)
 
 
 def _length(u: Tensor, softening: float) -> Tensor:
     """√(‖u‖² + s²), with derivative 0 where both are 0."""
-    # Squares of very large and very small numbers are beyond the dtype's range: those are measured in units of the largest.
+    # Squares of very large and very small numbers are beyond the dtype's range: such vectors are divided by their largest
+    # entry first. All others are not, so that they keep their bits.
     largest = pad(u.detach().abs(), (0, 1), value=math.sqrt(softening)).amax(-1)
     limit = math.sqrt(torch.finfo(u.dtype).max) / 2**10
     extreme = ((largest > limit) | (largest < 1 / limit)) & (largest > 0) & largest.isfinite()

@@ -31,7 +31,7 @@ class Identity(_Linear):
 
     @classmethod
     def create(cls) -> Self:
-        """It has no numbers."""
+        """The activation, which has no parameters."""
         return cls()
 
     @property

@@ -95,7 +95,7 @@ class LogSumReLU(Energy):
 
     def _rises(self, state: Tensor) -> tuple[Self, Tensor, Tensor]:
         """The energy in the common dtype, scale (*batch, 1…, 1) and w_n relu(1 − scale·‖x − x_n‖²/2)."""
-        need_batch("LogSumReLU", "a state", self._given(state).shape, self.batch_shape, self.atoms.event_shape)
+        need_batch("LogSumReLU", "a state", self._checked_state(state).shape, self.batch_shape, self.atoms.event_shape)
         energy, state = self._promoted(state)
         scale = align(energy.scale.unsqueeze(-1), state.ndim, 1)
         # Differences, not expanded squares: at a memory the distance is 0.

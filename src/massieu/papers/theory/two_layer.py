@@ -103,7 +103,7 @@ class TwoLayer(Energy):
     ) -> tuple[Float[Tensor, "*batch_query n_v"], Float[Tensor, "*batch_query n_h"]]:
         """v and h of a state."""
         sizes = self.coupling.shape[-2:]
-        need_batch("TwoLayer", "a state", self._given(state).shape, self.coupling.shape[:-2], (sum(sizes),))
+        need_batch("TwoLayer", "a state", self._checked_state(state).shape, self.coupling.shape[:-2], (sum(sizes),))
         visible, hidden = promoted(state).split(tuple(sizes), -1)
         return visible, hidden
 

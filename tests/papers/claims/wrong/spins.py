@@ -5,7 +5,7 @@ import torch
 from massieu.energy import adaptive, sites, spins
 
 _TAP, _FIELD, _EQUATIONS = spins._tap, spins._mean_field, adaptive._equations
-_NORMAL = sites.Normal.tilted
+_NORMAL = sites.GaussianSites.tilted
 
 
 def _echo_of_the_wrong_sign(eta, model):
@@ -28,5 +28,5 @@ WRONG = {
     "B13: both orders of a pair in the field": ("B13", spins, "_mean_field", lambda eta, model: 2 * _FIELD(eta, model)),
     "B13: half of V": ("B13", adaptive, "_equations", _half_the_reaction),
     "B14: half of V": ("B14", adaptive, "_equations", _half_the_reaction),
-    "B14: V in the field alone": ("B14", sites.Normal, "tilted", _variance_that_does_not_change),
+    "B14: V in the field alone": ("B14", sites.GaussianSites, "tilted", _variance_that_does_not_change),
 }
