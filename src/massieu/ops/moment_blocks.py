@@ -343,7 +343,7 @@ def summarise_compiled(tile: Tile, sums: Sums) -> None:
         names = (*names, "position")
     kernel = _kernel()
     stacked = kernel(tile.scores.view(-1, keys), tile.scratch[0].view(-1, keys), sums["count"].reshape(-1), names)
-    computed = dict(zip(names, stacked.view(-1, heads, rows, 1), strict=True))
+    computed: Sums = dict(zip(names, stacked.view(-1, heads, rows, 1), strict=True))
     for name in sums.keys() & computed.keys():
         sums[name].copy_(computed[name])
     if "position" in sums:
