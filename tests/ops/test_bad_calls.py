@@ -116,7 +116,7 @@ def scored_calls():
         "vague weight": (
             {"query": Q5, "log_weight": torch.ones(1, 1, 7)},
             ValueError,
-            ("(1, 1, 7)", "all dimensions, 5"),
+            ("(1, 1, 7)", "give all 5 dimensions"),
         ),
         "weight of integers": ({"log_weight": torch.ones(7).int()}, TypeError, ("log_weight", "torch.int32")),
         "weight as array": ({"log_weight": torch.ones(7).numpy()}, TypeError, ("log_weight", "ndarray")),

@@ -52,7 +52,7 @@ WRONG = {
     "mask's key heads": ((Q, K, V), {"log_weight": torch.ones(2, 2, 5, 7)}, ValueError, r"\(2, 2, 5, 7\)"),
     "mask (B, L, N)": ((Q, K, V), {"log_weight": torch.ones(2, 5, 7)}, ValueError, r"\(2, 5, 7\)"),
     "mask of rank 5": ((Q, K, V), {"log_weight": torch.ones(2, 2, 2, 5, 7)}, ValueError, r"\(2, 2, 2, 5, 7\)"),
-    "vague mask": ((Q5, K, V), {"log_weight": torch.ones(2, 1, 1, 7)}, ValueError, "all dimensions, 5"),
+    "vague mask": ((Q5, K, V), {"log_weight": torch.ones(2, 1, 1, 7)}, ValueError, "give all 5 dimensions"),
     "mask's device": ((Q, K, V), {"log_weight": torch.ones(7, device="meta")}, ValueError, "on cpu and .* on meta"),
     "scale of a word": ((Q, K, V), {"scale": "8"}, TypeError, "got '"),
     "scale of True": ((Q, K, V), {"scale": True}, TypeError, "True"),
