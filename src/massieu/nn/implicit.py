@@ -1,4 +1,4 @@
-"""The heads of attention to convergence, held by its query."""
+"""The heads of attention that is iterated to its fixed point, pulled to the query."""
 
 from types import MappingProxyType
 from typing import Any

@@ -1,4 +1,4 @@
-"""The heads of attention as a spin model: values are fields, attention couples them, the output is how the spins settle."""
+"""The heads of attention as a spin model: values are fields, attention the couplings, the output the mean spins."""
 
 from types import MappingProxyType
 from typing import Any, Literal
