@@ -258,7 +258,7 @@ def test_other_features_are_drawn_on_request_and_belong_to_the_state():
         (partial(DualLinkHeads, divergence=1), "divergence must be"),  # pyright: ignore[reportArgumentType]
         (
             lambda: module(RandomFeatureHeads())(inputs()[0], is_causal=True, need_variance=True),
-            "without|masks of keys",
+            "without|mask of keys",
         ),
         (lambda: module(ReLUHeads())(inputs()[0], need_potential=True), "can return no result"),
     ],

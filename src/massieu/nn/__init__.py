@@ -3,10 +3,10 @@
 - `Attention` takes the place of `torch.nn.MultiheadAttention`; what its heads do is a strategy:
   `SoftmaxHeads`, with log Z and moments; `MeasureHeads`, of any measure; `EntmaxHeads`, `NormalizedHeads`, `SigmoidHeads`, of
   other potentials; `ReLUHeads`, of none; `DualLinkHeads`, of keys through a family's link; `RandomFeatureHeads`, of linear
-  cost; `ConditionalMeanHeads`, the mean of a value given a key; `ImplicitHeads`, attention until it rests, held by its
-  query; `TAPHeads`, tokens as spins that attention couples;
+  cost; `ConditionalMeanHeads`, the mean of a value given a key; `ImplicitHeads`, the fixed point of attention, pulled to
+  its query; `TAPHeads`, tokens as spins that attention couples;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
-- `EnergyTransformer` walks down one energy of all tokens, `EnergyTransformerStack` down several;
+- `EnergyTransformer` descends one energy of all tokens, `EnergyTransformerStack` several in sequence;
 - `SigmaReparametrization` bounds a weight's spectral norm;
 - `SpinAttention` moves tokens as spins that attention couples;
 - `Activation` trains one of `massieu.energy.activations`: a normalisation that is the gradient of a convex function;
@@ -16,8 +16,9 @@
 Modules can be made on `meta`, and compute shapes there; iterations that stop by values take no step on `meta`.
 `reset_parameters` brings a module back to its start.
 
-Constructors raise a TypeError or ValueError for an argument of a wrong kind or out of its range, calls for inputs and masks
-that do not fit the module or each other. With `throw`, a call whose iteration does not end raises a ConvergenceError.
+Constructors raise a TypeError or ValueError for an argument of a wrong kind or out of its range; calls raise them for inputs
+and masks that do not fit the module or each other. With `throw`, an iteration that does not converge raises a
+ConvergenceError.
 """
 
 from massieu.nn.activation import Activation

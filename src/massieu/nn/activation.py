@@ -19,7 +19,7 @@ from massieu.nn.modules import Device, Resettable, check_input, hold, settings
 
 
 class HeldValue(Resettable):
-    """A value kept by a module: its tensors, by their fields' names, are buffers or parameters, and move and are saved."""
+    """A module that holds a value: its tensors are buffers or parameters, named as their fields, which move and are saved."""
 
     def __init__(
         self,
@@ -31,23 +31,26 @@ class HeldValue(Resettable):
         """Tensors are copied.
 
         Args:
-            trained: The fields that are parameters, and which of these are kept as logarithms, since they are positive.
+            trained: For each field that is a parameter, whether it is positive and so stored as its logarithm.
         """
         super().__init__()
         leaves, self._structure = pytree.tree_flatten(value)
         self._stored: list[tuple[str, bool]] = []
         for name, leaf in zip(_names(value), leaves, strict=True):
-            # Of its own memory: two modules of one value share nothing, and a checkpoint holds each tensor once.
+            # A copy: two modules of one value share no memory, and a checkpoint holds each tensor once.
             leaf = leaf.detach().clone(memory_format=torch.contiguous_format)
-            positive = (trained or {}).get(name)
-            if positive is not None and not leaf.ndim:
+            is_positive = (trained or {}).get(name)
+            is_trained = is_positive is not None
+            if is_trained and not leaf.ndim:
                 leaf = leaf.to(torch.get_default_dtype())
-            self._stored.append((f"log_{name}" if positive else name, bool(positive)))
-            hold(self, self._stored[-1][0], leaf.log() if positive else leaf, positive is not None, device, dtype)
+            stored_name = f"log_{name}" if is_positive else name
+            self._stored.append((stored_name, bool(is_positive)))
+            hold(self, stored_name, leaf.log() if is_positive else leaf, is_trained, device, dtype)
 
     def value(self) -> Any:
         """The value at the current numbers."""
-        leaves = [getattr(self, name).exp() if positive else getattr(self, name) for name, positive in self._stored]
+        stored = ((getattr(self, name), is_positive) for name, is_positive in self._stored)
+        leaves = [tensor.exp() if is_positive else tensor for tensor, is_positive in stored]
         return pytree.tree_unflatten(leaves, self._structure)
 
 
@@ -102,13 +105,16 @@ class Activation(HeldValue):
         """
         value = MeasureActivation.of("activation", activation)
         leaves, structure = pytree.tree_flatten(value)
-        own = pytree.tree_leaves(self.activation())
-        if structure != self._structure or any(a.shape != b.shape for a, b in zip(leaves, own, strict=True)):
-            kind, shapes = type(self.activation()).__name__, [tuple(leaf.shape) for leaf in own]
-            given = f"{type(value).__name__} of shapes {[tuple(leaf.shape) for leaf in leaves]}"
-            raise ValueError(f"activation must be a {kind} of shapes {shapes} and equal settings, got a {given}")
-        for (name, positive), leaf in zip(self._stored, leaves, strict=True):
-            getattr(self, name).copy_(leaf.log() if positive else leaf)
+        current = self.activation()
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        current_shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(current)]
+        if structure != self._structure or shapes != current_shapes:
+            raise ValueError(
+                f"activation must be a {type(current).__name__} of shapes {current_shapes} and equal settings, "
+                f"got a {type(value).__name__} of shapes {shapes}"
+            )
+        for (name, is_positive), leaf in zip(self._stored, leaves, strict=True):
+            getattr(self, name).copy_(leaf.log() if is_positive else leaf)
         return self
 
     def forward(self, x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
@@ -126,13 +132,16 @@ class Activation(HeldValue):
 
     def extra_repr(self) -> str:
         activation = self.activation()
-        kind = activation.measure if isinstance(activation, MeasureActivation) else activation
-        return ", ".join(filter(None, (type(kind).__name__, settings(self, *(name for name, _ in self._stored)))))
+        shown = activation.measure if isinstance(activation, MeasureActivation) else activation
+        numbers = settings(self, *(name for name, _ in self._stored))
+        return ", ".join(part for part in (type(shown).__name__, numbers) if part)
 
 
 def as_module(activation: Activation | activations.Activation | Measure | None, **place: Any) -> Activation | None:
-    """A module as it is, an activation or a measure as one at that place."""
-    return activation if activation is None or isinstance(activation, Activation) else Activation(activation, **place)
+    """The activation or measure as a module with that device and dtype; a module and None unchanged."""
+    if activation is None or isinstance(activation, Activation):
+        return activation
+    return Activation(activation, **place)
 
 
 def _names(value: Value) -> list[str]:

@@ -19,10 +19,10 @@ from massieu.foundation.transforms import every, some, unwrapped, values_are_rea
 from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Bernoulli, DomainError, Measure, Spin
 from massieu.nn.activation import HeldValue
-from massieu.nn.modules import Device, Resettable, place_of
+from massieu.nn.modules import Device, Resettable, device_for
 
-_MEMORY = 0.01
-"""Of the running mean of hidden activities: the weight of the newest batch."""
+_NEWEST_BATCH_WEIGHT = 0.01
+"""Weight of the newest batch in the running mean of the hidden units."""
 
 
 class RestrictedBoltzmannMachine(Resettable):
@@ -70,10 +70,12 @@ class RestrictedBoltzmannMachine(Resettable):
             TypeError, ValueError: as `BoltzmannMachine.create`; kinds of units that have no normaliser together.
         """
         super().__init__()
-        shape, like = (_units(visible, "visible"), _units(hidden, "hidden")), _like(visible, hidden)
-        like = like.to(place_of(like, device), dtype)
+        shape = (_num_units(visible, "visible"), _num_units(hidden, "hidden"))
+        like = _like(visible, hidden)
+        like = like.to(device_for(like, device), dtype)
         place = {"device": like.device, "dtype": like.dtype}
-        self.visible, self.hidden = HeldValue(visible, **place), HeldValue(hidden, **place)
+        self.visible = HeldValue(visible, **place)
+        self.hidden = HeldValue(hidden, **place)
         BoltzmannMachine.create(self.visible.value(), self.hidden.value(), like.new_zeros(shape))
         self.weight = nn.Parameter(like.new_zeros(shape))
         self.visible_bias = nn.Parameter(like.new_zeros(shape[0]))
@@ -83,7 +85,7 @@ class RestrictedBoltzmannMachine(Resettable):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw new weights, put the biases to 0, restore the measures, and forget the chains. Raises as the constructor."""
+        """Draw new weights, set the biases to 0, restore the measures, and drop the chains. Raises as the constructor."""
         super().reset_parameters()
         self.visible_bias.zero_()
         self.hidden_bias.zero_()
@@ -92,10 +94,12 @@ class RestrictedBoltzmannMachine(Resettable):
 
     @torch.no_grad()
     def _draw(self, generator: torch.Generator | None) -> None:
-        visible, hidden = self.visible.value(), self.hidden.value()
+        visible = self.visible.value()
+        hidden = self.hidden.value()
         device = None if generator is None else generator.device
         weight = (0.01 * torch.randn(self.weight.shape, generator=generator, device=device)).to(self.weight)
         if values_are_readable(weight) and why_not_normalisable(visible, hidden, weight) is not None:
+            # Between units bounded from below alone, non-positive couplings always have a normaliser.
             weight = -weight.abs()
         BoltzmannMachine.create(visible, hidden, weight)
         self.weight.copy_(weight)
@@ -106,8 +110,9 @@ class RestrictedBoltzmannMachine(Resettable):
 
     def machine(self) -> BoltzmannMachine:
         """The machine at the current parameters, differentiable in them."""
-        visible, hidden = self.visible.value(), self.hidden.value()
-        return BoltzmannMachine(visible.tilt(self.visible_bias), hidden.tilt(self.hidden_bias), self.weight)
+        visible = self.visible.value().tilt(self.visible_bias)
+        hidden = self.hidden.value().tilt(self.hidden_bias)
+        return BoltzmannMachine(visible, hidden, self.weight)
 
     def forward(self, visible: Float[Tensor, "*items V"]) -> Float[Tensor, "*items H"]:
         """Mean hidden units given the visible ones. All methods that take data cast it to the dtype of the parameters.
@@ -139,22 +144,23 @@ class RestrictedBoltzmannMachine(Resettable):
         """log p(v), nats: the log-likelihood of each item.
 
         Args:
-            log_partition: `machine().log_partition()`, which is taken where it is not given and can be enumerated, or
-                an estimate: `machine().estimate_log_partition(...).log_partition`.
+            log_partition: The log-partition, or an estimate: `machine().estimate_log_partition(...).log_partition`. By
+                default `machine().log_partition()`, by enumeration.
 
         Raises:
-            ValueError: not given, and both layers have too many states.
+            ValueError: no `log_partition`, and both layers have too many states to enumerate.
         """
-        level = self.machine().log_partition() if log_partition is None else log_partition
-        if isinstance(level, Tensor):
-            check_shape("log_partition", level, ())
-        return -self.energy(data) - level
+        if log_partition is None:
+            log_partition = self.machine().log_partition()
+        if isinstance(log_partition, Tensor):
+            check_shape("log_partition", log_partition, ())
+        return -self.energy(data) - log_partition
 
     @torch.no_grad()
     def pseudo_log_likelihood(self, data: Float[Tensor, "*items V"]) -> Float[Tensor, "*items"]:
-        """Σ_i log p(v_i | all other v), nats: needs no normaliser. Of bits and spins alone; −inf for other numbers.
+        """Σ_i log p(v_i | all other v), nats: needs no normaliser. For bits and spins only; −inf for other numbers.
 
-        A unit that flips moves the hidden units' fields by its row of W: in all it takes items·V·H steps.
+        A flip of one unit moves the hidden units' fields by its row of W: the cost is items·V·H.
 
         Raises:
             ValueError: the visible units take more than two values.
@@ -164,19 +170,25 @@ class RestrictedBoltzmannMachine(Resettable):
             raise ValueError(
                 f"the pseudo-likelihood is for Bernoulli or Spin visible units, not {type(visible).__name__}"
             )
-        data, machine = self._read(data), self.machine()
+        data = self._read(data)
+        machine = self.machine()
         field = machine.hidden_field(data)
-        start = machine.hidden.log_partition(field)
-        flip = 1 - 2 * data if isinstance(visible, Bernoulli) else -2 * data
-        # By how much a flip alone raises log a(v).
-        own_rise = (
-            flip * (visible.logit if isinstance(visible, Bernoulli) else visible.field) + flip * self.visible_bias
-        )
-        total = torch.zeros_like(start)
+        log_partition = machine.hidden.log_partition(field)
+        # The change of each unit when it flips: between 0 and 1, or between −1 and 1.
+        if isinstance(visible, Bernoulli):
+            flip = 1 - 2 * data
+            unit_field = visible.logit
+        else:
+            flip = -2 * data
+            unit_field = visible.field
+        # log p(flipped)/p(v) without the couplings.
+        uncoupled_change = flip * unit_field + flip * self.visible_bias
+        total = torch.zeros_like(log_partition)
         for unit, coupling in enumerate(machine.weight):
-            moved = field + flip[..., unit, None] * coupling
-            rise = own_rise[..., unit] + machine.hidden.log_partition(moved) - start
-            total += torch.nn.functional.logsigmoid(-rise)
+            flipped_field = field + flip[..., unit, None] * coupling
+            change = uncoupled_change[..., unit] + machine.hidden.log_partition(flipped_field) - log_partition
+            # p(v_i | others) = p(v)/(p(v) + p(flipped)) = σ(−change).
+            total += torch.nn.functional.logsigmoid(-change)
         possible = machine.visible.log_prob(torch.zeros_like(data), data) > -torch.inf
         return torch.where(possible, total, -torch.inf)
 
@@ -184,7 +196,7 @@ class RestrictedBoltzmannMachine(Resettable):
     def sample(
         self, count: int, *, sweeps: int = 1000, generator: torch.Generator | None = None
     ) -> Float[Tensor, "count V"]:
-        """Visible units after so many sweeps of Gibbs sampling from the law at weight 0.
+        """Visible units after `sweeps` sweeps of Gibbs sampling, started from the law at weight 0.
 
         Raises:
             TypeError, ValueError: `count` or `sweeps` is not a positive whole number.
@@ -213,8 +225,11 @@ class RestrictedBoltzmannMachine(Resettable):
         it has learned and warns.
 
         Args:
-            learning_rate: 1 suits bits; with units that have no bounds take 0.01 to 0.1.
-            sweeps: of the chains an update.
+            epochs: Passes over the data.
+            batch_size: Items in each update.
+            chains: Number of persistent chains.
+            sweeps: Gibbs sweeps of the chains in each update.
+            learning_rate: 1 suits bits; take 0.01 to 0.1 for unbounded units.
 
         Raises:
             TypeError: data that is no tensor, or a number that is not whole.
@@ -238,22 +253,28 @@ class RestrictedBoltzmannMachine(Resettable):
         chains: int,
         sweeps: int,
     ) -> bool:
-        """`fit`; whether it came to its end."""
+        """`fit`; True if it was not interrupted."""
         _check_positive(epochs=epochs, batch_size=batch_size, chains=chains, sweeps=sweeps)
         data = self._check_fit(data, learning_rate)
         trainer = _Training(self, data, chains, generator)
-        updates = epochs * -(-len(data) // batch_size)
+        num_updates = epochs * math.ceil(len(data) / batch_size)
         rounds: Iterable[int] = range(epochs)
-        done, finished = 0, False
+        if progress:
+            rounds = track(rounds, "training", console=Console(stderr=True), transient=True)
+        epoch = 0
+        finished = False
         try:
-            for done in track(rounds, "training", console=Console(stderr=True), transient=True) if progress else rounds:  # noqa: B007
+            for epoch in rounds:  # noqa: B007
                 order = torch.randperm(len(data), generator=generator, device=data.device)
                 for batch in order.split(batch_size):
-                    trainer.update(data[batch], learning_rate * (1 - trainer.done / updates), sweeps)
+                    # The learning rate falls linearly to 0.
+                    trainer.update(data[batch], learning_rate * (1 - trainer.num_updates / num_updates), sweeps)
                 self._check_normaliser(learning_rate)
             finished = True
         except KeyboardInterrupt:
-            warnings.warn(f"interrupted in epoch {done + 1} of {epochs}: the parameters are those so far", stacklevel=3)
+            warnings.warn(
+                f"interrupted in epoch {epoch + 1} of {epochs}: the parameters are those so far", stacklevel=3
+            )
         except DomainError as error:
             raise ValueError(
                 f"training diverged to a machine without a normaliser: {error}{_advice(learning_rate)}"
@@ -273,7 +294,7 @@ class RestrictedBoltzmannMachine(Resettable):
         return gibbs_step(state, machine.sample_visible, machine.sample_hidden, generator, steps=sweeps).visible
 
     def _read(self, data: Tensor) -> Tensor:
-        """Visible units, checked, in the dtype of the parameters."""
+        """The data as visible units: checked, in the dtype of the parameters."""
         check_dense("data", instance("data", data, Tensor, "a tensor"))
         if data.is_complex():
             raise TypeError(f"data must be real, got a tensor of {data.dtype}")
@@ -281,8 +302,8 @@ class RestrictedBoltzmannMachine(Resettable):
         if data.ndim == 0 or data.shape[-1] != len(self.visible_bias):
             raise ValueError(f"data must have shape (*items, {len(self.visible_bias)}), got {tuple(data.shape)}")
         if some(data.isnan()):
-            wrong = unwrapped(data).isnan().reshape(-1, data.shape[-1]).any(-1)
-            raise ValueError(f"data must have no NaN, got them in {_first_of(wrong)}")
+            has_nan = unwrapped(data).isnan().reshape(-1, data.shape[-1]).any(-1)
+            raise ValueError(f"data must have no NaN, got them in {_first_of(has_nan)}")
         return data.to(self.weight.dtype)
 
     def _check_fit(self, data: Tensor, learning_rate: float) -> Tensor:
@@ -318,39 +339,50 @@ class _Training:
     def __init__(
         self, model: RestrictedBoltzmannMachine, data: Tensor, chains: int, generator: torch.Generator | None
     ) -> None:
-        self.model, self.generator, self.done = model, generator, 0
-        self.visible_layer, self.hidden_layer = model.visible.value(), model.hidden.value()
+        self.model = model
+        self.generator = generator
+        self.num_updates = 0
+        self.visible_layer = model.visible.value()
+        self.hidden_layer = model.hidden.value()
         self.centre = data.mean(0)
-        kept = model.chains
+        """The centre of the visible units: their mean over the data."""
+        # Drawn in any case, so that the generator's numbers do not depend on whether there are chains.
         drawn = torch.randint(len(data), (chains,), generator=generator, device=data.device)
-        self.visible = data[drawn] if kept is None or len(kept) != chains else kept
+        has_chains = model.chains is not None and len(model.chains) == chains
+        self.visible: Tensor = model.chains if has_chains else data[drawn]  # pyright: ignore[reportAttributeAccessIssue]
+        """Visible units of the chains."""
         self.activity = model.transform(self.centre)
+        """The centre of the hidden units: the running mean of their means over batches."""
 
     @torch.no_grad()
     def update(self, batch: Tensor, learning_rate: float, sweeps: int) -> None:
-        """One step along the gradient of the likelihood; the chains' sweeps go with the parameters before it."""
-        model, chains = self.model, len(self.visible)
+        """One step along the gradient of the likelihood. The chains are swept with the parameters before the step."""
+        model = self.model
+        num_chains = len(self.visible)
+        # Data and chains in one product of matrices.
         field = model._hidden_field(torch.cat([batch, self.visible]))
-        wanted, found = self.hidden_layer.mean(field).split([len(batch), chains])
-        share = len(batch) / chains
-        up = batch.sum(0) - share * self.visible.sum(0)
-        right = wanted.sum(0) - share * found.sum(0)
-        if not math.isfinite(right.sum().item()):
+        data_hidden, chain_hidden = self.hidden_layer.mean(field).split([len(batch), num_chains])
+        # Sums over the batch; a chain counts as this many items.
+        items_per_chain = len(batch) / num_chains
+        visible_gradient = batch.sum(0) - items_per_chain * self.visible.sum(0)
+        hidden_gradient = data_hidden.sum(0) - items_per_chain * chain_hidden.sum(0)
+        if not math.isfinite(hidden_gradient.sum().item()):
             raise _diverged(learning_rate)
         step = learning_rate / len(batch)
-        # Σ (v − centre)(h − activity)ᵀ over the data, less the same over the chains.
-        gradient = torch.addmm(batch.mT @ wanted, self.visible.mT, found, alpha=-share)
-        gradient.addr_(up, self.activity, alpha=-1).addr_(self.centre, right, alpha=-1)
+        # Σ (v − centre)(h − activity)ᵀ over the data, less the same over the chains, with the product multiplied out: the
+        # term centre·activityᵀ cancels.
+        gradient = torch.addmm(batch.mT @ data_hidden, self.visible.mT, chain_hidden, alpha=-items_per_chain)
+        gradient.addr_(visible_gradient, self.activity, alpha=-1).addr_(self.centre, hidden_gradient, alpha=-1)
         self._sweep(field[len(batch) :], sweeps)
         model.weight.add_(gradient, alpha=step)
-        # Biases of the units about their centres stand still when the weight moves.
-        model.visible_bias.add_(up - gradient @ self.activity, alpha=step)
-        model.hidden_bias.add_(right - self.centre @ gradient, alpha=step)
-        self.activity.lerp_(wanted.mean(0), _MEMORY)
-        self.done += 1
+        # The biases of centred units stay while the weight moves, so a + W·activity and b + Wᵀ·centre take the plain steps.
+        model.visible_bias.add_(visible_gradient - gradient @ self.activity, alpha=step)
+        model.hidden_bias.add_(hidden_gradient - self.centre @ gradient, alpha=step)
+        self.activity.lerp_(data_hidden.mean(0), _NEWEST_BATCH_WEIGHT)
+        self.num_updates += 1
 
     def _sweep(self, field: Tensor, sweeps: int) -> None:
-        """Of the chains, whose hidden units are in `field`."""
+        """Gibbs sweeps of the chains; `field` is the hidden units' field of their present state."""
         for sweep in range(sweeps):
             if sweep > 0:
                 field = self.model._hidden_field(self.visible)
@@ -367,12 +399,13 @@ def _advice(learning_rate: float) -> str:
 
 
 def _check_positive(**numbers: int) -> None:
-    for name, given in numbers.items():
-        whole_number(name, given, least=1)
+    for name, value in numbers.items():
+        whole_number(name, value, least=1)
 
 
-def _first_of(wrong: Tensor) -> str:
-    return f"{int(wrong.sum())} of {len(wrong)} items, item {int(wrong.nonzero()[0])} first"
+def _first_of(is_wrong: Tensor) -> str:
+    """How many items are wrong and which is the first, for an error message."""
+    return f"{int(is_wrong.sum())} of {len(is_wrong)} items, item {int(is_wrong.nonzero()[0])} first"
 
 
 def _kind(measure: Measure) -> str:
@@ -387,5 +420,5 @@ def _like(*measures: Measure) -> Tensor:
     return sum((leaf.new_zeros((1,)) for leaf in leaves[1:]), leaves[0].new_zeros((1,)))
 
 
-def _units(measure: Measure, name: str) -> int:
+def _num_units(measure: Measure, name: str) -> int:
     return instance(name, measure, Measure, "a measure").event_shape.numel()

@@ -57,9 +57,9 @@ class ConditionalMeanHeads(Iterating, Heads):
         Args:
             kernel: "gaussian", of lengthscale `width`; "exponential", softmax's, of scale 1/width²; "linear", which has no
                 width: in-context ridge regression.
-            width: What each head's starts from. By default √head_dim, of keys of unit variance about a distance; for the
+            width: Each head's width at the start. By default √head_dim, about a distance of keys of unit variance; for the
                 exponential kernel head_dim^¼, so that its scale is head_dim^-½, as attention's.
-            ridge: What each head's λ starts from.
+            ridge: Each head's λ at the start.
             method, preconditioner_rank: As for `massieu.regression.conditional_mean_attention`. Where conjugate gradients
                 stop above their tolerance the last iterate is used; `convergence` tells of each value column.
             throw: Raise a ConvergenceError instead.
@@ -68,20 +68,23 @@ class ConditionalMeanHeads(Iterating, Heads):
         self.kernel_name = choice("kernel", kernel, "gaussian", "exponential", "linear")
         if kernel == "linear" and width is not None:
             raise ValueError(f"the linear kernel has no width, got {described(width)}")
-        self._starts = None if width is None else number("width", width, above=0), number("ridge", ridge, above=0)
+        self._width_start = None if width is None else number("width", width, above=0)
+        self._ridge_start = number("ridge", ridge, above=0)
         self.method: Method = None if method is None else check_method(method)
-        self.preconditioner_rank, self.throw = preconditioner_rank, throw
+        self.preconditioner_rank = preconditioner_rank
+        self.throw = throw
 
     def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        width, ridge = self._starts
-        if width is None:
-            width = self.head_dim ** (0.25 if self.kernel_name == "exponential" else 0.5)
-        for name, start in (("log_ridge", ridge), ("log_width", width)):
-            if name == "log_width" and self.kernel_name == "linear":
-                self.log_width = None
-            else:
-                numbers = torch.full((self.num_heads,), math.log(start), dtype=dtype, device="cpu")
-                hold(self, name, numbers, True, device)
+        starts = {"log_ridge": self._ridge_start}
+        if self.kernel_name == "linear":
+            self.log_width = None
+        elif self._width_start is not None:
+            starts["log_width"] = self._width_start
+        else:
+            starts["log_width"] = self.head_dim ** (0.25 if self.kernel_name == "exponential" else 0.5)
+        for name, start in starts.items():
+            numbers = torch.full((self.num_heads,), math.log(start), dtype=dtype, device="cpu")
+            hold(self, name, numbers, True, device)
 
     @property
     def ridge(self) -> Float[Tensor, "H"]:
@@ -97,13 +100,13 @@ class ConditionalMeanHeads(Iterating, Heads):
         return GaussianKernel(width) if self.kernel_name == "gaussian" else ExponentialKernel(width**-2)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        width = value.shape[-1]
+        value_size = value.shape[-1]
         if request.need_weights:
-            # The weights are what attention returns for values that are unit vectors.
+            # The output is linear in the values: for unit vectors as values it is the weights.
             length = key.shape[2]
             units = torch.eye(length, dtype=value.dtype, device=key.device).expand(*key.shape[:2], length, length)
             value = torch.cat([value, units], -1)
-        found = conditional_mean_attention(
+        estimates = conditional_mean_attention(
             query,
             key,
             value,
@@ -116,7 +119,7 @@ class ConditionalMeanHeads(Iterating, Heads):
             preconditioner_rank=self.preconditioner_rank,
             throw=self.throw,
         )
-        if found.convergence is not None:
-            self._keep(*found.convergence)
-        weights = found.output[..., width:] if request.need_weights else None
-        return HeadsResult(found.output[..., :width], weights, found.variance)
+        if estimates.convergence is not None:
+            self._keep(*estimates.convergence)
+        weights = estimates.output[..., value_size:] if request.need_weights else None
+        return HeadsResult(estimates.output[..., :value_size], weights, estimates.variance)

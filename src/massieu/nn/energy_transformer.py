@@ -1,4 +1,4 @@
-"""A layer whose forward pass walks down an energy of all tokens."""
+"""A layer whose forward pass descends an energy of all tokens."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, overload

@@ -8,24 +8,27 @@ from torch import Tensor
 from massieu.foundation.arguments import floating
 from massieu.foundation.numerics import logsumexp
 from massieu.ops import Documents
+from massieu.ops.shapes import window_sides
 
 Mask = Float[Tensor, "..."] | Bool[Tensor, "..."]
-"""Booleans of which True *hides*, as in `torch.nn`, or numbers added to the scores."""
+"""Booleans, or numbers that are added to the scores. In arguments of modules True hides a key, in log-weights it keeps it."""
 
 
 def split_heads(tensor: Float[Tensor, "B L HD"], heads: int) -> Float[Tensor, "B H L D"]:
-    """The last dimension cut into heads, each head's rows next to each other, which fused kernels read faster."""
+    """The last dimension split into heads, contiguous in each head, which fused kernels read faster."""
     return tensor.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
 
 
 def merge_heads(tensor: Float[Tensor, "B H L D"]) -> Float[Tensor, "B L HD"]:
-    """The heads side by side."""
+    """The heads side by side in the last dimension."""
     return tensor.transpose(1, 2).flatten(2)
 
 
 def per_head(number: float | Tensor) -> float | Tensor:
-    """One number a head, (H,), as (H, 1, 1) to meet (B, H, L, N); all else as it is."""
-    return number.reshape(-1, 1, 1) if isinstance(number, Tensor) and number.ndim == 1 else number
+    """One number for each head, (H,), as (H, 1, 1) to broadcast with (B, H, L, N); a single number unchanged."""
+    if isinstance(number, Tensor) and number.ndim == 1:
+        return number.reshape(-1, 1, 1)
+    return number
 
 
 def log_weight_of(
@@ -34,15 +37,16 @@ def log_weight_of(
     query: Float[Tensor, "B H L D"],
     key: Float[Tensor, "B H N D"],
 ) -> Mask | None:
-    """Both masks as one log-weight that broadcasts to (B, H, L, N), in the last dimension already that long.
+    """Both masks as one log-weight that broadcasts to (B, H, L, N); its last dimension is N already.
 
-    Booleans of which True keeps, if both masks are boolean, else numbers.
+    If both masks are boolean it is boolean, and True keeps a key; otherwise it has numbers.
 
     Raises:
         TypeError: a mask that is neither boolean nor floating-point.
         ValueError: a mask of another shape than (B, N), or (L, N) or (B·H, L, N).
     """
-    batch, heads, length, keys = *query.shape[:3], key.shape[2]
+    batch, heads, length = query.shape[:3]
+    keys = key.shape[2]
     masks = []
     if key_padding_mask is not None:
         _check_mask("key_padding_mask", key_padding_mask, (batch, keys))
@@ -60,11 +64,13 @@ def _check_mask(name: str, mask: object, *shapes: tuple[int, ...]) -> None:
 
 
 def merge_log_weights(*weights: Mask | None) -> Mask | None:
-    """The product of weights, each given as booleans of which True keeps, or as logarithms."""
+    """The log-weight of a product of weights, each given as booleans (True keeps) or as logarithms; None is weight 1."""
     merged = None
     for weight in weights:
-        if merged is None or weight is None:
-            merged = weight if merged is None else merged
+        if weight is None:
+            continue
+        if merged is None:
+            merged = weight
         elif merged.dtype == weight.dtype == torch.bool:
             merged = merged & weight
         elif merged.dtype == torch.bool:
@@ -85,28 +91,31 @@ def with_positions(
     query_offset: int = 0,
     documents: Documents | None = None,
 ) -> Mask | None:
-    """The log-weight without the keys that their positions hide: n ≤ i is seen if causal, i − left ≤ n ≤ i + right.
+    """The log-weight, with keys hidden by position: a causal query i sees keys n ≤ i, a window i − left ≤ n ≤ i + right.
 
-    Query i stands at position i + query_offset. Positions are those in a document, if there are documents.
+    Query i stands at position i + query_offset. With documents, positions count within each document.
     """
     if not is_causal and window is None and documents is None:
         return log_weight
     if documents is None:
-        place, keys = (torch.arange(size, device=query.device) for size in (query.shape[2], key.shape[2]))
-        behind = place.unsqueeze(1) - keys
-        seen = torch.ones_like(behind, dtype=torch.bool)
+        query_position = torch.arange(query.shape[2], device=query.device)
+        key_position = torch.arange(key.shape[2], device=query.device)
+        # How far each key lies behind each query, (L, N).
+        distance = query_position.unsqueeze(1) - key_position
+        visible = torch.ones_like(distance, dtype=torch.bool)
     else:
-        seen, behind = documents.seen(query.device)
-    behind = behind + query_offset
-    seen = seen & (behind >= 0) if is_causal else seen
+        visible, distance = documents.seen(query.device)
+    distance = distance + query_offset
+    if is_causal:
+        visible = visible & (distance >= 0)
     if window is not None:
-        left, right = (window, window) if isinstance(window, int) else window
-        seen = seen & (behind <= left) & (behind >= -right)
-    return merge_log_weights(log_weight, seen[None, None])
+        left, right = window_sides(window)
+        visible = visible & (distance <= left) & (distance >= -right)
+    return merge_log_weights(log_weight, visible[None, None])
 
 
 def with_more_keys(log_weight: Mask | None, count: int) -> Mask | None:
-    """The log-weight after `count` keys that everybody sees were put behind the others."""
+    """The log-weight for `count` more keys at the end, which every query sees."""
     if log_weight is None:
         return None
     return F.pad(log_weight, (0, count), value=True if log_weight.dtype == torch.bool else 0.0)
@@ -124,9 +133,10 @@ def added(log_weight: Mask | None, scores: Float[Tensor, "B H L N"]) -> Float[Te
 def attention_scores(
     query: Float[Tensor, "B H L D"], key: Float[Tensor, "B H N D"], scale: float | Tensor | None
 ) -> Float[Tensor, "B H L N"]:
-    """scale·query·key, D^-½ by default, at least float32."""
+    """scale·query·key in at least float32; the scale is D^-½ by default."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    return query.to(dtype) @ key.to(dtype).mT * (query.shape[-1] ** -0.5 if scale is None else per_head(scale))
+    factor = query.shape[-1] ** -0.5 if scale is None else per_head(scale)
+    return query.to(dtype) @ key.to(dtype).mT * factor
 
 
 def attention_weights(
@@ -145,7 +155,11 @@ def attention_weights(
     scores = added(log_weight, scores)
     log_partition = logsumexp(scores)
     if sink is not None:
-        level = torch.as_tensor(sink, dtype=scores.dtype, device=query.device)
-        log_partition = torch.logaddexp(log_partition, level.unsqueeze(-1) if level.ndim else level)
-    level = log_partition.masked_fill(log_partition == -torch.inf, 0.0)
-    return torch.exp(scores - level.unsqueeze(-1)), log_partition
+        sink_log_weight = torch.as_tensor(sink, dtype=scores.dtype, device=query.device)
+        if sink_log_weight.ndim:
+            # One for each head: (H, 1), to broadcast with (B, H, L).
+            sink_log_weight = sink_log_weight.unsqueeze(-1)
+        log_partition = torch.logaddexp(log_partition, sink_log_weight)
+    # For a query that sees no key, −∞ − 0 gives weights of 0, where −∞ + ∞ would be NaN.
+    subtracted = log_partition.masked_fill(log_partition == -torch.inf, 0.0)
+    return torch.exp(scores - subtracted.unsqueeze(-1)), log_partition

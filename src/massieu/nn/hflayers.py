@@ -1,14 +1,15 @@
-"""Reading the modules of hopfield-layers (`hflayers`): their state dicts, and the keywords they are made with."""
+"""Modules from hopfield-layers (`hflayers`): from their state dicts and the keywords that created them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-_PATTERNS = "stored_pattern", "state_pattern", "pattern_projection"
-_STATIC = {"q": "state_pattern", "k": "stored_pattern", "v": "pattern_projection"}
+_PATTERNS = ("stored_pattern", "state_pattern", "pattern_projection")
+_PATTERN_OF_PROJECTION = {"q": "state_pattern", "k": "stored_pattern", "v": "pattern_projection"}
+"""The pattern that each projection (query, key, value) takes."""
 
 HOPFIELD: dict[str, Any] = {
     **dict.fromkeys(("input_size", "hidden_size", "output_size", "pattern_size", "scaling"), None),
@@ -26,74 +27,96 @@ HOPFIELD: dict[str, Any] = {
     "dropout": 0.0,
     "input_bias": True,
 }
-"""What `hflayers.Hopfield` is made with, and its defaults."""
+"""Keywords of `hflayers.Hopfield` and their defaults."""
 POOLING = HOPFIELD | {"quantity": 1, "trainable": True}
-"""What `hflayers.HopfieldPooling` is made with."""
+"""Keywords of `hflayers.HopfieldPooling` and their defaults."""
 LAYER = POOLING | {"lookup_weights_as_separated": False, "lookup_targets_as_trainable": True}
-"""What `hflayers.HopfieldLayer` is made with."""
+"""Keywords of `hflayers.HopfieldLayer` and their defaults."""
 
 
 class FromHflayers:
-    """A module that can be read from the state dict of its namesake in hopfield-layers."""
+    """A module that can be created from the state dict of its namesake in hopfield-layers."""
 
     _keywords: ClassVar[Mapping[str, Any]]
 
     @classmethod
     def from_hflayers(cls, state_dict: Mapping[str, Tensor], **keywords: Any) -> Self:
-        """The same function as the module of this name in `hflayers`, from its state dict and the keywords it was made with.
+        """The module that computes what its namesake in `hflayers` does, from that one's state dict and keywords.
 
-        `update_steps_max=u` there makes u + 1 passes: `steps` here. Outputs agree to rounding, but where that module stops
-        early (`update_steps_eps`, once all items of the batch have settled), mixes items of the batch (static patterns
-        with several heads), or deals a scaling per head out to coordinates.
+        `update_steps_max=u` there makes u + 1 passes: `steps` here. Outputs agree to rounding, except where that module
+
+        - stops early (`update_steps_eps`, once all items of the batch have settled),
+        - mixes items of the batch (static patterns with several heads),
+        - or applies a scaling per head to coordinates.
 
         Raises:
-            ValueError: tensors missing or left over, a number of steps per head, an unknown activation.
+            ValueError: tensors that are missing or left over, a number of steps per head, an unknown activation.
             TypeError: an unknown keyword.
         """
         unknown = [name for name in keywords if name not in cls._keywords]
         if unknown:
             raise TypeError(f"from_hflayers got an unexpected keyword argument '{unknown[0]}'")
-        given = SimpleNamespace(**{**cls._keywords, **keywords})
-        given.head_size = given.hidden_size or (given.input_size or 0) // given.num_heads
-        given.static = {name: getattr(given, f"{pattern}_as_static") for name, pattern in _STATIC.items()}
+        settings = SimpleNamespace(**{**cls._keywords, **keywords})
+        settings.head_size = settings.hidden_size or (settings.input_size or 0) // settings.num_heads
+        settings.is_static = {
+            name: getattr(settings, f"{pattern}_as_static") for name, pattern in _PATTERN_OF_PROJECTION.items()
+        }
         if "quantity" not in cls._keywords:
-            return cls(**_arguments(state_dict, given))
+            return cls(**_arguments(state_dict, settings))
+        # Pooling and layer are a Hopfield module with trained patterns around it.
         prefix = "hopfield."
-        rest = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
-        options = _arguments(rest, given) | {"input_size": given.input_size}
-        names, trainable = {"pooling_weights": "states"}, {"pooling_weights": given.trainable}
-        if "lookup_weights_as_separated" in cls._keywords:
+        inner = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+        options = _arguments(inner, settings) | {"input_size": settings.input_size}
+        # By the names of the patterns there: the names here, and whether they train.
+        if "lookup_weights_as_separated" not in cls._keywords:
+            names = {"pooling_weights": "states"}
+            trainable = {"pooling_weights": settings.trainable}
+        else:
             names = {"lookup_weights": "patterns"}
-            if given.lookup_weights_as_separated:
+            trainable = {
+                "lookup_weights": settings.trainable,
+                "target_weights": settings.lookup_targets_as_trainable,
+            }
+            if settings.lookup_weights_as_separated:
                 names["target_weights"] = "targets"
-                sizes = ("stored_pattern_size", "pattern_projection_size")
-                options |= {"separate_targets": True, **{name: getattr(given, name) for name in sizes}}
-            trainable = {"lookup_weights": given.trainable, "target_weights": given.lookup_targets_as_trainable}
-        _need(names, state_dict)
+                options["separate_targets"] = True
+                options["stored_pattern_size"] = settings.stored_pattern_size
+                options["pattern_projection_size"] = settings.pattern_projection_size
+        _check_present(names, state_dict)
         module: Any = cls(**options)
-        for theirs, ours in names.items():
-            tensor = state_dict[theirs] if given.batch_first else state_dict[theirs].transpose(0, 1)
-            setattr(module, ours, nn.Parameter(tensor.clone(), requires_grad=trainable[theirs]))
+        for hflayers_name, name in names.items():
+            tensor = state_dict[hflayers_name]
+            if not settings.batch_first:
+                tensor = tensor.transpose(0, 1)
+            setattr(module, name, nn.Parameter(tensor.clone(), requires_grad=trainable[hflayers_name]))
         return module
 
 
 def _arguments(state_dict: Mapping[str, Tensor], keywords: Any) -> dict[str, Any]:
-    """What `massieu.nn.Hopfield` is made with to be the same function."""
+    """The arguments that make `massieu.nn.Hopfield` the same function."""
     reader = _Reader(state_dict, keywords)
-    steps, scaling = keywords.update_steps_max, keywords.scaling
+    steps = keywords.update_steps_max
     if not (steps is None or isinstance(steps, int)):
         raise ValueError(f"update_steps_max must be one number for all heads, or None, got {steps!r}")
-    linear = {name: reader.linear(name) for name in _STATIC}
+    linear = {name: reader.linear(name) for name in _PATTERN_OF_PROJECTION}
     projection = linear["v"]
     if keywords.pattern_projection_as_connected and not keywords.stored_pattern_as_static:
+        # Connected: the values are made from the keys.
         projection = linear["k"] if keywords.pattern_projection_as_static else nn.Sequential(linear["k"], projection)
     # A module that changes no pattern has scaling 1, all others the head's size to the −½.
-    changes = keywords.pattern_projection_as_connected or not keywords.disable_out_projection
-    changes = changes or keywords.normalize_hopfield_space or keywords.normalize_hopfield_space_affine
-    default = 1.0 if all(keywords.static.values()) and not changes else None
+    changes_patterns = (
+        keywords.pattern_projection_as_connected
+        or not keywords.disable_out_projection
+        or keywords.normalize_hopfield_space
+        or keywords.normalize_hopfield_space_affine
+    )
+    scale = keywords.scaling
+    if scale is None and all(keywords.is_static.values()) and not changes_patterns:
+        scale = 1.0
     size = keywords.input_size
-    stored_size, projection_size = keywords.stored_pattern_size or size, keywords.pattern_projection_size or size
-    made = {
+    stored_size = keywords.stored_pattern_size or size
+    projection_size = keywords.pattern_projection_size or size
+    arguments = {
         "num_heads": keywords.num_heads,
         "hidden_size": keywords.head_size,
         "state": nn.Sequential(reader.norm("state_pattern", size), linear["q"]),
@@ -102,18 +125,18 @@ def _arguments(state_dict: Mapping[str, Tensor], keywords: Any) -> dict[str, Any
         "space": reader.norm("hopfield_space", keywords.head_size),
         "output": reader.output(),
         "steps": None if steps is None else steps + 1,
-        "scale": default if scaling is None else scaling,
+        "scale": scale,
         "sink": 0.0 if keywords.add_zero_association else None,
         "dropout": keywords.dropout,
         "batch_first": keywords.batch_first,
     }
     if reader.tensors:
         raise ValueError(f"the state dict has tensors that these keywords do not use: {', '.join(reader.tensors)}")
-    return made
+    return arguments
 
 
 class _Reader:
-    """Takes tensors out of a state dict, and knows which are left."""
+    """Takes tensors out of a state dict; `tensors` are those that are left."""
 
     def __init__(self, state_dict: Mapping[str, Tensor], keywords: Any) -> None:
         self.keywords = keywords
@@ -121,25 +144,34 @@ class _Reader:
         # Learned keys and values are in the state dict but not in the module's output.
         for name in ("bias_k", "bias_v"):
             self.tensors.pop(f"association_core.{name}", None)
-        size, heads = keywords.head_size, keywords.num_heads
-        self.rows = {"q": heads * size, "k": heads * size, "v": heads * (keywords.pattern_size or size)}
-        moving = [name for name, fixed in keywords.static.items() if not fixed]
-        self.weights = {name: self.take(f"association_core.{name}_proj_weight", needed=False) for name in moving}
-        packed = self.take("association_core.in_proj_weight", needed=False)
-        if packed is not None:
-            self.weights = dict(zip(moving, self.split(packed, moving), strict=True))
-        bias = self.take("association_core.in_proj_bias", needed=keywords.input_bias and bool(moving))
-        # Of values there is a bias even where there is no weight.
-        named = [name for name in ("q", "k", "v") if name in moving or name == "v"]
-        self.biases = {} if bias is None else dict(zip(named, self.split(bias, named), strict=True))
+        head_size = keywords.head_size
+        heads = keywords.num_heads
+        self.num_rows = {
+            "q": heads * head_size,
+            "k": heads * head_size,
+            "v": heads * (keywords.pattern_size or head_size),
+        }
+        projected = [name for name, is_static in keywords.is_static.items() if not is_static]
+        self.weights = {name: self.take(f"association_core.{name}_proj_weight", needed=False) for name in projected}
+        packed_weight = self.take("association_core.in_proj_weight", needed=False)
+        if packed_weight is not None:
+            self.weights = dict(zip(projected, self.split(packed_weight, projected), strict=True))
+        packed_bias = self.take("association_core.in_proj_bias", needed=keywords.input_bias and bool(projected))
+        # The packed bias has rows for the values even if they have no weight.
+        biased = [name for name in ("q", "k", "v") if name in projected or name == "v"]
+        self.biases: dict[str, Tensor] = {}
+        if packed_bias is not None:
+            self.biases = dict(zip(biased, self.split(packed_bias, biased), strict=True))
 
     def take(self, name: str, *, needed: bool = True) -> Tensor | None:
+        """The tensor of that name, taken out; a ValueError if it is needed and missing."""
         if needed:
-            _need((name,), self.tensors)
+            _check_present((name,), self.tensors)
         return self.tensors.pop(name, None)
 
     def split(self, tensor: Tensor, names: list[str]) -> tuple[Tensor, ...]:
-        sizes = [self.rows[name] for name in names]
+        """A packed weight or bias, cut into those of the named projections."""
+        sizes = [self.num_rows[name] for name in names]
         if sum(sizes) != len(tensor):
             raise ValueError(
                 f"a projection of {len(tensor)} rows does not split into {sizes}: check sizes and num_heads"
@@ -148,7 +180,7 @@ class _Reader:
 
     def linear(self, name: str) -> nn.Module:
         """The projection to the heads; for static patterns, the pattern for each head."""
-        if self.keywords.static[name]:
+        if self.keywords.is_static[name]:
             return Repeat(self.keywords.num_heads)
         weight = self.weights[name]
         if weight is None:
@@ -156,20 +188,25 @@ class _Reader:
         return _linear(weight, self.biases.get(name))
 
     def norm(self, name: str, size: int | None) -> nn.Module:
-        given = vars(self.keywords)
-        if not given[f"normalize_{name}"]:
+        """The LayerNorm of a pattern or of the Hopfield space; the identity if the keywords ask for none."""
+        keywords = vars(self.keywords)
+        if not keywords[f"normalize_{name}"]:
             return nn.Identity()
         if size is None:
             raise ValueError("normalised patterns need an input_size")
-        affine = given[f"normalize_{name}_affine"]
-        made = nn.LayerNorm(size, given[f"normalize_{name}_eps"], affine, device="meta")
+        is_affine = keywords[f"normalize_{name}_affine"]
+        # On meta nothing is allocated for the numbers that are replaced at once.
+        norm = nn.LayerNorm(size, keywords[f"normalize_{name}_eps"], is_affine, device="meta")
         prefix = "association_core.p_norm_" if name == "hopfield_space" else f"norm_{name}."
-        weight, bias = (self.take(f"{prefix}{kind}", needed=affine) for kind in ("weight", "bias"))
+        weight = self.take(f"{prefix}weight", needed=is_affine)
+        bias = self.take(f"{prefix}bias", needed=is_affine)
         if weight is not None and bias is not None:
-            made.weight, made.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
-        return made
+            norm.weight = nn.Parameter(weight.clone())
+            norm.bias = nn.Parameter(bias.clone())
+        return norm
 
     def output(self) -> nn.Module:
+        """The output projection and the activation, as far as the keywords ask for them."""
         parts = []
         if not self.keywords.disable_out_projection:
             weight = self.take("association_core.out_proj.weight")
@@ -205,15 +242,15 @@ class Pointwise(nn.Module):
         return getattr(torch, self.name)(tensor)
 
 
-def _need(names: Any, tensors: Mapping[str, Tensor]) -> None:
+def _check_present(names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
     missing = [name for name in names if name not in tensors]
     if missing:
         raise ValueError(f"the state dict lacks {', '.join(missing)}: check the keywords")
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.clone())
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.clone())
     if bias is not None:
-        made.bias = nn.Parameter(bias.clone())
-    return made
+        linear.bias = nn.Parameter(bias.clone())
+    return linear

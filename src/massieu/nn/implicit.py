@@ -1,4 +1,4 @@
-"""The heads of attention to convergence, held by its query."""
+"""The heads of attention that is iterated to its fixed point, pulled to the query."""
 
 from types import MappingProxyType
 from typing import Any
@@ -22,8 +22,8 @@ class ImplicitHeads(SolvedHeads):
     """Implicit attention: each head returns the fixed point of z = (1 − α)·query + α·Σ p_n key_n (B12).
 
     p = softmax(scale·z·key_n). It is a critical point of (1 − α)‖z − query‖²/2 + α·E(z), E the Hopfield energy of the
-    keys: a query pulled to stored patterns, which α = 1 would let go of, and with it all gradient. Unique where
-    α·scale·D²/4 < 1, D the largest distance of two keys. Gradients are those of the implicit function theorem: memory
+    keys: a query pulled towards stored patterns. With α = 1 the query would have no effect on it and no gradient. Unique
+    where α·scale·D²/4 < 1, D the largest distance of two keys. Gradients are those of the implicit function theorem: memory
     does not grow with the number of steps. A query that sees no key keeps (1 − α)·query. The keys are the values: the
     module has no projection of values, and a call takes the key, or none, as value. There are no weights to return.
 
@@ -69,12 +69,14 @@ class ImplicitHeads(SolvedHeads):
             throw: Raise a ConvergenceError instead, with the residual and what to try.
         """
         super().__init__(method, max_steps, throw, scale=scale)
-        self._alpha = alpha, learn_alpha
+        self._alpha_start = alpha
+        self._learn_alpha = learn_alpha
         self.max_lipschitz = None if max_lipschitz is None else number("max_lipschitz", max_lipschitz, above=0, below=1)
 
     def _create_tensors(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        alpha, learn = self._alpha
-        self.pull = LearnableAlpha(alpha, self.num_heads, 0.0, 1.0, learn=learn, device=device, dtype=dtype)
+        self.pull = LearnableAlpha(
+            self._alpha_start, self.num_heads, low=0.0, high=1.0, learn=self._learn_alpha, device=device, dtype=dtype
+        )
 
     @property
     def alpha(self) -> float | Tensor:
@@ -104,13 +106,14 @@ class ImplicitHeads(SolvedHeads):
 
         with without_autocast(query.device):
             alpha = self._pull(query)
-            # α·scale times a covariance is symmetric.
-            parameters = query, self._drawn_in(key, alpha), alpha, options
+            parameters = (query, self._drawn_in(key, alpha), alpha, options)
+            # The step's derivative, α·scale times a covariance, is symmetric: conjugate gradients do.
             return self._find_fixed_point(pulled, query, parameters, 1, ConjugateGradients())
 
     def _options(self, log_weight: Mask | None) -> dict[str, Any]:
-        given = {"log_weight": log_weight, "scale": self.scale}
-        return {name: value for name, value in given.items() if value is not None}
+        """Arguments of attention without those that are None, since a fixed point's parameters are tensors and numbers."""
+        options = {"log_weight": log_weight, "scale": self.scale}
+        return {name: value for name, value in options.items() if value is not None}
 
     def _pull(self, query: Tensor) -> Float[Tensor, "#H 1 1"]:
         """α in float32 at the least."""
@@ -118,12 +121,12 @@ class ImplicitHeads(SolvedHeads):
         return torch.as_tensor(self.alpha, dtype=dtype, device=query.device).reshape(-1, 1, 1)
 
     def _drawn_in(self, key: Float[Tensor, "B H N D"], alpha: Tensor) -> Float[Tensor, "B H N D"]:
-        """The keys in the ball that `max_lipschitz` asks for."""
+        """The keys, drawn in to the ball in which a step's Lipschitz constant is at most `max_lipschitz`."""
         if self.max_lipschitz is None:
             return key
         scale = key.shape[-1] ** -0.5 if self.scale is None else self.scale
         beta = torch.as_tensor(scale, dtype=alpha.dtype, device=key.device).reshape(-1, 1, 1)
-        # In a ball of radius r, D is at most 2r.
+        # In a ball of radius r, D is at most 2r, and the constant α·β·D²/4 at most α·β·r².
         excess = key.to(alpha.dtype).square().sum(-1, keepdim=True) * (alpha * beta / self.max_lipschitz)
         return key / excess.clamp(min=1.0).sqrt().to(key.dtype)
 
@@ -131,7 +134,9 @@ class ImplicitHeads(SolvedHeads):
         query, key = heads
         alpha = self._pull(query)
         key = self._drawn_in(key, alpha).to(alpha.dtype)
-        options = self._options(request.log_weight) | {"is_causal": request.is_causal}
         return Retrieval(
-            (point.to(key.dtype), key, key), options, lambda retrieved: query + alpha * (retrieved - query), True
+            arguments=(point.to(key.dtype), key, key),
+            options=self._options(request.log_weight) | {"is_causal": request.is_causal},
+            step=lambda retrieved: query + alpha * (retrieved - query),
+            moves_query=True,
         )

@@ -151,7 +151,7 @@ class _ScoreRecorder(TorchFunctionMode):
         inputs = args[:num_inputs]
         if not num_inputs or is_done or not all(isinstance(tensor, Tensor) for tensor in inputs):
             return func(*args, **kwargs)
-        scores = inputs[0] if num_inputs == 1 else self._of_pair(*inputs, kwargs.get("scale"))
+        scores = inputs[0] if num_inputs == 1 else self._of_pair(inputs[0], inputs[1], kwargs.get("scale"))
         if not self._are_of_heads(scores):
             return func(*args, **kwargs)
         self.scores = scores.reshape(self.heads, *scores.shape[-2:])

@@ -42,12 +42,14 @@ class SigmaReparametrization(Resettable):
         if floating("weight", weight).ndim < 2 or 0 in weight.shape[-2:]:
             raise ValueError(f"weight must have shape (*batch, m, n), got {tuple(weight.shape)}")
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        # Squares must neither overflow nor vanish.
+        # Entries of size at most 1, so that the Gram matrix's squares neither overflow nor vanish.
         size = wide.detach().abs().amax((-2, -1), keepdim=True)
         unit = wide / torch.where(size > 0, size, 1.0)
-        # Of a matrix that is not finite there are no eigenvalues, and no result.
+        # `eigvalsh` raises at NaN: such entries are replaced, and the NaN comes back by `size` below.
         finite = torch.where(unit.isfinite(), unit, 0.0)
-        gram = finite @ finite.mT if weight.shape[-2] <= weight.shape[-1] else finite.mT @ finite
+        is_wide = weight.shape[-2] <= weight.shape[-1]
+        gram = finite @ finite.mT if is_wide else finite.mT @ finite
+        # The largest eigenvalue of W Wᵀ is ‖W‖₂², (*batch, 1, 1).
         largest = torch.linalg.eigvalsh(gram)[..., -1, None, None]
         largest = torch.where(size == 0, 1.0, largest + 0.0 * size)
         return (self.gain.to(wide) * unit / largest.sqrt()).to(weight.dtype)

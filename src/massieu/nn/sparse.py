@@ -1,4 +1,4 @@
-"""The heads of attention whose weights are exactly zero for low scores."""
+"""The heads of attention by α-entmax, whose weights are exactly zero for low scores."""
 
 import math
 

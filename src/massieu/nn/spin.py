@@ -1,4 +1,4 @@
-"""Attention whose tokens are spins: attention couples them, and they all move at once."""
+"""Attention whose tokens are spins: attention gives the couplings, and all spins move at once."""
 
 from dataclasses import replace
 from functools import partial

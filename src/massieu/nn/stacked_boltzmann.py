@@ -18,17 +18,18 @@ from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 from massieu.nn.modules import Device, Resettable
 
 _MOST_PAIRS = 1 << 28
-"""Of states of two neighbouring hidden layers, which are gone through together."""
-_PAIRS_AT_ONCE = 1 << 22
+"""The most pairs of states of two neighbouring hidden layers that are summed over."""
+_PAIRS_PER_BLOCK = 1 << 22
+"""The most pairs whose log-probabilities are in memory together."""
 
 
 class BoundResult(NamedTuple):
-    """What draws of the hidden layers tell of log p(v), nats."""
+    """Bounds and estimates of log p(v) from draws of the hidden layers, in nats."""
 
     bound: Float[Tensor, "*items"]
     """The mean over draws: unbiased for the variational lower bound of log p(v)."""
     standard_error: Float[Tensor, "*items"]
-    """Of `bound`; NaN for one draw."""
+    """Standard error of `bound`; NaN for one draw."""
     log_likelihood: Float[Tensor, "*items"]
     """The importance-weighted estimate, log of the mean of exp: between `bound` and, on average, log p(v)."""
 
@@ -134,13 +135,13 @@ class StackedBoltzmannMachine(Resettable):
     def score_samples(
         self, data: Float[Tensor, "*items V"], log_partition: Float[Tensor, ""] | float | None = None
     ) -> Float[Tensor, "*items"]:
-        """log p(v), nats, by going through all states of all hidden layers but the top one.
+        """log p(v), nats, by a sum over all states of all hidden layers but the top one.
 
         Args:
-            log_partition: Of the top machine, as in `RestrictedBoltzmannMachine.score_samples`.
+            log_partition: That of the top machine, as in `RestrictedBoltzmannMachine.score_samples`.
 
         Raises:
-            ValueError: layers between with infinitely many states, or two neighbours with more than 2²⁸ pairs of them; for
+            ValueError: a layer between with infinitely many states, or two neighbours with more than 2²⁸ pairs of states; for
                 these take `bound`. As `RestrictedBoltzmannMachine.score_samples` otherwise.
         """
         machines = self._each()
@@ -151,13 +152,14 @@ class StackedBoltzmannMachine(Resettable):
             raise ValueError(
                 f"the exact log-likelihood takes at most 2^28 pairs of states of two neighbours, got {pairs}; take `bound`"
             )
-        level = machines[-1].score_samples(states[-1], log_partition)
-        for place in range(len(states) - 1, 0, -1):
-            level = _below(machines[place].machine(), states[place - 1], states[place], level)
+        # From the top down: log p of each state of a hidden layer, then of the layer below it.
+        log_prob = machines[-1].score_samples(states[-1], log_partition)
+        for layer in range(len(states) - 1, 0, -1):
+            log_prob = _log_prob_below(machines[layer].machine(), states[layer - 1], states[layer], log_prob)
         items = data.reshape(-1, data.shape[-1])
         if len(items) == 0:
             return items.new_zeros(data.shape[:-1])
-        return _below(machines[0].machine(), items, states[0], level).reshape(data.shape[:-1])
+        return _log_prob_below(machines[0].machine(), items, states[0], log_prob).reshape(data.shape[:-1])
 
     @torch.no_grad()
     def bound(
@@ -174,7 +176,7 @@ class StackedBoltzmannMachine(Resettable):
         bound; the log of the mean of its exponential is nearer to log p(v), and reaches it with many draws.
 
         Args:
-            log_partition: Of the top machine: exact, or `machines[-1].machine().estimate_log_partition().log_partition`.
+            log_partition: That of the top machine: exact, or `machines[-1].machine().estimate_log_partition().log_partition`.
 
         Raises:
             TypeError, ValueError: fewer than one draw; as `RestrictedBoltzmannMachine.score_samples`.
@@ -182,16 +184,21 @@ class StackedBoltzmannMachine(Resettable):
         whole_number("draws", draws, least=1)
         machines = self._each()
         data = machines[0]._read(data)
-        low = data.expand(draws, *data.shape)
-        total: Tensor | float = 0.0
+        lower = data.expand(draws, *data.shape)
+        log_weight: Tensor | float = 0.0
         for machine in machines[:-1]:
             law = machine.machine()
-            high = law.sample_hidden(low, generator)
-            down = law.visible.log_prob(law.visible_field(high), low)
-            total, low = total + down - law.hidden.log_prob(law.hidden_field(low), high), high
-        each = total + machines[-1].score_samples(low, log_partition)
-        error = each.std(0) / math.sqrt(draws) if draws > 1 else torch.full_like(each[0], torch.nan)
-        return BoundResult(each.mean(0), error, each.logsumexp(0) - math.log(draws))
+            upper = law.sample_hidden(lower, generator)
+            # log p(lower | upper) − log q(upper | lower).
+            log_weight = log_weight + law.visible.log_prob(law.visible_field(upper), lower)
+            log_weight = log_weight - law.hidden.log_prob(law.hidden_field(lower), upper)
+            lower = upper
+        log_weight = log_weight + machines[-1].score_samples(lower, log_partition)
+        if draws > 1:
+            standard_error = log_weight.std(0) / math.sqrt(draws)
+        else:
+            standard_error = torch.full_like(log_weight[0], torch.nan)
+        return BoundResult(log_weight.mean(0), standard_error, log_weight.logsumexp(0) - math.log(draws))
 
     @torch.no_grad()
     def sample(
@@ -209,12 +216,12 @@ class StackedBoltzmannMachine(Resettable):
 
     def _check_tied(self) -> None:
         machines = self._each()
-        for place, (below, machine) in enumerate(itertools.pairwise(machines)):
-            leaves, kind = pytree.tree_flatten(below.visible.value())
-            others, other = pytree.tree_flatten(machine.hidden.value())
-            if kind != other or not all(map(torch.equal, leaves, others)):
+        for layer, (below, machine) in enumerate(itertools.pairwise(machines)):
+            leaves, structure = pytree.tree_flatten(below.visible.value())
+            other_leaves, other_structure = pytree.tree_flatten(machine.hidden.value())
+            if structure != other_structure or not all(map(torch.equal, leaves, other_leaves)):
                 raise ValueError(
-                    f"tied_start needs layers with every second alike, and {place} and {place + 2} are not"
+                    f"tied_start needs layers with every second alike, and {layer} and {layer + 2} are not"
                 )
 
 
@@ -223,17 +230,23 @@ def _states(machine: RestrictedBoltzmannMachine) -> Float[Tensor, "states H"]:
     measure = machine.hidden.value()
     number = sites.num_states(measure)
     if number is None or number > sites.MAX_STATES:
-        told = "infinitely many" if number is None else str(number)
+        num_states = "infinitely many" if number is None else str(number)
         raise ValueError(
-            f"the exact log-likelihood needs hidden layers of at most 2^20 states, got {told}; take `bound`"
+            f"the exact log-likelihood needs hidden layers of at most 2^20 states, got {num_states}; take `bound`"
         )
     return torch.cat(list(sites.state_blocks(measure, machine.weight)))
 
 
-def _below(machine: BoltzmannMachine, visible: Tensor, hidden: Tensor, level: Tensor) -> Float[Tensor, " items"]:
-    """log Σ_h p(v|h) p(h), of the log p(h) in `level`: p(v|h) as one product of matrices, in blocks of visible units."""
-    field, origin = machine.visible_field(hidden), torch.zeros_like(visible)
-    rise = machine.visible.log_partition(field) - machine.visible.log_partition(origin[:1])
-    block = max(1, _PAIRS_AT_ONCE // len(hidden))
-    found = [torch.logsumexp(part @ field.mT + (level - rise), -1) for part in visible.split(block)]
-    return torch.cat(found) + machine.visible.log_prob(origin, visible)
+def _log_prob_below(
+    machine: BoltzmannMachine, visible: Tensor, hidden: Tensor, log_prob: Float[Tensor, " states"]
+) -> Float[Tensor, " items"]:
+    """log Σ_h p(v|h) p(h), with the log p(h) in `log_prob`.
+
+    log p(v|h) = v·field(h) − A(field(h)) + A(0) + log p(v|0): one product of matrices for all pairs, in blocks of items.
+    """
+    field = machine.visible_field(hidden)
+    origin = torch.zeros_like(visible)
+    normaliser = machine.visible.log_partition(field) - machine.visible.log_partition(origin[:1])
+    items_per_block = max(1, _PAIRS_PER_BLOCK // len(hidden))
+    sums = [torch.logsumexp(items @ field.mT + (log_prob - normaliser), -1) for items in visible.split(items_per_block)]
+    return torch.cat(sums) + machine.visible.log_prob(origin, visible)

@@ -1,4 +1,4 @@
-"""The heads of attention as a spin model: values are fields, attention couples them, the output is how the spins settle."""
+"""The heads of attention as a spin model: values are fields, attention the couplings, the output the mean spins."""
 
 from types import MappingProxyType
 from typing import Any, Literal
@@ -73,7 +73,7 @@ class TAPHeads(SolvedHeads):
         Args:
             order: "mean_field", or "tap" for the second order in the couplings.
             site: "spin" for components of ±1, "gaussian" for normal ones of variance 1.
-            strength: What a token's couplings add up to; a number, a tensor or a Parameter, one or one a head.
+            strength: The sum of a token's couplings; a number, a tensor or a Parameter, one or one a head.
             scale: As for `SoftmaxHeads`.
             method, max_steps: As for `massieu.solve.fixed_point`. Where a head's fixed point is not found the last
                 state is used; `convergence` tells of each head.
@@ -96,11 +96,11 @@ class TAPHeads(SolvedHeads):
         """The mean spins, (B, H, L, D), with status, steps and residual of each head, from what `Attention.project` returns.
 
         Args:
-            query, key, field: Of one length.
+            query, key, field: Of the same length: each token is a query, a key and a spin.
             log_weight: As for `massieu.ops.attention`: in booleans True keeps.
             is_causal: Token i couples to tokens 0 … i − 1.
-            coupling: J_ij/strength in place of the softmax's weights. Its diagonal is left out; masks are not taken beside
-                it: put zeros there.
+            coupling: J_ij/strength in place of the softmax's weights. Its diagonal is ignored. It cannot be combined with
+                masks: set hidden couplings to 0.
 
         Raises:
             ValueError: lengths that differ, couplings of another shape or beside masks.
@@ -112,41 +112,43 @@ class TAPHeads(SolvedHeads):
             )
         with without_autocast(field.device):
             field = field.to(torch.promote_types(field.dtype, torch.float32))
-            layout = (*field.shape[:3], field.shape[2])
+            layout = (*field.shape[:3], field.shape[2])  # (B, H, L, L)
             if coupling is None:
-                weight = self._of_others(query, key, log_weight, is_causal)
-                share = attention_weights(query, key, scale=self.scale, log_weight=weight)[0]
+                others = self._of_others(query, key, log_weight, is_causal)
+                share, _ = attention_weights(query, key, scale=self.scale, log_weight=others)
             else:
                 if log_weight is not None or is_causal:
                     raise ValueError("coupling does not go with log_weight or is_causal: set it to 0 there")
                 check_shape("coupling", floating("coupling", coupling), ("1 or batch", "1 or heads", *layout[2:]))
-                apart = self._of_others(query, key, None, False)
-                share = torch.where(apart, expanded("coupling", coupling, layout, "the heads'").to(field), 0.0)
+                others = self._of_others(query, key, None, False)
+                share = torch.where(others, expanded("coupling", coupling, layout, "the heads'").to(field), 0.0)
             couplings = (share * per_head(self.strength)).to(field.dtype).expand(layout)
-            # 0, but NaN where a field is: what is not finite is not to be returned as if it were.
+            # Start at 0, but at NaN where a field is not finite, so that the result is not finite either.
             start = 0 * field.detach()
             return self._find_fixed_point(_EQUATIONS[self.site, self.order], start, (field, couplings), 2, GMRES())
 
     @staticmethod
     def _of_others(query: Tensor, key: Tensor, log_weight: Mask | None, is_causal: bool) -> Mask:
-        """Log-weights of the other tokens, or which keys these are."""
-        apart = ~torch.eye(key.shape[2], dtype=torch.bool, device=key.device)[None, None]
-        merged = merge_log_weights(with_positions(log_weight, query, key, is_causal), apart)
+        """The log-weight without the diagonal: a token does not couple to itself."""
+        is_other = ~torch.eye(key.shape[2], dtype=torch.bool, device=key.device)[None, None]
+        merged = merge_log_weights(with_positions(log_weight, query, key, is_causal), is_other)
         assert merged is not None
         return merged
 
     def _retrieval(self, point: Tensor, *heads: Tensor, request: Request) -> Retrieval:
         query, key, field = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in heads)
-        mean, strength = point.to(field.dtype), per_head(self.strength)
+        mean = point.to(field.dtype)
+        strength = per_head(self.strength)
         options: dict[str, Any] = {"scale": self.scale}
         options["log_weight"] = self._of_others(query, key, request.log_weight, request.is_causal)
         if self.site == "gaussian":
             return Retrieval((query, key, mean), options, lambda retrieved: field + strength * retrieved)
-        alone = field
+        # The part of a spin's local field that a replacement of Σ_j p_ij m_j leaves alone.
+        fixed_field = field
         if self.order == "tap":
             coupling = attention_weights(query, key, **options)[0] * strength
-            alone = field - mean * (coupling.square() @ (1 - mean.square()))
-        return Retrieval((query, key, mean), options, lambda retrieved: torch.tanh(alone + strength * retrieved))
+            fixed_field = field - mean * (coupling.square() @ (1 - mean.square()))
+        return Retrieval((query, key, mean), options, lambda retrieved: torch.tanh(fixed_field + strength * retrieved))
 
 
 def _mean_field(mean: Tensor, field: Tensor, coupling: Tensor) -> Tensor:
