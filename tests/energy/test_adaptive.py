@@ -25,10 +25,10 @@ def normal(*shape, seed=5):
 
 def couplings(number, size=1, strength=1.0, seed=0):
     drawn = normal(number, number, size, size, seed=seed)
-    found = strength * (drawn + drawn.permute(1, 0, 3, 2)) / math.sqrt(8 * number)
+    coupling = strength * (drawn + drawn.permute(1, 0, 3, 2)) / math.sqrt(8 * number)
     index = torch.arange(number)
-    found[index, index] = 0
-    return found
+    coupling[index, index] = 0
+    return coupling
 
 
 SITES = {
@@ -48,13 +48,13 @@ def model_of(kind, strength):
     return SpinModel.create(site, couplings(site.batch_shape[0], site.event_shape[0], strength))
 
 
-def solution(found):
-    assert found.solution is not None
-    return found.solution
+def solution(magnetisation):
+    assert magnetisation.solution is not None
+    return magnetisation.solution
 
 
-def distance(found, exact):
-    return [float((a - b).norm()) for a, b in zip(found[:3], exact[:3], strict=True)]
+def distance(magnetisation, exact):
+    return [float((a - b).norm()) for a, b in zip(magnetisation[:3], exact[:3], strict=True)]
 
 
 # Mean field and TAP take time, and of spins they are tested beside the spin model.
@@ -104,8 +104,8 @@ def test_errors_fall_as_theory_says_on_spheres(dim):
         joint = alone * second.log_partition(pull).exp()
         p = joint / joint.sum()
         mean = torch.stack([p @ points, p @ second.mean(pull)])
-        found = getattr(SpinModel.create(Sphere.create(radius, dim=dim).tilt(field), coupling), method)()
-        return (found.mean - mean).norm(), (found.log_partition - joint.sum().log()).abs()
+        magnetisation = getattr(SpinModel.create(Sphere.create(radius, dim=dim).tilt(field), coupling), method)()
+        return (magnetisation.mean - mean).norm(), (magnetisation.log_partition - joint.sum().log()).abs()
 
     for method in METHODS:
         strong, weak = errors(method, 0.1), errors(method, 0.025)
@@ -118,9 +118,9 @@ def test_the_rule_on_spheres_is_exact_up_to_its_limit(dim):
     """Against the measure's own Bessel functions, where the tilt is linear."""
     site, field = Sphere.create(torch.ones(4).double(), dim=dim), normal(4, dim)
     field = field / field.norm(dim=-1, keepdim=True) * torch.tensor([[0.1], [1.0], [10.0], [sites.MAX_SHARPNESS]])
-    found = sites.site_law(site, field).tilted(field, torch.zeros(4, dim, dim).double())
+    moments = sites.site_law(site, field).tilted(field, torch.zeros(4, dim, dim).double())
     wanted = (site.log_partition(field), site.mean(field), site.fisher(field))
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(moments, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -141,19 +141,19 @@ def test_textbook_equations_by_another_solver():
     wanted = root(residual, np.concatenate([np.tanh(field), (coupling**2).sum(1)]), tol=1e-13)
     assert wanted.success
     mean, curvature = wanted.x.reshape(2, 8)
-    found = model.adaptive_tap(rtol=1e-13)
-    np.testing.assert_allclose(found.mean.flatten(), mean, atol=1e-11)
-    np.testing.assert_allclose(solution(found).value[:, 0, 1], curvature, atol=1e-11)
+    magnetisation = model.adaptive_tap(rtol=1e-13)
+    np.testing.assert_allclose(magnetisation.mean.flatten(), mean, atol=1e-11)
+    np.testing.assert_allclose(solution(magnetisation).value[:, 0, 1], curvature, atol=1e-11)
     response = np.linalg.inv(np.diag(curvature + 1 / (1 - mean**2)) - coupling)
-    np.testing.assert_allclose(found.covariance.reshape(8, 8), response, atol=1e-11)
+    np.testing.assert_allclose(magnetisation.covariance.reshape(8, 8), response, atol=1e-11)
 
 
 def test_the_covariance_is_nearer_and_agrees_with_the_sites():
     model = model_of("spins", 1.0)
-    exact, found, naive = (model.exact().covariance, model.adaptive_tap().covariance, model.mean_field().covariance)
-    assert (found - exact).abs().max() < 0.3 * (naive - exact).abs().max()
+    exact, adaptive, naive = (model.exact().covariance, model.adaptive_tap().covariance, model.mean_field().covariance)
+    assert (adaptive - exact).abs().max() < 0.3 * (naive - exact).abs().max()
     mean = model.adaptive_tap().mean.flatten()
-    torch.testing.assert_close(found.reshape(8, 8).diagonal(), 1 - mean.square())
+    torch.testing.assert_close(adaptive.reshape(8, 8).diagonal(), 1 - mean.square())
 
 
 def gaussian(degenerate=False):
@@ -172,17 +172,17 @@ def test_gaussian_sites_are_solved_exactly_and_the_onsager_term_changes_no_mean(
     torch.testing.assert_close(exact.mean.flatten(), torch.linalg.inv(system) @ site.location.flatten())
     torch.testing.assert_close(exact.covariance.reshape(10, 10), torch.linalg.inv(system) @ covariance)
     for method in METHODS:
-        found = getattr(model, method)(rtol=1e-13)
-        torch.testing.assert_close(found.mean, exact.mean, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(found.covariance, exact.covariance, rtol=1e-12, atol=1e-12)
-    found = model.adaptive_tap(damping=1.0)
-    assert solution(found).steps <= 2
-    torch.testing.assert_close(found.mean, exact.mean, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found.log_partition, exact.log_partition, rtol=1e-12, atol=1e-12)
+        magnetisation = getattr(model, method)(rtol=1e-13)
+        torch.testing.assert_close(magnetisation.mean, exact.mean, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(magnetisation.covariance, exact.covariance, rtol=1e-12, atol=1e-12)
+    magnetisation = model.adaptive_tap(damping=1.0)
+    assert solution(magnetisation).steps <= 2
+    torch.testing.assert_close(magnetisation.mean, exact.mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(magnetisation.log_partition, exact.log_partition, rtol=1e-12, atol=1e-12)
     if not degenerate:
         own = exact.covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)
         wanted = torch.linalg.inv(site.covariance) - torch.linalg.inv(own)
-        torch.testing.assert_close(solution(found).value[..., 1:], wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(solution(magnetisation).value[..., 1:], wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_log_z_of_degenerate_gaussian_sites_by_quadrature():
@@ -202,9 +202,9 @@ def test_sites_that_cannot_move():
     value = normal(3, 2)
     model = SpinModel.create(Constant.create(value), couplings(3, 2))
     wanted = 0.5 * torch.einsum("ia,ijab,jb->", value, model.coupling, value)
-    for found in (model.exact(), model.adaptive_tap()):
-        torch.testing.assert_close(found.mean, value)
-        torch.testing.assert_close(found.log_partition, wanted)
+    for magnetisation in (model.exact(), model.adaptive_tap()):
+        torch.testing.assert_close(magnetisation.mean, value)
+        torch.testing.assert_close(magnetisation.log_partition, wanted)
     frozen = SpinModel.create(Spin.create(torch.tensor([400.0, -400.0, 0.2]).double()), couplings(3)[:, :, 0, 0])
     torch.testing.assert_close(frozen.adaptive_tap().mean, frozen.exact().mean, rtol=1e-9, atol=1e-9)
 
@@ -214,9 +214,11 @@ def test_gradients_of_log_z_are_moments(kind):
     """Adaptive TAP's free energy is stationary: its gradient in J_ij is (Λ − J)⁻¹_ij + ⟨S_i⟩⟨S_j⟩ᵀ, for i ≠ j."""
     site = SITES[kind]
     coupling = couplings(site.batch_shape[0], site.event_shape[0], 0.8).requires_grad_()
-    found = SpinModel.create(site, coupling).adaptive_tap(rtol=1e-13)
-    (slope,) = torch.autograd.grad(found.log_partition, coupling)
-    wanted = found.covariance.transpose(1, 2) + torch.einsum("ia,jb->ijab", found.mean, found.mean)
+    magnetisation = SpinModel.create(site, coupling).adaptive_tap(rtol=1e-13)
+    (slope,) = torch.autograd.grad(magnetisation.log_partition, coupling)
+    wanted = magnetisation.covariance.transpose(1, 2) + torch.einsum(
+        "ia,jb->ijab", magnetisation.mean, magnetisation.mean
+    )
     index = torch.arange(len(wanted))
     wanted[index, index] = slope[index, index] = 0
     torch.testing.assert_close(slope, 0.5 * wanted, rtol=1e-8, atol=1e-9)
@@ -227,11 +229,11 @@ def test_gradients_of_log_z_are_moments(kind):
 def test_derivatives_in_couplings_and_fields(method):
     upper = couplings(3)[:, :, 0, 0].triu(1)
 
-    def found(upper, field):
+    def mean_and_log_partition(upper, field):
         result = getattr(SpinModel(Spin(field), (upper + upper.mT)[:, :, None, None]), method)(rtol=1e-13)
         return result.mean, result.log_partition
 
-    check_derivatives(found, (upper, 0.4 * normal(3, 1)), second=False)
+    check_derivatives(mean_and_log_partition, (upper, 0.4 * normal(3, 1)), second=False)
 
 
 @pytest.mark.slow
@@ -239,12 +241,12 @@ def test_derivatives_of_potts_and_gaussian_sites():
     coupling = couplings(3, 2, 0.7)
 
     def potts(logits):
-        found = SpinModel.create(Categorical.create(logits=logits), coupling).adaptive_tap(rtol=1e-13)
-        return found.mean, found.log_partition
+        magnetisation = SpinModel.create(Categorical.create(logits=logits), coupling).adaptive_tap(rtol=1e-13)
+        return magnetisation.mean, magnetisation.log_partition
 
     def normals(location, factor):
-        found = SpinModel.create(Gaussian.create(location, factor=factor), coupling).adaptive_tap(rtol=1e-13)
-        return found.mean, found.log_partition
+        magnetisation = SpinModel.create(Gaussian.create(location, factor=factor), coupling).adaptive_tap(rtol=1e-13)
+        return magnetisation.mean, magnetisation.log_partition
 
     check_derivatives(potts, [normal(3, 2)], second=False)
     check_derivatives(normals, (normal(3, 2), 0.6 * normal(3, 2, 1)), second=False)
@@ -257,10 +259,14 @@ def test_the_wider_dtype_is_used(method, dtypes):
     coupling = torch.tensor([[0.0, 0.5, -0.25], [0.5, 0.0, 0.125], [-0.25, 0.125, 0.0]])
     for make in (lambda x: Spin(x), lambda x: Gaussian.create(x, torch.ones(3, dtype=x.dtype))):
         field = normal(3, 1).bfloat16()
-        found = getattr(SpinModel.create(make(field.to(dtypes[0])), coupling.to(dtypes[1])), method)()
+        magnetisation = getattr(SpinModel.create(make(field.to(dtypes[0])), coupling.to(dtypes[1])), method)()
         wanted = getattr(SpinModel.create(make(field.double()), coupling.double()), method)()
-        assert found.mean.dtype == found.log_partition.dtype == max(dtypes, key=lambda dtype: dtype.itemsize)
-        for got, want in zip(found[:3], wanted[:3], strict=True):
+        assert (
+            magnetisation.mean.dtype
+            == magnetisation.log_partition.dtype
+            == max(dtypes, key=lambda dtype: dtype.itemsize)
+        )
+        for got, want in zip(magnetisation[:3], wanted[:3], strict=True):
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -305,9 +311,9 @@ def test_a_response_that_is_no_covariance_is_refused():
     field = 0.3 * torch.randn(6, generator=torch.Generator().manual_seed(59), dtype=torch.float64)
     glass = SpinModel.create(Spin.create(field), couplings(6, 1, 8.0, seed=9)[:, :, 0, 0])
     for model, damping in ((unbounded, 0.5), (glass, 0.3)):
-        found = model.adaptive_tap(damping=damping, throw=False)
-        assert solution(found).status == Status.NOT_ATTRACTING
-        assert found.log_partition.isnan()
+        magnetisation = model.adaptive_tap(damping=damping, throw=False)
+        assert solution(magnetisation).status == Status.NOT_ATTRACTING
+        assert magnetisation.log_partition.isnan()
         with pytest.raises(ConvergenceError, match="is no covariance"):
             model.adaptive_tap(damping=damping)
 

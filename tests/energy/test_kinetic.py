@@ -33,13 +33,13 @@ def test_both_normalisers_at_theorys_numbers():
     radius = math.sqrt(size / 2 - 1)
     field = torch.zeros(1, size).double()
     field[0, 0] = 1.3 * radius
-    found = [
+    means = [
         KineticSpins.create(field, torch.zeros(1, 1).double(), exact=exact).mean(field)[0, 0].item() / radius
         for exact in (True, False)
     ]
     kappa = 1.3 * radius**2
-    assert found[0] == pytest.approx(ive(size / 2, kappa) / ive(size / 2 - 1, kappa), rel=1e-12)
-    assert [pytest.approx(number, abs=1e-4) for number in found] == [0.4914, 0.4924]
+    assert means[0] == pytest.approx(ive(size / 2, kappa) / ive(size / 2 - 1, kappa), rel=1e-12)
+    assert [pytest.approx(number, abs=1e-4) for number in means] == [0.4914, 0.4924]
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -128,10 +128,10 @@ def test_one_step_from_independent_vectors_to_second_and_third_order():
         fields[0, 0], fields[1, 0] = drive, before
         model = KineticSpins.create(fields, coupling, scale=scale, exact=True)
         wanted = by_angle(drive, strength, before, size, scale)
-        for order, found in errors.items():
+        for order, differences in errors.items():
             mean = model.mean(model.step(fields, order))[0, 0].item()
-            found.append(abs(mean - wanted))
-    slopes = {order: np.diff(np.log2(found)) for order, found in errors.items()}
+            differences.append(abs(mean - wanted))
+    slopes = {order: np.diff(np.log2(differences)) for order, differences in errors.items()}
     assert np.all(np.abs(slopes["first"] + 2) < 0.2)
     assert np.all(slopes["second"] < -2.7)
 
@@ -153,9 +153,9 @@ def test_one_step_of_binary_spins_by_enumeration():
     for strength in (0.1, 0.05, 0.025):
         model = KineticIsing.create(drive, strength * drawn)
         wanted = enumerated(model, torch.tanh(drive))
-        for order, found in errors.items():
-            found.append((model.mean(model.step(drive, order)) - wanted).abs().max().item())
-    slopes = {order: np.diff(np.log2(found)) for order, found in errors.items()}
+        for order, differences in errors.items():
+            differences.append((model.mean(model.step(drive, order)) - wanted).abs().max().item())
+    slopes = {order: np.diff(np.log2(differences)) for order, differences in errors.items()}
     assert np.all(np.abs(slopes["first"] + 2) < 0.3)
     assert np.all(slopes["second"] < -2.7)
 
@@ -200,9 +200,9 @@ def test_couplings_of_a_softmax_contract_below_two():
 @some_slow(("order", "exact"), [("first", False), ("second", True), ("first", True), ("second", False)], 1)
 def test_stationary_states_do_not_move_and_their_derivatives(order, exact):
     model = spins(2, 4, 0.3, exact=exact)
-    found = model.stationary(order)
-    assert int(found.status) == Status.CONVERGED
-    torch.testing.assert_close(model.step(found.value, order), found.value, rtol=0, atol=1e-8)
+    solution = model.stationary(order)
+    assert int(solution.status) == Status.CONVERGED
+    torch.testing.assert_close(model.step(solution.value, order), solution.value, rtol=0, atol=1e-8)
 
     def means(drive, coupling, scale):
         given = KineticSpins.create(drive, coupling, scale=scale, exact=exact)
@@ -248,9 +248,9 @@ def test_batches_by_vmap_and_half_precision():
         given = KineticSpins.create(drive, coupling, scale=1.3)
         return given.mean(given.stationary("second").value)
 
-    found = torch.func.vmap(stationary)(model.drive, model.coupling)
+    solutions = torch.func.vmap(stationary)(model.drive, model.coupling)
     wanted = model.mean(model.stationary("second").value)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(solutions, wanted, rtol=0, atol=1e-9)
     half = stationary(model.drive[0].bfloat16(), model.coupling[0].bfloat16())
     assert half.dtype == torch.float32
     torch.testing.assert_close(half.double(), wanted[0], rtol=0.05, atol=0.05)
@@ -259,8 +259,8 @@ def test_batches_by_vmap_and_half_precision():
 def test_no_fixed_point_is_told():
     ring = torch.tensor([[0.0, 40.0], [-40.0, 0.0]]).double()  # the spins turn for ever
     model = KineticSpins.create(0.1 * torch.ones(2, 4).double(), ring, scale=4.0)
-    found = model.stationary(max_steps=30, method=Picard(), throw=False)
-    assert int(found.status) != Status.CONVERGED
+    solution = model.stationary(max_steps=30, method=Picard(), throw=False)
+    assert int(solution.status) != Status.CONVERGED
     with pytest.raises(ConvergenceError):
         model.stationary(max_steps=30, method=Picard())
 

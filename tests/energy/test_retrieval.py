@@ -25,12 +25,12 @@ def test_the_energy_is_the_mixtures_log_density():
             torch.distributions.Categorical(logits=log_weight),
             torch.distributions.MultivariateNormal(points, torch.eye(3).double() / beta),
         )
-        found = HopfieldDensity.create(memory)
-        torch.testing.assert_close(found.log_prob(state), law.log_prob(state))
+        density = HopfieldDensity.create(memory)
+        torch.testing.assert_close(density.log_prob(state), law.log_prob(state))
         distance = torch.cdist(state, points).square()
         wanted = torch.softmax(-0.5 * beta * distance + log_weight, -1) @ points
         torch.testing.assert_close(memory.step(state), wanted)
-        torch.testing.assert_close(found.denoise(state), wanted)
+        torch.testing.assert_close(density.denoise(state), wanted)
         force = torch.autograd.functional.jacobian(lambda x, m=memory: m(x).sum(), state)
         torch.testing.assert_close(force, state - wanted)
     inputs = (points, torch.tensor(beta).double())
@@ -39,10 +39,10 @@ def test_the_energy_is_the_mixtures_log_density():
 
 def test_heads_have_their_own_scales():
     points, state, scale = drawn(2, 5, 3), drawn(2, 4, 3, seed=1), torch.tensor([0.3, 4.0]).double()
-    found = HopfieldEnergy.euclidean(points, scale=scale).step(state)
+    moved = HopfieldEnergy.euclidean(points, scale=scale).step(state)
     for head in range(2):
         weights = torch.softmax(-0.5 * scale[head] * torch.cdist(state[head], points[head]).square(), -1)
-        torch.testing.assert_close(found[head], weights @ points[head])
+        torch.testing.assert_close(moved[head], weights @ points[head])
 
 
 def test_shares_of_a_pair_are_known():
@@ -52,9 +52,9 @@ def test_shares_of_a_pair_are_known():
     """
     pair, sigma = torch.tensor([[-1.0], [1.0]], dtype=torch.float64), [0.5, 1.0, 4.0]
     generator = torch.Generator().manual_seed(3)
-    found = retrieval_curve(pair, [1, 2], sigma, scale=60.0, trials=400, generator=generator)
-    assert found.share[0].eq(1).all()  # a lone pattern always comes back
-    for level, share in zip(sigma, found.share[1], strict=True):
+    curve = retrieval_curve(pair, [1, 2], sigma, scale=60.0, trials=400, generator=generator)
+    assert curve.share[0].eq(1).all()  # a lone pattern always comes back
+    for level, share in zip(sigma, curve.share[1], strict=True):
         wanted = stats.norm.cdf(1 / level)
         assert abs(share - wanted) < 5 * math.sqrt(wanted * (1 - wanted) / 400), (level, share)
 
@@ -73,13 +73,13 @@ def test_long_patterns_swallow_short_ones_by_products_alone():
 
 def test_intervals_are_wilsons():
     points = drawn(30, 2)
-    found = retrieval_curve(
+    curve = retrieval_curve(
         points, [3, 30], [0.0, 0.3], scale=60.0, trials=50, max_steps=20, generator=torch.Generator()
     )
-    for share, low, high in zip(found.share.flatten(), found.lower.flatten(), found.upper.flatten(), strict=True):
+    for share, low, high in zip(curve.share.flatten(), curve.lower.flatten(), curve.upper.flatten(), strict=True):
         wanted = stats.binomtest(round(share.item() * 50), 50).proportion_ci(method="wilson")
         assert math.isclose(low, wanted.low, abs_tol=1e-12) and math.isclose(high, wanted.high, abs_tol=1e-12)
-    assert found.counts.tolist() == [3, 30] and found.trials == 50
+    assert curve.counts.tolist() == [3, 30] and curve.trials == 50
 
 
 def test_offsets_lengths_of_descents_and_copies():

@@ -18,10 +18,10 @@ def couplings(number, strength=1.0, size=None, seed=0):
     shape = (number, number) if size is None else (number, number, size, size)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
     transposed = drawn.mT if size is None else drawn.permute(1, 0, 3, 2)
-    found = strength * (drawn + transposed) / math.sqrt(8 * number)
+    coupling = strength * (drawn + transposed) / math.sqrt(8 * number)
     index = torch.arange(number)
-    found[index, index] = 0
-    return found
+    coupling[index, index] = 0
+    return coupling
 
 
 def fields(number, seed=1):
@@ -53,10 +53,10 @@ def by_hand(model, number=8):
 def test_exact_results_of_spins():
     model = ising()
     mean, covariance, log_z = by_hand(model)
-    found = model.exact()
-    assert torch.allclose(found.mean.flatten(), mean)
-    assert torch.allclose(found.covariance.reshape(8, 8), covariance)
-    assert abs(found.log_partition.item() - log_z) < 1e-12
+    magnetisation = model.exact()
+    assert torch.allclose(magnetisation.mean.flatten(), mean)
+    assert torch.allclose(magnetisation.covariance.reshape(8, 8), covariance)
+    assert abs(magnetisation.log_partition.item() - log_z) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["Bernoulli", "Categorical"])
@@ -72,12 +72,12 @@ def test_exact_results_of_other_sites(kind):
 
     eta = torch.randn(5, size, generator=torch.Generator().manual_seed(3)).double()
     site = model(eta).site
-    found = model(eta).exact()
+    magnetisation = model(eta).exact()
     # E[S] of the coupled law is ∇ of log Σ, the sites' own normalisers included.
     level = lambda point: model(point).exact().log_partition + _log_total(kind, point)  # noqa: E731
     mean = torch.func.grad(level)(eta)
-    assert torch.allclose(found.mean, mean)
-    assert found.mean.shape == site.mean(torch.zeros_like(eta)).shape
+    assert torch.allclose(magnetisation.mean, mean)
+    assert magnetisation.mean.shape == site.mean(torch.zeros_like(eta)).shape
 
 
 def _log_total(kind, eta):
@@ -86,16 +86,19 @@ def _log_total(kind, eta):
 
 def errors(method, strength):
     model = ising(strength)
-    exact, found = model.exact(), getattr(model, method)()
-    return (found.mean - exact.mean).abs().max().item(), abs((found.log_partition - exact.log_partition).item())
+    exact = model.exact()
+    magnetisation = getattr(model, method)()
+    return (magnetisation.mean - exact.mean).abs().max().item(), abs(
+        (magnetisation.log_partition - exact.log_partition).item()
+    )
 
 
 @pytest.mark.parametrize(("method", "order", "level_order"), [("mean_field", 2, 2), ("tap", 3, 3)])
 def test_errors_scale_as_theory_says(method, order, level_order):
     strong, weak = errors(method, 0.4), errors(method, 0.1)
-    for found, power in ((0, order), (1, level_order)):
-        slope = math.log(strong[found] / weak[found]) / math.log(4)
-        assert power - 0.3 < slope < power + 1.2, (method, found, slope)
+    for part, power in ((0, order), (1, level_order)):
+        slope = math.log(strong[part] / weak[part]) / math.log(4)
+        assert power - 0.3 < slope < power + 1.2, (method, part, slope)
 
 
 def test_tap_is_the_textbook_equation():
@@ -114,7 +117,7 @@ def test_mean_field_bounds_log_z_from_below():
 
 def test_linear_response_is_the_derivative_of_the_means():
     for method in ("mean_field", "tap"):
-        found = getattr(ising(0.8), method)().covariance.reshape(8, 8)
+        covariance = getattr(ising(0.8), method)().covariance.reshape(8, 8)
         coupling = couplings(8, 0.8)
 
         def mean(field, method=method, coupling=coupling):
@@ -122,7 +125,7 @@ def test_linear_response_is_the_derivative_of_the_means():
 
         step, direction = 1e-5, fields(8, 1)
         difference = mean(fields(8) + step * direction) - mean(fields(8) - step * direction)
-        assert torch.allclose(found @ direction, difference / (2 * step), atol=1e-7)
+        assert torch.allclose(covariance @ direction, difference / (2 * step), atol=1e-7)
 
 
 def test_tap_response_is_nearer_to_the_covariance():
@@ -158,9 +161,10 @@ def test_gaussian_sites_in_closed_form():
 def test_gaussian_sites_have_exact_means_and_no_echo(method):
     """The Onsager term cannot change the mean of Gaussian spins (B14, trap 31)."""
     model = gaussian()
-    exact, found = model.exact(), getattr(model, method)()
-    assert torch.allclose(found.mean, exact.mean, atol=1e-9)
-    assert torch.allclose(found.covariance, exact.covariance, atol=1e-9)
+    exact = model.exact()
+    magnetisation = getattr(model, method)()
+    assert torch.allclose(magnetisation.mean, exact.mean, atol=1e-9)
+    assert torch.allclose(magnetisation.covariance, exact.covariance, atol=1e-9)
 
 
 def test_vector_spins_on_the_sphere():
@@ -169,12 +173,12 @@ def test_vector_spins_on_the_sphere():
     site = Sphere.create(dim=3).tilt(torch.zeros(3))
     stacked = torch.utils._pytree.tree_map(lambda leaf: leaf.expand(2, *leaf.shape).double().clone(), site)
     model = SpinModel.create(stacked, coupling)
-    found = model.tap()
-    assert found.mean.abs().max() < 1e-9
+    magnetisation = model.tap()
+    assert magnetisation.mean.abs().max() < 1e-9
     wanted = math.log(math.sinh(0.5) / 0.5)
     # Second order: ¼ Σ tr(J C J C) = j²/6, the series' first term; the next is j⁴/180.
-    assert abs(found.log_partition.item() - 0.25 / 6) < 1e-9
-    assert abs(found.log_partition.item() - wanted) < 2 * 0.5**4 / 180
+    assert abs(magnetisation.log_partition.item() - 0.25 / 6) < 1e-9
+    assert abs(magnetisation.log_partition.item() - wanted) < 2 * 0.5**4 / 180
 
 
 def test_gradients_through_the_fixed_point():
@@ -193,8 +197,8 @@ def test_gradients_through_the_fixed_point():
 
 def test_a_glassy_model_says_that_it_did_not_converge():
     model = SpinModel.create(Spin.create(0.01 * fields(40)), couplings(40, 40.0))
-    found = model.tap(max_steps=30, throw=False)
-    assert found.solution.status.item() != 0
+    magnetisation = model.tap(max_steps=30, throw=False)
+    assert magnetisation.solution.status.item() != 0
     with pytest.raises(ConvergenceError, match="residual"):
         model.tap(max_steps=30)
 

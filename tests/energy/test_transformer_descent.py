@@ -112,8 +112,8 @@ def test_steps_of_the_flow_are_the_formula():
     energy, tokens = network(), draw(2, 5, 6, seed=9)
     path = energy.flow(tokens, steps=3, step_size=0.07)
     state = tokens
-    for found, level in zip(path.states, path.energies, strict=True):
-        torch.testing.assert_close(found, state)
+    for point, level in zip(path.states, path.energies, strict=True):
+        torch.testing.assert_close(point, state)
         torch.testing.assert_close(level, energy(energy.normalise(state)))
         state = state + 0.07 * energy.force(energy.normalise(state))
 
@@ -121,9 +121,9 @@ def test_steps_of_the_flow_are_the_formula():
 @pytest.mark.medium
 def test_retrieval_ends_where_the_force_is_normal_to_the_range():
     energy = network()
-    found = energy.retrieve(energy.normalise(draw(3, 2, 6, seed=9)), max_steps=20_000)
-    assert (found.status == Status.CONVERGED).all()
-    deviation, force = found.state - energy.normalisation.bias, energy.force(found.state)
+    retrieved = energy.retrieve(energy.normalise(draw(3, 2, 6, seed=9)), max_steps=20_000)
+    assert (retrieved.status == Status.CONVERGED).all()
+    deviation, force = retrieved.state - energy.normalisation.bias, energy.force(retrieved.state)
     torch.testing.assert_close(deviation.norm(dim=-1), torch.full((3, 2), 0.8 * 6**0.5, dtype=F64))
     inner = force - force.mean(-1, keepdim=True)
     tangent = inner - (inner * deviation).sum(-1, keepdim=True) / deviation.square().sum(-1, keepdim=True) * deviation
@@ -136,8 +136,8 @@ def test_gradients_at_the_end_are_those_of_many_steps():
     energy = TransformerEnergy.create(key, query, memories)
     start = energy.normalise(draw(1, 3, 4, seed=9)).detach()
     slopes = [
-        torch.autograd.grad((draw(1, 3, 4, seed=8) * found.state).sum(), (key, query, memories))
-        for found in (energy.retrieve(start, max_steps=20_000), energy.retrieve(start, steps=150))
+        torch.autograd.grad((draw(1, 3, 4, seed=8) * retrieved.state).sum(), (key, query, memories))
+        for retrieved in (energy.retrieve(start, max_steps=20_000), energy.retrieve(start, steps=150))
     ]
     for implicit, unrolled in zip(*slopes, strict=True):
         torch.testing.assert_close(implicit, unrolled, rtol=1e-5, atol=1e-6)

@@ -21,7 +21,8 @@ def why_not_normalisable(visible: Measure, hidden: Measure, weight: Tensor) -> s
     if _is_bounded(hidden):
         return _why_outside_domain(visible, hidden, weight.mT, "visible")
     # Two unbounded layers: the couplings' bilinear exponent decides, whatever linear one a tilt adds.
-    visible, hidden = untilted(visible), untilted(hidden)
+    visible = untilted(visible)
+    hidden = untilted(hidden)
     if isinstance(visible, Gaussian) and isinstance(hidden, Gaussian):
         norm = _coupling_norm(visible, hidden, weight)
         if norm < 1:

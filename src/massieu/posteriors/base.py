@@ -1,4 +1,4 @@
-"""What is known of a latent z after some tokens: one shape of interface for all exact posteriors (Z2, Z3).
+"""The law of a latent z after some tokens: one interface for all exact posteriors (Z2, Z3).
 
 A `Posterior` is the law of z given the tokens that it has seen; a prior is the posterior of no tokens, made by ``create``.
 ``prior.posterior(tokens, mask)`` is the law after more of them, so a context can be read in pieces, in any order where tokens
@@ -80,12 +80,17 @@ class Posterior(Value):
 
     def _spread(self, lead: torch.Size) -> Self:
         """The law for every item of `lead`, of which its own batch shape is a prefix."""
-        name, own = type(self).__name__, len(self.batch_shape)
+        name = type(self).__name__
+        batch_dims = len(self.batch_shape)
 
         def widened(leaf: Any) -> Any:
-            return spread(name, leaf, lead, leaf.ndim - own) if isinstance(leaf, Tensor) else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return spread(name, leaf, lead, leaf.ndim - batch_dims)
 
-        return pytree.tree_map(widened, self) if len(lead) > own else self
+        if len(lead) > batch_dims:
+            return pytree.tree_map(widened, self)
+        return self
 
     def _admit(self, tokens: Tensor, mask: Tensor | None, event: tuple[int, ...]) -> tuple[Self, Tensor, Tensor]:
         """The law spread to the tokens' batch, the tokens with 0 where they are masked, and which are seen.
@@ -122,9 +127,9 @@ class AttentionForm(NamedTuple):
     """The batch shape of which B is the product."""
 
     def attend(self) -> AttentionResult:
-        """The attention: output (*batch, E), the posterior mean; log_partition (*batch), what averages leave out."""
-        found = ops.attention(self.query, self.key, self.value, log_weight=self.log_weight, scale=1.0)
-        return AttentionResult(found.output.reshape(*self.batch, -1), found.log_partition.reshape(self.batch))
+        """The attention: output (*batch, E), the posterior mean; log_partition (*batch), the log-strength or log-evidence."""
+        result = ops.attention(self.query, self.key, self.value, log_weight=self.log_weight, scale=1.0)
+        return AttentionResult(result.output.reshape(*self.batch, -1), result.log_partition.reshape(self.batch))
 
 
 def with_sink(
@@ -136,12 +141,14 @@ def with_sink(
     """Attention without scores over n + 1 slots: a sink of this value and logit log(strength), then the tokens."""
     values = torch.cat([sink_value.unsqueeze(-2), tokens], -2).reshape(-1, tokens.shape[-2] + 1, tokens.shape[-1])
     logits = torch.cat([strength.log().unsqueeze(-1), log_weight], -1).reshape(len(values), 1, 1, -1)
-    nothing = values.new_zeros(len(values), 1, values.shape[-2], 1)
-    return AttentionForm(nothing[:, :, :1], nothing, values.unsqueeze(1), logits, sink_value.shape[:-1])
+    # Keys of zeros give scores of 0: the weights are the softmax of the logits alone.
+    key = values.new_zeros(len(values), 1, values.shape[-2], 1)
+    query = key[:, :, :1]
+    return AttentionForm(query, key, values.unsqueeze(1), logits, sink_value.shape[:-1])
 
 
 def check_mask(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Bool[Tensor, "..."]:
-    """The mask, True for tokens that are seen, or one of that shape that is True everywhere."""
+    """The mask, True for tokens that are seen; by default one of this shape that is True everywhere."""
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=like.device)
     check_shape("mask", boolean("mask", mask), shape)
@@ -149,18 +156,20 @@ def check_mask(mask: Tensor | None, shape: torch.Size, like: Tensor) -> Bool[Ten
     return mask
 
 
-def numbers(events: int, positive: tuple[str, ...] = (), **given: Any) -> list[Tensor]:
-    """The parameters in one dtype of at least float32, finite, and those named positive.
+def numbers(event_dims: int, positive: tuple[str, ...] = (), **parameters: Any) -> list[Tensor]:
+    """The parameters of a law in one dtype of at least float32; or an error unless they are finite and those named positive.
 
-    The first has the batch's shape and so many event dimensions; the others are one number a law, or one for all of them.
+    The first has `event_dims` dimensions after those of the batch; the others are one number for each law, or one for all.
     """
-    like = next((value for value in given.values() if isinstance(value, Tensor)), None)
-    tensors = {name: real_tensor(name, value, like) for name, value in given.items()}
+    like = next((value for value in parameters.values() if isinstance(value, Tensor)), None)
+    tensors = {name: real_tensor(name, value, like) for name, value in parameters.items()}
     check_one_device(**tensors)
-    first, *_ = tensors
-    if tensors[first].ndim < events:
-        raise ValueError(f"{first} must have at least {events} dimensions, got shape {tuple(tensors[first].shape)}")
-    batch, dtype = tensors[first].shape[: tensors[first].ndim - events], promoted_dtype(*tensors.values())
+    first = next(iter(tensors))
+    shape = tensors[first].shape
+    if len(shape) < event_dims:
+        raise ValueError(f"{first} must have at least {event_dims} dimensions, got shape {tuple(shape)}")
+    batch = shape[: len(shape) - event_dims]
+    dtype = promoted_dtype(*tensors.values())
     for name, tensor in tensors.items():
         check_range(name, tensor, above=0 if name in positive else None)
         if name != first and tensor.ndim:

@@ -73,16 +73,18 @@ class GaussianMean(Posterior):
         law, tokens, seen, log_precision = self._read(tokens, mask, precision)
         weight = torch.where(seen, log_precision, -torch.inf).exp()
         total = weight.sum(-1)
-        # About the tokens' own mean, so that tokens far from the origin keep their digits.
+        # About the tokens' own mean, so that tokens far from the origin keep their digits. Without tokens the shares are 0.
         share = weight / torch.where(total > 0, total, 1.0).unsqueeze(-1)
         centre = (share.unsqueeze(-1) * tokens).sum(-2)
         strength = law.strength + total
         shift = centre - law.mean
-        spread = (weight * (tokens - centre.unsqueeze(-2)).square().sum(-1)).sum(-1)
-        distance = law.strength * total / strength * shift.square().sum(-1)
+        # The exponent of the evidence splits into the tokens about their mean, and their mean about the prior's.
+        within_tokens = (weight * (tokens - centre.unsqueeze(-2)).square().sum(-1)).sum(-1)
+        from_prior = law.strength * total / strength * shift.square().sum(-1)
+        # For each coordinate, log 2π·variance/τ of every token and log of the new strength over the old.
         constant = torch.where(seen, (law.variance.log() + _LOG_2PI).unsqueeze(-1) - log_precision, 0.0).sum(-1)
         constant = constant + (total / law.strength).log1p()
-        gain = -0.5 * (tokens.shape[-1] * constant + (spread + distance) / law.variance)
+        gain = -0.5 * (tokens.shape[-1] * constant + (within_tokens + from_prior) / law.variance)
         mean = law.mean + (total / strength).unsqueeze(-1) * shift
         return GaussianMean(mean, strength, law.variance, log_evidence=law.log_evidence + gain)
 
@@ -110,6 +112,7 @@ class GaussianMean(Posterior):
     def _read(
         self, tokens: Tensor, mask: Tensor | None, precision: Tensor | None
     ) -> tuple["GaussianMean", Tensor, Tensor, Tensor]:
+        """The law, spread, the tokens, 0 where they are masked, which are seen, and log τ of each, 0 where masked."""
         law, tokens, seen = self._admit(tokens, mask, tuple(self.mean.shape[-1:]))
         if isinstance(precision, Tensor) and precision.shape == seen.shape:
             precision = torch.where(seen, floating("precision", precision), 1.0)
@@ -155,9 +158,10 @@ class ExponentialFamily(Posterior):
         instance("likelihood", likelihood, Measure, "a measure")
         chi, strength = numbers(1, ("strength",), chi=chi, strength=strength)
         check_shape("chi", chi, (*likelihood.batch_shape, *likelihood.event_shape))
-        held = next((leaf for leaf in pytree.tree_leaves(likelihood) if isinstance(leaf, Tensor)), chi)
-        check_one_device(likelihood=held, chi=chi, strength=strength)
+        likelihood_tensor = next((leaf for leaf in pytree.tree_leaves(likelihood) if isinstance(leaf, Tensor)), chi)
+        check_one_device(likelihood=likelihood_tensor, chi=chi, strength=strength)
         law = cls(likelihood, chi, strength, log_evidence=torch.zeros_like(strength))
+        # Its log-partition raises where χ/ν is outside the range of the means.
         ConjugatePrior.create(likelihood, law._per_coordinate()).log_partition(chi)
         return law
 
@@ -185,15 +189,17 @@ class ExponentialFamily(Posterior):
         log_base = wide._log_base(_in_support(tokens, seen).double())
         after = wide._after(tokens.double().sum(-2), seen.sum(-1))
         gain = after._log_mass() - wide._log_mass() + torch.where(seen, log_base, 0.0).sum(-1)
-        return ExponentialFamily(wide.likelihood, after.chi, after.strength, log_evidence=wide.log_evidence + gain).to(
-            tokens.dtype
-        )
+        log_evidence = wide.log_evidence + gain
+        posterior = ExponentialFamily(wide.likelihood, after.chi, after.strength, log_evidence=log_evidence)
+        return posterior.to(tokens.dtype)
 
     def log_predictive(self, token: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query"]:
         law, token = self._admit_token(token, tuple(self.chi.shape[-1:]))
-        wide, exact = law.to(torch.float64), token.double()
-        gain = wide._after(exact, 1)._log_mass() - wide._log_mass()
-        return (gain + wide._log_base(exact.unsqueeze(-2)).squeeze(-1)).to(token.dtype)
+        # In float64 for the reason that `posterior` gives.
+        wide = law.to(torch.float64)
+        wide_token = token.double()
+        gain = wide._after(wide_token, 1)._log_mass() - wide._log_mass()
+        return (gain + wide._log_base(wide_token.unsqueeze(-2)).squeeze(-1)).to(token.dtype)
 
     def as_attention(
         self, tokens: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] | None = None
@@ -206,12 +212,13 @@ class ExponentialFamily(Posterior):
         return with_sink(law.mean, law.strength, tokens, logits)
 
     def _after(self, total: Tensor, count: Tensor | int) -> "ExponentialFamily":
-        """The prior's parameters after so many tokens of this sum; their evidence is not counted."""
+        """The law after `count` tokens of sum `total`, with the evidence of the law before them."""
         return ExponentialFamily(
             self.likelihood, self.chi + total, self.strength + count, log_evidence=self.log_evidence
         )
 
     def _per_coordinate(self) -> Tensor:
+        """ν for every coordinate, (*batch, d)."""
         return self.strength.unsqueeze(-1).expand(self.chi.shape)
 
     def _log_mass(self) -> Tensor:
@@ -229,6 +236,7 @@ class ExponentialFamily(Posterior):
         return (self.likelihood.log_prob(origin, points) + self.likelihood.log_partition(origin)).movedim(0, -1)
 
     def _check_support(self, points: Tensor) -> None:
+        """Raise unless the likelihood gives all points a positive density."""
         if not len(points):
             return
         inside = points.isfinite().all(-1) & (self.likelihood.log_prob(torch.zeros_like(self.chi), points) > -torch.inf)
@@ -239,11 +247,12 @@ class ExponentialFamily(Posterior):
 
 
 def _in_support(tokens: Tensor, seen: Tensor) -> Tensor:
-    """The tokens, with 1 in place of what is masked: it lies in the support of every likelihood."""
+    """The tokens with 1 in place of masked ones, which lies in the support of every likelihood."""
     return torch.where(seen.unsqueeze(-1), tokens, 1.0)
 
 
 def _log_precision(precision: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
+    """log τ, zeros by default; or an error unless the precisions have this shape and are positive."""
     if precision is None:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     check_shape("precision", floating("precision", precision), shape)

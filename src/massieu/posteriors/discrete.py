@@ -46,42 +46,50 @@ class EmittingPosterior(Posterior):
         return self.log_weight.exp()
 
     def log_predictive(self, token: Shaped[Tensor, "..."]) -> Float[Tensor, "*batch_query"]:
-        found = self._log_likelihoods(token)
-        check_log_probabilities(log_likelihood=found)
-        law, found = self._promoted(found)
-        return numerics.logsumexp(law._spread(found.shape[:-1]).log_weight + found)
+        likelihoods = self._log_likelihoods(token)
+        check_log_probabilities(log_likelihood=likelihoods)
+        law, likelihoods = self._promoted(likelihoods)
+        return numerics.logsumexp(law._spread(likelihoods.shape[:-1]).log_weight + likelihoods)
 
     def _emitted(self, tokens: Tensor, mask: Tensor | None) -> tuple[Self, Float[Tensor, "*batch n K"]]:
         """The law, spread to the tokens' batch, and the tokens' log-likelihoods, 0 where they are masked."""
-        found = self._log_likelihoods(tokens, mask)
-        if found.ndim < 2:
+        likelihoods = self._log_likelihoods(tokens, mask)
+        if likelihoods.ndim < 2:
             raise ValueError(f"{type(self).__name__} needs tokens of shape (*batch, n, …), got {tuple(tokens.shape)}")
-        seen = check_mask(mask, found.shape[:-1], found)
-        found = torch.where(seen.unsqueeze(-1), found, 0.0)
-        check_log_probabilities(log_likelihood=found)
-        law, found = self._promoted(found)
-        return law._spread(found.shape[:-2]), found
+        seen = check_mask(mask, likelihoods.shape[:-1], likelihoods)
+        likelihoods = torch.where(seen.unsqueeze(-1), likelihoods, 0.0)
+        check_log_probabilities(log_likelihood=likelihoods)
+        law, likelihoods = self._promoted(likelihoods)
+        return law._spread(likelihoods.shape[:-2]), likelihoods
 
     def _log_likelihoods(self, tokens: Tensor, mask: Tensor | None = None) -> Float[Tensor, "*tokens K"]:
         """log p(token | concept) at every token, by table or function. What a masked token indexes is not looked at."""
-        count = self.log_weight.shape[-1]
         if isinstance(self.log_likelihood, Tensor):
-            seen = None if mask is None else check_mask(mask, integers("tokens", tokens).shape, tokens)
-            index = check_categories(tokens, self.log_likelihood.shape[-1], seen)
-            self._check_device(tokens=tokens)
-            need_batch(type(self).__name__, "tokens", index.shape, self.batch_shape, ())
-            lead = self.batch_shape
-            flat = index.reshape(*lead, 1, index.shape[len(lead) :].numel()).expand(*lead, count, -1)
-            return self.log_likelihood.gather(-1, flat).mT.reshape(*index.shape, count)
+            return self._from_table(self.log_likelihood, tokens, mask)
         instance("tokens", tokens, Tensor, "a tensor")
         if mask is not None and tokens.is_floating_point() and tokens.shape[: mask.ndim] == mask.shape:
-            # What a masked token holds has no derivative either.
+            # Before the function, so that a masked NaN does not reach its derivatives either.
             tokens = torch.where(align(mask, tokens.ndim), tokens, 0.0)
-        found = self.log_likelihood(tokens)
-        if not isinstance(found, Tensor) or found.ndim == 0 or found.shape[-1] != count:
-            shape = tuple(found.shape) if isinstance(found, Tensor) else described(found)
-            raise ValueError(f"log_likelihood must return shape (*tokens, {count}), one entry a concept; got {shape}")
-        return found
+        num_concepts = self.log_weight.shape[-1]
+        likelihoods = self.log_likelihood(tokens)
+        if not isinstance(likelihoods, Tensor) or likelihoods.ndim == 0 or likelihoods.shape[-1] != num_concepts:
+            shape = tuple(likelihoods.shape) if isinstance(likelihoods, Tensor) else described(likelihoods)
+            raise ValueError(
+                f"log_likelihood must return shape (*tokens, {num_concepts}), one entry a concept; got {shape}"
+            )
+        return likelihoods
+
+    def _from_table(self, table: Tensor, tokens: Tensor, mask: Tensor | None) -> Float[Tensor, "*tokens K"]:
+        """The table's columns at the tokens."""
+        seen = None if mask is None else check_mask(mask, integers("tokens", tokens).shape, tokens)
+        index = check_categories(tokens, table.shape[-1], seen)
+        self._check_device(tokens=tokens)
+        need_batch(type(self).__name__, "tokens", index.shape, self.batch_shape, ())
+        batch = self.batch_shape
+        num_concepts = self.log_weight.shape[-1]
+        # All tokens of a batch item in one dimension, the same for every concept: (*batch, K, tokens).
+        flat = index.reshape(*batch, 1, index.shape[len(batch) :].numel()).expand(*batch, num_concepts, -1)
+        return table.gather(-1, flat).mT.reshape(*index.shape, num_concepts)
 
 
 class DiscreteLatent(EmittingPosterior):
@@ -110,7 +118,7 @@ class DiscreteLatent(EmittingPosterior):
 
     @property
     def covariance(self) -> Float[Tensor, "*batch K K"]:
-        """Of z as a one-hot vector: diag(p) − ppᵀ."""
+        """The covariance of z as a one-hot vector, diag(p) − ppᵀ."""
         return torch.diag_embed(self.mean) - self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)
 
     def posterior(
@@ -132,21 +140,23 @@ class DiscreteLatent(EmittingPosterior):
         average alone loses the count. Its log-partition is the log-evidence of these tokens.
         """
         law, pooled, _, _ = self._read(tokens, mask)
-        batch, count = pooled.shape[:-1], pooled.shape[-1]
+        batch = pooled.shape[:-1]
+        count = pooled.shape[-1]
         if values is not None:
             check_shape("values", floating("values", values), (count, "E"))
             pooled = pooled.to(torch.promote_types(pooled.dtype, values.dtype))
+        # A query must be finite: concepts that are ruled out are left out by their log-weight.
         possible = pooled > -torch.inf
-        flat = torch.where(possible, pooled, 0.0).reshape(-1, 1, 1, count)
-        logits = torch.where(possible, law.log_weight.to(flat.dtype), -torch.inf).reshape(-1, 1, 1, count)
-        key = torch.eye(count, dtype=flat.dtype, device=flat.device).expand(len(flat), 1, count, count)
-        value = key if values is None else values.to(flat.dtype).expand(len(flat), 1, *values.shape)
-        return AttentionForm(flat, key, value, logits, batch)
+        query = torch.where(possible, pooled, 0.0).reshape(-1, 1, 1, count)
+        logits = torch.where(possible, law.log_weight.to(query.dtype), -torch.inf).reshape(-1, 1, 1, count)
+        key = torch.eye(count, dtype=query.dtype, device=query.device).expand(len(query), 1, count, count)
+        value = key if values is None else values.to(query.dtype).expand(len(query), 1, *values.shape)
+        return AttentionForm(query, key, value, logits, batch)
 
     def _read(self, tokens: Tensor, mask: Tensor | None) -> tuple["DiscreteLatent", Tensor, Tensor, Tensor]:
         """The law, spread; the visible tokens' log-likelihoods, summed; log P(z, tokens | tokens before); its sum over z."""
-        law, found = self._emitted(tokens, mask)
-        pooled = found.sum(-2)
+        law, likelihoods = self._emitted(tokens, mask)
+        pooled = likelihoods.sum(-2)
         joint = law.log_weight + pooled
         gain = numerics.logsumexp(joint)
         if some(gain == -torch.inf):
@@ -184,8 +194,9 @@ class DirichletMultinomial(Posterior):
 
     @property
     def covariance(self) -> Float[Tensor, "*batch V V"]:
-        """Of the probabilities: (diag(m) − mmᵀ)/(Σα + 1)."""
-        mean, total = self.mean, self.concentration.sum(-1)[..., None, None]
+        """The covariance of the probabilities, (diag(m) − mmᵀ)/(Σα + 1)."""
+        mean = self.mean
+        total = self.concentration.sum(-1)[..., None, None]
         return (torch.diag_embed(mean) - mean.unsqueeze(-1) * mean.unsqueeze(-2)) / (total + 1)
 
     def posterior(
@@ -213,9 +224,9 @@ class DirichletMultinomial(Posterior):
     ) -> AttentionForm:
         """The attention whose output is the posterior's mean and whose log-partition is log Σα (Z3.3)."""
         law, index, seen = self._read(tokens, mask)
-        shown = F.one_hot(index, law.concentration.shape[-1]).to(law.concentration.dtype)
-        logits = torch.where(seen, torch.zeros_like(shown[..., 0]), -torch.inf)
-        return with_sink(law.mean, law.concentration.sum(-1), shown, logits)
+        one_hot = F.one_hot(index, law.concentration.shape[-1]).to(law.concentration.dtype)
+        logits = torch.where(seen, torch.zeros_like(one_hot[..., 0]), -torch.inf)
+        return with_sink(law.mean, law.concentration.sum(-1), one_hot, logits)
 
     def _read(self, tokens: Tensor, mask: Tensor | None) -> tuple["DirichletMultinomial", Tensor, Tensor]:
         """The law, spread, the tokens, 0 where they are masked, and which are seen."""
@@ -229,10 +240,11 @@ class DirichletMultinomial(Posterior):
 def check_categories(tokens: Tensor, size: int, seen: Tensor | None = None) -> Int[Tensor, "..."]:
     """The tokens as indices into `size` categories, 0 where they are not seen."""
     index = integers("tokens", tokens).long()
-    index = index if seen is None else torch.where(seen, index, 0)
-    right = (index >= 0) & (index < size)
-    if not every(right):
-        wrong = unwrapped(torch.where(right, 0, index))
+    if seen is not None:
+        index = torch.where(seen, index, 0)
+    in_range = (index >= 0) & (index < size)
+    if not every(in_range):
+        wrong = unwrapped(torch.where(in_range, 0, index))
         raise ValueError(f"tokens must lie between 0 and {size - 1}, got {wrong[wrong != 0][0].item()}")
     return index
 
@@ -243,7 +255,8 @@ def log_tables(log_weight: Any, log_likelihood: LogLikelihood) -> tuple[Tensor, 
     if callable(log_likelihood) and not isinstance(log_likelihood, Tensor):
         return log_weight, log_likelihood
     table = check_log_weight("log_likelihood", log_likelihood)
-    batch, count = log_weight.shape[:-1], log_weight.shape[-1]
+    batch = log_weight.shape[:-1]
+    count = log_weight.shape[-1]
     if table.ndim < 2 or table.shape[-2] != count or (table.ndim > 2 and table.shape[:-2] != batch):
         needed = f"{(*batch, count, 'V')} or {(count, 'V')}"
         raise ValueError(f"log_likelihood must have shape {needed}, got {tuple(table.shape)}")
@@ -251,9 +264,9 @@ def log_tables(log_weight: Any, log_likelihood: LogLikelihood) -> tuple[Tensor, 
     return log_weight.to(dtype), table.to(dtype).expand(*batch, *table.shape[-2:])
 
 
-def check_log_weight(name: str, given: Any) -> Float[Tensor, "*batch K"]:
-    """The log-weights, in at least float32: below +inf, some of each batch item finite."""
-    tensor = real_tensor(name, given)
+def check_log_weight(name: str, value: Any) -> Float[Tensor, "*batch K"]:
+    """The log-weights in at least float32; or an error unless they are below +inf and not all −inf in any row."""
+    tensor = real_tensor(name, value)
     if tensor.ndim == 0 or tensor.shape[-1] == 0:
         raise ValueError(f"{name} must have shape (*batch, K) with K ≥ 1, got {tuple(tensor.shape)}")
     check_log_probabilities(**{name: tensor})

@@ -25,7 +25,7 @@ class PredictionResult(NamedTuple):
 
     mean: Float[Tensor, "*batch_query e"]
     variance: Float[Tensor, "*batch_query"]
-    """Of each target, noise included."""
+    """Variance of each target, noise included."""
 
 
 class LinearRegression(Posterior):
@@ -35,7 +35,7 @@ class LinearRegression(Posterior):
 
     Attributes:
         mean: E z, shape (*batch, p, e) for p features and e targets.
-        precision: Of each column of z, shape (*batch, p, p).
+        precision: Precision of each column of z, shape (*batch, p, p).
     """
 
     mean: Float[Tensor, "*batch p e"]
@@ -56,20 +56,20 @@ class LinearRegression(Posterior):
 
     @classmethod
     def _numbers(cls, mean: Any, precision: Any, **positive: Any) -> list[Tensor]:
-        """The checked parameters, those after the precision being positive numbers of the batch."""
-        mean, *found = numbers(2, tuple(positive), mean=mean, **positive)
+        """The checked mean, precision, and further parameters, which are positive numbers of shape (*batch), in one dtype."""
+        mean, *scalars = numbers(2, tuple(positive), mean=mean, **positive)
         precision = real_tensor("precision", precision, mean)
         check_shape("precision", precision, (*mean.shape[:-2], mean.shape[-2], mean.shape[-2]))
         check_finite(precision=precision)
         check_one_device(mean=mean, precision=precision)
         dtype = promoted_dtype(mean, precision)
-        mean, precision, *found = (tensor.to(dtype) for tensor in (mean, precision, *found))
+        mean, precision, *scalars = (tensor.to(dtype) for tensor in (mean, precision, *scalars))
         slack = 8 * torch.finfo(precision.dtype).eps * precision.abs().amax((-2, -1), keepdim=True)
         if not every((precision - precision.mT).abs() <= slack):
             raise ValueError("precision must be symmetric, got a matrix that is not")
         if values_are_readable(precision) and some(is_singular(precision)):
             raise ValueError("precision must be positive definite, got a matrix that is not")
-        return [mean, precision, *found]
+        return [mean, precision, *scalars]
 
     def _read(self, tokens: Pairs, mask: Tensor | None) -> tuple[Self, Tensor, Tensor]:
         """The law, spread, the tokens in one tensor, 0 where they are masked, and how many are seen."""
@@ -92,12 +92,14 @@ class LinearRegression(Posterior):
     def _at(self, features: Tensor) -> tuple[Self, Tensor, Tensor]:
         """The law spread to the features' batch, features·mean, (*batch, *query, e), and features·precision⁻¹·features."""
         law, features = self._admit_token(features, (self.mean.shape[-2],), "features")
-        # By the law's own batch, so that queries share a factor.
-        own, query = self._promoted(features)[0], features.shape[len(self.batch_shape) : -1]
+        # Not by the spread law: with one batch item for each law, all its queries share one Cholesky factor.
+        unspread = self._promoted(features)[0]
+        query = features.shape[len(self.batch_shape) : -1]
         flat = features.reshape(*self.batch_shape, query.numel(), features.shape[-1])
-        white = torch.linalg.solve_triangular(_factor(own.precision), flat.mT, upper=False)
+        # With precision = LLᵀ, features·precision⁻¹·features = ‖L⁻¹ features‖².
+        white = torch.linalg.solve_triangular(_factor(unspread.precision), flat.mT, upper=False)
         lead = (*self.batch_shape, *query)
-        mean = (flat @ own.mean).reshape(*lead, own.mean.shape[-1])
+        mean = (flat @ unspread.mean).reshape(*lead, unspread.mean.shape[-1])
         return law, mean, white.square().sum(-2).reshape(lead)
 
     def _split(self, token: Pairs) -> tuple[Tensor, Tensor]:
@@ -210,7 +212,8 @@ class NoisyLinearRegression(LinearRegression):
         law, joined, count = self._read(tokens, mask)
         step = _regress(law.mean, law.precision, joined)
         outputs = law.mean.shape[-1]
-        shape, rate = law.shape + 0.5 * outputs * count, law.rate + 0.5 * step.square
+        shape = law.shape + 0.5 * outputs * count
+        rate = law.rate + 0.5 * step.square
         gain = shape.lgamma() - law.shape.lgamma() + law.shape * law.rate.log() - shape * rate.log()
         evidence = law.log_evidence + gain - 0.5 * outputs * (count * _LOG_2PI + step.log_ratio)
         return NoisyLinearRegression(step.mean, step.precision, shape, rate, log_evidence=evidence)
@@ -222,32 +225,39 @@ class NoisyLinearRegression(LinearRegression):
     def log_predictive(self, token: Pairs) -> Float[Tensor, "*batch_query"]:
         features, targets = self._split(token)
         law, mean, leverage = self._at(features)
-        half, spread = 0.5 * targets.shape[-1], 2 * law.rate * (1 + leverage)
-        ratio = ((targets - mean).square().sum(-1) / spread).log1p()
-        log_mass = (law.shape + half).lgamma() - law.shape.lgamma() - half * (math.pi * spread).log()
-        return log_mass - (law.shape + half) * ratio
+        # Student's t of e targets, a = shape: its kernel is (1 + ‖residual‖²/spread)^−(a + e/2).
+        half_targets = 0.5 * targets.shape[-1]
+        spread = 2 * law.rate * (1 + leverage)
+        log_kernel = ((targets - mean).square().sum(-1) / spread).log1p()
+        normaliser = (law.shape + half_targets).lgamma() - law.shape.lgamma() - half_targets * (math.pi * spread).log()
+        return normaliser - (law.shape + half_targets) * log_kernel
 
 
 class _Step(NamedTuple):
+    """The update of the regression by some tokens, in units of the noise."""
+
     mean: Tensor
     precision: Tensor
     log_ratio: Tensor
-    """log det of the new precision over the old."""
+    """log det of the new precision less that of the old."""
     square: Tensor
-    """What the likelihood's exponent has: squared residuals, and what the shift of the mean costs under the prior."""
+    """−2 × the exponent of the evidence: squared residuals, and the square of the mean's shift under the prior."""
 
 
 def _regress(mean: Tensor, precision: Tensor, tokens: Tensor) -> _Step:
     """One update in units of the noise; masked tokens are zero and count for nothing."""
     features, targets = tokens.split(list(mean.shape[-2:]), -1)
-    later = precision + features.mT @ features
-    factor = _factor(later)
+    new_precision = precision + features.mT @ features
+    factor = _factor(new_precision)
     # The residual's regression, not the targets': the mean's digits are kept where the prior is already sharp.
-    half = torch.linalg.solve_triangular(factor, features.mT @ (targets - features @ mean), upper=False)
-    shift = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    right_side = features.mT @ (targets - features @ mean)
+    # By both triangular systems of LLᵀ shift = right_side.
+    forward = torch.linalg.solve_triangular(factor, right_side, upper=False)
+    shift = torch.linalg.solve_triangular(factor.mT, forward, upper=True)
     residual = targets - features @ (mean + shift)
     square = residual.square().sum((-2, -1)) + (shift * (precision @ shift)).sum((-2, -1))
-    return _Step(mean + shift, later, _log_det(factor) - _log_det(_factor(precision)), square)
+    log_ratio = _log_det(factor) - _log_det(_factor(precision))
+    return _Step(mean + shift, new_precision, log_ratio, square)
 
 
 def _factor(precision: Tensor) -> Tensor:
@@ -261,4 +271,5 @@ def _factor(precision: Tensor) -> Tensor:
 
 
 def _log_det(factor: Tensor) -> Tensor:
+    """log det LLᵀ of a Cholesky factor L."""
     return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -12,7 +12,7 @@ from massieu.posteriors.discrete import EmittingPosterior, LogLikelihood, check_
 
 
 class PathResult(NamedTuple):
-    """What a sequence tells of every state of the chain."""
+    """Laws of every state of the chain, given a sequence of n tokens."""
 
     filtered: Float[Tensor, "*batch n K"]
     """log P(state at ℓ | tokens up to ℓ)."""
@@ -55,7 +55,8 @@ class HiddenMarkov(EmittingPosterior):
         """
         log_weight, log_likelihood = log_tables(log_weight, log_likelihood)
         log_transition = check_log_weight("log_transition", log_transition)
-        batch, count = log_weight.shape[:-1], log_weight.shape[-1]
+        batch = log_weight.shape[:-1]
+        count = log_weight.shape[-1]
         if tuple(log_transition.shape) != (count, count) and tuple(log_transition.shape) != (*batch, count, count):
             needed = f"{(*batch, count, count)} or {(count, count)}"
             raise ValueError(f"log_transition must have shape {needed}, got {tuple(log_transition.shape)}")
@@ -69,8 +70,8 @@ class HiddenMarkov(EmittingPosterior):
 
     def posterior(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> "HiddenMarkov":
         law, likelihoods = self._emitted(tokens, mask)
-        for found in likelihoods.unbind(-2):
-            law, _, _ = law._move(found)
+        for likelihood in likelihoods.unbind(-2):
+            law, _, _ = law._move(likelihood)
         return law
 
     def path(self, tokens: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch n"] | None = None) -> PathResult:
@@ -83,27 +84,30 @@ class HiddenMarkov(EmittingPosterior):
         if likelihoods.shape[-2] == 0:
             raise ValueError("a path needs at least one token, got none")
         transition = law.log_transition
-        filtered, gains = [], []
-        for found in likelihoods.unbind(-2):
-            law, state, gain = law._move(found)
+        filtered = []
+        gains = []
+        for likelihood in likelihoods.unbind(-2):
+            law, state, gain = law._move(likelihood)
             filtered.append(state)
             gains.append(gain)
-        later = [torch.zeros_like(filtered[-1])]
-        for found in likelihoods[..., 1:, :].flip(-2).unbind(-2):
-            message = numerics.logsumexp(transition + (found + later[-1]).unsqueeze(-2))
-            # Of one state relative to the others; the whole would grow with the sequence, and lose their difference.
-            later.append(numerics.log_softmax(message))
-        states = torch.stack(filtered, -2)
-        smoothed = numerics.log_softmax(states + torch.stack(later[::-1], -2))
-        return PathResult(states, smoothed, torch.stack(gains, -1))
+        # Backward messages: log p(later tokens | state), up to a constant.
+        messages = [torch.zeros_like(filtered[-1])]
+        for likelihood in likelihoods[..., 1:, :].flip(-2).unbind(-2):
+            message = numerics.logsumexp(transition + (likelihood + messages[-1]).unsqueeze(-2))
+            # Normalised over states: their common part would grow with the sequence, and swallow their differences.
+            messages.append(numerics.log_softmax(message))
+        filtered_states = torch.stack(filtered, -2)
+        smoothed = numerics.log_softmax(filtered_states + torch.stack(messages[::-1], -2))
+        return PathResult(filtered_states, smoothed, torch.stack(gains, -1))
 
-    def _move(self, found: Tensor) -> tuple["HiddenMarkov", Tensor, Tensor]:
+    def _move(self, likelihood: Tensor) -> tuple["HiddenMarkov", Tensor, Tensor]:
         """The law after a token of these log-likelihoods, the filtered law of the state that emitted it, its log-predictive."""
-        joint = self.log_weight + found
+        joint = self.log_weight + likelihood
         gain = numerics.logsumexp(joint)
         if some(gain == -torch.inf):
             raise ValueError("tokens must be possible under the chain, got a sequence of probability zero")
         state = joint - gain.unsqueeze(-1)
-        following = numerics.logsumexp((state.unsqueeze(-1) + self.log_transition).mT)
-        law = HiddenMarkov(following, self.log_likelihood, self.log_transition, log_evidence=self.log_evidence + gain)
+        # log Σ_i P(state i) P(next j | i): the sum is over the first of both state dimensions.
+        next_state = numerics.logsumexp((state.unsqueeze(-1) + self.log_transition).mT)
+        law = HiddenMarkov(next_state, self.log_likelihood, self.log_transition, log_evidence=self.log_evidence + gain)
         return law, state, gain

@@ -21,12 +21,12 @@ from massieu.foundation.values import promoted_dtype
 
 _MOST_SEQUENCES = 1_000_000
 _MOST_COUNTS = 2048
-_SAME = 1e-9
-"""Two laws whose entries are no further apart are one: computed from different counts they differ by rounding."""
+_SAME_LAW = 1e-9
+"""Laws whose entries differ by at most this are one law: computed from different counts, they differ by rounding."""
 
 
 class SufficiencyResult(NamedTuple):
-    """What sequences of tokens say of a concept, and what their posterior says. Informations are in nats."""
+    """Information of sequences of tokens, and of their posteriors, about a concept, in nats."""
 
     information: float
     """I(z; X), X the sequence."""
@@ -34,7 +34,7 @@ class SufficiencyResult(NamedTuple):
     """I(z; S), S = P(z | X): the same, since the posterior is sufficient."""
     sequences: int
     posteriors: int
-    """How many different posteriors there are."""
+    """Number of different posteriors."""
     least_loss: float
     """What I(z; ·) loses by the cheapest merger of two different posteriors: positive, since the posterior is minimal."""
     least_label_loss: float
@@ -54,8 +54,8 @@ def sufficiency(
     Args:
         log_prior: log-weights of the concepts, normalised here.
         log_likelihood: log-weights of the tokens, normalised here; −inf for a token that a concept never emits.
-        length: Of the sequences.
-        label: P(y | z), one row a concept; by default y = z.
+        length: Number of tokens of a sequence.
+        label: P(y | z), one row for each concept; by default y = z.
 
     Raises:
         ValueError: shapes that do not fit, NaN or +inf, a label whose rows are no probabilities, more than a million
@@ -66,11 +66,12 @@ def sufficiency(
         >>> import torch
         >>> from massieu.posteriors import sufficiency
         >>> bent = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
-        >>> found = sufficiency(torch.zeros(2), bent, length=3)
-        >>> found.sequences, found.posteriors, round(found.information - found.posterior_information, 6)
+        >>> result = sufficiency(torch.zeros(2), bent, length=3)
+        >>> result.sequences, result.posteriors, round(result.information - result.posterior_information, 6)
         (8, 4, 0.0)
     """
-    log_prior, log_likelihood = _weights("log_prior", log_prior), _weights("log_likelihood", log_likelihood)
+    log_prior = _weights("log_prior", log_prior)
+    log_likelihood = _weights("log_likelihood", log_likelihood)
     check_shape("log_prior", log_prior, ("K",))
     concepts = len(log_prior)
     check_shape("log_likelihood", log_likelihood, (concepts, "V"))
@@ -85,7 +86,10 @@ def sufficiency(
             f"{tokens} tokens and length {length}: sequences have {counts} different counts of tokens, more than the "
             f"{_MOST_COUNTS} that are compared with each other"
         )
-    label = torch.eye(concepts, dtype=torch.float64) if label is None else doubles("label", label)
+    if label is None:
+        label = torch.eye(concepts, dtype=torch.float64)
+    else:
+        label = doubles("label", label)
     check_values(label=label)
     check_shape("label", label, (concepts, "Y"))
     label = label.cpu()
@@ -94,22 +98,28 @@ def sufficiency(
     prior = torch.log_softmax(log_prior.cpu(), 0)
     likelihood = torch.log_softmax(log_likelihood.cpu(), 1)
     sequences = torch.cartesian_prod(*[torch.arange(tokens)] * length).reshape(-1, length)
+    # P(sequence, concept), (S, K), of the sequences that some concept emits.
     joint = (prior + likelihood[:, sequences].sum(-1).T).exp()
-    reached = joint.sum(-1) > 0
-    joint, sequences = joint[reached], sequences[reached]
+    possible = joint.sum(-1) > 0
+    joint = joint[possible]
+    sequences = sequences[possible]
     kind = _posteriors(joint, sequences, tokens)
     merged = torch.zeros(int(kind.max()) + 1, concepts, dtype=torch.float64).index_add_(0, kind, joint)
     if len(merged) < 2:
         raise ValueError("log_prior and log_likelihood give all sequences one posterior: there is nothing to merge")
-    least_loss, least_label_loss = (float(_merger_losses(law).min()) for law in (merged, merged @ label))
     return SufficiencyResult(
-        _information(joint), _information(merged), len(joint), len(merged), least_loss, least_label_loss
+        information=_information(joint),
+        posterior_information=_information(merged),
+        sequences=len(joint),
+        posteriors=len(merged),
+        least_loss=float(_merger_losses(merged).min()),
+        least_label_loss=float(_merger_losses(merged @ label).min()),
     )
 
 
-def _weights(name: str, given: Any) -> Tensor:
-    """Log-weights as a tensor with values, below +inf."""
-    tensor = doubles(name, given)
+def _weights(name: str, value: Any) -> Tensor:
+    """Log-weights in float64; or an error unless they can be read and are below +inf."""
+    tensor = doubles(name, value)
     check_values(**{name: tensor})
     check_log_probabilities(**{name: tensor})
     return tensor
@@ -121,26 +131,26 @@ def _posteriors(joint: Tensor, sequences: Int[Tensor, "S L"], tokens: int) -> In
     _, kind = torch.unique(counts, dim=0, return_inverse=True)
     first = torch.full((int(kind.max()) + 1,), len(kind)).scatter_reduce(0, kind, torch.arange(len(kind)), "amin")
     laws = joint[first] / joint[first].sum(-1, keepdim=True)
-    same = torch.cdist(laws, laws, p=torch.inf) <= _SAME
+    same = torch.cdist(laws, laws, p=torch.inf) <= _SAME_LAW
     _, number = torch.unique(same.int().argmax(-1), return_inverse=True)
     return number[kind]
 
 
 def _information(joint: Float[Tensor, "S K"]) -> float:
-    """I of the row and the column, Σ P log(P/PP)."""
+    """Mutual information of row and column, Σ P log(P/PP)."""
     independent = joint.sum(-1, keepdim=True) * joint.sum(0)
     return float((torch.special.xlogy(joint, joint) - torch.special.xlogy(joint, independent)).sum())
 
 
 def _merger_losses(joint: Float[Tensor, "S K"]) -> Float[Tensor, "pairs"]:
-    """I(row; column) before less after each merger of two rows: their Jensen–Shannon divergence, by the rows' weights."""
+    """The loss of I(row; column) by each merger of two rows: their Jensen–Shannon divergence, with the rows' weights."""
     left, right = torch.combinations(torch.arange(len(joint))).unbind(-1)
 
     def concentration(rows: Tensor) -> Tensor:
         return torch.special.xlogy(rows, rows / rows.sum(-1, keepdim=True)).sum(-1)
 
-    each = concentration(joint)
-    return each[left] + each[right] - concentration(joint[left] + joint[right])
+    by_row = concentration(joint)
+    return by_row[left] + by_row[right] - concentration(joint[left] + joint[right])
 
 
 # --- regret (Z11) ------------------------------------------------------------------------------------------------------
@@ -183,17 +193,19 @@ def averaging_regret(
         >>> import torch
         >>> from massieu.posteriors import averaging_regret
         >>> of_concepts = torch.tensor([[0.5, 0.9], [0.5, 0.9]]).log()
-        >>> found = averaging_regret(of_concepts[:, 0], of_concepts, torch.zeros(2))
-        >>> [round(x, 3) for x in (found.loss - found.best).tolist()]
+        >>> regret = averaging_regret(of_concepts[:, 0], of_concepts, torch.zeros(2))
+        >>> [round(x, 3) for x in (regret.loss - regret.best).tolist()]
         [0.588, 1.176]
     """
-    given = {"log_predictive": log_predictive, "log_likelihoods": log_likelihoods, "log_prior": log_prior}
-    log_predictive, log_likelihoods, log_prior = (real_tensor(name, value) for name, value in given.items())
+    log_predictive = real_tensor("log_predictive", log_predictive)
+    log_likelihoods = real_tensor("log_likelihoods", log_likelihoods)
+    log_prior = real_tensor("log_prior", log_prior)
     check_shape("log_likelihoods", log_likelihoods, (*log_predictive.shape, "K"))
     check_shape("log_prior", log_prior, log_likelihoods.shape[-1:])
     check_one_device(log_predictive=log_predictive, log_likelihoods=log_likelihoods, log_prior=log_prior)
     check_log_probabilities(log_predictive=log_predictive, log_likelihoods=log_likelihoods, log_prior=log_prior)
     dtype = promoted_dtype(log_predictive, log_likelihoods)
-    loss, each = -log_predictive.to(dtype).cumsum(-1), -log_likelihoods.to(dtype).cumsum(-2)
+    loss = -log_predictive.to(dtype).cumsum(-1)
+    concept_losses = -log_likelihoods.to(dtype).cumsum(-2)
     prior = torch.log_softmax(log_prior.to(dtype), -1)
-    return RegretResult(loss, each.amin(-1), (each - prior).amin(-1))
+    return RegretResult(loss, concept_losses.amin(-1), (concept_losses - prior).amin(-1))

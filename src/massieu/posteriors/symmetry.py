@@ -21,7 +21,7 @@ from massieu.foundation.doors import MODULE, door, function
 
 
 class PermutationGapResult(NamedTuple):
-    """The largest difference that permuting tokens made, relative to the largest output; None for what was not tried.
+    """The largest difference that permuting tokens made, relative to the largest output; None for a gap not measured.
 
     Of a map with an output a token it is ‖f(πX) − πf(X)‖∞/‖f(X)‖∞, of any other ‖f(πX) − f(X)‖∞/‖f(X)‖∞.
     """
@@ -33,10 +33,10 @@ class PermutationGapResult(NamedTuple):
     with_mask: float | None
     """Tokens, positions and both sides of the mask permuted together."""
     rounding: float
-    """√ε of the output's dtype: a gap above it is no rounding."""
+    """√ε of the output's dtype: a gap above it is more than rounding."""
 
     def passes(self) -> tuple[str, ...]:
-        """Names of the gaps that are rounding alone."""
+        """Names of the gaps that are no larger than rounding."""
         gaps = {"content": self.content, "with_positions": self.with_positions, "with_mask": self.with_mask}
         return tuple(name for name, gap in gaps.items() if gap is not None and gap <= self.rounding)
 
@@ -58,18 +58,18 @@ def permutation_gap(
     order of summation, so an exact symmetry shows as a gap of some ε, not 0.
 
     Args:
-        function: Deterministic, without dropout: it is called twice with the same tokens to see.
+        function: Deterministic, without dropout: it is called twice with the same tokens to check this.
         tokens: Permuted along the second dimension.
-        positions: What marks the tokens' places, permuted along its second dimension.
-        mask: What of each token every other sees, permuted along both last dimensions.
+        positions: Position information of the tokens, permuted along its second dimension.
+        mask: Attention mask between tokens, permuted along both last dimensions.
         equivariant: The output has the tokens' second dimension and should be permuted with it; else it should not change
             (log-probabilities of whole sequences, pooled outputs).
-        draws: Of permutations, the same ones for all gaps.
-        generator: Of the permutations; by default one seeded with 0.
+        draws: Number of permutations, the same ones for all gaps.
+        generator: Draws the permutations; by default one seeded with 0.
 
     Raises:
-        TypeError, ValueError: what is no tensor, fewer than two tokens, equal ones, shapes that do not fit, an output that is
-            not finite, not the same each time, no floating-point tensor or without the tokens' dimension.
+        TypeError, ValueError: an argument is no tensor, there are fewer than two tokens, all are equal, or shapes do not fit.
+            The output is not finite, not the same each time, not floating-point, or lacks the tokens' dimension.
 
     Example:
         >>> import torch
@@ -83,23 +83,29 @@ def permutation_gap(
     length = _check(tokens, positions, mask, draws)
     generator = generator or torch.Generator().manual_seed(0)
     orders = [_order(length, generator).to(tokens.device) for _ in range(draws)]
-    given = {name: value for name, value in (("positions", positions), ("mask", mask)) if value is not None}
+    extras = {name: value for name, value in (("positions", positions), ("mask", mask)) if value is not None}
     with torch.no_grad():
-        plain = _read(function(tokens, **given), tokens, equivariant)
-        size, rounding = plain.abs().amax(), float(torch.finfo(plain.dtype).eps ** 0.5)
-        if bool((_read(function(tokens, **given), tokens, equivariant) - plain).abs().amax() > rounding * size):
+        original = _checked_output(function(tokens, **extras), tokens, equivariant)
+        size = original.abs().amax()
+        rounding = float(torch.finfo(original.dtype).eps ** 0.5)
+        again = _checked_output(function(tokens, **extras), tokens, equivariant)
+        if bool((again - original).abs().amax() > rounding * size):
             raise ValueError("the function must be deterministic, got two outputs for the same tokens: is dropout on?")
 
-        def gap(*moved: str) -> float:
+        def gap(*permuted_names: str) -> float:
             differences = []
             for order in orders:
-                permuted = {
-                    name: _permuted(name, value, order) if name in moved else value for name, value in given.items()
-                }
-                found = _read(function(tokens[:, order], **permuted), tokens, equivariant)
-                differences.append((found - (plain[:, order] if equivariant else plain)).abs().amax())
+                permuted = dict(extras)
+                for name in extras:
+                    if name in permuted_names:
+                        permuted[name] = _permuted(name, extras[name], order)
+                output = _checked_output(function(tokens[:, order], **permuted), tokens, equivariant)
+                expected = original[:, order] if equivariant else original
+                differences.append((output - expected).abs().amax())
             largest = torch.stack(differences).amax()
-            return float(largest / size) if size > 0 else float(largest > 0)
+            if size > 0:
+                return float(largest / size)
+            return float(largest > 0)
 
         with_positions = None if positions is None else gap("positions")
         with_mask = None if mask is None else gap("positions", "mask")
@@ -107,7 +113,10 @@ def permutation_gap(
 
 
 def _permuted(name: str, value: Tensor, order: Int[Tensor, "L"]) -> Tensor:
-    return value[..., order, :][..., order] if name == "mask" else value[:, order]
+    """A mask permuted along both last dimensions, anything else along the second."""
+    if name == "mask":
+        return value[..., order, :][..., order]
+    return value[:, order]
 
 
 @door(model=MODULE)
@@ -144,28 +153,29 @@ def model_permutation_gap(
         >>> model_permutation_gap(Bag(5, 2).eval(), torch.tensor([[0, 1, 2]])).content
         0.0
     """
-    known = inspect.signature(model.forward).parameters
-    if "input_ids" not in known:
+    parameters = inspect.signature(model.forward).parameters
+    if "input_ids" not in parameters:
         raise ValueError(f"{type(model).__name__} takes no input_ids; use permutation_gap with a function of your own")
-    if "decoder_input_ids" in known:
+    if "decoder_input_ids" in parameters:
         raise ValueError(f"{type(model).__name__} has an encoder and a decoder: pass one, as model.get_encoder()")
     if any(module.training for module in model.modules()):
         raise ValueError("the model must be in evaluation mode, or dropout changes each call: call model.eval()")
     check_shape("input_ids", integers("input_ids", input_ids), ("B", "L"))
-    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
-    positions = _positions(model, input_ids) if "position_ids" in known else None
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    positions = _positions(model, input_ids) if "position_ids" in parameters else None
 
     def run(tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         # A mask is always given: without one, positions out of order are read as several sequences packed into one.
-        placed = {} if positions is None else {"position_ids": positions}
-        mask = tokens.new_ones(tokens.shape) if mask is None else mask
-        found = model(input_ids=tokens, attention_mask=mask, **placed, **extra)
+        if mask is None:
+            mask = tokens.new_ones(tokens.shape)
+        position_ids = {} if positions is None else {"position_ids": positions}
+        output = model(input_ids=tokens, attention_mask=mask, **position_ids, **options)
         for name in ("last_hidden_state", "logits"):
-            if isinstance(getattr(found, name, None), Tensor):
-                return getattr(found, name)
-        raise TypeError(f"the model must return last_hidden_state or logits, got {described(found)}")
+            if isinstance(getattr(output, name, None), Tensor):
+                return getattr(output, name)
+        raise TypeError(f"the model must return last_hidden_state or logits, got {described(output)}")
 
-    mask = _own_mask(run, model, input_ids, positions)
+    mask = _explicit_mask(run, model, input_ids, positions)
     return permutation_gap(run, input_ids, positions=positions, mask=mask, draws=draws, generator=generator)
 
 
@@ -173,25 +183,28 @@ def _positions(model: nn.Module, input_ids: Tensor) -> Int[Tensor, "B L"]:
     """The indices the model itself would give to a sequence without padding."""
     embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
     table = getattr(embeddings, "position_embeddings", None)
-    offset = table.padding_idx + 1 if isinstance(table, nn.Embedding) and table.padding_idx is not None else 0
+    offset = 0
+    if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+        offset = table.padding_idx + 1
     return (torch.arange(input_ids.shape[-1], device=input_ids.device) + offset).expand(input_ids.shape)
 
 
-def _own_mask(
+def _explicit_mask(
     run: Callable[..., Tensor], model: nn.Module, input_ids: Tensor, positions: Tensor | None
 ) -> Float[Tensor, "B 1 L L"] | None:
-    """The explicit mask under which the model says what it says by itself, or None."""
+    """The explicit mask, of all to all or causal, that reproduces the model's own output; None if neither does."""
     batch, length = input_ids.shape
     if length < 2 or positions is None:
         return None
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     hidden = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype, device=input_ids.device)
     with torch.no_grad():
-        plain = run(input_ids, positions)
+        unmasked = run(input_ids, positions)
+        tolerance = torch.finfo(unmasked.dtype).eps ** 0.5 * float(unmasked.abs().amax())
         for candidate in (torch.zeros_like(hidden), hidden.triu(1)):
             mask = candidate.expand(batch, 1, length, length)
-            difference = (run(input_ids, positions, mask) - plain).abs().amax()
-            if float(difference) <= torch.finfo(plain.dtype).eps ** 0.5 * float(plain.abs().amax()):
+            difference = (run(input_ids, positions, mask) - unmasked).abs().amax()
+            if float(difference) <= tolerance:
                 return mask
     return None
 
@@ -225,13 +238,14 @@ def _check(tokens: Tensor, positions: Tensor | None, mask: Tensor | None, draws:
     return length
 
 
-def _read(found: Any, tokens: Tensor, equivariant: bool) -> Float[Tensor, "..."]:
-    floating("what the function returns", found)
-    if not bool(found.isfinite().all()):
+def _checked_output(output: Any, tokens: Tensor, equivariant: bool) -> Float[Tensor, "..."]:
+    """The output as it is; or an error unless it is finite and, if `equivariant`, has the dimension of the tokens."""
+    floating("what the function returns", output)
+    if not bool(output.isfinite().all()):
         raise ValueError("the function's output must be finite, got NaN or an infinity: nothing can be compared")
-    if equivariant and (found.ndim < 2 or found.shape[1] != tokens.shape[1]):
+    if equivariant and (output.ndim < 2 or output.shape[1] != tokens.shape[1]):
         raise ValueError(
-            f"an equivariant function's output must have shape (B, {tokens.shape[1]}, …), got {tuple(found.shape)}; "
+            f"an equivariant function's output must have shape (B, {tokens.shape[1]}, …), got {tuple(output.shape)}; "
             "equivariant=False compares outputs without a token dimension"
         )
-    return found
+    return output
