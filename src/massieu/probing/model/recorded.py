@@ -310,7 +310,7 @@ class Recording(TorchDispatchMode):
         )
         record.add(operation)
 
-    def truncated_normal(self, tensor: Tensor, *settings: float) -> Tensor:
+    def record_truncated_normal(self, tensor: Tensor, *settings: float) -> Tensor:
         """Write down that a tensor is drawn from a truncated normal law, which is done by trial and error."""
         view, record = self.record.view(tensor), self.record
         none, place = frozenset[int](), len(record.writers[view.storage])
@@ -360,7 +360,9 @@ def recording() -> Iterator[Record]:
     def truncated_normal(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         if threading.get_ident() != thread or not tensor.is_meta:
             return _TRUNCATED_NORMAL(tensor, mean, std, a, b, generator=generator)
-        return mode.truncated_normal(tensor, mean, std, a, b)
+        if generator is not None:
+            raise UnrecordedError("its constructor draws from a generator of its own")
+        return mode.record_truncated_normal(tensor, mean, std, a, b)
 
     with _LOCK:
         torch.nn.init._no_grad_trunc_normal_ = truncated_normal
