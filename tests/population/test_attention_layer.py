@@ -249,6 +249,16 @@ def test_what_keeps_no_law_gaussian_says_so(operator, named):
         (lambda: layer()(torch.zeros(3, 5)), ValueError, r"got \(3, 5\)"),
         (lambda: layer()(torch.zeros(0, 4)), ValueError, "at least one particle"),
         (lambda: layer()(torch.zeros(3, 4, dtype=torch.long)), TypeError, "floating-point"),
+        (
+            lambda: Normalisation.create(Identity(), [1.0, 2.0], torch.zeros(2)),
+            TypeError,
+            "gain must be a floating-point",
+        ),
+        (
+            lambda: Normalisation.create(Identity(), torch.ones(2).long(), torch.zeros(2)),
+            TypeError,
+            "gain must be a float",
+        ),
         (lambda: layer(scale=torch.ones(2)), ValueError, "one for each of 3 heads"),
         (lambda: layer(step_size=torch.ones(2)), ValueError, "step_size must be one number"),
         (lambda: layer(population=draw(3, 5)), ValueError, "live in 4 dimensions"),

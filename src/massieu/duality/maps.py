@@ -233,34 +233,35 @@ def _closed_form(measure: Measure, mu: Tensor, mu_dtype: torch.dtype) -> Tensor 
 
 
 def _attach(measure: Measure, mu: Tensor, solution: Solution) -> Tensor:
-    """The solution with its derivatives in mu and in the measure's tensors; a constant where it was not found.
+    """The solution with its derivatives in mu and in the measure's tensors.
 
-    It solves ∇A(eta) = mu and, to be of least norm, eta = F y for some y. Each step of the chord method, with the
-    linearisation's inverse held constant, makes one more order of derivatives right; none passes through the iteration,
-    an inverse or a decision on rank.
+    With F = ∇²A(eta), it solves two equations: (1) ∇A(eta) = mu, and (2) eta = F y for some y, which makes its norm least.
+    Each step of the chord method, with the inverse of F held constant, makes one more order of derivatives right; none
+    passes through the iteration, an inverse or a decision on rank. Where the solver failed the inverse is zero, so that
+    eta is a constant.
     """
-    inverse, null = solution.inverse, solution.null
+    inverse, null_projector = solution.inverse, solution.null
     base = solution.eta.reshape(mu.shape)
     eta = solution.eta
-    # The y of the second equation, at the solution.
+    # The y of equation (2), at the solution.
     dual = times(inverse, solution.eta)
 
-    def missing(eta: Tensor) -> Tensor:
+    def mean_residual(eta: Tensor) -> Tensor:
         return (mu - measure._mean(eta.reshape(mu.shape))).reshape(eta.shape)
 
     # What rounding left of either equation is taken out: an inverse of large entries would make it large.
-    rounding_of_mean = missing(eta).detach()
-    rounding_of_norm = (eta - _image(measure, base, dual)).detach()
+    rounding_of_mean = mean_residual(eta).detach()
+    rounding_of_image = (eta - _fisher_times(measure, base, dual)).detach()
     for _ in range(derivative_orders()):
-        eta = eta + times(inverse, missing(eta) - rounding_of_mean)
-        if null is not None:
-            # Along what A cannot see, the first equation says nothing: there eta follows F y.
-            dual = dual + times(inverse, eta - _image(measure, base, dual) - rounding_of_norm)
-            eta = eta + times(null, _image(measure, base, dual) + rounding_of_norm - eta)
+        eta = eta + times(inverse, mean_residual(eta) - rounding_of_mean)
+        if null_projector is not None:
+            # Along the null directions of F equation (1) says nothing: there eta follows F y.
+            dual = dual + times(inverse, eta - _fisher_times(measure, base, dual) - rounding_of_image)
+            eta = eta + times(null_projector, _fisher_times(measure, base, dual) + rounding_of_image - eta)
     return eta.reshape(mu.shape)
 
 
-def _image(measure: Measure, eta: Tensor, vector: Tensor) -> Tensor:
+def _fisher_times(measure: Measure, eta: Tensor, vector: Tensor) -> Tensor:
     """F(eta) times a flat vector."""
     return measure._fisher_vp(eta, vector.reshape(eta.shape)).reshape(vector.shape)
 

@@ -52,7 +52,7 @@ def gibbs_step(
 ) -> GibbsState:
     """Block Gibbs sampling, `steps` sweeps: visible units given the hidden ones, then hidden given visible (B8).
 
-    The joint law is invariant; the chain of the visible units alone is reversible.
+    The joint law that has these two conditionals is invariant; the chain of the visible units alone is reversible.
 
     Raises:
         TypeError, ValueError: `steps` is not a positive whole number.
@@ -60,11 +60,15 @@ def gibbs_step(
     Example:
         >>> import torch
         >>> from massieu.inference import gibbs_init, gibbs_step
-        >>> flip, same = lambda h, generator: -h, lambda v, generator: v  # laws without chance
+        >>> flip, same = (
+        ...     lambda h, generator: -h,
+        ...     lambda v, generator: v,
+        ... )  # deterministic: three flips
         >>> gibbs_step(gibbs_init(torch.ones(1, 2), same), flip, same, steps=3).visible.tolist()
         [[-1.0, -1.0]]
     """
-    visible, hidden = state
+    visible = state.visible
+    hidden = state.hidden
     for _ in range(whole_number("steps", steps, least=1)):
         visible = _drawn("sample_visible", sample_visible, hidden, generator)
         hidden = _drawn("sample_hidden", sample_hidden, visible, generator)

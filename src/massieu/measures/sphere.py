@@ -240,12 +240,14 @@ class Sphere(Measure):
         return drop.reshape(concentration.shape)
 
     def _scaled(self, eta: Tensor) -> "_ScaledEta":
+        """radius·eta as unit·vector; entries of the vector are at most 16, unless the unit is the largest there is."""
         radius = self._align(self.radius, eta, 0).double()
-        exact = eta.double()
-        # A sixteenth of the largest coordinate leaves room for the factors of a gradient, at the largest eta too.
-        largest = (radius * (exact.abs().amax(-1) / 16)).detach()
-        unit = largest.clamp(1, torch.finfo(torch.float64).max / 16)
-        vector = exact * (radius / unit).unsqueeze(-1)
+        eta = eta.double()
+        # A sixteenth of the largest coordinate: derivatives multiply the unit by small numbers, which must not overflow.
+        # It is a constant, as the results do not depend on the unit.
+        unit = (radius * (eta.abs().amax(-1) / 16)).detach()
+        unit = unit.clamp(1, torch.finfo(torch.float64).max / 16)
+        vector = eta * (radius / unit).unsqueeze(-1)
         return _ScaledEta(radius, unit, vector, vector.square().sum(-1))
 
     def _curvature(self, point: "_ScaledEta") -> "_Curvature":

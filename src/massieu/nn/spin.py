@@ -177,7 +177,7 @@ class SpinAttention(Iterating, Resettable):
         return self._state(model, None)
 
     def _state(self, model: KineticSpins, scores: _Scores | None) -> Float[Tensor, "B H L D"]:
-        """θ, reported to listeners if there are scores: at each step, or in the stationary state alone."""
+        """θ, reported to listeners if there are scores: at each step, or once, in the stationary state, if `steps` is None."""
         audience = () if scores is None else listeners()
         if audience and scores is not None:
             # Converted once: a listener recognises the steps' common scores by the identity of these tensors.
@@ -197,7 +197,7 @@ class SpinAttention(Iterating, Resettable):
                 )
                 state = solutions[-1].value
         if solutions:
-            # Each equation at its worst step.
+            # Of each equation the worst of all steps.
             status = torch.stack([solution.status for solution in solutions]).amax(0)
             residual = torch.stack([solution.residual for solution in solutions]).amax(0)
             self._keep(status, residual)

@@ -44,7 +44,7 @@ def index_tensor(name: str, value: Any, shape: tuple[int, ...], **device_of: Ten
     Args:
         name: of the argument, for messages.
         shape: that it must have.
-        device_of: a tensor by its name, on whose device it must be.
+        device_of: other arguments by their names, whose device the value must share.
 
     Raises:
         TypeError: not a tensor of integers.
@@ -74,10 +74,10 @@ def one_number(
     Args:
         name: of the argument, for messages.
         above: its strict lower bound.
-        device_of: a tensor by its name, on whose device it must be.
+        device_of: other arguments by their names, whose device the value must share.
 
     Raises:
-        TypeError: neither a number nor a floating-point tensor.
+        TypeError: the value is neither a number nor a floating-point tensor.
         ValueError: several elements, another device, or out of range.
     """
     if not isinstance(value, Tensor):

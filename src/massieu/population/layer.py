@@ -49,14 +49,17 @@ class Normalisation(Operator):
 
     @classmethod
     def create(cls, activation: Activation, gain: Float[Tensor, "d"], bias: Float[Tensor, "d"] | None = None) -> Self:
-        """Of no bias by default.
+        """A normalisation with these gains, and these biases or none.
 
         Raises:
             ValueError: gain and bias are not vectors of one length.
-            TypeError: something else than an activation, or no floating-point tensors.
+            TypeError: activation is not an `Activation`, or gain or bias is not a floating-point tensor.
         """
         instance("activation", activation, Activation, "an Activation")
-        bias = torch.zeros_like(floating("gain", gain)) if bias is None else floating("bias", bias)
+        floating("gain", gain)
+        if bias is None:
+            bias = torch.zeros_like(gain)
+        floating("bias", bias)
         if gain.ndim != 1 or bias.shape != gain.shape:
             raise ValueError(
                 f"gain and bias must be vectors of one length, got {tuple(gain.shape)} and {tuple(bias.shape)}"

@@ -239,7 +239,7 @@ def _check(tokens: Tensor, positions: Tensor | None, mask: Tensor | None, draws:
 
 
 def _checked_output(output: Any, tokens: Tensor, equivariant: bool) -> Float[Tensor, "..."]:
-    """The output as it is; or an error unless it is finite and, if `equivariant`, has the dimension of the tokens."""
+    """Return the output unchanged; raise unless it is finite and, if `equivariant`, has as many tokens on axis 1."""
     floating("what the function returns", output)
     if not bool(output.isfinite().all()):
         raise ValueError("the function's output must be finite, got NaN or an infinity: nothing can be compared")

@@ -74,7 +74,7 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
         self.false_alarm_rate = false_alarm_rate
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Store the rows; choose scale and threshold by leaving out one row after the other.
+        """Store the rows; choose scale and threshold by leaving out each row of a sample in turn.
 
         Raises:
             ValueError: NaN or infinity in X, fewer than two rows, arguments out of their range.
@@ -85,14 +85,16 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
             whole_number("n_steps", self.n_steps, least=1)
         check_spread("X", table)
         rows = tensor(table)
-        self.location_ = rows.mean(0).numpy()
-        rows = rows - rows.mean(0)
-        index = sample_of(len(rows), _QUERIES)
+        location = rows.mean(0)
+        self.location_ = location.numpy()
+        rows = rows - location
+        left_out = sample_of(len(rows), _QUERIES)
         scale = number_or_auto("scale", self.scale)
         scales = _scales(rows) if scale is None else [scale]
-        scores = [_alone(rows, scale, index) for scale in scales]
+        scores = [_leave_one_out_scores(rows, scale, left_out) for scale in scales]
         self.scale_, loss = best([-score.mean().item() for score in scores], scales)
         self.leave_one_out_score_ = -loss
+        # The threshold of outliers: so large a share of the rows lies below it.
         self.offset_ = scores[scales.index(self.scale_)].quantile(rate).item()
         self.energy_ = HopfieldEnergy.euclidean(rows, scale=self.scale_)
         return self
@@ -152,7 +154,7 @@ def _scales(rows: Tensor) -> list[float]:
     return [2.0**power * unit for power in _POWERS]
 
 
-def _alone(rows: Tensor, scale: float, index: Tensor) -> Tensor:
+def _leave_one_out_scores(rows: Tensor, scale: float, index: Tensor) -> Tensor:
     """log-densities of rows under the memory of all others."""
     count, size = rows.shape
     square = 0.5 * scale * rows.square().sum(-1)

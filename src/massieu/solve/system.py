@@ -168,18 +168,21 @@ class LinearSystem:
     def pull(
         self, cotangent: Tensor, value: Tensor, inputs: Sequence[Tensor], wanted: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """The cotangents of the right side, u = A⁻ᵀ cotangent, and of the leaves: the derivatives of −⟨u, A x⟩ in them.
+        """The cotangents of the right side and of the leaves, the tensors on which the matrix depends.
 
-        Of the transposed system Aᵀx = right they are those of −⟨x, A u⟩, the same number: `product` stays A's own.
+        For A x = right that of the right side is u = A⁻ᵀ cotangent, and those of the leaves are the derivatives of −⟨u, A x⟩.
+        For Aᵀx = right it is u = A⁻¹ cotangent. There ⟨u, Aᵀx⟩ is ⟨x, A u⟩, so that only products with A are differentiated.
         """
         leaves = inputs[1:]
-        of_right = self.transpose.solve(cotangent, leaves)
+        u = self.transpose.solve(cotangent, leaves)
         if self.transposed:
-            vector, left = of_right, value
+            multiplied, other = u, value
         else:
-            vector, left = value, of_right
-        of_leaves = lean_reverse_derivative(lambda *leaves: self.product(vector, *leaves), leaves, -left, wanted[1:])
-        return of_right, *of_leaves
+            multiplied, other = value, u
+        of_leaves = lean_reverse_derivative(
+            lambda *leaves: self.product(multiplied, *leaves), leaves, -other, wanted[1:]
+        )
+        return u, *of_leaves
 
     def push(self, tangents: Sequence[Tensor | None], value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """The tangent A⁻¹(dright − dA x): a solve with the same matrix."""
