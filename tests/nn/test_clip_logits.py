@@ -127,6 +127,30 @@ def test_modules_that_users_write_in_every_precision(options, dtype):
     torch.testing.assert_close(logits_of(module, x), logits.clamp(max=threshold), rtol=0, atol=max(close, 1e-9))
 
 
+class Named(Plain):
+    """Gives the functions of attention their arguments by name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        parts = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, -1))
+        query, key, value = parts
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(query=query, key=key, value=value, is_causal=True)
+        else:
+            scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+            mixed = torch.softmax(input=scores, dim=-1) @ value
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_functions_that_are_given_their_arguments_by_name(fused):
+    module, x = Named(fused).double(), draw(2, 9, 16)
+    logits = logits_of(module, x)
+    threshold = float(logits.median())
+    clip_logits(module, threshold, {"": logits})
+    torch.testing.assert_close(logits_of(module, x), logits.clamp(max=threshold))
+
+
 class Relative(Plain):
     """Adds queries times embedded positions to the scores, and keys times others, as Transformer-XL does."""
 

@@ -142,22 +142,24 @@ class _ScoreRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        num_inputs = 0
+        names: tuple[str, ...] = ()
         if func is F.scaled_dot_product_attention:
-            num_inputs = 2
+            names = ("query", "key")
         elif func in _FIRST_FUNCTIONS_OF_SCORES:
-            num_inputs = 1
+            names = ("input",)
+        # Arguments may be given by their names.
+        inputs = (*args[: len(names)], *(kwargs.get(name) for name in names[len(args) :]))
         is_done = self._is_claimed or self.scores is not None
-        inputs = args[:num_inputs]
-        if not num_inputs or is_done or not all(isinstance(tensor, Tensor) for tensor in inputs):
+        if not names or is_done or not all(isinstance(tensor, Tensor) for tensor in inputs):
             return func(*args, **kwargs)
-        scores = inputs[0] if num_inputs == 1 else self._of_pair(inputs[0], inputs[1], kwargs.get("scale"))
+        scores = inputs[0] if len(names) == 1 else self._of_pair(inputs[0], inputs[1], kwargs.get("scale"))
         if not self._are_of_heads(scores):
             return func(*args, **kwargs)
         self.scores = scores.reshape(self.heads, *scores.shape[-2:])
         self.inputs = inputs
         used_inputs = inputs if self.fixed_inputs is None else self.fixed_inputs
-        return func(*used_inputs, *args[num_inputs:], **kwargs)
+        other_options = {name: value for name, value in kwargs.items() if name not in names}
+        return func(*used_inputs, *args[len(names) :], **other_options)
 
     def listens(self) -> bool:
         """Whether the next call is not part of another."""
