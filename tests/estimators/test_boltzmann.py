@@ -202,7 +202,7 @@ def test_an_annealed_normaliser_is_the_exact_one(monkeypatch):
     exact, annealed = (trained(BITS, visible="bernoulli", hidden="spin") for _ in range(2))
     wanted = exact.log_partition_
     monkeypatch.setattr(sites, "MAX_STATES", 1)
-    monkeypatch.setattr(boltzmann, "_SCHEDULE", 150)
+    monkeypatch.setattr(boltzmann, "_ANNEALING_STEPS", 150)
     assert 0 < annealed.log_partition_error_ < 0.1
     assert abs(annealed.log_partition_ - wanted) < 5 * annealed.log_partition_error_
     assert annealed.log_partition_ == annealed.log_partition_  # annealed once

@@ -115,7 +115,7 @@ def test_a_kernel_and_a_method_of_one_s_own():
 def test_blocks_change_nothing(monkeypatch):
     models = [ConditionalMeanRegressor(lengthscale=1.7, ridge=0.3), AttentionRegressor()]
     whole = [model.fit(TABLE, TARGET).predict(ASKED) for model in models]
-    monkeypatch.setattr(rows_of, "PAIRS_AT_ONCE", 150)
+    monkeypatch.setattr(rows_of, "PAIRS_PER_BLOCK", 150)
     parts = [model.fit(TABLE, TARGET).predict(ASKED) for model in models]
     assert np.allclose(whole, parts, atol=1e-12)
 

@@ -25,9 +25,9 @@ from massieu.sklearn.rows import (
 )
 
 _QUERIES = 1000
-"""Rows at most that are left out, one by one, to choose a scale."""
+"""Most rows that are left out, one by one, to choose a scale."""
 _POWERS = range(-4, 17)
-"""Of 2: the scales that are tried, in units of 1/the total variance."""
+"""Powers of 2: the scales that are tried, in units of 1/the total variance."""
 
 
 class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
@@ -71,15 +71,19 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         choice("scores", self.scores, "distance", "dot_product")
         check_spread("X", table)
         check_spread("y", target)
-        rows, values = tensor(table), tensor(target)
-        self._flat = values.ndim == 1
+        rows = tensor(table)
+        values = tensor(target)
+        self._has_one_target = values.ndim == 1
         self._values = values.reshape(len(values), -1)
         self._centre = rows.mean(0)
         self._keys = rows - self._centre
         scales = self._scales()
-        index = sample_of(len(rows), _QUERIES)
-        # A single row has no others.
-        errors = [self._alone(scale, index) if len(rows) > 1 else np.nan for scale in scales]
+        if len(rows) > 1:
+            left_out = sample_of(len(rows), _QUERIES)
+            errors = [self._leave_one_out_error(scale, left_out) for scale in scales]
+        else:
+            # A single row has no others.
+            errors = [np.nan] * len(scales)
         self.scale_, self.leave_one_out_error_ = best(errors, scales)
         return self
 
@@ -89,30 +93,37 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             return [scale]
         return [2.0**power / total_variance(self._keys) for power in _POWERS]
 
-    def _alone(self, scale: float, index: Tensor) -> float:
-        """The error of rows predicted from all others."""
-        weight = self._values.var(0, correction=0)
-        weight = torch.where(weight > 0, weight, 1.0)
+    def _leave_one_out_error(self, scale: float, index: Tensor) -> float:
+        """Mean squared error of the rows of an index, each predicted from all other rows, in the targets' variances."""
+        variance = self._values.var(0, correction=0)
+        # The errors of a target that does not vary are 0 in any unit.
+        variance = torch.where(variance > 0, variance, 1.0)
+        count = len(self._keys)
         total = 0.0
-        for block in blocks(len(index), len(self._keys)):
-            chosen = index[block]
-            hidden = torch.zeros(len(chosen), len(self._keys), dtype=torch.float64)
-            hidden.masked_fill_(~others(chosen, len(self._keys)), -torch.inf)
-            found = self._attend(self._keys[chosen], scale, hidden)
-            total += ((found - self._values[chosen]).square() / weight).mean(-1).sum().item()
+        for block in blocks(len(index), count):
+            left_out = index[block]
+            mask = torch.zeros(len(left_out), count, dtype=torch.float64)
+            mask.masked_fill_(~others(left_out, count), -torch.inf)
+            predicted = self._attend(self._keys[left_out], scale, mask)
+            total += ((predicted - self._values[left_out]).square() / variance).mean(-1).sum().item()
         return total / len(index)
 
-    def _attend(self, query: Tensor, scale: float, hidden: Tensor | None = None) -> Tensor:
-        weight = torch.zeros((), dtype=torch.float64) if hidden is None else hidden
+    def _attend(self, query: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+        """The mean value under the attention of each query; `mask` has −∞ where a query does not see a row."""
+        log_weight = mask
         if self.scores == "distance":
-            weight = weight - 0.5 * scale * self._keys.square().sum(-1)
-        rows, values = as_heads(self._keys), as_heads(self._values)
-        log_weight = None if weight.ndim == 0 else weight
+            # −scale·‖x − xₙ‖²/2 is scale·x·xₙ less a half of each square; that of x changes no weight.
+            of_rows = -0.5 * scale * self._keys.square().sum(-1)
+            log_weight = of_rows if mask is None else mask + of_rows
+        rows = as_heads(self._keys)
+        values = as_heads(self._values)
         return ops.attention(as_heads(query), rows, values, scale=scale, log_weight=log_weight).output[0, 0]
 
     def predict(self, X: Any) -> np.ndarray:
         """The mean value under the attention of each row, (n_samples,) or (n_samples, n_targets)."""
         check_is_fitted(self)
         query = tensor(validate_data(self, X, dtype=np.float64, reset=False)) - self._centre
-        found = in_blocks(lambda block: self._attend(block, self.scale_), query, len(self._keys))
-        return (found[:, 0] if self._flat else found).numpy()
+        means = in_blocks(lambda block: self._attend(block, self.scale_), query, len(self._keys))
+        if self._has_one_target:
+            means = means[:, 0]
+        return means.numpy()

@@ -17,8 +17,9 @@ from massieu.sklearn.rows import check_spread, number_or_auto, validate_data
 from massieu.sklearn.units import Columns, Kinds, hidden_layer, learning_rate
 
 DTYPES = [np.float64, np.float32]
-_CHAINS, _SCHEDULE = 256, 1000
-"""Of annealed importance sampling, where the normaliser cannot be enumerated."""
+_ANNEALED_CHAINS = 256
+"""Chains of annealed importance sampling, where the normaliser cannot be enumerated."""
+_ANNEALING_STEPS = 1000
 
 
 class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -141,7 +142,8 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
         )
         with torch.no_grad():
             self.machine_.visible_bias.copy_(torch.from_numpy(columns.bias))
-        self.location_, self.scale_ = columns.location, columns.scale
+        self.location_ = columns.location
+        self.scale_ = columns.scale
         self._rate = learning_rate(columns.layer, hidden)
         self._n_features_out = len(self.machine_.hidden_bias)
 
@@ -214,20 +216,20 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
         return self._normaliser()[1]
 
     def _normaliser(self) -> tuple[float, float]:
+        """log Z and its standard error, computed when first asked for."""
         check_is_fitted(self)
         if self._log_partition is None:
-            with torch.no_grad():
-                machine = self.machine_.machine()
-                layers = (self.machine_.visible.value(), self.machine_.hidden.value())
-                if any(
-                    (count := sites.num_states(layer)) is not None and count <= sites.MAX_STATES for layer in layers
-                ):
-                    self._log_partition = machine.log_partition().item(), 0.0
-                else:
-                    draws = torch.Generator().manual_seed(self._annealing_seed)
-                    found = machine.estimate_log_partition(_CHAINS, schedule=_SCHEDULE, generator=draws)
-                    self._log_partition = found.log_partition.item(), found.standard_error.item()
+            self._log_partition = self._compute_normaliser()
         return self._log_partition
+
+    @torch.no_grad()
+    def _compute_normaliser(self) -> tuple[float, float]:
+        machine = self.machine_.machine()
+        if _is_enumerable(self.machine_.visible.value()) or _is_enumerable(self.machine_.hidden.value()):
+            return machine.log_partition().item(), 0.0
+        generator = torch.Generator().manual_seed(self._annealing_seed)
+        estimate = machine.estimate_log_partition(_ANNEALED_CHAINS, schedule=_ANNEALING_STEPS, generator=generator)
+        return estimate.log_partition.item(), estimate.standard_error.item()
 
     # Draws.
 
@@ -279,3 +281,9 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
         tags = super().__sklearn_tags__()
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags
+
+
+def _is_enumerable(layer: Measure) -> bool:
+    """Whether the states of a layer are few enough to sum over them."""
+    count = sites.num_states(layer)
+    return count is not None and count <= sites.MAX_STATES

@@ -34,8 +34,8 @@ from massieu.sklearn.rows import (
 from massieu.solve import ConjugateGradients
 
 _ROWS = 1000
-"""Rows at most by which kernel and ridge are chosen."""
-_WIDTHS = {"gaussian": range(-3, 4), "exponential": range(-1, 4)}
+"""Most rows by which kernel and ridge are chosen."""
+_LENGTHSCALES = {"gaussian": range(-3, 4), "exponential": range(-1, 4)}
 """Powers of 2: the lengthscales that are tried, in units of the total standard deviation."""
 _RIDGES = range(-5, 5)
 """Powers of 10: the ridges that are tried, in units of the kernel's size."""
@@ -46,7 +46,7 @@ _LARGEST = 600.0
 
 
 class _Choice(NamedTuple):
-    """What leave-one-out found."""
+    """A kernel and a ridge, and their leave-one-out error."""
 
     error: float
     lengthscale: float
@@ -115,53 +115,66 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         table, target = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
         check_spread("X", table)
         check_spread("y", target)
-        rows, values = tensor(table), tensor(target)
-        self._flat = values.ndim == 1
+        rows = tensor(table)
+        values = tensor(target)
+        self._has_one_target = values.ndim == 1
         values = values.reshape(len(values), -1)
-        self._centre, self._mean = rows.mean(0), values.mean(0)
-        spread = values.std(0, correction=0)
-        self._spread = torch.where(spread > 0, spread, 1.0)
-        self._keys, self._values = rows - self._centre, (values - self._mean) / self._spread
-        index = sample_of(len(rows), _ROWS)
-        found = self._choose(self._keys[index], self._values[index])
-        self.leave_one_out_error_, self.lengthscale_, self.ridge_, self.kernel_ = found
-        self._judge(self._keys[index], self._values[index])
+        self._centre = rows.mean(0)
+        self._mean = values.mean(0)
+        deviation = values.std(0, correction=0)
+        self._deviation = torch.where(deviation > 0, deviation, 1.0)
+        self._keys = rows - self._centre
+        self._values = (values - self._mean) / self._deviation
+        sample = sample_of(len(rows), _ROWS)
+        chosen = self._choose(self._keys[sample], self._values[sample])
+        self.leave_one_out_error_ = chosen.error
+        self.lengthscale_ = chosen.lengthscale
+        self.ridge_ = chosen.ridge
+        self.kernel_ = chosen.kernel
+        self._estimate_variances(self._keys[sample], self._values[sample])
         return self
 
     def _choose(self, keys: Tensor, values: Tensor) -> _Choice:
+        """The kernel and the ridge with the least leave-one-out error."""
+        choices = [self._with_best_ridge(keys, values, lengthscale) for lengthscale in self._lengthscales(keys)]
+        return best([each.error for each in choices], choices)[0]
+
+    def _lengthscales(self, keys: Tensor) -> list[float]:
+        """The lengthscales to try; NaN for a kernel that has none."""
         if isinstance(self.kernel, Kernel) or choice("kernel", self.kernel, *_KERNELS) == "linear":
-            widths = [np.nan]
-        elif (width := number_or_auto("lengthscale", self.lengthscale)) is not None:
-            widths = [width]
-        else:
-            widths = [2.0**power * total_variance(keys) ** 0.5 for power in _WIDTHS[self.kernel]]
-        found = [self._with_ridge(keys, values, width) for width in widths]
-        return best([each.error for each in found], found)[0]
+            return [np.nan]
+        lengthscale = number_or_auto("lengthscale", self.lengthscale)
+        if lengthscale is not None:
+            return [lengthscale]
+        return [2.0**power * total_variance(keys) ** 0.5 for power in _LENGTHSCALES[self.kernel]]
 
-    def _with_ridge(self, keys: Tensor, values: Tensor, width: float) -> _Choice:
-        kernel = self.kernel if isinstance(self.kernel, Kernel) else _KERNELS[self.kernel](width)
-
-        query, value = as_heads(keys), as_heads(values)
+    def _with_best_ridge(self, keys: Tensor, values: Tensor, lengthscale: float) -> _Choice:
+        """The ridge with the least leave-one-out error at one lengthscale, unless the ridge is given."""
+        kernel = self.kernel if isinstance(self.kernel, Kernel) else _KERNELS[self.kernel](lengthscale)
+        key = as_heads(keys)
+        value = as_heads(values)
         ridge = number_or_auto("ridge", self.ridge)
         if ridge is not None:
-            error = leave_one_out(query, value, kernel=kernel, ridge=ridge).mean_squared_error.item()
-            return _Choice(error, width, ridge, kernel)
-        errors = RidgeErrors(query, value, kernel=kernel)
+            error = leave_one_out(key, value, kernel=kernel, ridge=ridge).mean_squared_error.item()
+            return _Choice(error, lengthscale, ridge, kernel)
+        errors = RidgeErrors(key, value, kernel=kernel)
 
         def best_of(ridges: list[float]) -> tuple[float, float]:
             ridge, error = best(errors.at(ridges).flatten().tolist(), ridges)
             return error, ridge
 
-        unit = _unit(kernel, query)
-        coarse = best_of([unit * 10.0**power for power in _RIDGES])
-        error, ridge = min(coarse, best_of([coarse[1] * 10.0**power for power in _FINER]))
-        return _Choice(error, width, ridge, kernel)
+        unit = _ridge_unit(kernel, key)
+        error, ridge = best_of([unit * 10.0**power for power in _RIDGES])
+        error, ridge = min((error, ridge), best_of([ridge * 10.0**power for power in _FINER]))
+        return _Choice(error, lengthscale, ridge, kernel)
 
-    def _judge(self, keys: Tensor, values: Tensor) -> None:
-        """The prior variance of most likelihood is vᵀ(G + λI)⁻¹v/N; the noise's is λ times that."""
-        query, value = as_heads(keys), as_heads(values)
-        fitted = conditional_mean_attention(query, query, value, kernel=self.kernel_, ridge=self.ridge_).output[0, 0]
-        noise = (values * (values - fitted)).mean(0) * self._spread.square()
+    def _estimate_variances(self, keys: Tensor, values: Tensor) -> None:
+        """The most likely prior variance is vᵀ(G + λI)⁻¹v/N, and that of the noise λ times as large."""
+        key = as_heads(keys)
+        value = as_heads(values)
+        fitted = conditional_mean_attention(key, key, value, kernel=self.kernel_, ridge=self.ridge_).output[0, 0]
+        # v − fitted = λ(G + λI)⁻¹v.
+        noise = (values * (values - fitted)).mean(0) * self._deviation.square()
         self.noise_variance_ = noise.numpy()
         self.prior_variance_ = self.noise_variance_ / self.ridge_
 
@@ -174,18 +187,21 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         """
         check_is_fitted(self)
         query = tensor(validate_data(self, X, dtype=np.float64, reset=False)) - self._centre
-        found = [self._answer(query[block], return_std) for block in blocks(len(query), len(self._keys))]
-        mean = torch.cat([each for each, _ in found]) * self._spread + self._mean
-        mean = (mean[:, 0] if self._flat else mean).numpy()
+        answers = [self._answer(query[block], return_std) for block in blocks(len(query), len(self._keys))]
+        mean = torch.cat([means for means, _ in answers]) * self._deviation + self._mean
+        if self._has_one_target:
+            mean = mean[:, 0]
         if not return_std:
-            return mean
-        share = torch.cat([each for _, each in found]).numpy()[:, None]
+            return mean.numpy()
+        share = torch.cat([shares for _, shares in answers]).numpy()[:, None]
         deviation = np.sqrt(self.noise_variance_ + self.prior_variance_ * share)
-        return mean, deviation[:, 0] if self._flat else deviation
+        if self._has_one_target:
+            deviation = deviation[:, 0]
+        return mean.numpy(), deviation
 
     def _answer(self, query: Tensor, need_variance: bool) -> tuple[Tensor, Tensor]:
-        """Means of the targets in their units, and the posterior's share of the prior variance."""
-        found = conditional_mean_attention(
+        """Means of the targets in units of their deviation, and the posterior's share of the prior variance, if needed."""
+        result = conditional_mean_attention(
             as_heads(query),
             as_heads(self._keys),
             as_heads(self._values),
@@ -194,11 +210,12 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             need_variance=need_variance,
             method=self.method,
         )
-        return found.output[0, 0], query.new_empty(0) if found.variance is None else found.variance[0, 0]
+        share = query.new_empty(0) if result.variance is None else result.variance[0, 0]
+        return result.output[0, 0], share
 
 
-def _unit(kernel: Kernel, keys: Tensor) -> float:
-    """The kernel's size."""
+def _ridge_unit(kernel: Kernel, keys: Tensor) -> float:
+    """The size of the kernel's values, in units of which ridges are tried."""
     if isinstance(kernel, ExponentialKernel):
         # Its values are most uneven: the smallest ridge must count beside the largest of them.
         return 1e-5 * kernel.log_diagonal(keys).max().clamp(max=_LARGEST).exp().item()

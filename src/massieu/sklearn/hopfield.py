@@ -107,15 +107,15 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
     def _retrieve(self, query: Tensor) -> Tensor:
         if self.n_steps is not None:
             return self.energy_.retrieve(query, steps=self.n_steps).state
-        found = self.energy_.retrieve(query, tol=_TOLERANCE, max_steps=_MOST_STEPS, throw=False)
-        moving = int((found.status != Status.CONVERGED).sum())
-        if moving:
+        result = self.energy_.retrieve(query, tol=_TOLERANCE, max_steps=_MOST_STEPS, throw=False)
+        num_moving = int((result.status != Status.CONVERGED).sum())
+        if num_moving:
             warnings.warn(
-                f"{moving} of {len(query)} rows still moved after {_MOST_STEPS} steps; their last states are returned",
+                f"{num_moving} of {len(query)} rows still moved after {_MOST_STEPS} steps; their last states are returned",
                 ConvergenceWarning,
                 stacklevel=4,
             )
-        return found.state
+        return result.state
 
     def score_samples(self, X: Any) -> np.ndarray:
         """The log-density of each row, nats: that of a Gaussian kernel density estimate."""
@@ -155,13 +155,18 @@ def _scales(rows: Tensor) -> list[float]:
 
 
 def _leave_one_out_scores(rows: Tensor, scale: float, index: Tensor) -> Tensor:
-    """log-densities of rows under the memory of all others."""
+    """log-densities of the rows of an index, each under the memory of all other rows.
+
+    −scale·‖x − xₙ‖²/2 is scale·x·xₙ less a half of each square, so that the sum over the rows is a log-partition.
+    """
     count, size = rows.shape
-    square = 0.5 * scale * rows.square().sum(-1)
-    found = []
+    half_square = 0.5 * scale * rows.square().sum(-1)
+    log_sums = []
     for block in blocks(len(index), count):
-        chosen = index[block]
-        weight = (-square).expand(len(chosen), -1).masked_fill(~others(chosen, count), -torch.inf)
-        level = ops.log_partition(as_heads(rows[chosen]), as_heads(rows), log_weight=weight, scale=scale)[0, 0]
-        found.append(level - square[chosen])
-    return torch.cat(found) - math.log(count - 1) + 0.5 * size * math.log(scale / (2 * math.pi))
+        left_out = index[block]
+        log_weight = (-half_square).expand(len(left_out), -1).masked_fill(~others(left_out, count), -torch.inf)
+        query = as_heads(rows[left_out])
+        log_partition = ops.log_partition(query, as_heads(rows), log_weight=log_weight, scale=scale)[0, 0]
+        log_sums.append(log_partition - half_square[left_out])
+    # The mean over the other rows of Gaussian densities of variance 1/scale.
+    return torch.cat(log_sums) - math.log(count - 1) + 0.5 * size * math.log(scale / (2 * math.pi))

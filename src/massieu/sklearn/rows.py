@@ -1,4 +1,4 @@
-"""Rows as tokens: blocks of queries, attention of each row to the others, and what a table's spread is."""
+"""Rows of a table as tokens: blocks of queries, masks that leave a row out, checks of the columns' spread."""
 
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
@@ -15,51 +15,51 @@ from massieu.foundation.arguments import described, number
 Candidate = TypeVar("Candidate")
 
 validate_data: Callable[..., Any] = validation.validate_data
-"""scikit-learn's own, whose types no checker can tell."""
+"""scikit-learn's function, which has no types."""
 
 _LEAST_VARIANCE = float(np.finfo(np.float64).tiny)
-"""Of a column that varies; below it squares lose digits."""
+"""Least variance of a column that varies; below it squares lose digits."""
 
-PAIRS_AT_ONCE = 1 << 23
-"""Of a query and a row, in a block."""
+PAIRS_PER_BLOCK = 1 << 23
+"""Pairs of a query and a row in a block, at most."""
 
 
 def tensor(table: np.ndarray) -> Float[Tensor, "rows columns"]:
-    """Its own copy, in float64."""
+    """A copy of the table in float64."""
     return torch.tensor(table, dtype=torch.float64)
 
 
 def as_heads(rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "1 1 rows columns"]:
-    """In attention's layout: one item, one head."""
+    """The rows in attention's layout, as one item with one head."""
     return rows[None, None]
 
 
 def blocks(queries: int, rows: int) -> Iterator[slice]:
-    """So many queries at once that no block has more than `PAIRS_AT_ONCE` pairs with the rows."""
-    size = max(1, PAIRS_AT_ONCE // rows)
+    """Slices of the queries with at most `PAIRS_PER_BLOCK` pairs of a query and a row each."""
+    size = max(1, PAIRS_PER_BLOCK // rows)
     for first in range(0, queries, size):
         yield slice(first, min(first + size, queries))
 
 
 def in_blocks(function: Callable[[Tensor], Tensor], query: Tensor, rows: int) -> Tensor:
-    """The function of the queries, block by block."""
+    """Results of a function of queries, computed block by block."""
     return torch.cat([function(query[block]) for block in blocks(len(query), rows)])
 
 
 def sample_of(rows: int, most: int) -> Tensor:
-    """Indices of at most so many rows, in order: the same at each call."""
+    """Indices of at most `most` of the rows, in ascending order, the same in each call."""
     if rows <= most:
         return torch.arange(rows)
     return torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:most].sort().values
 
 
 def others(index: Tensor, rows: int) -> Bool[Tensor, "queries rows"]:
-    """Which rows each query of that index sees: all but itself."""
+    """Which rows each query sees: all but the row of its index, which it is."""
     return index.unsqueeze(-1) != torch.arange(rows)
 
 
 def number_or_auto(name: str, value: object) -> float | None:
-    """The number, above 0, or None for "auto". One number serves all columns: rows are compared by distances.
+    """A number above 0, or None for "auto". It is one for all columns, as rows are compared by distances.
 
     Raises:
         TypeError, ValueError: it is neither.
@@ -72,10 +72,10 @@ def number_or_auto(name: str, value: object) -> float | None:
 
 
 def check_spread(name: str, table: np.ndarray) -> None:
-    """Raise where distances between rows are lost: squares that overflow, or that are 0 though the rows differ.
+    """Refuse a table in which squares of differences overflow, or are 0 although the rows differ.
 
     Raises:
-        ValueError: naming the first such column.
+        ValueError: names the first column of that kind.
     """
     columns = table.astype(np.float64).reshape(len(table), -1)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -91,12 +91,12 @@ def check_spread(name: str, table: np.ndarray) -> None:
 
 
 def total_variance(rows: Float[Tensor, "rows columns"]) -> float:
-    """Of all columns together; 1 where no column varies."""
-    spread = rows.var(0, correction=0).sum().item()
-    return spread if spread > 0 else 1.0
+    """Sum of the columns' variances; 1 where no column varies."""
+    total = rows.var(0, correction=0).sum().item()
+    return total if total > 0 else 1.0
 
 
 def best(errors: Sequence[float], candidates: Sequence[Candidate]) -> tuple[Candidate, float]:
-    """The candidate of the least error, and its error; the first of those that are alike."""
-    place = min(range(len(errors)), key=errors.__getitem__)
-    return candidates[place], errors[place]
+    """The candidate with the least error, and that error; of several the first."""
+    least = min(range(len(errors)), key=errors.__getitem__)
+    return candidates[least], errors[least]

@@ -1,4 +1,4 @@
-"""What the columns of a table are: kinds of units, as measures, the units that each column is counted in, learning rates."""
+"""Columns of a table as units of a machine: their measures, locations and scales, and the learning rates that suit them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,29 +19,29 @@ class _Visible(NamedTuple):
     """A kind of column."""
 
     measure: Callable[[Tensor, float], Measure]
-    """Of a column's numbers as zeros, and of the residual variance."""
-    holds: Callable[[np.ndarray], np.ndarray]
+    """The law of the units, from zeros, one for each column, and from the residual variance."""
+    is_allowed: Callable[[np.ndarray], np.ndarray]
     """Which numbers such a column may have."""
-    words: str
+    allowed: str
     """The same in words."""
     rate: float = 1.0
     """The largest learning rate that suits them."""
     response: Callable[[np.ndarray, float], float] = lambda columns, variance: 0.0
-    """How far the mean of an unbounded unit goes with its field; 0 of a bounded one, which needs no such care."""
+    """Derivative of an unbounded unit's mean in its field, at most; 0 for a bounded one, whose mean cannot run away."""
     units: Callable[[np.ndarray], tuple[Any, Any]] = lambda column: (0.0, 1.0)
-    """Location and scale of the columns of a table."""
+    """Location and scale of each column."""
     bias: Callable[[np.ndarray, int], Any] = lambda mean, rows: 0.0
-    """At which a unit by itself has the column's mean."""
+    """The field at which a unit alone has the column's mean."""
 
 
-def _spread(columns: np.ndarray) -> tuple[Any, Any]:
+def _mean_and_deviation(columns: np.ndarray) -> tuple[Any, Any]:
     deviation = columns.std(0)
-    # A column that does not vary is counted in units of 1.
+    # A column that does not vary has the unit 1.
     return columns.mean(0), np.where(deviation > 0, deviation, 1.0)
 
 
 def _log_odds(share: np.ndarray, rows: int) -> np.ndarray:
-    # A column of zeros alone: as if half a row more were 1.
+    # In a column of zeros alone, or of ones, the odds of half a row more.
     share = share.clip(0.5 / (rows + 1), 1 - 0.5 / (rows + 1))
     return np.log(share / (1 - share))
 
@@ -73,7 +73,7 @@ _VISIBLE = {
         np.isfinite,
         "finite numbers",
         response=lambda _, variance: variance,
-        units=_spread,
+        units=_mean_and_deviation,
     ),
 }
 
@@ -82,10 +82,11 @@ class _Hidden(NamedTuple):
     """A kind of hidden units."""
 
     measure: Callable[[Tensor], Measure]
-    """Of zeros, as many as there are."""
+    """The law of the units, from zeros, one for each."""
     rate: float
-    spread: float
-    """The largest variance of one; of "categorical" of all."""
+    """The largest learning rate that suits them."""
+    variance: float
+    """The largest variance of one unit; for "categorical", of all states together."""
 
 
 _HIDDEN = {
@@ -96,28 +97,29 @@ _HIDDEN = {
     "categorical": _Hidden(lambda zero: Categorical.create(zero + 1 / len(zero)), 1.0, 0.25),
 }
 _OTHER_RATE = 0.03
-"""Of measures of one's own."""
+"""The learning rate for measures that the user gives."""
 
 
 class Layer(NamedTuple):
-    """Units, and what decides how fast they can learn."""
+    """The units of a layer, and what limits their learning rate."""
 
     measure: Measure
     rate: float
     response: float = 0.0
-    """How far the mean of one goes with its field, at most."""
-    spread: float = 0.0
+    """Derivative of a unit's mean in its field, at most."""
+    variance: float = 0.0
     """The largest variance along any direction."""
 
 
 def learning_rate(visible: Layer, hidden: Layer) -> float:
-    """At most one at which the means that a step of the weights moves do not overshoot what the step is to correct.
+    """The largest rate at which a step of the weights does not move the means beyond what it is to correct.
 
-    A step moves the fields of a layer by rate·(their error)·(spread of the other layer), and its means by `response` times
-    that.
+    A step moves the fields of a layer by rate·(error of its means)·(variance of the other layer), and its means by
+    `response` times that.
     """
-    overshoot = max(visible.response * hidden.spread, hidden.response * visible.spread)
-    return min(visible.rate, hidden.rate, 1 / overshoot if overshoot > 0 else math.inf)
+    overshoot = max(visible.response * hidden.variance, hidden.response * visible.variance)
+    largest = 1 / overshoot if overshoot > 0 else math.inf
+    return min(visible.rate, hidden.rate, largest)
 
 
 class Columns(NamedTuple):
@@ -137,7 +139,9 @@ class Columns(NamedTuple):
                 does not, with its name.
         """
         rows, width = table.shape
-        location, scale, bias = np.zeros(width), np.ones(width), np.zeros(width)
+        location = np.zeros(width)
+        scale = np.ones(width)
+        bias = np.zeros(width)
         if isinstance(visible, Measure):
             if tuple(visible.event_shape) != (width,):
                 raise ValueError(f"visible is a measure on {tuple(visible.event_shape)}, and X has {width} columns")
@@ -145,28 +149,31 @@ class Columns(NamedTuple):
         kinds = [visible] * width if isinstance(visible, str) else list(instance("visible", visible, Sequence, _WORDS))
         if len(kinds) != width:
             raise ValueError(f"visible must have one kind for each of {width} columns, got {len(kinds)}")
-        parts, units, first = [], [], 0
+        measures: list[Measure] = []
+        rate = math.inf
+        response = 0.0
+        first = 0
+        # Neighbouring columns of one kind are one measure.
         for kind, run in groupby(kinds):
             unit = _VISIBLE[choice("visible", kind, *_VISIBLE)]
             columns = slice(first, first + len(list(run)))
-            own = table[:, columns]
-            _check(kind, unit, own, first, names)
-            location[columns], scale[columns] = unit.units(own)
-            bias[columns] = unit.bias(own.mean(0), rows)
-            parts.append(unit.measure(torch.zeros(own.shape[1], dtype=torch.float64), residual_variance))
-            units.append((unit.rate, unit.response(own, residual_variance)))
+            numbers = table[:, columns]
+            _check(kind, unit, numbers, first, names)
+            location[columns], scale[columns] = unit.units(numbers)
+            bias[columns] = unit.bias(numbers.mean(0), rows)
+            measures.append(unit.measure(torch.zeros(numbers.shape[1], dtype=torch.float64), residual_variance))
+            rate = min(rate, unit.rate)
+            response = max(response, unit.response(numbers, residual_variance))
             first = columns.stop
-        measure = parts[0] if len(parts) == 1 else product(*parts)
-        rate, response = min(rate for rate, _ in units), max(response for _, response in units)
-        spread = _largest_variance(table / scale)
-        return cls(Layer(measure, rate, response, spread), location, scale, bias)
+        measure = measures[0] if len(measures) == 1 else product(*measures)
+        return cls(Layer(measure, rate, response, _largest_variance(table / scale)), location, scale, bias)
 
 
 _WORDS = f"one of {', '.join(map(repr, _VISIBLE))}, a sequence with one of them for each column, or a measure"
 
 
 def _largest_variance(table: np.ndarray) -> float:
-    """Along any direction of the columns."""
+    """The largest variance along any direction of the columns."""
     centred = table - table.mean(0)
     if len(centred) < centred.shape[1]:
         # The Gram matrix of the rows has the same largest eigenvalue.
@@ -175,12 +182,13 @@ def _largest_variance(table: np.ndarray) -> float:
 
 
 def _check(kind: str, unit: _Visible, columns: np.ndarray, first: int, names: Sequence[str] | None) -> None:
-    wrong = ~unit.holds(columns)
+    """Refuse columns with numbers that their kind of unit cannot have."""
+    wrong = ~unit.is_allowed(columns)
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         name = first + column if names is None else repr(str(names[first + column]))
         raise ValueError(
-            f"column {name} must hold {unit.words} for visible={kind!r}, got {columns[row, column]:.6g} in row {row}"
+            f"column {name} must hold {unit.allowed} for visible={kind!r}, got {columns[row, column]:.6g} in row {row}"
         )
 
 
@@ -189,6 +197,6 @@ def hidden_layer(hidden: str | Measure, count: int) -> Layer:
     if isinstance(hidden, Measure):
         return Layer(hidden, _OTHER_RATE)
     unit = _HIDDEN[choice("hidden", hidden, *_HIDDEN)]
-    # All of them may go together, but for the states of one unit.
-    together = unit.spread * (1 if hidden == "categorical" else count)
-    return Layer(unit.measure(torch.zeros(count, dtype=torch.float64)), unit.rate, unit.spread, together)
+    # At worst all units are equal, so that their variances add up. The states of one unit exclude each other.
+    variance = unit.variance if hidden == "categorical" else count * unit.variance
+    return Layer(unit.measure(torch.zeros(count, dtype=torch.float64)), unit.rate, unit.variance, variance)
