@@ -132,7 +132,8 @@ def test_the_largest_variance_is_that_of_the_covariance(table: np.ndarray):
 @pytest.mark.medium
 def test_wide_tables_take_memory_linear_in_columns():
     table = RANDOM.normal(size=(30, 600))
-    trained(table[:, :2], n_iter=1)  # what is imported on first use is no memory of the table's
+    with LargestTensor():
+        trained(table[:, :2], n_iter=1)  # what is imported on first use is no memory of the table's
     tracemalloc.start()
     with LargestTensor() as largest:
         model = trained(table, n_iter=2, learning_rate=0.01)
