@@ -226,10 +226,11 @@ def _approximate_method(method: Method, tokens: KeyValuePairs, is_causal: bool) 
     # Iterations stop, and pivots are chosen, by values.
     is_readable = not in_functorch() and values_are_readable(tokens.key, tokens.target, tokens.ridge)
     if method is None:
+        # First what asks for no size: in compiled code a comparison would limit the lengths that it serves.
+        if not is_readable or is_causal:
+            return None
         is_long = tokens.key.shape[2] > LONGEST_GRAM and tokens.features() is None
-        if is_readable and not is_causal and is_long and bool((tokens.ridge > 0).all()):
-            return ConjugateGradients()
-        return None
+        return ConjugateGradients() if is_long and bool((tokens.ridge > 0).all()) else None
     checked = check_method(method)
     if isinstance(checked, Cholesky):
         return None

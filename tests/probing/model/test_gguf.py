@@ -296,7 +296,7 @@ def test_a_real_decoder(monkeypatch):
     assert run.self_check.passed
     assert run.self_check.error < 1e-4
     assert run.text.unknown_share == 0
-    assert not run.warnings
+    assert [warning for warning in run.warnings if "draws=0" not in warning] == []
 
     loaded = kept[0]
     rows = [

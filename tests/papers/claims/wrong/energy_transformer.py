@@ -39,7 +39,7 @@ WRONG = {
         "_force",
         lambda self, state: _FORCE(self, state) / (state.shape[0] * state.shape[-2]),
     ),
-    "N1: padding leaks": ("N1", TransformerEnergy, "_kept", lambda self, state: None),
+    "N1: padding leaks": ("N1", TransformerEnergy, "_token_mask", lambda self, state: None),
     "N1: a bound ten times too small": (
         "N1",
         TransformerEnergy,
