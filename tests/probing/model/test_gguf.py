@@ -287,7 +287,7 @@ def test_a_real_decoder(monkeypatch):
     )
     statistics = ["weight_first", "entropy", "log_partition", "repeated"]
     text = massieu.Text(window=TOKENS, limit=4 * TOKENS)
-    result = massieu.probe(file, text, statistics=statistics, draws=0)  # a control of 135 million parameters takes long
+    result = massieu.probe(file, text, statistics=statistics, draws=2)
     run = result.run
     assert (run.model.layers, run.model.heads) == (30, 270)
     assert run.model.weights == "GGUF (Q4_1, F32, Q8_0), dequantised to float32"
@@ -296,7 +296,7 @@ def test_a_real_decoder(monkeypatch):
     assert run.self_check.passed
     assert run.self_check.error < 1e-4
     assert run.text.unknown_share == 0
-    assert [warning for warning in run.warnings if "draws=0" not in warning] == []
+    assert not run.warnings
 
     loaded = kept[0]
     rows = [
