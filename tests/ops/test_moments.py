@@ -220,3 +220,30 @@ def test_tiles_of_keys_are_merged(monkeypatch, dtype, rise):
         torch.testing.assert_close(
             ours, numbers, rtol=level, atol=level * scale, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "keys"),
+    [(64, 12, 1, 1100), (300, 2, 2, 1100), (2, 2, 1, 300_000), (3, 1, 300, 2500)],
+    ids=["one query of many heads", "two queries of many items", "more keys than a tile", "several tiles"],
+)
+def test_few_queries_of_many_keys(batch, heads, length, keys, masked):
+    """As while a model writes: tiles of several items, of one query, and of all sizes between, as large as they are."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, heads, length, 2, generator=generator)
+    key, value = torch.randn(2, 1, 1, keys, 2, generator=generator).expand(2, batch, heads, keys, 2)
+    mask = (torch.arange(keys) % 7 != 3) if masked else None
+    found = ops.attention_moments(query, key, value, log_weight=mask, backend="blocks")
+    few = slice(batch - 2, batch)
+    scores = query[few].double() @ key[few].double().mT / math.sqrt(2)
+    visible = torch.ones(keys, dtype=torch.bool) if mask is None else mask
+    log_p = torch.log_softmax(scores.masked_fill(~visible, -torch.inf), -1)
+    p = log_p.exp()
+    # Sums of n terms are rounded by about √n·eps of their size.
+    bound = 20 * math.sqrt(keys) * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found.output[few].double(), p @ value[few].double(), rtol=bound, atol=bound)
+    entropy = -torch.where(visible, p * log_p, 0.0).sum(-1)
+    torch.testing.assert_close(found.entropy[few].double(), entropy, rtol=bound, atol=bound)
+    variance = scores[..., visible].var(-1, correction=0)
+    torch.testing.assert_close(found.prior_score_variance[few].double(), variance, rtol=bound, atol=bound)

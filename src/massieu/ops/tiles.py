@@ -251,12 +251,13 @@ class Slab:
         softcap = self.plan.problem.softcap
         assert isinstance(scale, float)
         factor = scale if softcap is None else scale / softcap
+        # Several items are only taken together when all their heads fit.
+        fewest_heads = count if self.shape[0] > 1 else 1
         # Where a slab has fewer queries than it may, a tile has room for more keys. Tiles of the same heads are of about
         # equal length, as a short last one would take nearly as long as a full one.
-        most_keys = max(self.plan.keys, self.plan.capacity // rows)
+        most_keys = max(self.plan.keys, self.plan.capacity // (fewest_heads * rows))
         keys_per_tile = math.ceil(keys / math.ceil(keys / most_keys))
-        # Several items are only taken together when all their heads fit.
-        heads_per_tile = count if self.shape[0] > 1 else max(1, self.plan.capacity // (rows * keys_per_tile))
+        heads_per_tile = max(fewest_heads, self.plan.capacity // (rows * keys_per_tile))
         for heads in slices(count, heads_per_tile):
             for part in slices(keys, keys_per_tile):
                 shape = (heads.stop - heads.start, rows, part.stop - part.start)
