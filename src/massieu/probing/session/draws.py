@@ -137,17 +137,21 @@ class Draws:
             device = execution_device(self.model) or device_of(self.model)
             blocks = {info.block for info in self.sites}
             fresh, weights = self._blueprint.draw(blocks, seed, device, dtype_of(self.model))
-            yield fresh
-            weights.forget()
+            try:
+                yield fresh
+            finally:
+                weights.forget()
             return
         fresh, said = reinitialised(self.model, seed, self.matters)
         if said is not None:
             self._say(f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}")
         if fresh is None:
             self.missing = said
-        yield fresh
-        if fresh is not None:
-            fresh.to_empty(device="meta")
+        try:
+            yield fresh
+        finally:
+            if fresh is not None:
+                fresh.to_empty(device="meta")
 
     def _say(self, sentence: str) -> None:
         self.warnings += [sentence] if sentence not in self.warnings else []
