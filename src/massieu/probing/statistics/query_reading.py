@@ -87,20 +87,7 @@ class QueryReading:
     @cached_property
     def moments(self) -> "_Moments":
         """Of the scores of the centred keys; no statistic reads positions."""
-        return _Moments(self._moments(self.names), self._undeclared)
-
-    def _moments(self, names: tuple[str, ...]) -> MomentsResult[Any]:
-        call = self.call
-        settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
-        return ops.attention_moments(call.query, self.key, moments=names, log_weight=call.log_weight, **settings)
-
-    def _undeclared(self, name: str) -> Tensor:
-        """A moment that no statistic declared: it costs a second pass over the scores, never a result."""
-        warnings.warn(
-            f"a statistic reads the moment {name!r} without declaring it: moments=({name!r},) saves a second pass",
-            stacklevel=3,
-        )
-        return getattr(self._moments((name,)), name)
+        return _Moments(self.call, self.key, self.names)
 
     @cached_property
     def max_score(self) -> Float[Tensor, "B H L"]:
@@ -355,21 +342,38 @@ class _Precise:
     log_partition: Float[Tensor, "B H L"]
 
 
-@dataclass(frozen=True, eq=False)
 class _Moments:
-    """The moments that were computed, and others when they are first read."""
+    """The moments that were computed, and others when they are first read.
 
-    found: MomentsResult[Any]
-    compute: Callable[[str], Tensor]
-    more: dict[str, Tensor] = field(default_factory=dict)
+    It holds the call and not the reading that holds it: a circle of references would keep queries, keys and values of many
+    calls in memory until the garbage collector comes by.
+    """
+
+    def __init__(self, call: AttentionCall, key: Float[Tensor, "B Hk N D"], names: tuple[str, ...]) -> None:
+        self._call, self._key = call, key
+        self._declared = self._computed(names)
+        self._more: dict[str, Tensor] = {}
+
+    def _computed(self, names: tuple[str, ...]) -> MomentsResult[Any]:
+        call = self._call
+        settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
+        return ops.attention_moments(call.query, self._key, moments=names, log_weight=call.log_weight, **settings)
 
     def __getattr__(self, name: str) -> Tensor:
-        value = getattr(self.found, name)
+        value = getattr(self._declared, name)
         if value is not None:
             return value
-        if name not in self.more:
-            self.more[name] = self.compute(name)
-        return self.more[name]
+        if name not in self._more:
+            self._more[name] = self._undeclared(name)
+        return self._more[name]
+
+    def _undeclared(self, name: str) -> Tensor:
+        """A moment that no statistic declared: it costs a second pass over the scores, never a result."""
+        warnings.warn(
+            f"a statistic reads the moment {name!r} without declaring it: moments=({name!r},) saves a second pass",
+            stacklevel=4,
+        )
+        return getattr(self._computed((name,)), name)
 
 
 def largest_logits(call: AttentionCall) -> Float[Tensor, "B H L"]:
