@@ -161,7 +161,7 @@ def test_other_heads_writes(case):
     assert np.allclose(deviation, others.std(1, ddof=1))
 
 
-def test_whole_update_with_and_without_output_bias(case):
+def test_attention_update_with_and_without_output_bias(case):
     climb, layer, _ = case
     without = layer.writes.sum(0)
     bias = layer.bias()
@@ -343,8 +343,8 @@ def test_pieces_of_bounded_size_are_one_row_with_the_same_numbers(monkeypatch):
     monkeypatch.setattr(
         expansion_file.observables, "covariance_spectrum", lambda cloud: (clouds.append(len(cloud)), spectrum(cloud))[1]
     )
-    monkeypatch.setattr(climb_file, "TOGETHER", 1)
-    monkeypatch.setattr(expansion_file, "TOGETHER", 3 * 20 * 48)
+    monkeypatch.setattr(climb_file, "NUMBERS_PER_PIECE", 1)
+    monkeypatch.setattr(expansion_file, "NUMBERS_PER_PIECE", 3 * 20 * 48)
     reading = read("llama")[0]
     assert pieces == [8, 8, 4] * len(reading.sites)
     assert max(clouds) <= 3 < sum(clouds)
@@ -359,7 +359,7 @@ def test_an_interruption_between_pieces_keeps_whole_windows_only(monkeypatch):
     """Ctrl-C while the heads of the second batch climb: that batch is the last, and counts as one."""
     model = zoo.model("gpt2", num_hidden_layers=1)
     batches = [zoo.inputs("gpt2", rows=1, seed=seed) for seed in range(3)]
-    monkeypatch.setattr(climb_file, "TOGETHER", 1)
+    monkeypatch.setattr(climb_file, "NUMBERS_PER_PIECE", 1)
     calls, sums = [], Climb.sums
 
     def interrupted(self: Climb) -> climb_file.Sums:

@@ -60,9 +60,9 @@ class AgainGroup(SublayerGroup):
         for index, (total, count) in found.items():
             self.means.add(index, total, count, window.number)
 
-    def nothing(self) -> str:
+    def why_no_numbers(self) -> str:
         """Why the last window that did not fit gave no numbers."""
-        return self._unsuitable or super().nothing()
+        return self._unsuitable or super().why_no_numbers()
 
 
 def real_alone(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,9 @@ from massieu.probing.sums.units import Units
 
 _BEFORE, _AFTER, _CHANGE = 0, 1, 2
 FEWEST = 8  # tokens; fewer say nothing about a covariance
-TOGETHER = 2**20  # numbers in the clouds that are measured at a time; in float64 they still fit a processor's cache
+NUMBERS_PER_PIECE = (
+    2**20
+)  # numbers in the clouds that are measured at a time; in float64 they still fit a processor's cache
 _POINTS = "Measured within windows, on at most 64 positions with distinct tokens."
 REGISTER = Register[Callable[[Tensor, Tensor], Tensor]](EXPANSION)
 """Of numbers before and after a step, or of clouds and their spectra."""
@@ -133,7 +135,7 @@ class ExpansionStatistics(SublayerRatios):
     def _take(self, points: Float[Tensor, "B L D"], row: int, positions: Int[Tensor, " S"]) -> int:
         """Copy the cloud of some tokens; which one it is."""
         cloud = points[row].index_select(0, positions).cpu()
-        if self._waiting + cloud.numel() > TOGETHER:
+        if self._waiting + cloud.numel() > NUMBERS_PER_PIECE:
             self._measure()
         self._clouds.append(Cloud(cloud, computed_in(points)))
         self._waiting += cloud.numel()

@@ -82,7 +82,7 @@ Control = Callable[[HeadWindow], HeadWindow | None]
 """A window without the property in question; None where there is none."""
 
 
-def nothing(window: HeadWindow) -> Sums:
+def no_numbers(window: HeadWindow) -> Sums:
     """No number for any head."""
     zeros = torch.zeros(window.call.query.shape[1], dtype=torch.float64)
     return zeros, zeros

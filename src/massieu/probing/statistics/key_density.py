@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops.bessel import log_sphere_partition
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, nothing
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, no_numbers
 from massieu.probing.statistics.registry import KEY_DENSITY, SHIM, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
@@ -101,7 +101,7 @@ def halves(window: HeadWindow) -> Halves | None:
 def _gain(window: HeadWindow, law: Callable[[Halves, HeadWindow], Float[Tensor, "H U"]]) -> Sums:
     given = halves(window)
     if given is None:
-        return nothing(window)
+        return no_numbers(window)
     gain = (law(given, window) - given.gaussian()) / given.raw.shape[-1]
     usable = gain.isfinite().all(-1)
     return torch.where(usable, gain.sum(-1), 0.0), torch.where(usable, float(gain.shape[1]), 0.0)

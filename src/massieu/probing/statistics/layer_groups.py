@@ -88,9 +88,9 @@ class SublayerGroup(Group):
     def finish(self) -> None:
         """Say why there are no numbers, if there are none."""
         if not self.means.sublayers:
-            self.failed.setdefault(self.name, self.nothing())
+            self.failed.setdefault(self.name, self.why_no_numbers())
 
-    def nothing(self) -> str:
+    def why_no_numbers(self) -> str:
         """Why no sublayer has numbers."""
         return "no window had tokens enough"
 

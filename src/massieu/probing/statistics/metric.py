@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, nothing
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, no_numbers
 from massieu.probing.statistics.registry import METRIC, SHIM, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
@@ -64,7 +64,7 @@ def precision_cosine(window: HeadWindow) -> Sums:
     """Does a token's query equal its own key times the precision of the keys (1), as for a conditional mean?"""
     parts = _whitened(window)
     if parts is None:
-        return nothing(window)
+        return no_numbers(window)
     query, key, *_ = parts
     return _once((query * key).sum((1, 2)) / (query.square().sum((1, 2)) * key.square().sum((1, 2))).sqrt())
 
@@ -78,7 +78,7 @@ def precision_antisymmetric_share(window: HeadWindow) -> Sums:
     """Is the score of two tokens symmetric (0), or as antisymmetric as a random matrix (½)?"""
     parts = _whitened(window)
     if parts is None:
-        return nothing(window)
+        return no_numbers(window)
     query, key, *_ = parts
     slope = query.mT @ key
     return _once((slope - slope.mT).square().sum((1, 2)) / 4 / slope.square().sum((1, 2)))
@@ -93,7 +93,7 @@ def fisher_evenness(window: HeadWindow) -> Sums:
     """Is the head's Fisher information proportional to the covariance of its keys (1), as the hypothesis says?"""
     parts = _whitened(window)
     if parts is None:
-        return nothing(window)
+        return no_numbers(window)
     weights = window.few().weights()[..., window.real].double()
     keys = _white(window.of_heads(window.call.key[:, :, window.real]).double(), *parts[2:])
     seen = (weights.sum(-1, keepdim=True) > 0).double()
@@ -115,7 +115,7 @@ def retrieved_law_distance(window: HeadWindow) -> Sums:
     """Are the keys that the head retrieves distributed as its keys are (0), or all one point (1)?"""
     parts = _whitened(window)
     if parts is None:
-        return nothing(window)
+        return no_numbers(window)
     weights = window.weights()[..., window.real].double()
     keys = _white(window.of_heads(window.call.key[:, :, window.real]).double(), *parts[2:])
     found = weights @ keys
