@@ -180,7 +180,7 @@ def test_attention_update_with_and_without_output_bias(case):
 def test_write_norm(case):
     _, layer, reading = case
     wanted = (layer.writes.norm(dim=-1) / layer.residual.norm(dim=-1)).mean((1, 2))
-    rows = {row.place.order: row.found.value for row in reading.rows() if row.name == "write_norm_ratio"}
+    rows = {row.place.order: row.estimate.value for row in reading.rows() if row.name == "write_norm_ratio"}
     assert np.allclose(rows[LAYER], wanted.detach(), atol=1e-10)
 
 
@@ -279,7 +279,7 @@ def test_clouds_along_the_depth():
     with torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states
     for layer, name in enumerate(["encoder.layer.0 attention", "encoder.layer.1 attention"]):
-        rows = {row.name: row.found.value[0] for row in reading.rows() if row.place.name == name}
+        rows = {row.name: row.estimate.value[0] for row in reading.rows() if row.place.name == name}
         cloud = states[layer][0].numpy()
         centred = cloud - cloud.mean(0)
         spectrum = np.linalg.svd(centred, compute_uv=False)[:19] ** 2 / 20
@@ -298,7 +298,7 @@ def test_repeated_tokens_are_counted_once():
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
     reading.forward(batch, None, sampled=[0], windows=[0])
     first = (row for row in reading.rows() if row.place.scope == "layer" and row.place.order == 0)
-    rows = {row.name: row.found.value[0] for row in first}
+    rows = {row.name: row.estimate.value[0] for row in first}
     # With both copies, ten of nineteen directions would be empty: < −13 on average.
     assert rows["log_determinant/before"] > -20
 

@@ -241,9 +241,9 @@ class AttentionGroup(Group):
         """Add the numbers of a call's queries."""
         index, places = queries.info.index, queries.places
         positions = None if places is None else places.positions
-        self.sites[index].update(queries.found, positions, queries.rows, queries.numbers)
+        self.sites[index].update(queries.result, positions, queries.rows, queries.numbers)
         if places is not None and queries.call is not None:
-            self.extremes[index].update(queries.found, queries.call, places)
+            self.extremes[index].update(queries.result, queries.call, places)
 
     def rows(self) -> Iterator[Row]:
         """Each statistic's mean, and what its law over tokens looks like."""

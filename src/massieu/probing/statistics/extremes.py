@@ -12,7 +12,7 @@ from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
-from massieu.probing.statistics.query_means import Queries
+from massieu.probing.statistics.query_means import QueryResult
 from massieu.probing.sums.running import State, fitting
 
 EXTREMES = (
@@ -54,7 +54,7 @@ class Extremes:
         self.best: Float64[np.ndarray, "extremes heads"] = np.full((len(EXTREMES), heads), -np.inf)
         self.places: Int64[np.ndarray, "extremes heads places"] = np.full((*self.best.shape, len(PLACES)), _UNKNOWN)
 
-    def update(self, found: Queries, call: AttentionCall, places: Places) -> None:
+    def update(self, found: QueryResult, call: AttentionCall, places: Places) -> None:
         """Look through the queries of one call."""
         batch, heads, length = found.valid.shape
         for row, (name, end) in enumerate(EXTREMES):
