@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import output_tensor, run
 from massieu.probing.model.precision import relative_difference, tolerance
-from massieu.probing.statistics.rerun import FEWEST, RerunGroup, Sums, UnsuitableInputsError, without_padding, watching
 from massieu.probing.statistics.registry import SYMMETRY, ZHANG, Register
+from massieu.probing.statistics.rerun import FEWEST, RerunGroup, Sums, UnsuitableInputsError, watching, without_padding
 from massieu.probing.stream.wiring import Step
 
 _POSITIONS = "position_ids"
