@@ -9,7 +9,7 @@ import numpy as np
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.result.long_table import TableBuilder
 from massieu.probing.statistics.group import Row, RowPlace, RunningRatio
-from massieu.probing.statistics.registry import ASKED
+from massieu.probing.statistics.registry import QUESTION_GROUPS
 from massieu.probing.sums.accumulate import Ratio, block_sums
 from massieu.probing.sums.comparisons import Arrangement, BesideRandom, RandomModels, both, with_their_tails
 from massieu.probing.sums.significance import benjamini_hochberg, difference_p
@@ -53,7 +53,7 @@ class Tests:
         families: dict[str, list[tuple[str, _Test, np.ndarray]]] = {}
         for name, tests in self._tests.items():
             group = self._statistics[name].group
-            family = families.setdefault(group if group in ASKED else name, [])
+            family = families.setdefault(group if group in QUESTION_GROUPS else name, [])
             family += [(name, test, p) for test, p in zip(tests, _p_values(tests), strict=True)]
         for family in families.values():
             adjusted = benjamini_hochberg(np.concatenate([p for _, _, p in family]))
