@@ -20,8 +20,8 @@ from massieu.probing.statistics.windowed import HeadWindowGroup
 MOST = 1_024
 """Tokens of a window."""
 _FEWEST = 2
-"""Tokens for each dimension of a key. A covariance of fewer says little about small directions, which the precision weighs most.
-It is not shrunk: shrinkage depends on the axes, and the numbers would depend on how a head splits its map."""
+"""Tokens for each dimension of a key. Of fewer, a covariance says little about small directions, which weigh most
+in the precision. It is not shrunk: shrinkage depends on the axes, and so would the numbers on how a head splits its map."""
 REGISTER = Register[WindowMeasure](METRIC)
 _of_head = partial(
     REGISTER.statistic,
