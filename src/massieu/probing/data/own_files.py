@@ -10,7 +10,7 @@ _RECORDS = {
     RECORD: [name for format in FORMATS for name in files_of(format, per_token=True)],
     COMPARISON_RECORD: list(COMPARISON_FILES),
 }
-"""By the name of a record, the files that a record without a list of files may stand beside."""
+"""By the name of a record, the files that it covers if it lists none."""
 
 
 def own_files(folder: Path) -> set[Path]:
