@@ -369,11 +369,11 @@ class _Moments:
     def __init__(self, call: AttentionCall, key: Float[Tensor, "B Hk N D"], names: tuple[str, ...]) -> None:
         self._call = call
         self._key = key
-        self._declared = _attention_moments(call, key, names)
+        self.declared = _attention_moments(call, key, names)
         self._undeclared: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Tensor:
-        value = getattr(self._declared, name)
+        value = getattr(self.declared, name)
         if value is not None:
             return value
         if name not in self._undeclared:
