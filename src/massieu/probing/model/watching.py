@@ -1,15 +1,17 @@
 """Watching a model's forward pass: hooks of one thread, and which tensors are one in memory."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Place = tuple[int, int]
+Note = TypeVar("Note")
 
 
 @contextmanager
@@ -74,6 +76,49 @@ class Whereabouts:
         return self._storage == other._storage and self._view == other._view
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+class LatestTensors(Generic[Note]):
+    """A note on each of the latest tensors, by their places in memory, for as long as the memory lives.
+
+    It does not hold the memory. A note whose memory was given back is gone, whatever lies in its place by then.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Keep no more than ``most`` notes."""
+        self._most = most
+        self._notes: OrderedDict[Place, tuple[StorageWeakRef, Note]] = OrderedDict()
+
+    def add(self, tensor: Tensor, note: Note) -> None:
+        """Note something of a tensor, in the place of what was noted; of an empty one nothing."""
+        place = memory(tensor)
+        if place is None:
+            return
+        self._forget_dead()
+        self._notes.pop(place, None)
+        self._notes[place] = StorageWeakRef(tensor.untyped_storage()), note
+        while len(self._notes) > self._most:
+            self._notes.popitem(last=False)
+
+    def get(self, place: Place | None) -> Note | None:
+        """What was noted of the tensor in this place; None where it is unknown."""
+        self._forget_dead()
+        found = self._notes.get(place) if place is not None else None
+        return None if found is None else found[1]
+
+    def __contains__(self, place: Place | None) -> bool:
+        """Whether the tensor in this place has a note."""
+        self._forget_dead()
+        return place in self._notes
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._notes.clear()
+
+    def _forget_dead(self) -> None:
+        dead = [place for place, (storage, _) in self._notes.items() if storage.expired()]
+        for place in dead:
+            del self._notes[place]
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:

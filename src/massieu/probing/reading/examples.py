@@ -20,7 +20,7 @@ STRONGEST = 5
 _NUMBERS = 3_200_000  # numbers recorded in all examples together, so that the page stays below 8 MB
 LONGEST = 1_024  # tokens of an example that have numbers
 _FEWEST = 16
-_SCORES = 1 << 24  # scores of one site that are formed at once
+_SCORES = 1 << 20  # scores of one site that are formed at once
 
 
 def example_length(heads: int, length: int, recorded: int = 0) -> int:

@@ -2,12 +2,11 @@
 
 No architecture is named here. The stream enters the first block of a stack. An addition with one operand on the stream is a
 residual step, and its other operand the update. A norm module fed by the stream is a normalisation step. Whether attention
-was computed between two additions tells if the update came from it or from the feed-forward part. Only the last few stream
-tensors are held, so the memory of a trace does not grow with depth.
+was computed between two additions tells if the update came from it or from the feed-forward part. The tensors of the stream
+are recognised while they live, and not held: a trace keeps no more in memory than the model does.
 """
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo, hidden_state, inside
 from massieu.probing.model.packed import packed_linears, plain, projection_of
-from massieu.probing.model.watching import Place, hooked, mapped, memory
+from massieu.probing.model.watching import LatestTensors, Place, hooked, mapped, memory
 from massieu.storage.record import Sublayer
 
 _ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
@@ -135,11 +134,10 @@ def _has_heads(call: AttentionCall, value: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Norm:
-    """A call of a norm module with the stream. It holds both tensors, so that no other takes their places in memory."""
+    """A call of a norm module with the stream."""
 
     module: nn.Module
     source: Tensor
-    output: Tensor
 
 
 class StreamTracer(TorchFunctionMode):
@@ -165,10 +163,10 @@ class StreamTracer(TorchFunctionMode):
         self._position = 0  # index of the next sublayer
         self._block: SiteInfo | None = None  # the latest attention site
         self._pending: AttentionRead | None = None  # its read, until its result is added to the stream
-        self._stream: OrderedDict[Place, Tensor] = OrderedDict()
-        self._normed: OrderedDict[Place, _Norm] = OrderedDict()  # by the place of the output
-        self._carriers: OrderedDict[Place, Tensor] = OrderedDict()  # the projection's result, and sums with it
-        self._mixed: set[Place] = set()  # carriers that hold another update too
+        self._stream = LatestTensors[None](_MOST_REMEMBERED)
+        self._normed = LatestTensors[_Norm](_MOST_REMEMBERED)  # outputs of norms
+        self._carriers = LatestTensors[None](_MOST_REMEMBERED)  # the projection's result, and sums with it
+        self._mixed = LatestTensors[None](_MOST_REMEMBERED)  # carriers that hold another update too
         self._called: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # attention modules that are running
 
     @contextmanager
@@ -194,7 +192,7 @@ class StreamTracer(TorchFunctionMode):
     def _before_block(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         state = hidden_state(arguments, keywords)
         if not self._paused and state is not None and memory(state) not in self._normed:
-            _remember(self._stream, state, state)
+            self._stream.add(state, None)
 
     def _before_attention(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if not self._paused:
@@ -222,7 +220,7 @@ class StreamTracer(TorchFunctionMode):
             return
         if memory(source) not in self._stream:
             return
-        _remember(self._normed, output, _Norm(module, source, output))
+        self._normed.add(output, _Norm(module, source))
         # Whether the stream continues behind this norm (post-norm wiring) is known when something is added to it.
         name = self._names[module]
         block = self._block
@@ -316,7 +314,7 @@ class StreamTracer(TorchFunctionMode):
     def _set_projection(self, weight: Tensor, bias: Tensor | None, result: Tensor, update: Tensor | None) -> None:
         assert self._pending is not None
         self._pending = replace(self._pending, projection=plain(weight), bias=bias, update=update)
-        _remember(self._carriers, result, result)
+        self._carriers.add(result, None)
 
     def _add(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An addition: a residual step, if one of its operands alone is on the stream."""
@@ -334,18 +332,18 @@ class StreamTracer(TorchFunctionMode):
         if func in _ADD_IN_PLACE:  # which overwrites the stream
             before = before.clone()
         result = func(*args, **kwargs)
-        _remember(self._stream, result, result)
+        self._stream.add(result, None)
         self._residual_step(before, result, update_place)
         return result
 
     def _add_to_carrier(self, addend: Tensor, result: Tensor) -> None:
         """Something was added to the projection's result on its way to the stream: its bias, or another update."""
-        _remember(self._carriers, result, result)
+        self._carriers.add(result, None)
         read = self._pending
         if read is not None and read.bias is None and addend.dim() == 1 and result.dim() == 3:
             self._pending = replace(read, bias=addend, update=read.batch_first(result))
         else:
-            self._mixed.add(memory(result) or (0, 0))
+            self._mixed.add(result, None)
 
     def _residual_step(self, before: Tensor, after: Tensor, update_place: Place | None) -> None:
         """Report the addition of the update at a place in memory."""
@@ -428,14 +426,3 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _called_modules(child)
-
-
-def _remember(store: OrderedDict[Place, Any], tensor: Tensor, value: Any) -> None:
-    """Hold ``value`` under the tensor's place in memory. The value holds the tensor, so that the place is not used again."""
-    place = memory(tensor)
-    if place is None:
-        return
-    store.pop(place, None)
-    store[place] = value
-    while len(store) > _MOST_REMEMBERED:
-        store.popitem(last=False)
