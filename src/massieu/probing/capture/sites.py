@@ -7,7 +7,7 @@ block was called; the decoder of an encoder–decoder is the stack that attends 
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -60,6 +60,51 @@ class SiteInfo:
         return self.kind != "cross" and not self.prefix
 
 
+@dataclass(frozen=True, eq=False)
+class SeenCall:
+    """What says where a call stands and what it is; its tensors are not kept, of all layers they would be too many.
+
+    Attributes:
+        heads, key_heads, head_size, value_size, prefix, apart: as `SiteInfo` has them.
+        kind: "self", "causal" or "cross", by its lengths and masks alone.
+        route, grade, moving, repeated: as `AttentionCall` has them.
+    """
+
+    site: AttentionSite
+    module: nn.Module
+    heads: int
+    key_heads: int
+    head_size: int
+    value_size: int
+    kind: str
+    prefix: int
+    apart: bool
+    route: str
+    grade: str
+    moving: bool
+    repeated: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> "SeenCall":
+        """Look at a call."""
+        kind = _kind(call)
+        return cls(
+            site=call.site,
+            module=call.module,
+            heads=call.query.shape[1],
+            key_heads=call.key.shape[1],
+            head_size=call.query.shape[3],
+            value_size=call.value.shape[3],
+            kind=kind,
+            prefix=call.key.shape[2] - call.query.shape[2] if kind == "causal" else 0,
+            apart=_apart(call),
+            route=call.route,
+            grade=call.grade,
+            moving=call.moving,
+            repeated=call.repeated,
+        )
+
+
 @dataclass(eq=False)
 class FirstPass:
     """What one forward pass showed: its attention calls in order, and which modules attend to another sequence.
@@ -76,7 +121,7 @@ class FirstPass:
     """
 
     decoder_tokens: bool
-    calls: list[AttentionCall] = field(default_factory=list)
+    calls: list[SeenCall] = field(default_factory=list)
     visits: list[int] = field(default_factory=list)
     sequences: list[int] = field(default_factory=list)
     tokens_first: list[bool | None] = field(default_factory=list)
@@ -97,14 +142,12 @@ def first_pass(
     model: nn.Module,
     prepared: dict[str, Any],
     look: Callable[[AttentionCall], Any] | None = None,
-    keep: int | None = None,
 ) -> FirstPass:
     """Run a model once and record where it attends.
 
     Args:
         prepared: what its forward is called with, from `model_inputs`.
-        look: is shown each call while it is whole.
-        keep: so many sequences of each call are kept; None is all of them.
+        look: is shown each call with its tensors.
     """
     found = FirstPass(decoder_given(prepared))
     entered = Counter[nn.Module]()
@@ -129,7 +172,7 @@ def first_pass(
         found.noted.append(None if look is None else look(call))
         found.sequences.append(call.query.shape[0])
         found.tokens_first.append(tokens_first(call, states.get(call.module)))
-        found.calls.append(call if keep is None else _cut(call, keep))
+        found.calls.append(SeenCall.of(call))
         found.visits.append(entered[call.module])
 
     with torch.no_grad(), capturing(model, attend) as capture, hooked(model.modules(), before=enter, after=leave):
@@ -137,13 +180,6 @@ def first_pass(
     found.unexplained, found.refused = capture.unexplained, dict(capture.refused)
     found.leave_out(found.refused)
     return found
-
-
-def _cut(call: AttentionCall, keep: int) -> AttentionCall:
-    """A copy of the call's first sequences, which does not hold the memory of the others."""
-    part = call.rows(slice(0, keep))
-    parts = {name: value.clone() for name, value in vars(part).items() if isinstance(value, Tensor)}
-    return replace(part, **parts)
 
 
 def hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
@@ -193,7 +229,7 @@ def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
     layers: dict[str, dict[tuple[str, int], int]] = {}
     sets = Counter(call.site for call in seen.calls)
     blocks = {name: _block_of(name, items, names) for name in names}
-    kinds = {call.site: _kind(call, seen.cross) for call in reversed(seen.calls)}
+    kinds = {call.site: "cross" if call.module in seen.cross else call.kind for call in reversed(seen.calls)}
     decoders = {stack_of(blocks[site.module_name]) for site, kind in kinds.items() if kind == "cross"}
     found: list[SiteInfo] = []
     for call, visit, order in zip(seen.calls, seen.visits, seen.tokens_first, strict=True):
@@ -203,13 +239,28 @@ def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
         layer = known.setdefault((block, visit), len(known))
         if call.repeated:
             continue
-        sizes = (call.query.shape[1], call.key.shape[1], call.query.shape[3], call.value.shape[3])
-        decoder = seen.decoder_tokens and stack in decoders
-        read: dict[str, Any] = {name: getattr(call, name) for name in ("route", "grade", "moving")}
-        read |= {"value_sets": sets[call.site], "tokens_first": order, "apart": _apart(call)}
-        if kinds[call.site] == "causal":
-            read["prefix"] = call.key.shape[2] - call.query.shape[2]
-        found.append(SiteInfo(len(found), call.site, block, layer, kinds[call.site], *sizes, decoder, **read))
+        kind = kinds[call.site]
+        found.append(
+            SiteInfo(
+                index=len(found),
+                site=call.site,
+                block=block,
+                layer=layer,
+                kind=kind,
+                heads=call.heads,
+                key_heads=call.key_heads,
+                head_size=call.head_size,
+                value_size=call.value_size,
+                in_decoder=seen.decoder_tokens and stack in decoders,
+                value_sets=sets[call.site],
+                route=call.route,
+                grade=call.grade,
+                moving=call.moving,
+                tokens_first=order,
+                prefix=call.prefix if kind == "causal" else 0,
+                apart=call.apart,
+            )
+        )
     return found
 
 
@@ -219,9 +270,9 @@ def _apart(call: AttentionCall) -> bool:
     return weight is not None and weight.shape[1] > 1 and not bool((weight == weight[:, :1]).all())
 
 
-def _kind(call: AttentionCall, cross: set[nn.Module]) -> str:
+def _kind(call: AttentionCall) -> str:
     length, keys = call.query.shape[2], call.key.shape[2]
-    if call.module in cross or (keys != length and not _behind_a_prefix(call)):
+    if keys != length and not _behind_a_prefix(call):
         return "cross"
     if keys != length:
         return "causal"

@@ -98,7 +98,7 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
         prepared = model_inputs(model, inputs, items=1)
     with torch.no_grad():
         stock = output_tensor(model, run_first(model, prepared))
-    seen = first_pass(model, prepared, look=lambda call: _errors(call, prepared), keep=2)
+    seen = first_pass(model, prepared, look=lambda call: _errors(call, prepared))
     if not seen.calls:
         raise InputError(_why_nothing_was_read(model, seen.refused))
     sites = find_sites(model, seen)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from massieu.errors import InputError
+from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo, first_pass, inside
 from massieu.probing.model.checkpoint import some, weights_are
 from massieu.probing.model.forward import output_tensor
@@ -107,11 +108,18 @@ def _other_values(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _measured(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    seen = first_pass(model, model_inputs(model, inputs, items=2))
+    seen = first_pass(model, model_inputs(model, inputs, items=2), look=_tensors_of)
     last = getattr(seen.output, "last_hidden_state", None)
     last = output_tensor(model, seen.output) if last is None else last
-    read = [t for c in seen.calls for t in (c.query, c.key, c.value, c.log_weight if c.grade == "scores" else None)]
-    return [*(tensor for tensor in read if tensor is not None), last]
+    return [*(tensor for tensors in seen.noted for tensor in tensors), last]
+
+
+def _tensors_of(call: AttentionCall) -> list[Tensor]:
+    """What an attention call was given, and its scores where they are known apart from queries and keys alone."""
+    tensors = [call.query, call.key, call.value]
+    if call.grade == "scores" and call.log_weight is not None:
+        tensors.append(call.log_weight)
+    return tensors
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
