@@ -7,12 +7,13 @@ import math
 import types
 
 import numpy as np
+import pytest
 import torch
 from tests.support.rows import every_row
 from torch import nn
 from torch.nn import functional
 
-from massieu.foundation.settings import fingerprint, settings_of
+from massieu.foundation.settings import fingerprint, settings_of, tensor_bytes
 
 
 @dataclasses.dataclass
@@ -127,3 +128,45 @@ def test_generators_are_not_in_a_fingerprint():
     one = torch.Generator().manual_seed(0)
     other = torch.Generator().manual_seed(1)
     assert fingerprint(scaled_by(one)) == fingerprint(scaled_by(other))
+
+
+def plane(numbers):
+    return torch.arange(float(numbers)).view(3, -1)
+
+
+TENSORS = {
+    "contiguous": plane(12),
+    "a transpose": plane(12).mT,
+    "a part": plane(12)[1:],
+    "every second column": plane(12)[:, ::2],
+    "a scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 3),
+    "expanded": torch.ones(3).expand(2, 3),
+    "odd strides where there is one entry": torch.arange(8.0).as_strided((1, 4), (3, 1)),
+    "one number of odd strides": torch.ones(1, 1).as_strided((1, 1), (5, 7)),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "an imaginary part": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "bfloat16": plane(12).bfloat16(),
+    "booleans": torch.tensor([True, False]),
+    "sparse": plane(12).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_bytes_are_those_of_the_numbers_in_row_major_order(name):
+    tensor = TENSORS[name]
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    numbers = np.array(dense.tolist()) if dense.dtype != torch.bfloat16 else None
+    if numbers is None:  # NumPy has no such type: the upper half of a float32
+        expected = (np.array(dense.float().tolist(), np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        expected = numbers.astype(dense.resolve_conj().resolve_neg().numpy().dtype)
+    assert bytes(tensor_bytes(tensor)) == expected.tobytes()
+
+
+def test_bytes_of_a_contiguous_tensor_are_no_copy():
+    """A vocabulary's table is the largest tensor of many models: a copy of it was the peak of a whole probe."""
+    tensor = torch.zeros(4, 5)
+    numbers = tensor_bytes(tensor)
+    tensor[2, 3] = 1.0
+    assert np.frombuffer(numbers, np.float32)[13] == 1.0

@@ -1,5 +1,6 @@
 """The whole way: a model and text in, tables and page out, on real weights and on small models."""
 
+import gc
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 from tests.support.probing import zoo
 from tests.support.rows import some_slow
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import massieu
 from massieu.errors import InputError
@@ -326,3 +328,26 @@ def test_document_mode_pads_and_says_what_it_cut(tmp_path):
     folder = Path(package.origin).parent / "model"
     with pytest.raises(InputError, match="not a model"):
         massieu.probe(folder.parent)
+
+
+@pytest.mark.medium
+def test_what_a_layer_was_read_from_is_gone_before_the_next(monkeypatch):
+    """Nothing waits for the garbage collector: circles of references held queries, keys and values of many layers."""
+    keys: list[StorageWeakRef] = []
+    still_there: list[int] = []
+
+    @massieu.statistic(unit="share", scale="share")
+    def first(reading):
+        still_there.append(sum(not key.expired() for key in keys))
+        keys.append(StorageWeakRef(reading.key.untyped_storage()))
+        return reading.weight_at_first()
+
+    model = zoo.model("gpt2")
+    gc.collect()
+    gc.disable()
+    try:
+        massieu.probe(model, batches("gpt2", number=2), statistics=["attention", first], draws=2)
+    finally:
+        gc.enable()
+    assert len(still_there) == (2 + 2) * model.config.n_layer
+    assert not any(still_there)

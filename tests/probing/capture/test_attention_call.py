@@ -44,8 +44,8 @@ def test_single_queries_of_single_heads(option):
         torch.testing.assert_close(found[0, :, 0], expected.expand(BATCH, -1, -1, -1)[item, heads, queries])
     visible = call.visible().expand(BATCH, HEADS, -1, -1)[item, heads, queries]
     assert torch.equal(part.visible().expand(1, 3, 1, KEYS)[0, :, 0], visible)
-    assert torch.equal(part.output[0, 0], call.output[item, queries, heads])
-    assert torch.equal(part.value[0], call.value[item, heads // (HEADS // KEY_HEADS)])
+    assert part.value.shape == (1, 3, KEYS, 0)
+    assert part.output.shape == (1, 1, 3, 0)
     if call.sink_logits is not None:
         logits = call.sink_logits.expand(1, HEADS, LENGTH)[0, heads, queries]
         assert torch.equal(part.sink_logits.expand(1, 3, 1)[0, :, 0], logits)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from massieu.probing.model.watching import Whereabouts, hooked, mapped, memory, same_tensor
+from massieu.probing.model.watching import LatestTensors, Whereabouts, hooked, mapped, memory, same_tensor
 
 
 def test_hooks_see_this_threads_calls_alone_and_are_removed():
@@ -86,3 +86,36 @@ def test_tensors_inside_tuples_and_lists_are_mapped():
     assert torch.equal(found[0], one + 1)
     assert torch.equal(found[1][0], two + 1)
     assert (*found[1][1:], found[2]) == (None, "word", 3)
+
+
+def test_notes_on_tensors_live_as_long_as_their_memory():
+    """A new tensor in the place of one that is gone is another: its note is not the old one's."""
+    notes = LatestTensors[str](2)
+    tensor = torch.ones(1000)
+    place = memory(tensor)
+    notes.add(tensor, "first")
+    view = tensor.view(10, 100)
+    assert notes.get(memory(view)) == "first"
+    assert place in notes
+    storage = weakref.ref(tensor.untyped_storage())
+    del tensor, view
+    assert storage() is None  # it is not held
+    assert place not in notes
+    assert notes.get(place) is None
+    again = [torch.zeros(1000) for _ in range(50)]  # one of them most often lies where the first did
+    assert not any(memory(each) in notes for each in again)
+
+
+def test_of_more_tensors_the_latest_are_known():
+    notes = LatestTensors[int](2)
+    tensors = [torch.ones(3) for _ in range(3)]
+    for number, tensor in enumerate(tensors):
+        notes.add(tensor, number)
+    assert [notes.get(memory(tensor)) for tensor in tensors] == [None, 1, 2]
+    notes.add(tensors[1], 10)
+    notes.add(tensors[0], 0)
+    assert [notes.get(memory(tensor)) for tensor in tensors] == [0, 10, None]
+    notes.add(torch.empty(0), 5)
+    assert notes.get(None) is None
+    notes.clear()
+    assert memory(tensors[0]) not in notes

@@ -151,7 +151,10 @@ class AttentionCall:
         return replace(self, **parts, log_weight=weight, is_causal=False)
 
     def of_pairs(self, item: int, heads: Int[Tensor, " S"], queries: Int[Tensor, " S"]) -> "AttentionCall":
-        """One query of each of some heads of one item of the batch, as S heads with a single query and keys of their own."""
+        """One query of each of some heads of one item of the batch, as S heads with a single query and keys of their own.
+
+        It has scores and no more: values and output are empty, since copies of them for each head would be large.
+        """
         key_heads = heads // (self.query.shape[1] // self.key.shape[1])
 
         def of_pair(part: Tensor) -> Tensor:
@@ -172,8 +175,8 @@ class AttentionCall:
             parts["sink"] = self.sink[heads] if self.sink.dim() == 1 else of_pair(self.sink)
         parts["query"] = of_pair(self.query)
         parts["key"] = self.key[item, key_heads][None]
-        parts["value"] = self.value[item, key_heads][None]
-        parts["output"] = self.output[item, queries, heads][None, None]
+        parts["value"] = self.value.new_empty(1, len(heads), self.value.shape[2], 0)
+        parts["output"] = self.output.new_empty(1, 1, len(heads), 0)
         return replace(self, **parts, is_causal=False)
 
 
