@@ -116,6 +116,19 @@ def test_every_public_name_has_its_entry_in_the_reference():
 
 
 @pytest.mark.slow
+def test_every_entry_is_followed_by_a_link_to_the_line_that_defines_it():
+    (page,) = (reference_page(room) for room in rooms() if room.path == "massieu.measures")
+    entries = re.findall(
+        r"^::: (massieu\S+)\n    options: .*heading.*\n\n\[source\]\(../../(\S+)\), line (\d+)$", page, re.MULTILINE
+    )
+    assert len(entries) == page.count(" heading: ") > 20
+    for path, file, line in entries:
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()[int(line) - 1 :]
+        definition = next(each for each in lines if re.match("class |def ", each))  # below its decorators
+        assert re.split(r"\W+", definition)[1] == path.rpartition(".")[2]
+
+
+@pytest.mark.slow
 def test_entries_stand_in_the_order_of_the_source():
     (ops,) = (reference_page(room) for room in rooms() if room.path == "massieu.ops")
     named = re.findall(r"heading: (\w+)", ops)
