@@ -116,8 +116,8 @@ def _extrapolated(matrix: Json, rows: list[Json]) -> str:
     return (
         f"**{matrix['pairs']:,} pairs.** Ours takes {duration(ours['seconds'])} and {memory(ours['mebibytes'])}, measured. The "
         f"whole score matrix is too large to run at this size. Its cost is extrapolated from {sizes} pairs, with 95 % "
-        f"intervals for a measurement: {peak['extrapolated'] / 1024:.3g} GiB [{low:.3g}, {high:.3g}] (exponent {exponent(peak)}) and "
-        f"{time['extrapolated']:.3g} s [{early:.3g}, {late:.3g}] (exponent {exponent(time)}). Ours takes "
-        f"{ratio(ours['mebibytes'] / peak['extrapolated'])} of the memory and "
+        f"intervals for a measurement: {peak['extrapolated'] / 1024:.3g} GiB [{low:.3g}, {high:.3g}] "
+        f"(exponent {exponent(peak)}) and {time['extrapolated']:.3g} s [{early:.3g}, {late:.3g}] (exponent {exponent(time)}). "
+        f"Ours takes {ratio(ours['mebibytes'] / peak['extrapolated'])} of the memory and "
         f"{ratio(ours['seconds'] / time['extrapolated'])} of the time.\n"
     )

@@ -100,8 +100,8 @@ DETECTORS = ("massieu.Monitor", "gradient norm", "loss spike", "Spectral Alignme
 def alarms(content: Json) -> str:
     return (
         f"{alarm_table(content)}\nThe first row counts false alarms: healthy runs in which a detector rang. The others "
-        "count the damaged runs in which it rang early, that is, before the loss had risen by 0.3 nats, or although it never rose so "
-        "far. In brackets: the median lead in steps, over the runs in which both it and the loss's own rule rang. "
+        "count the damaged runs in which it rang early, that is, before the loss had risen by 0.3 nats, or although it never "
+        "rose so far. In brackets: the median lead in steps, over the runs in which both it and the loss's own rule rang. "
         "[Alarms](how-to/alarms.md#measured) says what was done.\n\n"
         f"The same for each rule of the monitor by itself:\n\n{alarm_table(content, rules=True)}"
     )
