@@ -79,8 +79,7 @@ def _interrupted(interruption: Interruption) -> str:
 app = typer.Typer(
     cls=_Commands,
     help="Look into transformers, watch them train, and check the theory of attention as probability.",
-    epilog="'massieu COMMAND --help' shows the options and examples of a command. "
-    "In help texts, [brackets] hold the default.",
+    epilog="'massieu COMMAND --help' shows the options and examples of a command. Defaults are shown in [brackets].",
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -219,9 +219,9 @@ def _capacity() -> Iterator[Check]:
 @claim(
     "B11",
     title="One attention step as energy descent",
-    statement="Cross-attention without values or projections is one unit gradient step on the Hopfield energy of its keys; "
-    "masks are −∞ inside lse, heads a sum of energies on subspaces; values are in the energy only where vₙ = c·kₙ, and "
-    "attention of a context to itself differentiates through both arguments.",
+    statement="Cross-attention without values or projections is one unit gradient step on the Hopfield energy of "
+    "its keys. Masks are −∞ inside lse, and heads are a sum of energies on subspaces. Values are in the energy only "
+    "if vₙ = c·kₙ. The energy of a context that attends to itself has to be differentiated through both arguments.",
     source=f"{BAL}, §1; the author's other posts on the same energy",
     status="reconstructed",
 )
