@@ -14,6 +14,7 @@ import pytest
 from markdown import Markdown
 from markdown_it import MarkdownIt
 from mkdocs.config import load_config
+from scripts.example_sections import as_markdown
 from scripts.papers import papers_page, standing, used_names
 from scripts.reference import places, public_names, reference_page, reference_uri, rooms
 from scripts.site_pages import bars
@@ -171,6 +172,19 @@ def test_a_claim_names_what_it_uses_and_how_it_stands(id, names, stands):
     entry = claims()[id]
     assert used_names(entry)[: len(names)] == names
     assert standing(entry) == stands
+
+
+def test_stars_of_shapes_are_no_emphasis_in_the_reference():
+    docstring = (
+        "Of shape (*batch, d) and (*batch); *not* A*(mu) + B*(mu), but `(*batch)`.\n\n"
+        "Example:\n    >>> f(*given)\n    3\n"
+    )
+    text = as_markdown(docstring)
+    assert text.startswith("Of shape (\\*batch, d) and (\\*batch); *not* A\\*(mu) + B\\*(mu), but `(*batch)`.")
+    assert "Examples:\n    >>> f(*given)" in text
+    shown = Markdown().convert(text.partition("\n")[0])
+    assert "<em>not</em>" in shown and shown.count("<em>") == 1
+    assert "(*batch, d) and (*batch)" in shown
 
 
 # --- the site --------------------------------------------------------------------------------------------------------
