@@ -66,7 +66,7 @@ CORE := tests/foundation tests/inference tests/test_duality_boundary.py tests/te
   $(call tests_of,probing/capture,follow) $(call tests_of,probing/statistics,conditional_mean) $(call tests_of,probing/result,findings) \
   $(call tests_of,probing/compare,difference) $(call tests_of,probing/monitor,alarms writers) \
   $(call tests_of,report,page text) $(call tests_of,storage,folder) $(call tests_of,papers/claims,frame rates) $(call tests_of,papers/experiments,arms tasks) \
-  $(patsubst %,tests/test_%.py,cli_compare cli_monitor example_outputs house imports printed sentences tools)
+  $(patsubst %,tests/test_%.py,cli_compare cli_monitor decisions example_outputs house imports printed recipes sentences tools)
 
 core: $(VENV)/installed
 	$(PYTEST) --dist loadfile --hypothesis-profile=check -m "not medium and not slow" $(CORE)
