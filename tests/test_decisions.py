@@ -1,4 +1,4 @@
-"""The pages of decisions: each has a date, and names only what the repository still has."""
+"""The pages of decisions: each has a date; they and the architecture name only what the repository still has."""
 
 import re
 from datetime import date
@@ -57,8 +57,8 @@ def _missing(page: str) -> list[str]:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_a_decision_names_what_is_there(path):
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "ARCHITECTURE.md"], ids=lambda path: path.stem)
+def test_a_page_names_what_is_there(path):
     assert not _missing(path.read_text(encoding="utf-8"))
 
 
