@@ -134,9 +134,10 @@ def _deep_contents(thing: Any, visited: Visited) -> str:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor's numbers, in row-major order."""
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    # A copy: a contiguous tensor may still have strides that cannot be viewed as bytes.
-    copy = dense.resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
-    return copy.reshape(-1).view(torch.uint8).numpy().data
+    contiguous = dense.resolve_conj().resolve_neg().cpu().contiguous()
+    # Not a view by shape: dimensions of one entry may have any stride. No copy either: a vocabulary's table is large.
+    flat = contiguous.as_strided((contiguous.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 def _cell_contents(cell: CellType) -> Any:

@@ -144,7 +144,7 @@ class Measurement:
 
     def settings(self) -> dict[str, Any]:
         """What was said of it, as a result's record holds it."""
-        named = None if self.quick else self.selection.asked
+        named = None if self.quick else self.selection.requested
         said: dict[str, Any] = {"statistics": named, "batch_size": self.batch_size, "query_sample": self.query_sample}
         said |= {"quick": self.quick, "draws": self.draws}
         if own := self.selection.catalogue.digests():

@@ -394,7 +394,7 @@ def _no_oracle(case: StatisticCase) -> str | None:
 def _depends(case: StatisticCase) -> str | None:
     if case.own.of == "step":
         return "a step has no keys"
-    return "it is said to depend on it" if case.own.said.gauge_dependent else None
+    return "it is said to depend on it" if case.own.metadata.gauge_dependent else None
 
 
 _LAWS: list[Law[StatisticCase, _Trial]] = [

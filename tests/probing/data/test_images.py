@@ -12,7 +12,7 @@ from tests.support.rows import every_row
 
 import massieu
 from massieu.errors import InputError
-from massieu.probing.data.images import given_images
+from massieu.probing.data.images import pictures_of
 from massieu.probing.data.token_names import token_names
 
 SIDE, PATCH = 24, 8
@@ -148,7 +148,7 @@ def test_images_in_memory_are_those_of_files(folder, vit):
     arrays = [np.asarray(image.convert("RGB")) for image in opened]
     tensors = [torch.from_numpy(array.copy()).permute(2, 0, 1) for array in arrays]
     for given in (paths, opened, arrays):
-        read = [np.asarray(image.read()) for image in given_images(given)[1]]
+        read = [np.asarray(image.read()) for image in pictures_of(given)[1]]
         assert all(np.array_equal(one, other) for one, other in zip(read, arrays, strict=True))
     named, other = (
         massieu.probe(model, massieu.Images(part, processor), statistics=["entropy"], draws=0)
@@ -262,10 +262,10 @@ def test_turned_and_transparent_images_are_as_one_sees_them(tmp_path, vit):
     turned[0x0112] = 6  # to be turned by 90° when shown
     upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=turned)
     upright.save(tmp_path / "upright.png")
-    (one,), (other,) = (given_images(tmp_path / name)[1] for name in ("turned.png", "upright.png"))
+    (one,), (other,) = (pictures_of(tmp_path / name)[1] for name in ("turned.png", "upright.png"))
     assert np.array_equal(np.asarray(one.read()), np.asarray(other.read()))
     clear = upright.convert("RGBA")
-    assert given_images([clear])[1][0].read().mode == "RGB"
+    assert pictures_of([clear])[1][0].read().mode == "RGB"
 
 
 @pytest.mark.medium

@@ -18,7 +18,7 @@ from tests.support.rows import every_row
 
 import massieu
 from massieu.errors import InputError
-from massieu.probing.data.documents import check_sources, given_documents, read_documents
+from massieu.probing.data.documents import check_sources, documents_of, read_documents
 
 ROWS = ["one", 'a "word", and\nanother line', "", "tab\there; ümlaut 中文 🙂", "x" * 200_000]
 PACKED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -182,12 +182,12 @@ class _Dataset:
 @pytest.mark.parametrize("names", [["id", "body"], None])
 def test_a_dataset_is_read_row_by_row(names):
     rows = [{"id": i, "body": text} for i, text in enumerate(["one", None, "three"])]
-    said, read = given_documents(_Dataset(rows, names), "body")
-    assert said == "column 'body' of a data set"
+    description, read = documents_of(_Dataset(rows, names), "body")
+    assert description == "column 'body' of a data set"
     for _ in range(2):
         assert [(d.name, d.text) for d in read()] == [("data set:1", "one"), ("data set:3", "three")]
     streamed = _Dataset(rows, None)
-    assert next(iter(given_documents(streamed, "body")[1]())).text == "one"
+    assert next(iter(documents_of(streamed, "body")[1]())).text == "one"
     assert streamed.taken == 1
 
 
@@ -196,9 +196,9 @@ def test_bad_data_sets_are_named():
         column_names = {"train": ["text"]}
 
     with pytest.raises(InputError, match=r"a dictionary of data sets; give one of them: 'train'"):
-        given_documents(Splits(train=_Dataset([], ["text"])))
+        documents_of(Splits(train=_Dataset([], ["text"])))
     with pytest.raises(InputError, match=r"the data set has no column 'text'; its columns are 'body'"):
-        given_documents(_Dataset([{"body": "a"}], ["body"]))
+        documents_of(_Dataset([{"body": "a"}], ["body"]))
     for rows, message in (
         ([{"body": "a"}], r"row 1 of the data set has no column 'text'; its columns are 'body'"),
         ([{"text": "a"}, {"text": 3}], r"row 2 of the data set: the column 'text' does not hold text but int"),
@@ -206,9 +206,9 @@ def test_bad_data_sets_are_named():
         ([{"text": " "}, {"text": None}], r"the data set is empty: there is no text in its column 'text'"),
     ):
         with pytest.raises(InputError, match=message):
-            list(given_documents(_Dataset(rows, None))[1]())
+            list(documents_of(_Dataset(rows, None))[1]())
     with pytest.raises(InputError, match=r"a column \('body'\) was named, but strings holds texts"):
-        given_documents(["a"], "body")
+        documents_of(["a"], "body")
 
 
 @pytest.mark.medium
@@ -233,7 +233,7 @@ def test_the_package_datasets_gives_the_numbers_of_the_strings(tmp_path):
     expected = probed(texts, None)
     for form in (built, built.to_iterable_dataset(), built.with_format("torch"), built.select([*range(9)])):
         assert probed(form, "body").equals(expected)
-    assert massieu.Text(strings=built, column="body").said == "column 'body' of a data set"
+    assert massieu.Text(strings=built, column="body").description == "column 'body' of a data set"
     with pytest.raises(InputError, match=r"give one of them: 'train'"):
         probed(datasets.DatasetDict(train=built), "body")
 

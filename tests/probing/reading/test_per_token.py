@@ -32,7 +32,7 @@ from massieu.probing.session.session import Input, Session
 from massieu.probing.statistics.attention import REGISTER as ATTENTION_REGISTER
 from massieu.probing.statistics.catalogue import Selection
 from massieu.probing.statistics.extremes import Places
-from massieu.probing.statistics.query_means import Queries
+from massieu.probing.statistics.query_means import QueryResult
 from massieu.probing.statistics.registry import ATTENTION
 from massieu.probing.sums.units import Units
 from massieu.report import page
@@ -222,8 +222,8 @@ class Words:
         return ["\ud800" if each == 3 else chr(97 + each) for each in ids]
 
 
-def queries(values: torch.Tensor, defined: torch.Tensor, broken: torch.Tensor) -> Queries:
-    return Queries({"entropy": values}, ~broken, {"entropy": defined & ~broken}, torch.ones(1, 1, 1).long(), broken)
+def queries(values: torch.Tensor, defined: torch.Tensor, broken: torch.Tensor) -> QueryResult:
+    return QueryResult({"entropy": values}, ~broken, {"entropy": defined & ~broken}, torch.ones(1, 1, 1).long(), broken)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

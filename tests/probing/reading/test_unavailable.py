@@ -156,7 +156,7 @@ def whole(two_batches):
     [
         (reading_file, "query_statistics", "attention"),
         (reading_file, "head_maps", "maps"),
-        (climb_file, "climbed", "climb"),
+        (climb_file, "measure_climb", "climb"),
     ],
     ids=["attention", "maps", "climb"],
 )

@@ -190,7 +190,7 @@ def test_a_rule_that_ends_on_the_way_loses_nothing_else(monkeypatch):
     from massieu.probing.replaced import effect
 
     calls: list[Any] = []
-    monkeypatch.setattr(effect, "_NUMBERS", 1)  # one window at a time: two calls each
+    monkeypatch.setattr(effect, "_MOST_LOGITS", 1)  # one window at a time: two calls each
 
     def ends(call: Any) -> Tensor:
         calls.append(call)
@@ -228,7 +228,7 @@ def test_an_interruption_keeps_whole_windows(monkeypatch):
     from massieu.probing.replaced import effect
 
     model, calls = writer(), []
-    monkeypatch.setattr(effect, "_NUMBERS", 1)  # one window at a time
+    monkeypatch.setattr(effect, "_MOST_LOGITS", 1)  # one window at a time
 
     def progress(state: Any) -> None:
         if state.stage.startswith("replacing"):

@@ -161,7 +161,7 @@ def test_other_heads_writes(case):
     assert np.allclose(deviation, others.std(1, ddof=1))
 
 
-def test_whole_update_with_and_without_output_bias(case):
+def test_attention_update_with_and_without_output_bias(case):
     climb, layer, _ = case
     without = layer.writes.sum(0)
     bias = layer.bias()
@@ -180,7 +180,7 @@ def test_whole_update_with_and_without_output_bias(case):
 def test_write_norm(case):
     _, layer, reading = case
     wanted = (layer.writes.norm(dim=-1) / layer.residual.norm(dim=-1)).mean((1, 2))
-    rows = {row.place.order: row.found.value for row in reading.rows() if row.name == "write_norm_ratio"}
+    rows = {row.place.order: row.estimate.value for row in reading.rows() if row.name == "write_norm_ratio"}
     assert np.allclose(rows[LAYER], wanted.detach(), atol=1e-10)
 
 
@@ -279,7 +279,7 @@ def test_clouds_along_the_depth():
     with torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states
     for layer, name in enumerate(["encoder.layer.0 attention", "encoder.layer.1 attention"]):
-        rows = {row.name: row.found.value[0] for row in reading.rows() if row.place.name == name}
+        rows = {row.name: row.estimate.value[0] for row in reading.rows() if row.place.name == name}
         cloud = states[layer][0].numpy()
         centred = cloud - cloud.mean(0)
         spectrum = np.linalg.svd(centred, compute_uv=False)[:19] ** 2 / 20
@@ -298,7 +298,7 @@ def test_repeated_tokens_are_counted_once():
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
     reading.forward(batch, None, sampled=[0], windows=[0])
     first = (row for row in reading.rows() if row.place.scope == "layer" and row.place.order == 0)
-    rows = {row.name: row.found.value[0] for row in first}
+    rows = {row.name: row.estimate.value[0] for row in first}
     # With both copies, ten of nineteen directions would be empty: < −13 on average.
     assert rows["log_determinant/before"] > -20
 
@@ -343,8 +343,8 @@ def test_pieces_of_bounded_size_are_one_row_with_the_same_numbers(monkeypatch):
     monkeypatch.setattr(
         expansion_file.observables, "covariance_spectrum", lambda cloud: (clouds.append(len(cloud)), spectrum(cloud))[1]
     )
-    monkeypatch.setattr(climb_file, "TOGETHER", 1)
-    monkeypatch.setattr(expansion_file, "TOGETHER", 3 * 20 * 48)
+    monkeypatch.setattr(climb_file, "NUMBERS_PER_PIECE", 1)
+    monkeypatch.setattr(expansion_file, "NUMBERS_PER_PIECE", 3 * 20 * 48)
     reading = read("llama")[0]
     assert pieces == [8, 8, 4] * len(reading.sites)
     assert max(clouds) <= 3 < sum(clouds)
@@ -359,7 +359,7 @@ def test_an_interruption_between_pieces_keeps_whole_windows_only(monkeypatch):
     """Ctrl-C while the heads of the second batch climb: that batch is the last, and counts as one."""
     model = zoo.model("gpt2", num_hidden_layers=1)
     batches = [zoo.inputs("gpt2", rows=1, seed=seed) for seed in range(3)]
-    monkeypatch.setattr(climb_file, "TOGETHER", 1)
+    monkeypatch.setattr(climb_file, "NUMBERS_PER_PIECE", 1)
     calls, sums = [], Climb.sums
 
     def interrupted(self: Climb) -> climb_file.Sums:

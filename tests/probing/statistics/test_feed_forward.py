@@ -1,5 +1,6 @@
 """Feed-forward layers: explicit Jacobians and regressions, and layers built to have a property or to lack it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import massieu
 from massieu.probing.statistics.feed_forward import REGISTER as FEED_FORWARD_REGISTER
-from massieu.probing.statistics.feed_forward import FeedForwardStatistics, Sampled, _ridge
+from massieu.probing.statistics.feed_forward import FeedForwardStatistics, SampledTokens, _ridge
 
 NAMES = tuple(FEED_FORWARD_REGISTER.functions)
 WIDTH, LENGTH = 12, 40
@@ -136,25 +137,28 @@ def test_ridge_is_the_penalised_solution_with_the_least_error_on_other_windows()
 def test_a_few_huge_tokens_do_not_make_a_map_that_is_worse_than_none():
     generator = torch.Generator().manual_seed(4)
     tokens = sampled(lambda x: torch.tanh(4 * x), width=60, windows=8)
-    stream, added = tokens.stream.clone(), tokens.added.clone()
+    stream = tokens.stream.clone()
+    updates = tokens.updates.clone()
     huge = torch.randperm(len(stream), generator=generator)[:6]
     stream[huge] *= 300
-    added[huge] *= 300
-    fake = Sampled(stream, stream, added, tokens.window, tokens.pushed, tokens.pulled, tokens.pushed_window)
-    assert value("feed_forward_linear_share", fake) > -0.05
+    updates[huge] *= 300
+    with_huge = replace(tokens, stream=stream, inputs=stream, updates=updates)
+    assert value("feed_forward_linear_share", with_huge) > -0.05
 
 
-def sampled(function: Any, width: int = 10, windows: int = 12, tokens: int = 40) -> Sampled:
+def sampled(function: Any, width: int = 10, windows: int = 12, tokens: int = 40) -> SampledTokens:
     generator = torch.Generator().manual_seed(1)
     stream = torch.randn(windows * tokens, width, generator=generator)
     window = torch.arange(windows).repeat_interleave(tokens)
-    few, directions = stream[::5], torch.randn(stream[::5].shape, generator=generator)
+    few = stream[::5]
+    directions = torch.randn(few.shape, generator=generator)
     pushed = torch.func.jvp(function, (few,), (directions,))[1]
     pulled = torch.func.vjp(function, few)[1](directions)[0]
-    return Sampled(stream, stream, function(stream).detach(), window, pushed.detach(), pulled.detach(), window[::5])
+    updates = function(stream).detach()
+    return SampledTokens(stream, stream, updates, window, pushed.detach(), pulled.detach(), window[::5])
 
 
-def value(name: str, tokens: Sampled) -> float:
+def value(name: str, tokens: SampledTokens) -> float:
     total, count = FEED_FORWARD_REGISTER.functions[name](tokens)
     return float(total.sum() / count.sum())
 
@@ -183,10 +187,7 @@ def test_noise_has_no_linear_share():
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(480, 10, generator=generator)
     tokens = sampled(lambda x: x)
-    fake = Sampled(
-        tokens.stream, tokens.given, noise, tokens.window, tokens.pushed, tokens.pulled, tokens.pushed_window
-    )
-    assert abs(value("feed_forward_linear_share", fake)) < 0.05
+    assert abs(value("feed_forward_linear_share", replace(tokens, updates=noise))) < 0.05
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,10 @@ def two_arguments(reading, more):
     ("make", "said"),
     [
         (lambda: massieu.statistic(name="entropy")(near), "entropy is the name of one of the package's own statistics"),
-        (lambda: massieu.statistic(name="a b")(near), "a statistic's name is a word as a function's, got 'a b'"),
+        (
+            lambda: massieu.statistic(name="a b")(near),
+            "a statistic's name must be a valid name of a function, got 'a b'",
+        ),
         (
             lambda: massieu.statistic(two_arguments),
             r"two_arguments\(reading, more\) is called with one argument, a Query",
@@ -189,7 +192,7 @@ def two_arguments(reading, more):
         ),
         (lambda: massieu.statistic(smallest=0.0)(near), "smallest must be positive and finite, got 0.0"),
         (lambda: massieu.statistic(smallest=-1.0)(near), "smallest must be positive and finite, got -1.0"),
-        (lambda: massieu.statistic(moments=["largest"])(near), "'largest' is no moment; known are "),
+        (lambda: massieu.statistic(moments=["largest"])(near), "'largest' is not a moment; the moments are "),
         (lambda: massieu.statistic(of="window", moments=["entropy"])(near), "moments are for statistics of queries"),
         (
             lambda: massieu.statistic(control="shuffled")(near),

@@ -297,7 +297,7 @@ def p_value(reading):
 
 
 def test_names_of_other_rows_and_of_the_monitors_quantities_are_refused():
-    with pytest.raises(InputError, match="p_value is what another row of the tables is called"):
+    with pytest.raises(InputError, match="p_value is the name of another row of the tables"):
         mine(inside, control=p_value)
     own = massieu.statistic(name="largest_logit")(inside)
     with pytest.raises(InputError, match="largest_logit is the name of one of the monitor's own quantities"):

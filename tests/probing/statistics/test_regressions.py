@@ -130,7 +130,7 @@ def test_tokens_that_are_not_finite_are_left_out_and_sums_can_be_stored_and_merg
         group.finish()
     assert rows_at(whole, 4) and rows_at(whole, 4) == rows_at(again, 4)
     halves = [row for row in whole.rows() if row.part == "first_half"]
-    assert halves[0].found.count[0] == whole.regressions.tokens[4] / 2
+    assert halves[0].estimate.count[0] == whole.regressions.tokens[4] / 2
 
 
 def test_random_directions_are_as_long():

@@ -50,7 +50,7 @@ def read(name, batches, special, **options) -> Reading:
 
 def values_of(reading: Reading, site: int) -> dict[str, np.ndarray]:
     rows = (row for row in reading.rows() if row.place.order == site and not row.part)
-    return {row.statistic: row.found.value for row in rows if row.statistic != "write_norm_ratio"}
+    return {row.statistic: row.estimate.value for row in rows if row.statistic != "write_norm_ratio"}
 
 
 def marks(batch):

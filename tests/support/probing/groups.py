@@ -43,7 +43,7 @@ def window(positions: Tensor, number: int | None, drawn: torch.Generator) -> Sam
 def rows_at(group: Group, index: int) -> dict[str, list[float]]:
     """Value, standard error and count of the whole text, by the rows' names."""
     return {
-        row.name: [float(each[0]) for each in row.found]
+        row.name: [float(each[0]) for each in row.estimate]
         for row in group.rows()
         if row.place.order == index and row.part not in ("first_half", "second_half")
     }

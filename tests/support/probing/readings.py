@@ -27,7 +27,7 @@ def maps_of(reading: Reading) -> dict[int, MapStatistics]:
     """The maps by the sites' numbers, where there are any."""
     group = reading.groups[MAPS]
     assert isinstance(group, MapsGroup)
-    return group.found
+    return group.by_site
 
 
 def expansion_of(reading: Reading) -> ExpansionStatistics:

@@ -28,6 +28,14 @@ def capturing(model: nn.Module, observer: Callable[[AttentionCall], Tensor | Non
     capture = Capture({module: name for name, module in model.named_modules()}, observer)
     tap = Tap(model, capture)
     capture.finish = tap.finish
-    with active(capture), reading_interface(model, capture), tap, listening(OwnCalls(capture, tap)):
-        yield capture
-    tap.finish()
+    try:
+        with active(capture), reading_interface(model, capture), tap, listening(OwnCalls(capture, tap)):
+            yield capture
+        tap.finish()
+    finally:
+        # The two hold each other, and with them all that the observer holds, until the garbage collector comes by.
+        capture.finish = _nothing
+
+
+def _nothing() -> None:
+    """No forward pass is to be ended."""

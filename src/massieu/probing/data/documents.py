@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, standard input, read piece by piece and never held as a whole."""
+"""Sources of text: files, folders and standard input, read piece by piece and never held as a whole."""
 
 import bz2
 import codecs
@@ -34,19 +34,21 @@ from massieu.probing.data.text_tables import (
 from massieu.storage.record_lines import is_record_of_monitor
 
 STANDARD_INPUT = "-"
-PIECE = 1 << 16  # characters tokenised at a time: bounds the memory that a long document takes
-_BLOCK = 1 << 16  # bytes read at a time
+PIECE = 1 << 16
+"""Characters tokenised at a time; they bound the memory that a long document takes."""
+_BLOCK = 1 << 16
+"""Bytes read at a time."""
 _CHECKED = 1 << 20
-"""Characters that are looked through before a run in any case."""
+"""Characters that are always checked before a run."""
 _LONGEST_TOKEN = 32
-"""Characters of a token, more than the mean over any text."""
-_OF_PAIRS = "; pairs of texts are massieu.Pairs(strings=…)"
-_CUT = re.compile(r"(?<=\S) (?=\S)")
+"""Characters of a token: more than its mean over any text."""
+_PAIRS_HINT = "; pairs of texts are massieu.Pairs(strings=…)"
+_SPACE_IN_TEXT = re.compile(r"(?<=\S) (?=\S)")
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text to read, or, where ``continues`` is true, the next piece of the text before it."""
+    """A text to read, or the next piece of the text before it, if ``continues`` is true."""
 
     name: str
     text: str
@@ -59,52 +61,53 @@ def read_documents(
     """Read files, folders and standard input, lazily.
 
     A ``.txt``, ``.md``, ``.rst`` or ``.py`` file is one document (a long one comes in pieces). A ``.jsonl`` file holds one
-    in each line; a ``.csv``, ``.tsv`` or ``.parquet`` file one in each row; a ``.json`` file a list of them, or columns. All
-    but ``.parquet`` may be packed (``.gz``, ``.bz2``, ``.xz``). Only a ``.json`` file is held in memory as a whole.
+    document in each line, a ``.csv``, ``.tsv`` or ``.parquet`` file one in each row, a ``.json`` file a list of documents or
+    columns. All but ``.parquet`` may be packed (``.gz``, ``.bz2``, ``.xz``). Only a ``.json`` file is held in memory as a
+    whole.
 
     Folders are read recursively in alphabetical order, their files before their folders. Files of other kinds and names
-    that begin with a dot are left out; ``.json``, ``.csv`` and ``.tsv`` files too, unless a column is named. What massieu
-    itself wrote is never read: results, comparisons, and records of training.
+    that begin with a dot are left out; so are ``.json``, ``.csv`` and ``.tsv`` files, unless a column is named. Files that
+    massieu itself wrote are never read: results, comparisons, and records of training.
 
     Args:
         sources: Files and folders; ``"-"`` is standard input, plain text.
-        column: Column, or field of JSON objects, that holds the text; None is "text".
+        column: Column, or field of JSON objects, that holds the text; None for "text".
         stdin: Read in place of ``sys.stdin``.
 
     Raises:
-        InputError: what `check_sources` finds, here only when the place is reached; and standard input that is not
-            UTF-8.
+        InputError: as `check_sources`, here only when the error is reached; also standard input that is not UTF-8.
     """
     for source in sources:
         if str(source) == STANDARD_INPUT:
-            yield from _whole("standard input", _standard_input(_open_input() if stdin is None else stdin))
+            yield from _in_pieces("standard input", _standard_input(_open_input() if stdin is None else stdin))
         else:
             for path in files_of(source, column):
                 yield from _read(path, column)
 
 
 def checked_characters(limit: int | None) -> float:
-    """How much text to look through before a run that reads so many tokens; without a limit, all of it.
+    """Number of characters to check before a run that reads ``limit`` tokens; without a limit, all of them.
 
-    Tokenizers make far shorter tokens of text; should one not, what is wrong further on is found when it is reached.
+    Tokens are far shorter than `_LONGEST_TOKEN` in nearly all text. If they are not, an error further on is found when it is
+    reached.
     """
     return math.inf if limit is None else _CHECKED + _LONGEST_TOKEN * limit
 
 
 def beginning(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
-    """As much of the documents as so many tokens may need."""
-    wanted = checked_characters(limit)
+    """As many of the documents as ``limit`` tokens may need."""
+    remaining = checked_characters(limit)
     for document in documents:
         yield document
-        wanted -= len(document.text)
-        if wanted <= 0:
+        remaining -= len(document.text)
+        if remaining <= 0:
             return
 
 
 def check_sources(sources: Sequence[str | Path], *, column: str | None = None, limit: int | None = None) -> None:
     """Read everything but standard input once, so that bad input is found before any work is done.
 
-    Where only so many tokens are wanted, as much as these may need is read.
+    With a limit of tokens, only as much is read as these may need.
 
     Raises:
         InputError: no such file or folder; unknown kind of file; folder without text; no text inside; not UTF-8 (with
@@ -113,24 +116,24 @@ def check_sources(sources: Sequence[str | Path], *, column: str | None = None, l
     """
     if not sources:
         raise InputError("no text was given; name a file, a folder, or - for standard input")
-    tables = False
-    wanted = checked_characters(limit)
+    has_tables = False
+    remaining = checked_characters(limit)
     for source in sources:
         if str(source) == STANDARD_INPUT:
             _open_input()
             continue
         files = files_of(source, column)
-        tables = tables or any(kind_of_file(path) in OF_COLUMNS for path in files)
-        # Up to there all of it is read: what is wrong may come last.
-        empty = wanted > 0
+        has_tables = has_tables or any(kind_of_file(path) in OF_COLUMNS for path in files)
+        # All of it is read up to the limit: an error may come last. A source behind the limit is not called empty.
+        is_empty = remaining > 0
         for document in (document for path in files for document in _read(path, column)):
-            if wanted <= 0:
+            if remaining <= 0:
                 break
-            wanted -= len(document.text)
-            empty = empty and not document.text.strip()
-        if empty:
+            remaining -= len(document.text)
+            is_empty = is_empty and not document.text.strip()
+        if is_empty:
             raise InputError(f"the text is empty: there is nothing to read in {source}")
-    if column is not None and not tables:
+    if column is not None and not has_tables:
         raise InputError(
             f"a column ({column!r}) was named, but there is no {' or '.join(OF_COLUMNS)} file among the text"
         )
@@ -148,31 +151,32 @@ def string_documents(texts: Sequence[str] | str) -> list[Document]:
     """Strings, or conversations as lists of messages, as documents.
 
     Raises:
-        InputError: no text in them; something that is no string; half of a surrogate pair.
+        InputError: no text in them; something that is not a string; half of a surrogate pair.
     """
-    listed = [texts] if isinstance(texts, str) else list(texts)
-    listed = [Conversation.of(text) or text for text in listed]
-    for number, text in enumerate(listed, 1):
+    items = [texts] if isinstance(texts, str) else list(texts)
+    items = [Conversation.of(text) or text for text in items]
+    for number, text in enumerate(items, 1):
         if not isinstance(text, str):
+            hint = _PAIRS_HINT if isinstance(text, tuple | list) and len(text) == 2 else ""
             raise InputError(
                 f"strings must be texts, or lists of messages with a role and a content, got {type(text).__name__} at place "
-                f"{number}{_OF_PAIRS if isinstance(text, tuple | list) and len(text) == 2 else ''}"
+                f"{number}{hint}"
             )
         check_characters(text, f"the string at place {number} of strings")
-    if not any(text.strip() for text in listed):
+    if not any(text.strip() for text in items):
         raise InputError("strings is empty: there is nothing to read in it")
-    return [Document(f"string {number}", text) for number, text in enumerate(listed, 1)]
+    return [Document(f"string {number}", text) for number, text in enumerate(items, 1)]
 
 
-def given_documents(texts: Any, column: str | None = None) -> tuple[str, Callable[[], Iterable[Document]]]:
-    """Text that a caller holds: what it is, in words, and a function that reads it.
+def documents_of(texts: Any, column: str | None = None) -> tuple[str, Callable[[], Iterable[Document]]]:
+    """A description of text in memory, and a function that reads it.
 
     Args:
         texts: A string, strings, or a ``Dataset`` or ``IterableDataset`` of the package `datasets`, read row by row.
-        column: Column of a data set that holds the text; None is "text".
+        column: Column of a data set that holds the text; None for "text".
 
     Raises:
-        InputError: what `string_documents` finds; a dictionary of data sets; no such column; a column of strings.
+        InputError: as `string_documents`; a dictionary of data sets; no such column; a column for strings.
     """
     if is_dataset(texts):
         rows = dataset_rows(texts, column)
@@ -184,13 +188,14 @@ def given_documents(texts: Any, column: str | None = None) -> tuple[str, Callabl
 
 
 def files_of(named: str | Path, column: str | None) -> list[Path]:
-    """The files a source stands for, in the order of reading."""
+    """The files that a source names, in the order of reading."""
     source = Path(named)
     if not str(named):
         raise InputError("the name of a text is empty; name a file, a folder, or - for standard input")
-    if not os.path.exists(named):  # unlike Path.exists, it takes any name: over-long ones too
-        strings = "; from Python, text itself is massieu.Text(strings=…)" if len(str(named).split()) > 1 else ""
-        raise InputError(f"there is no text {shortened(str(named))}: no such file or folder{strings}")
+    if not os.path.exists(named):  # unlike Path.exists, it takes any name, even one that is too long
+        # A name of several words may be the text itself.
+        hint = "; from Python, text itself is massieu.Text(strings=…)" if len(str(named).split()) > 1 else ""
+        raise InputError(f"there is no text {shortened(str(named))}: no such file or folder{hint}")
     if source.is_dir():
         return _files_in(source, column)
     if is_own_file(source):
@@ -204,21 +209,28 @@ def files_of(named: str | Path, column: str | None) -> list[Path]:
 
 
 def _files_in(source: Path, column: str | None) -> list[Path]:
-    found: list[Path] = []
-    own = own_files(source.absolute().parent)  # the source may be a folder inside a result
+    """Files of text in a folder and in those inside it.
+
+    Raises:
+        InputError: there is none.
+    """
+    candidates: list[Path] = []
+    written_by_massieu = own_files(source.absolute().parent)  # the source may be a folder inside a result
     for folder, folders, names in os.walk(source):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        own |= own_files(Path(folder))
+        written_by_massieu |= own_files(Path(folder))
         paths = [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-        found += [path for path in paths if kind_of_file(path) in _KINDS and path.is_file()]
-    readable = [path for path in found if path.absolute() not in own and not is_record_of_monitor(path)]
+        candidates += [path for path in paths if kind_of_file(path) in _KINDS and path.is_file()]
+    readable = [
+        path for path in candidates if path.absolute() not in written_by_massieu and not is_record_of_monitor(path)
+    ]
     files = [path for path in readable if column is not None or kind_of_file(path) not in _OFTEN_NO_TEXT]
     if readable and not files:
         kinds = " ".join(_OFTEN_NO_TEXT)
         raise InputError(f"the folder {source} holds only {kinds} files; name their column of text, or the files")
     if not files:
-        written = "" if not found else " other than what massieu has written"
-        raise InputError(f"the folder {source} holds no text{written}; files that can be read end in {_READABLE}")
+        exception = " other than what massieu has written" if candidates else ""
+        raise InputError(f"the folder {source} holds no text{exception}; files that can be read end in {_READABLE}")
     return files
 
 
@@ -228,30 +240,32 @@ def shortened(text: str, length: int = 240) -> str:
 
 
 def kind_of_file(path: Path) -> str:
-    """What a file holds, by its name: ``.csv`` for ``a.csv`` and ``a.csv.gz``; none for a packed file of no known kind."""
+    """A file's kind by its name: ``.csv`` for ``a.csv`` and ``a.csv.gz``, ``.gz`` for a packed file of unknown kind."""
     suffix = path.suffix.lower()
     if suffix not in _UNPACK:
         return suffix
     inner = Path(path.stem).suffix.lower()
-    return inner if inner in _STREAMED else suffix
+    return inner if inner in _PACKABLE else suffix
 
 
 def _read(path: Path, column: str | None) -> Iterator[Document]:
-    kind, name = kind_of_file(path), str(path)
+    """The documents of one file."""
+    kind = kind_of_file(path)
+    name = str(path)
     if kind == PARQUET:
         with explained(path):
             yield from _numbered(name, read_parquet(path, name, column))
         return
     with opened(path) as stream:
         if kind in PLAIN:
-            yield from _whole(name, _decoded(stream, name))
+            yield from _in_pieces(name, _decoded(stream, name))
         else:
             yield from _numbered(name, _TABLES[kind](stream, name, column))
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, unpacked where it is packed."""
+    """A file's bytes, unpacked if it is packed."""
     unpack = _UNPACK.get(path.suffix.lower())
     with explained(path), path.open("rb") if unpack is None else unpack(path) as stream:
         yield stream
@@ -259,14 +273,15 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Inside, what the system says of a file that cannot be read is an `InputError`."""
-    name, unpack = str(path), _UNPACK.get(path.suffix.lower())
+    """Inside, an error of the system in reading a file becomes an `InputError`."""
+    name = str(path)
+    is_packed = path.suffix.lower() in _UNPACK
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise InputError(f"{name} cannot be unpacked: {error}") from error
     except OSError as error:
-        if unpack is not None and error.errno is None:  # bz2 says so what is no bz2
+        if is_packed and error.errno is None:  # bz2 raises an OSError without a number for other data
             raise InputError(f"{name} cannot be unpacked: {error}") from error
         raise InputError(f"cannot read {name}: {error.strerror or error}") from error
 
@@ -283,16 +298,17 @@ _TABLES: dict[str, Callable[[BinaryIO, str, str | None], Rows]] = {
     ".csv": partial(read_separated, by=","),
     ".tsv": partial(read_separated, by="\t"),
 }
-_STREAMED = (*PLAIN, *_TABLES)
+_PACKABLE = (*PLAIN, *_TABLES)
 _KINDS = (*PLAIN, ".jsonl", PARQUET, ".json", ".csv", ".tsv")
 OF_COLUMNS = (*_TABLES, PARQUET)
-_OFTEN_NO_TEXT = (".json", ".csv", ".tsv")  # settings and numbers: in folders, read where a column is named
+_OFTEN_NO_TEXT = (".json", ".csv", ".tsv")
+"""Kinds that often hold settings or numbers: in folders they are read only if a column is named."""
 _UNPACK: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _READABLE = f"{' '.join(_KINDS)}, all but .parquet also packed as {' '.join(_UNPACK)}"
 
 
 def _open_input() -> TextIO:
-    """Standard input; Python has none where the descriptor was closed."""
+    """Standard input; Python has none if the descriptor was closed."""
     if sys.stdin is None or sys.stdin.closed:
         raise InputError(
             "standard input is closed, so there is no text to read in it; pipe the text to it, or name a file"
@@ -301,6 +317,7 @@ def _open_input() -> TextIO:
 
 
 def _standard_input(stdin: TextIO) -> Iterator[str]:
+    """Blocks of standard input; its bytes are decoded here, as UTF-8 whatever the locale."""
     binary: BinaryIO | None = getattr(stdin, "buffer", None)
     try:
         yield from iter(lambda: stdin.read(_BLOCK), "") if binary is None else _decoded(binary, "standard input")
@@ -309,49 +326,54 @@ def _standard_input(stdin: TextIO) -> Iterator[str]:
 
 
 def _decoded(stream: BinaryIO, name: str) -> Iterator[str]:
-    """Blocks of a UTF-8 stream, line ends made ``\\n``."""
+    """Blocks of a UTF-8 stream, with line ends as ``\\n``."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
-    offset, begun = 0, False
+    offset = 0
+    has_begun = False
     while True:
         block = stream.read(_BLOCK)
-        waiting = len(decoder.getstate()[0])  # bytes of a character that the block before began
+        pending_bytes = len(decoder.getstate()[0])  # of a character that the block before began
         try:
             decoded = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise not_utf8(name, offset - waiting + error.start) from error
-        if not begun:
-            decoded = decoded.removeprefix("\ufeff")
-        begun = begun or bool(decoded)
+            raise not_utf8(name, offset - pending_bytes + error.start) from error
+        if not has_begun:
+            decoded = decoded.removeprefix("\ufeff")  # a byte order mark
+        has_begun = has_begun or bool(decoded)
         offset += len(block)
         yield newlines.decode(decoded, final=not block)
         if not block:
             return
 
 
-def _whole(name: str, blocks: Iterable[str]) -> Iterator[Document]:
-    """One document made of blocks, in pieces that fit in memory."""
-    waiting, continues = "", False
+def _in_pieces(name: str, blocks: Iterable[str]) -> Iterator[Document]:
+    """One document from its blocks, in pieces of at most `PIECE` characters."""
+    pending = ""
+    continues = False
     for block in blocks:
-        waiting += block
-        while len(waiting) > PIECE:
-            cut = _cut(waiting, 0)
-            yield Document(name, waiting[:cut], continues)
-            waiting, continues = waiting[cut:], True
-    yield Document(name, waiting, continues)
+        pending += block
+        while len(pending) > PIECE:
+            end = _end_of_piece(pending, 0)
+            yield Document(name, pending[:end], continues)
+            pending = pending[end:]
+            continues = True
+    yield Document(name, pending, continues)
 
 
 def pieces(text: str) -> Iterator[str]:
     """A long text in pieces of at most `PIECE` characters."""
     start = 0
     while start < len(text):
-        end = _cut(text, start)
+        end = _end_of_piece(text, start)
         yield text[start:end]
         start = end
 
 
-def _cut(text: str, start: int) -> int:
+def _end_of_piece(text: str, start: int) -> int:
     """Where a piece ends: before a single space between words, which is where tokenizers cut as well."""
     end = start + PIECE
-    places = [place.start() for place in _CUT.finditer(text, start + PIECE // 2, end)] if end < len(text) else ()
-    return places[-1] if places else min(end, len(text))
+    if end >= len(text):
+        return len(text)
+    spaces = [match.start() for match in _SPACE_IN_TEXT.finditer(text, start + PIECE // 2, end)]
+    return spaces[-1] if spaces else end

@@ -16,7 +16,7 @@ from massieu.probing.model.checkpoint import find_checkpoint, quiet, sentence
 from massieu.probing.model.model import LoadedModel
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
-"""Kinds of files that are read in folders; a file that is named may be of any kind that Pillow reads."""
+"""Kinds of files that are read in folders; a file named by itself may be of any kind that Pillow reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,61 +27,72 @@ class Picture:
     read: Callable[[], Any]
 
 
-def given_images(images: Any) -> tuple[str, list[Picture]]:
-    """What was given, in words, and its images: those of folders in alphabetical order, folder by folder.
+def pictures_of(images: Any) -> tuple[str, list[Picture]]:
+    """A description of the user's images, and the images: those of folders in alphabetical order, folder by folder.
 
-    Every file is looked at once, so that a broken one is found before any work is done.
+    Every file is opened once, so that a broken one is found before any work is done.
 
     Args:
         images: a file or folder, or a list of files, folders, images of Pillow, arrays and tensors.
 
     Raises:
-        InputError: no image; no such file; a file that is no image; something of another type.
+        InputError: no image; no such file; a file that is not an image; something of another type.
         MissingExtraError: files without Pillow.
     """
-    listed = [images] if isinstance(images, str | Path) else images
-    if isinstance(listed, Tensor | np.ndarray | Mapping) or not isinstance(listed, Iterable):
+    items = [images] if isinstance(images, str | Path) else images
+    if isinstance(items, Tensor | np.ndarray | Mapping) or not isinstance(items, Iterable):
         raise InputError(f"images must be a folder, or a list of files or images, got {type(images).__name__}")
-    found: list[Picture] = []
+    pictures: list[Picture] = []
     sources: list[str] = []
-    for number, each in enumerate(listed):
-        if isinstance(each, str | Path):
-            files = _files(Path(each))
-            found += [Picture(file.name, lambda file=file: _opened(file)) for file in files]
-            sources.append(str(each))
-        elif isinstance(each, Tensor | np.ndarray) or hasattr(each, "convert"):
-            found.append(Picture(f"image {number}", lambda each=each: _in_colour(each)))
+    for number, item in enumerate(items):
+        if isinstance(item, str | Path):
+            files = _files(Path(item))
+            pictures += [Picture(file.name, lambda file=file: _opened(file)) for file in files]
+            sources.append(str(item))
+        elif isinstance(item, Tensor | np.ndarray) or hasattr(item, "convert"):
+            pictures.append(Picture(f"image {number}", lambda item=item: _upright_rgb(item)))
         else:
             raise InputError(
-                f"an image must be a file, an image of Pillow, an array or a tensor, got {type(each).__name__}"
+                f"an image must be a file, an image of Pillow, an array or a tensor, got {type(item).__name__}"
             )
-    if not found:
+    if not pictures:
         raise InputError("no image was given; name a folder or a list of images")
-    said = ", ".join(sources) if len(sources) < 4 else f"{len(sources)} files and folders"
-    number = "1 image" if len(found) == 1 else f"{len(found):,} images"
-    return f"{number} of {said}" if sources else number, found
+    number_of_images = "1 image" if len(pictures) == 1 else f"{len(pictures):,} images"
+    if not sources:
+        return number_of_images, pictures
+    where = ", ".join(sources) if len(sources) < 4 else f"{len(sources)} files and folders"
+    return f"{number_of_images} of {where}", pictures
 
 
-def given_captions(captions: Any, images: int) -> list[str] | None:
-    """The texts beside so many images, one for each; None where there are none.
+def checked_captions(captions: Any, images: int) -> list[str] | None:
+    """The captions as a list with one for each image; None without captions.
 
     Raises:
-        InputError: they are not strings, or not as many.
+        InputError: they are not strings, or not as many as the images.
     """
     if captions is None:
         return None
-    listed = [captions] if isinstance(captions, str) else list(captions)
-    if not all(isinstance(each, str) for each in listed):
+    texts = [captions] if isinstance(captions, str) else list(captions)
+    if not all(isinstance(text, str) for text in texts):
         raise InputError("captions must be strings, one for each image")
-    if len(listed) != images:
-        raise InputError(f"each image needs a caption of its own, got {len(listed)} captions and {images} images")
-    return listed
+    if len(texts) != images:
+        raise InputError(f"each image needs a caption of its own, got {len(texts)} captions and {images} images")
+    return texts
 
 
 def _files(path: Path) -> list[Path]:
+    """The images that a path names, each of which Pillow can open.
+
+    Raises:
+        InputError: there is none, or one is broken.
+    """
     if path.is_dir():
-        inside = sorted(path.rglob("*"), key=lambda each: (each.parent, each.name))
-        files = [f for f in inside if f.suffix.lower() in SUFFIXES and f.is_file() and not _hidden(f, path)]
+        paths = sorted(path.rglob("*"), key=lambda inner: (inner.parent, inner.name))
+        files = [
+            inner
+            for inner in paths
+            if inner.suffix.lower() in SUFFIXES and inner.is_file() and not _is_hidden(inner, path)
+        ]
         if not files:
             raise InputError(
                 f"there is no image in {path}; files of these kinds are read: {', '.join(sorted(SUFFIXES))}"
@@ -100,22 +111,23 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _hidden(file: Path, folder: Path) -> bool:
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Whether a file, or a folder on the way to it, has a name that begins with a dot."""
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _opened(file: Path) -> Any:
     try:
         with require_extra("PIL.Image", "vision").open(file) as image:
-            return _in_colour(image)
+            return _upright_rgb(image)
     except InputError:
         raise
-    except Exception as error:  # a file that is cut off shows only where it is read
+    except Exception as error:  # a truncated file passes `verify`, and fails when its pixels are read
         raise InputError(f"{file} is no image that can be read ({sentence(error)})") from error
 
 
-def _in_colour(image: Any) -> Any:
-    """Upright and in red, green and blue; arrays and tensors are the processor's affair."""
+def _upright_rgb(image: Any) -> Any:
+    """An image turned upright, in red, green and blue; arrays and tensors are left to the processor."""
     if not hasattr(image, "convert"):
         return image
     return require_extra("PIL.ImageOps", "vision").exif_transpose(image).convert("RGB")
@@ -125,10 +137,10 @@ def _in_colour(image: Any) -> Any:
 
 
 def processor_of(name: str | PathLike[str], revision: str | None, trust_remote_code: bool) -> Any:
-    """What the checkpoint makes its inputs of images with.
+    """The processor of images in a checkpoint.
 
     Raises:
-        InputError: its files have none, or it cannot be loaded here.
+        InputError: the checkpoint has none, or it cannot be loaded here.
     """
     transformers = require_extra("transformers", "probe")
     require_extra("PIL.Image", "vision")
@@ -138,31 +150,33 @@ def processor_of(name: str | PathLike[str], revision: str | None, trust_remote_c
     for kind in (transformers.AutoProcessor, transformers.AutoImageProcessor):
         try:
             with quiet():
-                found = kind.from_pretrained(checkpoint.place, **options)
-        except Exception as error:  # of whatever class: a file that is missing, a package, code of the checkpoint
+                processor = kind.from_pretrained(checkpoint.place, **options)
+        except Exception as error:  # of whatever class: a missing file, a missing package, code of the checkpoint
             reasons.append(sentence(error))
             continue
-        if hasattr(found, "image_processor") or hasattr(found, "preprocess"):
-            return found
-    why = f" ({reasons[-1]})" if reasons else ""
-    raise InputError(f"{name} has no processor of images{why}; give one from Python: massieu.Images(images, processor)")
+        if hasattr(processor, "image_processor") or hasattr(processor, "preprocess"):
+            return processor
+    reason = f" ({reasons[-1]})" if reasons else ""
+    raise InputError(
+        f"{name} has no processor of images{reason}; give one from Python: massieu.Images(images, processor)"
+    )
 
 
 def reads_images(loaded: LoadedModel, processor: Any, texts: Sequence[str] | None) -> LoadedModel:
-    """The part of the model that reads these images: all of it, or its vision tower where there is no text.
+    """The part of the model that reads these images: all of it, or only its vision tower if there is no text.
 
     Raises:
-        InputError: it reads no images, or text beside them and none was given.
+        InputError: the model reads no images, or it reads text with them and there is none.
     """
     module: Any = loaded.module
-    accepted = inspect.signature(module.forward).parameters
-    if "pixel_values" not in accepted:
+    parameters = inspect.signature(module.forward).parameters
+    if "pixel_values" not in parameters:
         raise InputError(f"{loaded.name} ({type(module).__name__}) reads no images")
     if texts is not None:
-        if "input_ids" not in accepted:
+        if "input_ids" not in parameters:
             raise InputError(f"{loaded.name} ({type(module).__name__}) reads images alone: leave out the captions")
         return loaded
-    if "input_ids" not in accepted or image_token(processor) is not None:
+    if "input_ids" not in parameters or image_token(processor) is not None:
         return loaded
     tower = getattr(module, "vision_model", None)
     if tower is None or "pixel_values" not in inspect.signature(tower.forward).parameters:
@@ -173,17 +187,17 @@ def reads_images(loaded: LoadedModel, processor: Any, texts: Sequence[str] | Non
 
 
 def image_token(processor: Any) -> str | None:
-    """What stands for an image in a text, where the model reads images within text."""
-    found = getattr(processor, "image_token", None)
-    return found if isinstance(found, str) else None
+    """The token that stands for an image in a text, for models that read images within text; None for others."""
+    token = getattr(processor, "image_token", None)
+    return token if isinstance(token, str) else None
 
 
 class ImageBatches:
-    """Batches of images, made when they are needed: memory does not grow with their number.
+    """Batches of images, formed when they are needed: memory does not grow with their number.
 
     Args:
-        processor: of `transformers`; is called with images, and with texts where there are any.
-        texts: one for each image; where there are none and the model reads images within text, its sign for an image alone.
+        processor: of `transformers`; it is called with images, and with texts if there are any.
+        texts: one for each image. Without texts, a model that reads images within text is given its image token alone.
 
     Iterating raises:
         InputError: a file cannot be read, or the processor does not take the images.
@@ -192,30 +206,33 @@ class ImageBatches:
     def __init__(
         self, processor: Any, pictures: Sequence[Picture], texts: Sequence[str] | None, batch_size: int
     ) -> None:
-        sign = image_token(processor)
-        self.texts = [sign] * len(pictures) if texts is None and sign is not None else texts
-        self.processor, self.pictures, self.batch_size = processor, pictures, batch_size
+        token = image_token(processor)
+        self.texts = [token] * len(pictures) if texts is None and token is not None else texts
+        self.processor = processor
+        self.pictures = pictures
+        self.batch_size = batch_size
         self.report = TextReport()
 
     def __iter__(self) -> Iterator[Batch]:
         self.report = TextReport()
         for first in range(0, len(self.pictures), self.batch_size):
-            part = slice(first, first + self.batch_size)
-            pictures = self.pictures[part]
-            given: dict[str, Any] = {"images": [picture.read() for picture in pictures]}
+            rows = slice(first, first + self.batch_size)
+            pictures = self.pictures[rows]
+            arguments: dict[str, Any] = {"images": [picture.read() for picture in pictures]}
             if self.texts is not None:
-                given |= {"text": list(self.texts[part]), "padding": True}
+                arguments |= {"text": list(self.texts[rows]), "padding": True}
             names = tuple(picture.name for picture in pictures)
             self.report = replace(self.report, documents=first + len(pictures), windows=first + len(pictures))
-            yield Batch(self._made(given, names), None, names)
+            yield Batch(self._processed(arguments, names), None, names)
 
-    def _made(self, given: dict[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
+    def _processed(self, arguments: dict[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
+        """The processor's tensors for one batch."""
         try:
             with quiet():
-                made = dict(self.processor(**given, return_tensors="pt"))
+                inputs = dict(self.processor(**arguments, return_tensors="pt"))
         except Exception as error:  # of whatever class the processor raises
+            more = " …" if len(names) > 3 else ""
             raise InputError(
-                f"{type(self.processor).__name__} cannot read {', '.join(names[:3])}{' …' if len(names) > 3 else ''} "
-                f"({sentence(error)})"
+                f"{type(self.processor).__name__} cannot read {', '.join(names[:3])}{more} ({sentence(error)})"
             ) from error
-        return {name: value for name, value in made.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}

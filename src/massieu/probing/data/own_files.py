@@ -1,4 +1,4 @@
-"""Which files of a folder this package wrote: results, comparisons and records of training, which are never text to read."""
+"""The files that this package wrote: results, comparisons and records of training, which are never read as text."""
 
 import json
 from pathlib import Path
@@ -10,32 +10,32 @@ _RECORDS = {
     RECORD: [name for format in FORMATS for name in files_of(format, per_token=True)],
     COMPARISON_RECORD: list(COMPARISON_FILES),
 }
-"""The files that say what else was written beside them, and what that may be called."""
+"""By the name of a record, the files that it covers if it lists none."""
 
 
 def own_files(folder: Path) -> set[Path]:
     """The absolute paths of a result's or a comparison's files, as the record in its folder lists them.
 
-    What else is in the folder is the user's, whatever its name; without a record all of it is.
+    Any other file in the folder is the user's, whatever its name; without a record, all of them are.
     """
-    own: set[Path] = set()
-    for name, usual in _RECORDS.items():
-        listed = _listed(folder / name)
-        if listed is not None:
-            own |= {folder.absolute() / each for each in (name, *(listed or usual))}
-    return own
+    paths: set[Path] = set()
+    for record, usual_names in _RECORDS.items():
+        names = _names_in(folder / record)
+        if names is not None:
+            paths |= {folder.absolute() / name for name in (record, *(names or usual_names))}
+    return paths
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether a file is a monitor's record, or of a result that is stored in its folder or the one above."""
+    """Whether a file is a monitor's record, or belongs to a result that is stored in its folder or the one above."""
     if path.suffix == ".jsonl":
         return is_record_of_monitor(path)
     path = path.absolute()
     return any(path in own_files(folder) for folder in (path.parent, path.parent.parent))
 
 
-def _listed(record: Path) -> list[str] | None:
-    """The names in a record of ours; None where the file is none."""
+def _names_in(record: Path) -> list[str] | None:
+    """The names of files in a record of this package; None if the file is not such a record."""
     try:
         content = json.loads(record.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,11 +1,11 @@
-"""From documents to batches: tokenised while they are read and cut into windows."""
+"""From documents to batches: documents are tokenised while they are read, and cut into windows."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool
@@ -29,8 +29,8 @@ class Batch:
         inputs: ``input_ids`` and ``attention_mask`` (0 where a row is padded), each (B, L): the arguments of the model's
             forward.
         special: The tokenizer's special tokens (CLS, SEP, BOS, EOS, …), but not the unknown token, which stands for text.
-        names: For each row, the name of the document it starts in.
-        target_special: Special tokens of ``decoder_input_ids``; None where a batch has none.
+        names: For each row, the name of the document in which it starts.
+        target_special: Special tokens of ``decoder_input_ids``; None for batches without them.
     """
 
     inputs: dict[str, Tensor]
@@ -41,15 +41,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class TextReport:
-    """What was read so far.
+    """The text that was read so far, in numbers.
 
     Attributes:
-        documents: Documents that at least one token was taken from.
-        tokens: Tokens in the rows, special ones included, padding not.
+        documents: Documents from which at least one token was taken.
+        tokens: Tokens in the rows, with special tokens, without padding.
         windows: Rows.
-        dropped: What of the text is not in the rows, in one sentence; None when nothing was left out.
+        dropped: One sentence about text that is not in the rows; None when nothing was left out.
         words: Tokens in the rows that are not special: those that stand for text.
-        unknown: How many of them are the tokenizer's unknown token; None where it has none, as byte-level ones.
+        unknown: How many of these are the tokenizer's unknown token; None for tokenizers without one, such as byte-level ones.
     """
 
     documents: int = 0
@@ -65,7 +65,7 @@ class TextReport:
         return None if self.unknown is None else self.unknown / max(self.words, 1)
 
     def many_unknown(self) -> str | None:
-        """A warning where the tokenizer does not know much of the text."""
+        """A warning if much of the text is unknown to the tokenizer."""
         if self.unknown is None or not self.unknown_share or self.unknown_share <= UNKNOWN_SHARE:
             return None
         return (
@@ -76,22 +76,47 @@ class TextReport:
 
 @dataclass(frozen=True)
 class _Row:
+    """One row of tokens.
+
+    Attributes:
+        special: which of the tokens are special.
+        name: of the document in which the row starts.
+        documents: how many documents have begun by the end of the row.
+    """
+
     ids: list[int]
     special: list[bool]
     name: str
-    documents: int  # begun by the end of the row
+    documents: int
+
+
+class _StreamToken(NamedTuple):
+    """A token in the stream of all documents, with the number and the name of its document."""
+
+    id: int
+    document: int
+    name: str
 
 
 @dataclass
 class _LeftOut:
-    """Tokens that were read and put in no row."""
+    """Tokens that were read and are in no row.
+
+    Attributes:
+        tail: tokens at the end of the text that do not fill a window.
+        cut: tokens of documents beyond the length of a row, in ``cut_documents`` documents.
+    """
 
     tail: int = 0
     cut: int = 0
     cut_documents: int = 0
 
     def sentence(self, window: int, stopped_after: int | None) -> str | None:
-        """What is left out, for the reader of a report."""
+        """What is left out, for the reader of a report; None for nothing.
+
+        Args:
+            stopped_after: tokens after which reading stopped at the limit; None if it did not.
+        """
         parts = []
         if self.tail:
             parts.append(f"the last {counted(self.tail, 'token')}, too few to fill a window, were left out")
@@ -106,16 +131,16 @@ class _LeftOut:
 class TextBatches:
     """Cuts documents into batches of token windows, while they are read: memory does not grow with the text.
 
-    To fill windows, the tokens of all documents make one stream, documents separated by the tokenizer's EOS (or else SEP)
-    token where it has one. The stream is cut into full windows, each with the tokenizer's own special tokens around it;
-    the tail that does not fill a window is left out, unless it is all there is. Else a row is one document,
+    To fill windows, the tokens of all documents form one stream, in which the tokenizer's EOS (or else SEP) token, if it has
+    one, separates documents. The stream is cut into full windows, each with the tokenizer's own special tokens around it. A
+    tail that does not fill a window is left out, unless it is all there is. Without filled windows, a row is one document,
     cut at ``window`` tokens and padded to the longest row of its batch.
 
-    A row begins with what the tokenizer puts before a text: its BOS token if it is set to (Llama's is, GPT-2's and SmolLM2's
-    are not), unless ``bos`` says otherwise.
+    A row begins with the tokens that the tokenizer puts before a text: its BOS token if it is set to (Llama's is, GPT-2's and
+    SmolLM2's are not), unless ``bos`` decides otherwise.
 
-    Documents longer than 65,536 characters are tokenised in pieces that end at a space. Only a SentencePiece tokenizer
-    that puts a space before any text shows it: one token at the beginning of a piece may differ.
+    Documents longer than 65,536 characters are tokenised in pieces that end at a space. This shows only with a SentencePiece
+    tokenizer that puts a space before any text: one token at the beginning of a piece may differ.
 
     Args:
         tokenizer: A tokenizer of ``transformers``.
@@ -147,25 +172,28 @@ class TextBatches:
     ) -> None:
         if bos and tokenizer.bos_token_id is None:
             raise InputError(f"bos=True needs a BOS token, and {type(tokenizer).__name__} has none")
-        self._tokenizer, self._documents = tokenizer, documents
-        self._bos = bos
-        self._conversations: bool | None = None
-        self._length, self._limit, self._batch_size = window, limit, batch_size
+        self._tokenizer = tokenizer
+        self._documents = documents
+        self._length = window
+        self._limit = limit
+        self._batch_size = batch_size
         self._fill_windows = fill_windows
+        self._bos = bos
+        self._conversations: bool | None = None  # whether the text is conversations; known from the first document on
         self._special = special_ids(tokenizer)
         unknown: int | None = tokenizer.unk_token_id
-        self._unknown = None if unknown in self._special else unknown  # GPT-2's marks an end and is no word's
+        self._unknown = None if unknown in self._special else unknown  # GPT-2's marks an end, and stands for no word
         self._around: tuple[list[int], list[int]] | None = None
         self._report = TextReport()
 
     @property
     def report(self) -> TextReport:
-        """What the latest iteration has read; what was left out is said after its last batch."""
+        """What the latest iteration has read; `TextReport.dropped` is known after its last batch."""
         return self._report
 
     @property
     def around(self) -> tuple[list[int], list[int]]:
-        """Special tokens that a row begins and ends with; none are known before the first row."""
+        """Special tokens at the beginning and the end of a row; empty before the first row."""
         return ([], []) if self._around is None else self._around
 
     def bos_sentence(self) -> str | None:
@@ -185,74 +213,89 @@ class TextBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         self._report = TextReport(unknown=None if self._unknown is None else 0)
-        left_out, stopped_after = _LeftOut(), None
+        left_out = _LeftOut()
+        stopped_after: int | None = None
         batch: list[_Row] = []
-        for row in self._packed(left_out) if self._fill_windows else self._unpacked(left_out):
+        for row in self._filled_windows(left_out) if self._fill_windows else self._document_rows(left_out):
+            # A full batch is given only once another row follows, so that the report is complete with the last batch.
             if len(batch) == self._batch_size:
                 yield self._batch(batch)
                 batch = []
             batch.append(row)
-            tokens = self._report.tokens + len(row.ids)
-            words = self._report.words + len(row.ids) - sum(row.special)
-            unknown = None if self._unknown is None else (self._report.unknown or 0) + row.ids.count(self._unknown)
-            self._report = TextReport(row.documents, tokens, self._report.windows + 1, None, words, unknown)
-            if self._limit is not None and tokens >= self._limit:
-                stopped_after = tokens
+            self._report = self._counted(self._report, row)
+            if self._limit is not None and self._report.tokens >= self._limit:
+                stopped_after = self._report.tokens
                 break
         if not batch:
             raise InputError("the text is empty: there is no token in it")
         self._report = replace(self._report, dropped=left_out.sentence(self._length, stopped_after))
         yield self._batch(batch)
 
-    def _packed(self, left_out: _LeftOut) -> Iterator[_Row]:
+    def _counted(self, report: TextReport, row: _Row) -> TextReport:
+        """The report with one row more."""
+        unknown = None
+        if self._unknown is not None:
+            unknown = (report.unknown or 0) + row.ids.count(self._unknown)
+        return TextReport(
+            documents=row.documents,
+            tokens=report.tokens + len(row.ids),
+            windows=report.windows + 1,
+            words=report.words + len(row.ids) - sum(row.special),
+            unknown=unknown,
+        )
+
+    def _filled_windows(self, left_out: _LeftOut) -> Iterator[_Row]:
         """Full windows of the stream of all documents' tokens."""
-        stream: list[tuple[int, int, str]] = []  # tokens, each with its document's number and name
-        latest, separator, filled = None, self._separator(), False
+        stream: list[_StreamToken] = []
+        separator = self._separator()
+        latest: tuple[int, str] | None = None  # number and name of the document before
+        any_filled = False
         for number, name, ids in self._encoded():
             if latest is not None and latest != (number, name) and separator is not None:
-                stream.append((separator, *latest))
-            latest = number, name
-            stream += [(token, number, name) for token in ids]
+                stream.append(_StreamToken(separator, *latest))
+            latest = (number, name)
+            stream += [_StreamToken(token, number, name) for token in ids]
             length = self._length_for_text()
-            whole = len(stream) - len(stream) % length
-            for start in range(0, whole, length):
+            filled = len(stream) - len(stream) % length
+            for start in range(0, filled, length):
                 yield self._window(stream[start : start + length])
-            del stream[:whole]
-            filled = filled or whole > 0
-        if stream and not filled:
+            del stream[:filled]
+            any_filled = any_filled or filled > 0
+        if stream and not any_filled:
             yield self._window(stream)
         else:
             left_out.tail = len(stream)
 
-    def _window(self, tokens: list[tuple[int, int, str]]) -> _Row:
-        return self._row([token for token, _, _ in tokens], tokens[0][2], tokens[-1][1])
+    def _window(self, tokens: list[_StreamToken]) -> _Row:
+        return self._row([token.id for token in tokens], tokens[0].name, tokens[-1].document)
 
-    def _unpacked(self, left_out: _LeftOut) -> Iterator[_Row]:
+    def _document_rows(self, left_out: _LeftOut) -> Iterator[_Row]:
         """A row for each document."""
-        for (number, name), parts in groupby(self._encoded(), key=itemgetter(0, 1)):
-            kept: list[int] = []
+        for (number, name), pieces_of_document in groupby(self._encoded(), key=itemgetter(0, 1)):
+            row_ids: list[int] = []
             cut = 0
-            for _, _, ids in parts:
-                fitting = ids[: self._length_for_text() - len(kept)]
-                kept += fitting
+            for _, _, ids in pieces_of_document:
+                fitting = ids[: self._length_for_text() - len(row_ids)]
+                row_ids += fitting
                 cut += len(ids) - len(fitting)
-                if cut and self._is_last(len(kept)):
-                    break  # what follows is not read, however long the document is
+                if cut and self._is_last(len(row_ids)):
+                    break  # the rest is not read, however long the document is
             left_out.cut += cut
             left_out.cut_documents += cut > 0
-            yield self._row(kept, name, number)
+            yield self._row(row_ids, name, number)
 
     def _is_last(self, length: int) -> bool:
-        """Whether a row with so many tokens of text reaches `limit`."""
+        """Whether a row with ``length`` tokens of text reaches the limit."""
         assert self._around is not None
         tokens = self._report.tokens + length + sum(map(len, self._around))
         return self._limit is not None and tokens >= self._limit
 
     def _encoded(self) -> Iterator[tuple[int, str, list[int]]]:
-        """Number and name of a document, tokens of a piece of it; documents without a token are not counted."""
-        number, begun = 0, False
+        """Number and name of a document, and tokens of a piece of it; documents without a token are not counted."""
+        number = 0
+        is_counted = False  # whether the current document has a number yet
         for document in self._documents() if callable(self._documents) else self._documents:
-            begun = begun and document.continues
+            is_counted = is_counted and document.continues
             text = document.text
             is_conversation = isinstance(text, Conversation)
             if isinstance(text, Conversation):
@@ -265,13 +308,16 @@ class TextBatches:
                 if self._around is None:
                     # A template writes all special tokens itself.
                     self._around = ([], []) if is_conversation else _around(self._tokenizer, piece, ids, self._bos)
-                number += not begun
-                begun = True
+                if not is_counted:
+                    number += 1
+                    is_counted = True
                 yield number, document.name, ids
 
     def _check_kind(self, is_conversation: bool) -> None:
-        """Raises:
-        InputError: conversations and other texts are mixed, or ``bos`` is given with conversations.
+        """Check that a document fits those before it.
+
+        Raises:
+            InputError: conversations and other texts are mixed, or ``bos`` is given with conversations.
         """
         if self._conversations is None:
             self._conversations = is_conversation
@@ -281,23 +327,24 @@ class TextBatches:
             raise InputError("bos is for plain text; a chat template puts the special tokens of conversations itself")
 
     def _length_for_text(self) -> int:
-        """Tokens of the text that a row has room for."""
+        """Number of tokens of text for which a row has room."""
         assert self._around is not None
-        added = sum(map(len, self._around))
-        if self._length <= added:
+        special = sum(map(len, self._around))
+        if self._length <= special:
             raise InputError(
-                f"a window of {self._length} tokens leaves no room for text beside the tokenizer's {added} special tokens"
+                f"a window of {self._length} tokens leaves no room for text beside the tokenizer's {special} special tokens"
             )
-        return self._length - added
+        return self._length - special
 
     def _separator(self) -> int | None:
-        eos, sep = self._tokenizer.eos_token_id, self._tokenizer.sep_token_id
-        return sep if eos is None else eos
+        """The token between two documents in the stream; None if the tokenizer has none."""
+        eos = self._tokenizer.eos_token_id
+        return self._tokenizer.sep_token_id if eos is None else eos
 
     def _row(self, ids: list[int], name: str, documents: int) -> _Row:
         assert self._around is not None
         before, after = self._around
-        special = [True] * len(before) + [i in self._special for i in ids] + [True] * len(after)
+        special = [True] * len(before) + [token in self._special for token in ids] + [True] * len(after)
         return _Row([*before, *ids, *after], special, name, documents)
 
     def _batch(self, rows: list[_Row]) -> Batch:
@@ -312,35 +359,42 @@ class TextBatches:
 
 
 def token_strings(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Tokens for a reader, one string for each.
+    """Readable tokens, one string for each.
 
-    A space before a word is ``▁``, for byte-level vocabularies too, whose bytes are turned into the characters they
-    code; bytes that are part of a character are ``<0xE4>``. WordPiece's ``##`` stays.
+    A space before a word is ``▁``. The bytes of byte-level vocabularies are decoded to characters; bytes that are only a part
+    of a character are written as ``<0xE4>``. WordPiece's ``##`` stays.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(ids))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     byte_level = "ByteLevel" in str(getattr(backend, "decoder", None)) or hasattr(tokenizer, "byte_decoder")
-    added = tokenizer.added_tokens_decoder
-    return [
-        f"<{i}>" if token is None else _characters(token) if byte_level and i not in added else token
-        for i, token in zip(ids, tokens, strict=True)
-    ]
+    added = tokenizer.added_tokens_decoder  # these are written as they are, in byte-level vocabularies too
+
+    def readable(identifier: int, token: str | None) -> str:
+        if token is None:
+            return f"<{identifier}>"
+        if byte_level and identifier not in added:
+            return _decoded(token)
+        return token
+
+    return [readable(identifier, token) for identifier, token in zip(ids, tokens, strict=True)]
 
 
-def _characters(token: str) -> str:
+def _decoded(token: str) -> str:
+    """The characters of a byte-level token."""
     if any(character not in _byte_of_character() for character in token):
         return token
-    coded = bytes(_byte_of_character()[character] for character in token)
+    token_bytes = bytes(_byte_of_character()[character] for character in token)
+    # A byte that is no character becomes a lone surrogate, U+DC00 plus the byte.
     decoded = "".join(
         f"<0x{ord(character) - 0xDC00:02X}>" if "\udc80" <= character <= "\udcff" else character
-        for character in coded.decode("utf-8", "surrogateescape")
+        for character in token_bytes.decode("utf-8", "surrogateescape")
     )
     return "▁" + decoded[1:] if decoded.startswith(" ") else decoded
 
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level vocabularies write printable bytes as themselves and the others as characters from U+0100 on."""
+    """The byte for each character of a byte-level token: printable bytes are themselves, others stand from U+0100 on."""
     table = require_extra("transformers.convert_slow_tokenizer", "probe").bytes_to_unicode()
     return {character: byte for byte, character in table.items()}
 
@@ -355,7 +409,7 @@ def _by_template(tokenizer: Any, conversation: Conversation) -> str:
     """A conversation as the tokenizer's chat template writes it.
 
     Raises:
-        InputError: it has none, or the template does not take these messages.
+        InputError: the tokenizer has no template, or the template does not take these messages.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputError(
@@ -370,19 +424,21 @@ def _by_template(tokenizer: Any, conversation: Conversation) -> str:
 
 
 def _around(tokenizer: Any, text: str, ids: list[int], bos: bool | None) -> tuple[list[int], list[int]]:
-    """Special tokens before and after a row, found where a text's own tokens stand among those of its full encoding.
+    """Special tokens before and after a row: those around a text's own tokens in its full encoding.
 
     Args:
+        ids: The text's own tokens.
         bos: Whether the BOS token is among those before; None leaves it to the tokenizer.
     """
     full = _encode(tokenizer, text, add_special_tokens=True)
-    places = range(len(full) - len(ids) + 1)
-    place = next((i for i in places if full[i : i + len(ids)] == ids), None)
-    if place is None:
+    starts = range(len(full) - len(ids) + 1)
+    start = next((start for start in starts if full[start : start + len(ids)] == ids), None)
+    if start is None:
         raise InputError(
             f"{type(tokenizer).__name__} cannot be used: it splits text differently when it adds special tokens"
         )
-    before, after = full[:place], full[place + len(ids) :]
+    before = full[:start]
+    after = full[start + len(ids) :]
     if bos is True and tokenizer.bos_token_id not in before:
         before = [tokenizer.bos_token_id, *before]
     if bos is False:
@@ -391,7 +447,7 @@ def _around(tokenizer: Any, text: str, ids: list[int], bos: bool | None) -> tupl
 
 
 def padding_token(tokenizer: Any) -> int:
-    """What rows are padded with."""
+    """The token with which rows are padded."""
     named = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(identifier for identifier in named if identifier is not None)
 

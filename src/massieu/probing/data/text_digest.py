@@ -1,4 +1,4 @@
-"""Which text was read, as a digest: two results of one digest read the same rows in the same order."""
+"""A digest of the text that was read: two results with one digest read the same rows in the same order."""
 
 import hashlib
 import json
@@ -9,23 +9,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MASKS = {"input_ids": "attention_mask", "attention_mask": "attention_mask"}
-_MASKS |= {f"decoder_{name}": f"decoder_{mask}" for name, mask in _MASKS.items()}
-"""Which mask says what of an input is padding."""
+_MASKS = {
+    "input_ids": "attention_mask",
+    "attention_mask": "attention_mask",
+    "decoder_input_ids": "decoder_attention_mask",
+    "decoder_attention_mask": "decoder_attention_mask",
+}
+"""By an input's name, the mask that marks its padding."""
 
 
 class TextDigest:
     """A digest of all rows that were read, in their order; the size of batches does not change it.
 
-    Padding is left out. Numbers of floating point enter as bfloat16, so that a model in bfloat16 and one in float32 are
-    seen to read the same images.
+    Padding is left out. Floating-point numbers enter as bfloat16, so that a model in bfloat16 and one in float32 read the
+    same images by their digests.
     """
 
     def __init__(self) -> None:
         self._hash: Any = hashlib.sha256()
 
     def add(self, inputs: Mapping[str, Any], rows: int | None) -> None:
-        """Add a batch of so many rows along the first dimension; None: it cannot be cut into rows."""
+        """Add a batch.
+
+        Args:
+            rows: along the first dimension; None if the batch cannot be cut into rows.
+        """
         if self._hash is None:
             return
         try:
@@ -36,14 +44,16 @@ class TextDigest:
             self._hash = None
 
     def text(self) -> str | None:
-        """The digest; None where a batch held something that has none."""
+        """The digest; None if a batch held something that has no digest."""
         return None if self._hash is None else f"sha256:{self._hash.hexdigest()}"
 
 
 def _bytes(name: str, inputs: Mapping[str, Any], row: int | None) -> bytes:
+    """The bytes of one input: of one row without its padding, or of the whole input."""
     value = inputs[name]
     if isinstance(value, Tensor) and value.dim() and row is not None:
-        value, mask = value[row], inputs.get(_MASKS.get(name, ""))
+        value = value[row]
+        mask = inputs.get(_MASKS.get(name, ""))
         if isinstance(mask, Tensor) and mask[row].shape == value.shape:
             value = value[mask[row].bool()]
     return _content(value)
@@ -71,5 +81,5 @@ def vocabulary_digest(tokenizer: Any) -> str | None:
     if tokenizer is None:
         return None
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
-    written = json.dumps(tokens, separators=(",", ":")).encode("ascii")
-    return f"sha256:{hashlib.sha256(written).hexdigest()}"
+    serialised = json.dumps(tokens, separators=(",", ":")).encode("ascii")
+    return f"sha256:{hashlib.sha256(serialised).hexdigest()}"

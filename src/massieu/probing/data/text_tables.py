@@ -1,4 +1,4 @@
-"""Text that stands in tables: the rows of ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` and ``.parquet`` files."""
+"""Text in tables: the rows of ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` and ``.parquet`` files."""
 
 import csv
 import json
@@ -10,19 +10,22 @@ from typing import Any, BinaryIO
 
 from massieu.errors import InputError, require_extra
 
-TEXT = "text"  # the column that is read where none is named
-_ROWS = 1 << 13  # rows of a Parquet file read at a time
-_LONGEST_FIELD = 2**31 - 1  # what a C long holds on every platform
+TEXT = "text"
+"""The column that is read if none is named."""
+_ROWS = 1 << 13
+"""Rows of a Parquet file read at a time."""
+_LONGEST_FIELD = 2**31 - 1
+"""Characters of a field in a separated file: the largest C long on every platform."""
 _field_limit = threading.Lock()
 
 Rows = Iterator[tuple[int, str]]
 """Texts, each with its line (files of lines) or its row, counted from 1."""
 Fields = Iterator[tuple[int, tuple[Any, ...]]]
-"""What stands in some columns, each with its line or its row."""
+"""Values of some columns, each row with its line or its row number."""
 
 
 class Conversation(str):
-    """Messages that the tokenizer's chat template makes a text of. As a string it is a line for each, role and content.
+    """Messages that the tokenizer's chat template turns into a text. As a string, it has a line for each role and content.
 
     Attributes:
         messages: each with its "role" and "content".
@@ -32,7 +35,7 @@ class Conversation(str):
 
     @classmethod
     def of(cls, value: Any) -> "Conversation | None":
-        """A list of messages as a conversation; None where the value is something else."""
+        """A list of messages as a conversation; None if the value is something else."""
         if not isinstance(value, list) or not value:
             return None
         for message in value:
@@ -46,10 +49,10 @@ class Conversation(str):
 
 
 def check_characters(text: str, what: str) -> None:
-    """A text must be made of whole characters.
+    """Check that a text consists of whole characters.
 
     Raises:
-        InputError: half of a surrogate pair.
+        InputError: it holds half of a surrogate pair.
     """
     try:
         text.encode()
@@ -58,17 +61,17 @@ def check_characters(text: str, what: str) -> None:
 
 
 def not_utf8(name: str, offset: int) -> InputError:
-    """The error for a byte that is no UTF-8."""
+    """The error for a byte that is not UTF-8."""
     return InputError(f"{name} is not UTF-8 text: the byte at offset {offset} cannot be decoded")
 
 
 def no_column(where: str, column: str, columns: Iterable[str]) -> InputError:
-    """The error for a column that is not there."""
+    """The error for a missing column."""
     return InputError(f"{where} has no column {column!r}; its columns are {', '.join(map(repr, columns)) or 'none'}")
 
 
 def _lines(stream: BinaryIO, name: str) -> Iterator[str]:
-    """Lines of a UTF-8 file, with their ends; no byte of a longer character is a line end, so each decodes alone."""
+    """Lines of a UTF-8 file, with their ends. No byte of a longer character is a line end, so each line decodes alone."""
     offset = 0
     for number, line in enumerate(stream):
         try:
@@ -87,7 +90,7 @@ def _parsed(source: str, where: str) -> Any:
 
 
 def _values(fields: Any, where: str, columns: Sequence[str]) -> tuple[Any, ...]:
-    """What an object holds in these fields."""
+    """The values of these fields in a JSON object."""
     for column in columns:
         if not isinstance(fields, dict):
             raise InputError(f"{where} is not a JSON object with a field {column!r}")
@@ -97,16 +100,16 @@ def _values(fields: Any, where: str, columns: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _field(fields: Any, where: str, column: str) -> str | None:
-    """The text or the conversation in a field; None where it holds null."""
+    """The text or the conversation in a field; None if it holds null."""
     [value] = _values(fields, where, [column])
     return None if value is None else _document_in(value, f"{where}: the field {column!r}")
 
 
 def text_in(value: Any, what: str) -> str:
-    """A value that is text.
+    """A value, checked to be text.
 
     Raises:
-        InputError: it is none, or holds half of a surrogate pair.
+        InputError: it is not text, or holds half of a surrogate pair.
     """
     if not isinstance(value, str):
         raise InputError(f"{what} does not hold text but {json.dumps(value, default=repr)[:40]}")
@@ -115,7 +118,7 @@ def text_in(value: Any, what: str) -> str:
 
 
 def _document_in(value: Any, what: str) -> str:
-    """A value that is text or a list of messages.
+    """A value, checked to be text or a list of messages.
 
     Raises:
         InputError: as `text_in`.
@@ -128,6 +131,7 @@ def _document_in(value: Any, what: str) -> str:
 
 
 def _objects(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, Any]]:
+    """The JSON value in each line that is not empty, with the line's number and its place for an error message."""
     for number, line in enumerate(_lines(stream, name), 1):
         if line.strip("\ufeff \t\r\n"):
             where = f"{name}:{number}"
@@ -135,62 +139,62 @@ def _objects(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, Any]]:
 
 
 def read_jsonl(stream: BinaryIO, name: str, column: str | None) -> Rows:
-    """An object in each line; lines whose field is null are passed over."""
-    for number, where, held in _objects(stream, name):
-        text = _field(held, where, column or TEXT)
+    """Texts from an object in each line; lines whose field is null are skipped."""
+    for number, where, value in _objects(stream, name):
+        text = _field(value, where, column or TEXT)
         if text is not None:
             yield number, text
 
 
 def jsonl_fields(stream: BinaryIO, name: str, columns: Sequence[str]) -> Fields:
     """Some fields of the object in each line."""
-    for number, where, held in _objects(stream, name):
-        yield number, _values(held, where, columns)
+    for number, where, value in _objects(stream, name):
+        yield number, _values(value, where, columns)
 
 
-def _held(stream: BinaryIO, name: str) -> Any:
-    """A JSON file as a whole."""
+def _whole_json(stream: BinaryIO, name: str) -> Any:
+    """The value of a JSON file, which is read as a whole."""
     content = stream.read()
     try:
         return _parsed(content.decode("utf-8-sig"), name)
     except UnicodeDecodeError as error:
-        mark = 3 if content.startswith(b"\xef\xbb\xbf") else 0  # the decoder counts from behind the mark
+        mark = 3 if content.startswith(b"\xef\xbb\xbf") else 0  # the decoder counts bytes after the mark
         raise not_utf8(name, mark + error.start) from error
 
 
 def json_fields(stream: BinaryIO, name: str, columns: Sequence[str]) -> Fields:
-    """Some fields of a list of objects, or of an object of columns; it is held in memory as a whole."""
-    held = _held(stream, name)
-    if isinstance(held, dict):
-        lists = _values(held, name, columns)
-        if not all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
+    """Some fields of a list of objects, or of an object of columns; the file is held in memory as a whole."""
+    content = _whole_json(stream, name)
+    if isinstance(content, dict):
+        lists = _values(content, name, columns)
+        if not all(isinstance(values, list) and len(values) == len(lists[0]) for values in lists):
             raise InputError(f"{name}: its columns {' and '.join(map(repr, columns))} are not lists of one length")
         yield from enumerate(zip(*lists, strict=True), 1)
-    elif isinstance(held, list):
-        for number, entry in enumerate(held, 1):
+    elif isinstance(content, list):
+        for number, entry in enumerate(content, 1):
             yield number, _values(entry, f"{name}:{number}", columns)
     else:
         raise InputError(f"{name} holds JSON of another form; a list of objects or an object of columns is needed")
 
 
 def read_json(stream: BinaryIO, name: str, column: str | None) -> Rows:
-    """A list of strings, a list of objects, or an object of columns, held in memory as a whole; null is passed over."""
-    held = _held(stream, name)
-    of_column = isinstance(held, dict)
-    if of_column:
-        if (column or TEXT) not in held:
-            raise no_column(name, column or TEXT, held)
-        held = held[column or TEXT]
-    if not isinstance(held, list):
-        found = f"whose column {column or TEXT!r} is no list" if of_column else "of another form"
+    """Texts of a list of strings, a list of objects, or an object of columns, held in memory as a whole; null is skipped."""
+    content = _whole_json(stream, name)
+    has_columns = isinstance(content, dict)
+    if has_columns:
+        if (column or TEXT) not in content:
+            raise no_column(name, column or TEXT, content)
+        content = content[column or TEXT]
+    if not isinstance(content, list):
+        form = f"whose column {column or TEXT!r} is no list" if has_columns else "of another form"
         raise InputError(
-            f"{name} holds JSON {found}; a list of strings, a list of objects or an object of columns is needed"
+            f"{name} holds JSON {form}; a list of strings, a list of objects or an object of columns is needed"
         )
-    for number, entry in enumerate(held, 1):
+    for number, entry in enumerate(content, 1):
         where = f"{name}:{number}"
         if entry is None:
             continue
-        if of_column or (isinstance(entry, str | list) and column is None):
+        if has_columns or (isinstance(entry, str | list) and column is None):
             yield number, _document_in(entry, where)
         elif isinstance(entry, str):
             raise InputError(f"{where} is a string, so it has no column {column!r}; leave the column out")
@@ -201,12 +205,12 @@ def read_json(stream: BinaryIO, name: str, column: str | None) -> Rows:
 
 
 def read_separated(stream: BinaryIO, name: str, column: str | None, *, by: str) -> Rows:
-    """Fields with commas or tabs between them, quoted where needed; the first line names the columns."""
+    """Texts of a file whose fields are separated by commas or tabs, and quoted if needed; the first line names the columns."""
     return ((line, text) for line, (text,) in separated_fields(stream, name, [column or TEXT], by=by))
 
 
 def separated_fields(stream: BinaryIO, name: str, columns: Sequence[str], *, by: str) -> Fields:
-    """Some columns of fields with commas or tabs between them."""
+    """Some columns of a file whose fields are separated by commas or tabs."""
     records = _records(stream, name, by)
     _, header = next(records, (1, []))
     for column in columns:
@@ -225,7 +229,7 @@ def separated_fields(stream: BinaryIO, name: str, columns: Sequence[str], *, by:
 
 
 def _records(stream: BinaryIO, name: str, by: str) -> Iterator[tuple[int, list[str]]]:
-    """Records that are not empty, each with the line that it begins in."""
+    """Records that are not empty, each with the line in which it begins."""
     reader = csv.reader(_lines(stream, name), delimiter=by, strict=True)
     while True:
         line = reader.line_num + 1
@@ -240,7 +244,7 @@ def _records(stream: BinaryIO, name: str, by: str) -> Iterator[tuple[int, list[s
 
 
 def _next_record(reader: Any) -> list[str]:
-    """The next record, however long its fields: the limit of `csv` is one number for the whole process."""
+    """The next record, however long its fields. The limit of `csv` is one number for the whole process, hence the lock."""
     with _field_limit:
         limit = csv.field_size_limit()
         try:
@@ -251,12 +255,12 @@ def _next_record(reader: Any) -> list[str]:
 
 
 def read_parquet(path: Path, name: str, column: str | None) -> Rows:
-    """A row for each text; rows without one are passed over."""
+    """Texts of a Parquet file; rows whose text is null are skipped."""
     return ((row, text) for row, (text,) in parquet_fields(path, name, [column or TEXT]) if text is not None)
 
 
 def parquet_fields(path: Path, name: str, columns: Sequence[str]) -> Fields:
-    """Some columns of text, None where there is none."""
+    """Some columns of text of a Parquet file, with None for null."""
     polars = require_extra("polars", "probe")
     table = polars.scan_parquet(path, glob=False)
     try:
@@ -274,21 +278,21 @@ def parquet_fields(path: Path, name: str, columns: Sequence[str]) -> Fields:
         raise InputError(f"{name} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
 
 
-def is_dataset(given: Any) -> bool:
-    """Whether an object is a data set of the package `datasets`, by what it offers."""
-    return all(hasattr(given, name) for name in ("column_names", "features", "__iter__")) or is_split(given)
+def is_dataset(value: Any) -> bool:
+    """Whether an object is a data set of the package `datasets`, by its attributes."""
+    return all(hasattr(value, name) for name in ("column_names", "features", "__iter__")) or is_split(value)
 
 
-def is_split(given: Any) -> bool:
-    """Whether it is a dictionary of several such data sets."""
-    return isinstance(given, dict) and isinstance(getattr(given, "column_names", None), dict)
+def is_split(value: Any) -> bool:
+    """Whether an object is a dictionary of several such data sets."""
+    return isinstance(value, dict) and isinstance(getattr(value, "column_names", None), dict)
 
 
 def dataset_rows(dataset: Any, column: str | None) -> Callable[[], Rows]:
-    """A function that reads one column of a data set, row by row; rows without a text are passed over.
+    """A function that reads one column of a data set, row by row; rows whose text is null are skipped.
 
     Raises:
-        InputError: a dictionary of data sets; no such column; when it is read: a value that is no text, no text at all.
+        InputError: a dictionary of data sets; no such column. When it is read: a value that is not text, or no text at all.
     """
     column = column or TEXT
     return partial(_dataset_rows, dataset_fields(dataset, [column]), column)
@@ -302,12 +306,14 @@ def dataset_fields(dataset: Any, columns: Sequence[str]) -> Callable[[], Fields]
     """
     if is_split(dataset):
         raise InputError(f"strings is a dictionary of data sets; give one of them: {', '.join(map(repr, dataset))}")
-    known = dataset.column_names
+    names = dataset.column_names  # None for a streamed data set that does not know them
+    if names is None:
+        return partial(_dataset_fields, dataset, columns)
     for column in columns:
-        if known is not None and column not in known:
-            raise no_column("the data set", column, known)
+        if column not in names:
+            raise no_column("the data set", column, names)
     # Without the other columns, whose images or sounds would be decoded.
-    return partial(_dataset_fields, dataset if known is None else dataset.select_columns(list(columns)), columns)
+    return partial(_dataset_fields, dataset.select_columns(list(columns)), columns)
 
 
 def _dataset_fields(dataset: Any, columns: Sequence[str]) -> Fields:
@@ -319,7 +325,7 @@ def _dataset_fields(dataset: Any, columns: Sequence[str]) -> Fields:
 
 
 def _dataset_rows(fields: Callable[[], Fields], column: str) -> Rows:
-    empty = True
+    is_empty = True
     for number, (text,) in fields():
         if text is None:
             continue
@@ -328,7 +334,7 @@ def _dataset_rows(fields: Callable[[], Fields], column: str) -> Rows:
             kind = type(text).__name__
             raise InputError(f"row {number} of the data set: the column {column!r} does not hold text but {kind}")
         check_characters(text, f"row {number} of the data set")
-        empty = empty and not text.strip()
+        is_empty = is_empty and not text.strip()
         yield number, text
-    if empty:
+    if is_empty:
         raise InputError(f"the data set is empty: there is no text in its column {column!r}")

@@ -1,4 +1,4 @@
-"""What attention is over where that is no text: frames of audio, which of them are real, and what they are called."""
+"""Tokens that are not text: the frames of audio, which of them are real, and names of frames and of patches of images."""
 
 import math
 from collections.abc import Mapping
@@ -10,25 +10,27 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 SAMPLING_RATE = 16_000
-"""Samples in a second that these families are trained on; it is their feature extractor that says it, not the model."""
-_HOP = 160  # samples between two columns of Whisper's features
+"""Samples in a second of these families' training data; their feature extractors state it, not the models."""
+_HOP = 160
+"""Samples between two columns of Whisper's features."""
 
 
 def token_names(module: nn.Module, inputs: Mapping[str, Any], row: int) -> dict[str, list[str]]:
-    """Names of the tokens of one row, for each side whose tokens are no text; empty where nothing is known.
+    """Names of the tokens of one row, for each side whose tokens are not text; empty if nothing is known of them.
 
-    A frame of audio is named by the time at which it begins, as ``0.24 s``. Padding has no name. Patches of an image, the
-    side "image", are named by ``row 3, column 5``, and what stands before them by what it is.
+    A frame of audio is named by the time at which it begins, such as ``0.24 s``. Padding has no name. The patches of an image
+    (side "image") are named by their place, such as ``row 3, column 5``; tokens before them have names in brackets.
 
     Args:
         row: of the batch.
     """
-    found = frames_of(module, inputs)
-    if found is None:
+    frames = frames_of(module, inputs)
+    if frames is None:
         patches = _patches(module, inputs)
         return {} if patches is None else {"image": patches}
-    decimals = max(2, -math.floor(math.log10(found.seconds)))
-    return {"text": [f"{number * found.seconds:.{decimals}f} s" for number in range(int(found.real[row].sum()))]}
+    decimals = max(2, -math.floor(math.log10(frames.seconds)))
+    number_of_frames = int(frames.real[row].sum())
+    return {"text": [f"{number * frames.seconds:.{decimals}f} s" for number in range(number_of_frames)]}
 
 
 _BEFORE_PATCHES: dict[str, tuple[str, ...]] = {
@@ -42,10 +44,11 @@ _BEFORE_PATCHES: dict[str, tuple[str, ...]] = {
     "siglip": (),
     "siglip_vision_model": (),
 }
-"""What stands before the patches, of the families whose order of tokens is known; of others patches have no names."""
+"""Tokens before the patches, for the families whose order of tokens is known; patches of others have no names."""
 
 
 def _patches(module: nn.Module, inputs: Mapping[str, Any]) -> list[str] | None:
+    """Names of the tokens of an image; None where their order is not known."""
     config: Any = getattr(module, "config", None)
     config = getattr(config, "vision_config", config)
     kind = getattr(config, "model_type", None)
@@ -56,16 +59,16 @@ def _patches(module: nn.Module, inputs: Mapping[str, Any]) -> list[str] | None:
     registers = getattr(config, "num_register_tokens", 0) if kind == "dinov2_with_registers" else 0
     rows, columns = (number // size for number in pixels.shape[-2:])
     patches = [f"row {row}, column {column}" for row in range(1, rows + 1) for column in range(1, columns + 1)]
-    return [*_BEFORE_PATCHES[kind], *(f"[register {n}]" for n in range(1, registers + 1)), *patches]
+    return [*_BEFORE_PATCHES[kind], *(f"[register {number}]" for number in range(1, registers + 1)), *patches]
 
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """The frames that a model makes of a batch of audio.
+    """The frames into which a model divides a batch of audio.
 
     Attributes:
-        seconds: from the beginning of one to that of the next.
-        real: which of them are no padding.
+        seconds: from the beginning of one frame to that of the next.
+        real: frames that are not padding.
     """
 
     seconds: float
@@ -73,36 +76,42 @@ class Frames:
 
 
 def frames_of(module: nn.Module, inputs: Mapping[str, Any]) -> Frames | None:
-    """The frames of a batch for models that say how they make them; None for all others.
+    """The frames of a batch, for models whose configuration says how they form them; None for all others.
 
-    Wav2vec 2.0 and its kin read samples through convolutions, and its ``attention_mask`` is over samples. Whisper reads
-    features at every second column, and has no padding: its encoder attends to all of its window, silence too.
+    Wav2vec 2.0 and related models read samples through convolutions; their ``attention_mask`` is over samples. Whisper reads
+    features at every second column, and has no padding: its encoder attends to all of its window, including silence.
     """
     config: Any = getattr(module, "config", None)
-    samples, features = inputs.get("input_values"), inputs.get("input_features")
-    strides, kernels = getattr(config, "conv_stride", None), getattr(config, "conv_kernel", None)
-    if isinstance(samples, Tensor) and samples.dim() == 2 and strides and kernels and not _squeezed(config):
+    samples = inputs.get("input_values")
+    features = inputs.get("input_features")
+    strides = getattr(config, "conv_stride", None)
+    kernels = getattr(config, "conv_kernel", None)
+    if isinstance(samples, Tensor) and samples.dim() == 2 and strides and kernels and not _is_squeezed(config):
         convolutions = list(zip(kernels, strides, strict=True))
-        given = inputs.get("attention_mask")
+        mask = inputs.get("attention_mask")
         lengths = torch.full(samples.shape[:1], samples.shape[1], device=samples.device)
-        whole = _convolved(lengths, convolutions)
-        if isinstance(given, Tensor) and given.shape == samples.shape:
-            lengths = given.long().sum(1)
-        numbers = torch.arange(int(whole[0]), device=samples.device)
-        return Frames(math.prod(strides) / SAMPLING_RATE, numbers < _convolved(lengths, convolutions)[:, None])
+        all_frames = _frames_after(lengths, convolutions)
+        if isinstance(mask, Tensor) and mask.shape == samples.shape:
+            lengths = mask.long().sum(1)
+        numbers = torch.arange(int(all_frames[0]), device=samples.device)
+        return Frames(math.prod(strides) / SAMPLING_RATE, numbers < _frames_after(lengths, convolutions)[:, None])
     if getattr(config, "model_type", None) == "whisper" and isinstance(features, Tensor) and features.dim() == 3:
-        shape = features.shape[0], (features.shape[2] + 1) // 2
+        shape = (features.shape[0], (features.shape[2] + 1) // 2)
         return Frames(2 * _HOP / SAMPLING_RATE, torch.ones(shape, dtype=torch.bool, device=features.device))
     return None
 
 
-def _squeezed(config: Any) -> bool:
-    """SEW attends to fewer frames than its convolutions give."""
+def _is_squeezed(config: Any) -> bool:
+    """Whether a model attends to fewer frames than its convolutions produce, as SEW does."""
     return getattr(config, "squeeze_factor", 1) != 1
 
 
-def _convolved(lengths: Int[Tensor, " B"], convolutions: list[tuple[int, int]]) -> Int[Tensor, " B"]:
-    """Frames that convolutions of such kernels and strides, without padding, make of so many samples."""
+def _frames_after(lengths: Int[Tensor, " B"], convolutions: list[tuple[int, int]]) -> Int[Tensor, " B"]:
+    """Number of frames after convolutions of these kernels and strides, without padding.
+
+    Args:
+        lengths: in samples.
+    """
     for kernel, stride in convolutions:
         lengths = (lengths - kernel) // stride + 1
     return lengths.clamp(min=0)

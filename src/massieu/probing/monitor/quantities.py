@@ -19,7 +19,7 @@ from massieu.probing.model.precision import ONE_POINT_RANK, Cloud, is_one_point
 from massieu.probing.statistics import attention as of_query
 from massieu.probing.statistics.catalogue import Named, Selection
 from massieu.probing.statistics.group import fenced
-from massieu.probing.statistics.query_means import Functions, Queries, QueryFunction, moments_read, query_statistics
+from massieu.probing.statistics.query_means import Functions, QueryFunction, QueryResult, moments_read, query_statistics
 from massieu.probing.statistics.query_reading import QueryMeasure, QueryReading
 from massieu.probing.statistics.registry import moments_of
 
@@ -147,7 +147,7 @@ class Sums:
         rows = [self._summed(name, found, reading) for name in self.functions]
         self.parts.append(torch.stack([*rows, broken.double().expand(3, -1)]))
 
-    def _summed(self, name: str, found: Queries, reading: QueryReading) -> Tensor:
+    def _summed(self, name: str, found: QueryResult, reading: QueryReading) -> Tensor:
         """Of each head the sum over the queries that count, their number, and the largest; nothing where there is none."""
         values = found.values.get(name)
         if values is None:

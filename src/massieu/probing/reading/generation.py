@@ -28,7 +28,7 @@ from massieu.probing.model.watching import hooked
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading, RowNumbers
 from massieu.probing.statistics.group import CallQueries, Event
-from massieu.probing.statistics.query_means import Queries
+from massieu.probing.statistics.query_means import QueryResult
 from massieu.probing.statistics.registry import ATTENTION
 
 _CUT = {"weight_first", "weight_special"}  # of tokens that a cache of the latest ones has dropped
@@ -106,7 +106,7 @@ class GeneratingReading(Reading):
         super().__init__(model, sites, replace(options, groups=frozenset({ATTENTION})), layout, refused)
         self.whole, self.most = whole, most
         self.new_tokens = 0
-        self._passes: list[list[Queries]] = [[] for _ in sites]
+        self._passes: list[list[QueryResult]] = [[] for _ in sites]
         self._real = self._special = self._going = torch.zeros(0, 0, dtype=torch.bool)
         self._ends = _ends(whole)
         self._pass = 0
@@ -205,10 +205,10 @@ class GeneratingReading(Reading):
         later = torch.zeros(len(self._real), length - seen, dtype=torch.bool, device=self._real.device)
         return Tokens(*(torch.cat([known[:, -seen:], later], 1) for known in (self._real, self._special)))
 
-    def _add(self, info: SiteInfo, passes: list[Queries]) -> None:
+    def _add(self, info: SiteInfo, passes: list[QueryResult]) -> None:
         names = [name for name in passes[0].values if all(name in each.values for each in passes)]
         defined = {name for name in names if name in passes[0].defined}
-        found = Queries(
+        found = QueryResult(
             values={name: torch.cat([each.values[name] for each in passes], -1) for name in names},
             valid=torch.cat([each.valid for each in passes], -1),
             defined={name: torch.cat([each.defined[name] for each in passes], -1) for name in defined},

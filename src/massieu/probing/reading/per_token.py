@@ -31,7 +31,7 @@ from massieu.probing.data.text import token_strings
 from massieu.probing.statistics.catalogue import Selection
 from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.group import CallQueries, Event, Group
-from massieu.probing.statistics.query_means import Queries
+from massieu.probing.statistics.query_means import QueryResult
 from massieu.storage import folder as folders
 from massieu.storage.record_files import TOKENS
 from massieu.storage.writing import explaining
@@ -148,7 +148,7 @@ class TokenWriter:
                     )
         return sum(map(_rows_in, kept))
 
-    def add(self, info: SiteInfo, found: Queries, places: Places, real: Bool[Tensor, "B L"], length: int) -> int:
+    def add(self, info: SiteInfo, found: QueryResult, places: Places, real: Bool[Tensor, "B L"], length: int) -> int:
         """The queries of one call that are no padding: a row for each, of each head; returns how many.
 
         Args:
@@ -195,7 +195,7 @@ class TokenWriter:
         )
 
     def _column(
-        self, found: Queries, name: str, place: tuple[Tensor, slice, Tensor]
+        self, found: QueryResult, name: str, place: tuple[Tensor, slice, Tensor]
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Values, (heads, tokens), and where there is none. NaN marks queries whose scores are not finite."""
         if name not in found.values:
@@ -273,7 +273,7 @@ class TokenRows(Group):
     def on_queries(self, queries: CallQueries) -> None:
         """Write the numbers of a call's queries."""
         if queries.places is not None and queries.real is not None:
-            self.count += self.writer.add(queries.info, queries.found, queries.places, queries.real, queries.length)
+            self.count += self.writer.add(queries.info, queries.result, queries.places, queries.real, queries.length)
 
     def write(self) -> None:
         """Write the rows that are held."""

@@ -46,7 +46,7 @@ from massieu.probing.statistics.group import (
     Source,
     fenced,
 )
-from massieu.probing.statistics.query_means import Queries, moments_read, query_statistics
+from massieu.probing.statistics.query_means import QueryResult, moments_read, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.stream.replay import HeadMaps, Replay, head_maps, write_maps
 from massieu.probing.stream.replays import Replays
@@ -425,7 +425,7 @@ class Reading(RunningParts):
 
     def _statistics(
         self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor, itself: bool, cut: bool = False
-    ) -> Queries:
+    ) -> QueryResult:
         """The per-query statistics that are wanted; one that fails is lost to every group that would take it.
 
         Args:

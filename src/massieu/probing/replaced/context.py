@@ -1,4 +1,4 @@
-"""`replaced`: inside it a model runs with another attention, and keeps all else."""
+"""`replaced`: a context in which a model runs with another attention; all else stays."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,7 @@ from massieu.probing.model.forward import uncompiled
 from massieu.probing.model.unwrap import unwrapped
 from massieu.probing.model.watching import hooked
 from massieu.probing.replaced.replacement import Replacement
-from massieu.probing.replaced.rules import Rule, Unchanged, made_of
+from massieu.probing.replaced.rules import Rule, Unchanged, rule_of
 
 Sites = Iterable[str] | Mapping[str, Iterable[int]]
 
@@ -58,8 +58,8 @@ def replaced(
         sites: names of attention modules, as `massieu.describe` lists them, or a mapping from names to heads; None is all.
 
     Raises:
-        InputError: an unknown rule or site, before anything runs; from the model's own call, a wanted site that cannot be
-            replaced, with its reason, or an output of the wrong shape; at the end, another thread used the model.
+        InputError: before anything runs, the rule or a site is unknown. From the model's call, a site cannot be replaced, or
+            the rule's output has the wrong shape. At the end, another thread used the model.
 
     Example:
         >>> import massieu
@@ -72,24 +72,28 @@ def replaced(
         True
     """
     inner = unwrapped(model)
-    made = made_of(_everywhere(rule) if isinstance(rule, Replacement) else rule)
-    chosen = _chosen(inner, sites)
-    silent = {inner.get_submodule("" if name == "itself" else name): name for name in silent_attention(inner, set())}
+    replacing = _Replacing(
+        inner,
+        rule_of(_rule_for_all(rule) if isinstance(rule, Replacement) else rule),
+        _heads_by_site(inner, sites),
+    )
+    # Modules that look like attention and are not captured: entering one tells that something was missed.
+    unread_names = silent_attention(inner, set())
+    unread = {inner.get_submodule("" if name == "itself" else name): name for name in unread_names}
     with ExitStack() as stack:
-        at_work = _Replacing(inner, made, chosen)
-        at_work.capture = stack.enter_context(capturing(inner, at_work.observe))
-        stack.enter_context(hooked(silent, before=lambda module, *_: at_work.entered.add(silent[module])))
-        stack.enter_context(hooked([inner], before=at_work.begin, after=at_work.end))
+        replacing.capture = stack.enter_context(capturing(inner, replacing.observe))
+        stack.enter_context(hooked(unread, before=lambda module, *_: replacing.entered.add(unread[module])))
+        stack.enter_context(hooked([inner], before=replacing.begin, after=replacing.end))
         stack.enter_context(uncompiled())
         yield
-        at_work.leave()
+        replacing.leave()
 
 
-def _everywhere(replacement: Replacement) -> Any:
-    """Its rule.
+def _rule_for_all(replacement: Replacement) -> Any:
+    """The rule of a replacement of all heads at once.
 
     Raises:
-        InputError: it is for one site or head at a time.
+        InputError: the replacement is for one site or head at a time.
     """
     if replacement.per != "all":
         raise InputError(
@@ -98,8 +102,8 @@ def _everywhere(replacement: Replacement) -> Any:
     return replacement.rule
 
 
-def _chosen(model: nn.Module, sites: Sites | None) -> dict[str, frozenset[int] | None] | None:
-    """Heads by the site's name, None for all of them; None for all sites."""
+def _heads_by_site(model: nn.Module, sites: Sites | None) -> dict[str, frozenset[int] | None] | None:
+    """The heads to replace by the site's name, None for all heads of a site; None for all sites."""
     if sites is None:
         return None
     if isinstance(sites, str):
@@ -107,91 +111,111 @@ def _chosen(model: nn.Module, sites: Sites | None) -> dict[str, frozenset[int] |
     if not isinstance(sites, Iterable):
         raise InputError(f"sites must be a list of names, or a mapping of names to heads, got {type(sites).__name__}")
     names = {name for name, _ in model.named_modules()}
-    chosen: dict[str, frozenset[int] | None] = {}
+    heads_by_site: dict[str, frozenset[int] | None] = {}
     for name in sites:
         if not isinstance(name, str) or name.partition(" (call ")[0] not in names:
             raise InputError(f"{type(model).__name__} has no module {name!r} to replace the attention of")
         heads = sites[name] if isinstance(sites, Mapping) else None
         if isinstance(heads, str) or not isinstance(heads, Iterable | None):
             raise InputError(f"heads of {name} must be a list of whole numbers from 0, got {heads!r}")
-        chosen[name] = None if heads is None else frozenset(heads)
-        if not all(isinstance(head, int) and not isinstance(head, bool) and head >= 0 for head in chosen[name] or ()):
-            raise InputError(
-                f"heads of {name} must be whole numbers from 0, got {sorted(map(str, chosen[name] or ()))}"
-            )
-    if not chosen or any(heads is not None and not heads for heads in chosen.values()):
+        heads_by_site[name] = None if heads is None else frozenset(heads)
+        numbers = heads_by_site[name] or ()
+        if not all(isinstance(head, int) and not isinstance(head, bool) and head >= 0 for head in numbers):
+            raise InputError(f"heads of {name} must be whole numbers from 0, got {sorted(map(str, numbers))}")
+    if not heads_by_site or any(heads is not None and not heads for heads in heads_by_site.values()):
         raise InputError(f"sites must name at least one attention site, got {sites!r}; None means all sites")
-    return chosen
+    return heads_by_site
 
 
 @dataclass(eq=False)
 class _Replacing:
-    """One context: which sites were replaced in the forward pass under way, and which are to be."""
+    """The state of one context.
+
+    Attributes:
+        heads_by_site: what is to be replaced, as `_heads_by_site` returns it.
+        replaced_names: names of the sites, and of their modules, that were replaced in the current forward pass.
+        entered: names of unread attention modules that were called in it.
+        ended: whether a forward pass of the whole model has ended.
+    """
 
     model: nn.Module
     rule: Rule
-    chosen: dict[str, frozenset[int] | None] | None
-    done: set[str] = field(default_factory=set)
+    heads_by_site: dict[str, frozenset[int] | None] | None
+    replaced_names: set[str] = field(default_factory=set)
     entered: set[str] = field(default_factory=set)
     capture: Capture = field(init=False)
     ended: bool = False
 
     def begin(self, *_: Any) -> None:
-        """A forward pass of the whole model numbers its calls anew."""
+        """A forward pass of the whole model begins, in which calls are numbered from 0 again."""
         self.capture.fired.clear()
-        self.done.clear()
+        self.replaced_names.clear()
         self.entered.clear()
 
     def observe(self, call: AttentionCall) -> Tensor | None:
+        """The output in place of the call's own; None to leave it."""
         name = call.site.name
-        if self.chosen is not None and name not in self.chosen and call.site.module_name not in self.chosen:
+        sites = self.heads_by_site
+        if sites is not None and name not in sites and call.site.module_name not in sites:
             return None
-        self.done |= {name, call.site.module_name}
+        self.replaced_names |= {name, call.site.module_name}
         if isinstance(self.rule, Unchanged):
             return None
-        heads = None if self.chosen is None else self.chosen.get(name, self.chosen.get(call.site.module_name))
-        found = self._applied(call)
+        heads = None if sites is None else sites.get(name, sites.get(call.site.module_name))
+        output = self._rule_output(call)
         if heads is None:
-            return found
+            return output
         count = call.output.shape[2]
         if max(heads, default=0) >= count:
             raise InputError(f"{name} has heads 0 to {count - 1}, and head {max(heads)} was to be replaced")
-        which = sorted(heads)
-        return call.output.index_copy(2, torch.tensor(which, device=call.output.device), found[:, :, which])
+        indices = sorted(heads)
+        # The other heads keep the model's own output, bit for bit.
+        return call.output.index_copy(2, torch.tensor(indices, device=call.output.device), output[:, :, indices])
 
-    def _applied(self, call: AttentionCall) -> Tensor:
-        found = self.rule(call)
-        if not isinstance(found, Tensor) or found.shape != call.output.shape:
-            given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    def _rule_output(self, call: AttentionCall) -> Tensor:
+        output = self.rule(call)
+        if not isinstance(output, Tensor) or output.shape != call.output.shape:
+            returned = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise InputError(
                 f"a rule must return outputs of shape {tuple(call.output.shape)} (batch, queries, heads, size of a value) for "
-                f"{call.site.name}, got {given}"
+                f"{call.site.name}, got {returned}"
             )
-        return found.to(call.output.dtype)
+        return output.to(call.output.dtype)
 
     def end(self, module: nn.Module, *_: Any) -> None:
-        """What was to be replaced and was not is named: the model's own attention in its place would go unnoticed."""
+        """Check that nothing was missed: the model's own attention in a rule's place would go unnoticed."""
         self.ended = True
         self._check(type(module).__name__)
 
     def leave(self) -> None:
-        """Where parts of the model were called alone, what could not be replaced is known now; as `end`."""
-        if not self.ended and (self.done or self.entered or self.capture.refused):
+        """Check at the end of the context, if only parts of the model were called in it."""
+        if not self.ended and (self.replaced_names or self.entered or self.capture.refused):
             self._check(type(self.model).__name__)
 
-    def _check(self, kind: str) -> None:
+    def _check(self, model_name: str) -> None:
+        """Check that every site that was to be replaced was.
+
+        Raises:
+            InputError: one was not.
+        """
         self.capture.finish()
-        refused, unseen = self.capture.refused, "it was not seen attending"
-        if self.chosen is None:
-            missed = {name or kind: reason for name, reason in refused.items()}
-            known = self.done | set(refused)
-            silent = [name for name in self.entered if not any(inside(k, name) or inside(name, k) for k in known)]
-            missed |= dict.fromkeys(silent, unseen)
-            if not self.done and not missed:
-                missed = {kind: unseen}
+        refused = self.capture.refused
+        not_seen = "it was not seen attending"
+        if self.heads_by_site is None:
+            missed = {name or model_name: reason for name, reason in refused.items()}
+            # An unread module may hold, or be part of, a module whose attention was captured.
+            accounted = self.replaced_names | set(refused)
+            unread = [
+                name
+                for name in self.entered
+                if not any(inside(other, name) or inside(name, other) for other in accounted)
+            ]
+            missed |= dict.fromkeys(unread, not_seen)
+            if not self.replaced_names and not missed:
+                missed = {model_name: not_seen}
         else:
-            left = [name for name in self.chosen if name not in self.done]
-            missed = {name: refused.get(name.partition(" (call ")[0], unseen) for name in left}
+            not_replaced = [name for name in self.heads_by_site if name not in self.replaced_names]
+            missed = {name: refused.get(name.partition(" (call ")[0], not_seen) for name in not_replaced}
         if missed:
             reasons = some([f"{name} ({reason})" for name, reason in missed.items()])
             raise InputError(f"attention cannot be replaced: {reasons}")

@@ -1,4 +1,4 @@
-"""Rules: what a head could write in place of its own output, computed from what its attention was given.
+"""Rules: what a head could write in place of its own output, computed from the inputs of its attention.
 
 A rule is called with an `AttentionCall` and returns outputs, (B, L, H, Dv). Masks, causality, caps of scores, learned sinks
 and grouped keys are the model's own; a query that sees no key gets 0. All but `Resampled` and `Received` are differentiable.
@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -20,15 +20,15 @@ from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.replaced.shared import (
     PAIRS,
     Outputs,
-    apart,
     attention_of,
     by_weights,
     narrowed,
     needs_scores,
     needs_values,
-    own_places,
+    of_query_heads,
+    one_query_per_item,
+    query_positions,
     real_queries,
-    repeated,
     settings_of,
     softmax,
 )
@@ -53,7 +53,7 @@ class Off:
     """0, or each head's mean output over a text.
 
     Attributes:
-        means: of each site, by its name (H, Dv); None is 0.
+        means: the mean outputs of each site's heads (H, Dv), by the site's name; None for 0.
     """
 
     name: ClassVar[str] = "off"
@@ -80,27 +80,33 @@ class Resampled:
         needs_values(call)
         if call.softcap is not None or call.sink is not None:
             raise InputError(f"{self.name} does not support soft-capped scores or sinks, and {call.site.name} has one")
-        how = {"scale": call.scale, "log_weight": call.log_weight, "is_causal": call.is_causal}
         drawn = ops.resample_attention(
-            call.query, call.key, call.value, generator=self.generator, draws=self.draws, **how
+            call.query,
+            call.key,
+            call.value,
+            generator=self.generator,
+            draws=self.draws,
+            scale=call.scale,
+            log_weight=call.log_weight,
+            is_causal=call.is_causal,
         )
         return drawn.sample.mean(-2).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Joint:
-    """One softmax over all pairs of a head and a key: heads share by their evidence Z, times their number (S14, E9).
+    """One softmax over all pairs of a head and a key: each head's output, times H Z_a / Σ_b Z_b (S14, E9).
 
-    Σ_a of the outputs is H times the exact gradient of the mixture of all heads, equal to that of attention where all
-    heads have one log Z.
+    The sum of the outputs is H times the exact gradient of the mixture of all heads. It is equal to that of attention where
+    all heads have one log Z.
     """
 
     name: ClassVar[str] = "joint"
 
     def __call__(self, call: AttentionCall) -> Outputs:
-        found = attention_of(call)
-        share = softmax(found.log_partition.transpose(1, 2)) * call.query.shape[1]
-        return share[..., None] * found.output.transpose(1, 2)
+        attention = attention_of(call)
+        share = softmax(attention.log_partition.transpose(1, 2)) * call.query.shape[1]  # over heads, (B, L, H)
+        return share[..., None] * attention.output.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class AtRest:
     """The value at the fixed point of z = (1 − α)·query + α·Σ p_n(z) key_n (B12).
 
     Attributes:
-        lost: for how many queries none was found, so that the last state was taken; the first time a warning says so.
+        lost: for how many queries no fixed point was found, so that the last state was taken; the first call with any warns.
     """
 
     name: ClassVar[str] = "implicit"
@@ -133,21 +139,24 @@ class AtRest:
     def __call__(self, call: AttentionCall) -> Outputs:
         needs_scores(self, call)
 
-        def pulled(point: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def retrieval_step(point: Tensor, query: Tensor, key: Tensor) -> Tensor:
             retrieved = ops.attention(point.to(key.dtype), key, key, **settings_of(call)).output
             return query + self.alpha * (retrieved.to(query.dtype) - query)
 
         start = call.query.to(torch.promote_types(call.query.dtype, torch.float32))
-        found = fixed_point(pulled, start, (start, call.key), item_dims=1, max_steps=1000, rtol=1e-6, throw=False)
-        lost = int((found.status != Status.CONVERGED).sum())
+        # Query and key are arguments, and not closed over, so that implicit gradients reach them.
+        solution = fixed_point(
+            retrieval_step, start, (start, call.key), item_dims=1, max_steps=1000, rtol=1e-6, throw=False
+        )
+        lost = int((solution.status != Status.CONVERGED).sum())
         if lost and not self.lost:
             warnings.warn(
-                f"{lost:,} of {found.status.numel():,} fixed points of {call.site.name} were not found, and the last state was "
-                "taken; a smaller alpha has one for each query",
+                f"{lost:,} of {solution.status.numel():,} fixed points of {call.site.name} were not found, and the last state "
+                "was taken; a smaller alpha has one for each query",
                 stacklevel=2,
             )
         self.lost += lost
-        return attention_of(call, found.value.to(call.query.dtype)).output.transpose(1, 2)
+        return attention_of(call, solution.value.to(call.query.dtype)).output.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -169,14 +178,14 @@ class TopK:
     keys: int
 
     def __call__(self, call: AttentionCall) -> Outputs:
-        def kept(logits: Tensor) -> Tensor:
-            keys = logits.shape[-1] - (call.sink is not None)
-            found = logits[..., :keys].topk(min(self.keys, keys), dim=-1).indices
-            keep = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, found, True)
+        def weights_of_largest(logits: Tensor) -> Tensor:
+            keys = logits.shape[-1] - (call.sink is not None)  # the last column is the sink's
+            largest = logits[..., :keys].topk(min(self.keys, keys), dim=-1).indices
+            keep = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, largest, True)
             keep[..., keys:] = True
             return softmax(logits.masked_fill(~keep, -torch.inf))
 
-        return by_weights(call, self, kept)
+        return by_weights(call, self, weights_of_largest)
 
 
 @dataclass(frozen=True)
@@ -187,13 +196,13 @@ class Window:
     tokens: int
 
     def __call__(self, call: AttentionCall) -> Outputs:
-        places = own_places(call)
-        if places is None:
+        positions = query_positions(call)
+        if positions is None:
             raise InputError(
                 f"{self.name} needs self-attention, and it is not known which of the {call.key.shape[2]} keys of "
                 f"{call.site.name} belong to its {call.query.shape[2]} queries"
             )
-        near = (places[:, None] - torch.arange(call.key.shape[2], device=places.device)).abs() < self.tokens
+        near = (positions[:, None] - torch.arange(call.key.shape[2], device=positions.device)).abs() < self.tokens
         return attention_of(call, keep=near).output.transpose(1, 2)
 
 
@@ -201,8 +210,8 @@ class Window:
 class Scaled:
     """Attention at c times its inverse temperature.
 
-    Terms of the scores that are computed from queries or keys, as of relative positions in DeBERTa and XLNet, are multiplied
-    with their product; masks and biases of positions alone are not, where they are known apart.
+    Terms of the scores that are computed from queries or keys, such as relative positions in DeBERTa and XLNet, are multiplied
+    too. Masks, and biases that depend on positions alone, are not, if they are known separately.
     """
 
     name: ClassVar[str] = "scale"
@@ -221,8 +230,8 @@ class Scaled:
 class ConditionalMean:
     """The conditional mean of a value given its key, by kernel ridge regression on the visible tokens (Z4, E19).
 
-    The kernel is exp(scale·a·b), attention's own, of keys about the mean of those that the query sees. Where queries see
-    different keys, as they do in causal attention, each has a system of its own: time N³ a query and a head.
+    The kernel is attention's own, exp(scale·a·b), of keys about the mean of the visible ones. Where queries see different
+    keys, as in causal attention, each query has a linear system of its own: time N³ for each query and head.
     """
 
     name: ClassVar[str] = "conditional_mean"
@@ -233,39 +242,44 @@ class ConditionalMean:
         needs_values(call)
         if call.softcap is not None or call.sink is not None:
             raise InputError(f"{self.name} does not support soft-capped scores or sinks, and {call.site.name} has one")
-        weight = call.log_weight
-        shared = weight is None or bool((weight == weight[:, :, :1]).all())
-        if shared and not call.is_causal:
-            return self._of_seen(call)
+        log_weight = call.log_weight
+        same_keys = log_weight is None or bool((log_weight == log_weight[:, :, :1]).all())
+        if same_keys and not call.is_causal:
+            return self._with_shared_keys(call)
         batch, heads, length = call.query.shape[:3]
-        at_once = max(1, PAIRS // max(batch * heads * call.key.shape[2] ** 2, 1))
-        places = torch.arange(length, device=call.query.device)
-        return torch.cat([self._of_seen(apart(call.at(each))).reshape(batch, len(each), heads, -1)
-                          for each in places.split(at_once)], 1)  # fmt: skip
+        queries_per_piece = max(1, PAIRS // max(batch * heads * call.key.shape[2] ** 2, 1))
+        outputs = []
+        for places in torch.arange(length, device=call.query.device).split(queries_per_piece):
+            output = self._with_shared_keys(one_query_per_item(call.at(places)))
+            outputs.append(output.reshape(batch, len(places), heads, -1))
+        return torch.cat(outputs, 1)
 
-    def _of_seen(self, call: AttentionCall) -> Outputs:
-        """Where all queries of an item see the same keys."""
-        query, key, value = (each.double() for each in (call.query, call.key, call.value))
-        weight = None if call.log_weight is None else call.log_weight[:, :, :1]
-        if weight is not None and weight.shape[1] not in (1, key.shape[1]):
-            key, value = repeated(key, call), repeated(value, call)
-        seen = call.visible()[:, :, :1].mT
-        key = torch.where(seen, key, 0.0)
+    def _with_shared_keys(self, call: AttentionCall) -> Outputs:
+        """The output where all queries of an item see the same keys."""
+        query = call.query.double()
+        key = call.key.double()
+        value = call.value.double()
+        log_weight = None if call.log_weight is None else call.log_weight[:, :, :1]
+        if log_weight is not None and log_weight.shape[1] not in (1, key.shape[1]):  # query heads see different keys
+            key = of_query_heads(key, call)
+            value = of_query_heads(value, call)
+        visible = call.visible()[:, :, :1].mT
+        key = torch.where(visible, key, 0.0)
         # The mean of the keys, which a softmax does not see, would be most of the kernel.
-        mean = key.sum(2, keepdim=True) / seen.sum(2, keepdim=True).clamp_min(1)
+        mean = key.sum(2, keepdim=True) / visible.sum(2, keepdim=True).clamp_min(1)
         kernel = ExponentialKernel.create(call.scale)
-        found = conditional_mean_attention(
-            query, torch.where(seen, key - mean, 0.0), value, kernel=kernel, ridge=self.ridge, log_weight=weight
+        result = conditional_mean_attention(
+            query, torch.where(visible, key - mean, 0.0), value, kernel=kernel, ridge=self.ridge, log_weight=log_weight
         )
-        return found.output.transpose(1, 2).to(call.output.dtype)
+        return result.output.transpose(1, 2).to(call.output.dtype)
 
 
 @dataclass(frozen=True)
 class Received:
     """Attention on keys whose mean weight, over the queries that see them, is at least a share of the mean key's.
 
-    A query keeps its own key, where it has one; padding is no query. What a key receives is known from the whole text, later
-    queries too, as caches that drop keys by their past attention do not know it.
+    A query keeps its own key, if it has one; padding does not count as a query. The weight that a key receives includes later
+    queries, which a cache that drops keys by their past attention cannot know.
     """
 
     name: ClassVar[str] = "received_at_least"
@@ -273,71 +287,93 @@ class Received:
 
     def __call__(self, call: AttentionCall) -> Outputs:
         with torch.no_grad():
-            places, visible = own_places(call), call.visible()
-            real = real_queries(visible, places)
+            positions = query_positions(call)
+            visible = call.visible()
+            real = real_queries(visible, positions)
             settings = settings_of(call)
             if real is not None:
                 visible = visible & real
                 settings |= {"log_weight": narrowed(call, real), "is_causal": False}
-            total = ops.attention_received(call.query, call.key, **settings).total
-            seen = visible.sum(2).clamp_min(1)  # by how many queries
-            fair = (visible / visible.sum(-1, keepdim=True).clamp_min(1)).sum(2)  # what a key gets of uniform attention
-            keep = (total / seen >= self.share * fair / seen)[:, :, None]
-            if places is not None:
-                keep = keep | (places[:, None] == torch.arange(call.key.shape[2], device=keep.device))
+            received = ops.attention_received(call.query, call.key, **settings).total
+            seeing_queries = visible.sum(2).clamp_min(1)
+            # What a key would receive if every query attended to its visible keys uniformly.
+            uniform = (visible / visible.sum(-1, keepdim=True).clamp_min(1)).sum(2)
+            keep = (received / seeing_queries >= self.share * uniform / seeing_queries)[:, :, None]
+            if positions is not None:
+                keep = keep | (positions[:, None] == torch.arange(call.key.shape[2], device=keep.device))
         return attention_of(call, keep=keep).output.transpose(1, 2)
 
 
-# --- as text -------------------------------------------------------------------------------------------------------------
+# --- Names of rules ------------------------------------------------------------------------------------------------------
 
-_NUMBERS: dict[str, tuple[Any, type, float, float | None, str]] = {
-    "resample": (Resampled, int, 1, None, "a number of draws"),
-    "steps": (Steps, int, 1, None, "a number of steps"),
-    "entmax": (Entmax, float, 1, None, "an exponent"),
-    "top_k": (TopK, int, 1, None, "a number of keys"),
-    "window": (Window, int, 1, None, "a number of tokens"),
-    "scale": (Scaled, float, 0, None, "a factor"),
-    "received_at_least": (Received, float, 0, None, "a share"),
-    "conditional_mean": (ConditionalMean, float, 0, 1.0, "a ridge"),
-    "implicit": (AtRest, float, 0, 0.5, "a pull"),
+
+@dataclass(frozen=True)
+class _NumberRule:
+    """A rule with one number, written as ``name(number)``.
+
+    Attributes:
+        number_type: int or float.
+        least: the smallest number.
+        meaning: of the number, for an error message.
+        default: None if the number must be given.
+        below: the number must be smaller than this.
+    """
+
+    create: Any
+    number_type: type
+    least: float
+    meaning: str
+    default: float | None = None
+    below: float = math.inf
+
+
+_NUMBER_RULES = {
+    "resample": _NumberRule(Resampled, int, 1, "a number of draws"),
+    "steps": _NumberRule(Steps, int, 1, "a number of steps"),
+    "entmax": _NumberRule(Entmax, float, 1, "an exponent"),
+    "top_k": _NumberRule(TopK, int, 1, "a number of keys"),
+    "window": _NumberRule(Window, int, 1, "a number of tokens"),
+    "scale": _NumberRule(Scaled, float, 0, "a factor"),
+    "received_at_least": _NumberRule(Received, float, 0, "a share"),
+    "conditional_mean": _NumberRule(ConditionalMean, float, 0, "a ridge", default=1.0),
+    "implicit": _NumberRule(AtRest, float, 0, "a pull", default=0.5, below=1),
 }
-"""Rules of one number: its type, the least that it may be, its default, and what it is."""
-_PLAIN = {"identity": Unchanged, "off": Off, "joint": Joint}
+_RULES_WITHOUT_NUMBER = {"identity": Unchanged, "off": Off, "joint": Joint}
 MEAN = "off(mean)"
+"""The rule `Off` with means, which a probe measures first."""
 
 
 def parse(text: str) -> Rule:
-    """The rule that a text such as ``"top_k(8)"`` stands for; `MEAN` needs means, and is none of them.
+    """The rule with a name such as ``"top_k(8)"``; not `MEAN`, which needs means.
 
     Raises:
         InputError: there is no such rule, or its number is missing or out of its range.
     """
     name, bracket, rest = text.strip().partition("(")
-    if not bracket and name in _PLAIN:
-        return _PLAIN[name]()
-    if name not in _NUMBERS or (bracket and not rest.endswith(")")):
-        raise InputError(
-            f"unknown rule {text!r}; known are {', '.join([*_PLAIN, MEAN, *(f'{n}(…)' for n in _NUMBERS)])}"
-        )
-    made, kind, least, default, what = _NUMBERS[name]
-    given, most = rest[:-1].strip(), 1 if name == "implicit" else math.inf
-    if not given and default is not None:
-        return made(default)
+    if not bracket and name in _RULES_WITHOUT_NUMBER:
+        return _RULES_WITHOUT_NUMBER[name]()
+    if name not in _NUMBER_RULES or (bracket and not rest.endswith(")")):
+        names = [*_RULES_WITHOUT_NUMBER, MEAN, *(f"{name}(…)" for name in _NUMBER_RULES)]
+        raise InputError(f"unknown rule {text!r}; known are {', '.join(names)}")
+    rule = _NUMBER_RULES[name]
+    argument = rest[:-1].strip()
+    if not argument and rule.default is not None:
+        return rule.create(rule.default)
     try:
-        number = kind(given)
+        number = rule.number_type(argument)
     except ValueError:
-        number = math.nan
-    if not least <= number < most:
-        below = "" if most == math.inf else f" and below {most}"
-        raise InputError(f"{name} needs {what}, at least {least}{below}, got {given or 'nothing'}")
-    return made(number)
+        number = math.nan  # fails the comparison below
+    if not rule.least <= number < rule.below:
+        below = "" if rule.below == math.inf else f" and below {rule.below}"
+        raise InputError(f"{name} needs {rule.meaning}, at least {rule.least}{below}, got {argument or 'nothing'}")
+    return rule.create(number)
 
 
-def made_of(rule: Any) -> Rule:
-    """A rule, from its text where it is one.
+def rule_of(rule: Any) -> Rule:
+    """A rule, from its name or from a function.
 
     Raises:
-        InputError: as `parse`; a rule that needs a text to be measured on, or is no function.
+        InputError: as `parse`; `MEAN`, which needs means of a text; or something else than a name or a function.
     """
     if isinstance(rule, str):
         if rule.strip() == MEAN:
@@ -345,5 +381,4 @@ def made_of(rule: Any) -> Rule:
         return parse(rule)
     if not callable(rule):
         raise InputError(f"a rule must be a text or a function of an attention call, got {type(rule).__name__}")
-    made: Any = rule
-    return made
+    return cast(Rule, rule)

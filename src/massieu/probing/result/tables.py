@@ -9,7 +9,7 @@ import numpy as np
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.result.long_table import TableBuilder
 from massieu.probing.statistics.group import Row, RowPlace, RunningRatio
-from massieu.probing.statistics.registry import ASKED
+from massieu.probing.statistics.registry import QUESTION_GROUPS
 from massieu.probing.sums.accumulate import Ratio, block_sums
 from massieu.probing.sums.comparisons import Arrangement, BesideRandom, RandomModels, both, with_their_tails
 from massieu.probing.sums.significance import benjamini_hochberg, difference_p
@@ -53,7 +53,7 @@ class Tests:
         families: dict[str, list[tuple[str, _Test, np.ndarray]]] = {}
         for name, tests in self._tests.items():
             group = self._statistics[name].group
-            family = families.setdefault(group if group in ASKED else name, [])
+            family = families.setdefault(group if group in QUESTION_GROUPS else name, [])
             family += [(name, test, p) for test, p in zip(tests, _p_values(tests), strict=True)]
         for family in families.values():
             adjusted = benjamini_hochberg(np.concatenate([p for _, _, p in family]))
@@ -108,9 +108,9 @@ class Tables:
             arrangements: by an attention site's name, which of its heads may be exchanged.
         """
         found = cls(TableBuilder(), TableBuilder())
-        known = [row for row in rows if row.statistic in wanted and np.any(row.found.count > 0)]
+        known = [row for row in rows if row.statistic in wanted and np.any(row.estimate.count > 0)]
         for row in sorted(known, key=lambda row: (row.place.scope, row.place.order)):
-            found._add(row.place, row.name, row.found)
+            found._add(row.place, row.name, row.estimate)
         for scope in ("head", "layer"):
             found._add_tests([row for row in known if row.place.scope == scope], wanted, draws, arrangements)
         return found
@@ -140,9 +140,11 @@ class Tables:
             numbers, compared = _of_random_models(draws, row), None
             if numbers is not None:
                 arrangement = arrangements.get(row.place.name, Arrangement(1))
-                compared = BesideRandom.of(row.found, numbers, statistic, arrangement)
-                self._add(row.place, f"{row.statistic}/reinitialised", _law(compared, row.found.count))
-            tests.add(row.statistic, row.place, row.found, compared, [] if control is None else [_null(row, control)])
+                compared = BesideRandom.of(row.estimate, numbers, statistic, arrangement)
+                self._add(row.place, f"{row.statistic}/reinitialised", _law(compared, row.estimate.count))
+            tests.add(
+                row.statistic, row.place, row.estimate, compared, [] if control is None else [_null(row, control)]
+            )
         for place, name, p, q in tests.results():
             for part, found in (("p_value", p), ("q_value", q)):
                 nothing = np.full_like(found, np.nan)
@@ -159,8 +161,8 @@ def _of_random_models(draws: RandomModels | None, row: Row) -> np.ndarray | None
 def _null(own: Row, control: Row) -> Null:
     """A control's values, and the p-values against it."""
     if control.p_value is not None:
-        return control.found.value, control.p_value
-    left, right = own.found, control.found
+        return control.estimate.value, control.p_value
+    left, right = own.estimate, control.estimate
     p = difference_p(left.value, left.standard_error, left.degrees, right.value, right.standard_error, right.degrees)
     return right.value, p
 
@@ -169,8 +171,8 @@ def values(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, np.ndarray]]]:
     """The numbers by scope, place and statistic: those that the law of random models is made of."""
     found: dict[str, dict[str, dict[str, np.ndarray]]] = {"head": {}, "layer": {}}
     for row in rows:
-        if not row.part and np.isfinite(row.found.value).any():
-            numbers = np.array(row.found.value, dtype=np.float64)
+        if not row.part and np.isfinite(row.estimate.value).any():
+            numbers = np.array(row.estimate.value, dtype=np.float64)
             found[row.place.scope].setdefault(row.place.name, {})[row.statistic] = numbers
     return found
 

@@ -177,7 +177,7 @@ class Session(SessionRecord):
         if self.writer is not None:
             self.writer.batch = self.batches
         if self.effects is not None and ranks:
-            self.effects.keep(rows_of_batch(inputs, list(ranks), rows), [numbers[row] for row in ranks])
+            self.effects.sample(rows_of_batch(inputs, list(ranks), rows), [numbers[row] for row in ranks])
         marks, target = special
         separable = self.reading.layout.separable
         alone = (lambda row: rows_of_batch(inputs, [row], rows)) if separable else None

@@ -146,7 +146,7 @@ class SessionRecord:
 
     def _tell_of_nothing(self, rows: Sequence[Row]) -> None:
         """Warn of statistics of the user's own that have no number anywhere."""
-        having = {row.statistic for row in rows if np.any(row.found.count > 0)}
+        having = {row.statistic for row in rows if np.any(row.estimate.count > 0)}
         for name in self.options.catalogue.own:
             if name not in having and name not in self.reading.failed:
                 self.warnings.append(f"{name} has no number: it was defined nowhere in what was read")

@@ -99,7 +99,7 @@ class Opening:
         )
         if self.sharing is not None:
             self.sharing.check(batches)
-        return loaded, Input(batches, data.said, data.filled, length, tokenizer, window)
+        return loaded, Input(batches, data.description, data.filled, length, tokenizer, window)
 
     def _of_pairs(self, data: Pairs) -> tuple[LoadedModel, Input]:
         loaded, tokenizer = self._with_tokenizer(data)
@@ -111,7 +111,7 @@ class Opening:
         batches = PairBatches(tokenizer, data.read, loaded.module, loaded.name, **sizes)
         if self.sharing is not None:
             self.sharing.check(batches)
-        return loaded, Input(batches, data.said, False, length, tokenizer, window)
+        return loaded, Input(batches, data.description, False, length, tokenizer, window)
 
     def _of_batches(self, data: Batches) -> tuple[LoadedModel, Input]:
         tokenizer = self._named(data.tokenizer)
@@ -133,7 +133,7 @@ class Opening:
             processor = processor_of(name, self.model.revision, self.trust_remote_code)
         loaded = reads_images(loaded, processor, data.captions)
         batches = ImageBatches(processor, data.pictures, data.captions, self.batch_size)
-        return loaded, Input(batches, data.said, False, DEFAULT_LENGTH, getattr(processor, "tokenizer", None))
+        return loaded, Input(batches, data.description, False, DEFAULT_LENGTH, getattr(processor, "tokenizer", None))
 
     def _with_tokenizer(self, data: Text | Pairs) -> tuple[LoadedModel, Any]:
         """The model that is to read text, once the text was looked at, and the tokenizer that was given."""

@@ -29,18 +29,35 @@ from massieu.probing.statistics.own_groups import OwnSteps, OwnWindows
 # isort: on
 from massieu.probing.statistics.group import Group
 
-_KINDS: tuple[type[Group], ...] = (
-    *(AttentionGroup, ValuesGroup, ClimbGroup, MapsGroup, ExpansionGroup, RepeatedGroup, MemoryGroup, FeedForwardGroup),
-    *(ConditionalMeanGroup, KeyDensityGroup, JointGroup, UncertaintyGroup, MetricGroup, FlowGroup, ResidualGroup),
-    *(TapGroup, ResponseGroup, SymmetryGroup, OwnWindows, OwnSteps),
+_GROUP_CLASSES: tuple[type[Group], ...] = (
+    AttentionGroup,
+    ValuesGroup,
+    ClimbGroup,
+    MapsGroup,
+    ExpansionGroup,
+    RepeatedGroup,
+    MemoryGroup,
+    FeedForwardGroup,
+    ConditionalMeanGroup,
+    KeyDensityGroup,
+    JointGroup,
+    UncertaintyGroup,
+    MetricGroup,
+    FlowGroup,
+    ResidualGroup,
+    TapGroup,
+    ResponseGroup,
+    SymmetryGroup,
+    OwnWindows,
+    OwnSteps,
 )
-"""Those that are read with the text; replaced attention is measured after it (`massieu.probing.replaced`)."""
+"""Groups that are measured while the text is read; replaced attention is measured after it (`massieu.probing.replaced`)."""
 
 
-def groups_of(names: Collection[str], own: Mapping[str, type[Group]] = MappingProxyType({})) -> list[Group]:
-    """New groups of these names, of which nothing is measured yet.
+def groups_of(names: Collection[str], own_groups: Mapping[str, type[Group]] = MappingProxyType({})) -> list[Group]:
+    """New groups of these names, without any measurement yet.
 
     Args:
-        own: the user's own groups, by name.
+        own_groups: the user's own groups, by name.
     """
-    return [kind() for kind in (*_KINDS, *own.values()) if kind.name in names]
+    return [group() for group in (*_GROUP_CLASSES, *own_groups.values()) if group.name in names]

@@ -1,7 +1,7 @@
 """What a head's attention looks like: log Z, entropy, weights and scores of every real query (claims S1, S8, S10, S25).
 
-Each function is a statistic. It gives a number for each query (B, H, L), or these and where they are defined, or None where
-the statistic has no meaning; what is said of it stands above it, and its docstring is the question that it answers.
+Each function is a statistic. It returns a number for each query (B, H, L), or a pair of these and of where they are defined,
+or None where the statistic has no meaning. Its metadata stands above it; its docstring is the question that it answers.
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,8 @@ def selective_log_partition(reading: QueryReading) -> Tensor:
 )
 def log_partition(reading: QueryReading) -> Tensor:
     """What is the log-normaliser of the softmax, as the model computes it?"""
-    raw, sink = reading.raw_log_partition, reading.call.sink_logits
+    raw = reading.raw_log_partition
+    sink = reading.call.sink_logits
     return raw if sink is None else torch.logaddexp(raw, sink)
 
 
@@ -194,9 +195,9 @@ def weight_previous(reading: QueryReading) -> tuple[Tensor, Tensor] | None:
     """How much does a token attend to the token before it?"""
     if not reading.itself:
         return None
-    places = reading.positions
-    seen = (places > 0) & reading.keys.real[:, (places - 1).clamp_min(0)]
-    return reading.weight_before(1), seen[:, None]
+    positions = reading.positions
+    has_previous = (positions > 0) & reading.keys.real[:, (positions - 1).clamp_min(0)]
+    return reading.weight_before(1), has_previous[:, None]
 
 
 @_per_query(
@@ -225,13 +226,14 @@ class AttentionGroup(Group):
         names = names_with_controls(functions)
         self.sites = [AttentionStatistics(names, info.heads, model.units, model.max_length) for info in model.sites]
         self.extremes = [Extremes(info.heads) for info in model.sites]
-        split = sorted(name for name, function in functions.items() if function.needs_scores)
+        of_scores = sorted(name for name, function in functions.items() if function.needs_scores)
         for info in model.sites:
-            for name in split if info.grade == "scores" else ():
-                self.missing(info.site.name, name, SCORES_ONLY)
+            if info.grade == "scores":  # scores are known only together with log-weights
+                for name in of_scores:
+                    self.missing(info.site.name, name, SCORES_ONLY)
 
     def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
-        """Say where special tokens are not known."""
+        """Record where special tokens are not known."""
         unknown = tokens.queries.special is None or tokens.keys.special is None
         if unknown and self.model.wants(weight_special.__name__):
             reason = "the batches do not say which tokens are special"
@@ -239,20 +241,22 @@ class AttentionGroup(Group):
 
     def on_queries(self, queries: CallQueries) -> None:
         """Add the numbers of a call's queries."""
-        index, places = queries.info.index, queries.places
+        index = queries.info.index
+        places = queries.places
         positions = None if places is None else places.positions
-        self.sites[index].update(queries.found, positions, queries.rows, queries.numbers)
+        self.sites[index].update(queries.result, positions, queries.rows, queries.numbers)
         if places is not None and queries.call is not None:
-            self.extremes[index].update(queries.found, queries.call, places)
+            self.extremes[index].update(queries.result, queries.call, places)
 
     def rows(self) -> Iterator[Row]:
-        """Each statistic's mean, and what its law over tokens looks like."""
+        """Each statistic's mean, its halves and control, spreads, means in bins, and extremes."""
         for info, results, extremes in zip(self.model.sites, self.sites, self.extremes, strict=True):
-            place, parts = RowPlace.of_site(info), RatioParts(results.ratio)
+            place = RowPlace.of_site(info)
+            parts = RatioParts(results.ratio)
             for index, name in enumerate(results.names):
-                own, _, control = name.partition("/")
+                statistic_name, _, control = name.partition("/")
                 if control:
-                    yield Row(place, own, control, parts.at(index))
+                    yield Row(place, statistic_name, control, parts.at(index))
                 else:
                     yield from rows_of(place, name, parts, index)
             for name, spread in results.spreads.items():
@@ -278,10 +282,10 @@ class AttentionGroup(Group):
             yield from ((info, head, int(count)) for head, count in enumerate(results.broken.counts) if count)
 
     def details(self) -> dict[str, Any]:
-        """Histograms, and where the extremes of each head stand."""
+        """Histograms, and the places of each head's extremes."""
         histograms: dict[str, Any] = {}
         for name, first in self.sites[0].histograms.items():
-            counts = {str(i): results.histograms[name].counts.tolist() for i, results in enumerate(self.sites)}
+            counts = {str(index): results.histograms[name].counts.tolist() for index, results in enumerate(self.sites)}
             if self.measures(name):
                 histograms[name] = {"edges": first.edges.round(6).tolist(), "counts": counts}
         return {"histograms": histograms, "extremes": list(self._extremes())}
@@ -292,8 +296,8 @@ class AttentionGroup(Group):
                 if not self.measures(name):
                     continue
                 for head in np.nonzero(np.isfinite(extremes.best[row]))[0]:
-                    where = dict(zip(PLACES, map(int, extremes.places[row, head]), strict=True))
-                    yield {"site": info.site.name, "head": int(head), "statistic": f"{name}/{end}", **where}
+                    place = dict(zip(PLACES, map(int, extremes.places[row, head]), strict=True))
+                    yield {"site": info.site.name, "head": int(head), "statistic": f"{name}/{end}", **place}
 
 
 def _bins(place: RowPlace, results: AttentionStatistics) -> Iterator[Row]:

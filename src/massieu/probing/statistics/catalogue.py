@@ -1,4 +1,4 @@
-"""What one run measures: the statistics that it knows, the package's and the user's own, and those of them that are wanted."""
+"""What one run measures: the statistics that it knows, the package's and the user's own, and the selected ones."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ from massieu.probing.statistics.registry import (
 from massieu.storage.record import Statistic
 
 Named = str | OwnStatistic | Callable[..., Any] | type[Group]
-"""How a statistic is asked for: by the name of it or of its group, or as a function or a `Group` of the user's own."""
+"""How a user names statistics: by the name of one or of its group, or as a function or a `Group` of their own."""
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The statistics that a run knows. What one run is given is not known to another.
+    """The statistics that a run knows. Those of the user's own are known to the run that they were passed to alone.
 
     Attributes:
         own: functions of the user's own, by their names.
@@ -39,26 +39,33 @@ class Catalogue:
     @property
     def statistics(self) -> Mapping[str, Statistic]:
         """All of them, by name: the package's first."""
-        own = {name: each.said for name, each in self.own.items()}
-        return STATISTICS | own | {each.name: each for group in self.groups.values() for each in group.statistics}
+        own = {name: statistic.metadata for name, statistic in self.own.items()}
+        of_groups = {statistic.name: statistic for group in self.groups.values() for statistic in group.statistics}
+        return STATISTICS | own | of_groups
 
     @property
     def query_functions(self) -> dict[str, QueryFunction]:
         """The statistics of queries, by name."""
-        found = {
+        functions = {
             name: QueryFunction(measure, moments_of([name]), name in NEEDS_SCORES)
             for name, measure in REGISTER.functions.items()
         }
-        for name, each in self.own.items():
-            if each.of == "queries":
-                control = None if each.control is None else (each.control.__name__, each.control)
-                share = each.said.scale == "share"
-                found[name] = QueryFunction(each.function, each.moments, each.needs_scores, control, True, share)
-        return found
+        for name, statistic in self.own.items():
+            if statistic.of == "queries":
+                control = None if statistic.control is None else (statistic.control.__name__, statistic.control)
+                functions[name] = QueryFunction(
+                    statistic.function,
+                    statistic.moments,
+                    statistic.needs_scores,
+                    control,
+                    own=True,
+                    share=statistic.metadata.scale == "share",
+                )
+        return functions
 
     def digests(self) -> dict[str, str]:
-        """Of the code of all that is the user's own, by name."""
-        own = {name: each.digest() for name, each in self.own.items()}
+        """Digests of the code of all statistics and groups of the user's own, by name."""
+        own = {name: statistic.digest() for name, statistic in self.own.items()}
         return own | {name: digest_of([group], repr(group.statistics)) for name, group in self.groups.items()}
 
 
@@ -73,103 +80,110 @@ class Selection:
     Attributes:
         names: the statistics to report.
         groups: the groups to compute.
-        asked: the names that were given; None where none were.
+        requested: the names that the user gave; None if the user named none.
     """
 
     catalogue: Catalogue
     names: frozenset[str]
     groups: frozenset[str]
-    asked: list[str] | None
+    requested: list[str] | None
 
     @property
     def named(self) -> bool:
-        """Whether they were named; else they are all that is not `OPT_IN`."""
-        return self.asked is not None
+        """Whether the user named statistics; else the selection is every group that is not `OPT_IN`."""
+        return self.requested is not None
 
     @classmethod
-    def of(cls, asked: Iterable[Named] | None) -> "Selection":
-        """What was asked for. A group's name selects all of it; None selects all groups that are not `OPT_IN`.
+    def of(cls, requested: Iterable[Named] | None) -> "Selection":
+        """Select statistics. A group's name selects all of it; None selects every group that is not `OPT_IN`.
 
         Raises:
             InputError: a name is neither a statistic nor a group (the message lists the known ones), nothing was named, or
                 two statistics have one name.
         """
-        if asked is None:
+        if requested is None:
             groups = frozenset(GROUPS) - OPT_IN
-            names = frozenset(name for name, each in STATISTICS.items() if each.group in groups)
+            names = frozenset(name for name, statistic in STATISTICS.items() if statistic.group in groups)
             return cls(PACKAGE, names, groups, None)
-        if isinstance(asked, str) or not isinstance(asked, Iterable):
-            raise InputError(f"statistics must be a list of names and functions, got {asked!r}")
-        asked = list(asked)
-        catalogue = _catalogue_of([each for each in asked if not isinstance(each, str)])
-        wanted = {name for each in asked if isinstance(each, str) for name in _members(each)}
-        wanted |= catalogue.own.keys() | {said.name for group in catalogue.groups.values() for said in group.statistics}
-        if not wanted:
+        if isinstance(requested, str) or not isinstance(requested, Iterable):
+            raise InputError(f"statistics must be a list of names and functions, got {requested!r}")
+        requested = list(requested)
+        catalogue = _catalogue_of([item for item in requested if not isinstance(item, str)])
+        selected = {name for item in requested if isinstance(item, str) for name in _members(item)}
+        selected |= catalogue.own.keys()
+        selected |= {statistic.name for group in catalogue.groups.values() for statistic in group.statistics}
+        if not selected:
             raise InputError("no statistic was named; leave the option out to compute all of them")
-        groups = frozenset(catalogue.statistics[name].group for name in wanted)
-        return cls(
-            catalogue, frozenset(wanted), groups, [each if isinstance(each, str) else _name_of(each) for each in asked]
-        )
+        groups = frozenset(catalogue.statistics[name].group for name in selected)
+        names_requested = [item if isinstance(item, str) else _name_of(item) for item in requested]
+        return cls(catalogue, frozenset(selected), groups, names_requested)
 
     def others(self) -> frozenset[str]:
         """The statistics that are not of queries."""
-        known = self.catalogue.statistics
-        return frozenset(name for name in self.names if known[name].group != ATTENTION)
+        statistics = self.catalogue.statistics
+        return frozenset(name for name in self.names if statistics[name].group != ATTENTION)
 
 
 def _members(name: str) -> list[str]:
-    """The statistics of the package that have this name, or the name of whose group it is."""
-    members = [each.name for each in STATISTICS.values() if name in (each.name, each.group)]
+    """The package's statistics with this name, or of the group with this name."""
+    members = [statistic.name for statistic in STATISTICS.values() if name in (statistic.name, statistic.group)]
     if not members:
-        known = ", ".join([*GROUPS, *STATISTICS])
+        known_names = ", ".join([*GROUPS, *STATISTICS])
         raise InputError(
-            f"unknown statistic {name!r}; known are the groups and statistics: {known}; one of your own is given as a "
+            f"unknown statistic {name!r}; known are the groups and statistics: {known_names}; one of your own is given as a "
             "function, on the command line as FILE.py:NAME"
         )
     return members
 
 
-def _catalogue_of(given: Sequence[object]) -> Catalogue:
+def _catalogue_of(items: Sequence[object]) -> Catalogue:
+    """The catalogue with these functions and groups of the user's own."""
     own: dict[str, OwnStatistic] = {}
     groups: dict[str, type[Group]] = {}
-    for each in given:
-        if isinstance(each, type) and issubclass(each, Group):
-            _check_group(each)
-            _check_free(each.name, groups)
-            groups[each.name] = each
+    for item in items:
+        if isinstance(item, type) and issubclass(item, Group):
+            _check_group(item)
+            _check_free(item.name, groups)
+            groups[item.name] = item
         else:
-            one = as_own(each)
-            _check_free(one.name, own)
-            own[one.name] = one
-    taken: dict[str, object] = dict(own)
+            own_statistic = as_own(item)
+            _check_free(own_statistic.name, own)
+            own[own_statistic.name] = own_statistic
+    used: dict[str, object] = dict(own)
     for group in groups.values():
-        for said in group.statistics:
-            _check_free(said.name, taken)
-            taken[said.name] = said
+        for statistic in group.statistics:
+            _check_free(statistic.name, used)
+            used[statistic.name] = statistic
     return Catalogue(own, groups)
 
 
-def _name_of(given: Any) -> str:
-    return given.name if isinstance(given, OwnStatistic | type) else as_own(given).name
+def _name_of(item: Any) -> str:
+    return item.name if isinstance(item, OwnStatistic | type) else as_own(item).name
 
 
-def _check_free(name: str, taken: Mapping[str, object]) -> None:
-    if name in taken:
+def _check_free(name: str, used: Mapping[str, object]) -> None:
+    if name in used:
         raise InputError(f"two statistics are called {name}; give one of them another name, by name=")
 
 
 def _check_group(group: type[Group]) -> None:
-    called = group.__name__
+    """Check the class attributes of a group of the user's own."""
+    class_name = group.__name__
     if not isinstance(getattr(group, "name", None), str) or not group.name.isidentifier():
-        raise InputError(f'the group {called} needs a name, one word: name = "…" in its class')
+        raise InputError(f'the group {class_name} needs a name, one word: name = "…" in its class')
     if group.name in (*GROUPS, *STATISTICS):
-        raise InputError(f"{group.name} is the name of one of the package's own; give the group {called} another one")
-    if not group.statistics or not all(isinstance(each, Statistic) for each in group.statistics):
-        raise InputError(f"the group {called} needs statistics, a tuple of massieu.probing.Statistic")
-    if not isinstance(group.events, frozenset) or not all(isinstance(each, Event) for each in group.events):
-        raise InputError(f"the group {called} needs events, a frozenset of massieu.probing.Event, got {group.events!r}")
-    for each in group.statistics:
-        if each.name in STATISTICS or each.name in GROUPS:
-            raise InputError(f"{each.name} is the name of one of the package's own statistics; give another one")
-        if each.group != group.name:
-            raise InputError(f"the statistic {each.name} says that its group is {each.group!r}, and not {group.name!r}")
+        raise InputError(
+            f"{group.name} is the name of one of the package's own; give the group {class_name} another one"
+        )
+    if not group.statistics or not all(isinstance(statistic, Statistic) for statistic in group.statistics):
+        raise InputError(f"the group {class_name} needs statistics, a tuple of massieu.probing.Statistic")
+    if not isinstance(group.events, frozenset) or not all(isinstance(event, Event) for event in group.events):
+        raise InputError(
+            f"the group {class_name} needs events, a frozenset of massieu.probing.Event, got {group.events!r}"
+        )
+    for statistic in group.statistics:
+        name = statistic.name
+        if name in STATISTICS or name in GROUPS:
+            raise InputError(f"{name} is the name of one of the package's own statistics; give another one")
+        if statistic.group != group.name:
+            raise InputError(f"the statistic {name} says that its group is {statistic.group!r}, and not {group.name!r}")

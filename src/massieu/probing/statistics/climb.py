@@ -1,10 +1,10 @@
 """Does a head climb its own log Z? (claims S12, S25; experiment E2)
 
-The head's keys are frozen; its query is moved along what the head wrote into the residual stream, or along the whole
+The head's keys are held fixed. Its query is moved along what the head wrote into the residual stream, or along the whole
 attention update. Any change of log Z splits into a common part (all scores rise alike, attention unchanged) and a
-selective part (attention sharpens or flattens); only the second is free of the choice of the key origin. Slopes come
-from two gradients per head, whole steps from replays. Controls: a random direction of the same length, and the writes
-of the other heads of the layer.
+selective part (attention sharpens or flattens); only the second is independent of the key origin. Slopes come from two
+gradients per head, whole steps from replays. Controls: a random direction of the same length, and the writes of the other
+heads of the layer.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from massieu.probing.statistics.group import (
     rows_of,
 )
 from massieu.probing.statistics.registry import CLIMB, SHIM, STATISTICS, Register
-from massieu.probing.statistics.values import TOGETHER, writes_at
+from massieu.probing.statistics.values import NUMBERS_PER_PIECE, writes_at
 from massieu.probing.stream.replay import Replay, why_no_writes
 from massieu.probing.stream.replays import why_no_replay
 from massieu.probing.stream.wiring import AttentionRead, Step
@@ -42,12 +42,13 @@ from massieu.probing.sums.units import Estimate, Units
 
 CONTROL_SHARE = 8  # whole-step controls run on every eighth sampled query
 _KEYS_HELD = "Keys and values are held fixed while the query moves; in the model they move too."
-_WHO = {
+_MOVER_TITLES = {
     "own_write": "The head's own write",
     "update": "The whole attention update",
     "update_without_bias": "The attention update without output bias",
 }
-MOVERS = tuple(_WHO)
+MOVERS = tuple(_MOVER_TITLES)
+"""The vectors along which the query is moved."""
 
 
 class _Slopes(NamedTuple):
@@ -68,17 +69,19 @@ class _Changes(NamedTuple):
 Part = Callable[[Any], Tensor]
 """A function of slopes or of changes."""
 REGISTER = Register[Part](CLIMB)
-_SAID: dict[Part, dict[str, Any]] = {}
+_METADATA: dict[Part, dict[str, Any]] = {}
+"""Arguments of `Register.statistic` for each part, before they are filled in for each mover."""
 
 
-def _part(title: str, **said: Any) -> Callable[[Part], Part]:
-    """One part of the climb: a statistic for each mover, whose name takes the place of {who} and {step} in its texts."""
+def _part(title: str, **metadata: Any) -> Callable[[Part], Part]:
+    """Declare one part of the climb: a statistic for each mover, whose title replaces {who} and {step} in its texts."""
 
-    def keep(part: Part) -> Part:
-        _SAID[part] = {"caveat": None if "gauge_dependent" in said else _KEYS_HELD} | said | {"title": title}
+    def declare(part: Part) -> Part:
+        caveat = None if "gauge_dependent" in metadata else _KEYS_HELD
+        _METADATA[part] = {"caveat": caveat} | metadata | {"title": title}
         return part
 
-    return keep
+    return declare
 
 
 _selective = partial(_part, claim="S12, S25, E2", paper=SHIM)
@@ -86,7 +89,7 @@ _common = partial(_part, claim="S25", unit="nats", gauge_dependent=True)
 
 
 def _positive(change: Tensor) -> Tensor:
-    """1 where a change is positive, 0 where it is not, NaN where it is none."""
+    """1 where a change is positive, 0 where it is not, NaN where it is NaN."""
     return torch.where(change.isnan(), change, (change > 0).to(change))
 
 
@@ -147,25 +150,40 @@ def step_log_partition(change: _Changes) -> Tensor:
     return change.raw
 
 
-_SLOPES, _STEPS = (
-    {part.__name__: part for part in _SAID if part.__name__.startswith("step_") == whole} for whole in (False, True)
-)
+_SLOPES = {part.__name__: part for part in _METADATA if not part.__name__.startswith("step_")}
+_STEPS = {part.__name__: part for part in _METADATA if part.__name__.startswith("step_")}
 PARTS = (*_SLOPES, *_STEPS)
-for _mover, _who in _WHO.items():
-    for _part_of_it, _said in _SAID.items():
-        REGISTER.statistic(
-            **_said | {"title": _said["title"].format(who=_who)},
-            name=f"{_mover}_{_part_of_it.__name__}",
-            question=(_part_of_it.__doc__ or "").format(step=_who.lower()),
-            control="mismatched" if _mover == "own_write" else "random",
-            signed=True,
-        )(_part_of_it)
+"""Names of the parts: those of slopes, then those of whole steps."""
+
+
+def _register_for_every_mover() -> None:
+    """Register each part once for each mover."""
+    for mover, mover_title in _MOVER_TITLES.items():
+        for part, metadata in _METADATA.items():
+            register = REGISTER.statistic(
+                **metadata | {"title": metadata["title"].format(who=mover_title)},
+                name=f"{mover}_{part.__name__}",
+                question=(part.__doc__ or "").format(step=mover_title.lower()),
+                control="mismatched" if mover == "own_write" else "random",
+                signed=True,
+            )
+            register(part)
+
+
+_register_for_every_mover()
 _PAIRED = ("sharpens", "slope_selective", "step_sharpens", "step_selective")
+"""The parts for which every head's write is tried on every other head of the layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Landscape:
-    """log Z, its common and its selective part, as functions of a head's query; keys frozen, centred on their mean."""
+    """log Z, its common and its selective part, as functions of a head's query; keys fixed.
+
+    Attributes:
+        key: about `centre`. Softmax cannot see the shift, and the difference of log Z and the mean score loses no digits.
+        centre: mean of the keys; 0 under a soft cap, where centring would change the scores.
+        log_weight: of the keys, additive; None where every key counts alike.
+    """
 
     call: AttentionCall
     key: Float[Tensor, "B Hk N D"]
@@ -177,59 +195,69 @@ class _Landscape:
         centre = call.key.mean(2, keepdim=True)
         if call.softcap is not None:
             centre = torch.zeros_like(centre)
-        weight = call.log_weight
-        if weight is not None and weight.dtype == torch.bool:
-            weight = torch.zeros(weight.shape, dtype=call.key.dtype, device=weight.device).masked_fill(
-                ~weight, -torch.inf
-            )
-        return cls(call, call.key - centre, centre, weight)
+        log_weight = call.log_weight
+        if log_weight is not None and log_weight.dtype == torch.bool:
+            visible = log_weight
+            log_weight = torch.zeros(visible.shape, dtype=call.key.dtype, device=visible.device)
+            log_weight = log_weight.masked_fill(~visible, -torch.inf)
+        return cls(call, call.key - centre, centre, log_weight)
 
     def scores(self, query: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S N"]:
-        grouped = query.unflatten(1, (self.key.shape[1], -1))
+        """Scores of the centred keys, after the soft cap."""
+        grouped = query.unflatten(1, (self.key.shape[1], -1))  # (B, key heads, query heads of each, S, D)
         scores = (self.call.scale * grouped @ self.key[:, :, None].mT).flatten(1, 2)
         return scores if self.call.softcap is None else self.call.softcap * torch.tanh(scores / self.call.softcap)
 
-    def weights_of(self, queries: Int[Tensor, " S"] | slice, copies: int) -> Tensor | None:
+    def log_weights_of(self, queries: Int[Tensor, " S"] | slice, copies: int) -> Tensor | None:
         """Log-weights of the keys for some of the call's queries, ``copies`` times in a row."""
         if self.log_weight is None:
             return None
-        chosen = self.log_weight if self.log_weight.shape[2] == 1 else self.log_weight[:, :, queries]
-        return chosen if chosen.shape[2] == 1 else chosen.repeat(1, 1, copies, 1)
+        if self.log_weight.shape[2] == 1:  # the same for every query
+            return self.log_weight
+        selected = self.log_weight[:, :, queries]
+        return selected if selected.shape[2] == 1 else selected.repeat(1, 1, copies, 1)
 
-    def prior(self, weight: Tensor | None, like: Tensor) -> Tensor:
-        """h_j, the normalised weights of the keys."""
-        if weight is None:
+    def prior(self, log_weight: Tensor | None, like: Tensor) -> Tensor:
+        """h_j, the normalised weights of the keys, in the shape of ``like``."""
+        if log_weight is None:
             return torch.full_like(like, 1.0 / like.shape[-1])
-        return torch.softmax(weight, -1).expand_as(like)
+        return torch.softmax(log_weight, -1).expand_as(like)
 
     def parts(
         self, query: Float[Tensor, "B H S D"], queries: Int[Tensor, " S"] | slice = slice(None), copies: int = 1
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Selective part, common part and raw log Z (up to constants of the query's row) at each query."""
-        weight = self.weights_of(queries, copies)
+        """Selective part, common part and raw log Z at each query, up to constants of the query's row.
+
+        Args:
+            query: ``copies`` versions of the call's ``queries``, one after the other along the dimension of queries.
+        """
+        log_weight = self.log_weights_of(queries, copies)
         scores = self.scores(query)
-        if weight is None:
-            log_z, common = torch.logsumexp(scores, -1), scores.mean(-1)
+        if log_weight is None:
+            log_partition = torch.logsumexp(scores, -1)
+            mean_score = scores.mean(-1)
         else:
-            log_z = torch.logsumexp(scores + weight, -1)
-            common = (self.prior(weight, scores) * scores).sum(-1)
+            log_partition = torch.logsumexp(scores + log_weight, -1)
+            mean_score = (self.prior(log_weight, scores) * scores).sum(-1)
+        # What centring the keys took from every score of a query: scale · query · centre.
         grouped = query.unflatten(1, (self.key.shape[1], -1))
         shift = self.call.scale * (grouped * self.centre[:, :, None]).sum(-1).flatten(1, 2)
-        raw = log_z + shift
+        raw = log_partition + shift
         sink = self.call.sink_logits
         if sink is not None:
             sink = sink if sink.shape[2] == 1 else sink[:, :, queries].repeat(1, 1, copies)
             raw = torch.logaddexp(raw, sink.to(raw))
-        return log_z - common, common + shift, raw
+        return log_partition - mean_score, mean_score + shift, raw
 
     def slopes(self, query: Float[Tensor, "B H S D"]) -> tuple[Tensor, Tensor]:
         """Gradients of the selective and of the common part with respect to the query."""
         scores = self.scores(query)
-        weight = self.weights_of(slice(None), 1)
-        prior = self.prior(weight, scores)
-        attention = torch.softmax(scores if weight is None else scores + weight, -1)
+        log_weight = self.log_weights_of(slice(None), 1)
+        prior = self.prior(log_weight, scores)
+        attention = torch.softmax(scores if log_weight is None else scores + log_weight, -1)
         factor = self.call.scale
         if self.call.softcap is not None:
+            # d tanh = 1 − tanh², and the capped score is softcap · tanh.
             factor = factor * (1 - (scores / self.call.softcap).square())
 
         def combine(weights: Tensor) -> Tensor:
@@ -262,10 +290,10 @@ class ClimbStatistics(RunningParts):
             numbers: where the rows stand in the text; see `Ratio.update`.
         """
         for name in ("steps", "random", "pairs"):
-            found = [piece[name] for piece in pieces if name in piece]
-            if found:
-                total, count = (torch.stack(parts).sum(0) for parts in zip(*found, strict=True))
-                getattr(self, name).update(total, count, numbers)
+            sums = [piece[name] for piece in pieces if name in piece]
+            if sums:
+                totals, counts = zip(*sums, strict=True)
+                getattr(self, name).update(torch.stack(totals).sum(0), torch.stack(counts).sum(0), numbers)
 
     def mismatched(self, part: str) -> tuple[np.ndarray, np.ndarray, int]:
         """Mean and standard deviation over the other heads' writes, as each head sees them, and how many there are."""
@@ -281,30 +309,37 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 """Totals and counts of a batch for the running results of a `ClimbStatistics`, by their names."""
 
 
-def climbed(replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator) -> list[Sums]:
+def measure_climb(replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator) -> list[Sums]:
     """All heads of an attention site at some positions of a batch, so many positions at a time that memory is bounded."""
     assert replay.read.residual is not None
     width = replay.read.call.query.shape[1] * len(replay.read.residual) * replay.read.residual.shape[-1]
-    together = max(TOGETHER // width // CONTROL_SHARE, 1) * CONTROL_SHARE  # so that the control queries stay the same
-    return [Climb(replay, step, piece, generator).sums() for piece in positions.split(together)]
+    # A multiple of CONTROL_SHARE, so that the control queries do not depend on how the positions are split.
+    positions_per_piece = max(NUMBERS_PER_PIECE // width // CONTROL_SHARE, 1) * CONTROL_SHARE
+    return [Climb(replay, step, piece, generator).sums() for piece in positions.split(positions_per_piece)]
 
 
-def gradient(replay: Replay, positions: Int[Tensor, " S"]) -> Float[Tensor, "B S D"]:
-    """Of the sum of the heads' log Z with respect to the stream, at some positions."""
+def log_partition_gradient(replay: Replay, positions: Int[Tensor, " S"]) -> Float[Tensor, "B S D"]:
+    """Gradient of the sum of the heads' log Z with respect to the stream, at some positions."""
     call = replay.read.call.at(positions)
-    parts = replay.pulled_back(_Landscape.of(call).slopes(call.query), positions)
-    return (parts[0] + parts[1]).sum(0)
+    selective, common = replay.pulled_back(_Landscape.of(call).slopes(call.query), positions)
+    return (selective + common).sum(0)
 
 
-def whole_update(read: AttentionRead, step: Step) -> Float[Tensor, "B L D"]:
-    """What attention adds to the stream, where a feed-forward part is added in the same step without that."""
+def attention_update(read: AttentionRead, step: Step) -> Float[Tensor, "B L D"]:
+    """What attention adds to the stream, without the feed-forward part where both are added in one step."""
     if step.sublayer.kind == "attention_and_feed_forward" and read.update is not None:
         return read.update
     return step.after - step.before
 
 
 class Climb:
-    """Measures one attention site on some rows and positions of one batch, all heads together."""
+    """Measures one attention site on some rows and positions of one batch, all heads together.
+
+    Attributes:
+        residual: the stream at the positions, (B, S, D).
+        update: what attention adds to it.
+        control_queries: indices, among the positions, of the queries on which controls run.
+    """
 
     def __init__(self, replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator) -> None:
         read = replay.read
@@ -316,70 +351,92 @@ class Climb:
         self.call = read.call.at(positions)
         self.landscape = _Landscape.of(self.call)
         self.generator = generator
-        self.whole = whole_update(read, step)[:, positions]
-        self.control = torch.arange(0, len(positions), CONTROL_SHARE, device=positions.device)
+        self.update = attention_update(read, step)[:, positions]
+        self.control_queries = torch.arange(0, len(positions), CONTROL_SHARE, device=positions.device)
 
     def sums(self) -> Sums:
         """What these positions add to the running results."""
         gradients = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
-        base = self.landscape.parts(self.call.query)
+        parts_before = self.landscape.parts(self.call.query)
         writes = writes_at(self.read, self.positions)
-        movers = [writes, self.whole]
+
+        # In the order of MOVERS. Without an output bias the last one would repeat the second.
+        movers = [writes, self.update]
         if writes is not None and self.read.bias is not None:
             movers.append(writes.sum(0))
         slopes = [None if mover is None else _slope_parts(gradients, mover) for mover in movers]
-        moved = [] if writes is None else [self.replay.own_queries(self.residual + writes, self.positions)]
-        moved += self._moved(torch.stack(movers[1:]))
-        parts = self.landscape.parts(torch.cat(moved, dim=2), slice(None), len(moved))
-        steps = iter(_step_parts(parts, base, len(moved)))
-        rows = [None if found is None else torch.cat([found, next(steps)], dim=1) for found in slopes]
-        found = {"steps": _summed(rows, len(MOVERS))}
-        return found | self._controls(writes, gradients, base)
 
-    def _controls(self, writes: Tensor | None, gradients: Sequence[Tensor], base: tuple[Tensor, ...]) -> Sums:
+        # Each mover's queries are one copy along the dimension of queries, so that all are scored in one call.
+        moved = [] if writes is None else [self.replay.own_queries(self.residual + writes, self.positions)]
+        moved += self._moved_queries(torch.stack(movers[1:]))
+        parts_after = self.landscape.parts(torch.cat(moved, dim=2), slice(None), len(moved))
+        steps = iter(_step_parts(parts_after, parts_before, len(moved)))
+        rows = [None if slope is None else torch.cat([slope, next(steps)], dim=1) for slope in slopes]
+        return {"steps": _summed(rows, len(MOVERS))} | self._controls(writes, gradients, parts_before)
+
+    def _controls(self, writes: Tensor | None, gradients: Sequence[Tensor], parts_before: tuple[Tensor, ...]) -> Sums:
         """Random directions, and what the other heads of the layer write, on the control queries."""
-        chosen = self.control
-        origin = tuple(b[:, :, chosen] for b in base)
-        lengths = self.whole.norm(dim=-1)[None]
+        queries = self.control_queries
+        parts_before = tuple(part[:, :, queries] for part in parts_before)
+        few_gradients = tuple(gradient[:, :, queries] for gradient in gradients)
+
+        # One direction a token, in several lengths: the first copy as long as the update, the rest as each head's write.
+        lengths = self.update.norm(dim=-1)[None]
         if writes is not None:
             lengths = torch.cat([lengths, writes.norm(dim=-1)])
-        random = self._random(lengths)  # one direction a token: the first copy as long as the update
-        moved = [self._moved(random[:1], chosen)[0]]
-        there, few_random = tuple(gradient[:, :, chosen] for gradient in gradients), random[:, :, chosen]
-        slopes = [_slope_parts(there, few_random[0])]
+        random = self._random_steps(lengths)
+        few_random = random[:, :, queries]
+
+        # Copies of the queries: the random update, each head's random write, then every head's write for all heads.
+        moved = [self._moved_queries(random[:1], queries)[0]]
+        slopes = [_slope_parts(few_gradients, few_random[0])]
         if writes is not None:
-            own = (self.residual + random[1:])[:, :, chosen]
-            moved = [*moved, self.replay.own_queries(own, self.positions[chosen]), *self._moved(writes, chosen)]
-            slopes.append(_slope_parts(there, few_random[1:]))
-        parts = self.landscape.parts(torch.cat(moved, dim=2), chosen, len(moved))
-        steps = _step_parts(parts, origin, len(moved))
-        rows = [torch.cat(pair, dim=1) for pair in zip(slopes, steps, strict=False)]
-        found = {"random": _summed([None, *rows] if writes is None else rows[::-1])}
+            states = (self.residual + random[1:])[:, :, queries]
+            moved.append(self.replay.own_queries(states, self.positions[queries]))
+            moved += self._moved_queries(writes, queries)
+            slopes.append(_slope_parts(few_gradients, few_random[1:]))
+        parts_after = self.landscape.parts(torch.cat(moved, dim=2), queries, len(moved))
+        steps = _step_parts(parts_after, parts_before, len(moved))
+
+        rows = [torch.cat(pair, dim=1) for pair in zip(slopes, steps, strict=False)]  # the heads' writes have no slopes
+        sums = {"random": _summed([None, *rows] if writes is None else rows[::-1])}
         if writes is not None:
             slope = torch.einsum("hbsd,gbsd->bghs", gradients[0], writes)
-            found["pairs"] = self._pairs(slope, torch.stack(steps[2:], 1))
-        return found
+            sums["pairs"] = self._pairs(slope, torch.stack(steps[2:], 1))
+        return sums
 
     def _pairs(self, slope: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Entry (g, h) of each item: head g's write, head h's selective log Z; slopes everywhere, steps on few queries."""
+        """Totals and counts of `_PAIRED`: entry (g, h) is of head g's write and head h's selective log Z.
+
+        Args:
+            slope: (B, G, H, S), at all queries.
+            steps: (B, G, parts of `_STEPS`, H, control queries).
+        """
         change = steps[:, :, list(_STEPS).index("step_selective")]
-        many, few = slope.isfinite(), change.isfinite()
-        slope, change = torch.where(many, slope, 0.0), torch.where(few, change, 0.0)
+        slope_usable = slope.isfinite()
+        change_usable = change.isfinite()
+        slope = torch.where(slope_usable, slope, 0.0)
+        change = torch.where(change_usable, change, 0.0)
         totals = torch.stack([(slope > 0).sum(-1), slope.sum(-1), (change > 0).sum(-1), change.sum(-1)], dim=1)
-        counts = [many.sum(-1), many.sum(-1), few.sum(-1), few.sum(-1)]
+        counts = [slope_usable.sum(-1), slope_usable.sum(-1), change_usable.sum(-1), change_usable.sum(-1)]
         return totals.double(), torch.stack(counts, dim=1)
 
-    def _random(self, lengths: Float[Tensor, "C B S"]) -> Float[Tensor, "C B S D"]:
+    def _random_steps(self, lengths: Float[Tensor, "C B S"]) -> Float[Tensor, "C B S D"]:
         """One random direction per token, in each of these lengths."""
         shape = (*lengths.shape[1:], self.residual.shape[-1])
         direction = torch.randn(shape, generator=self.generator).to(self.residual)
         return direction / direction.norm(dim=-1, keepdim=True) * lengths[..., None]
 
-    def _moved(self, steps: Float[Tensor, "C B S D"], chosen: Tensor | None = None) -> Float[Tensor, "C B H S Dh"]:
-        """Queries after each of C steps, at all positions or at the chosen ones."""
-        residual, positions = self.residual, self.positions
-        if chosen is not None:
-            residual, positions, steps = residual[:, chosen], positions[chosen], steps[:, :, chosen]
+    def _moved_queries(
+        self, steps: Float[Tensor, "C B S D"], selected: Tensor | None = None
+    ) -> Float[Tensor, "C B H S Dh"]:
+        """Queries after each of C steps, at all positions or at the selected ones."""
+        residual = self.residual
+        positions = self.positions
+        if selected is not None:
+            residual = residual[:, selected]
+            positions = positions[selected]
+            steps = steps[:, :, selected]
         states = (residual + steps).flatten(0, 1)
         return self.replay.queries(states, positions).unflatten(0, (steps.shape[0], -1))
 
@@ -399,29 +456,31 @@ def _step_parts(
     after: tuple[Tensor, ...], before: tuple[Tensor, ...], copies: int
 ) -> tuple[Float[Tensor, "B 4 H S"], ...]:
     """For each of several copies of the queries, the parts of the change."""
-    changes = _Changes(*(a.unflatten(2, (copies, -1)) - b[:, :, None] for a, b in zip(after, before, strict=True)))
+    changes = _Changes(
+        *(moved.unflatten(2, (copies, -1)) - origin[:, :, None] for moved, origin in zip(after, before, strict=True))
+    )
     return torch.stack([part(changes) for part in _STEPS.values()], dim=1).unbind(3)
 
 
 def _summed(rows: Sequence[Float[Tensor, "B *parts S"] | None], most: int = 0) -> tuple[Tensor, Tensor]:
-    """Totals and counts over the queries, (B, rows, *parts); None, and rows that are missing to ``most``, stay uncounted."""
-    known = next(row for row in rows if row is not None)
-    filled = [torch.full_like(known, torch.nan) if row is None else row for row in rows]
-    filled += [torch.full_like(known, torch.nan)] * (most - len(filled))
+    """Totals and counts over the queries, (B, rows, *parts); rows that are None or missing up to ``most`` count 0."""
+    like = next(row for row in rows if row is not None)
+    filled = [torch.full_like(like, torch.nan) if row is None else row for row in rows]
+    filled += [torch.full_like(like, torch.nan)] * (most - len(filled))
     values = torch.stack(filled, dim=1).double()
     usable = values.isfinite()
     return torch.where(usable, values, 0.0).sum(-1), usable.sum(-1)
 
 
 PURPOSE = 3
-"""Of random numbers; each site has its own, above it."""
+"""Of the random numbers; each site has its own purpose, this number plus its index."""
 
 
 class ClimbGroup(Group):
     """Slopes and steps of every head's log Z on the sampled windows.
 
     Attributes:
-        sampled_queries: at the first site.
+        sampled_queries: how many queries were sampled at the first site.
     """
 
     NOTES = (*Group.NOTES, "sampled_queries")
@@ -443,7 +502,8 @@ class ClimbGroup(Group):
         if step.read is None:
             return
         info = self.model.site(step.read.call)
-        item, positions = step.item(window.row), window.positions(step)
+        item = step.item(window.row)
+        positions = window.positions(step)
         if not len(positions):
             return
         replay = window.replay(item, positions)
@@ -453,8 +513,8 @@ class ClimbGroup(Group):
         reason = why_no_writes(replay.read)
         if reason is not None:
             self.missing(info.site.name, "own_write", reason)
-        drawn = window.drawn(PURPOSE + info.index)
-        self.sites[info.index].take(climbed(replay, item, positions, drawn), window.numbers)
+        generator = window.drawn(PURPOSE + info.index)
+        self.sites[info.index].take(measure_climb(replay, item, positions, generator), window.numbers)
         if info.index == 0:
             self.sampled_queries += len(positions)
 
@@ -467,15 +527,19 @@ class ClimbGroup(Group):
     def rows(self) -> Iterator[Row]:
         """Steps and slopes beside those of random directions and of the other heads' writes."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
-            place, own, random = RowPlace.of_site(info), RatioParts(results.steps), RatioParts(results.random)
+            place = RowPlace.of_site(info)
+            steps = RatioParts(results.steps)
+            random = RatioParts(results.random)
             for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
-                name, found = f"{mover}_{part}", own.tested((kind, index))
-                yield from rows_of(place, name, own, (kind, index))
-                if not np.any(found.count > 0):
+                name = f"{mover}_{part}"
+                estimate = steps.tested((kind, index))
+                yield from rows_of(place, name, steps, (kind, index))
+                if not np.any(estimate.count > 0):
                     continue
+                # Both updates are compared with one random direction, as long as the update with its bias.
                 yield Row(place, name, "random", random.at((min(kind, 1), index)))
                 if STATISTICS[name].control == "mismatched" and paired(part):
                     mean, deviation, number = results.mismatched(part)
                     heads = np.full(info.heads, number)
-                    p = two_sided_p(found.value, found.standard_error, mean, deviation, heads, found.degrees)
-                    yield Row(place, name, "mismatched", Estimate(mean, deviation, np.asarray(found.count)), p)
+                    p = two_sided_p(estimate.value, estimate.standard_error, mean, deviation, heads, estimate.degrees)
+                    yield Row(place, name, "mismatched", Estimate(mean, deviation, np.asarray(estimate.count)), p)

@@ -1,6 +1,6 @@
-"""A digest of the user's own code, with what it takes from around it: sums of two codes must never be added.
+"""A digest of the user's own code and of the values that it uses: sums of two different codes must never be added.
 
-Functions are told by what they were compiled to, so that comments, and the file that they stand in, change nothing.
+Functions are described by their compiled code, so that comments, and the file that they stand in, change nothing.
 """
 
 import functools
@@ -17,42 +17,49 @@ import torch
 from torch import Tensor
 
 _PACKAGES = {"torch", "numpy", "massieu", "jaxtyping"}
-"""What their functions do is told by the versions in the record."""
-_PLAIN = (bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None), type(...))
-"""Values whose words are the same in every process."""
+"""Packages whose functions are identified by the versions in the record."""
+_SAME_REPR = (
+    bool, int, float, complex, str, bytes, range, slice, Enum, torch.dtype, torch.device, type(None), type(...)
+)  # fmt: skip
+"""Types whose `repr` is the same in every process."""
 
 
-def digest_of(code: Sequence[Any], said: str) -> str:
-    """Of functions, classes and other values, and of what is said of them.
+def digest_of(code: Sequence[Any], metadata: str) -> str:
+    """Digest of functions, classes and other values, and of their metadata.
 
-    Functions and classes of the user's are told with the values that they take from around them: numbers, words, tensors,
-    arrays, containers of these, and other functions and classes of theirs. Theirs are all that are in no installed package,
-    and those of the package that the given ones are in; of any other package a name is told.
+    Functions and classes of the user's are described with the values that they use from outside: numbers, strings, tensors,
+    arrays, containers of these, and other functions and classes of the user's. The user's are all that are in no installed
+    package, and those of the package that ``code`` is in. Those of any other package are described by their name.
     """
-    told = _Told({_top(getattr(each, "__module__", None)) for each in code})
-    return hashlib.sha256("\0".join([said, *map(told.value, code)]).encode()).hexdigest()
+    describer = _Describer({_top_package(getattr(value, "__module__", None)) for value in code})
+    return hashlib.sha256("\0".join([metadata, *map(describer.value, code)]).encode()).hexdigest()
 
 
-class _Told:
-    """Values in words. What was told once, or is being told, is not told again."""
+class _Describer:
+    """Describes values as strings. A value that was described, or is being described, is only referred to.
 
-    def __init__(self, own: Collection[str]) -> None:
-        self._own = own
-        self._known: dict[int, Any] = {}  # kept, so that no number is used twice
+    Args:
+        own_packages: packages whose functions and classes are described in full though they are installed.
+    """
+
+    def __init__(self, own_packages: Collection[str]) -> None:
+        self._own_packages = own_packages
+        self._described: dict[int, Any] = {}  # holds the values, so that no `id` is used twice
 
     def value(self, value: Any) -> str:
-        """Any value; of one of an unknown kind its class, and its attributes."""
-        if isinstance(value, _PLAIN):
+        """Any value; one of an unknown type by its class and its attributes."""
+        if isinstance(value, _SAME_REPR):
             return repr(value)
-        if id(value) in self._known:
+        if id(value) in self._described:
             return f"{type(value).__qualname__} as before"
-        self._known[id(value)] = value
+        self._described[id(value)] = value
         if isinstance(value, list | tuple):
             return f"{type(value).__name__}({', '.join(map(self.value, value))})"
         if isinstance(value, set | frozenset):
             return f"set({', '.join(sorted(map(self.value, value)))})"
         if isinstance(value, dict):
-            return f"dict({', '.join(sorted(f'{self.value(k)}: {self.value(v)}' for k, v in value.items()))})"
+            entries = sorted(f"{self.value(key)}: {self.value(entry)}" for key, entry in value.items())
+            return f"dict({', '.join(entries)})"
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, np.ndarray | np.generic) and value.dtype.hasobject:
@@ -62,7 +69,7 @@ class _Told:
         if isinstance(value, functools.partial):
             return f"partial({self.value(value.func)}, {self.value(value.args)}, {self.value(value.keywords)})"
         if isinstance(value, ModuleType):
-            return value.__name__  # what is taken of it is told by its name: see `_taken`
+            return value.__name__  # the attributes that are used are described one by one: see `_used_values`
         if isinstance(value, MethodType):
             return f"{self.value(value.__func__)} of {self.value(value.__self__)}"
         if isinstance(value, FunctionType):
@@ -77,62 +84,71 @@ class _Told:
         if value.is_meta:
             return kind
         dense = (value.detach().to_dense() if value.layout != torch.strided else value.detach()).cpu()
-        held = dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"{kind} {hashlib.sha256(held.tobytes()).hexdigest()}"
+        data = dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"{kind} {hashlib.sha256(data.tobytes()).hexdigest()}"
 
     def _function(self, value: FunctionType) -> str:
-        if _is_installed(value.__module__, self._own):
+        if _is_installed(value.__module__, self._own_packages):
             return f"{value.__module__}.{value.__qualname__}"
-        around = [value.__defaults__, value.__kwdefaults__, self._taken(value)]
-        return f"{value.__name__} {self._code(value.__code__)} {self.value(around)}"
+        inputs = [value.__defaults__, value.__kwdefaults__, self._used_values(value)]
+        return f"{value.__name__} {self._code(value.__code__)} {self.value(inputs)}"
 
-    def _taken(self, value: FunctionType) -> dict[str, Any]:
-        """What a function, and those that are made inside it, take from around them, by name."""
-        taken = {name: value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__}
+    def _used_values(self, value: FunctionType) -> dict[str, Any]:
+        """Globals and closure variables of a function, and of the functions that it defines, by name."""
+        names = _names(value.__code__)
+        used = {name: value.__globals__[name] for name in names if name in value.__globals__}
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
-                taken[name] = cell.cell_contents
-            except ValueError:  # not filled yet
-                taken[name] = None
-        modules = {
-            name: each
-            for name, each in taken.items()
-            if isinstance(each, ModuleType) and not _is_installed(each.__name__, self._own)
+                used[name] = cell.cell_contents
+            except ValueError:  # the cell is still empty
+                used[name] = None
+        own_modules = {
+            name: module
+            for name, module in used.items()
+            if isinstance(module, ModuleType) and not _is_installed(module.__name__, self._own_packages)
         }
-        for name, module in modules.items():  # of a module of the user's, what is named
-            taken |= {f"{name}.{part}": vars(module)[part] for part in _names(value.__code__) if part in vars(module)}
-        return taken
+        for module_name, module in own_modules.items():
+            attributes = vars(module)
+            used |= {f"{module_name}.{name}": attributes[name] for name in names if name in attributes}
+        return used
 
     def _class(self, value: type) -> str:
-        if _is_installed(value.__module__, self._own):
+        if _is_installed(value.__module__, self._own_packages):
             return f"{value.__module__}.{value.__qualname__}"
-        own = {
-            name: each for name, each in vars(value).items() if name not in ("__dict__", "__weakref__", "__module__")
+        implicit = ("__dict__", "__weakref__", "__module__")
+        # Static and class methods, and wrapped functions, by the function that they hold.
+        attributes = {
+            name: inspect.unwrap(getattr(attribute, "__func__", attribute))
+            for name, attribute in vars(value).items()
+            if name not in implicit
         }
-        plain = {name: inspect.unwrap(getattr(each, "__func__", each)) for name, each in own.items()}
-        return f"class {value.__qualname__} {self.value(list(value.__bases__))} {self.value(plain)}"
+        return f"class {value.__qualname__} {self.value(list(value.__bases__))} {self.value(attributes)}"
 
     def _code(self, code: CodeType) -> str:
-        constants = (self._code(each) if isinstance(each, CodeType) else self.value(each) for each in code.co_consts)
+        constants = (
+            self._code(constant) if isinstance(constant, CodeType) else self.value(constant)
+            for constant in code.co_consts
+        )
         return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} ({', '.join(constants)})"
 
 
 def _names(code: CodeType) -> set[str]:
-    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    """Names of globals and attributes in a function's code, and in the functions that it defines."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*inner)
 
 
-def _top(module: str | None) -> str:
+def _top_package(module: str | None) -> str:
     """The package that a module is in."""
     return (module or "").partition(".")[0]
 
 
-def _is_installed(module: str | None, own: Collection[str]) -> bool:
-    """Whether a module is in Python or in an installed package other than these, so that a name tells what it holds."""
-    top = _top(module)
-    if top == "__main__":  # a notebook's, or a script's
+def _is_installed(module: str | None, own_packages: Collection[str]) -> bool:
+    """Whether a module is in Python or in an installed package other than these, so that its name identifies its content."""
+    package = _top_package(module)
+    if package == "__main__":  # a notebook or a script
         return False
-    if top in sys.stdlib_module_names or top in _PACKAGES:
+    if package in sys.stdlib_module_names or package in _PACKAGES:
         return True
-    file = getattr(sys.modules.get(top), "__file__", None) or ""
-    return top not in own and ("site-packages" in file or "dist-packages" in file)
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package not in own_packages and ("site-packages" in file or "dist-packages" in file)

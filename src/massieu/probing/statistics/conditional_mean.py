@@ -12,18 +12,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries, nothing
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries, no_numbers
 from massieu.probing.statistics.registry import CONDITIONAL_MEAN, ZHANG, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
 MOST = 256
 """Tokens of a window that are held out."""
 RIDGES = torch.logspace(-8, 4, 13, dtype=torch.float64)
-"""Times the mean square of the keys' coordinates, summed over tokens."""
+"""In units of the keys' mean square over coordinates, summed over tokens."""
 PRECISIONS = 4.0 ** torch.arange(-2, 5, dtype=torch.float64)
-"""Over the median squared distance of every fourth key from the others."""
+"""In units of one over the median squared distance of every fourth key from the others."""
 _FEWEST = 8
+"""Tokens; of fewer no share is reported."""
 _ROUNDING = 1e-20
+"""Values whose variance is less than this share of their square are equal but for rounding."""
 REGISTER = Register[WindowMeasure](CONDITIONAL_MEAN)
 _of_head = partial(
     REGISTER.statistic,
@@ -35,53 +37,66 @@ _of_head = partial(
 
 
 def _pairs(window: HeadWindow) -> tuple[Float[Tensor, "H T D"], Float[Tensor, "H T Dv"], Int[Tensor, " T"]]:
+    """Keys and values of the tokens that are held out, and the places of these."""
     places = window.tokens(MOST)
-    key, value = (window.of_heads(part[:, :, places]).double() for part in (window.call.key, window.call.value))
+    key = window.of_heads(window.call.key[:, :, places]).double()
+    value = window.of_heads(window.call.value[:, :, places]).double()
     return key, value, places
 
 
-def _share(missed: Float[Tensor, "H T"], whole: Float[Tensor, "H T"], value: Float[Tensor, "H T Dv"]) -> Sums:
-    """1 − Σ missed / Σ whole of a window, weighted by its tokens; nothing where its values are equal but for rounding."""
-    known = missed.isfinite() & whole.isfinite()
-    number = known.sum(1).double()
-    of = torch.where(known, whole, 0.0).sum(1)
-    share = 1 - torch.where(known, missed, 0.0).sum(1) / of
-    usable = (of > _ROUNDING * value.square().sum((1, 2))) & (number >= _FEWEST)
-    return torch.where(usable, number * share, 0.0), torch.where(usable, number, 0.0)
+def _explained_share(
+    residuals: Float[Tensor, "H T"], totals: Float[Tensor, "H T"], value: Float[Tensor, "H T Dv"]
+) -> Sums:
+    """1 − Σ residuals / Σ totals of a window, weighted by its tokens; no number where its values are equal but for rounding.
+
+    Args:
+        residuals, totals: squares for each token, under the prediction and under the mean.
+        value: the values that were predicted.
+    """
+    finite = residuals.isfinite() & totals.isfinite()
+    tokens = finite.sum(1).double()
+    total = torch.where(finite, totals, 0.0).sum(1)
+    share = 1 - torch.where(finite, residuals, 0.0).sum(1) / total
+    usable = (total > _ROUNDING * value.square().sum((1, 2))) & (tokens >= _FEWEST)
+    return torch.where(usable, tokens * share, 0.0), torch.where(usable, tokens, 0.0)
 
 
-def _left_out_mean(value: Float[Tensor, "H T Dv"]) -> Float[Tensor, "H T"]:
+def _squares_about_the_others(value: Float[Tensor, "H T Dv"]) -> Float[Tensor, "H T"]:
     """Squared distance of each value from the mean of the others."""
+    # v_i less the mean of the others is n/(n − 1) times v_i less the mean of all.
     number = value.shape[1]
     return ((value - value.mean(1, keepdim=True)) * number / max(number - 1, 1)).square().sum(-1)
 
 
-def _chosen(errors: Float[Tensor, "G H T"]) -> Float[Tensor, "H T"]:
+def _at_best_setting(errors: Float[Tensor, "G H T"]) -> Float[Tensor, "H T"]:
     """Errors of each half of the tokens at the setting with the least error on the other half."""
-    found = torch.empty_like(errors[0])
+    selected = torch.empty_like(errors[0])
     heads = torch.arange(errors.shape[1], device=errors.device)
     for half in (0, 1):
         best = errors[:, :, 1 - half :: 2].sum(-1).argmin(0)
-        found[:, half::2] = errors[best, heads][:, half::2]
-    return found
+        selected[:, half::2] = errors[best, heads][:, half::2]
+    return selected
 
 
 def ridge_errors(key: Float[Tensor, "H T D"], value: Float[Tensor, "H T Dv"]) -> Float[Tensor, "G H T"]:
     """Squared errors of each held-out value under affine ridge regression on the others, by ridge.
 
-    Leaving a token out changes the fit by its leverage: e_i / (1 − h_i).
+    No token is really left out: its error is e_i / (1 − h_i), with e_i that of the fit to all and h_i its leverage.
     """
-    centred, wanted = key - key.mean(1, keepdim=True), value - value.mean(1, keepdim=True)
-    left, sizes, _ = torch.linalg.svd(centred, full_matrices=False)
+    centred_key = key - key.mean(1, keepdim=True)
+    centred_value = value - value.mean(1, keepdim=True)
+    left, sizes, _ = torch.linalg.svd(centred_key, full_matrices=False)
     number = key.shape[1]
-    ridges = RIDGES.to(key)[:, None, None] * centred.square().sum((1, 2))[:, None] / key.shape[2]
-    kept = sizes.square() / (sizes.square() + ridges).clamp_min(1e-300)
-    leverage = torch.einsum("htd,ghd->ght", left.square(), kept) + 1 / number
-    coefficients = left.mT @ wanted
+    ridges = RIDGES.to(key)[:, None, None] * centred_key.square().sum((1, 2))[:, None] / key.shape[2]
+    # The hat matrix is U s²/(s² + λ) Uᵀ, and 1/n for the mean.
+    shrinkage = sizes.square() / (sizes.square() + ridges).clamp_min(1e-300)  # (ridges, H, D)
+    leverage = torch.einsum("htd,ghd->ght", left.square(), shrinkage) + 1 / number
+    coefficients = left.mT @ centred_value
     errors = []
-    for scaled, own in zip(kept, leverage, strict=True):
-        fitted = left @ (scaled[..., None] * coefficients)
-        errors.append((wanted - fitted).square().sum(-1) / (1 - own).clamp_min(1e-12).square())
+    for ridge_shrinkage, ridge_leverage in zip(shrinkage, leverage, strict=True):
+        fitted = left @ (ridge_shrinkage[..., None] * coefficients)
+        residuals = (centred_value - fitted).square().sum(-1)
+        errors.append(residuals / (1 - ridge_leverage).clamp_min(1e-12).square())
     return torch.stack(errors)
 
 
@@ -91,13 +106,14 @@ def kernel_errors(key: Float[Tensor, "H T D"], value: Float[Tensor, "H T Dv"]) -
     Weights are in float32: they are the long part, and no sum of theirs cancels.
     """
     squares = torch.cdist(key, key).square()
-    apart = ~torch.eye(key.shape[1], dtype=torch.bool, device=key.device)
-    middle = squares[:, ::4][:, apart[::4]].median(-1).values.clamp_min(1e-300)
-    halves = (-0.5 * squares / middle[:, None, None]).masked_fill(~apart, -torch.inf)
-    halves = (halves - halves.amax(-1, keepdim=True)).float()
+    others = ~torch.eye(key.shape[1], dtype=torch.bool, device=key.device)
+    median = squares[:, ::4][:, others[::4]].median(-1).values.clamp_min(1e-300)
+    # Log-kernels at precision 1. The largest of a row is moved to 0 in float64, so that float32 keeps the differences.
+    exponents = (-0.5 * squares / median[:, None, None]).masked_fill(~others, -torch.inf)
+    exponents = (exponents - exponents.amax(-1, keepdim=True)).float()
     errors = []
     for precision in PRECISIONS.tolist():
-        predicted = torch.softmax(precision * halves, -1) @ value.float()
+        predicted = torch.softmax(precision * exponents, -1) @ value.float()
         errors.append((value - predicted).square().sum(-1))
     return torch.stack(errors)
 
@@ -106,14 +122,16 @@ def kernel_errors(key: Float[Tensor, "H T D"], value: Float[Tensor, "H T Dv"]) -
 def value_by_ridge(window: HeadWindow) -> Sums:
     """How well does a linear function of a token's key predict its value?"""
     key, value, _ = _pairs(window)
-    return _share(_chosen(ridge_errors(key, value)), _left_out_mean(value), value)
+    errors = _at_best_setting(ridge_errors(key, value))
+    return _explained_share(errors, _squares_about_the_others(value), value)
 
 
 @_of_head("Value from key by kernel regression", formula="R² of held-out values", claim="Z7, Z8, E19")
 def value_by_kernel(window: HeadWindow) -> Sums:
     """How well do the tokens with nearby keys predict a token's value?"""
     key, value, _ = _pairs(window)
-    return _share(_chosen(kernel_errors(key, value)), _left_out_mean(value), value)
+    errors = _at_best_setting(kernel_errors(key, value))
+    return _explained_share(errors, _squares_about_the_others(value), value)
 
 
 @_of_head(
@@ -124,16 +142,20 @@ def value_by_kernel(window: HeadWindow) -> Sums:
 def value_by_attention(window: HeadWindow) -> Sums:
     """How well do the head's own weights predict a token's value from the other tokens?"""
     if not window.itself or window.call.query.shape[2] != window.call.key.shape[2]:
-        return nothing(window)
-    weights, value = window.weights().double(), window.of_heads(window.call.value).double()
+        return no_numbers(window)
+    weights = window.weights().double()
+    value = window.of_heads(window.call.value).double()
     others = window.real & (torch.arange(weights.shape[-1], device=weights.device) != window.queries[:, None])
     weights = torch.where(others, weights, 0.0)
-    left = weights.sum(-1, keepdim=True)
-    seen = (window.call.at(window.queries).visible()[0] & others).double().expand_as(weights)
-    own = value[:, window.queries]
-    missed = (own - (weights / left) @ value).square().sum(-1)
-    whole = (own - (seen / seen.sum(-1, keepdim=True)) @ value).square().sum(-1)
-    return _share(torch.where(left[..., 0] > 1e-6, missed, torch.nan), whole, own)
+    weight_of_others = weights.sum(-1, keepdim=True)
+    visible_others = (window.call.at(window.queries).visible()[0] & others).double().expand_as(weights)
+    query_value = value[:, window.queries]
+    residuals = (query_value - (weights / weight_of_others) @ value).square().sum(-1)
+    mean_of_others = (visible_others / visible_others.sum(-1, keepdim=True)) @ value
+    totals = (query_value - mean_of_others).square().sum(-1)
+    # A query that attends to hardly anything but itself predicts nothing from the others.
+    residuals = torch.where(weight_of_others[..., 0] > 1e-6, residuals, torch.nan)
+    return _explained_share(residuals, totals, query_value)
 
 
 @_of_head(
@@ -148,30 +170,32 @@ def output_along_conditional_mean(window: HeadWindow) -> Sums:
     weights = window.weights()[..., places].double()
     cosines = []
     for half in (0, 1) if len(places) >= 2 * _FEWEST else ():
-        origin, slope = _regression(key[:, half::2], value[:, half::2])
-        others, held = weights[..., 1 - half :: 2], value[:, 1 - half :: 2]
-        mean = held.mean(1, keepdim=True)
-        output = (others / others.sum(-1, keepdim=True)) @ held - mean
-        cosine = torch.cosine_similarity(output, (query - origin) @ slope, dim=-1, eps=1e-30)
-        differ = (held - mean).square().sum((1, 2)) > _ROUNDING * held.square().sum((1, 2))
+        mean_key, slope = _ridge_regression(key[:, half::2], value[:, half::2])
+        # The output is formed of the other tokens, renormalised, so that it shares no value with the regression.
+        scored_weights = weights[..., 1 - half :: 2]
+        scored_value = value[:, 1 - half :: 2]
+        mean = scored_value.mean(1, keepdim=True)
+        output = (scored_weights / scored_weights.sum(-1, keepdim=True)) @ scored_value - mean
+        cosine = torch.cosine_similarity(output, (query - mean_key) @ slope, dim=-1, eps=1e-30)
+        differ = (scored_value - mean).square().sum((1, 2)) > _ROUNDING * scored_value.square().sum((1, 2))
         cosines.append(torch.where(differ[:, None], cosine, torch.nan))
     return mean_over_queries(torch.cat(cosines, 1) if cosines else query.new_zeros(len(query), 0))
 
 
-def _regression(
+def _ridge_regression(
     key: Float[Tensor, "H T D"], value: Float[Tensor, "H T Dv"]
 ) -> tuple[Float[Tensor, "H 1 D"], Float[Tensor, "H D Dv"]]:
     """Mean key, and the slope of ridge regression whose ridge does best on tokens that are left out one at a time."""
-    origin = key.mean(1, keepdim=True)
+    mean_key = key.mean(1, keepdim=True)
     best = ridge_errors(key, value).sum(-1).argmin(0)
-    left, sizes, right = torch.linalg.svd(key - origin, full_matrices=False)
-    ridge = RIDGES.to(key)[best] * (key - origin).square().sum((1, 2)) / key.shape[2]
+    left, sizes, right = torch.linalg.svd(key - mean_key, full_matrices=False)
+    ridge = RIDGES.to(key)[best] * (key - mean_key).square().sum((1, 2)) / key.shape[2]
     scaled = sizes / (sizes.square() + ridge[:, None]).clamp_min(1e-300)
-    return origin, right.mT @ (scaled[..., None] * (left.mT @ (value - value.mean(1, keepdim=True))))
+    return mean_key, right.mT @ (scaled[..., None] * (left.mT @ (value - value.mean(1, keepdim=True))))
 
 
 class ConditionalMeanGroup(HeadWindowGroup):
-    """What of the values the keys tell."""
+    """How well keys predict values."""
 
     name = CONDITIONAL_MEAN
     register = REGISTER

@@ -1,7 +1,7 @@
 """Does a step along the residual stream move a window's tokens apart or together? (claim S12, experiment E3)"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,12 +27,16 @@ from massieu.probing.stream.replays import NO_ORDER
 from massieu.probing.stream.wiring import Step
 from massieu.probing.sums.units import Units
 
-_BEFORE, _AFTER, _CHANGE = 0, 1, 2
-FEWEST = 8  # tokens; fewer say nothing about a covariance
-TOGETHER = 2**20  # numbers in the clouds that are measured at a time; in float64 they still fit a processor's cache
+_BEFORE = 0
+_AFTER = 1
+_CHANGE = 2
+FEWEST = 8
+"""Tokens of a window; fewer say nothing about a covariance."""
+NUMBERS_PER_PIECE = 2**20
+"""Numbers in the clouds that are measured at a time; in float64 they still fit a processor's cache."""
 _POINTS = "Measured within windows, on at most 64 positions with distinct tokens."
 REGISTER = Register[Callable[[Tensor, Tensor], Tensor]](EXPANSION)
-"""Of numbers before and after a step, or of clouds and their spectra."""
+"""Functions of a level before and after a step, or of clouds and their spectra."""
 _of_points = partial(REGISTER.statistic, paper=SHIM, caveat=_POINTS, scope="layer")
 _change = partial(_of_points, signed=True)
 _level = partial(_of_points, headline=False)
@@ -97,6 +101,22 @@ _RANK = LEVELS.index(effective_rank)
 CHANGES = (pairwise_distance_log_ratio, log_determinant_change, effective_rank_change)
 
 
+@dataclass(frozen=True)
+class _CloudStep:
+    """A step from one cloud to another.
+
+    Attributes:
+        sublayer: its index.
+        start, end: numbers of the clouds.
+        window: its place among the sampled ones; None where windows come in the order of the text.
+    """
+
+    sublayer: int
+    start: int
+    end: int
+    window: int | None
+
+
 class ExpansionStatistics(SublayerRatios):
     """Running results along the depth: for each sublayer the cloud's levels before and after, and their change.
 
@@ -106,11 +126,11 @@ class ExpansionStatistics(SublayerRatios):
 
     def __init__(self, units: Units) -> None:
         super().__init__((len(LEVELS), 3), units)
-        # Sublayer, which clouds a step led from and to, and the row's number.
-        self._steps: list[tuple[int, int, int, int | None]] = []
-        self._clouds: list[Cloud] = []  # that are not measured yet
-        self._waiting = 0  # numbers in them
-        self._levels: list[Float64[Tensor, " levels"]] = []  # of the clouds before those
+        self._steps: list[_CloudStep] = []
+        # Clouds are numbered in the order in which they are copied: first the measured ones, then those that wait.
+        self._levels: list[Float64[Tensor, " levels"]] = []
+        self._waiting: list[Cloud] = []
+        self._waiting_numbers = 0
         self._latest: dict[int, tuple[Tensor, int]] = {}  # for each row: the point last reached, and its cloud
 
     def collect(self, step: Step, row: int, positions: Int[Tensor, " S"], number: int | None = None) -> None:
@@ -125,47 +145,51 @@ class ExpansionStatistics(SublayerRatios):
         if latest is not None and latest[0] is step.before:  # most steps begin where the one before them ended
             start = latest[1]
         else:
-            start = self._take(step.before, row, positions)
-        end = self._take(step.after, row, positions)
+            start = self._copy(step.before, row, positions)
+        end = self._copy(step.after, row, positions)
         self._latest[row] = (step.after, end)
-        self._steps.append((step.sublayer.index, start, end, number))
+        self._steps.append(_CloudStep(step.sublayer.index, start, end, number))
 
-    def _take(self, points: Float[Tensor, "B L D"], row: int, positions: Int[Tensor, " S"]) -> int:
-        """Copy the cloud of some tokens; which one it is."""
+    def _copy(self, points: Float[Tensor, "B L D"], row: int, positions: Int[Tensor, " S"]) -> int:
+        """Copy the cloud of some tokens; returns its number."""
         cloud = points[row].index_select(0, positions).cpu()
-        if self._waiting + cloud.numel() > TOGETHER:
+        if self._waiting_numbers + cloud.numel() > NUMBERS_PER_PIECE:
             self._measure()
-        self._clouds.append(Cloud(cloud, computed_in(points)))
-        self._waiting += cloud.numel()
-        return len(self._levels) + len(self._clouds) - 1
+        self._waiting.append(Cloud(cloud, computed_in(points)))
+        self._waiting_numbers += cloud.numel()
+        return len(self._levels) + len(self._waiting) - 1
 
     def _measure(self) -> None:
-        """The levels of the clouds that wait, those of one shape together; then they are forgotten."""
-        levels = torch.zeros(len(self._clouds), len(LEVELS), dtype=torch.float64)
+        """Measure the clouds that wait, those of one shape together, and drop them."""
+        levels = torch.zeros(len(self._waiting), len(LEVELS), dtype=torch.float64)
         shapes: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
-        for index, cloud in enumerate(self._clouds):
+        for index, cloud in enumerate(self._waiting):
             shapes.setdefault((cloud.dtype, cloud.points.shape), []).append(index)
         with one_thread():
             for (dtype, _), places in shapes.items():
-                clouds = torch.stack([self._clouds[index].points for index in places]).double()
+                clouds = torch.stack([self._waiting[index].points for index in places]).double()
                 spectrum = observables.covariance_spectrum(clouds)
                 values = torch.stack([level(clouds, spectrum) for level in LEVELS], -1)
                 values[is_one_point(clouds, dtype), _RANK] = ONE_POINT_RANK
                 levels[places] = values
         self._levels += levels.unbind()
-        self._clouds.clear()
-        self._waiting = 0
+        self._waiting.clear()
+        self._waiting_numbers = 0
 
     def finish(self) -> None:
-        """Add what the forward pass collected to the running results, and forget it."""
+        """Add what the forward pass collected to the running results, and drop it."""
         self._measure()
-        for sublayer, start, end, number in self._steps:
-            before, after = self._levels[start], self._levels[end]
-            change = torch.stack([changed(*pair) for changed, *pair in zip(CHANGES, before, after, strict=True)])
-            values = torch.stack([before, after, change], dim=-1)[None]
+        for step in self._steps:
+            before = self._levels[step.start]
+            after = self._levels[step.end]
+            change = torch.stack([measure(*levels) for measure, *levels in zip(CHANGES, before, after, strict=True)])
+            values = torch.stack([before, after, change], dim=-1)[
+                None
+            ]  # (1, levels, `_BEFORE`, `_AFTER` and `_CHANGE`)
             finite = values.isfinite()
-            ratio = self.sublayers.setdefault(sublayer, self._begun())
-            ratio.update(torch.where(finite, values, 0.0), finite.double(), None if number is None else [number])
+            ratio = self.sublayers.setdefault(step.sublayer, self._new_ratio())
+            numbers = None if step.window is None else [step.window]
+            ratio.update(torch.where(finite, values, 0.0), finite.double(), numbers)
         self._steps.clear()
         self._levels.clear()
         self._latest.clear()
@@ -208,10 +232,11 @@ class ExpansionGroup(Group):
         for sublayer in self.model.sublayers:
             if sublayer.index not in self.clouds.sublayers:
                 continue
-            place, parts = RowPlace.of_sublayer(sublayer), RatioParts(self.clouds.sublayers[sublayer.index])
+            place = RowPlace.of_sublayer(sublayer)
+            parts = RatioParts(self.clouds.sublayers[sublayer.index])
             for index, (level, change) in enumerate(zip(LEVELS, CHANGES, strict=True)):
-                for part, which in (("before", _BEFORE), ("after", _AFTER)):
-                    for row in sublayer_rows(place, level.__name__, parts, (index, which)):
+                for part, column in (("before", _BEFORE), ("after", _AFTER)):
+                    for row in sublayer_rows(place, level.__name__, parts, (index, column)):
                         if not row.part:
                             yield replace(row, part=part)
                 yield from sublayer_rows(place, change.__name__, parts, (index, _CHANGE))

@@ -1,6 +1,6 @@
-"""The largest and the smallest of some statistics over the text, and where it stands: window, query, strongest key.
+"""The largest and the smallest value of some statistics over the text, and its place: window, query, strongest key.
 
-A mean over queries says nothing of what logits are clipped by, or of the one token that a head attends to alone.
+A mean over queries does not show where logits are clipped, or the one token that a head attends to alone.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,20 @@ from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
-from massieu.probing.statistics.query_means import Queries
+from massieu.probing.statistics.query_means import QueryResult
 from massieu.probing.sums.running import State, fitting
 
 EXTREMES = (
-    *((name, "maximum") for name in ("largest_score", "largest_score_above_mean", "selective_log_partition")),
-    *(("log_partition", "maximum"), ("entropy", "minimum"), ("entropy", "maximum")),
+    ("largest_score", "maximum"),
+    ("largest_score_above_mean", "maximum"),
+    ("selective_log_partition", "maximum"),
+    ("log_partition", "maximum"),
+    ("entropy", "minimum"),
+    ("entropy", "maximum"),
 )
-"""Statistics and which end of them is kept."""
+"""Statistics, and which end of each is recorded."""
 PLACES = ("window", "query", "key", "query_token", "key_token")
+"""Columns of a place: numbers of the window, positions of query and key in it, and the numbers of their tokens."""
 _UNKNOWN = -1
 
 
@@ -31,7 +36,7 @@ class Places:
     Attributes:
         positions: of the queries in their window.
         windows: number of each row's window in the text.
-        rows: how many rows the call's sequences are of.
+        rows: number of rows of the batch; a row may be cut into several sequences of the call.
         query_ids, key_ids: numbers of the tokens; None where the model was given none.
     """
 
@@ -43,10 +48,10 @@ class Places:
 
 
 class Extremes:
-    """Running extremes of one site's heads. Of equal ones the first in the text is kept, whoever reads it.
+    """Running extremes of one site's heads. Of equal ones the first in the text counts, however the text is shared.
 
     Attributes:
-        best: (extremes, heads), smallest ones with their sign turned; −inf where nothing was seen.
+        best: (extremes, heads); of minima the negative, so that the largest one is always sought. −inf if none was seen.
         places: (extremes, heads, `PLACES`); −1 where unknown.
     """
 
@@ -54,25 +59,26 @@ class Extremes:
         self.best: Float64[np.ndarray, "extremes heads"] = np.full((len(EXTREMES), heads), -np.inf)
         self.places: Int64[np.ndarray, "extremes heads places"] = np.full((*self.best.shape, len(PLACES)), _UNKNOWN)
 
-    def update(self, found: Queries, call: AttentionCall, places: Places) -> None:
-        """Look through the queries of one call."""
-        batch, heads, length = found.valid.shape
+    def update(self, result: QueryResult, call: AttentionCall, places: Places) -> None:
+        """Compare the queries of one call with the extremes so far."""
+        batch, heads, length = result.valid.shape
         for row, (name, end) in enumerate(EXTREMES):
-            if name not in found.values:
+            if name not in result.values:
                 continue
-            signed = found.values[name].double() * (1 if end == "maximum" else -1)
-            usable = found.defined.get(name, found.valid) & signed.isfinite()
+            signed = result.values[name].double() * (1 if end == "maximum" else -1)
+            usable = result.defined.get(name, result.valid) & signed.isfinite()
             flat = torch.where(usable, signed, -torch.inf).transpose(0, 1).reshape(heads, batch * length)
             if not flat.shape[1]:
                 continue
-            values, where = (each.cpu().numpy() for each in flat.max(1))
-            heads_now = np.nonzero(values > self.best[row])[0]
-            if len(heads_now):
-                self.best[row, heads_now] = values[heads_now]
-                # The largest logit is that before a soft cap, where keys may be equal by saturation.
-                seen = replace(call, softcap=None) if name == "largest_score" else call
-                self.places[row, heads_now] = _places(
-                    seen, places, where[heads_now], heads_now, name.startswith("largest_score")
+            values, indices = (part.cpu().numpy() for part in flat.max(1))
+            # Only a larger value replaces the former one, so that the first of equal ones stays.
+            improved = np.nonzero(values > self.best[row])[0]
+            if len(improved):
+                self.best[row, improved] = values[improved]
+                # Of the logits before a soft cap: behind it, keys may be equal by saturation.
+                uncapped = replace(call, softcap=None) if name == "largest_score" else call
+                self.places[row, improved] = _places(
+                    uncapped, places, indices[improved], improved, name.startswith("largest_score")
                 )
 
     def value(self, row: int) -> Float64[np.ndarray, " heads"]:
@@ -82,39 +88,56 @@ class Extremes:
 
     def merge(self, other: "Extremes") -> None:
         """Take over what is more extreme in ``other``, or as extreme and earlier in the text."""
-        mine, theirs = self.places[..., :2], other.places[..., :2]
-        earlier = (theirs[..., 0] < mine[..., 0]) | ((theirs[..., 0] == mine[..., 0]) & (theirs[..., 1] < mine[..., 1]))
+        window = self.places[..., 0]
+        query = self.places[..., 1]
+        other_window = other.places[..., 0]
+        other_query = other.places[..., 1]
+        earlier = (other_window < window) | ((other_window == window) & (other_query < query))
         better = (other.best > self.best) | ((other.best == self.best) & np.isfinite(self.best) & earlier)
         self.best = np.where(better, other.best, self.best)
         self.places = np.where(better[..., None], other.places, self.places)
 
     def state(self) -> State:
-        """Both arrays; see `massieu.probing.sums.running`."""
+        """Copies of both arrays; see `massieu.probing.sums.running`."""
         return {"best": self.best.copy(), "places": self.places.copy()}
 
     def restore(self, state: State) -> None:
-        """Go on from such arrays in place of one's own."""
+        """Continue from stored arrays, which replace those held here."""
         self.best = fitting(state["best"], self.best.shape)
         self.places = fitting(state["places"], self.places.shape)
 
 
 def _places(
-    call: AttentionCall, places: Places, where: Int64[np.ndarray, " S"], heads: Int64[np.ndarray, " S"], by_score: bool
+    call: AttentionCall,
+    places: Places,
+    indices: Int64[np.ndarray, " S"],
+    heads: Int64[np.ndarray, " S"],
+    by_score: bool,
 ) -> Int64[np.ndarray, "S places"]:
-    """Window, query, strongest key and the numbers of both tokens, of one query of each of these heads."""
-    found = np.full((len(heads), len(PLACES)), _UNKNOWN)
-    items, queries = np.divmod(where, call.query.shape[2])
+    """The `PLACES` of one query of each of these heads.
+
+    Args:
+        indices: of the queries, among the sequences and queries of the call in a row.
+        by_score: whether the strongest key has the largest score; else it has the largest weight.
+    """
+    columns = np.full((len(heads), len(PLACES)), _UNKNOWN)
+    window, query, key, query_token, key_token = columns.T  # views: each writes one column
+    items, queries = np.divmod(indices, call.query.shape[2])
     for item in map(int, np.unique(items)):
-        chosen = items == item
-        asked = torch.from_numpy(queries[chosen]).to(call.query.device)
-        part = call.of_pairs(item, torch.from_numpy(heads[chosen]).to(call.query.device), asked)
-        scores, weight = explicit_attention(part)
-        logits = scores.masked_fill(~part.visible(), -torch.inf) if by_score else scores + weight
+        of_item = items == item
+        item_queries = torch.from_numpy(queries[of_item]).to(call.query.device)
+        item_heads = torch.from_numpy(heads[of_item]).to(call.query.device)
+        pairs = call.of_pairs(item, item_heads, item_queries)
+        scores, log_weight = explicit_attention(pairs)
+        logits = scores.masked_fill(~pairs.visible(), -torch.inf) if by_score else scores + log_weight
         keys = logits[0, :, 0].argmax(-1).cpu().numpy()
-        positions = places.positions[asked].cpu().numpy()
-        found[chosen, 0] = places.windows[item // max(len(call.query) // places.rows, 1)]
-        found[chosen, 1], found[chosen, 2] = positions, keys
-        for column, ids, at in ((3, places.query_ids, positions), (4, places.key_ids, keys)):
-            if ids is not None:
-                found[chosen, column] = ids[item].cpu().numpy()[at]
-    return found
+        positions = places.positions[item_queries].cpu().numpy()
+        sequences_per_row = max(len(call.query) // places.rows, 1)
+        window[of_item] = places.windows[item // sequences_per_row]
+        query[of_item] = positions
+        key[of_item] = keys
+        if places.query_ids is not None:
+            query_token[of_item] = places.query_ids[item].cpu().numpy()[positions]
+        if places.key_ids is not None:
+            key_token[of_item] = places.key_ids[item].cpu().numpy()[keys]
+    return columns

@@ -1,7 +1,8 @@
 """What a feed-forward layer does to a token: little, something linear, a step along a gradient? (claim S21, experiment E7)
 
-A layer adds f(z) to the stream x, with z what the norm in front of it makes of x, or x itself. Each function of `Sampled`
-gives for each sampled window a total, and what it is to be divided by. The control gives each token another token's f.
+A layer adds f(z) to the stream x, where z is the output of the norm in front of the layer, or x itself without a norm. Each
+function of `SampledTokens` gives for each sampled window a total, and what it is to be divided by. The control gives each
+token another token's f.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,34 +48,42 @@ Sums = tuple[Float64[Tensor, " windows"], Float64[Tensor, " windows"]]
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
-    """Sampled tokens of one feed-forward layer.
+class SampledTokens:
+    """Sampled tokens of one feed-forward layer, and derivatives of the layer at a few of them.
 
     Attributes:
         stream: x.
-        given: z, what the layer is given.
-        added: f(z), which it adds.
-        window: of each token.
-        pushed, pulled: J u and Jᵀ u of some tokens for random directions u, with the window of each.
+        inputs: z, the layer's input.
+        updates: f(z), which the layer adds to the stream.
+        window: the window of each token.
+        pushed, pulled: J u and Jᵀ u for random directions u.
+        derivative_window: the window of each of these.
     """
 
     stream: Float[Tensor, "N D"]
-    given: Float[Tensor, "N D"]
-    added: Float[Tensor, "N D"]
+    inputs: Float[Tensor, "N D"]
+    updates: Float[Tensor, "N D"]
     window: Int[Tensor, " N"]
     pushed: Float[Tensor, "M D"]
     pulled: Float[Tensor, "M D"]
-    pushed_window: Int[Tensor, " M"]
+    derivative_window: Int[Tensor, " M"]
 
     def by_window(self, *values: Float[Tensor, " N"], window: Tensor | None = None) -> Sums:
-        """Sums of each over the tokens of each window."""
+        """Sums of the two values over the tokens of each window.
+
+        Args:
+            window: the window of each value; None where there is one value for each token.
+        """
         window = self.window if window is None else window
-        number = int(self.window.max()) + 1
-        sums = [torch.zeros(number, dtype=torch.float64).index_add_(0, window, value.double()) for value in values]
-        return sums[0], sums[1]
+        windows = int(self.window.max()) + 1
+        total, count = (
+            torch.zeros(windows, dtype=torch.float64).index_add_(0, window, value.double()) for value in values
+        )
+        return total, count
 
 
-REGISTER = Register[Callable[[Sampled], Sums]](FEED_FORWARD)
+FeedForwardMeasure = Callable[[SampledTokens], Sums]
+REGISTER = Register[FeedForwardMeasure](FEED_FORWARD)
 _of_layer = partial(
     REGISTER.statistic,
     claim="S21, E7",
@@ -85,15 +94,15 @@ _of_layer = partial(
 
 
 @_of_layer("Size of the feed-forward update", formula="E‖f‖² / E‖x‖²", control=None, scale="positive")
-def feed_forward_size(tokens: Sampled) -> Sums:
+def feed_forward_size(tokens: SampledTokens) -> Sums:
     """How large is what the layer adds, relative to its input (0: it changes nothing)?"""
-    return tokens.by_window(tokens.added.square().sum(-1), tokens.stream.square().sum(-1))
+    return tokens.by_window(tokens.updates.square().sum(-1), tokens.stream.square().sum(-1))
 
 
 @_of_layer("Direction of the feed-forward update", formula="mean cos(f, x)", control="shuffled_tokens", signed=True)
-def feed_forward_cosine(tokens: Sampled) -> Sums:
+def feed_forward_cosine(tokens: SampledTokens) -> Sums:
     """Does what the layer adds point along (+) or against (−) the token's own vector?"""
-    cosine = torch.cosine_similarity(tokens.added.double(), tokens.stream.double(), dim=-1)
+    cosine = torch.cosine_similarity(tokens.updates.double(), tokens.stream.double(), dim=-1)
     return tokens.by_window(cosine, torch.ones_like(cosine))
 
 
@@ -103,24 +112,25 @@ def feed_forward_cosine(tokens: Sampled) -> Sums:
     control="shuffled_tokens",
     scale="number",
 )
-def feed_forward_linear_share(tokens: Sampled) -> Sums:
+def feed_forward_linear_share(tokens: SampledTokens) -> Sums:
     """How much of what the layer adds does an affine map explain, on windows that it was not fitted to?"""
-    explained, whole = (
-        torch.zeros(len(tokens.window), dtype=torch.float64),
-        torch.zeros(len(tokens.window), dtype=torch.float64),
-    )
-    given, added = tokens.given.double(), tokens.added.double()
+    explained = torch.zeros(len(tokens.window), dtype=torch.float64)
+    total = torch.zeros(len(tokens.window), dtype=torch.float64)
+    inputs = tokens.inputs.double()
+    updates = tokens.updates.double()
     for half in (0, 1):
-        held = tokens.window % 2 == half
-        if not bool(held.any()) or bool(held.all()):
+        scored = tokens.window % 2 == half
+        fitted = ~scored
+        if not bool(scored.any()) or bool(scored.all()):
             continue
-        centre, offset = given[~held].mean(0), added[~held].mean(0)
-        slope = _ridge(given[~held] - centre, added[~held] - offset, tokens.window[~held])
-        missed = (added[held] - offset - (given[held] - centre) @ slope).square().sum(-1)
-        # The mean that the map is compared with is that of the windows it was fitted to, as the map is.
-        whole[held] = (added[held] - offset).square().sum(-1)
-        explained[held] = whole[held] - missed
-    return tokens.by_window(explained, whole)
+        mean_input = inputs[fitted].mean(0)
+        mean_update = updates[fitted].mean(0)
+        slope = _ridge(inputs[fitted] - mean_input, updates[fitted] - mean_update, tokens.window[fitted])
+        residuals = updates[scored] - mean_update - (inputs[scored] - mean_input) @ slope
+        # The map is compared with the mean of the windows to which both were fitted.
+        total[scored] = (updates[scored] - mean_update).square().sum(-1)
+        explained[scored] = total[scored] - residuals.square().sum(-1)
+    return tokens.by_window(explained, total)
 
 
 @_of_layer(
@@ -128,13 +138,14 @@ def feed_forward_linear_share(tokens: Sampled) -> Sums:
     formula="‖(J − Jᵀ)/2‖² / ‖J‖², J = ∂f/∂z, in random directions",
     control="shuffled_tokens",
 )
-def feed_forward_antisymmetric_share(tokens: Sampled) -> Sums:
+def feed_forward_antisymmetric_share(tokens: SampledTokens) -> Sums:
     """Is what the layer adds the gradient of some function (0), or as antisymmetric as a random map (½)?"""
+    # For u of unit covariance, E‖A u‖² = ‖A‖², of A = (J ∓ Jᵀ)/2. The two parts are orthogonal: their squares add up to ‖J‖².
     odd, even = ((tokens.pushed + sign * tokens.pulled).double().square().sum(-1) / 4 for sign in (-1, 1))
-    return tokens.by_window(odd, odd + even, window=tokens.pushed_window)
+    return tokens.by_window(odd, odd + even, window=tokens.derivative_window)
 
 
-MEASURES: tuple[Callable[[Sampled], Sums], ...] = (
+MEASURES: tuple[FeedForwardMeasure, ...] = (
     feed_forward_size,
     feed_forward_cosine,
     feed_forward_linear_share,
@@ -143,71 +154,77 @@ MEASURES: tuple[Callable[[Sampled], Sums], ...] = (
 
 
 def _ridge(
-    given: Float64[Tensor, "N D"], wanted: Float64[Tensor, "N E"], window: Int[Tensor, " N"]
+    inputs: Float64[Tensor, "N D"], targets: Float64[Tensor, "N E"], window: Int[Tensor, " N"]
 ) -> Float64[Tensor, "D E"]:
     """The map of least squares with the penalty that does best on windows that it was not fitted to.
 
-    These are every second of the given windows, and then the others. Generalised cross-validation would need no split, and
-    is deceived by the few tokens of huge norm that models have.
+    Every second window is scored, then the others; zeros if there is only one window. Generalised cross-validation would need
+    no split, but the few tokens of huge norm that models have mislead it.
     """
     errors = torch.zeros(len(_RIDGES), dtype=torch.float64)
-    scale = given.square().sum() / given.shape[1]
-    order = torch.unique(window, return_inverse=True)[1]
+    scale = inputs.square().sum() / inputs.shape[1]
+    rank = torch.unique(window, return_inverse=True)[1]  # of each token's window, counted without gaps
     for half in (0, 1):
-        held = order % 2 == half
-        if not bool(held.any()) or bool(held.all()):
-            return torch.zeros(given.shape[1], wanted.shape[1], dtype=torch.float64)
-        left, sizes, right = torch.linalg.svd(given[~held], full_matrices=False)
-        coefficients, along = left.mT @ wanted[~held], given[held] @ right.mT
+        scored = rank % 2 == half
+        if not bool(scored.any()) or bool(scored.all()):
+            return torch.zeros(inputs.shape[1], targets.shape[1], dtype=torch.float64)
+        # One decomposition Z = U S Vᵀ serves every penalty λ: (ZᵀZ + λ)⁻¹ Zᵀ Y = V S/(S² + λ) Uᵀ Y.
+        left, sizes, right = torch.linalg.svd(inputs[~scored], full_matrices=False)
+        coefficients = left.mT @ targets[~scored]
+        scored_inputs = inputs[scored] @ right.mT
         for place, ridge in enumerate((_RIDGES * scale).tolist()):
-            found = along @ ((sizes / (sizes.square() + ridge))[:, None] * coefficients)
-            errors[place] += (wanted[held] - found).square().sum()
-    left, sizes, right = torch.linalg.svd(given, full_matrices=False)
+            predictions = scored_inputs @ ((sizes / (sizes.square() + ridge))[:, None] * coefficients)
+            errors[place] += (targets[scored] - predictions).square().sum()
+    left, sizes, right = torch.linalg.svd(inputs, full_matrices=False)
     penalty = float(_RIDGES[errors.argmin()] * scale)
-    return right.mT @ ((sizes / (sizes.square() + penalty))[:, None] * (left.mT @ wanted))
+    return right.mT @ ((sizes / (sizes.square() + penalty))[:, None] * (left.mT @ targets))
 
 
-def shuffled(tokens: Sampled, generator: torch.Generator) -> Sampled:
-    """Each token with what the layer adds to another, and each pull with another token's push."""
-    order, others = (torch.randperm(len(part), generator=generator) for part in (tokens.window, tokens.pushed_window))
-    return replace(tokens, added=tokens.added[order], pulled=tokens.pulled[others])
+def shuffled(tokens: SampledTokens, generator: torch.Generator) -> SampledTokens:
+    """Each token with the update of another, and each J u with the Jᵀ u of another."""
+    token_order = torch.randperm(len(tokens.window), generator=generator)
+    derivative_order = torch.randperm(len(tokens.derivative_window), generator=generator)
+    return replace(tokens, updates=tokens.updates[token_order], pulled=tokens.pulled[derivative_order])
 
 
-_WINDOWS = 32
-_NUMBERS = 1 << 26
-"""Numbers that are kept of all layers together: 256 MiB."""
+_MOST_WINDOWS = 32
+_MOST_NUMBERS = 1 << 26
+"""Numbers that are stored of all layers together: 256 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeedForwardPart:
-    """What a layer adds to the stream: modules one after the other, behind a norm or none."""
+    """What a layer adds to the stream: a chain of modules, with or without a norm in front."""
 
     norm: nn.Module | None
     chain: Sequence[nn.Module]
 
-    def given(self, stream: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
-        """z, what the first module behind the norm is given."""
+    def inputs(self, stream: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
+        """z, the input of the first module behind the norm."""
         return stream if self.norm is None else self.norm(stream)
 
-    def __call__(self, given: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
+    def __call__(self, inputs: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
+        """f(z)."""
+        output = inputs
         for module in self.chain:
-            given = module(given)
-        return given
+            output = module(output)
+        return output
 
 
 def feed_forward_parts(
     model: nn.Module, sites: Sequence[SiteInfo], prepared: Mapping[str, Any]
 ) -> dict[int, FeedForwardPart | str]:
-    """By a sublayer's index its part, or one sentence that says why it is none, from one forward pass.
+    """By a sublayer's index its part, or one sentence that says why it has none, from one forward pass.
 
-    Each must give what the model itself added, token by token: a layer that mixes tokens does not.
+    A part must reproduce what the model itself added, token by token: a layer that mixes tokens does not.
     """
     steps: list[Step] = []
     with torch.no_grad():
         tracer = StreamTracer(model, list(sites), steps.append)
         with capturing(model, tracer.attention), tracer.watching(), recording(model) as calls:
             run(model, prepared)
-        return {s.sublayer.index: _part(s, calls) for s in steps if s.sublayer.kind == "feed_forward"}
+        feed_forward_steps = [step for step in steps if step.sublayer.kind == "feed_forward"]
+        return {step.sublayer.index: _part(step, calls) for step in feed_forward_steps}
 
 
 def _part(step: Step, calls: Sequence[Any]) -> FeedForwardPart | str:
@@ -218,45 +235,54 @@ def _part(step: Step, calls: Sequence[Any]) -> FeedForwardPart | str:
         return "it is no chain of modules of one input each"
     norm = chain[0] if "Norm" in type(chain[0]).__name__ else None
     part = FeedForwardPart(norm, chain if norm is None else chain[1:])
+    # Run on single tokens: a layer that mixes tokens gives something else.
     tokens = step.before[:1, : min(8, step.before.shape[1])]
-    alone = torch.cat([part(part.given(tokens[:, i : i + 1])) for i in range(tokens.shape[1])], 1)
-    error = relative_difference(alone + tokens, step.after[:1, : tokens.shape[1]])
+    updates = torch.cat([part(part.inputs(tokens[:, place : place + 1])) for place in range(tokens.shape[1])], 1)
+    error = relative_difference(updates + tokens, step.after[:1, : tokens.shape[1]])
     if not error <= tolerance(tokens.dtype):
         return f"what it adds to a token depends on the others (by {error:.1e})"
     return part
 
 
 class FeedForwardStatistics:
-    """Tokens that came past each feed-forward layer on some sampled windows; measured once the text was read.
+    """Stream states before each feed-forward layer on some sampled windows; measured once the text was read.
 
     Attributes:
-        parts: by sublayer.
-        failed: by sublayer, why it has no numbers.
+        parts: by the sublayer's index.
+        failed: by the sublayer's index, why it has no numbers.
+        results: by the sublayer's index; filled by `measure`.
     """
 
     def __init__(self, parts: Mapping[int, FeedForwardPart | str], units: Units, seed: int) -> None:
         self.parts = {index: part for index, part in parts.items() if isinstance(part, FeedForwardPart)}
         self.failed = {index: part for index, part in parts.items() if isinstance(part, str)}
-        self.units, self.seed = units, seed
+        self.units = units
+        self.seed = seed
         self._tokens: dict[int, dict[int, np.ndarray]] = {index: {} for index in self.parts}
         self.results: dict[int, Ratio] = {}
 
     def collect(self, step: Step, row: int, positions: Tensor, number: int | None) -> None:
-        """Keep some tokens of a window, which stands at this place among the sampled ones."""
-        kept = self._tokens.get(step.sublayer.index)
-        if kept is None or not len(positions):
+        """Store some tokens of a window.
+
+        Args:
+            row: of the batch.
+            number: the window's place among the sampled ones; None where windows come in the order of the text.
+        """
+        windows = self._tokens.get(step.sublayer.index)
+        if windows is None or not len(positions):
             return
-        number = len(kept) if number is None else number
-        room = _NUMBERS // (step.before.shape[-1] * len(self.parts))  # tokens of each layer
-        if number < _WINDOWS and number * len(positions) < room:
-            kept[number] = step.before[row, positions].float().cpu().numpy()
+        number = len(windows) if number is None else number
+        most_tokens = _MOST_NUMBERS // (step.before.shape[-1] * len(self.parts))  # of each layer
+        # Whether a window is stored depends on its number alone, so that several processes store the same windows as one.
+        if number < _MOST_WINDOWS and number * len(positions) < most_tokens:
+            windows[number] = step.before[row, positions].float().cpu().numpy()
 
     def tokens(self, index: int) -> int:
-        """How many tokens of a layer were kept."""
+        """How many tokens of a layer were stored."""
         return sum(map(len, self._tokens[index].values()))
 
     def measure(self, fence: Fence) -> None:
-        """Measure every layer; one that cannot be is said in `failed`, a statistic that cannot be by the fence."""
+        """Measure every layer; `failed` names layers that cannot be measured, the fence such statistics."""
         for index, part in self.parts.items():
             try:
                 self._measure(index, part, fence)
@@ -268,30 +294,36 @@ class FeedForwardStatistics:
         numbers = sorted(self._tokens[index])
         if not numbers:
             return
-        tokens = _sampled(part, [torch.from_numpy(self._tokens[index][n]) for n in numbers], self.seed + index)
+        windows = [torch.from_numpy(self._tokens[index][number]) for number in numbers]
+        tokens = _sampled_tokens(part, windows, self.seed + index)
         control = shuffled(tokens, torch.Generator().manual_seed(self.seed + index))
         totals, counts = torch.zeros(2, len(numbers), len(MEASURES), 2, dtype=torch.float64)
         for place, measure in enumerate(MEASURES):
             with fence(measure.__name__):
-                for which, given in enumerate((tokens, control)):
-                    if which == 0 or STATISTICS[measure.__name__].control is not None:
-                        totals[:, place, which], counts[:, place, which] = measure(given)
+                totals[:, place, 0], counts[:, place, 0] = measure(tokens)
+                if STATISTICS[measure.__name__].control is not None:
+                    totals[:, place, 1], counts[:, place, 1] = measure(control)
         finite = totals.isfinite() & counts.isfinite()
         self.results[index] = Ratio((len(MEASURES), 2), self.units)
         self.results[index].update(torch.where(finite, totals, 0.0), torch.where(finite, counts, 0.0), numbers)
 
     def state(self) -> State:
-        """All tokens that were kept."""
-        return {str(i): {str(n): tokens for n, tokens in kept.items()} for i, kept in self._tokens.items()}
+        """All tokens that were stored."""
+        return {
+            str(index): {str(number): tokens for number, tokens in windows.items()}
+            for index, windows in self._tokens.items()
+        }
 
     def restore(self, state: State) -> None:
-        """Go on from such tokens in place of one's own."""
-        self._tokens = {int(i): {int(n): tokens for n, tokens in kept.items()} for i, kept in state.items()}
+        """Continue from stored tokens, which replace those held here."""
+        self._tokens = {
+            int(index): {int(number): tokens for number, tokens in windows.items()} for index, windows in state.items()
+        }
 
     def merge(self, other: "FeedForwardStatistics") -> None:
         """Add the tokens of other windows."""
-        for index, kept in self._tokens.items():
-            kept.update(other._tokens.get(index, {}))
+        for index, windows in self._tokens.items():
+            windows.update(other._tokens.get(index, {}))
 
 
 class FeedForwardGroup(Group):
@@ -303,18 +335,18 @@ class FeedForwardGroup(Group):
     def begin(self, model: ModelReading) -> None:
         """Find the layers, in one pass over one item of a batch."""
         super().begin(model)
-        self.layers = FeedForwardStatistics({}, model.sampled_units, model.seed)
+        self.layers = FeedForwardStatistics({}, model.sampled_units, model.seed)  # should the search below fail
         parts = feed_forward_parts(model.model, model.sites, model.one_item)
         if not parts:
             self.failed[FEED_FORWARD] = "no feed-forward layer was seen on the way of the stream"
         self.layers = FeedForwardStatistics(parts, model.sampled_units, model.seed)
 
     def on_step(self, step: Step, window: SampledWindow) -> None:
-        """Keep some tokens."""
+        """Store some tokens."""
         self.layers.collect(step, window.row, window.positions(step), window.number)
 
     def finish(self) -> None:
-        """Measure what was kept."""
+        """Measure what was stored."""
         self.layers.measure(self.fence)
         if self.layers.failed and not self.layers.results:
             self.failed[FEED_FORWARD] = next(iter(self.layers.failed.values()))
@@ -326,22 +358,36 @@ class FeedForwardGroup(Group):
             if ratio is not None:
                 tokens = float(self.layers.tokens(sublayer.index))
                 counts = {"estimate": tokens} | dict.fromkeys(HALVES, tokens / 2)
-                statistics = [STATISTICS[each.__name__] for each in MEASURES]
+                statistics = [STATISTICS[measure.__name__] for measure in MEASURES]
                 yield from rows_beside_control(RowPlace.of_sublayer(sublayer), RatioParts(ratio), statistics, counts)
 
 
-def _sampled(part: FeedForwardPart, windows: Sequence[Float[Tensor, "S D"]], seed: int) -> Sampled:
-    own = next(iter(part.chain[0].parameters()), torch.empty(0))
-    stream = torch.cat(list(windows)).to(own.device, own.dtype if own.is_floating_point() else torch.float32)
+def _sampled_tokens(part: FeedForwardPart, windows: Sequence[Float[Tensor, "S D"]], seed: int) -> SampledTokens:
+    """Run and differentiate one layer on the stored states."""
+    weight = next(iter(part.chain[0].parameters()), torch.empty(0))
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    stream = torch.cat(list(windows)).to(weight.device, dtype)
     window = torch.cat([torch.full((len(tokens),), place) for place, tokens in enumerate(windows)])
     with torch.no_grad():
-        given = part.given(stream[None])[0]
-        added = part(given[None])[0]
+        inputs = part.inputs(stream[None])[0]
+        updates = part(inputs[None])[0]
+    # The first tokens of each window, once for each random direction.
     few = torch.cat([(window == place).nonzero()[:DERIVATIVE_TOKENS, 0] for place in range(len(windows))])
-    points = given[few].repeat(PROBES, 1)
+    points = inputs[few].repeat(PROBES, 1)
     directions = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed)).to(points)
     with dense_inside(nn.ModuleList(part.chain), unrounded=True):
         pushed = torch.func.jvp(lambda z: part(z[None])[0], (points,), (directions,))[1]
         pulled = torch.func.vjp(lambda z: part(z[None])[0], points)[1](directions)[0]
-    moved = [each.detach().float().cpu() for each in (stream, given, added, pushed, pulled)]
-    return Sampled(moved[0], moved[1], moved[2], window, moved[3], moved[4], window[few].repeat(PROBES))
+    return SampledTokens(
+        stream=_on_cpu(stream),
+        inputs=_on_cpu(inputs),
+        updates=_on_cpu(updates),
+        window=window,
+        pushed=_on_cpu(pushed),
+        pulled=_on_cpu(pulled),
+        derivative_window=window[few].repeat(PROBES),
+    )
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().float().cpu()

@@ -1,4 +1,4 @@
-"""What becomes of the law of tokens through the depth: is a Gaussian its equilibrium? (claims S11–S13, experiment E1)
+"""How the law of tokens changes through the depth: is a Gaussian its equilibrium? (claims S11–S13, experiment E1)
 
 The tokens of a window after each step of the stream are a cloud of points. Its control is a cloud of as many independent
 Gaussian points with the same mean and covariance. Directions are drawn once, and are the same at every step.
@@ -22,9 +22,11 @@ from massieu.probing.statistics.registry import FLOW, SHIM, Register
 from massieu.probing.stream.wiring import Step
 
 PROJECTIONS = 64
+"""Random directions."""
 FEWEST = 8
+"""Tokens of a window; of fewer there are no numbers."""
 RADIUS = 0.5
-"""Of a cluster of unit vectors: an angle of 29°."""
+"""Radius of a cluster of unit vectors: an angle of 29°."""
 Cloud = Float[Tensor, "n d"]
 REGISTER = Register[Callable[[Cloud], Tensor]](FLOW)
 _of_cloud = partial(
@@ -99,12 +101,13 @@ def stream_clusters(cloud: Cloud) -> Tensor:
 def gaussian(cloud: Cloud, generator: torch.Generator) -> Cloud:
     """As many independent Gaussian points with the cloud's mean and (biased) covariance."""
     mean = cloud.mean(0)
-    drawn = torch.randn(len(cloud), len(cloud), generator=generator, dtype=cloud.dtype)
-    return mean + drawn @ (cloud - mean) / len(cloud) ** 0.5
+    # Σ_j g_ij (x_j − x̄)/√n has the covariance Σ_j (x_j − x̄)(x_j − x̄)ᵀ/n: no d × d factor is needed.
+    normal = torch.randn(len(cloud), len(cloud), generator=generator, dtype=cloud.dtype)
+    return mean + normal @ (cloud - mean) / len(cloud) ** 0.5
 
 
 PURPOSE = 200_000
-"""Of random numbers; each sublayer has its own, above it."""
+"""Of the random numbers; each sublayer has its own purpose, this number plus its index."""
 
 
 class FlowGroup(SublayerGroup):
@@ -115,18 +118,20 @@ class FlowGroup(SublayerGroup):
 
     def on_step(self, step: Step, window: SampledWindow) -> None:
         """Measure the cloud after one step, and a Gaussian one."""
-        positions, drawn = window.cloud(step), window.drawn(PURPOSE + step.sublayer.index)
+        positions = window.cloud(step)
+        generator = window.drawn(PURPOSE + step.sublayer.index)
         if len(positions) < FEWEST:
             return
         cloud = step.after[window.row, positions].detach().cpu().double()
         functions = REGISTER.functions
         values = torch.full((len(functions), 2), torch.nan, dtype=torch.float64)
         if bool(cloud.isfinite().all()):
-            clouds = cloud, gaussian(cloud, drawn)
+            clouds = (cloud, gaussian(cloud, generator))
             with one_thread():
                 for place, (name, measure) in enumerate(functions.items()):
                     with self.fence(name):
                         values[place] = torch.stack([measure(points) for points in clouds])
+            # Tokens that differ by rounding alone are one point, whose spectrum is noise.
             if bool(is_one_point(cloud, computed_in(step.after))):
                 values[list(functions).index(stream_effective_rank.__name__)] = ONE_POINT_RANK
         self.means.add(step.sublayer.index, values, torch.ones_like(values), window.number)

@@ -1,7 +1,7 @@
-"""The contract of all that is measured: what a group is told of while a model is read, and the rows that it gives.
+"""The contract of all that is measured: the events that a group receives while a model is read, and the rows that it returns.
 
-A group holds running results of its statistics: it is begun once, told of the events that it wants, and asked for its rows at
-the end. Whoever reads the model knows no group by its name.
+A group holds running results of its statistics. It is begun once, receives the events that it names, and returns its rows at
+the end. The code that reads the model knows no group by its name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from massieu.probing.model.model import LoadedModel, model_inputs
 from massieu.probing.model.unexpected import unexpected
 from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.own import OwnStatistic
-from massieu.probing.statistics.query_means import Functions, Queries
+from massieu.probing.statistics.query_means import Functions, QueryResult
 from massieu.probing.stream.replay import HeadMaps, Replay
 from massieu.probing.stream.wiring import Step
 from massieu.probing.sums.accumulate import Ratio
@@ -35,11 +35,11 @@ from massieu.probing.sums.units import FEWEST_UNITS, Estimate, Units
 from massieu.storage.record import Statistic, Sublayer
 
 Half = Literal["first_half", "second_half"]
-HALVES: tuple[Half, Half] = "first_half", "second_half"
+HALVES: tuple[Half, Half] = ("first_half", "second_half")
 
 
 class Event(Enum):
-    """What a group may want to be told of. What no group wants is not produced.
+    """What a group may receive. An event that no group names is not produced.
 
     Example:
         >>> from massieu.probing import Event
@@ -50,21 +50,21 @@ class Event(Enum):
     CALLS = auto()
     """Each attention call of the model, with all rows of the batch."""
     QUERIES = auto()
-    """The numbers of each call's queries, of the per-query statistics that some group names."""
+    """The per-query statistics of each call; which ones, `ModelReading.query_functions` says."""
     STEPS = auto()
     """Each step of the stream, for each sampled window."""
     WEIGHTS = auto()
     """Each attention site once, when its maps between stream and head can be read."""
     WINDOWS = auto()
-    """Each sampled window after the pass; it may be run again."""
+    """Each sampled window after the forward pass; it may be run again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where the text comes from, for groups that make up a text of their own.
+    """Where the text comes from, for groups that generate a text of their own.
 
     Attributes:
-        around: tokens that rows of text begin and end with; None where that is to be seen in the first batch.
+        around: tokens with which rows of text begin and end; None where the first batch shows them.
     """
 
     loaded: LoadedModel
@@ -77,16 +77,16 @@ class ModelReading:
     """One model that is about to be read.
 
     Attributes:
-        sublayers: steps of the stream, in its order; filled by the first pass where some group wants `Event.STEPS`,
+        sublayers: steps of the stream, in its order; filled by the first pass if some group names `Event.STEPS`,
             `Event.WEIGHTS` or `Event.WINDOWS`.
         units: over which errors are computed; those of the sampled windows are `sampled_units`.
-        max_length: tokens of a full window.
-        query_sample: at most so many queries of a sequence are read; None is all.
-        sampled_queries: of a sampled window.
-        names: statistics that are wanted; None is all.
+        max_length: number of tokens of a full window.
+        query_sample: largest number of queries of a sequence that are read; None for all.
+        sampled_queries: number of queries of a sampled window.
+        names: the statistics to measure; None for all.
         inputs: the first batch.
         source: where the text comes from; None where that is not known.
-        query_functions: the statistics of queries that are computed for groups that want `Event.QUERIES`, by name.
+        query_functions: the statistics of queries that are computed for groups that name `Event.QUERIES`, by name.
         own: functions of the user's own, by name.
     """
 
@@ -135,10 +135,10 @@ class SampledWindow:
         row: of the batch.
         number: its place among the sampled ones; None where windows come in the order of the text.
         positions: sampled positions of real tokens in a step's stream.
-        cloud: the same without a token twice.
-        drawn: random numbers that belong to the window and a purpose.
-        replay: the queries of an attention step of this row as functions of the stream, at some positions; a sentence where
-            they cannot be replayed.
+        cloud: the same, with each token at most once.
+        drawn: random numbers that belong to the window and to a purpose.
+        replay: the queries of an attention step of this row as functions of the stream, at some positions. If they cannot be
+            replayed, a sentence that says why.
         alone: the inputs of this window alone, as the model is called with them.
     """
 
@@ -161,9 +161,9 @@ class CallTokens:
     """The tokens of one attention call.
 
     Attributes:
-        queries, keys: tokens asked about and attended to.
-        rows: items of the batch.
-        numbers: where the rows stand in the text; None where they follow those before.
+        queries, keys: tokens that attend, and tokens that are attended to.
+        rows: number of items of the batch.
+        numbers: the rows' numbers in the text; None where they follow those before.
         windows: numbers of the rows' windows.
         sampled: the sampled rows.
         drawn: random numbers for a row and a purpose.
@@ -181,19 +181,19 @@ class CallTokens:
 
 @dataclass(frozen=True, eq=False)
 class CallQueries:
-    """Per-query numbers of one attention call, or of some of its queries.
+    """Per-query statistics of one attention call, or of some of its queries.
 
     Attributes:
-        rows: items that they are of.
-        numbers: where these stand in the text; None where they follow those before.
+        rows: number of items of the batch.
+        numbers: the rows' numbers in the text; None where they follow those before.
         places: where the queries are; None where that differs from row to row.
         call: of these queries alone.
-        real: those that are no padding.
-        length: queries of the whole call.
+        real: queries that are not padding.
+        length: number of queries of the whole call.
     """
 
     info: SiteInfo
-    found: Queries
+    result: QueryResult
     rows: int
     numbers: Sequence[int] | None
     places: Places | None = None
@@ -207,8 +207,9 @@ class SiteWeights:
     """The weights of one attention site.
 
     Attributes:
-        maps: stream to query, key and value, and value to stream; or one sentence that says why they are not known.
-        writes: value and output maps alone, or such a sentence.
+        maps: the linear maps from stream to query, key and value, and from value to stream. If they are not known, one
+            sentence that says why.
+        writes: the value and output maps alone, or such a sentence.
     """
 
     info: SiteInfo
@@ -217,7 +218,7 @@ class SiteWeights:
 
 
 class RowPlace(NamedTuple):
-    """What a row is about: the heads of an attention site, or a sublayer; `order` is its place in the model.
+    """The subject of a row: the heads of an attention site, or a sublayer; `order` is its place in the model.
 
     Example:
         >>> from massieu.probing import RowPlace
@@ -232,12 +233,12 @@ class RowPlace(NamedTuple):
 
     @classmethod
     def of_site(cls, info: SiteInfo) -> "RowPlace":
-        """An attention site."""
+        """The place of an attention site."""
         return cls("head", info.site.name, info.layer, info.index)
 
     @classmethod
     def of_sublayer(cls, sublayer: Sublayer) -> "RowPlace":
-        """A step of the stream."""
+        """The place of a step of the stream."""
         return cls("layer", sublayer.name, sublayer.layer, sublayer.index)
 
 
@@ -247,14 +248,14 @@ class Row:
 
     Attributes:
         part: empty for the statistic itself; else a half of the text, the name of a control, or a part such as a bin.
-        found: with the degrees of freedom of the error, 0 where nothing may be announced from it.
-        p_value: of a control, where the group tests against it by itself; else it is the difference of the two means.
+        estimate: with the degrees of freedom of its error, which are 0 if no finding may rest on it.
+        p_value: of a control, if the group computes its own test; else the two means are compared.
     """
 
     place: RowPlace
     statistic: str
     part: str
-    found: Estimate
+    estimate: Estimate
     p_value: Float64[np.ndarray, " heads"] | None = None
 
     @property
@@ -299,12 +300,12 @@ class RatioParts:
 
     @cached_property
     def first_half(self) -> Estimate:
-        """From one half of it."""
+        """From its first half."""
         return self.ratio.first_half()
 
     @cached_property
     def second_half(self) -> Estimate:
-        """From the other."""
+        """From its second half."""
         return self.ratio.second_half()
 
     @input_door(part=_part_of_the_text)
@@ -314,23 +315,24 @@ class RatioParts:
         Raises:
             InputError: the array of statistics has none at ``index``.
         """
-        found: Estimate = getattr(self, part)
+        estimate: Estimate = getattr(self, part)
         try:
-            return Estimate(*(each[index] for each in found), degrees=np.asarray(found.degrees)[index])
+            # Iterating over an estimate leaves out its degrees of freedom.
+            return Estimate(*(array[index] for array in estimate), degrees=np.asarray(estimate.degrees)[index])
         except (IndexError, TypeError) as error:
             shape = tuple(self.ratio.shape)
             raise InputError(f"index must pick entries of an array of shape {shape}, got {described(index)}") from error
 
     def tested(self, index: Any) -> Estimate:
-        """Some entries; from too few units of text nothing is announced.
+        """Some entries for tests; with too few units of text their degrees of freedom are 0, so that nothing is found.
 
         Raises:
             InputError: as `at`.
         """
-        found = self.at(index)
+        estimate = self.at(index)
         if self.ratio.error_unit()[1] < FEWEST_UNITS:
-            return replace(found, degrees=np.zeros_like(found.value))
-        return found
+            return replace(estimate, degrees=np.zeros_like(estimate.value))
+        return estimate
 
 
 @input_door(
@@ -356,12 +358,12 @@ def rows_of(place: RowPlace, statistic: str, parts: RatioParts, index: Any) -> I
 
 @contextmanager
 def fenced(failed: dict[str, str], *names: str) -> Iterator[None]:
-    """What fails inside makes these groups or statistics unavailable, with the reason, and nothing else.
+    """A failure inside makes these groups or statistics unavailable, with the reason, and nothing else.
 
-    Whatever is wrong with the input or the capture itself still ends the reading.
+    An `InputError` still ends the reading: then the input or the capture itself is wrong.
 
     Args:
-        failed: where the reason is kept, by name.
+        failed: the dictionary into which the reason is written, by name.
     """
     try:
         yield
@@ -372,9 +374,9 @@ def fenced(failed: dict[str, str], *names: str) -> Iterator[None]:
 
 
 class Group(RunningParts):
-    """Running results of some statistics on one model, and what has to be known to make them.
+    """Running results of some statistics on one model, and how they are made.
 
-    Its attributes that are running results are stored and merged by themselves (`RunningParts`).
+    Attributes that are running results are stored and merged without further code (`RunningParts`).
 
     Example:
         How many calls of attention does the model make on the text?
@@ -406,13 +408,13 @@ class Group(RunningParts):
 
     Attributes:
         name: of the group.
-        events: that it wants.
-        statistics: what is said of each; those of the package's own groups are registered where they are computed.
-        model: what it was begun for.
-        beginning: what the progress says while it begins, if that takes long.
-        sampled_queries: how many queries of the first site were sampled, where a group counts them.
-        failed: statistics, or the whole group, that could not be computed, with the reason.
-        unavailable: the same at one place, by the place's name and theirs.
+        events: those that it receives.
+        statistics: their metadata; those of the package's own groups are registered where they are computed.
+        model: the model that it was begun for.
+        beginning: the progress message while it begins, if that takes long.
+        sampled_queries: how many queries of the first site were sampled, if the group counts them.
+        failed: reasons why statistics, or the whole group, could not be computed, by name.
+        unavailable: reasons why they could not be computed at one place, by ``"PLACE NAME"``.
     """
 
     NOTES = ("failed", "unavailable")
@@ -428,7 +430,7 @@ class Group(RunningParts):
 
     @input_door(model=any_of("what a group is begun with", ModelReading))
     def begin(self, model: ModelReading) -> None:
-        """Make ready for a model; once, before it is read."""
+        """Prepare for a model; called once, before the model is read."""
         self.model = model
 
     def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
@@ -447,17 +449,17 @@ class Group(RunningParts):
         """Take a sampled window after the pass."""
 
     def after_pass(self) -> None:
-        """A forward pass has ended: what is held of it may go."""
+        """A forward pass has ended: tensors of it may be dropped."""
 
     def finish(self) -> None:
-        """Measure what was kept, once the text was read."""
+        """Measure what was collected, once the text was read."""
 
     def rows(self) -> Iterator[Row]:
         """All numbers."""
         yield from ()
 
     def ratios(self) -> Iterator[RunningRatio]:
-        """Running ratios by which two results on one text may be paired; the first tells how many units the text has."""
+        """Running ratios by which two results on one text may be paired; the first one tells the number of text units."""
         yield from ()
 
     def nonfinite(self) -> Iterator[tuple[SiteInfo, int, int]]:
@@ -465,32 +467,36 @@ class Group(RunningParts):
         yield from ()
 
     def details(self) -> dict[str, Any]:
-        """What the page shows beside the tables, by its name."""
+        """What the page shows besides the tables, by name."""
         return {}
 
     # What could not be computed ---------------------------------------------------------------------------------------
 
     def fence(self, *names: str) -> AbstractContextManager[None]:
-        """What fails inside costs the group these statistics alone; see `fenced`."""
+        """A failure inside makes only these statistics of the group unavailable; see `fenced`."""
         return fenced(self.failed, *names)
 
     @input_door(name=text)
     def measures(self, name: str) -> bool:
-        """Whether a statistic is wanted, and has not failed."""
+        """Whether a statistic is to be measured, and has not failed."""
         return self.model.wants(name) and name not in self.failed
 
     @input_door(place=text, name=text, reason=text)
     def missing(self, place: str, name: str, reason: str) -> None:
-        """Say that a statistic, or the group, is not to be had at one place."""
+        """Record why a statistic, or the group, cannot be computed at one place."""
         self.unavailable[f"{place} {name}"] = reason
 
     @input_door(place=text, name=text)
     def is_missing(self, place: str, name: str) -> bool:
-        """Whether that was said."""
+        """Whether such a reason was recorded."""
         return f"{place} {name}" in self.unavailable
 
     @input_door(place=text)
     def missing_at(self, place: str) -> dict[str, str]:
-        """All that was said of one place."""
-        parts = ((key.rpartition(" "), reason) for key, reason in self.unavailable.items())
-        return {name: reason for (where, _, name), reason in parts if where == place}
+        """The reasons that were recorded for one place, by name."""
+        reasons: dict[str, str] = {}
+        for key, reason in self.unavailable.items():
+            place_of_key, _, name = key.rpartition(" ")  # names of places may hold spaces
+            if place_of_key == place:
+                reasons[name] = reason
+        return reasons

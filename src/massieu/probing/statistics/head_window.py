@@ -1,4 +1,4 @@
-"""One sampled window at one attention site, and what a function of it gives: for each head a sum and its divisor."""
+"""One sampled window at one attention site, and the result of a statistic of it: for each head a sum and its divisor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ from massieu.foundation.doors import input_door
 from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
 
 QUERIES = 16
-"""Of each sampled window, for what costs much."""
+"""Queries of each sampled window that expensive statistics use."""
 Sums = tuple[Float[Tensor, " H"], Float[Tensor, " H"]]
-"""For each head a total, and what it is to be divided by; 0 where there is nothing."""
+"""For each head a total and its divisor; both 0 where there is no number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +34,11 @@ class HeadWindow:
 
     Attributes:
         call: of this window alone.
-        real: keys that are no padding.
-        queries: sampled positions of queries that are no padding.
-        seed: of what a statistic or a control draws, which belongs to the window.
+        real: keys that are not padding.
+        queries: sampled positions of queries that are not padding.
+        seed: of the random numbers of a statistic or a control; it belongs to the window.
         itself: the sequence attends to itself, so that a query and the key at its position are of one token.
-        permuted: what belongs to a query is to be taken from another one, head by head.
+        permuted: whether a head's number at a query is to be taken from another query, head by head.
     """
 
     call: AttentionCall
@@ -49,11 +49,11 @@ class HeadWindow:
     permuted: bool = False
 
     def few(self) -> "HeadWindow":
-        """With the first `QUERIES` of the queries."""
+        """The window with only the first `QUERIES` of its queries."""
         return replace(self, queries=self.queries[:QUERIES])
 
     def tokens(self, most: int) -> Int[Tensor, " T"]:
-        """Positions of keys that are no padding, in order: all, or so many of them drawn at random."""
+        """Positions of keys that are not padding, in order: all, or ``most`` of them drawn at random."""
         places = self.real.nonzero()[:, 0]
         if len(places) <= most:
             return places
@@ -61,29 +61,30 @@ class HeadWindow:
         return places[drawn.to(places.device)]
 
     def generator(self) -> torch.Generator:
-        """Anew the same random numbers."""
+        """A new generator of the window's random numbers; each one starts at the same number."""
         return torch.Generator().manual_seed(self.seed)
 
     def of_heads(self, part: Float[Tensor, "1 Hk N E"]) -> Float[Tensor, "H N E"]:
-        """Keys or values in float32, grouped ones repeated."""
+        """Keys or values of every query head, in float32; those of grouped heads are repeated."""
         heads = self.call.query.shape[1]
         return part[0].float().repeat_interleave(heads // part.shape[1], 0)
 
     def weights(self) -> Float[Tensor, "H S N"]:
-        """Attention of the sampled queries in float32, a learned sink's share left out; 0 where a query sees no key."""
-        scores, weight = explicit_attention(self.call.at(self.queries))
-        logits = (scores + weight)[0]
+        """Attention of the sampled queries in float32, without a learned sink; 0 where a query sees no key."""
+        scores, log_weight = explicit_attention(self.call.at(self.queries))
+        logits = (scores + log_weight)[0]
+        # A softmax of −∞ alone would be NaN.
         return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, torch.softmax(logits, -1))
 
 
 WindowMeasure = Callable[[HeadWindow], Sums]
 """A statistic of a window."""
 Control = Callable[[HeadWindow], HeadWindow | None]
-"""A window without the property in question; None where there is none."""
+"""Makes a window without the property in question; None where that does not exist."""
 
 
-def nothing(window: HeadWindow) -> Sums:
-    """No number for any head."""
+def no_numbers(window: HeadWindow) -> Sums:
+    """Sums without a number for any head."""
     zeros = torch.zeros(window.call.query.shape[1], dtype=torch.float64)
     return zeros, zeros
 
@@ -99,5 +100,5 @@ def mean_over_queries(values: Float[Tensor, "H S"]) -> Sums:
         >>> total.tolist(), count.tolist()
         ([3.0, 12.0], [2.0, 3.0])
     """
-    kept = values.isfinite()
-    return torch.where(kept, values, 0.0).sum(-1, dtype=torch.float64), kept.sum(-1).double()
+    finite = values.isfinite()
+    return torch.where(finite, values, 0.0).sum(-1, dtype=torch.float64), finite.sum(-1).double()

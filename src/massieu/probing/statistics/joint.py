@@ -1,8 +1,8 @@
 """The heads of a layer as components of one mixture (claim S14, experiment E9).
 
 Head a has the log-partition A_a = log Σ h_j e^{s_j}, with h its normalised weights and keys about their mean, which softmax
-cannot see. Of a mixture with equal shares π the log-partition is log Σ π_a e^{A_a}. Multi-head attention adds heads with
-fixed shares: that is the gradient of the bound Σ π_a A_a, whose gap is KL(π‖r) with r_a ∝ π_a e^{A_a}.
+cannot see. A mixture of the heads with equal shares π has the log-partition log Σ π_a e^{A_a}. Multi-head attention adds
+heads with fixed shares: that is the gradient of the bound Σ π_a A_a, whose gap is KL(π‖r) with r_a ∝ π_a e^{A_a}.
 """
 
 from functools import partial
@@ -27,18 +27,20 @@ _of_heads = partial(
 )
 
 
-def _responsibilities(window: HeadWindow) -> Float[Tensor, "H S"]:
+def _log_responsibilities(window: HeadWindow) -> Float[Tensor, "H S"]:
     """log r of every head at each sampled query; NaN where some head sees no key."""
-    call, key = window.call, window.of_heads(window.call.key)
-    scores, weight = explicit_attention(call.at(window.queries))
-    evidence = torch.logsumexp(scores + weight, -1)[0].double() - torch.logsumexp(weight, -1)[0].double()
+    call = window.call
+    scores, log_weight = explicit_attention(call.at(window.queries))
+    log_partition = torch.logsumexp(scores + log_weight, -1)[0].double() - torch.logsumexp(log_weight, -1)[0].double()
     if call.softcap is None:
-        origin = key[:, window.real].mean(1).double()
-        evidence = evidence - call.scale * (call.query[0, :, window.queries].double() * origin[:, None]).sum(-1)
+        # Keys about their mean k̄: every score of a query falls by β q·k̄, and so does log Z.
+        mean_key = window.of_heads(call.key)[:, window.real].mean(1).double()
+        shift = call.scale * (call.query[0, :, window.queries].double() * mean_key[:, None]).sum(-1)
+        log_partition = log_partition - shift
     if window.permuted:
-        order = torch.rand(evidence.shape, generator=window.generator()).argsort(1).to(evidence.device)
-        evidence = evidence.gather(1, order)
-    return torch.log_softmax(evidence, 0)
+        order = torch.rand(log_partition.shape, generator=window.generator()).argsort(1).to(log_partition.device)
+        log_partition = log_partition.gather(1, order)
+    return torch.log_softmax(log_partition, 0)
 
 
 @_of_heads(
@@ -49,8 +51,9 @@ def _responsibilities(window: HeadWindow) -> Float[Tensor, "H S"]:
 )
 def mixture_gap(window: HeadWindow) -> Sums:
     """How far is adding the heads with equal shares from one softmax over all heads (layer average 0: the same)?"""
-    logarithms = _responsibilities(window)
-    return mean_over_queries(-logarithms - torch.tensor(float(len(logarithms))).log())
+    log_responsibilities = _log_responsibilities(window)
+    log_heads = torch.tensor(float(len(log_responsibilities))).log()
+    return mean_over_queries(-log_responsibilities - log_heads)
 
 
 @_of_heads(
@@ -58,8 +61,8 @@ def mixture_gap(window: HeadWindow) -> Sums:
 )
 def responsibility(window: HeadWindow) -> Sums:
     """Would one softmax over all heads of the layer give this head more (above 1) or less than an equal share?"""
-    logarithms = _responsibilities(window)
-    return mean_over_queries(len(logarithms) * logarithms.exp())
+    log_responsibilities = _log_responsibilities(window)
+    return mean_over_queries(len(log_responsibilities) * log_responsibilities.exp())
 
 
 @_of_heads(
@@ -70,9 +73,10 @@ def responsibility(window: HeadWindow) -> Sums:
 )
 def gating_information(window: HeadWindow) -> Sums:
     """Does the head's share of that softmax depend on the token, or is it the same for all tokens (0)?"""
-    logarithms = _responsibilities(window)
-    shares = logarithms.exp()
-    return mean_over_queries(shares * (logarithms - shares.nanmean(1, keepdim=True).log()))
+    log_responsibilities = _log_responsibilities(window)
+    responsibilities = log_responsibilities.exp()
+    log_mean = responsibilities.nanmean(1, keepdim=True).log()
+    return mean_over_queries(responsibilities * (log_responsibilities - log_mean))
 
 
 class JointGroup(HeadWindowGroup):

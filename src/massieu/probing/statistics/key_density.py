@@ -1,8 +1,8 @@
 """Which law do a head's keys follow? (claims S4, B6, experiment E8b)
 
-Half of a window's keys, drawn at random, fit four laws; the other half scores them by log-likelihood. All but the sphere's are
-written for keys that are whitened by the Gaussian that was fitted: then each is a law of the keys themselves, with the same
-volume. A mixture of Gaussians about every key is what a memory of those keys would be (B6).
+Four laws are fitted to half of a window's keys, drawn at random, and scored by log-likelihood on the other half. All but the
+sphere's are written for keys whitened by the fitted Gaussian. Whitening changes all their densities by one volume, which
+cancels in a difference. A mixture of Gaussians about every key is what a memory of those keys would be (B6).
 """
 
 import math
@@ -15,18 +15,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops.bessel import log_sphere_partition
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, nothing
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, no_numbers
 from massieu.probing.statistics.registry import KEY_DENSITY, SHIM, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
 MOST = 256
 """Keys of a window."""
 COMPONENTS = 4
+"""Gaussians of the mixture."""
 VARIANCES = torch.logspace(-2, 0.5, 21, dtype=torch.float64)
-"""Of the kernel, in units of the Gaussian's."""
+"""Variances of the kernel that are tried, in units of the Gaussian's."""
 _STEPS = 16
+"""Steps of expectation and maximisation."""
 _FEWEST = 16
+"""Keys of a window; of fewer there is no number."""
 _LEAST_VARIANCE = 1e-3
+"""Of a component of the mixture, which else may shrink onto one key."""
 REGISTER = Register[WindowMeasure](KEY_DENSITY)
 _of_keys = partial(
     REGISTER.statistic,
@@ -41,29 +45,29 @@ _of_keys = partial(
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """Keys that laws are fitted to, and keys that score them.
+    """Keys to which laws are fitted, and keys that score them.
 
     Attributes:
-        raw, held: as the head has them.
-        white, held_white: with the mean and the covariance of the fitted Gaussian taken out.
-        log_volume: logarithm of the volume that this maps to one.
+        fitted, scored: the keys of the head.
+        white_fitted, white_scored: the same, with the mean and the covariance of the fitted Gaussian taken out.
+        log_volume: logarithm of the volume that whitening maps to a volume of 1.
     """
 
-    raw: Float[Tensor, "H T D"]
-    held: Float[Tensor, "H U D"]
-    white: Float[Tensor, "H T D"]
-    held_white: Float[Tensor, "H U D"]
+    fitted: Float[Tensor, "H T D"]
+    scored: Float[Tensor, "H U D"]
+    white_fitted: Float[Tensor, "H T D"]
+    white_scored: Float[Tensor, "H U D"]
     log_volume: Float[Tensor, " H"]
 
     def gaussian(self) -> Float[Tensor, "H U"]:
-        """Log density of the whitened keys under the Gaussian."""
-        return _normal(self.held_white.square().sum(-1), self.held_white.shape[-1])
+        """Log density of the scored whitened keys under the Gaussian."""
+        return _log_normal(self.white_scored.square().sum(-1), self.white_scored.shape[-1])
 
 
-def _normal(square: Tensor, dimension: int, variance: Tensor | float = 1.0) -> Tensor:
-    """Log density of N(0, variance I) at this squared distance."""
-    logarithm = variance.log() if isinstance(variance, Tensor) else math.log(variance)
-    return -0.5 * (square / variance + dimension * (math.log(2 * math.pi) + logarithm))
+def _log_normal(square: Tensor, dimension: int, variance: Tensor | float = 1.0) -> Tensor:
+    """Log density of N(0, variance I) at this squared distance from its mean."""
+    log_variance = variance.log() if isinstance(variance, Tensor) else math.log(variance)
+    return -0.5 * (square / variance + dimension * (math.log(2 * math.pi) + log_variance))
 
 
 def shrunk_covariance(centred: Float[Tensor, "H T D"]) -> Float[Tensor, "H D D"]:
@@ -74,10 +78,12 @@ def shrunk_covariance(centred: Float[Tensor, "H T D"]) -> Float[Tensor, "H D D"]
     """
     number, dimension = centred.shape[1:]
     sample = centred.mT @ centred / number
-    trace, square = sample.diagonal(dim1=1, dim2=2).sum(-1), sample.square().sum((1, 2))
-    above = (1 - 2 / dimension) * square + trace.square()
-    below = (number + 1 - 2 / dimension) * (square - trace.square() / dimension)
-    share = torch.where(below > 0, above / below, 1.0).clamp(0, 1)[:, None, None]
+    trace = sample.diagonal(dim1=1, dim2=2).sum(-1)
+    trace_of_square = sample.square().sum((1, 2))
+    numerator = (1 - 2 / dimension) * trace_of_square + trace.square()
+    denominator = (number + 1 - 2 / dimension) * (trace_of_square - trace.square() / dimension)
+    # The denominator is 0 for a multiple of the identity, which shrinkage leaves as it is.
+    share = torch.where(denominator > 0, numerator / denominator, 1.0).clamp(0, 1)[:, None, None]
     return (1 - share) * sample + share * (trace / dimension)[:, None, None] * torch.eye(dimension).to(sample)
 
 
@@ -88,21 +94,25 @@ def halves(window: HeadWindow) -> Halves | None:
         return None
     keys = window.of_heads(window.call.key[:, :, places]).double()
     order = torch.randperm(len(places), generator=window.generator()).to(places.device)
-    raw, held = keys[:, order[: len(places) // 2]], keys[:, order[len(places) // 2 :]]
-    mean = raw.mean(1, keepdim=True)
-    factor, failed = torch.linalg.cholesky_ex(shrunk_covariance(raw - mean))
+    fitted = keys[:, order[: len(places) // 2]]
+    scored = keys[:, order[len(places) // 2 :]]
+    mean = fitted.mean(1, keepdim=True)
+    factor, failed = torch.linalg.cholesky_ex(shrunk_covariance(fitted - mean))
     factor = torch.where(failed[:, None, None] == 0, factor, torch.nan)
-    white, held_white = (
-        torch.linalg.solve_triangular(factor, (part - mean).mT, upper=False).mT for part in (raw, held)
+    white_fitted, white_scored = (
+        torch.linalg.solve_triangular(factor, (part - mean).mT, upper=False).mT for part in (fitted, scored)
     )
-    return Halves(raw, held, white, held_white, factor.diagonal(dim1=1, dim2=2).log().sum(-1))
+    # log √det Σ, from the diagonal of its Cholesky factor.
+    log_volume = factor.diagonal(dim1=1, dim2=2).log().sum(-1)
+    return Halves(fitted, scored, white_fitted, white_scored, log_volume)
 
 
 def _gain(window: HeadWindow, law: Callable[[Halves, HeadWindow], Float[Tensor, "H U"]]) -> Sums:
-    given = halves(window)
-    if given is None:
-        return nothing(window)
-    gain = (law(given, window) - given.gaussian()) / given.raw.shape[-1]
+    """Sums over the scored keys of the law's log density less the Gaussian's, per dimension."""
+    keys = halves(window)
+    if keys is None:
+        return no_numbers(window)
+    gain = (law(keys, window) - keys.gaussian()) / keys.fitted.shape[-1]
     usable = gain.isfinite().all(-1)
     return torch.where(usable, gain.sum(-1), 0.0), torch.where(usable, float(gain.shape[1]), 0.0)
 
@@ -139,9 +149,10 @@ def key_sphere_gain(window: HeadWindow) -> Sums:
     return _gain(window, sphere_density)
 
 
-def mixture_density(given: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
-    """Log density of the held-out whitened keys under round Gaussians, by expectation and maximisation."""
-    white, dimension = given.white, given.white.shape[-1]
+def mixture_density(keys: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
+    """Log density of the scored whitened keys under round Gaussians, fitted by expectation and maximisation."""
+    white = keys.white_fitted
+    dimension = white.shape[-1]
     start = torch.randperm(white.shape[1], generator=window.generator())[:COMPONENTS].to(white.device)
     means = white[:, start]
     variances = torch.ones(means.shape[:2]).to(white)
@@ -152,45 +163,66 @@ def mixture_density(given: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
         total = weight.sum(1).clamp_min(1e-12)
         means = weight.mT @ white / total[..., None]
         spread = (weight * _squares(white, means)).sum(1) / (total * dimension)
-        variances, shares = spread.clamp_min(_LEAST_VARIANCE), total / total.sum(-1, keepdim=True)
-    return torch.logsumexp(_components(given.held_white, means, variances, shares), -1)
+        variances = spread.clamp_min(_LEAST_VARIANCE)
+        shares = total / total.sum(-1, keepdim=True)
+    return torch.logsumexp(_components(keys.white_scored, means, variances, shares), -1)
 
 
 def _squares(points: Float[Tensor, "H T D"], means: Float[Tensor, "H C D"]) -> Float[Tensor, "H T C"]:
+    # Differences are squared one by one: ‖x‖² − 2 x·m + ‖m‖² loses the digits of keys that are near a mean.
     return torch.cdist(points, means, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
 def _components(points: Tensor, means: Tensor, variances: Tensor, shares: Tensor) -> Float[Tensor, "H T C"]:
-    return shares.log()[:, None] + _normal(_squares(points, means), points.shape[-1], variances[:, None])
+    """Log of each component's share times its density at each point."""
+    return shares.log()[:, None] + _log_normal(_squares(points, means), points.shape[-1], variances[:, None])
 
 
-def kernel_density(given: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
-    """Log density of the held-out whitened keys under a kernel about each fitted key; its variance by leaving one out."""
-    white, dimension = given.white, given.white.shape[-1]
-    inside, across = torch.cdist(white, white).square(), torch.cdist(given.held_white, white).square()
-    inside.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-    number = white.shape[1]
-    scores = [torch.logsumexp(_normal(inside, dimension, v), -1).sum(-1) for v in VARIANCES.tolist()]
+def kernel_density(keys: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
+    """Log density of the scored whitened keys under a Gaussian kernel about each fitted key.
+
+    The kernel's variance has the largest likelihood of fitted keys when each is left out of its own density.
+    """
+    white = keys.white_fitted
+    dimension = white.shape[-1]
+    among_fitted = torch.cdist(white, white).square()
+    to_scored = torch.cdist(keys.white_scored, white).square()
+    among_fitted.diagonal(dim1=1, dim2=2).fill_(torch.inf)  # leaves each key out of its own density
+    scores = [
+        torch.logsumexp(_log_normal(among_fitted, dimension, variance), -1).sum(-1) for variance in VARIANCES.tolist()
+    ]
     best = VARIANCES.to(white)[torch.stack(scores).argmax(0)][:, None, None]
-    return torch.logsumexp(_normal(across, dimension, best), -1) - math.log(number)
+    return torch.logsumexp(_log_normal(to_scored, dimension, best), -1) - math.log(white.shape[1])
 
 
-def sphere_density(given: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
-    """Log density of the held-out keys, whitened in volume alone, under directions about a mean one and log-normal lengths."""
-    dimension = given.raw.shape[-1]
-    lengths, held_lengths = (part.norm(dim=-1) for part in (given.raw, given.held))
-    directions, held = given.raw / lengths[..., None], given.held / held_lengths[..., None]
+def sphere_density(keys: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
+    """Log density of the scored keys under von Mises–Fisher directions and log-normal lengths.
+
+    It is divided by the density of the whitening's volume, so that it compares with densities of whitened keys.
+    """
+    dimension = keys.fitted.shape[-1]
+    lengths = keys.fitted.norm(dim=-1)
+    scored_lengths = keys.scored.norm(dim=-1)
+    directions = keys.fitted / lengths[..., None]
+    scored_directions = keys.scored / scored_lengths[..., None]
+
+    # Directions: log density κ μ·x − log of the normaliser on the sphere.
     mean = directions.mean(1)
     resultant = mean.norm(dim=-1)
     # Banerjee et al., J. Mach. Learn. Res. 6, 1345 (2005), equation 4.4.
     concentration = resultant * (dimension - resultant.square()) / (1 - resultant.square())
-    along = (held * (mean / resultant[:, None])[:, None]).sum(-1)
-    area = math.log(2) + dimension / 2 * math.log(math.pi) - math.lgamma(dimension / 2)
-    direction = concentration[:, None] * along - log_sphere_partition(concentration.square(), dimension)[:, None] - area
-    logs, held_logs = lengths.log(), held_lengths.log()
-    middle, spread = logs.mean(1, keepdim=True), logs.std(1, keepdim=True)
-    length = _normal((held_logs - middle).square(), 1, spread.square()) - held_logs
-    return direction + length - (dimension - 1) * held_logs + given.log_volume[:, None]
+    along_mean = (scored_directions * (mean / resultant[:, None])[:, None]).sum(-1)
+    log_area = math.log(2) + dimension / 2 * math.log(math.pi) - math.lgamma(dimension / 2)
+    log_mean_factor = log_sphere_partition(concentration.square(), dimension)
+    direction = concentration[:, None] * along_mean - log_mean_factor[:, None] - log_area
+
+    # Lengths: the density of log r, times d(log r)/dr = 1/r; a volume element is r^(D−1) times direction and length.
+    log_lengths = lengths.log()
+    scored_log_lengths = scored_lengths.log()
+    centre = log_lengths.mean(1, keepdim=True)
+    spread = log_lengths.std(1, keepdim=True)
+    length = _log_normal((scored_log_lengths - centre).square(), 1, spread.square()) - scored_log_lengths
+    return direction + length - (dimension - 1) * scored_log_lengths + keys.log_volume[:, None]
 
 
 class KeyDensityGroup(HeadWindowGroup):

@@ -1,4 +1,4 @@
-"""What the groups about layers have in common: their rows of the layers' table, each beside a control of its own."""
+"""Shared by the groups about layers: running ratios by sublayer, and rows of the layers' table beside their controls."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -17,13 +17,18 @@ from massieu.storage.record import Statistic
 
 
 class SublayerRatios:
-    """Running ratios over windows at every sublayer; how they are stored, gone on from, and merged."""
+    """Running ratios over windows at every sublayer; how they are stored, restored and merged.
+
+    Attributes:
+        sublayers: by the sublayer's index; those without a window are absent.
+    """
 
     def __init__(self, shape: tuple[int, ...], units: Units) -> None:
-        self.shape, self.units = shape, units
+        self.shape = shape
+        self.units = units
         self.sublayers: dict[int, Ratio] = {}
 
-    def _begun(self) -> Ratio:
+    def _new_ratio(self) -> Ratio:
         return Ratio(self.shape, self.units)
 
     def state(self) -> State:
@@ -31,15 +36,15 @@ class SublayerRatios:
         return {str(sublayer): ratio.state() for sublayer, ratio in self.sublayers.items()}
 
     def restore(self, state: State) -> None:
-        """Go on from such sums in place of one's own."""
-        self.sublayers = {int(sublayer): self._begun() for sublayer in state}
+        """Continue from stored sums, which replace those held here."""
+        self.sublayers = {int(sublayer): self._new_ratio() for sublayer in state}
         for sublayer, ratio in self.sublayers.items():
             ratio.restore(state[str(sublayer)])
 
     def merge(self, other: Self) -> None:
         """Add what ``other`` has measured on other windows."""
         for sublayer, ratio in other.sublayers.items():
-            self.sublayers.setdefault(sublayer, self._begun()).merge(ratio)
+            self.sublayers.setdefault(sublayer, self._new_ratio()).merge(ratio)
 
 
 class SublayerMeans(SublayerRatios):
@@ -55,7 +60,7 @@ class SublayerMeans(SublayerRatios):
         count: Float[Tensor, "statistics 2"],
         number: int | None,
     ) -> None:
-        """Add a window at one sublayer: totals and what they are divided by, of the model and of the control.
+        """Add a window at one sublayer: totals and their divisors, of the model and of the control.
 
         Args:
             number: the window's place among the sampled ones.
@@ -63,11 +68,11 @@ class SublayerMeans(SublayerRatios):
         finite = total.isfinite() & count.isfinite()
         if not bool((finite & (count > 0)).any()):
             return
-        sums = torch.ones(2, 1, *self.shape, dtype=torch.float64)
-        for row, given in enumerate((total, count)):
-            sums[row, 0, :-1] = torch.where(finite, given.double(), 0.0)
-        ratio = self.sublayers.setdefault(index, self._begun())
-        ratio.update(sums[0], sums[1], None if number is None else [number])
+        totals, counts = torch.ones(2, 1, *self.shape, dtype=torch.float64)  # the last row stays 1: it counts windows
+        totals[0, :-1] = torch.where(finite, total.double(), 0.0)
+        counts[0, :-1] = torch.where(finite, count.double(), 0.0)
+        ratio = self.sublayers.setdefault(index, self._new_ratio())
+        ratio.update(totals, counts, None if number is None else [number])
 
 
 class SublayerGroup(Group):
@@ -77,20 +82,20 @@ class SublayerGroup(Group):
     register: ClassVar[Register[Any]]
 
     def named(self) -> list[Statistic]:
-        """Its statistics, in their order."""
+        """Metadata of its statistics, in their order."""
         return [STATISTICS[name] for name in self.register.functions]
 
     def begin(self, model: ModelReading) -> None:
-        """Running means."""
+        """Running means of no window yet."""
         super().begin(model)
         self.means = SublayerMeans(len(self.named()), model.sampled_units)
 
     def finish(self) -> None:
-        """Say why there are no numbers, if there are none."""
+        """If there are no numbers, record why."""
         if not self.means.sublayers:
-            self.failed.setdefault(self.name, self.nothing())
+            self.failed.setdefault(self.name, self.why_no_numbers())
 
-    def nothing(self) -> str:
+    def why_no_numbers(self) -> str:
         """Why no sublayer has numbers."""
         return "no window had tokens enough"
 
@@ -114,36 +119,44 @@ class SublayerGroup(Group):
 def rows_beside_control(
     place: RowPlace, parts: RatioParts, statistics: Sequence[Statistic], counts: Mapping[str, float]
 ) -> Iterator[Row]:
-    """Rows of sums of shape (statistics, 2), own and control; of half the text without the controls.
+    """Rows of sums of shape (statistics, 2), of the model and of the control; halves of the text are without the control.
 
-    Where the control is the re-initialised model, its rows are of another reading.
+    Where the control is the re-initialised model, its rows come from another reading.
 
     Args:
-        counts: by part of the text, what the table gives as the number of entries.
+        counts: by part of the text, the number of entries that the table reports.
     """
     for index, statistic in enumerate(statistics):
         yield from sublayer_rows(place, statistic.name, parts, (index, 0), counts)
         if has_own_control(statistic) and statistic.control is not None:
-            beside = {statistic.control: counts["estimate"]}
-            yield from sublayer_rows(place, statistic.name, parts, (index, 1), beside)
+            control_counts = {statistic.control: counts["estimate"]}
+            yield from sublayer_rows(place, statistic.name, parts, (index, 1), control_counts)
 
 
 def sublayer_rows(
     place: RowPlace, name: str, parts: RatioParts, index: tuple[int, ...], counts: Mapping[str, float] | None = None
 ) -> Iterator[Row]:
-    """The rows of one entry that was counted.
+    """The rows of one entry, where it was counted.
 
     Args:
-        counts: by part of the text, or of a control, what the table gives as the number of entries; None: the ratio's own.
+        counts: by part of the text, or for a control by its name, the number of entries that the table reports; None for
+            the ratio's own.
     """
     for part in ("estimate", *HALVES) if counts is None else counts:
-        of_half = part in HALVES
-        found = parts.at(index, part) if of_half else parts.tested(index)  # pyright: ignore[reportArgumentType]
-        if found.count > 0:
-            count = found.count if counts is None else counts[part]
-            numbers = (np.array([float(each)]) for each in (found.value, found.standard_error, count, found.degrees))
-            value, error, number, degrees = numbers
-            yield Row(place, name, "" if part == "estimate" else part, Estimate(value, error, number, degrees))
+        if part in HALVES:
+            estimate = parts.at(index, part)  # pyright: ignore[reportArgumentType]
+        else:
+            estimate = parts.tested(index)
+        if estimate.count > 0:
+            count = estimate.count if counts is None else counts[part]
+            # The layers' table has rows of one entry, where the heads' have one for each head.
+            one_entry = Estimate(
+                np.array([float(estimate.value)]),
+                np.array([float(estimate.standard_error)]),
+                np.array([float(count)]),
+                np.array([float(estimate.degrees)]),
+            )
+            yield Row(place, name, "" if part == "estimate" else part, one_entry)
 
 
 def has_own_control(statistic: Statistic) -> bool:

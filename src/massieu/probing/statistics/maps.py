@@ -1,8 +1,8 @@
-"""What a head's weights say: is W_O W_V a gradient step on the head's own log Z (S3.2, E2), is the score mutual (S11)?
+"""What a head's weights say: is W_O W_V a gradient step on the head's own log Z (S3.2, E2), is the score symmetric (S11)?
 
-Each function is a statistic of the maps of one site. It gives a number for each head, or a matrix: entry (g, h) is of head
-g's write and head h's score, the diagonal the head's own, the rest the control. All norms and products of the D × D maps
-are taken through Dh × Dh matrices; the maps themselves are never formed:
+Each function is a statistic of the maps of one site. It returns a number for each head, or a matrix: entry (g, h) is of head
+g's write and head h's score. The diagonal is the head's own number, the rest is the control. Norms and products of the D × D
+maps are taken through Dh × Dh matrices, without forming the maps:
 ⟨O V, QᵀK⟩ = ⟨Q O, K Vᵀ⟩, ‖O V‖² = ⟨OᵀO, V Vᵀ⟩, ‖QᵀK‖² = ⟨Q Qᵀ, K Kᵀ⟩ and ⟨M, Mᵀ⟩ = tr((K Qᵀ)²).
 """
 
@@ -29,6 +29,7 @@ _of_maps = partial(REGISTER.statistic, paper=SHIM)
 
 
 def _dot(left: Float[Tensor, "H A B"], right: Float[Tensor, "H A B"]) -> Float[Tensor, " H"]:
+    """The inner product ⟨A, B⟩ = Σ A_ij B_ij of each head's matrices."""
     return (left * right).sum((-2, -1))
 
 
@@ -44,9 +45,9 @@ def _dot(left: Float[Tensor, "H A B"], right: Float[Tensor, "H A B"]) -> Float[T
 def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "H H"]:
     """Do the head's weights make its write a gradient step on its own log Z (1 if they do)?"""
     write_norm = _dot(maps.output.mT @ maps.output, maps.value @ maps.value.mT).sqrt()
-    through = torch.einsum("hkd,gdv->ghkv", maps.query, maps.output)
-    back = torch.einsum("hkd,gvd->ghkv", maps.key, maps.value)
-    return (through * back).sum((-2, -1)) / (write_norm[:, None] * maps.score_norm[None])
+    query_output = torch.einsum("hkd,gdv->ghkv", maps.query, maps.output)
+    key_value = torch.einsum("hkd,gvd->ghkv", maps.key, maps.value)
+    return (query_output * key_value).sum((-2, -1)) / (write_norm[:, None] * maps.score_norm[None])
 
 
 @_of_maps(
@@ -58,6 +59,7 @@ def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "H H"]:
 )
 def symmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
     """How much of the score is symmetric in query and key token, as a similarity is?"""
+    # ‖(M + Mᵀ)/2‖² = (‖M‖² + ⟨M, Mᵀ⟩)/2.
     cross = maps.key @ maps.query.mT
     return 0.5 * (1 + _dot(cross, cross.mT) / maps.score_norm.square())
 
@@ -88,7 +90,7 @@ class MapStatistics:
 
 
 def map_statistics(maps: HeadMaps, fence: Fence = nullcontext) -> MapStatistics:
-    """Every statistic of the weights of a site; what fails in the fence costs the statistic of its name alone."""
+    """Every statistic of the weights of a site; the fence leaves out a statistic that fails."""
     values = {}
     for name, measure in REGISTER.functions.items():
         with fence(name):
@@ -97,15 +99,15 @@ def map_statistics(maps: HeadMaps, fence: Fence = nullcontext) -> MapStatistics:
 
 
 class MapsGroup(Group):
-    """The maps of every head, which its weights are. They are no running result: whoever reads the model has them."""
+    """Statistics of every head's weights. They are not running results: every process that reads the model has them."""
 
     name = MAPS
     events = frozenset({Event.WEIGHTS})
 
     def begin(self, model: ModelReading) -> None:
-        """Say at which sites there are none."""
+        """Record at which sites there are no maps."""
         super().begin(model)
-        self.found: dict[int, MapStatistics] = {}
+        self.by_site: dict[int, MapStatistics] = {}
         for info in model.sites:
             reason = why_no_maps(info)
             if reason is not None:
@@ -119,24 +121,30 @@ class MapsGroup(Group):
         if isinstance(maps, str):
             self.missing(weights.info.site.name, MAPS, maps)
         else:
-            self.found[weights.info.index] = map_statistics(maps, self.fence)
+            self.by_site[weights.info.index] = map_statistics(maps, self.fence)
 
     def rows(self) -> Iterator[Row]:
         """Exact numbers; a head's write with another head's score is the control."""
         for info in self.model.sites:
-            found = self.found.get(info.index)
-            for name, values in ({} if found is None else found.values).items():
-                deviation = 0.0 if found is None else found.rotation_deviation
-                yield from _map_rows(RowPlace.of_site(info), name, values.numpy(), deviation)
+            statistics = self.by_site.get(info.index)
+            if statistics is None:
+                continue
+            for name, values in statistics.values.items():
+                yield from _map_rows(RowPlace.of_site(info), name, values.numpy(), statistics.rotation_deviation)
 
 
-def _map_rows(place: RowPlace, name: str, values: Float64[np.ndarray, "*H H"], rotation: float) -> Iterator[Row]:
+def _map_rows(
+    place: RowPlace, name: str, values: Float64[np.ndarray, "*H H"], rotation_deviation: float
+) -> Iterator[Row]:
+    """The rows of one statistic at one site; of a matrix, its diagonal and two controls."""
     heads = values.shape[-1]
-    exact, once = np.zeros(heads), np.ones(heads)
-    own = Estimate(values if values.ndim == 1 else np.diag(values).copy(), exact, once, np.full(heads, np.inf))
+    no_error = np.zeros(heads)
+    counted_once = np.ones(heads)
+    own_values = values if values.ndim == 1 else np.diag(values).copy()
+    own = Estimate(own_values, no_error, counted_once, np.full(heads, np.inf))
     yield Row(place, name, "", own)
     if values.ndim == 2:
-        yield Row(place, name, "rotation", Estimate(exact, np.full(heads, rotation), once))
+        yield Row(place, name, "rotation", Estimate(no_error, np.full(heads, rotation_deviation), counted_once))
         mean, deviation, number = other_heads(values)
-        p = two_sided_p(own.value, exact, mean, deviation, np.full(heads, number), own.degrees)
+        p = two_sided_p(own.value, no_error, mean, deviation, np.full(heads, number), own.degrees)
         yield Row(place, name, "mismatched", Estimate(mean, deviation, np.full(heads, float(number))), p)

@@ -1,8 +1,8 @@
 """A head as an associative memory whose patterns are its keys: what retrieving once more would do (claims B5, B6, B11).
 
 One more step maps a state z to Σ p_n(z) k_n with scores β z·k_n. Its derivative is β Cov_p(K), whose largest eigenvalue says
-whether states near by come together (below 1) or apart. All numbers are those of centred keys: one vector added to all keys
-of a head moves none of them.
+whether nearby states come together (below 1) or move apart. All numbers are those of centred keys: one vector added to all
+keys of a head changes none of them.
 """
 
 from functools import partial
@@ -16,7 +16,9 @@ from massieu.probing.statistics.registry import BAL, MEMORY, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
 _STEPS = 24
+"""Power iterations for the largest eigenvalue."""
 _MOST = 0.9
+"""Share of a query's weight that counts as most of it."""
 REGISTER = Register[WindowMeasure](MEMORY)
 _of_memory = partial(
     REGISTER.statistic,
@@ -27,12 +29,13 @@ _of_memory = partial(
 
 
 def _keys(window: HeadWindow) -> Float[Tensor, "H N D"]:
-    """The keys that are no padding, centred."""
+    """The keys that are not padding, centred."""
     keys = window.of_heads(window.call.key[:, :, window.real])
     return keys - keys.mean(1, keepdim=True)
 
 
 def _weights(window: HeadWindow) -> Float[Tensor, "H S N"]:
+    """Weights of a few queries on the keys that are not padding."""
     return window.few().weights()[..., window.real]
 
 
@@ -55,17 +58,20 @@ def keys_in_use(window: HeadWindow) -> Sums:
 )
 def retrieval_slope(window: HeadWindow) -> Sums:
     """If the head took one more retrieval step from its output, would nearby states converge (below 1)?"""
-    keys, weights = _keys(window), _weights(window)
+    keys = _keys(window)
+    weights = _weights(window)
     mean = weights @ keys
     start = torch.randn(keys.shape[-1], generator=window.generator()).to(keys)
     vector = start.expand(*weights.shape[:2], -1)
-    size = torch.zeros(weights.shape[:2]).to(keys)
+    eigenvalue = torch.zeros(weights.shape[:2]).to(keys)
     for _ in range(_STEPS):
         vector = vector / vector.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        # Cov_p(K) v = Σ p_n k_n (k_n·v) − m (m·v): no matrix is formed for each query.
         along = vector @ keys.mT
-        moved = (weights * along) @ keys - mean * (mean * vector).sum(-1, keepdim=True)
-        size, vector = (moved * vector).sum(-1), moved
-    return mean_over_queries(torch.where(weights.sum(-1) > 0, window.call.scale * size, torch.nan))
+        product = (weights * along) @ keys - mean * (mean * vector).sum(-1, keepdim=True)
+        eigenvalue = (product * vector).sum(-1)
+        vector = product
+    return mean_over_queries(torch.where(weights.sum(-1) > 0, window.call.scale * eigenvalue, torch.nan))
 
 
 @_of_memory(
@@ -79,11 +85,10 @@ def retrieval_slope(window: HeadWindow) -> Sums:
 def retrieval_slope_bound(window: HeadWindow) -> Sums:
     """Could a retrieval step over these keys drive states apart at some query (only if above 1)?"""
     keys = _keys(window)
-    widest = (
-        torch.stack([torch.cdist(head[None], head[None]).amax() for head in keys])
-        if keys.shape[1]
-        else keys.sum((1, 2))
-    )
+    if keys.shape[1]:
+        widest = torch.stack([torch.cdist(head[None], head[None]).amax() for head in keys])
+    else:
+        widest = keys.sum((1, 2))  # no keys: 0
     return (window.call.scale * widest.square() / 4).double(), torch.ones(len(keys), dtype=torch.float64)
 
 

@@ -1,26 +1,27 @@
-"""Is what a head compares tokens by the precision of its keys? (claims S10, S11, X1, experiment E6)
+"""Is a head's metric on tokens the precision of its keys? (claims S10, S11, X1, experiment E6)
 
 Shim's hypothesis W_QᵀW_K ≈ Σ⁻¹ is read here in the head's own space, where its rank allows it to hold. There it says that a
-token's query is its key times the precision of the keys, and then attention over Gaussian tokens is the conditional mean (X1).
-Queries and keys are taken about their means and so that keys have covariance 1 and no score changes; the hypothesis is then
-that queries are proportional to keys. No number depends on how a head splits its map between queries and keys.
+token's query is its key times the precision of the keys. Then attention over Gaussian tokens is the conditional mean (X1).
+Queries and keys are centred, and transformed so that keys have covariance 1 and no score changes. The hypothesis is then that
+queries are proportional to keys. No number depends on how a head splits its map between queries and keys.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, nothing
+from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, no_numbers
 from massieu.probing.statistics.registry import METRIC, SHIM, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
 MOST = 1_024
 """Tokens of a window."""
 _FEWEST = 2
-"""Tokens for each dimension of a key: below, a sample covariance says little of small directions, which the precision weighs
-most. It is not shrunk, since shrinking knows the axes, and the numbers would depend on how a head splits its map."""
+"""Tokens for each dimension of a key. Of fewer, a covariance says little about small directions, which weigh most
+in the precision. It is not shrunk: shrinkage depends on the axes, and so would the numbers on how a head splits its map."""
 REGISTER = Register[WindowMeasure](METRIC)
 _of_head = partial(
     REGISTER.statistic,
@@ -31,27 +32,50 @@ _of_head = partial(
 )
 
 
-def _whitened(window: HeadWindow) -> tuple[Float[Tensor, "H T D"], Float[Tensor, "H T D"], Tensor, Tensor] | None:
-    """Queries and keys of some tokens, centred and whitened, with the keys' mean and factor; None where they are not of the
-    same tokens, or too few."""
-    call, places = window.call, window.tokens(MOST)
-    if not window.itself or call.query.shape[2] != call.key.shape[2] or len(places) < _FEWEST * call.key.shape[3]:
-        return None
-    key, query = window.of_heads(call.key[:, :, places]).double(), call.query[0, :, places].double()
-    mean = key.mean(1, keepdim=True)
-    factor, failed = torch.linalg.cholesky_ex((key - mean).mT @ (key - mean) / len(places))
-    factor = torch.where(failed[:, None, None] == 0, factor, torch.nan)
-    return (query - query.mean(1, keepdim=True)) @ factor, _white(key, mean, factor), mean, factor
+@dataclass(frozen=True, eq=False)
+class _Whitened:
+    """Queries and keys of some tokens, centred and whitened.
+
+    With Σ = L Lᵀ the covariance of the keys, keys are multiplied by L⁻¹ and queries by Lᵀ, so that no score changes.
+
+    Attributes:
+        mean, factor: the keys' mean, and L; NaN where the covariance is singular.
+    """
+
+    query: Float[Tensor, "H T D"]
+    key: Float[Tensor, "H T D"]
+    mean: Float[Tensor, "H 1 D"]
+    factor: Float[Tensor, "H D D"]
+
+    @classmethod
+    def of(cls, window: HeadWindow) -> "_Whitened | None":
+        """Those of a window; None if queries and keys are not of the same tokens, or too few."""
+        call = window.call
+        places = window.tokens(MOST)
+        if not window.itself or call.query.shape[2] != call.key.shape[2] or len(places) < _FEWEST * call.key.shape[3]:
+            return None
+        key = window.of_heads(call.key[:, :, places]).double()
+        query = call.query[0, :, places].double()
+        mean = key.mean(1, keepdim=True)
+        factor, failed = torch.linalg.cholesky_ex((key - mean).mT @ (key - mean) / len(places))
+        factor = torch.where(failed[:, None, None] == 0, factor, torch.nan)
+        white_query = (query - query.mean(1, keepdim=True)) @ factor
+        return cls(white_query, _whiten(key, mean, factor), mean, factor)
+
+    def all_keys(self, window: HeadWindow) -> Float[Tensor, "H N D"]:
+        """All keys of the window that are not padding, whitened in the same way."""
+        key = window.of_heads(window.call.key[:, :, window.real]).double()
+        return _whiten(key, self.mean, self.factor)
 
 
-def _white(key: Float[Tensor, "H N D"], mean: Tensor, factor: Tensor) -> Float[Tensor, "H N D"]:
+def _whiten(key: Float[Tensor, "H N D"], mean: Tensor, factor: Tensor) -> Float[Tensor, "H N D"]:
     return torch.linalg.solve_triangular(factor, (key - mean).mT, upper=False).mT
 
 
-def _once(values: Float[Tensor, " H"]) -> Sums:
-    """One number a window."""
-    known = values.isfinite()
-    return torch.where(known, values, 0.0), known.double()
+def _one_per_window(values: Float[Tensor, " H"]) -> Sums:
+    """Sums of one number for the window, where it is finite."""
+    finite = values.isfinite()
+    return torch.where(finite, values, 0.0), finite.double()
 
 
 @_of_head(
@@ -62,11 +86,11 @@ def _once(values: Float[Tensor, " H"]) -> Sums:
 )
 def precision_cosine(window: HeadWindow) -> Sums:
     """Does a token's query equal its own key times the precision of the keys (1), as for a conditional mean?"""
-    parts = _whitened(window)
-    if parts is None:
-        return nothing(window)
-    query, key, *_ = parts
-    return _once((query * key).sum((1, 2)) / (query.square().sum((1, 2)) * key.square().sum((1, 2))).sqrt())
+    white = _Whitened.of(window)
+    if white is None:
+        return no_numbers(window)
+    lengths = (white.query.square().sum((1, 2)) * white.key.square().sum((1, 2))).sqrt()
+    return _one_per_window((white.query * white.key).sum((1, 2)) / lengths)
 
 
 @_of_head(
@@ -76,12 +100,11 @@ def precision_cosine(window: HeadWindow) -> Sums:
 )
 def precision_antisymmetric_share(window: HeadWindow) -> Sums:
     """Is the score of two tokens symmetric (0), or as antisymmetric as a random matrix (½)?"""
-    parts = _whitened(window)
-    if parts is None:
-        return nothing(window)
-    query, key, *_ = parts
-    slope = query.mT @ key
-    return _once((slope - slope.mT).square().sum((1, 2)) / 4 / slope.square().sum((1, 2)))
+    white = _Whitened.of(window)
+    if white is None:
+        return no_numbers(window)
+    slope = white.query.mT @ white.key  # over tokens; keys have covariance 1, so no inverse is needed
+    return _one_per_window((slope - slope.mT).square().sum((1, 2)) / 4 / slope.square().sum((1, 2)))
 
 
 @_of_head(
@@ -91,18 +114,18 @@ def precision_antisymmetric_share(window: HeadWindow) -> Sums:
 )
 def fisher_evenness(window: HeadWindow) -> Sums:
     """Is the head's Fisher information proportional to the covariance of its keys (1), as the hypothesis says?"""
-    parts = _whitened(window)
-    if parts is None:
-        return nothing(window)
+    white = _Whitened.of(window)
+    if white is None:
+        return no_numbers(window)
     weights = window.few().weights()[..., window.real].double()
-    keys = _white(window.of_heads(window.call.key[:, :, window.real]).double(), *parts[2:])
-    seen = (weights.sum(-1, keepdim=True) > 0).double()
-    number = seen.sum(1, keepdim=True)
+    keys = white.all_keys(window)
+    seeing_queries = (weights.sum(-1, keepdim=True) > 0).double().sum(1, keepdim=True)
+    # Σ_i Cov_i(k) = Σ_j (Σ_i p_ij) k_j k_jᵀ − Σ_i m_i m_iᵀ, m_i the mean key of query i.
     means = weights @ keys
     information = (keys.mT * (weights.sum(1, keepdim=True))) @ keys - means.mT @ means
-    information = information / number
+    information = information / seeing_queries
     trace = information.diagonal(dim1=1, dim2=2).sum(-1)
-    return _once(trace.square() / (keys.shape[-1] * information.square().sum((1, 2))))
+    return _one_per_window(trace.square() / (keys.shape[-1] * information.square().sum((1, 2))))
 
 
 @_of_head(
@@ -113,23 +136,24 @@ def fisher_evenness(window: HeadWindow) -> Sums:
 )
 def retrieved_law_distance(window: HeadWindow) -> Sums:
     """Are the keys that the head retrieves distributed as its keys are (0), or all one point (1)?"""
-    parts = _whitened(window)
-    if parts is None:
-        return nothing(window)
+    white = _Whitened.of(window)
+    if white is None:
+        return no_numbers(window)
     weights = window.weights()[..., window.real].double()
-    keys = _white(window.of_heads(window.call.key[:, :, window.real]).double(), *parts[2:])
-    found = weights @ keys
-    known = found.isfinite().all(-1).all(-1)
-    found = torch.where(known[:, None, None], found, 0.0)
-    mean = found.mean(1)
-    sizes = torch.linalg.svdvals(found - mean[:, None]) / found.shape[1] ** 0.5
-    size = keys.shape[-1]
-    square = mean.square().sum(-1) + sizes.square().sum(-1) + size - 2 * sizes.sum(-1)
-    return _once(torch.where(known, (square.clamp_min(0) / size).sqrt(), torch.nan))
+    keys = white.all_keys(window)
+    retrieved = weights @ keys
+    finite = retrieved.isfinite().all(-1).all(-1)
+    retrieved = torch.where(finite[:, None, None], retrieved, 0.0)  # singular values of NaN would raise
+    mean = retrieved.mean(1)
+    deviations = torch.linalg.svdvals(retrieved - mean[:, None]) / retrieved.shape[1] ** 0.5
+    dimension = keys.shape[-1]
+    # Keys have mean 0 and covariance 1: W² = ‖m‖² + tr C + D − 2 tr C^½, and C^½ has these deviations as eigenvalues.
+    squared_distance = mean.square().sum(-1) + deviations.square().sum(-1) + dimension - 2 * deviations.sum(-1)
+    return _one_per_window(torch.where(finite, (squared_distance.clamp_min(0) / dimension).sqrt(), torch.nan))
 
 
 class MetricGroup(HeadWindowGroup):
-    """What a head compares tokens by."""
+    """The metric by which a head compares tokens, beside the precision of its keys."""
 
     name = METRIC
     register = REGISTER

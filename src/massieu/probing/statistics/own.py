@@ -1,4 +1,4 @@
-"""A statistic of the user's own: a function, and what is said of it. Nothing is registered anywhere: a probe is given it."""
+"""A statistic of the user's own: a function and its metadata. It is registered nowhere, but passed to each probe."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -24,66 +24,66 @@ from massieu.probing.sums.random_heads import Scale
 from massieu.storage.record import Statistic
 
 Of = Literal["queries", "window", "step"]
-"""What a function is called with: a `QueryReading`, a `HeadWindow`, or the tokens before and after a step of the stream."""
+"""The argument of a function: a `QueryReading`, a `HeadWindow`, or the tokens before and after a step of the stream."""
 Function = Callable[..., object]
-"""What it takes is checked when it is made a statistic, and what it returns whenever it is called."""
+"""Its parameters are checked when it is made a statistic, and its result whenever it is called."""
 _GROUPS: dict[Of, str] = {"queries": ATTENTION, "window": OWN_WINDOWS, "step": OWN_STEPS}
 _PARAMETERS: dict[Of, int] = {"queries": 1, "window": 1, "step": 2}
-_GIVEN: dict[Of, str] = {
+_ARGUMENTS: dict[Of, str] = {
     "queries": "one argument, a QueryReading",
     "window": "one argument, a HeadWindow",
     "step": "two arguments, the tokens before and after a step",
 }
 COLUMNS = ("window", "position", "token_id", "token", "site", "layer", "head", "scope", "statistic", "value", "count")
-"""Names that the tables have for something else."""
+"""Names of columns of the tables, which a statistic cannot have."""
 PARTS = ("first_half", "second_half", "p_value", "q_value", "spread", "reinitialised", "minimum", "maximum")
-"""What stands behind a statistic's name in other rows of the tables."""
+"""Suffixes of a statistic's name in other rows of the tables, which a control cannot have as its name."""
 _SCALES: tuple[Scale, ...] = ("share", "positive", "number")
 
 
 @dataclass(frozen=True, eq=False)
 class OwnStatistic:
-    """A function with what is said of it; `statistic` makes it. It may still be called as the function that it is.
+    """A function with its metadata; `statistic` makes it. It can still be called as the function that it is.
 
     Attributes:
-        of: what the function is given.
-        said: as the tables and the page have it.
-        control: its own control, where that is a function.
+        of: the kind of argument that the function takes.
+        metadata: name, title, formula and so on, as in the tables and on the page.
+        control: the function that makes its control; None if it has no control of its own.
         moments: those of `massieu.ops.attention_moments` that it reads.
         needs_scores: it has no meaning where scores are not known apart from log-weights.
     """
 
     function: Function
     of: Of
-    said: Statistic
+    metadata: Statistic
     control: Function | None = None
     moments: tuple[str, ...] = ()
     needs_scores: bool = False
 
-    def __call__(self, *given: Any) -> Any:
-        """What the function gives."""
-        return self.function(*given)
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function."""
+        return self.function(*arguments)
 
     @property
     def name(self) -> str:
-        """By which the statistic is found in the tables."""
-        return self.said.name
+        """The statistic's name in the tables."""
+        return self.metadata.name
 
     def digest(self) -> str:
-        """Of its code and its control's, with what they take from around them, and of all that is said of it."""
+        """Digest of its code and its control's, with the values that they take from around them, and of its metadata."""
         code = [function for function in (self.function, self.control) if function is not None]
-        return digest_of(code, repr((self.said, self.of, self.moments, self.needs_scores)))
+        return digest_of(code, repr((self.metadata, self.of, self.moments, self.needs_scores)))
 
 
-def _a_kind(name: str, value: object) -> object:
+def _check_kind(name: str, value: object) -> object:
     return choice(name, value, *_GROUPS)
 
 
-def _a_scale(name: str, value: object) -> object:
+def _check_scale(name: str, value: object) -> object:
     return choice(name, value, *_SCALES)
 
 
-def _a_control(name: str, value: Any) -> None:
+def _check_control(name: str, value: Any) -> None:
     if value is None or (isinstance(value, str) and value == "reinitialised"):
         return
     if not inspect.isfunction(value) or not value.__name__.isidentifier():
@@ -91,7 +91,7 @@ def _a_control(name: str, value: Any) -> None:
             f"{name} must be 'reinitialised', None, or a named function of what the statistic is given, got {described(value)}"
         )
     if value.__name__ in PARTS:
-        raise ValueError(f"{value.__name__} is what another row of the tables is called; rename the {name}")
+        raise ValueError(f"{value.__name__} is the name of another row of the tables; rename the {name}")
 
 
 @overload
@@ -117,7 +117,7 @@ def statistic(
     moments: Iterable[str] = (),
 ) -> Callable[[Function], OwnStatistic]: ...
 @input_door(
-    of=_a_kind, scale=_a_scale, control=_a_control, smallest=partial(number, above=0), moments=sequence,
+    of=_check_kind, scale=_check_scale, control=_check_control, smallest=partial(number, above=0), moments=sequence,
     name=text, title=text, question=text, formula=text, claim=text, paper=text, unit=text, caveat=text,
     signed=flag, depends_on_key_origin=flag, needs_scores=flag,
 )  # fmt: skip
@@ -152,31 +152,31 @@ def statistic(
     number, or one a token.
 
     Args:
-        function: where nothing else is said: ``@massieu.statistic`` without brackets.
-        of: what the function is given.
-        name: in the tables; the function's name, unless one is given.
-        title: on the page; the name with spaces, unless one is given.
-        question: that it answers; the function's docstring, unless one is given.
-        formula, claim, paper: what else the page's methods say of it.
+        function: for ``@massieu.statistic`` without brackets.
+        of: the kind of argument that the function takes.
+        name: in the tables; by default the function's name.
+        title: on the page; by default the name with spaces.
+        question: the question that it answers; by default the first paragraph of the function's docstring.
+        formula, claim, paper: further entries of the page's methods.
         unit: of its numbers, such as "nats".
         caveat: what it does not say.
-        control: what its numbers are compared with. "reinitialised": models of the same shape with random weights. A function
-            of what the statistic is given, which returns the same without the property in question, or None where there is no
-            such thing. None: nothing.
+        control: what its numbers are compared with. "reinitialised": models of the same shape with random weights. A function:
+            it takes the statistic's arguments and returns the same without the property in question, or None where that does
+            not exist. None: the numbers are compared with nothing.
         scale: on which it is compared with random models: a "share" (between 0 and 1) by its logit, a "positive" number by its
             logarithm, a "number" as it is.
         signed: whether zero is the middle of its scale; the page draws it in two colours.
-        smallest: the smallest difference from the control that is announced: 0.05 of a share or of a number without a unit,
-            0.1 of a number with one, a tenth of a positive number, unless it is given.
-        depends_on_key_origin: whether adding one vector to all keys of a head changes it, which attention does not see. Such
-            a number is not compared with random models.
+        smallest: the smallest difference from the control that is announced. By default 0.05 for a share or a number without a
+            unit, 0.1 for a number with one, a tenth for a positive number.
+        depends_on_key_origin: whether adding one vector to all keys of a head changes it, which leaves attention unchanged.
+            Such a number is not compared with random models.
         needs_scores: whether it reads scores or log Z apart from log-weights; a few models do not let them be told apart.
-        moments: those of `massieu.ops.attention_moments` that it reads beside log Z and entropy. One that it reads without
-            saying so costs a second pass over the scores, and a warning.
+        moments: those of `massieu.ops.attention_moments` that it reads besides log Z and entropy. An undeclared one costs a
+            second pass over the scores, and a warning.
 
     Raises:
-        InputError: the function does not take what it would be given, the name is one of the package's own, or an argument is
-            none of the above.
+        InputError: the function does not take the arguments of its kind, the name is one of the package's own, or an argument
+            is none of the above.
 
     Example:
         How much attention goes to the ten nearest tokens?
@@ -185,19 +185,19 @@ def statistic(
         >>> @massieu.statistic(formula="Σ p_j, |i − j| ≤ 10", scale="share")
         ... def nearby(reading):
         ...     return reading.weight_where(lambda query, key: (query - key).abs() <= 10)
-        >>> nearby.name, nearby.said.control
+        >>> nearby.name, nearby.metadata.control
         ('nearby', 'reinitialised')
     """
 
-    read = tuple(moments)
-    _check_moments(of, read)
+    moment_names = tuple(moments)
+    _check_moments(of, moment_names)
 
-    def made(function: Function) -> OwnStatistic:
-        own = _checked_name(name, function)
-        _check_parameters(own, function, of)
-        said = Statistic(
-            name=own,
-            title=title or own.replace("_", " ").capitalize(),
+    def make(function: Function) -> OwnStatistic:
+        statistic_name = _checked_name(name, function)
+        _check_parameters(statistic_name, function, of)
+        metadata = Statistic(
+            name=statistic_name,
+            title=title or statistic_name.replace("_", " ").capitalize(),
             formula=formula,
             claim=claim,
             paper=paper,
@@ -215,52 +215,55 @@ def statistic(
             smallest=smallest or smallest_of(unit, scale),
             sampled=of != "queries",
         )
-        return OwnStatistic(function, of, said, control if callable(control) else None, read, needs_scores)
+        own_control = control if callable(control) else None
+        return OwnStatistic(function, of, metadata, own_control, moment_names, needs_scores)
 
-    return made if function is None else made(_function(function))
+    return make if function is None else make(_checked_function(function))
 
 
-def as_own(given: object) -> OwnStatistic:
-    """What was given as a statistic: as it is, or a plain function with nothing else said of it.
+def as_own(value: object) -> OwnStatistic:
+    """A statistic, or a function made into one with the default metadata.
 
     Raises:
-        InputError: it is neither.
+        InputError: the value is neither.
     """
-    if isinstance(given, OwnStatistic):
-        return given
-    return statistic(_function(given))
+    if isinstance(value, OwnStatistic):
+        return value
+    return statistic(_checked_function(value))
 
 
-def _function(given: object) -> Function:
-    if inspect.isfunction(given) or inspect.ismethod(given):
-        return given
+def _checked_function(value: object) -> Function:
+    if inspect.isfunction(value) or inspect.ismethod(value):
+        return value
     raise InputError(
-        f"a statistic is a name, a function or what massieu.statistic makes of one, got {type(given).__name__} {given!r}"
+        f"a statistic is a name, a function or what massieu.statistic makes of one, got {type(value).__name__} {value!r}"
     )
 
 
 def _checked_name(name: str | None, function: Function) -> str:
-    own = name or function.__name__
-    if not own.isidentifier():
-        raise InputError(f"a statistic's name is a word as a function's, got {own!r}; give one by name=")
-    if own in STATISTICS or own in GROUPS:
-        raise InputError(f"{own} is the name of one of the package's own statistics; give another one by name=")
-    if own in COLUMNS:
-        raise InputError(f"{own} is the name of a column of the tables; give the statistic another one by name=")
-    return own
+    """The statistic's name; by default the function's."""
+    name = name or function.__name__
+    if not name.isidentifier():
+        raise InputError(f"a statistic's name must be a valid name of a function, got {name!r}; give one by name=")
+    if name in STATISTICS or name in GROUPS:
+        raise InputError(f"{name} is the name of one of the package's own statistics; give another one by name=")
+    if name in COLUMNS:
+        raise InputError(f"{name} is the name of a column of the tables; give the statistic another one by name=")
+    return name
 
 
 def _check_moments(of: Of, moments: tuple[str, ...]) -> None:
     if moments and of != "queries":
         raise InputError(f"moments are for statistics of queries, and this one is of a {of}")
-    if unknown := [each for each in moments if each not in NAMES]:
-        raise InputError(f"{unknown[0]!r} is no moment; known are {', '.join(NAMES)}")
+    if unknown := [moment for moment in moments if moment not in NAMES]:
+        raise InputError(f"{unknown[0]!r} is not a moment; the moments are {', '.join(NAMES)}")
 
 
-def _check_parameters(own: str, function: Function, of: Of) -> None:
+def _check_parameters(name: str, function: Function, of: Of) -> None:
+    """Check that the function can be called with the arguments of its kind."""
     try:
         inspect.signature(function).bind(*[None] * _PARAMETERS[of])
     except TypeError:
         raise InputError(
-            f"statistic {own}{inspect.signature(function)} is called with {_GIVEN[of]}; of= says with what"
+            f"statistic {name}{inspect.signature(function)} is called with {_ARGUMENTS[of]}; of= says with what"
         ) from None

@@ -1,6 +1,7 @@
 """Groups of the user's own functions: of sampled windows, head by head, and of steps of the stream."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from massieu.probing.model.unexpected import OwnFunctionError, calling_own
 from massieu.probing.statistics.group import SampledWindow
 from massieu.probing.statistics.head_window import HeadWindow, Sums
 from massieu.probing.statistics.layer_groups import SublayerGroup
-from massieu.probing.statistics.own import OwnStatistic
+from massieu.probing.statistics.own import Function, OwnStatistic
 from massieu.probing.statistics.query_means import SHARE_ROUNDING
 from massieu.probing.statistics.registry import OWN_STEPS, OWN_WINDOWS
 from massieu.probing.statistics.windowed import HeadWindowGroup, WindowFunction
@@ -27,58 +28,67 @@ class OwnWindows(HeadWindowGroup):
     name = OWN_WINDOWS
 
     def functions(self) -> Mapping[str, WindowFunction]:
-        """Each with its control."""
-        own = (each for each in self.model.own.values() if each.of == "window")
-        return {each.name: _window_function(each) for each in own}
+        """The user's statistics of windows, each with its control."""
+        statistics = (statistic for statistic in self.model.own.values() if statistic.of == "window")
+        return {statistic.name: _window_function(statistic) for statistic in statistics}
 
 
-def _window_function(own: OwnStatistic) -> WindowFunction:
+def _window_function(statistic: OwnStatistic) -> WindowFunction:
+    """The user's function and its control, whose results are checked at every call."""
+
     def measure(window: HeadWindow) -> Sums:
-        with calling_own(own.function, _shared(window)):
-            given = own.function(window)
-        return checked_sums(given, window.call.query.shape[1], own.said.scale == "share")
+        with calling_own(statistic.function, _shared(window)):
+            returned = statistic.function(window)
+        return checked_sums(returned, window.call.query.shape[1], statistic.metadata.scale == "share")
 
-    def other(window: HeadWindow) -> HeadWindow | None:
-        assert own.control is not None
-        with calling_own(own.control, _shared(window)):
-            given = own.control(window)
-        if not (given is None or isinstance(given, HeadWindow)):
-            raise OwnFunctionError(f"its control returned {described(given)}; needed is a HeadWindow, or None")
-        if given is not None and given.call.query.shape[1] != window.call.query.shape[1]:
+    def make_control(window: HeadWindow) -> HeadWindow | None:
+        assert statistic.control is not None
+        with calling_own(statistic.control, _shared(window)):
+            control = statistic.control(window)
+        if not (control is None or isinstance(control, HeadWindow)):
+            raise OwnFunctionError(f"its control returned {described(control)}; needed is a HeadWindow, or None")
+        if control is not None and control.call.query.shape[1] != window.call.query.shape[1]:
             raise OwnFunctionError("its control returned a window with another number of heads")
-        return given
+        return control
 
-    return WindowFunction(measure, None if own.control is None else (own.control.__name__, other))
+    if statistic.control is None:
+        return WindowFunction(measure)
+    return WindowFunction(measure, (statistic.control.__name__, make_control))
 
 
 def _shared(window: HeadWindow) -> list[Tensor | None]:
-    """Tensors of a window that are the model's own, or that other functions are given too."""
+    """Tensors of a window that the model or other functions use too."""
     call = window.call
     return [call.query, call.key, call.value, call.output, call.log_weight, window.real, window.queries]
 
 
-def checked_sums(given: object, heads: int, share: bool = False) -> Sums:
-    """What a function of a window has given.
+def checked_sums(returned: object, heads: int, share: bool = False) -> Sums:
+    """The result of a user's function of a window, in float64.
 
     Raises:
         OwnFunctionError: it is not a sum and a divisor for each head.
     """
     expected = f"a sum and what it is divided by, two tensors of shape (H,) = ({heads},)"
-    if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(each, Tensor) for each in given):
-        raise OwnFunctionError(f"it returned {described(given)}; needed is {expected}")
-    for each in given:
-        if each.shape != (heads,):
-            raise OwnFunctionError(f"it returned a tensor of shape {tuple(each.shape)}; needed is {expected}")
-        if each.is_complex():
+    if not _are_tensors(returned, 2):
+        raise OwnFunctionError(f"it returned {described(returned)}; needed is {expected}")
+    for tensor in returned:
+        if tensor.shape != (heads,):
+            raise OwnFunctionError(f"it returned a tensor of shape {tuple(tensor.shape)}; needed is {expected}")
+        if tensor.is_complex():
             raise OwnFunctionError(f"it returned complex numbers; needed is {expected}")
-    total, count = (each.detach().double() for each in given)
+    total, count = (tensor.detach().double() for tensor in returned)
     if bool((count < 0).any()):
         raise OwnFunctionError("what its sum is divided by is negative")
     _check_share(total, count, share)
     return total, count
 
 
+def _are_tensors(value: object, number: int) -> TypeGuard[tuple[Tensor, ...]]:
+    return isinstance(value, tuple) and len(value) == number and all(isinstance(part, Tensor) for part in value)
+
+
 def _check_share(total: Tensor, count: Tensor, share: bool) -> None:
+    """Check that the mean of a statistic on the scale "share" lies between 0 and 1."""
     outside = (total < -SHARE_ROUNDING * count) | (total > (1 + SHARE_ROUNDING) * count)
     if share and bool((outside & (count > 0)).any()):
         raise OwnFunctionError(
@@ -93,63 +103,65 @@ class OwnSteps(SublayerGroup):
     name = OWN_STEPS
 
     def named(self) -> list[Statistic]:
-        """What is said of each."""
-        return [each.said for each in self._own()]
+        """Their metadata."""
+        return [statistic.metadata for statistic in self._statistics_of_steps()]
 
-    def _own(self) -> list[OwnStatistic]:
-        return [each for each in self.model.own.values() if each.of == "step"]
+    def _statistics_of_steps(self) -> list[OwnStatistic]:
+        return [statistic for statistic in self.model.own.values() if statistic.of == "step"]
 
     def on_step(self, step: Step, window: SampledWindow) -> None:
         """Measure one step, and its control."""
         positions = window.cloud(step)
         if not len(positions):
             return
-        tokens = [part[window.row, positions].detach().cpu().double() for part in (step.before, step.after)]
-        own = self._own()
-        totals, counts = torch.zeros(2, len(own), 2, dtype=torch.float64)
+        before, after = (part[window.row, positions].detach().cpu().double() for part in (step.before, step.after))
+        statistics = self._statistics_of_steps()
+        totals, counts = torch.zeros(2, len(statistics), 2, dtype=torch.float64)
         with one_thread():
-            for place, each in enumerate(own):
-                with self.fence(each.name):
-                    given = [part.clone() for part in tokens]  # whatever a function does to them is not the next one's
-                    totals[place, 0], counts[place, 0] = summed_over_tokens(each, *given)
-                    others = None if each.control is None else _control_of(each, tokens)
-                    if others is not None:
-                        totals[place, 1], counts[place, 1] = summed_over_tokens(each, *others)
+            for place, statistic in enumerate(statistics):
+                with self.fence(statistic.name):
+                    # Copies: a function that writes into its arguments must not change those of the next one.
+                    totals[place, 0], counts[place, 0] = summed_over_tokens(statistic, before.clone(), after.clone())
+                    if statistic.control is None:
+                        continue
+                    control = _control_tokens(statistic.control, before.clone(), after.clone())
+                    if control is not None:
+                        totals[place, 1], counts[place, 1] = summed_over_tokens(statistic, *control)
         self.means.add(step.sublayer.index, totals, counts, window.number)
 
 
 def summed_over_tokens(
-    own: OwnStatistic, before: Float[Tensor, "T D"], after: Float[Tensor, "T D"]
+    statistic: OwnStatistic, before: Float[Tensor, "T D"], after: Float[Tensor, "T D"]
 ) -> tuple[float, int]:
-    """Sum of what a function gives of one step, and of how many numbers; those that are not finite left out.
+    """Sum of the finite numbers that a function returns for one step, and how many they are.
 
     Raises:
-        OwnFunctionError: it raised, or gave neither one number nor one a token.
+        OwnFunctionError: the function raised, or returned neither one number nor one for each token.
     """
-    number = len(before)
-    with calling_own(own.function):
-        given = own.function(before, after)
-    if isinstance(given, Tensor) and given.is_complex():
+    tokens = len(before)
+    with calling_own(statistic.function):
+        returned = statistic.function(before, after)
+    if isinstance(returned, Tensor) and returned.is_complex():
         raise OwnFunctionError("it returned complex numbers; needed is one number, or one for each token")
-    real = isinstance(given, Tensor | float | int | np.number)
-    values = torch.as_tensor(given, dtype=torch.float64) if real else None
-    if values is None or values.dim() > 1 or (values.dim() == 1 and len(values) != number):
-        said = f"a tensor of shape {tuple(values.shape)}" if values is not None else described(given)
-        raise OwnFunctionError(f"it returned {said}; needed is one number, or one for each of the {number} tokens")
-    kept = values.isfinite()
-    _check_share(values.detach()[kept], torch.ones(int(kept.sum()), dtype=torch.float64), own.said.scale == "share")
-    return float(values.detach()[kept].sum()), int(kept.sum())
+    needed = f"needed is one number, or one for each of the {tokens} tokens"
+    if not isinstance(returned, Tensor | float | int | np.number):
+        raise OwnFunctionError(f"it returned {described(returned)}; {needed}")
+    values = torch.as_tensor(returned, dtype=torch.float64)
+    if values.dim() > 1 or (values.dim() == 1 and len(values) != tokens):
+        raise OwnFunctionError(f"it returned a tensor of shape {tuple(values.shape)}; {needed}")
+    finite = values.detach()[values.isfinite()]
+    _check_share(finite, torch.ones(len(finite), dtype=torch.float64), statistic.metadata.scale == "share")
+    return float(finite.sum()), len(finite)
 
 
-def _control_of(own: OwnStatistic, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+def _control_tokens(control: Function, before: Tensor, after: Tensor) -> tuple[Tensor, ...] | None:
     """The tokens before and after a step without the property in question; None where there is no such thing."""
-    assert own.control is not None
-    with calling_own(own.control):
-        given = own.control(*(part.clone() for part in tokens))
-    if given is None:
+    with calling_own(control):
+        returned = control(before, after)
+    if returned is None:
         return None
-    if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(each, Tensor) for each in given):
+    if not _are_tensors(returned, 2):
         raise OwnFunctionError(
-            f"its control returned {described(given)}; needed are the tokens before and after, two tensors of shape (T, D)"
+            f"its control returned {described(returned)}; needed are the tokens before and after, two tensors of shape (T, D)"
         )
-    return given
+    return returned

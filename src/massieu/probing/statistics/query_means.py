@@ -22,7 +22,7 @@ _SPREADS = ("selective_log_partition", "entropy")
 _POSITION_BINS = 8
 _VISIBLE_BINS = 24  # 1, 2, 3–4, 5–8, … keys
 SHARE_ROUNDING = 1e-4
-"""By so much a share may leave 0 to 1: sums of weights in half precision."""
+"""A share may lie outside 0 to 1 by this much: sums of weights in half precision."""
 HISTOGRAM_EDGES = {
     "selective_log_partition": np.linspace(0.0, 10.0, 41),
     "entropy_fraction": np.linspace(0.0, 1.0, 26),
@@ -30,8 +30,16 @@ HISTOGRAM_EDGES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Queries:
-    """Per-query numbers of one attention call, and which of them count."""
+class QueryResult:
+    """Per-query statistics of one attention call, and which queries count.
+
+    Attributes:
+        values: by statistic, and by ``NAME/CONTROL`` for its control.
+        valid: queries that are not padding and whose log Z and entropy are finite.
+        defined: by name, where a statistic that is not defined at every valid query is defined.
+        visible: how many keys a query sees.
+        broken: real queries that are not valid.
+    """
 
     values: dict[str, Float[Tensor, "B H L"]]
     valid: Bool[Tensor, "B H L"]
@@ -41,18 +49,18 @@ class Queries:
 
 
 Fence = Callable[[str], AbstractContextManager[None]]
-"""What fails inside costs the statistic of this name alone."""
+"""A failure inside leaves out the statistic of this name alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class QueryFunction:
-    """A statistic of queries, and what has to be known to compute it.
+    """A statistic of queries, and what is needed to compute it.
 
     Attributes:
         moments: those that it reads beside `ALWAYS_READ`.
         needs_scores: it has no meaning where scores are not known apart from log-weights.
-        control: the name of its own control, and what makes it; None where there is none, or random models are the control.
-        own: the user's: what it gives is checked.
+        control: name of its own control, and the function that makes it; None without a control, or with random models.
+        own: the function is the user's, and its result is checked.
         share: its numbers lie between 0 and 1.
     """
 
@@ -70,90 +78,99 @@ Functions = Mapping[str, QueryFunction]
 
 def moments_read(functions: Functions) -> tuple[str, ...]:
     """The moments that these statistics read, each once."""
-    read = (moment for each in functions.values() for moment in each.moments)
-    return tuple(dict.fromkeys([*ALWAYS_READ, *read]))
+    moments = (moment for function in functions.values() for moment in function.moments)
+    return tuple(dict.fromkeys([*ALWAYS_READ, *moments]))
 
 
 def names_with_controls(functions: Functions) -> tuple[str, ...]:
-    """What running means are kept of: every statistic, and every control that is another call, as ``NAME/CONTROL``."""
-    controls = (f"{name}/{each.control[0]}" for name, each in functions.items() if each.control is not None)
+    """Names of all running means: every statistic, and every control that is another call, as ``NAME/CONTROL``."""
+    controls = (f"{name}/{function.control[0]}" for name, function in functions.items() if function.control is not None)
     return *functions, *controls
 
 
-def query_statistics(reading: QueryReading, functions: Functions, fence: Fence = nullcontext) -> Queries:
+def query_statistics(reading: QueryReading, functions: Functions, fence: Fence = nullcontext) -> QueryResult:
     """The per-query statistics of one attention call that have a meaning there, each beside its own control."""
-    found = Queries({}, reading.valid, {}, reading.visible, reading.real & ~reading.valid)
+    result = QueryResult({}, reading.valid, {}, reading.visible, reading.real & ~reading.valid)
     for name, function in functions.items():
         if reading.call.grade == "scores" and function.needs_scores:
             continue
         with fence(name):
-            _take(found, name, function, reading)
+            _measure(result, name, function, reading)
             if function.control is not None:
-                called, make = function.control
-                with calling_own(make, _shared(reading)):
-                    other = make(reading)
-                if not (other is None or isinstance(other, QueryReading)):
-                    raise OwnFunctionError(
-                        f"its control returned {described(other)}; needed is a QueryReading, or None"
-                    )
-                if other is not None:
-                    _take(found, f"{name}/{called}", function, other)
-    return found
+                control_name, make_control = function.control
+                control = _control_reading(reading, make_control)
+                if control is not None:
+                    _measure(result, f"{name}/{control_name}", function, control)
+    return result
 
 
-def _take(found: Queries, name: str, function: QueryFunction, reading: QueryReading) -> None:
+def _control_reading(reading: QueryReading, make_control: Callable[[QueryReading], object]) -> QueryReading | None:
+    """The reading that the user's control returns; None where there is no such thing."""
+    with calling_own(make_control, _shared(reading)):
+        control = make_control(reading)
+    if not (control is None or isinstance(control, QueryReading)):
+        raise OwnFunctionError(f"its control returned {described(control)}; needed is a QueryReading, or None")
+    return control
+
+
+def _measure(result: QueryResult, name: str, function: QueryFunction, reading: QueryReading) -> None:
+    """Add one statistic of a reading to the result, under this name."""
     if function.own:
-        with calling_own(function.measure, [*_shared(reading), *found.values.values()]):
-            given = function.measure(reading)
-        given = _checked(given, found.valid, function.share)
+        with calling_own(function.measure, [*_shared(reading), *result.values.values()]):
+            returned = function.measure(reading)
+        values = _checked(returned, result.valid, function.share)
     else:
-        given = cast(PerQuery, function.measure(reading))
-    if isinstance(given, tuple):
-        found.values[name], found.defined[name] = given[0], found.valid & given[1]
-    elif given is not None:
-        found.values[name] = given
+        values = cast(PerQuery, function.measure(reading))
+    if isinstance(values, tuple):
+        defined = result.valid & values[1]  # before anything is stored: shapes that do not fit raise here
+        result.values[name] = values[0]
+        result.defined[name] = defined
+    elif values is not None:
+        result.values[name] = values
 
 
 def _shared(reading: QueryReading) -> list[Tensor | None]:
     """Tensors of a reading that other functions are given too."""
-    call, tokens = reading.call, (reading.queries, reading.keys)
-    parts = [call.query, call.key, call.value, call.output, call.log_weight, reading.key, reading.positions]
-    parts += [reading.visible, reading.real, reading.valid]
-    parts += [getattr(each, name) for each in tokens for name in ("ids", "real", "special")]
-    return parts + [each for each in reading.moments.found if isinstance(each, Tensor)]
+    call = reading.call
+    tensors = [call.query, call.key, call.value, call.output, call.log_weight, reading.key, reading.positions]
+    tensors += [reading.visible, reading.real, reading.valid]
+    for tokens in (reading.queries, reading.keys):
+        tensors += [tokens.ids, tokens.real, tokens.special]
+    return tensors + [moment for moment in reading.moments.declared if isinstance(moment, Tensor)]
 
 
-def _checked(given: object, valid: Bool[Tensor, "B H L"], share: bool) -> PerQuery:
-    """What a function of the user's own has given, NaN as not defined.
+def _checked(returned: object, valid: Bool[Tensor, "B H L"], share: bool) -> PerQuery:
+    """What a function of the user's own has returned, with NaN as not defined.
 
     Args:
-        valid: queries that are no padding, with finite numbers.
+        valid: queries that are not padding, with finite numbers.
 
     Raises:
         OwnFunctionError: it is not a number for each query.
     """
-    if given is None:
+    if returned is None:
         return None
     shape = valid.shape
-    values, defined = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    values, defined = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     expected = (
         f"a tensor of shape (B, H, L) = {tuple(shape)}, such a pair of values and of where they are defined, or None"
     )
     if not isinstance(values, Tensor) or not (defined is None or isinstance(defined, Tensor)):
-        raise OwnFunctionError(f"it returned {described(given)}; needed is {expected}")
+        raise OwnFunctionError(f"it returned {described(returned)}; needed is {expected}")
     for part in (values,) if defined is None else (values, defined):
-        if part.dim() != 3 or not all(size in (1, whole) for size, whole in zip(part.shape, shape, strict=True)):
+        if part.dim() != 3 or not all(size in (1, full) for size, full in zip(part.shape, shape, strict=True)):
             raise OwnFunctionError(f"it returned a tensor of shape {tuple(part.shape)}; needed is {expected}")
     if values.is_complex():
         raise OwnFunctionError(f"it returned complex numbers; needed is {expected}")
     values = values.detach().double().expand(*shape)
-    known = ~values.isnan() if defined is None else ~values.isnan() & defined.bool()
-    if share and bool((known & valid & ((values < -SHARE_ROUNDING) | (values > 1 + SHARE_ROUNDING))).any()):
+    is_defined = ~values.isnan() if defined is None else ~values.isnan() & defined.bool()
+    outside = (values < -SHARE_ROUNDING) | (values > 1 + SHARE_ROUNDING)
+    if share and bool((is_defined & valid & outside).any()):
         raise OwnFunctionError(
             "it returned numbers outside of 0 to 1, and its scale is 'share'; is a key counted twice? If not, say "
             "scale='number'"
         )
-    return values, known
+    return values, is_defined
 
 
 class AttentionStatistics(RunningParts):
@@ -175,62 +192,70 @@ class AttentionStatistics(RunningParts):
         self.broken = Tally((heads,))
 
     def update(
-        self, found: Queries, positions: Int[Tensor, " L"] | None, rows: int, numbers: Sequence[int] | None = None
+        self, result: QueryResult, positions: Int[Tensor, " L"] | None, rows: int, numbers: Sequence[int] | None = None
     ) -> None:
-        """Add one batch of ``rows`` items; without positions, where those differ from row to row, none are binned.
+        """Add one batch.
 
         Args:
+            positions: of the queries; None where these differ from row to row, and then nothing is binned by position.
+            rows: items of the batch.
             numbers: where the rows stand in the text; see `Ratio.update`.
         """
-        shape = found.valid.shape
-        totals = torch.zeros(shape[0], len(self.names), self.heads, dtype=torch.float64, device=found.valid.device)
+        sequences = len(result.valid)
+        totals = torch.zeros(sequences, len(self.names), self.heads, dtype=torch.float64, device=result.valid.device)
         counts = torch.zeros_like(totals)
+        # Statistics that are defined at the same queries are summed together. A tensor as a key is known by its identity.
         by_mask: dict[Tensor, list[str]] = {}
-        for name in found.values:
-            by_mask.setdefault(found.defined.get(name, found.valid), []).append(name)
+        for name in result.values:
+            by_mask.setdefault(result.defined.get(name, result.valid), []).append(name)
         for mask, names in by_mask.items():
             places = [self.names.index(name) for name in names]
-            stacked = torch.stack([found.values[name] for name in names], dim=1)
+            stacked = torch.stack([result.values[name] for name in names], dim=1)
             totals[:, places] = torch.where(mask[:, None], stacked, 0.0).sum(-1, dtype=torch.float64)
             counts[:, places] = mask.sum(-1, dtype=torch.float64)[:, None]
         self.ratio.update(_by_item(totals, rows), _by_item(counts, rows), numbers)
-        self._update_bins(found, positions, rows, numbers)
-        for name in found.values.keys() & self.spreads.keys():
-            self.spreads[name].update(found.values[name], found.valid)
-        for name in found.values.keys() & self.histograms.keys():
-            self.histograms[name].update(found.values[name], found.defined.get(name, found.valid))
-        self.broken.update(found.broken.sum((0, 2)))
+        self._update_bins(result, positions, rows, numbers)
+        for name in result.values.keys() & self.spreads.keys():
+            self.spreads[name].update(result.values[name], result.valid)
+        for name in result.values.keys() & self.histograms.keys():
+            self.histograms[name].update(result.values[name], result.defined.get(name, result.valid))
+        self.broken.update(result.broken.sum((0, 2)))
 
     def _update_bins(
-        self, found: Queries, positions: Int[Tensor, " L"] | None, rows: int, numbers: Sequence[int] | None
+        self, result: QueryResult, positions: Int[Tensor, " L"] | None, rows: int, numbers: Sequence[int] | None
     ) -> None:
         width = -(-self.max_length // _POSITION_BINS)
-        by_position = None if positions is None else (positions // width).clamp_max(_POSITION_BINS - 1)[None, None]
-        valid = found.valid.double()
+        position_bin = None if positions is None else (positions // width).clamp_max(_POSITION_BINS - 1)[None, None]
+        valid = result.valid.double()
         for ratio, name, bins in (
-            (self.by_position, "selective_log_partition", by_position),
-            (self.by_visible, "entropy", _visible_bin(found.visible)),
+            (self.by_position, "selective_log_partition", position_bin),
+            (self.by_visible, "entropy", _visible_bin(result.visible)),
         ):
-            if name not in found.values or bins is None:
+            if name not in result.values or bins is None:
                 continue
-            values = torch.where(found.valid, found.values[name], 0.0).double()
-            chosen = torch.nn.functional.one_hot(bins, ratio.shape[0]).double()
-            if chosen.shape[1] == 1:  # the same bins for all heads: one matrix product
-                totals, counts = values @ chosen[:, 0], valid @ chosen[:, 0]
+            values = torch.where(result.valid, result.values[name], 0.0).double()
+            in_bin = torch.nn.functional.one_hot(bins, ratio.shape[0]).double()  # (B or 1, H or 1, L, bins)
+            if in_bin.shape[1] == 1:  # the same bins for all heads: one matrix product
+                totals = values @ in_bin[:, 0]
+                counts = valid @ in_bin[:, 0]
             else:
-                totals, counts = ((x[..., None] * chosen).sum(2) for x in (values, valid))
+                totals = (values[..., None] * in_bin).sum(2)
+                counts = (valid[..., None] * in_bin).sum(2)
             ratio.update(_by_item(totals.mT, rows), _by_item(counts.mT, rows), numbers)
 
     def bins(self) -> list[tuple[str, Ratio, int]]:
-        """Name, accumulator and index of each bin."""
+        """Name, running ratio and index of each bin."""
         width = -(-self.max_length // _POSITION_BINS)
-        named = [
-            (f"selective_log_partition/position_{i * width}_{(i + 1) * width - 1}", self.by_position, i)
-            for i in range(_POSITION_BINS)
+        bins = [
+            (f"selective_log_partition/position_{index * width}_{(index + 1) * width - 1}", self.by_position, index)
+            for index in range(_POSITION_BINS)
         ]
         edges = [(1, 1), (2, 2), *((2**k + 1, 2 ** (k + 1)) for k in range(1, _VISIBLE_BINS - 1))]
-        named += [(f"entropy/visible_keys_{a}_{b}", self.by_visible, i) for i, (a, b) in enumerate(edges)]
-        return named
+        bins += [
+            (f"entropy/visible_keys_{fewest}_{most}", self.by_visible, index)
+            for index, (fewest, most) in enumerate(edges)
+        ]
+        return bins
 
 
 def _visible_bin(visible: Int[Tensor, "..."]) -> Int[Tensor, "..."]:

@@ -6,7 +6,7 @@ unchanged by it (S25), and the difference log Z − mean score then loses no dig
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,12 +21,12 @@ from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.tokens import Tokens
 
 ROUNDING = 1e-3
-"""Largest rounding of a score, in nats and so relative of a weight, with which weights are formed in float32."""
+"""Nats by which a score may be rounded if weights are formed in float32; it is the relative error of a weight."""
 
 
 TILE = 2**21
 """Weights that are formed at a time, of all heads and sequences together."""
-Places = Callable[[Int[Tensor, "L 1"], Int[Tensor, "1 N"]], Tensor]
+PositionFunction = Callable[[Int[Tensor, "L 1"], Int[Tensor, "1 N"]], Tensor]
 """A function of the positions of queries and of keys, (L, N)."""
 
 
@@ -47,10 +47,10 @@ class QueryReading:
         call: what the attention was given, and what it gave.
         queries, keys: the tokens asked about and those attended to (the same for self-attention).
         positions: where in the sequence the call's queries are.
-        itself: a sequence attends to itself, so that "diagonal" and "previous" mean something.
+        itself: the sequence attends to itself, so that "diagonal" and "previous" mean something.
         names: the moments that are computed at once; another one costs a second pass over the scores.
-        cut: the keys are a cache of the latest tokens, as while a model with a window writes: positions are those in the
-            cache, and the first token of the document is no key any more.
+        cut: the keys are a cache of the latest tokens, as while a model with a window writes. Then positions are those in
+            the cache, and the first token of the document is no longer a key.
     """
 
     call: AttentionCall
@@ -63,7 +63,7 @@ class QueryReading:
 
     @cached_property
     def _centre(self) -> Float[Tensor, "B Hk 1 D"] | None:
-        """Mean of the real keys; none where a cap of the scores sees it."""
+        """Mean of the unpadded keys; None under a soft cap, where centring would change the scores."""
         if self.call.softcap is not None:
             return None
         weight = self.keys.real[:, None, None].float()
@@ -78,39 +78,24 @@ class QueryReading:
 
     @cached_property
     def shift(self) -> Float[Tensor, "B H L"]:
-        """What centring took from every score of a query."""
+        """What centring took from every score of a query: scale · query · mean key."""
         if self._centre is None:
             return torch.zeros_like(self.log_partition)
         query = _grouped(self.call.query, self.call.key)
-        return self.call.scale * _product(query, self._centre[:, :, None]).flatten(1, 2)[..., 0]
+        return self.call.scale * _inner_products(query, self._centre[:, :, None]).flatten(1, 2)[..., 0]
 
     @cached_property
     def moments(self) -> "_Moments":
-        """Of the scores of the centred keys; no statistic reads positions."""
-        return _Moments(self._moments(self.names), self._undeclared)
-
-    def _moments(self, names: tuple[str, ...]) -> MomentsResult[Any]:
-        call = self.call
-        settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
-        return ops.attention_moments(call.query, self.key, moments=names, log_weight=call.log_weight, **settings)
-
-    def _undeclared(self, name: str) -> Tensor:
-        """A moment that no statistic declared: it costs a second pass over the scores, never a result."""
-        warnings.warn(
-            f"a statistic reads the moment {name!r} without declaring it: moments=({name!r},) saves a second pass",
-            stacklevel=3,
-        )
-        return getattr(self._moments((name,)), name)
+        """Moments of the scores of the centred keys."""
+        return _Moments(self.call, self.key, self.names)
 
     @cached_property
     def max_score(self) -> Float[Tensor, "B H L"]:
-        """The largest score of the centred keys that a query sees; not of keys that a mask of −100 or the like shuts."""
+        """The largest score of the centred keys that a query sees, without keys that a mask of −100 or the like hides."""
         call = self.call.without_shut()
         if call is self.call:
             return self.moments.max_score
-        settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap}
-        settings["log_weight"] = call.log_weight
-        return _known(ops.attention_moments(call.query, self.key, moments=("max_score",), **settings).max_score)
+        return _computed(_attention_moments(call, self.key, ("max_score",)).max_score)
 
     @property
     def log_partition(self) -> Float[Tensor, "B H L"]:
@@ -119,7 +104,7 @@ class QueryReading:
 
     @cached_property
     def raw_log_partition(self) -> Float[Tensor, "B H L"]:
-        """log Z of the keys as they are, a learned sink left out."""
+        """log Z of the keys before centring, without a learned sink."""
         return self.log_partition + self.shift
 
     def selective_log_partition(self) -> Float[Tensor, "B H L"]:
@@ -132,12 +117,12 @@ class QueryReading:
         """The largest of scale · query · key over the keys that a query sees, before a soft cap, which would hide it."""
         if self.call.softcap is None and self.call.key.dtype not in (torch.float16, torch.bfloat16):
             return self.max_score + self.shift
-        # The keys as they are: half precision has rounded their differences from the mean.
+        # Not from the centred keys: half precision has rounded their differences from the mean.
         return largest_logits(self.call)
 
     @cached_property
     def visible(self) -> Int[Tensor, "B_or_1 H_or_1 L"]:
-        """How many keys a query sees; see `AttentionCall.visible`."""
+        """Number of keys that a query sees; see `AttentionCall.visible`."""
         if self.call.is_causal:
             return torch.arange(1, self.call.query.shape[2] + 1, device=self.call.query.device)[None, None]
         if self.call.log_weight is None:
@@ -146,13 +131,13 @@ class QueryReading:
 
     @cached_property
     def real(self) -> Bool[Tensor, "B H L"]:
-        """Queries that are no padding and see a key."""
-        seen = self.queries.real[:, None] & (self.visible > 0)
-        return seen.expand(self.call.query.shape[:3])
+        """Queries that are not padding and see a key."""
+        counted = self.queries.real[:, None] & (self.visible > 0)
+        return counted.expand(self.call.query.shape[:3])
 
     @cached_property
     def valid(self) -> Bool[Tensor, "B H L"]:
-        """Those whose numbers are finite."""
+        """Real queries whose log Z and entropy are finite."""
         moments = self.moments
         return self.real & moments.log_partition.isfinite() & moments.entropy.isfinite()
 
@@ -163,56 +148,58 @@ class QueryReading:
 
     @cached_property
     def _precise(self) -> "_Precise":
-        """What weights of single keys are formed of: in float32, or where its rounding would show, in float64.
+        """The call from which weights of single keys are formed: in float32, or in float64 if its rounding would show.
 
         A weight is exp(s − log Z). Its two parts are formed in different ways, so each has a rounding of its own, which is
         about ε·β·|q||k| and is relative to the weight. Of scores of some millions it would be more than the weight itself.
         """
         call = self.call
-        given = in_autocast_dtype(call.query, self.key)  # as log Z is computed from
-        dtype = torch.promote_types(given[0].dtype, torch.float32)
-        query, key = (part.to(dtype) for part in given)
-        single = _Precise(replace(call, query=query), key, self.log_partition)
+        query, key = in_autocast_dtype(call.query, self.key)  # the numbers from which log Z is computed
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        in_float32 = _Precise(replace(call, query=query), key, self.log_partition)
         if not query.numel() or not key.numel():
-            return single
+            return in_float32
         largest = call.scale * query.norm(dim=-1).amax() * key.norm(dim=-1).amax()
         largest = torch.maximum(largest, torch.where(self.real, self.log_partition.abs(), 0.0).amax())
         if bool(torch.finfo(dtype).eps * largest <= ROUNDING):
-            return single
-        weight = call.log_weight
-        if weight is not None and weight.dtype != torch.bool:
-            weight = weight.double()
+            return in_float32
+        log_weight = call.log_weight
+        if log_weight is not None and log_weight.dtype != torch.bool:
+            log_weight = log_weight.double()
         query, key = in_autocast_dtype(call.query, call.key)
-        call = replace(call, query=query.double(), key=key.double(), log_weight=weight)
-        settings = {"scale": call.scale, "is_causal": call.is_causal, "softcap": call.softcap, "log_weight": weight}
-        found = ops.attention_moments(call.query, call.key, moments=("log_partition",), **settings)
-        return _Precise(call, call.key, _known(found.log_partition))
+        call = replace(call, query=query.double(), key=key.double(), log_weight=log_weight)
+        log_partition = _attention_moments(call, call.key, ("log_partition",)).log_partition
+        return _Precise(call, call.key, _computed(log_partition))
 
-    def _share(self, scores: Float[Tensor, "B H L *S"]) -> Float[Tensor, "B H L *S"]:
-        """Weights of keys by their scores, log-weights included. What rounding leaves above 1 is 1."""
+    def _weights_of(self, scores: Float[Tensor, "B H L *S"]) -> Float[Tensor, "B H L *S"]:
+        """Weights of keys from their scores plus log-weights; what rounding leaves above 1 is 1."""
         log_partition = self._precise.log_partition
-        log_partition = log_partition if scores.dim() == log_partition.dim() else log_partition[..., None]
+        if scores.dim() > log_partition.dim():  # several keys for each query
+            log_partition = log_partition[..., None]
         return torch.exp(scores - log_partition).clamp(max=1.0).to(self.log_partition.dtype)
 
     def weight_at_first(self) -> Float[Tensor, "B H L"]:
-        """Attention of every query on the first real token of its document; NaN where that is no key any more."""
+        """Attention of every query on the first real token of its document; NaN where that is no longer a key."""
         if self.cut:
             return torch.full_like(self.log_partition, torch.nan)
         first = self.keys.first_of_document(self.positions)
         if first.shape[1] == 1:
             return self.weight_at(first)[..., 0]
-        call, key = self._precise.call, self._precise.key
-        chosen = key.gather(2, first[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
-        product = _paired_product(_grouped(call.query, key), chosen[:, :, None]).flatten(1, 2)
-        return self._share(_weighted(call, _score(call, product)[..., None], first[..., None])[..., 0])
+        call = self._precise.call
+        key = self._precise.key
+        first_key = key.gather(2, first[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
+        product = _paired_product(_grouped(call.query, key), first_key[:, :, None]).flatten(1, 2)
+        return self._weights_of(_plus_log_weight(call, _score(call, product)[..., None], first[..., None])[..., 0])
 
     def weight_at(self, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
         """Attention of every query of a sequence on the same few keys."""
-        return self._share(_at_keys(self._precise.call, self._precise.key, index))
+        return self._weights_of(_at_keys(self._precise.call, self._precise.key, index))
 
     def weight_before(self, offset: int) -> Float[Tensor, "B H L"]:
-        """Attention on the key ``offset`` places before each query; on the first one where there is none."""
-        return self._share(_at_offset(self._precise.call, self._precise.key, self.positions, offset))
+        """Attention on the key ``offset`` places before each query; on the first key where there is none."""
+        return self._weights_of(_at_offset(self._precise.call, self._precise.key, self.positions, offset))
 
     def weight_special(self) -> Float[Tensor, "B H L"]:
         """Attention on all special tokens together."""
@@ -220,14 +207,15 @@ class QueryReading:
         slots = 0 if special is None or not special.numel() else int(special.sum(1).max())
         if special is None or slots == 0:
             return torch.zeros_like(self.log_partition)
-        order = special.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
-        hidden = ~special.gather(1, order)[:, None, None]
-        return self.weight_at(order).masked_fill(hidden, 0.0).sum(-1).clamp(max=1.0)
+        # Places of each row's special tokens, filled up with others to the largest number of any row.
+        places = special.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
+        filler = ~special.gather(1, places)[:, None, None]
+        return self.weight_at(places).masked_fill(filler, 0.0).sum(-1).clamp(max=1.0)
 
     # Scores of papers -------------------------------------------------------------------------------------------------
 
-    def expected(self, numbers: Places) -> Float[Tensor, "B H L"]:
-        """Mean over the attention, Σ_j p_j f(i, j), of numbers that depend on where query and key are.
+    def expected(self, numbers: PositionFunction) -> Float[Tensor, "B H L"]:
+        """Mean over the attention, Σ_j p_j f(i, j), of numbers that depend on the positions of query and key.
 
         Args:
             numbers: called with the positions of some queries, (L, 1), and of all keys, (1, N).
@@ -237,60 +225,66 @@ class QueryReading:
         """
         return self._over_tiles(lambda places: numbers(self.positions[places, None], self._key_places)[None, None])
 
-    def weight_where(self, chosen: Places) -> Float[Tensor, "B H L"]:
-        """Attention on all keys that are chosen by where query and key are.
+    def weight_where(self, chosen: PositionFunction) -> Float[Tensor, "B H L"]:
+        """Attention on all keys that are chosen by the positions of query and key.
 
         Args:
             chosen: called with the positions of some queries, (L, 1), and of all keys, (1, N); True at the keys that count.
         """
-        return self._over_tiles(
-            lambda places: _chosen(chosen(self.positions[places, None], self._key_places))[None, None]
-        ).clamp(max=1.0)
+
+        def mask(places: Int[Tensor, " T"]) -> Bool[Tensor, "1 1 T N"]:
+            return _boolean(chosen(self.positions[places, None], self._key_places))[None, None]
+
+        return self._over_tiles(mask).clamp(max=1.0)
 
     def weight_where_tokens(
         self,
         chosen: Callable[[Int[Tensor, "B L 1"], Int[Tensor, "B 1 N"]], Bool[Tensor, "B L N"]],
         queries: Int[Tensor, "B L"] | None = None,
     ) -> Float[Tensor, "B H L"] | None:
-        """Attention on all keys that are chosen by the numbers of the query's and the key's token.
+        """Attention on all keys that are chosen by the token ids of query and key.
 
         Args:
-            chosen: called with the tokens of some queries, (B, L, 1), and of all keys, (B, 1, N).
-            queries: tokens that stand for the queries, in place of their own.
+            chosen: called with the ids of some queries, (B, L, 1), and of all keys, (B, 1, N); True at the keys that count.
+            queries: ids to use in place of the queries' own.
 
         Returns:
-            The weights; None where the model was given no tokens, as where it reads images.
+            The weights; None where the model was given no token ids, as where it reads images.
         """
-        asked, attended = self.queries.ids if queries is None else queries, self.keys.ids
-        if asked is None or attended is None:
+        query_ids = self.queries.ids if queries is None else queries
+        key_ids = self.keys.ids
+        if query_ids is None or key_ids is None:
             return None
-        return self._over_tiles(
-            lambda places: _chosen(chosen(asked[:, places, None], attended[:, None]))[:, None]
-        ).clamp(max=1.0)
+
+        def mask(places: Int[Tensor, " T"]) -> Bool[Tensor, "B 1 T N"]:
+            return _boolean(chosen(query_ids[:, places, None], key_ids[:, None]))[:, None]
+
+        return self._over_tiles(mask).clamp(max=1.0)
 
     def weight_on(self, keys: Bool[Tensor, "B N"]) -> Float[Tensor, "B H L"]:
         """Attention on all keys that are chosen, the same for every query."""
-        return self.expected_of_keys(_chosen(keys)[:, None].to(self.log_partition)).clamp(max=1.0)
+        return self.expected_of_keys(_boolean(keys)[:, None].to(self.log_partition)).clamp(max=1.0)
 
     def expected_of_keys(self, numbers: Float[Tensor, "B #H N"]) -> Float[Tensor, "B H L"]:
         """Mean over the attention, Σ_j p_j f_j, of numbers that keys have, the same for every query; by head, or for all.
 
         Raises:
-            ValueError: they have another shape than (B, H, N) or (B, 1, N).
+            ValueError: the numbers have another shape than (B, H, N) or (B, 1, N).
         """
-        batch, heads, number = self.call.query.shape[0], self.call.query.shape[1], self.call.key.shape[2]
-        if tuple(numbers.shape) not in ((batch, heads, number), (batch, 1, number)):
+        batch, heads, _, _ = self.call.query.shape
+        keys = self.call.key.shape[2]
+        if tuple(numbers.shape) not in ((batch, heads, keys), (batch, 1, keys)):
             raise ValueError(
-                f"numbers of keys have shape (B, H, N) = ({batch}, {heads}, {number}) or (B, 1, N), got {tuple(numbers.shape)}"
+                f"numbers of keys have shape (B, H, N) = ({batch}, {heads}, {keys}) or (B, 1, N), got {tuple(numbers.shape)}"
             )
         return self._over_tiles(lambda places: numbers[:, :, None])
 
     def strongest_key(self) -> Int[Tensor, "B H L"]:
-        """Where the key with the largest weight is; of equal ones the first."""
+        """Position of the key with the largest weight; of equal ones the first."""
         return torch.cat([self._tile(places).argmax(-1) for places in self._tiles()], dim=-1)
 
     def weighted_value(self) -> Float[Tensor, "B H L Dv"]:
-        """Mean over the attention of the values, Σ_j p_j v_j, before the output projection; a learned sink left out."""
+        """Mean over the attention of the values, Σ_j p_j v_j, before the output projection, without a learned sink."""
         value = self.call.value.to(self.log_partition)
         value = value.repeat_interleave(self.call.query.shape[1] // value.shape[1], 1)
         value = value.to(self._precise.log_partition)
@@ -319,29 +313,39 @@ class QueryReading:
 
     def _tile(self, places: Int[Tensor, " T"]) -> Float[Tensor, "B H T N"]:
         """The weights of some queries on all keys."""
-        call, key = self._precise.call.at(places), self._precise.key
-        product = _product(_grouped(call.query, key), key[:, :, None]).flatten(1, 2)
+        call = self._precise.call.at(places)
+        key = self._precise.key
+        product = _inner_products(_grouped(call.query, key), key[:, :, None]).flatten(1, 2)
         logits = _score(call, product)
-        if call.log_weight is not None:
-            shut = call.log_weight.dtype == torch.bool
-            logits = logits.masked_fill(~call.log_weight, -torch.inf) if shut else logits + call.log_weight
+        if call.log_weight is not None and call.log_weight.dtype == torch.bool:
+            logits = logits.masked_fill(~call.log_weight, -torch.inf)
+        elif call.log_weight is not None:
+            logits = logits + call.log_weight
         weights = torch.exp(logits - self._precise.log_partition[:, :, places, None])
         # A query that sees no key has no weights: exp(−∞ + ∞).
         return torch.where(logits.isneginf(), 0.0, weights).clamp(max=1.0)
 
     def _over_tiles(self, numbers: Callable[[Int[Tensor, " T"]], Tensor]) -> Float[Tensor, "B H L"]:
-        """Σ_j p_j f(i, j), the numbers f of some queries at a time: (B, H, T, N), or 1 where they are the same."""
+        """Σ_j p_j f(i, j), some queries at a time.
+
+        Args:
+            numbers: f of the queries at some places, or a mask that stands for 0 and 1; broadcasts with (B, H, T, N).
+        """
         sums = []
         for places in self._tiles():
-            weights, given = self._tile(places), numbers(places)
-            seen = given if given.dtype == torch.bool else weights > 0  # what no query sees may be of any size
-            counted = weights if given.dtype == torch.bool else weights * given
-            sums.append(torch.where(seen, counted, 0.0).sum(-1))
+            weights = self._tile(places)
+            values = numbers(places)
+            if values.dtype == torch.bool:
+                products = torch.where(values, weights, 0.0)
+            else:
+                # Numbers of keys that a query does not see may be infinite or NaN: 0 · NaN would be NaN.
+                products = torch.where(weights > 0, weights * values, 0.0)
+            sums.append(products.sum(-1))
         return torch.cat(sums, dim=-1).to(self.log_partition)
 
 
 PerQuery = Float[Tensor, "B H L"] | tuple[Float[Tensor, "B H L"], Bool[Tensor, "B #H L"]] | None
-"""A number for each query; these, and where they are defined; or None where the statistic has no meaning."""
+"""A number for each query; a pair of these and of where they are defined; or None where the statistic has no meaning."""
 QueryMeasure = Callable[[QueryReading], PerQuery]
 """A statistic of queries."""
 
@@ -355,53 +359,77 @@ class _Precise:
     log_partition: Float[Tensor, "B H L"]
 
 
-@dataclass(frozen=True, eq=False)
 class _Moments:
-    """The moments that were computed, and others when they are first read."""
+    """The moments that were computed at once, and others when they are first read.
 
-    found: MomentsResult[Any]
-    compute: Callable[[str], Tensor]
-    more: dict[str, Tensor] = field(default_factory=dict)
+    It holds the call and not the reading that holds it: a circle of references would keep queries, keys and values of many
+    calls in memory until the garbage collector comes by.
+    """
+
+    def __init__(self, call: AttentionCall, key: Float[Tensor, "B Hk N D"], names: tuple[str, ...]) -> None:
+        self._call = call
+        self._key = key
+        self.declared = _attention_moments(call, key, names)
+        self._undeclared: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Tensor:
-        value = getattr(self.found, name)
+        value = getattr(self.declared, name)
         if value is not None:
             return value
-        if name not in self.more:
-            self.more[name] = self.compute(name)
-        return self.more[name]
+        if name not in self._undeclared:
+            # It costs a second pass over the scores, never a result.
+            warnings.warn(
+                f"a statistic reads the moment {name!r} without declaring it: moments=({name!r},) saves a second pass",
+                stacklevel=2,
+            )
+            self._undeclared[name] = getattr(_attention_moments(self._call, self._key, (name,)), name)
+        return self._undeclared[name]
+
+
+def _attention_moments(call: AttentionCall, key: Tensor, names: tuple[str, ...]) -> MomentsResult[Any]:
+    """Moments of a call's scores, with ``key`` in the place of its keys."""
+    return ops.attention_moments(
+        call.query,
+        key,
+        moments=names,
+        log_weight=call.log_weight,
+        scale=call.scale,
+        is_causal=call.is_causal,
+        softcap=call.softcap,
+    )
 
 
 def largest_logits(call: AttentionCall) -> Float[Tensor, "B H L"]:
     """The largest of scale · query · key over the keys that each query sees, before a soft cap; −∞ where it sees none."""
-    call = call.without_shut()
-    settings = {"scale": call.scale, "is_causal": call.is_causal, "log_weight": call.log_weight}
-    return _known(ops.attention_moments(call.query, call.key, moments=("max_score",), **settings).max_score)
+    call = replace(call.without_shut(), softcap=None)
+    return _computed(_attention_moments(call, call.key, ("max_score",)).max_score)
 
 
-def _chosen(keys: Tensor) -> Bool[Tensor, "*shape"]:
-    """Which keys were chosen.
+def _boolean(keys: Tensor) -> Bool[Tensor, "*shape"]:
+    """A mask of keys.
 
     Raises:
-        ValueError: it is not said by True and False.
+        ValueError: it is not boolean.
     """
     if keys.dtype != torch.bool:
         raise ValueError(f"keys are chosen by True and False, got numbers of {keys.dtype}; expected() takes numbers")
     return keys
 
 
-def _known(moment: Tensor | None) -> Tensor:
-    """A moment that was asked for."""
+def _computed(moment: Tensor | None) -> Tensor:
+    """A moment that was requested, and so is not None."""
     assert moment is not None
     return moment
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:
-    """Query with its heads split into (key head, query heads of that group)."""
+    """The query with its heads split into (key heads, query heads of each)."""
     return query.unflatten(1, (key.shape[1], -1))
 
 
-def _product(query: Float[Tensor, "*batch L D"], key: Float[Tensor, "*batch S D"]) -> Float[Tensor, "*batch L S"]:
+def _inner_products(
+    query: Float[Tensor, "*batch L D"], key: Float[Tensor, "*batch S D"]
+) -> Float[Tensor, "*batch L S"]:
     """q·k in float32 at the least, also where autocast is active.
 
     A product may leave the range of half precision, and a score of 100 that is rounded to bfloat16 is off by up to .25.
@@ -412,41 +440,45 @@ def _product(query: Float[Tensor, "*batch L D"], key: Float[Tensor, "*batch S D"
 
 
 def _paired_product(query: Float[Tensor, "*batch L D"], key: Float[Tensor, "*batch _ D"]) -> Float[Tensor, "*batch L"]:
-    """q·k of each query with a key of its own, in float32 at the least."""
+    """q·k of each query with the key at its place, in float32 at the least."""
     precision = torch.promote_types(query.dtype, torch.float32)
     return (query.to(precision) * key.to(precision)).sum(-1)
 
 
 def _score(call: AttentionCall, product: Float[Tensor, "B H L S"]) -> Float[Tensor, "B H L S"]:
-    """From q·k to the score."""
+    """The score of q·k: scaled, and capped where the call has a soft cap."""
     scores = call.scale * product
     return scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
 
 
-def _weighted(
+def _plus_log_weight(
     call: AttentionCall, scores: Float[Tensor, "B H L S"], index: Int[Tensor, "B L_or_1 S"]
 ) -> Float[Tensor, "B H L S"]:
-    """Scores of chosen keys plus their log-weights; −inf where a key cannot be seen."""
+    """Scores of some keys plus their log-weights; −inf where a query does not see the key.
+
+    Args:
+        index: the keys' positions, for each query or for all.
+    """
     batch, _, length, _ = call.query.shape
     if call.is_causal:
-        seen = index <= torch.arange(length, device=index.device)[:, None]
-        return scores.masked_fill(~seen[:, None], -torch.inf)
+        visible = index <= torch.arange(length, device=index.device)[:, None]
+        return scores.masked_fill(~visible[:, None], -torch.inf)
     if call.log_weight is None:
         return scores
-    weight = call.log_weight.expand(batch, -1, length, -1)
-    weight = weight.gather(3, index[:, None].expand(batch, weight.shape[1], length, -1))
-    return scores.masked_fill(~weight, -torch.inf) if weight.dtype == torch.bool else scores + weight
+    log_weight = call.log_weight.expand(batch, -1, length, -1)
+    log_weight = log_weight.gather(3, index[:, None].expand(batch, log_weight.shape[1], length, -1))
+    return scores.masked_fill(~log_weight, -torch.inf) if log_weight.dtype == torch.bool else scores + log_weight
 
 
 def _at_keys(call: AttentionCall, key: Tensor, index: Int[Tensor, "B S"]) -> Float[Tensor, "B H L S"]:
     """Scores plus log-weights of the same few keys for every query of a sequence."""
-    chosen = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
-    product = _product(_grouped(call.query, key), chosen[:, :, None]).flatten(1, 2)
-    return _weighted(call, _score(call, product), index[:, None])
+    few_keys = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3]))
+    product = _inner_products(_grouped(call.query, key), few_keys[:, :, None]).flatten(1, 2)
+    return _plus_log_weight(call, _score(call, product), index[:, None])
 
 
 def _at_offset(call: AttentionCall, key: Tensor, positions: Int[Tensor, " L"], offset: int) -> Float[Tensor, "B H L"]:
-    """Score plus log-weight of the key ``offset`` places before each query; position 0 stands in where there is none."""
+    """Score plus log-weight of the key ``offset`` places before each query; of the first key where there is none."""
     index = (positions - offset).clamp_min(0)
     query = _grouped(call.query, key)
     if len(positions) == key.shape[2]:  # every query in order: a shift instead of a gather
@@ -455,5 +487,5 @@ def _at_offset(call: AttentionCall, key: Tensor, positions: Int[Tensor, " L"], o
         product = torch.cat([first, later], dim=-1).flatten(1, 2)
     else:
         product = _paired_product(query, key[:, :, None, index]).flatten(1, 2)
-    places = index[None, :, None].expand(call.query.shape[0], -1, -1)
-    return _weighted(call, _score(call, product)[..., None], places)[..., 0]
+    places = index[None, :, None].expand(call.query.shape[0], -1, -1)  # one key for each query, in every sequence
+    return _plus_log_weight(call, _score(call, product)[..., None], places)[..., 0]

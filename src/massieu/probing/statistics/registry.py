@@ -1,8 +1,8 @@
 """Every statistic of the probe: name, formula, claim, which question it answers, what it does not say, what it costs.
 
-Each is said where it is computed, by `Register.statistic`. The tables' rows, the command ``massieu statistics``, the page's
-methods section and the table in ``docs/probe.md`` are made from it. Of the attention what is named is computed; the statistics
-of another group are computed together, and naming any of them switches the group on.
+Each is registered where it is computed, by `Register.statistic`. The tables' rows, the command ``massieu statistics``, the
+page's methods section and the table in ``docs/how-to/probe.md`` are made from the registry. Of the group "attention" each
+statistic is computed if it is named. The statistics of another group are computed together, if any of them is named.
 
 Notation: one query sees n keys with scores s_j = β q·k_j and log-weights log w_j; h_j = w_j / Σw, p = softmax(s + log w),
 log Z = log Σ w_j e^{s_j}. r is the residual stream, Δ what a head or a whole attention layer adds to it.
@@ -16,25 +16,61 @@ from typing import Generic, TypeVar
 from massieu.probing.sums.random_heads import Scale
 from massieu.storage.record import Statistic
 
+ATTENTION = "attention"
+VALUES = "values"
+CLIMB = "climb"
+MAPS = "maps"
+EXPANSION = "expansion"
+REPLACEMENT = "replacement"
+REPEATED = "repeated"
+MEMORY = "memory"
+FEED_FORWARD = "feed_forward"
+CONDITIONAL_MEAN = "conditional_mean"
+KEY_DENSITY = "key_density"
+JOINT = "joint"
+UNCERTAINTY = "uncertainty"
+METRIC = "metric"
+FLOW = "flow"
+RESIDUAL = "residual"
+TAP = "tap"
+RESPONSE = "response"
+SYMMETRY = "symmetry"
 GROUPS = (
-    *(ATTENTION := "attention", VALUES := "values", CLIMB := "climb", MAPS := "maps", EXPANSION := "expansion"),
-    *(REPLACEMENT := "replacement", REPEATED := "repeated", MEMORY := "memory", FEED_FORWARD := "feed_forward"),
-    *(CONDITIONAL_MEAN := "conditional_mean", KEY_DENSITY := "key_density", JOINT := "joint"),
-    *(UNCERTAINTY := "uncertainty", METRIC := "metric", FLOW := "flow", RESIDUAL := "residual", TAP := "tap"),
-    *(RESPONSE := "response", SYMMETRY := "symmetry"),
+    ATTENTION,
+    VALUES,
+    CLIMB,
+    MAPS,
+    EXPANSION,
+    REPLACEMENT,
+    REPEATED,
+    MEMORY,
+    FEED_FORWARD,
+    CONDITIONAL_MEAN,
+    KEY_DENSITY,
+    JOINT,
+    UNCERTAINTY,
+    METRIC,
+    FLOW,
+    RESIDUAL,
+    TAP,
+    RESPONSE,
+    SYMMETRY,
 )
-OWN_WINDOWS, OWN_STEPS = "own_windows", "own_steps"
-"""Groups of functions of the user's own: of sampled windows, and of steps of the stream."""
+"""The package's groups, in the order of the tables."""
+OWN_WINDOWS = "own_windows"
+"""The group of the user's own functions of sampled windows."""
+OWN_STEPS = "own_steps"
+"""The group of the user's own functions of steps of the stream."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is said of a group.
+    """Metadata of a group.
 
     Attributes:
-        cost: what it takes.
+        cost: what it takes to compute it.
         sampled: it is measured on the sampled windows.
-        opt_in: it is computed only where one of its statistics is named.
+        opt_in: it is computed only if one of its statistics is named.
         question: its statistics answer a question of the papers, and are tested together.
     """
 
@@ -74,12 +110,12 @@ KINDS: dict[str, Kind] = {
     OWN_WINDOWS: Kind("the sample: a function of the user's own", sampled=True, opt_in=True),
     OWN_STEPS: Kind("the sample: a function of the user's own, at every step", sampled=True, opt_in=True),
 }
-ASKED = frozenset(name for name, kind in KINDS.items() if kind.question)
+QUESTION_GROUPS = frozenset(name for name, kind in KINDS.items() if kind.question)
 """Groups that answer a question of the papers: the statistics of one are tested together."""
 SAMPLED = frozenset(name for name, kind in KINDS.items() if kind.sampled)
 """Groups that are measured on the sampled windows."""
 OPT_IN = frozenset(name for name, kind in KINDS.items() if kind.opt_in)
-"""Groups that are computed only where one of them is named."""
+"""Groups that are computed only if one of their statistics is named."""
 SHIM = "Shim, A Probabilistic Interpretation of Transformers (arXiv 2205.01080)"
 BAL = "Bal, Transformer Attention as an Implicit Mixture of Effective Energy-Based Models (2020)"
 ZHANG = "Zhang et al., An Analysis of Attention via the Lens of Exchangeability and Latent Variable Models (arXiv 2212.14852)"
@@ -93,11 +129,11 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 STATISTICS: dict[str, Statistic] = {}
-"""Those of the package, by name."""
+"""The package's statistics, by name."""
 ALWAYS_READ = ("log_partition", "entropy")
 """The moments that tell which queries have finite numbers."""
 NEEDS_SCORES: set[str] = set()
-"""Those of the attention that have no meaning where scores are not known apart from log-weights."""
+"""Statistics of the attention that have no meaning where scores are not known apart from log-weights."""
 _MOMENTS: dict[str, tuple[str, ...]] = {}
 
 
@@ -138,35 +174,37 @@ class Register(Generic[F]):
         """Register the function as a statistic; `Statistic` says what each entry means.
 
         Args:
-            name: the function's name, unless one is given.
-            question: the function's docstring, unless one is given.
-            caveat: that it describes this text, or that it depends on the key origin, unless one is given.
+            name: by default the function's name.
+            question: by default the function's docstring.
+            caveat: by default that it describes this text, or that it depends on the key origin.
             needs_scores: whether it has no meaning where scores are not known apart from log-weights.
-            moments: those of `ops.attention_moments` that it reads beside `ALWAYS_READ`.
-            headline: whatever does not depend on the key origin, unless said otherwise.
-            scale: a number where it is signed; else a share where it has no unit, and positive where it has one.
-            smallest: 0.05 of a share or of a number without unit, 0.1 of one with a unit, a tenth of a positive number.
+            moments: those of `ops.attention_moments` that it reads besides `ALWAYS_READ`.
+            headline: by default whether it is independent of the key origin.
+            scale: by default "number" if it is signed, else "positive" if it has a unit, else "share".
+            smallest: by default 0.05 for a share or a number without unit, 0.1 for one with a unit, a tenth for a positive
+                number.
 
         Raises:
             ValueError: the name is taken, or a headline depends on the key origin.
         """
 
         def register(measure: F) -> F:
-            own, asked = name or measure.__name__, question or (measure.__doc__ or "").strip()
-            if own in STATISTICS:
-                raise ValueError(f"statistic {own!r}: the name is taken")
+            statistic_name = name or measure.__name__
+            if statistic_name in STATISTICS:
+                raise ValueError(f"statistic {statistic_name!r}: the name is taken")
             if gauge_dependent and headline:
-                raise ValueError(f"statistic {own!r} depends on the key origin and cannot be a headline")
-            NEEDS_SCORES.update([own] if needs_scores else [])
-            on = scale or ("number" if signed else "positive" if unit else "share")
-            STATISTICS[own] = Statistic(
-                name=own,
+                raise ValueError(f"statistic {statistic_name!r} depends on the key origin and cannot be a headline")
+            if needs_scores:
+                NEEDS_SCORES.add(statistic_name)
+            statistic_scale = scale or _default_scale(signed, unit)
+            STATISTICS[statistic_name] = Statistic(
+                name=statistic_name,
                 title=title,
                 formula=formula,
                 claim=claim,
                 paper=paper,
                 group=self.group,
-                question=asked,
+                question=question or (measure.__doc__ or "").strip(),
                 caveat=caveat or caveat_of(gauge_dependent),
                 unit=unit,
                 scope=scope,
@@ -175,23 +213,30 @@ class Register(Generic[F]):
                 signed=signed,
                 control=control,
                 cost=KINDS[self.group].cost,
-                scale=on,
-                smallest=smallest or smallest_of(unit, on),
+                scale=statistic_scale,
+                smallest=smallest or smallest_of(unit, statistic_scale),
                 sampled=KINDS[self.group].sampled,
             )
-            self.functions[own], _MOMENTS[own] = measure, moments
+            self.functions[statistic_name] = measure
+            _MOMENTS[statistic_name] = moments
             return measure
 
         return register
 
 
+def _default_scale(signed: bool, unit: str) -> Scale:
+    if signed:
+        return "number"
+    return "positive" if unit else "share"
+
+
 def caveat_of(gauge_dependent: bool) -> str:
-    """What is to be said of a statistic of which nothing else is said."""
+    """The default caveat of a statistic."""
     return _KEY_ORIGIN if gauge_dependent else _DESCRIPTION
 
 
 def smallest_of(unit: str, scale: str) -> float:
-    """The smallest difference from a control that is announced, where a statistic does not say."""
+    """The default of the smallest difference from a control that is announced."""
     return 0.1 if unit or scale == "positive" else 0.05
 
 

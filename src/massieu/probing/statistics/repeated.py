@@ -1,7 +1,7 @@
-"""What a head does with a text that repeats itself: made-up tokens, drawn at random and said twice.
+"""What a head does with a text that repeats itself: tokens drawn at random, and the same tokens once more.
 
-Nothing but the order tells such tokens apart, so a head that finds the token behind the earlier occurrence has looked it up.
-Each function of a reading gives the weight of every query on the key so many places before it. The names are those of
+Nothing predicts such tokens but their order, so a head that finds the token behind the earlier occurrence has looked it up.
+Each function of a reading gives the weight of every query on the key at some distance before it. The names are those of
 Elhage et al. and of Olsson et al.; the definitions are stated in full here.
 """
 
@@ -81,7 +81,7 @@ NAMES = tuple(weight.__name__ for weight in WEIGHTS)
 class RepeatedWeights:
     """`WEIGHTS` at one site: a row for each, an error unit for each sequence.
 
-    It is no running result: whoever reads the text has all of it.
+    It is not a running result: every process that reads a part of the text measures all of it.
     """
 
     ratio: Ratio
@@ -100,28 +100,28 @@ def copying_score(
     value: Float[Tensor, "H Dv D"], output: Float[Tensor, "H D Dv"], tokens: Float[Tensor, "D D"]
 ) -> Float64[Tensor, " H"]:
     """Does the head raise (1) or lower (−1) the logits of the tokens that it attends to?"""
-    # Dv × Dv matrices have the same eigenvalues but for zeros; `tokens` is W_Eᵀ W_U, summed over the vocabulary.
-    value, output = (part.to(tokens) for part in (value, output))
-    values = eigenvalues((value @ tokens @ output).double())
-    return values.real.sum(-1) / values.abs().sum(-1)
+    # A B and B A have the same eigenvalues but for zeros, so Dv × Dv matrices do for the vocabulary's square. `tokens` is
+    # W_Eᵀ W_U, summed over the vocabulary.
+    spectrum = eigenvalues((value.to(tokens) @ tokens @ output.to(tokens)).double())
+    return spectrum.real.sum(-1) / spectrum.abs().sum(-1)
 
 
 SEQUENCES = 16
 LENGTH = 50
-"""Tokens that are said twice, where the model takes so many."""
-_AT_ONCE = 4
-_LEAST = 4
-_DRAWN = Units("document")  # sequences are drawn one by one, and know nothing of each other
-_NOT_TWICE = "the queries and the keys at this site are not the same made-up tokens, one for one"
+"""Tokens that are repeated, if the model takes that many."""
+_SEQUENCES_PER_PASS = 4
+_FEWEST_TOKENS = 4
+_UNITS = Units("document")  # sequences are drawn independently of each other
+_NOT_THE_SAME_TOKENS = "the queries and the keys at this site are not the same made-up tokens, one for one"
 
 
 @dataclass(frozen=True, eq=False)
 class RepeatedTokens:
-    """Sequences of tokens drawn at random, without one twice, that are said a second time.
+    """Sequences of different tokens drawn at random, each followed by the same sequence again.
 
     Attributes:
-        ids: with what the model's rows begin and end with.
-        length: tokens that are said twice.
+        ids: with the tokens with which the model's rows begin and end.
+        length: number of tokens that are repeated.
     """
 
     ids: Int[Tensor, "sequences L"]
@@ -131,22 +131,27 @@ class RepeatedTokens:
     def drawn(
         cls, vocabulary: Sequence[int], before: Sequence[int], after: Sequence[int], longest: int | None, seed: int
     ) -> "RepeatedTokens | str":
-        """Draw them from a vocabulary, uniformly; or one sentence that says why there are none.
+        """Draw sequences from a vocabulary, uniformly; or one sentence that says why there are none.
 
         Args:
-            before, after: what the model's rows begin and end with.
-            longest: tokens that it reads at most.
+            before, after: tokens with which the model's rows begin and end.
+            longest: the largest number of tokens that the model reads; None if it is not limited.
         """
         room = LENGTH if longest is None else (longest - len(before) - len(after)) // 2
         length = min(LENGTH, room, len(vocabulary))
-        if length < _LEAST:
-            return f"repeated tokens need room for twice {_LEAST} tokens and as many words, and there are {length}"
+        if length < _FEWEST_TOKENS:
+            return (
+                f"repeated tokens need room for twice {_FEWEST_TOKENS} tokens and as many words, and there are {length}"
+            )
         generator = torch.Generator().manual_seed(seed)
         words = torch.tensor(vocabulary)
-        said = torch.stack([words[torch.randperm(len(words), generator=generator)[:length]] for _ in range(SEQUENCES)])
-        around = (torch.tensor([list(part)] * SEQUENCES, dtype=said.dtype) for part in (before, after))
-        start, end = (part.view(SEQUENCES, -1) for part in around)
-        return cls(torch.cat([start, said, said, end], dim=1), length)
+        sequences = torch.stack(
+            [words[torch.randperm(len(words), generator=generator)[:length]] for _ in range(SEQUENCES)]
+        )
+        # `view`: without tokens before or after, these have shape (SEQUENCES, 0).
+        start = torch.tensor([list(before)] * SEQUENCES, dtype=sequences.dtype).view(SEQUENCES, -1)
+        end = torch.tensor([list(after)] * SEQUENCES, dtype=sequences.dtype).view(SEQUENCES, -1)
+        return cls(torch.cat([start, sequences, sequences, end], dim=1), length)
 
     @classmethod
     def of(
@@ -157,35 +162,35 @@ class RepeatedTokens:
         inputs: dict[str, Any],
         seed: int,
     ) -> "RepeatedTokens | str":
-        """Those of a model's own vocabulary, between what its rows of text begin and end with; or why there are none.
+        """Sequences from a model's own vocabulary, begun and ended as its rows of text are; or why there are none.
 
         Args:
-            tokenizer: knows which tokens are special; None where there is none.
-            around: what rows begin and end with; None where that is to be seen in the first batch.
+            tokenizer: knows which tokens are special; None if there is no tokenizer.
+            around: tokens with which rows begin and end; None where the first batch shows them.
             inputs: the first batch.
         """
-        ids, rows = inputs.get("input_ids"), embedded(loaded.module)
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or rows is None:
+        ids = inputs.get("input_ids")
+        vocabulary_size = embedded(loaded.module)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or vocabulary_size is None:
             return "the model is not given tokens of a vocabulary"
         special = special_ids(tokenizer, getattr(loaded.module, "config", None))
         if around is None:
             first = int(ids[0, 0])
-            around = ([first] if first in special and bool((ids[:, 0] == first).all()) else []), []
-        vocabulary = [number for number in range(rows) if number not in special]
+            begins_with_first = first in special and bool((ids[:, 0] == first).all())
+            around = ([first] if begins_with_first else [], [])
+        vocabulary = [number for number in range(vocabulary_size) if number not in special]
         drawn = cls.drawn(vocabulary, *around, longest(loaded.module), seed)
-        others = sorted(
+        if isinstance(drawn, str):
+            return drawn
+        continuous = sorted(
             name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()
         )
-        if (
-            others
-            and isinstance(drawn, RepeatedTokens)
-            and not drawn._run_alone(loaded.module, "attention_mask" in inputs)
-        ):
-            return f"the model does not run on tokens alone, without {' and '.join(others)}"
+        if continuous and not drawn._run_alone(loaded.module, "attention_mask" in inputs):
+            return f"the model does not run on tokens alone, without {' and '.join(continuous)}"
         return drawn
 
     def _run_alone(self, model: Any, masked: bool) -> bool:
-        """Whether a model that was given more than tokens also runs on one of these sequences."""
+        """Whether a model that was given more inputs than tokens also runs on one of these sequences alone."""
         try:
             with torch.no_grad():
                 run(model, model_inputs(model, self.inputs(slice(1), masked)))
@@ -194,16 +199,18 @@ class RepeatedTokens:
         return True
 
     def inputs(self, rows: slice, masked: bool) -> dict[str, Tensor]:
-        """Some of the sequences, with a mask in which all tokens are real if the model is given masks."""
+        """Some of the sequences; for a model that is given masks, with a mask in which all tokens are real."""
         ids = self.ids[rows]
-        return {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {})
+        if not masked:
+            return {"input_ids": ids}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 class RepeatedGroup(Group):
-    """What heads do with made-up tokens that are said twice, and whether they copy what they attend to.
+    """What heads do with repeated random tokens, and whether they copy what they attend to.
 
-    It is measured once, before the text and apart from it: every process that shares a text finds the same, and so does a
-    run that is gone on with. So it is no running result.
+    It is measured once, before the text and independently of it. Every process that shares a text, and a resumed run, finds
+    the same numbers; so it is not a running result.
     """
 
     name = REPEATED
@@ -211,7 +218,7 @@ class RepeatedGroup(Group):
     beginning = "reading repeated tokens"
 
     def begin(self, model: ModelReading) -> None:
-        """Make the sequences up and run the model on them."""
+        """Draw the sequences and run the model on them."""
         super().begin(model)
         self.weights: dict[int, RepeatedWeights] = {}
         self.copying: dict[int, Float64[Tensor, " H"]] = {}
@@ -220,15 +227,16 @@ class RepeatedGroup(Group):
             reason = why_no_maps(info)
             if reason is not None:
                 self.missing(info.site.name, copying_score.__name__, reason)
-        source, inputs = model.source, dict(model.inputs)
+        source = model.source
+        inputs = dict(model.inputs)
         if source is None:
             self.failed[REPEATED] = "there is no text to learn the vocabulary from"
             return
-        made = RepeatedTokens.of(source.loaded, source.tokenizer, source.around, inputs, model.seed)
-        if isinstance(made, str):
-            self.failed[REPEATED] = made
+        sequences = RepeatedTokens.of(source.loaded, source.tokenizer, source.around, inputs, model.seed)
+        if isinstance(sequences, str):
+            self.failed[REPEATED] = sequences
             return
-        self._read_all(made, "attention_mask" in inputs)
+        self._read_all(sequences, "attention_mask" in inputs)
         if model.model is source.loaded.module and self.measures(copying_score.__name__):
             with self.fence(copying_score.__name__):
                 first_row = rows_of_batch(inputs, [0], len(inputs["input_ids"]))
@@ -238,51 +246,53 @@ class RepeatedGroup(Group):
                 else:
                     self._through = through
 
-    def _read_all(self, made: RepeatedTokens, masked: bool) -> None:
+    def _read_all(self, sequences: RepeatedTokens, masked: bool) -> None:
         """Run the model on all sequences.
 
         Args:
-            masked: the model is given a mask with its tokens.
+            masked: whether the model is given a mask with its tokens.
 
         Raises:
             Exception: of any class, from the model.
         """
         by_site = {info.site: info for info in self.model.sites}
-        for first in range(0, SEQUENCES, _AT_ONCE):
-            inputs = made.inputs(slice(first, first + _AT_ONCE), masked)
+        for first in range(0, SEQUENCES, _SEQUENCES_PER_PASS):
+            inputs = sequences.inputs(slice(first, first + _SEQUENCES_PER_PASS), masked)
             prepared = model_inputs(self.model.model, inputs)
             numbers = range(first, first + len(inputs["input_ids"]))
 
-            def look(call: AttentionCall, read: Any = prepared, numbers: Sequence[int] = numbers) -> None:
+            # The defaults bind this pass's values: a closure over the loop's variables would see the last ones.
+            def observe(call: AttentionCall, batch: Any = prepared, numbers: Sequence[int] = numbers) -> None:
                 if call.site in by_site and not call.repeated:
                     with torch._C.DisableTorchFunction():
-                        self._read_call(call, by_site[call.site], made.length, BatchTokens(read), numbers)
+                        self._read_call(call, by_site[call.site], sequences.length, BatchTokens(batch), numbers)
 
-            with torch.no_grad(), capturing(self.model.model, look):
+            with torch.no_grad(), capturing(self.model.model, observe):
                 run(self.model.model, prepared)
 
     def _read_call(
-        self, call: AttentionCall, info: SiteInfo, repeat: int, tokens: BatchTokens, numbers: Sequence[int]
+        self, call: AttentionCall, info: SiteInfo, period: int, tokens: BatchTokens, numbers: Sequence[int]
     ) -> None:
+        """Add the weights of one attention call, at the queries whose token stood ``period`` places before."""
         ids = tokens.ids(decoder=info.in_decoder)
-        shape = (call.query.shape[0], call.query.shape[2])
-        if info.kind == "cross" or ids is None or ids.shape != shape or call.key.shape[2] != shape[1]:
+        batch, _, length, _ = call.query.shape
+        if info.kind == "cross" or ids is None or ids.shape != (batch, length) or call.key.shape[2] != length:
             for name in NAMES:
-                self.missing(info.site.name, name, _NOT_TWICE)
+                self.missing(info.site.name, name, _NOT_THE_SAME_TOKENS)
             return
-        again = torch.zeros_like(ids, dtype=torch.bool)
-        again[:, repeat:] = ids[:, repeat:] == ids[:, :-repeat]
-        known = Tokens(torch.ones_like(again), None)
-        positions = torch.arange(shape[1], device=ids.device)
-        reading = QueryReading(call, known, known, positions, True, moments_of(()))
-        weights = torch.stack([weight(reading, repeat) for weight in WEIGHTS])
-        usable = (again[:, None] & reading.valid)[None] & weights.isfinite()
+        is_repeated = torch.zeros_like(ids, dtype=torch.bool)
+        is_repeated[:, period:] = ids[:, period:] == ids[:, :-period]
+        unpadded = Tokens(torch.ones_like(is_repeated), None)
+        positions = torch.arange(length, device=ids.device)
+        reading = QueryReading(call, unpadded, unpadded, positions, True, moments_of(()))
+        weights = torch.stack([weight(reading, period) for weight in WEIGHTS])  # (statistics, B, H, L)
+        usable = (is_repeated[:, None] & reading.valid)[None] & weights.isfinite()
         totals = torch.where(usable, weights, 0.0).sum(-1, dtype=torch.float64)
-        found = self.weights.setdefault(info.index, RepeatedWeights(Ratio((len(WEIGHTS), info.heads), _DRAWN)))
-        found.ratio.update(totals.transpose(0, 1), usable.sum(-1).transpose(0, 1), numbers)
+        running = self.weights.setdefault(info.index, RepeatedWeights(Ratio((len(WEIGHTS), info.heads), _UNITS)))
+        running.ratio.update(totals.transpose(0, 1), usable.sum(-1).transpose(0, 1), numbers)
 
     def on_weights(self, weights: SiteWeights) -> None:
-        """Whether the heads of a site copy what they attend to."""
+        """The copying score of the heads of a site."""
         name = copying_score.__name__
         if self._through is None or self.is_missing(weights.info.site.name, name) or not self.measures(name):
             return
@@ -306,5 +316,5 @@ class RepeatedGroup(Group):
         for info in self.model.sites:
             if info.index in self.copying:
                 copying = self.copying[info.index].numpy()
-                found = Estimate(copying, np.zeros(info.heads), np.ones(info.heads))
-                yield Row(RowPlace.of_site(info), copying_score.__name__, "", found)
+                exact = Estimate(copying, np.zeros(info.heads), np.ones(info.heads))
+                yield Row(RowPlace.of_site(info), copying_score.__name__, "", exact)

@@ -8,7 +8,7 @@ from torch import Tensor
 from massieu.probing.statistics.registry import REPLACEMENT, Register
 
 REGISTER = Register[Callable[..., Tensor]](REPLACEMENT)
-"""What is read of the model is not the same for both: the losses, or the states and which are real."""
+"""Both statistics have arguments of their own: one takes losses, the other last states and a mask of real tokens."""
 
 
 @REGISTER.statistic(
@@ -38,6 +38,7 @@ def output_without_head(
     replaced: Float[Tensor, "R L D"], stock: Float[Tensor, "R L D"], real: Bool[Tensor, "R L"]
 ) -> Float[Tensor, "R L"]:
     """How far does the last hidden state move if this head writes its mean at every token?"""
+    # Mean squared distance of the row's real states from their mean: ‖x − x̄‖² is summed over D and averaged over tokens.
     weight = real[..., None].to(stock)
     mean = (stock * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp_min(1)
     spread = ((stock - mean).square() * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_min(1)

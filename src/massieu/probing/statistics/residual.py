@@ -7,7 +7,7 @@ coefficient each for all tokens of a layer; g is the gradient with respect to x,
 
 from functools import partial
 
-from massieu.probing.statistics.climb import gradient, whole_update
+from massieu.probing.statistics.climb import attention_update, log_partition_gradient
 from massieu.probing.statistics.group import SampledWindow
 from massieu.probing.statistics.registry import RESIDUAL, SHIM, Register
 from massieu.probing.statistics.regressions import (
@@ -23,7 +23,7 @@ from massieu.probing.statistics.regressions import (
 from massieu.probing.stream.wiring import Step
 
 UPDATE, STREAM, GRADIENT = range(3)
-"""The vectors of a token."""
+"""Rows and columns of the inner products: the vectors of a token."""
 REGISTER = Register[RegressionMeasure](RESIDUAL)
 _of_update = partial(
     REGISTER.statistic,
@@ -40,27 +40,27 @@ _of_update = partial(
     formula="coefficient a of Δ ≈ a x + b g",
     signed=True,
 )
-def update_stream_coefficient(given: Products) -> Sums:
+def update_stream_coefficient(products: Products) -> Sums:
     """Does the layer subtract part of the state itself (below 0), as a quadratic term in the energy would?"""
-    return coefficient(given, UPDATE, STREAM, [GRADIENT])
+    return coefficient(products, UPDATE, STREAM, [GRADIENT])
 
 
 @_of_update("Share of the update along the residual stream", formula="held-out R² of Δ ≈ a x", signed=True)
-def update_stream_share(given: Products) -> Sums:
+def update_stream_share(products: Products) -> Sums:
     """How much of what the layer adds is a multiple of the state itself, with one coefficient for all tokens?"""
-    return explained(given, UPDATE, [STREAM])
+    return explained(products, UPDATE, [STREAM])
 
 
 @_of_update(
     "Gain from the gradient of log Z", formula="held-out R² of Δ ≈ a x + b g, less that of a x alone", signed=True
 )
-def update_gradient_gain(given: Products) -> Sums:
+def update_gradient_gain(products: Products) -> Sums:
     """How much more of the update does the gradient of the heads' log-partitions explain?"""
-    return gain(given, UPDATE, [STREAM], GRADIENT)
+    return gain(products, UPDATE, [STREAM], GRADIENT)
 
 
 PURPOSE = 200_000
-"""Of random numbers; each sublayer has its own, above it."""
+"""Of the random numbers; each sublayer has its own purpose, this number plus its index."""
 
 
 class ResidualGroup(RegressionGroup):
@@ -69,7 +69,7 @@ class ResidualGroup(RegressionGroup):
     name = RESIDUAL
     register = REGISTER
 
-    def nothing(self) -> str:
+    def why_no_numbers(self) -> str:
         """Without queries there is no gradient."""
         return "the queries of no attention site could be followed back to the stream"
 
@@ -77,7 +77,8 @@ class ResidualGroup(RegressionGroup):
         """Take the update of an attention step, and the gradient."""
         if step.read is None:
             return
-        item, positions = step.item(window.row), window.positions(step)
+        item = step.item(window.row)
+        positions = window.positions(step)
         if item.read is None or not len(positions):
             return
         replay = window.replay(item, positions)
@@ -85,8 +86,8 @@ class ResidualGroup(RegressionGroup):
             self.missing(item.read.call.site.name, RESIDUAL, replay)
             return
         stream = item.before[0, positions].double()
-        update = whole_update(item.read, item)[0, positions].double()
-        along = gradient(replay, positions)[0].double()
-        drawn = window.drawn(PURPOSE + step.sublayer.index)
-        control = (update, random_like(stream, drawn), random_like(along, drawn))
-        self.regressions.collect(step.sublayer.index, window.number, (update, stream, along), control)
+        update = attention_update(item.read, item)[0, positions].double()
+        gradient = log_partition_gradient(replay, positions)[0].double()
+        generator = window.drawn(PURPOSE + step.sublayer.index)
+        control = (update, random_like(stream, generator), random_like(gradient, generator))
+        self.regressions.collect(step.sublayer.index, window.number, (update, stream, gradient), control)

@@ -1,14 +1,14 @@
-"""Does a token answer to others as its weights say, one by one, or collectively? (claims B14, B21, experiment E14)
+"""Does a token respond to others one by one, as its weights say, or collectively? (claims B14, B21, experiment E14)
 
-The response of an output at token i to token j is χ_ij = ‖∂out_i/∂in_j‖, the Frobenius norm, estimated by the gradient of one
-random projection of the output: its expected square is χ_ij². It is compared, over the tokens j ≠ i that i sees, with the
-heads' mean weights J_ij, and with the response (I − J)⁻¹ of a system whose tokens answer to each other in turn (J has no
-diagonal). That is asked of what an attention layer adds, and of the last state with the mean of J from this depth on.
+The response of an output at token i to token j is χ_ij = ‖∂out_i/∂in_j‖, the Frobenius norm. It is estimated by the gradient of
+one random projection of the output, whose expected square is χ_ij². Over the tokens j ≠ i that i sees, it is compared with the
+heads' mean weights J_ij, and with (I − J)⁻¹, the response of a system whose tokens respond to each other in turn (J has no
+diagonal). The output is what an attention layer adds, or the last state, with the mean of J from this depth on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,26 +19,29 @@ from torch import Tensor, nn
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import run
 from massieu.probing.model.packed import dense_inside
-from massieu.probing.statistics.again import FEWEST, AgainGroup, Sums, UnsuitableInputsError, real_alone, watching
 from massieu.probing.statistics.layer_groups import has_own_control
 from massieu.probing.statistics.registry import BAL, RESPONSE, STATISTICS, Register
+from massieu.probing.statistics.rerun import FEWEST, RerunGroup, Sums, UnsuitableInputsError, watching, without_padding
 from massieu.probing.statistics.windowed import HeadWindow
 from massieu.probing.stream.wiring import Step
 
-ASKED = 2
+RESPONDING_TOKENS = 2
 """Tokens of a window whose response is measured."""
 LONGEST = 2048
-"""A window longer than that has too large a matrix of weights."""
+"""Tokens of a window; the matrix of weights of a longer one would be too large."""
 _ROWS = 64
+"""Queries whose weights are formed at a time."""
 
-LOCAL, DEEP = "", "deep_"
-"""What a statistic's name begins with: of one layer's output, or of the last state."""
+LOCAL = ""
+"""Prefix of the names of statistics of one layer's output."""
+DEEP = "deep_"
+"""Prefix of the names of statistics of the last state."""
 _LINES = "One linear relation is fitted over the tokens that a token sees; a token that all attend to can decide it."
 
 
 @dataclass(frozen=True, eq=False)
 class Response:
-    """How one token answers to the other tokens that it sees.
+    """How one token responds to the other tokens that it sees.
 
     Attributes:
         others: χ_ij for j ≠ i.
@@ -54,63 +57,67 @@ class Response:
 
 
 REGISTER = Register[Callable[[Response, Response], Tensor]](RESPONSE)
-_asked = partial(REGISTER.statistic, paper=BAL, scope="layer", control="shuffled_positions", caveat=_LINES)
+_of_response = partial(REGISTER.statistic, paper=BAL, scope="layer", control="shuffled_positions", caveat=_LINES)
 
 
-def explained(outcome: Float[Tensor, " K"], *given: Float[Tensor, " K"]) -> Tensor:
-    """R² of a linear regression with a constant; NaN where the outcome is constant, 0 where the given are."""
+def explained(outcome: Float[Tensor, " K"], *predictors: Float[Tensor, " K"]) -> Tensor:
+    """R² of a linear regression with a constant; NaN if the outcome is constant, 0 if all predictors are."""
     centred = outcome - outcome.mean()
-    columns = torch.stack([each - each.mean() for each in given], 1)
-    sizes = columns.norm(dim=0)
-    kept = columns[:, sizes > 0] / sizes[sizes > 0]
-    if not kept.shape[1]:
+    columns = torch.stack([predictor - predictor.mean() for predictor in predictors], 1)
+    # Columns of equal length, so that the threshold below sees how parallel they are, and not their units.
+    lengths = columns.norm(dim=0)
+    columns = columns[:, lengths > 0] / lengths[lengths > 0]
+    if not columns.shape[1]:
         return centred.square().sum() / centred.square().sum() * 0
-    basis, lengths, _ = torch.linalg.svd(kept, full_matrices=False)
-    along = basis[:, lengths > 1e-10 * lengths[0]].mT @ centred
-    return along.square().sum() / centred.square().sum()
+    basis, singular_values, _ = torch.linalg.svd(columns, full_matrices=False)
+    projected = basis[:, singular_values > 1e-10 * singular_values[0]].mT @ centred
+    return projected.square().sum() / centred.square().sum()
 
 
-def by_weights(own: Response, compared: Response) -> Tensor:
+def by_weights(response: Response, compared: Response) -> Tensor:
     """R² of the response on the weights; in the control on ``compared``'s."""
-    return explained(own.others, compared.weights)
+    return explained(response.others, compared.weights)
 
 
-def collective_gain(own: Response, compared: Response) -> Tensor:
-    """What (I − J)⁻¹ adds to the R² of the weights."""
-    return explained(own.others, own.weights, compared.collective) - explained(own.others, own.weights)
+def collective_gain(response: Response, compared: Response) -> Tensor:
+    """What (I − J)⁻¹ adds to the R² of the weights; in the control ``compared``'s."""
+    with_collective = explained(response.others, response.weights, compared.collective)
+    return with_collective - explained(response.others, response.weights)
 
 
-for _depth, _title, _what in (
-    (LOCAL, "", "what an attention layer adds to a token"),
-    (DEEP, " of the last state", "a token's last state"),
-):
-    _asked(
-        f"Response{_title} by the weights",
-        name=f"{_depth}response_by_weights",
+def _register_regressions(prefix: str, title: str, output: str) -> None:
+    """Register both regressions for one output: a layer's, or the last state."""
+    _of_response(
+        f"Response{title} by the weights",
+        name=f"{prefix}response_by_weights",
         formula="R² of χ_ij on J_ij over the tokens j ≠ i that i sees",
         claim="E14, B21",
-        question=f"How well do the mean attention weights explain the response of {_what} to other tokens?",
+        question=f"How well do the mean attention weights explain the response of {output} to other tokens?",
     )(by_weights)
-    _asked(
-        f"Collective response{_title}",
-        name=f"{_depth}response_collective_gain",
+    _of_response(
+        f"Collective response{title}",
+        name=f"{prefix}response_collective_gain",
         formula="R² of χ_ij on J_ij and [(I − J)⁻¹]_ij, less that on J_ij alone",
         claim="E14, B14",
         question="How much more of that response does (I − J)⁻¹ explain, in which tokens influence each other?",
     )(collective_gain)
 
 
-@_asked(
+_register_regressions(LOCAL, "", "what an attention layer adds to a token")
+_register_regressions(DEEP, " of the last state", "a token's last state")
+
+
+@_of_response(
     "Response to other tokens",
     formula="Σ_{j≠i} χ_ij² / Σ_j χ_ij², of the last state",
     claim="E14, B21",
     control=None,
     caveat="It describes a small change of the state at this depth, not a large one.",
 )
-def deep_response_to_others(own: Response, compared: Response) -> Tensor:
+def deep_response_to_others(response: Response, compared: Response) -> Tensor:
     """How much of a token's last state's response to the states at this depth comes from other tokens?"""
     del compared
-    return own.others.square().sum() / (own.others.square().sum() + own.itself.square())
+    return response.others.square().sum() / (response.others.square().sum() + response.itself.square())
 
 
 def responses(
@@ -121,39 +128,46 @@ def responses(
     Raises:
         UnsuitableInputsError: no attention step was seen, or the window is too long.
     """
-    inputs, steps = real_alone(model, inputs), list[Step]()
-    last: dict[bool, Tensor] = {}
+    inputs = without_padding(model, inputs)
+    steps: list[Step] = []
+    last_states: dict[bool, Tensor] = {}  # of the encoder and of the decoder
 
-    def keep(step: Step) -> None:
+    def collect(step: Step) -> None:
         if step.after.dim() != 3 or step.after.shape[0] != 1:
             return
         if step.after.shape[1] > LONGEST:
             raise UnsuitableInputsError(f"the response is measured on windows of at most {LONGEST:,} tokens")
-        last[step.in_decoder] = step.after
+        last_states[step.in_decoder] = step.after
         call = None if step.read is None else step.read.call
         if call is not None and step.sublayer.kind == "attention" and call.key.shape[2] == step.after.shape[1]:
             steps.append(step)
 
-    with _differentiable(model), dense_inside(model), watching(model, sites, keep):
-        run(model, {k: v.detach().requires_grad_() if _continuous(v) else v for k, v in inputs.items()})
+    with _differentiable(model), dense_inside(model), watching(model, sites, collect):
+        run(model, {name: _as_leaf(value) for name, value in inputs.items()})
     if not steps:
         raise UnsuitableInputsError("no attention layer was seen that adds to a stream of the tokens that it reads")
-    found: dict[int, Sums] = {}
+    sums: dict[int, Sums] = {}
     for in_decoder in {step.in_decoder for step in steps}:
         stack = [step for step in steps if step.in_decoder == in_decoder]
-        found |= _stack_responses(stack, last[in_decoder], drawn)
-    return found
+        sums |= _stack_responses(stack, last_states[in_decoder], drawn)
+    return sums
 
 
-def _continuous(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _as_leaf(value: Any) -> Any:
+    """An input of the model; a continuous one as a leaf that gradients reach."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
 
 
 @contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
-    """With gradients, and every weight of the model as a leaf of them; none is given a gradient."""
-    parameters = [p for p in model.parameters() if p.is_floating_point()]
-    before = [p.requires_grad for p in parameters]
+    """With gradients enabled, and every weight of the model a leaf; no weight's `grad` is written.
+
+    Without a leaf before it, a state that frozen weights compute from token ids would have no gradient.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    before = [parameter.requires_grad for parameter in parameters]
     try:
         with torch.enable_grad():
             for parameter in parameters:
@@ -165,83 +179,97 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
 
 
 def _stack_responses(steps: Sequence[Step], last: Tensor, drawn: torch.Generator) -> dict[int, Sums]:
-    """Of one stack of layers whose last state is ``last``."""
+    """The sums of one stack of layers whose last state is ``last``."""
     steps = [step for step in steps if step.after.shape == last.shape]
-    found: dict[int, Sums] = {}
+    sums_of_layers: dict[int, Sums] = {}
     if not steps:
-        return found
-    able = ((_mean_weights(steps[-1]) > 0).sum(1) >= FEWEST).nonzero()[:, 0]
-    asked = able[torch.randperm(len(able), generator=drawn)[:ASKED].to(able.device)].tolist()
-    along = [torch.randn(last.shape[-1], generator=drawn).to(last) for _ in asked]
+        return sums_of_layers
+    # A few tokens that see enough others, and for each a random direction on which its output is projected.
+    candidates = ((_mean_weights(steps[-1]) > 0).sum(1) >= FEWEST).nonzero()[:, 0]
+    order = torch.randperm(len(candidates), generator=drawn)[:RESPONDING_TOKENS]
+    tokens = candidates[order.to(candidates.device)].tolist()
+    directions = [torch.randn(last.shape[-1], generator=drawn).to(last) for _ in tokens]
     streams = [step.before for step in steps]
-    deep = [_gradients(last, token, line, streams) for token, line in zip(asked, along, strict=True)]
-    total = torch.zeros((), dtype=torch.float64)
+    deep_gradients = [
+        _gradients(last, token, direction, streams) for token, direction in zip(tokens, directions, strict=True)
+    ]
+    # From the last layer backwards, so that one running sum gives the mean of J from each depth on.
+    coupling_sum = torch.zeros((), dtype=torch.float64)
     for place in range(len(steps) - 1, -1, -1):
-        step, sums = steps[place], torch.zeros(2, len(REGISTER.functions), 2, dtype=torch.float64)
+        step = steps[place]
+        sums = torch.zeros(2, len(REGISTER.functions), 2, dtype=torch.float64)
         coupling = _mean_weights(step)
-        total = total.to(coupling.device) + coupling
-        for token, line, whole in zip(asked, along, deep, strict=True):
-            (local,) = _gradients(step.after - step.before, token, line, [step.before])
+        coupling_sum = coupling_sum.to(coupling.device) + coupling
+        for token, direction, to_last in zip(tokens, directions, deep_gradients, strict=True):
+            (local,) = _gradients(step.after - step.before, token, direction, [step.before])
             _add(sums, LOCAL, _response(local, coupling, token), drawn)
-            _add(sums, DEEP, _response(whole[place], total / (len(steps) - place), token), drawn)
-        found[step.sublayer.index] = sums[0], sums[1]
-    return found
+            _add(sums, DEEP, _response(to_last[place], coupling_sum / (len(steps) - place), token), drawn)
+        sums_of_layers[step.sublayer.index] = sums[0], sums[1]
+    return sums_of_layers
 
 
 def _gradients(
-    output: Float[Tensor, "1 L D"], token: int, along: Float[Tensor, " D"], streams: Sequence[Float[Tensor, "1 L D"]]
+    output: Float[Tensor, "1 L D"],
+    token: int,
+    direction: Float[Tensor, " D"],
+    streams: Sequence[Float[Tensor, "1 L D"]],
 ) -> list[Float[Tensor, "L D"]]:
-    """Of one token's output along a direction, with respect to states of the stream, in float64.
+    """Gradients of one token's output along a direction with respect to states of the stream, in float64.
 
     Raises:
-        UnsuitableInputsError: it does not depend on one of them.
+        UnsuitableInputsError: the output does not depend on one of the states.
     """
-    product = (output[0, token] * along).sum()
-    found = torch.autograd.grad(product, list(streams), retain_graph=True, allow_unused=True)
-    known = [each for each in found if each is not None]
-    if len(known) < len(found):
+    product = (output[0, token] * direction).sum()
+    gradients = torch.autograd.grad(product, list(streams), retain_graph=True, allow_unused=True)
+    if any(gradient is None for gradient in gradients):
         raise UnsuitableInputsError("a layer's output was not computed from the states that were seen before it")
-    return [each[0].double() for each in known]
+    return [gradient[0].double() for gradient in gradients]
 
 
 def _mean_weights(step: Step) -> Float[Tensor, "L L"]:
     """The heads' mean weights of every token on every other, without a diagonal, in float64."""
     assert step.read is not None
-    call, length = step.read.call, step.after.shape[1]
-    everything = torch.ones(length, dtype=torch.bool, device=call.key.device)
+    call = step.read.call
+    length = step.after.shape[1]
+    all_keys = torch.ones(length, dtype=torch.bool, device=call.key.device)
     parts = torch.arange(length, device=call.key.device).split(_ROWS)
     with torch.no_grad():
-        rows = [HeadWindow(call, everything, part, 0).weights().mean(0).double() for part in parts]
+        rows = [HeadWindow(call, all_keys, part, 0).weights().mean(0).double() for part in parts]
     return torch.cat(rows).fill_diagonal_(0.0)
 
 
 def _response(gradient: Float[Tensor, "L D"], coupling: Float[Tensor, "L L"], token: int) -> Response:
-    strength, visible = gradient.norm(dim=-1), coupling[token] > 0
-    within = torch.eye(len(coupling), dtype=torch.float64, device=coupling.device) - coupling
-    unit = torch.eye(len(within)).to(within)[token]
-    collective, trouble = torch.linalg.solve_ex(within.mT, unit)  # a row of the inverse
-    if int(trouble):
+    """The response of one token, from the gradient of its projected output."""
+    strength = gradient.norm(dim=-1)
+    visible = coupling[token] > 0
+    matrix = torch.eye(len(coupling), dtype=torch.float64, device=coupling.device) - coupling
+    unit = torch.eye(len(matrix)).to(matrix)[token]
+    # One row of the inverse: x (I − J) = e_token is (I − J)ᵀ x = e_token.
+    collective, singular = torch.linalg.solve_ex(matrix.mT, unit)
+    if int(singular):
         collective = torch.full_like(collective, torch.nan)
     return Response(strength[visible], strength[token], coupling[token][visible], collective[visible])
 
 
-def _add(sums: Float[Tensor, "2 statistics 2"], prefix: str, own: Response, drawn: torch.Generator) -> None:
-    """Add one token's numbers to those of a layer."""
-    order = torch.randperm(len(own.others), generator=drawn).to(own.others.device)
-    moved = Response(own.others, own.itself, own.weights[order], own.collective[order])
-    if len(order) < FEWEST or not bool(own.collective.isfinite().all()):
+def _add(sums: Float[Tensor, "2 statistics 2"], prefix: str, response: Response, drawn: torch.Generator) -> None:
+    """Add one token's numbers to those of a layer, and those of the control, whose couplings are of shuffled tokens."""
+    order = torch.randperm(len(response.others), generator=drawn).to(response.others.device)
+    shuffled = replace(response, weights=response.weights[order], collective=response.collective[order])
+    if len(order) < FEWEST or not bool(response.collective.isfinite().all()):
         return
     for place, (name, measure) in enumerate(REGISTER.functions.items()):
-        if name.startswith(DEEP) == (prefix == DEEP):
-            for which, compared in enumerate((own, moved)[: 1 + has_own_control(STATISTICS[name])]):
-                value = measure(own, compared)
-                if bool(value.isfinite()):
-                    sums[0, place, which] += value.cpu()
-                    sums[1, place, which] += 1
+        if name.startswith(DEEP) != (prefix == DEEP):
+            continue
+        compared = [response, shuffled] if has_own_control(STATISTICS[name]) else [response]
+        for side, couplings in enumerate(compared):
+            value = measure(response, couplings)
+            if bool(value.isfinite()):
+                sums[0, place, side] += value.cpu()
+                sums[1, place, side] += 1
 
 
-class ResponseGroup(AgainGroup):
-    """How tokens' states answer to each other, by gradients."""
+class ResponseGroup(RerunGroup):
+    """How tokens' states respond to each other, by gradients."""
 
     name = RESPONSE
     register = REGISTER

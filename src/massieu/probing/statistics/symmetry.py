@@ -1,10 +1,10 @@
 """How far is the model from treating its tokens as a set? (claim Z14)
 
 A transformer is a function of the set of pairs (token, position) as far as its masks allow. The tokens of a window are put in
-another order, while positions stay where they are. A token's state in the one order is compared with its state in the
-other, in units of how much the states of different tokens differ: 0 where the order does not matter, 1 where a token in
-the other order is like any other token. In the control the position numbers move with their tokens: a model whose tokens
-all see each other must then give the same, and what is left shows its mask.
+another order, while positions stay where they are. A token's state in one order is compared with its state in the other, in
+units of how much the states of different tokens differ. The gap is 0 where the order does not matter, and 1 where a token in
+the other order is like any other token. In the control the position numbers move with their tokens. A model whose tokens all
+see each other must then give the same states, and what is left shows its mask.
 """
 
 import inspect
@@ -19,15 +19,12 @@ from torch import Tensor, nn
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import output_tensor, run
 from massieu.probing.model.precision import relative_difference, tolerance
-from massieu.probing.statistics.again import FEWEST, AgainGroup, Sums, UnsuitableInputsError, real_alone, watching
 from massieu.probing.statistics.registry import SYMMETRY, ZHANG, Register
+from massieu.probing.statistics.rerun import FEWEST, RerunGroup, Sums, UnsuitableInputsError, watching, without_padding
 from massieu.probing.stream.wiring import Step
 
 _POSITIONS = "position_ids"
-
-
-Pair = tuple[Tensor, Tensor]
-REGISTER = Register[Callable[[Tensor, Tensor, Tensor], Pair]](SYMMETRY)
+REGISTER = Register[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]](SYMMETRY)
 
 
 @REGISTER.statistic(
@@ -41,10 +38,10 @@ REGISTER = Register[Callable[[Tensor, Tensor, Tensor], Pair]](SYMMETRY)
     scale="positive",
 )
 def permutation_gap(
-    states: Float[Tensor, "T D"], others: Float[Tensor, "T D"], apart: Int[Tensor, " T"]
+    states: Float[Tensor, "T D"], reordered: Float[Tensor, "T D"], other_token: Int[Tensor, " T"]
 ) -> tuple[Tensor, Tensor]:
     """How much do the states change when the tokens are reordered, relative to how much tokens differ?"""
-    return (states - others).square().sum(), (states - states[apart]).square().sum()
+    return (states - reordered).square().sum(), (states - states[other_token]).square().sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,17 +49,21 @@ class Reordered:
     """A window whose tokens stand in another order.
 
     Attributes:
-        inputs: with tokens moved.
-        order: which token stands at each place of those that can be moved; they are the last ones of the stream.
-        most_before: how many others may stand before them, such as one for the class.
+        inputs: of the model, with the tokens moved.
+        order: the token at each place, among the tokens that can be moved; these are the last ones of the stream.
+        most_before: how many other tokens may stand before them, such as one for the class.
     """
 
     inputs: dict[str, Any]
     order: Int[Tensor, " T"]
     most_before: int
 
-    def back(self, states: Float[Tensor, "L D"], moved: bool) -> Float[Tensor, "T D"] | None:
-        """The movable tokens' states in the first order; None where the stream has other tokens."""
+    def in_first_order(self, states: Float[Tensor, "L D"], moved: bool) -> Float[Tensor, "T D"] | None:
+        """The movable tokens' states in the first order; None where the stream has other tokens.
+
+        Args:
+            moved: whether the states are of the reordered window.
+        """
         before = len(states) - len(self.order)
         if not 0 <= before <= self.most_before:
             return None
@@ -77,33 +78,42 @@ def permutation_gaps(
     Raises:
         UnsuitableInputsError: the tokens cannot be put in another order.
     """
-    inputs = real_alone(model, inputs)
-    changed = _reordered_images(model, inputs, drawn) if "pixel_values" in inputs else _reordered_text(inputs, drawn)
-    if len(changed.order) < FEWEST:
+    inputs = without_padding(model, inputs)
+    if "pixel_values" in inputs:
+        reordered = _reordered_images(model, inputs, drawn)
+    else:
+        reordered = _reordered_text(inputs, drawn)
+    if len(reordered.order) < FEWEST:
         return {}
-    stock, states = _states(model, sites, inputs)
-    others = [_states(model, sites, changed.inputs)[1]]
-    positions = _positions(model, sites, inputs, stock) if "input_ids" in inputs else None
+    output, states = _states(model, sites, inputs)
+    # With positions that stay, and for the control with positions that move along.
+    reordered_states = [_states(model, sites, reordered.inputs)[1]]
+    positions = _positions(model, sites, inputs, output) if "input_ids" in inputs else None
     if positions is not None:
-        others.append(_states(model, sites, changed.inputs | {_POSITIONS: positions[:, changed.order]})[1])
-    shift = int(torch.randint(1, len(changed.order), (), generator=drawn))
-    apart = torch.arange(len(changed.order)).roll(shift)
-    found: dict[int, Sums] = {}
-    for index, own in states.items():
+        with_positions = reordered.inputs | {_POSITIONS: positions[:, reordered.order]}
+        reordered_states.append(_states(model, sites, with_positions)[1])
+    # One and the same shift pairs each token with another one.
+    shift = int(torch.randint(1, len(reordered.order), (), generator=drawn))
+    other_token = torch.arange(len(reordered.order)).roll(shift)
+    sums: dict[int, Sums] = {}
+    for index, layer_states in states.items():
         total, count = torch.zeros(2, 1, 2, dtype=torch.float64)
-        for which, other in enumerate(others):
-            here, there = changed.back(own, moved=False), changed.back(other[index], moved=True)
-            if here is not None and there is not None:
-                total[0, which], count[0, which] = permutation_gap(here, there, apart.to(here.device))
+        first = reordered.in_first_order(layer_states, moved=False)
+        for side, moved_states in enumerate(reordered_states):
+            second = reordered.in_first_order(moved_states[index], moved=True)
+            if first is not None and second is not None:
+                total[0, side], count[0, side] = permutation_gap(first, second, other_token.to(first.device))
         if bool((count > 0).any()):
-            found[index] = total, count
-    return found
+            sums[index] = total, count
+    return sums
 
 
 def _reordered_text(inputs: dict[str, Any], drawn: torch.Generator) -> Reordered:
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or any(name.startswith("decoder_") for name in inputs):
-        raise UnsuitableInputsError("tokens change places where they are the ids of one text, or patches of an image")
+        raise UnsuitableInputsError(
+            "tokens can be reordered only if they are the ids of one text, or patches of an image"
+        )
     length = ids.shape[1]
     order = torch.arange(length)
     order[1:-1] = 1 + torch.randperm(max(length - 2, 0), generator=drawn)  # special tokens stay at both ends
@@ -112,15 +122,17 @@ def _reordered_text(inputs: dict[str, Any], drawn: torch.Generator) -> Reordered
 
 
 def _reordered_images(model: nn.Module, inputs: dict[str, Any], drawn: torch.Generator) -> Reordered:
-    pixels, config = inputs["pixel_values"], getattr(model, "config", None)
+    pixels = inputs["pixel_values"]
+    config = getattr(model, "config", None)
     size = getattr(getattr(config, "vision_config", config), "patch_size", None)
     if "input_ids" in inputs or not isinstance(pixels, Tensor) or pixels.dim() != 4 or not isinstance(size, int):
         raise UnsuitableInputsError(
-            "patches are put in another order where a batch is of images alone, in square patches of one size"
+            "patches can be reordered only if a batch is of images alone, in square patches of one size"
         )
     rows, columns = (extent // size for extent in pixels.shape[-2:])
     order = torch.randperm(rows * columns, generator=drawn).to(pixels.device)
     whole = pixels[..., : rows * size, : columns * size]
+    # (1, channels, patches, size, size), and back to pixels.
     patches = whole.unflatten(3, (columns, size)).unflatten(2, (rows, size)).transpose(3, 4).flatten(2, 3)
     moved = patches[:, :, order].unflatten(2, (rows, columns)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
     changed = pixels.clone()
@@ -132,22 +144,22 @@ def _states(
     model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any]
 ) -> tuple[Tensor, dict[int, Float[Tensor, "L D"]]]:
     """The model's output, and the stream after each of its steps, in float64."""
-    found: dict[int, Tensor] = {}
+    states: dict[int, Tensor] = {}
 
-    def keep(step: Step) -> None:
+    def collect(step: Step) -> None:
         if step.after.dim() == 3 and step.after.shape[0] == 1:
-            found[step.sublayer.index] = step.after[0].detach().double()
+            states[step.sublayer.index] = step.after[0].detach().double()
 
-    with torch.no_grad(), watching(model, sites, keep):
-        return output_tensor(model, run(model, inputs)), found
+    with torch.no_grad(), watching(model, sites, collect):
+        return output_tensor(model, run(model, inputs)), states
 
 
 def _positions(
-    model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any], stock: Tensor
+    model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any], model_output: Tensor
 ) -> Int[Tensor, "1 L"] | None:
     """The position numbers that the model gives by itself; None where it takes none, or they are not found.
 
-    They are counted from 0, or from the padding's number on: what gives the model's own output is right.
+    Models count from 0, or from the padding token's id plus 1: the numbers that reproduce the model's output are right.
     """
     if _POSITIONS in inputs:
         return inputs[_POSITIONS]
@@ -161,12 +173,12 @@ def _positions(
             output, _ = _states(model, sites, inputs | {_POSITIONS: numbers})
         except IndexError:  # more positions than there are vectors
             continue
-        if relative_difference(output, stock) <= tolerance(stock.dtype):
+        if relative_difference(output, model_output) <= tolerance(model_output.dtype):
             return numbers
     return None
 
 
-class SymmetryGroup(AgainGroup):
+class SymmetryGroup(RerunGroup):
     """How much the states change when a window's tokens stand in another order."""
 
     name = SYMMETRY

@@ -1,4 +1,4 @@
-"""What a head's output rests on, and how it moves with the query (claims S10, S15, N26; sources N15, N25).
+"""On how many tokens a head's output depends, and how it moves with the query (claims S10, S15, N26; sources N15, N25).
 
 A query's output o = Σ p_j v_j is an average of values. A step δ of the query changes the weights: to first order the output
 moves by β Cov_p(v, k) δ, and the weights' divergence is half of Var_p(β k·δ). Steps are those between the head's own
@@ -16,6 +16,7 @@ from massieu.probing.statistics.registry import OWN, UNCERTAINTY, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
 _STEPS = 24
+"""Power iterations for the largest singular value."""
 REGISTER = Register[WindowMeasure](UNCERTAINTY)
 _of_output = partial(
     REGISTER.statistic,
@@ -31,7 +32,11 @@ def _centred(part: Float[Tensor, "H N E"]) -> Float[Tensor, "H N E"]:
 def _parts(
     window: HeadWindow,
 ) -> tuple[Float[Tensor, "H S N"], Float[Tensor, "H N Dv"], Float[Tensor, "H N M"]]:
-    """Weights of some queries; centred values; the scores' changes along each query's deviation from their mean, over √M."""
+    """Weights of some queries, centred values, and changes of the scores.
+
+    Column m of the changes is β k·δ_m/√M, with δ_m the deviation of sampled query m from the mean of all M: sums over m are
+    means over the steps δ.
+    """
     real = window.real
     weights = window.few().weights()[..., real].double()
     values = _centred(window.of_heads(window.call.value[:, :, real]).double())
@@ -42,6 +47,7 @@ def _parts(
 
 
 def _where_seen(weights: Float[Tensor, "H S N"], values: Float[Tensor, "H S"]) -> Sums:
+    """Sums over the queries that see a key."""
     return mean_over_queries(torch.where(weights.sum(-1) > 0, values, torch.nan))
 
 
@@ -55,14 +61,16 @@ def output_effective_tokens(window: HeadWindow) -> Sums:
     """On how many tokens does the head's output depend, measured by leaving out one at a time?"""
     weights, values, _ = _parts(window)
     output = weights @ values
-    apart = values.square().sum(-1)[:, None] - 2 * output @ values.mT + output.square().sum(-1)[..., None]
-    left = 1 - weights
-    # Nothing but rounding is left of the others' weight beside 1, or of a value's distance from an output equal to it.
-    lone = (left < 1e-9).any(-1)
-    changes = weights * apart.clamp_min(0).sqrt() / left.clamp_min(1e-9)
-    moved = changes.square().sum(-1)
-    equal = moved <= 1e-18 * values.square().sum(-1).mean(-1)[:, None]
-    return _where_seen(weights, torch.where(lone | equal, torch.nan, changes.sum(-1).square() / moved))
+    # The output without token j is (o − p_j v_j)/(1 − p_j), so that a_j = p_j ‖v_j − o‖/(1 − p_j).
+    squared_distances = values.square().sum(-1)[:, None] - 2 * output @ values.mT + output.square().sum(-1)[..., None]
+    weight_of_others = 1 - weights
+    changes = weights * squared_distances.clamp_min(0).sqrt() / weight_of_others.clamp_min(1e-9)
+    sum_of_squares = changes.square().sum(-1)
+    # Only rounding remains of the others' weight beside 1, or of a value's distance from an output that is equal to it.
+    on_one_token = (weight_of_others < 1e-9).any(-1)
+    all_equal = sum_of_squares <= 1e-18 * values.square().sum(-1).mean(-1)[:, None]
+    effective = changes.sum(-1).square() / sum_of_squares
+    return _where_seen(weights, torch.where(on_one_token | all_equal, torch.nan, effective))
 
 
 @_of_output("Fisher information along the queries", formula="E Var_p(β k·δ), δ = q' − q̄", claim="S10, N26", unit="nats")
@@ -81,22 +89,23 @@ def output_lipschitz(window: HeadWindow) -> Sums:
     weights, values, along = _parts(window)
     start = torch.randn(along.shape[-1], generator=window.generator(), dtype=torch.float64).to(along)
     vector = start.expand(*weights.shape[:2], -1)
-    size = torch.zeros(weights.shape[:2]).to(along)
+    singular_value = torch.zeros(weights.shape[:2]).to(along)
     for _ in range(_STEPS):
+        # Power iteration on AᵀA, A the derivative of the output along the steps.
         vector = vector / vector.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-        output = _covariance(weights, vector @ along.mT) @ values
-        moved = _covariance(weights, output @ values.mT) @ along
-        size, vector = output.norm(dim=-1), moved
-    return _where_seen(weights, size / values.square().sum(-1).mean(-1).sqrt()[:, None])
+        output = _covariance_weights(weights, vector @ along.mT) @ values
+        singular_value = output.norm(dim=-1)
+        vector = _covariance_weights(weights, output @ values.mT) @ along
+    return _where_seen(weights, singular_value / values.square().sum(-1).mean(-1).sqrt()[:, None])
 
 
-def _covariance(weights: Float[Tensor, "H S N"], numbers: Float[Tensor, "H S N"]) -> Float[Tensor, "H S N"]:
-    """What a sum over keys of something else is to be weighted by for its covariance with these numbers."""
+def _covariance_weights(weights: Float[Tensor, "H S N"], numbers: Float[Tensor, "H S N"]) -> Float[Tensor, "H S N"]:
+    """c_j such that Cov_p(numbers, y) = Σ_j c_j y_j for any numbers y of the keys."""
     return weights * (numbers - (weights * numbers).sum(-1, keepdim=True))
 
 
 class UncertaintyGroup(HeadWindowGroup):
-    """What a head's output rests on."""
+    """On how many tokens a head's output depends, and how it moves with the query."""
 
     name = UNCERTAINTY
     register = REGISTER

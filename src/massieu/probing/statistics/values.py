@@ -38,11 +38,13 @@ OF_WRITES = Register[Callable[[Tensor, Tensor], Tensor]](VALUES)
 )
 def first_value_norm_ratio(call: AttentionCall, keys: Tokens) -> tuple[Float[Tensor, "B H"], Bool[Tensor, "B H"]]:
     """How large is the first token's value vector, relative to the other tokens' values?"""
-    norms = call.value.float().norm(dim=-1)
+    norms = call.value.float().norm(dim=-1)  # (B, key heads, N)
     weight = keys.real[:, None].to(norms)
     mean = (norms * weight).sum(-1) / weight.sum(-1).clamp_min(1)
+    # A row may hold several documents: the mean over their first tokens. Without any, 0/0 is NaN and does not count.
     begins = keys.begins()[:, None].to(norms)
     first = (norms * begins).sum(-1) / begins.sum(-1)
+    # Grouped queries: every query head has its key head's ratio.
     ratio = (first / mean).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
     return ratio, ratio.isfinite() & keys.real.any(-1)[:, None]
 
@@ -59,15 +61,16 @@ def write_norm_ratio(writes: Float[Tensor, "H B S D"], residual: Float[Tensor, "
     return (writes.norm(dim=-1) / residual.norm(dim=-1).clamp_min(1e-30)).transpose(0, 1)
 
 
-TOGETHER = 2**21  # numbers in what all heads write at the queries that are measured at a time
+NUMBERS_PER_PIECE = 2**21
+"""Numbers in the writes of all heads at the queries that are measured at a time."""
 
 
 def writes_at(read: AttentionRead, positions: Int[Tensor, " S"]) -> Float[Tensor, "H B S D"] | None:
     """What each head adds to the stream at some positions; None where that is not a sum over heads."""
     if read.projection is None or why_no_writes(read) is not None:
         return None
-    output = read.call.at(positions).output  # B S H Dv
-    weight = read.projection.unflatten(1, (output.shape[2], -1))  # D H Dv
+    output = read.call.at(positions).output  # (B, S, H, Dv)
+    weight = read.projection.unflatten(1, (output.shape[2], -1))  # (D, H, Dv)
     return torch.einsum("bshv,dhv->hbsd", output, weight)
 
 
@@ -98,6 +101,8 @@ class ValuesGroup(Group):
             return
         with self.fence(name):
             ratio, usable = first_value_norm_ratio(call, tokens.keys)
+            # A model may cut each item into several sequences: they are added up. If the sequences cannot be divided among
+            # the items, they are one row together.
             rows = 1 if ratio.shape[0] % tokens.rows else tokens.rows
             pair = torch.stack([torch.where(usable, ratio, 0.0), usable]).double()
             total, count = pair.reshape(2, rows, -1, ratio.shape[1]).sum(2, keepdim=True)
@@ -118,29 +123,32 @@ class ValuesGroup(Group):
         if read.residual is None or not len(positions):
             return
         width = read.call.query.shape[1] * len(read.residual) * read.residual.shape[-1]
-        sums = []
-        for part in positions.split(max(TOGETHER // width, 1)):
-            writes = writes_at(read, part)
+        totals: list[Tensor] = []
+        counts: list[Tensor] = []
+        for piece in positions.split(max(NUMBERS_PER_PIECE // width, 1)):
+            writes = writes_at(read, piece)
             if writes is None:
                 self.missing(read.call.site.name, write_norm_ratio.__name__, why_no_writes(read) or "")
                 return
-            found = write_norm_ratio(writes, read.residual[:, part]).double()
-            usable = found.isfinite()
-            sums.append((torch.where(usable, found, 0.0).sum(-1), usable.sum(-1)))
-        total, count = (torch.stack(parts).sum(0)[:, None] for parts in zip(*sums, strict=True))
+            ratios = write_norm_ratio(writes, read.residual[:, piece]).double()
+            usable = ratios.isfinite()
+            totals.append(torch.where(usable, ratios, 0.0).sum(-1))
+            counts.append(usable.sum(-1))
         index = self.model.site(read.call).index
-        self.write_norm[index].update(total, count, window.numbers)
+        self.write_norm[index].update(
+            torch.stack(totals).sum(0)[:, None], torch.stack(counts).sum(0)[:, None], window.numbers
+        )
         if index == 0:
             self.sampled_queries += len(positions)
 
     def ratios(self) -> Iterator[RunningRatio]:
-        """Both."""
+        """The norm of the first token's value, and that of the heads' writes."""
         for info in self.model.sites:
             place = RowPlace.of_site(info)
             yield RunningRatio(place, first_value_norm_ratio.__name__, self.first_value[info.index], 0)
             yield RunningRatio(place, write_norm_ratio.__name__, self.write_norm[info.index], 0)
 
     def rows(self) -> Iterator[Row]:
-        """Both, and their halves."""
+        """Both statistics, and their halves."""
         for place, name, ratio, index in self.ratios():
             yield from rows_of(place, name, RatioParts(ratio), index)

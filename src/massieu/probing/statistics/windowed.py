@@ -1,8 +1,8 @@
 """Groups that are measured head by head on the sampled windows, each statistic beside a control of its own.
 
-A statistic is a function of a `HeadWindow`, one window of one attention site. It gives for each head a sum and what it is to
-be divided by, so that the windows' sums make a mean with a standard error. Its control is the same function of another
-window, which lacks the property in question.
+A statistic is a function of a `HeadWindow`, one window of one attention site. It returns for each head a sum and the divisor
+of that sum, so that the windows' sums make a mean with a standard error. Its control is the same function of another window,
+which lacks the property in question.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,13 +34,15 @@ from massieu.probing.sums.units import Units
 
 
 def other_heads_keys(window: HeadWindow) -> HeadWindow | None:
-    """The queries of each head with the keys of the next; None where all heads have the same."""
+    """The queries of each head with the keys of another; None where all heads share one key head."""
     key = window.call.key
-    return None if key.shape[1] < 2 else replace(window, call=replace(window.call, key=key.roll(1, dims=1)))
+    if key.shape[1] < 2:
+        return None
+    return replace(window, call=replace(window.call, key=key.roll(1, dims=1)))
 
 
 def shuffled_values(window: HeadWindow) -> HeadWindow:
-    """Each key with the value of another, drawn at random among those that are no padding."""
+    """Each key with the value of another, drawn at random among those that are not padding."""
     places = window.real.nonzero()[:, 0]
     order = torch.arange(len(window.real), device=places.device)
     order[places] = places[torch.randperm(len(places), generator=window.generator()).to(places.device)]
@@ -48,13 +50,14 @@ def shuffled_values(window: HeadWindow) -> HeadWindow:
 
 
 def shuffled_coordinates(window: HeadWindow) -> HeadWindow:
-    """Keys whose coordinates along their principal axes are shuffled, each by itself, among the tokens.
+    """Keys whose coordinates along their principal axes are shuffled among the tokens, independently of each other.
 
-    Mean and covariance stay, and each coordinate's law; what coordinates have to do with each other beyond that is gone.
+    Mean, covariance and each coordinate's law stay; any other dependence between coordinates is gone.
     """
     places = window.real.nonzero()[:, 0]
     keys = window.call.key[0, :, places].double()
     mean = keys.mean(1, keepdim=True)
+    # Rows of `left` are tokens, its columns the coordinates along principal axes, of unit length.
     left, sizes, right = torch.linalg.svd(keys - mean, full_matrices=False)
     order = torch.rand(left.shape, generator=window.generator()).argsort(1).to(left.device)
     moved = mean + (left.gather(1, order) * sizes[:, None]) @ right
@@ -64,8 +67,10 @@ def shuffled_coordinates(window: HeadWindow) -> HeadWindow:
 
 
 def permuted_heads(window: HeadWindow) -> HeadWindow | None:
-    """Each head with what another query gives it; None where there is one head."""
-    return None if window.call.query.shape[1] < 2 else replace(window, permuted=True)
+    """Each head with its number at another query, permuted head by head; None where there is one head."""
+    if window.call.query.shape[1] < 2:
+        return None
+    return replace(window, permuted=True)
 
 
 CONTROLS: dict[str, Control] = {
@@ -74,15 +79,16 @@ CONTROLS: dict[str, Control] = {
     "shuffled_coordinates": shuffled_coordinates,
     "permuted_heads": permuted_heads,
 }
-"""By the name that `Statistic.control` has."""
+"""By name, which `Statistic.control` holds."""
 
 
 @dataclass(frozen=True, eq=False)
 class WindowFunction:
-    """A statistic of a window, and its control that is another window.
+    """A statistic of a window, and its control, which is the same statistic of another window.
 
     Attributes:
-        control: the name of the control, and what makes it; None where there is none, or random models are the control.
+        control: name of the control, and the function that makes its window. None if there is no control, or if random models
+            are the control.
     """
 
     measure: WindowMeasure
@@ -91,11 +97,11 @@ class WindowFunction:
 
 def registered(register: Register[WindowMeasure]) -> dict[str, WindowFunction]:
     """The statistics of a group of the package, by their names."""
-    found: dict[str, WindowFunction] = {}
+    functions: dict[str, WindowFunction] = {}
     for name, measure in register.functions.items():
         control = STATISTICS[name].control
-        found[name] = WindowFunction(measure, (control, CONTROLS[control]) if control in CONTROLS else None)
-    return found
+        functions[name] = WindowFunction(measure, (control, CONTROLS[control]) if control in CONTROLS else None)
+    return functions
 
 
 class WindowStatistics(RunningParts):
@@ -110,26 +116,27 @@ class WindowStatistics(RunningParts):
 
         Args:
             numbers: its place among the sampled ones.
-            fence: what fails inside costs the statistic of this name alone.
+            fence: a failure inside leaves out the statistic of this name alone.
         """
         total = torch.zeros(1, *self.ratio.shape, dtype=torch.float64)
         count = torch.zeros_like(total)
-        others: dict[Control, HeadWindow | None] = {}
+        control_windows: dict[Control, HeadWindow | None] = {}  # several statistics share a control
         for place, (name, function) in enumerate(self.functions.items()):
             with fence(name):
                 total[0, 0, place], count[0, 0, place] = _finite(*function.measure(window))
                 if function.control is None:
                     continue
-                make = function.control[1]
-                if make not in others:
-                    others[make] = make(window)
-                if (other := others[make]) is not None:
-                    total[0, 1, place], count[0, 1, place] = _finite(*function.measure(other))
+                make_control = function.control[1]
+                if make_control not in control_windows:
+                    control_windows[make_control] = make_control(window)
+                control_window = control_windows[make_control]
+                if control_window is not None:
+                    total[0, 1, place], count[0, 1, place] = _finite(*function.measure(control_window))
         self.ratio.update(total, count, numbers)
 
 
 PURPOSE = 100_000
-"""Of random numbers; each site has its own, above it."""
+"""Of the random numbers; each site has its own purpose, this number plus its index."""
 
 
 class HeadWindowGroup(Group):
@@ -143,7 +150,7 @@ class HeadWindowGroup(Group):
     register: ClassVar[Register[WindowMeasure]]
 
     def functions(self) -> Mapping[str, WindowFunction]:
-        """What is measured, by the statistics' names."""
+        """The functions that are measured, by the statistics' names."""
         return registered(self.register)
 
     def begin(self, model: ModelReading) -> None:
@@ -154,18 +161,22 @@ class HeadWindowGroup(Group):
 
     def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
         """Measure each sampled window by itself."""
-        if call.query.shape[0] != tokens.rows:  # sequences that are no items of the batch
+        if call.query.shape[0] != tokens.rows:  # the call's sequences are parts of items, such as windows of an image
             return
         info = tokens.info
         for window in tokens.sampled:
-            drawn = window.drawn(PURPOSE + info.index)
+            generator = window.drawn(PURPOSE + info.index)
             places = tokens.queries.real[window.row].nonzero()[:, 0]
-            order = torch.randperm(len(places), generator=drawn)[: self.model.sampled_queries].sort().values
-            asked = places[order.to(places.device)]
-            part = call.rows(slice(window.row, window.row + 1))
-            seen = HeadWindow(part, tokens.keys.real[window.row], asked, drawn.initial_seed(), info.itself)
-            if len(seen.queries) and bool(seen.real.any()):
-                self.sites[info.index].update(seen, window.numbers, self.fence)
+            order = torch.randperm(len(places), generator=generator)[: self.model.sampled_queries].sort().values
+            head_window = HeadWindow(
+                call=call.rows(slice(window.row, window.row + 1)),
+                real=tokens.keys.real[window.row],
+                queries=places[order.to(places.device)],
+                seed=generator.initial_seed(),
+                itself=info.itself,
+            )
+            if len(head_window.queries) and bool(head_window.real.any()):
+                self.sites[info.index].update(head_window, window.numbers, self.fence)
 
     def ratios(self) -> Iterator[RunningRatio]:
         """The means."""
@@ -176,7 +187,8 @@ class HeadWindowGroup(Group):
     def rows(self) -> Iterator[Row]:
         """The means, their halves, and those of the controls."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
-            place, parts = RowPlace.of_site(info), RatioParts(results.ratio)
+            place = RowPlace.of_site(info)
+            parts = RatioParts(results.ratio)
             for index, (name, function) in enumerate(results.functions.items()):
                 yield from rows_of(place, name, parts, (0, index))
                 if function.control is not None:
@@ -184,6 +196,6 @@ class HeadWindowGroup(Group):
 
 
 def _finite(total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the heads whose numbers are not finite."""
-    kept = total.isfinite() & count.isfinite()
-    return (torch.where(kept, part, 0.0).double().cpu() for part in (total, count))  # pyright: ignore[reportReturnType]
+    """Both sums on the CPU, 0 for heads whose numbers are not finite."""
+    finite = total.isfinite() & count.isfinite()
+    return torch.where(finite, total, 0.0).double().cpu(), torch.where(finite, count, 0.0).double().cpu()

@@ -1,13 +1,14 @@
-"""Ask an attention module what its queries would be at another point of the residual stream, keys and values frozen.
+"""The queries of an attention module at other points of the residual stream, with keys and values held fixed.
 
-The module's own code is called again on moved states and stopped as soon as its query is known, so rotary embeddings,
-query norms and fused projections are the model's. The same way gives the linear maps from stream to query, key and
-value of any module in which they are linear. Each replay is checked on the states the module really saw.
+The module's own code is called again on moved states and stopped as soon as its query is known. So rotary embeddings, query
+norms and fused projections are the model's. In the same way the linear maps from stream to query, key and value are read off
+any module in which they are linear. Each replay is checked on the states that the module really saw.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -20,7 +21,7 @@ from massieu.probing.model.watching import mapped, same_tensor
 from massieu.probing.stream.own_weights import maps_among_weights, replaced_output
 from massieu.probing.stream.wiring import AttentionRead, along_batch
 
-# Masks matter only behind the query; a cache must not see the same tokens twice.
+# Masks act only after the query is formed; a cache must not receive the same tokens twice.
 _LEFT_OUT = {"attention_mask", "mask", "position_bias", "encoder_attention_mask", "causal_mask"}
 _LEFT_OUT |= {"attn_mask", "key_padding_mask"}
 _LEFT_OUT |= {"past_key_values", "past_key_value", "layer_past"}
@@ -53,7 +54,11 @@ def _repeated(value: Tensor, copies: int) -> Tensor:
     return value.repeat(copies, *([1] * (value.dim() - 1)))
 
 
-AffineQuery = tuple[Float[Tensor, "H Dh D"], Float[Tensor, "H Dh"]]
+class AffineMap(NamedTuple):
+    """An affine map of a module's input to each of its heads."""
+
+    weight: Float[Tensor, "H Dh D"]
+    bias: Float[Tensor, "H Dh"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,17 +66,17 @@ class Replay:
     """The query of one attention module as a function of the residual stream, for the sequences of one batch.
 
     Attributes:
-        affine: the result of `query_map`, which then takes the place of the module: the same numbers at a third of the
-            cost, since keys and values are not computed again. With ``linear``, only the first part of the way.
-        linear: the layer of the module that computes ``affine``, where the module goes on from there head by head
-            (rotary embeddings, normalised queries); see `in_two_parts`.
-        whole: the module is called on the whole sequence, with the moved states in their places: slower, and possible where
-            it cannot be called on some of the positions.
+        affine: the result of `query_map`, which replaces the module: the same numbers at a third of the cost, since keys and
+            values are not computed again. With ``linear``, the map is only the first part of the way.
+        linear: the layer of the module that computes ``affine``, if the module continues from there head by head (rotary
+            embeddings, normalised queries); see `in_two_parts`.
+        whole: the module is called on the whole sequence, with the moved states in their places. This is slower, and possible
+            where the module cannot be called on some of the positions.
     """
 
     capture: Capture
     read: AttentionRead
-    affine: AffineQuery | None = None
+    affine: AffineMap | None = None
     whole: bool = False
     linear: nn.Linear | None = None
 
@@ -81,7 +86,7 @@ class Replay:
         """Query, key and value of the module's input ``states`` (behind the norm) at ``positions``; R = copies × batch.
 
         Raises:
-            Exception: of any class, from the module, which cannot be called on part of a sequence.
+            Exception: of any class, from a module that cannot be called on part of a sequence.
         """
         state = self.read.state
         batch, length = state.shape[:2]
@@ -89,21 +94,29 @@ class Replay:
         if self.whole:
             states = _repeated(state, copies).index_copy(1, positions, states)
 
-        def given(value: Tensor) -> Tensor:
+        def moved_input(value: Tensor) -> Tensor:
+            """An input of the module's call for the moved states, repeated for every copy."""
             if self.read.has_heads(value):
                 return _repeated(value if self.whole else _between(value, positions), copies)
-            value = self.read.turned(value)
+            value = self.read.batch_first(value)
             if same_tensor(value, state):  # as query, key and value, in some models
-                return self.read.turned(states)
+                return self.read.batch_first(states)
             by_item = along_batch(value, batch)
             value = value if self.whole else _at_positions(value, positions, length)
-            return self.read.turned(_repeated(value, copies) if by_item else value)
+            return self.read.batch_first(_repeated(value, copies) if by_item else value)
 
-        keywords = {n: None if n in _LEFT_OUT else mapped(value, given) for n, value in self.read.keywords.items()}
-        if keywords.get("is_causal"):  # nn.MultiheadAttention wants the mask with it
+        keywords = {
+            name: None if name in _LEFT_OUT else mapped(value, moved_input)
+            for name, value in self.read.keywords.items()
+        }
+        if keywords.get("is_causal"):  # nn.MultiheadAttention requires the mask with it
             keywords["is_causal"] = False
-        arguments = (None if isinstance(a, Tensor) and a.dim() == 4 else a for a in self.read.arguments)
-        arguments = mapped(tuple(arguments), given)
+        # A positional tensor of four dimensions is a mask.
+        without_masks = (
+            None if isinstance(argument, Tensor) and argument.dim() == 4 else argument
+            for argument in self.read.arguments
+        )
+        arguments = mapped(tuple(without_masks), moved_input)
         query, key, value = replayed(self.capture, self.read.call.module, arguments, keywords)
         return query[:, :, positions] if self.whole else query, key, value
 
@@ -126,90 +139,90 @@ class Replay:
             return queries[heads, :, heads].transpose(0, 1)
         weight, bias = self.affine
         results = torch.einsum("hbsd,hkd->bhsk", self.normalised(residual), weight) + bias[:, None]
-        return results if self.linear is None else self._behind(results, positions)
+        return results if self.linear is None else self._queries_from_linear(results, positions)
 
-    def _behind(self, results: Float[Tensor, "B H S Dh"], positions: Int[Tensor, " S"]) -> Float[Tensor, "B H S Dh"]:
-        """What the module makes of results of ``linear``."""
+    def _queries_from_linear(
+        self, results: Float[Tensor, "B H S Dh"], positions: Int[Tensor, " S"]
+    ) -> Float[Tensor, "B H S Dh"]:
+        """The module's queries if its layer ``linear`` had these results."""
         assert self.linear is not None
         with replaced_output(self.linear, results.transpose(1, 2).flatten(2)):
             return self.projections(self.read.state[:, positions], positions)[0]
 
     def normalised(self, residual: Float[Tensor, "*batch S D"]) -> Float[Tensor, "*batch S D"]:
-        """What the attention module is given at points of the residual stream."""
+        """The attention module's input at points of the residual stream."""
         return residual if self.read.norm is None else self.read.norm(residual)
 
-    def query_map(self, positions: Int[Tensor, " S"]) -> AffineQuery | None:
-        """The query as an affine function of the module's input, where it is the same one at every position.
+    def query_map(self, positions: Int[Tensor, " S"]) -> AffineMap | None:
+        """The query as an affine function of the module's input, if it is the same one at every position.
 
-        Read off the module with basis vectors, then checked on the queries that it really computed; None where that
-        check fails (rotary embeddings, normalised queries).
+        It is found among the module's weights, or read off with basis vectors, and checked on the queries that the module
+        really computed. None where that check fails (rotary embeddings, normalised queries).
         """
         try:
             stored = self.stored_maps()
-            found = None if stored is not None else self.read_off(None)[0]
+            affine = stored[0] if stored is not None else _affine_map(self.read_off(None)[0])
         except Exception:  # of whatever class the module raises: then there is no such map, and it is replayed itself
             return None
-        if stored is not None:
-            affine = stored[0]
-        else:
-            assert found is not None
-            affine = ((found[1:] - found[0]).permute(1, 2, 0).contiguous(), found[0].contiguous())
         trial = replace(self, affine=affine)
         return affine if trial.why_not(positions) is None else None
 
     def in_two_parts(self, positions: Int[Tensor, " S"]) -> "Replay":
-        """The same replay through the linear layer that the query comes of, where the module has such a layer.
+        """The same replay through the linear layer that computes the query, if the module has such a layer.
 
-        What follows the layer must act on every head by itself. Then one call of the module serves all heads, each at
-        its own point of the stream, and one derivative all of them. This is tried out on moved states of two positions:
-        queries and derivatives must agree with those of the whole module, head by head; else the replay stays as it is.
+        What follows the layer must act on each head separately. Then one call of the module serves all heads, each at its own
+        point of the stream, and so does one derivative. This is tried on moved states of two positions: queries and
+        derivatives must agree with those of the whole module, head by head. Otherwise the replay stays as it is.
         """
-        call, few = self.read.call, positions[[len(positions) // 2, -1]]
+        call = self.read.call
+        two_positions = positions[[len(positions) // 2, -1]]
         if self.affine is not None or self.whole or call.query.dtype not in (torch.float32, torch.float64):
             return self
-        heads, size = call.query.shape[1], call.query.shape[3]
+        _, heads, _, size = call.query.shape
         for linear in call.module.modules():
             if type(linear) is nn.Linear and linear.weight.shape == (heads * size, self.read.state.shape[-1]):
                 weight = dense_weight(linear).detach().to(call.query.dtype).unflatten(0, (heads, size))
                 bias = weight.new_zeros(heads, size) if linear.bias is None else linear.bias.detach().view(heads, size)
-                trial = replace(self, affine=(weight, bias), linear=linear)
-                if trial._agrees_with(self, few):
+                trial = replace(self, affine=AffineMap(weight, bias), linear=linear)
+                if trial._agrees_with(self, two_positions):
                     return trial
         return self
 
     def _agrees_with(self, other: "Replay", positions: Int[Tensor, " S"]) -> bool:
         """Whether two replays give each head the same query and the same derivative at moved states."""
         assert self.read.residual is not None
-        few = self.read.residual[:, positions]
+        residual = self.read.residual[:, positions]
         heads = self.read.call.query.shape[1]
         generator = torch.Generator().manual_seed(0)
-        draws = torch.randn((heads, *few.shape), generator=generator).to(few)
-        moved = few + draws * few.norm(dim=-1, keepdim=True) / few.shape[-1] ** 0.5
-        slope = torch.randn(self.read.call.query[:, :, positions].shape, generator=generator).to(few)
+        # Each head at a point of its own, about as far from the stream's as the stream is long.
+        draws = torch.randn((heads, *residual.shape), generator=generator).to(residual)
+        moved = residual + draws * residual.norm(dim=-1, keepdim=True) / residual.shape[-1] ** 0.5
+        slope = torch.randn(self.read.call.query[:, :, positions].shape, generator=generator).to(residual)
         try:
-            pairs = [
-                (each.own_queries(moved, positions), *each.pulled_back([slope], positions)) for each in (self, other)
-            ]
+            queries = self.own_queries(moved, positions)
+            gradients = self.pulled_back([slope], positions)
+            other_queries = other.own_queries(moved, positions)
+            other_gradients = other.pulled_back([slope], positions)
         except Exception:  # of whatever class the module raises
             return False
-        errors = [relative_difference(mine, its) for mine, its in zip(*pairs, strict=True)]
-        return all(error <= tolerance(few.dtype) for error in errors)
+        pairs = zip([queries, *gradients], [other_queries, *other_gradients], strict=True)
+        return all(relative_difference(first, second) <= tolerance(residual.dtype) for first, second in pairs)
 
-    def stored_maps(self) -> list[AffineQuery] | None:
-        """Query, key and value of a sequence of one token as maps that stand among the module's weights, if they do.
+    def stored_maps(self) -> list[AffineMap] | None:
+        """Query, key and value of a sequence of one token as maps among the module's weights; None if they are not there.
 
         Raises:
             Exception: as `projections`.
         """
         one = self._of_one_token()
-        state = torch.randn(1, 1, one.read.state.shape[-1], generator=torch.Generator().manual_seed(0)).to(
-            one.read.state
-        )
+        like = one.read.state
+        state = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
         results = one.projections(state, torch.zeros(1, dtype=torch.long, device=state.device))
-        return maps_among_weights(self.read.call.module, state[0, 0], [result[0, :, 0] for result in results])
+        maps = maps_among_weights(self.read.call.module, state[0, 0], [result[0, :, 0] for result in results])
+        return None if maps is None else [AffineMap(weight, bias) for weight, bias in maps]
 
     def _of_one_token(self) -> "Replay":
-        """Of sequences of one token, without the norm in front."""
+        """A replay of sequences of one token, without the norm in front."""
         return Replay(self.capture, replace(self.read.item(0), norm=None))
 
     def read_off(self, test: Float[Tensor, "1 1 D"] | None) -> list[Float[Tensor, "R H_or_Hk Dh"]]:
@@ -218,31 +231,37 @@ class Replay:
         Raises:
             Exception: as `projections`.
         """
-        like, size = self.read.state, self.read.state.shape[-1]
+        like = self.read.state
+        size = like.shape[-1]
         basis = torch.cat([torch.zeros(1, 1, size), torch.eye(size)[:, None]]).to(like)
         states = basis if test is None else torch.cat([basis, test])
-        found = self._of_one_token().projections(states, torch.zeros(1, dtype=torch.long, device=like.device))
-        return [result[:, :, 0] for result in found]
+        results = self._of_one_token().projections(states, torch.zeros(1, dtype=torch.long, device=like.device))
+        return [result[:, :, 0] for result in results]
 
     def pulled_back(
         self, slopes: Sequence[Float[Tensor, "B H S Dh"]], positions: Int[Tensor, " S"]
     ) -> list[Float[Tensor, "H B S D"]]:
-        """For each head h, the gradient with respect to the residual stream of Σ slope_h · query_h; one list item a slope."""
+        """For each slope and each head h, the gradient of slope_h · query_h with respect to the residual stream.
+
+        Returns:
+            One item for each slope.
+        """
         residual = self.read.residual
         assert residual is not None
         residual = residual[:, positions].detach()
         if self.affine is None:
             return self._pulled_back_through_module(slopes, residual, positions)
-        weight = self.affine[0]
+        weight = self.affine.weight
         if self.linear is not None:
             slopes = self._pulled_to_linear(slopes, residual, positions)
-        at_input = torch.cat([torch.einsum("bhsk,hkd->hbsd", slope, weight) for slope in slopes])
+        input_gradients = torch.cat([torch.einsum("bhsk,hkd->hbsd", slope, weight) for slope in slopes])
         if self.read.norm is None:
-            return list(at_input.unflatten(0, (len(slopes), -1)))
+            return list(input_gradients.unflatten(0, (len(slopes), -1)))
+        # One copy of the stream for each slope and head, so that one derivative of the norm serves all of them.
         with torch.enable_grad():
-            copies = residual.expand(at_input.shape).clone().requires_grad_()
-            pulled = torch.autograd.grad(self.normalised(copies), copies, at_input)[0]
-        return list(pulled.unflatten(0, (len(slopes), -1)))
+            copies = residual.expand(input_gradients.shape).clone().requires_grad_()
+            gradients = torch.autograd.grad(self.normalised(copies), copies, input_gradients)[0]
+        return list(gradients.unflatten(0, (len(slopes), -1)))
 
     def _pulled_to_linear(self, slopes: Sequence[Tensor], residual: Tensor, positions: Tensor) -> list[Tensor]:
         """For each slope, the gradient of Σ_h slope_h · query_h with respect to the results of ``linear``, (B, H, S, Dh)."""
@@ -251,7 +270,7 @@ class Replay:
         results = torch.einsum("bsd,hkd->bhsk", self.normalised(residual), weight) + bias[:, None]
         with torch.enable_grad():
             results.requires_grad_()
-            query = self._behind(results, positions)
+            query = self._queries_from_linear(results, positions)
             return [torch.autograd.grad(query, results, slope, retain_graph=True)[0] for slope in slopes]
 
     def _pulled_back_through_module(
@@ -261,26 +280,26 @@ class Replay:
             residual = residual.requires_grad_()
             query = self.queries(residual, positions)
 
-            def pulled(slope: Tensor, head: int) -> Tensor:
+            def gradient(slope: Tensor, head: int) -> Tensor:
                 return torch.autograd.grad(query[:, head], residual, slope[:, head], retain_graph=True)[0]
 
-            return [torch.stack([pulled(slope, head) for head in range(query.shape[1])]) for slope in slopes]
+            return [torch.stack([gradient(slope, head) for head in range(query.shape[1])]) for slope in slopes]
 
     def why_not(self, positions: Int[Tensor, " S"]) -> str | None:
-        """None when the replay reproduces the queries the module really computed, else one sentence that says why not."""
+        """One sentence that says why the replay does not reproduce the queries that the module computed; None if it does."""
         if self.read.residual is None:
             return "the module reads neither the residual stream nor a norm of it"
         expected = self.read.call.query[:, :, positions]
         try:
-            found = self.queries(self.read.residual[:, positions], positions)
+            queries = self.queries(self.read.residual[:, positions], positions)
         except Exception as error:  # of whatever class the module raises
             return f"the module cannot be replayed at other states ({type(error).__name__})"
-        if found.shape != expected.shape:
+        if queries.shape != expected.shape:
             return "the replayed queries have another shape"
-        error = relative_difference(found, expected)
-        # Kernels for packed weights may round what they multiply to half precision.
-        rounded = torch.bfloat16 if packed_linears(self.read.call.module) else expected.dtype
-        return None if error <= tolerance(rounded) else f"the replayed queries differ by {error:.1e}"
+        error = relative_difference(queries, expected)
+        # Kernels for packed weights may round their inputs to half precision.
+        rounding_dtype = torch.bfloat16 if packed_linears(self.read.call.module) else expected.dtype
+        return None if error <= tolerance(rounding_dtype) else f"the replayed queries differ by {error:.1e}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,7 +309,7 @@ class HeadMaps:
     For rotary models they are the maps at offset zero.
 
     Attributes:
-        score_norm: ‖W_QᵀW_K‖, through Dh × Dh matrices; several statistics are shares of it.
+        score_norm: ‖W_QᵀW_K‖, by which several statistics are divided.
     """
 
     query: Float[Tensor, "H Dh D"]
@@ -300,14 +319,15 @@ class HeadMaps:
 
     @cached_property
     def score_norm(self) -> Float64[Tensor, " H"]:
+        # ‖QᵀK‖² = ⟨Q Qᵀ, K Kᵀ⟩: no D × D matrix is formed.
         return ((self.query @ self.query.mT) * (self.key @ self.key.mT)).sum((-2, -1)).sqrt()
 
 
 def norm_gain(norm: nn.Module | None, size: int, like: Tensor) -> Float[Tensor, " D"]:
     """Per-channel gain g of a norm module: norm(x) = g · normalised(x) + offset. Ones when there is no norm.
 
-    Read off a vector of alternating signs, which every common norm (LayerNorm, RMSNorm, gains stored as 1 + w) leaves
-    as it is before its gain; exact up to the norm's own epsilon.
+    It is read off a vector of alternating signs, which every common norm (LayerNorm, RMSNorm, gains stored as 1 + w) leaves
+    unchanged before its gain; it is exact up to the norm's own epsilon.
     """
     if norm is None:
         return torch.ones(size, dtype=torch.float64)
@@ -318,14 +338,13 @@ def norm_gain(norm: nn.Module | None, size: int, like: Tensor) -> Float[Tensor, 
         return ((norm(signs[None, None])[0, 0] - offset) * signs).double()
 
 
-def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuery] | str:
-    """Query, key and value as affine maps of the attention module's input, or one sentence that says why they are none.
+def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineMap] | str:
+    """Query, key and value as affine maps of the attention module's input, or one sentence that says why they are not.
 
-    They are found among its weights (`maps_among_weights`), or else read off the module itself: zero, every basis
-    vector and one random vector, each as a sequence of one token at position zero. The random vector must agree, else
-    the maps are not affine (normalised queries and keys). Of packed weights they are those of the numbers that these stand
-    for, without the rounding of what some kernels multiply.
-    Keys and values have as many heads as queries: grouped ones are repeated.
+    They are found among the module's weights (`maps_among_weights`), or else read off the module: zero, every basis vector
+    and one random vector, each as a sequence of one token at position zero. If the random vector does not agree, the maps are
+    not affine (normalised queries and keys). Packed weights count as the numbers that they stand for, without the rounding in
+    some kernels. Keys and values have as many heads as queries: grouped ones are repeated.
     """
     like = read.state
     test = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
@@ -336,35 +355,44 @@ def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineQuer
     except Exception as error:  # of whatever class the module raises
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
     if stored is not None:
-        heads = stored[0][0].shape[0]
-        return [_of_every_head(weight, bias, heads) for weight, bias in stored]
+        heads = len(stored[0].weight)
+        return [_of_every_head(affine, heads) for affine in stored]
     heads = projections[0].shape[1]
-    maps = [_affine(result, test, heads) for result in projections]
-    if any(found is None for found in maps):
-        return "queries, keys or values are not linear in the stream (normalised queries and keys)"
-    return [found for found in maps if found is not None]
+    maps: list[AffineMap] = []
+    for result in projections:
+        affine = _checked_affine_map(result, test, heads)
+        if affine is None:
+            return "queries, keys or values are not linear in the stream (normalised queries and keys)"
+        maps.append(affine)
+    return maps
 
 
-def _affine(result: Float[Tensor, "R Hk Dh"], test: Float[Tensor, "1 1 D"], heads: int) -> AffineQuery | None:
-    """The map behind what `Replay.read_off` gave of one projection, for so many heads; None where it is not affine."""
+def _affine_map(values: Float[Tensor, "R H Dh"]) -> AffineMap:
+    """The affine map with these values at zero and at every basis vector."""
+    return AffineMap((values[1:] - values[0]).permute(1, 2, 0).contiguous(), values[0].contiguous())
+
+
+def _checked_affine_map(result: Float[Tensor, "R Hk Dh"], test: Float[Tensor, "1 1 D"], heads: int) -> AffineMap | None:
+    """The map from one result of `Replay.read_off`, for this many heads; None if it does not hold at the test vector."""
     values = result.double().repeat_interleave(heads // result.shape[1], 1)  # (D + 2, heads, size of a head)
     linear = values[1:-1] - values[0]
     expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
     if not relative_difference(expected, values[-1]) <= tolerance(test.dtype):
         return None
-    return linear.permute(1, 2, 0).cpu(), values[0].cpu()
+    return AffineMap(linear.permute(1, 2, 0).cpu(), values[0].cpu())
 
 
-def _of_every_head(weight: Float[Tensor, "Hk Dh D"], bias: Float[Tensor, "Hk Dh"], heads: int) -> AffineQuery:
-    """A copy in float64, grouped heads repeated."""
-    weight, bias = (part.to("cpu", torch.float64, copy=True) for part in (weight, bias))
+def _of_every_head(affine: AffineMap, heads: int) -> AffineMap:
+    """A copy in float64 for every query head: grouped heads are repeated."""
+    weight, bias = (part.to("cpu", torch.float64, copy=True) for part in affine)
     if len(weight) == heads:
-        return weight, bias
-    return weight.repeat_interleave(heads // len(weight), 0), bias.repeat_interleave(heads // len(weight), 0)
+        return AffineMap(weight, bias)
+    group = heads // len(weight)
+    return AffineMap(weight.repeat_interleave(group, 0), bias.repeat_interleave(group, 0))
 
 
 def why_no_writes(read: AttentionRead) -> str | None:
-    """Why what a module adds to the stream is no sum over its heads; None where it is."""
+    """Why a module's update of the stream is not a sum over its heads; None if it is."""
     if read.projection is None:
         return "no output projection was found"
     if not read.writes_linearly:
@@ -373,7 +401,7 @@ def why_no_writes(read: AttentionRead) -> str | None:
 
 
 def output_maps(read: AttentionRead, heads: int) -> Float[Tensor, "H D Dv"] | str:
-    """What the output projection makes of each head's result, or one sentence that says why that is not defined."""
+    """The output projection's map of each head's result, or one sentence that says why it is not defined."""
     reason = why_no_writes(read)
     if reason is not None or read.projection is None:
         return reason or ""
@@ -382,11 +410,12 @@ def output_maps(read: AttentionRead, heads: int) -> Float[Tensor, "H D Dv"] | st
 
 
 def write_maps(capture: Capture, read: AttentionRead) -> tuple[Float[Tensor, "H Dv D"], Float[Tensor, "H D Dv"]] | str:
-    """What each head takes from a token and what it makes of it, W_V and W_O, norm gains folded in; or why not.
+    """The value and output maps W_V and W_O of each head, with norm gains folded in; or why they are not defined.
 
     Queries and keys may be normalised or gated.
     """
-    heads, like = read.call.query.shape[1], read.state
+    heads = read.call.query.shape[1]
+    like = read.state
     output = output_maps(read, heads)
     if isinstance(output, str):
         return output
@@ -394,14 +423,15 @@ def write_maps(capture: Capture, read: AttentionRead) -> tuple[Float[Tensor, "H 
     try:
         with dense_inside(read.call.module, unrounded=True):
             stored = Replay(capture, read).stored_maps()
-            value = None if stored is None else _of_every_head(*stored[2], heads)
-            if value is None:
-                value = _affine(Replay(capture, read).read_off(test)[2], test, heads)
+            if stored is not None:
+                value = _of_every_head(stored[2], heads)
+            else:
+                value = _checked_affine_map(Replay(capture, read).read_off(test)[2], test, heads)
     except Exception as error:  # of whatever class the module raises
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
     if value is None:
         return "the values are not linear in the stream"
-    return value[0] * norm_gain(read.norm, like.shape[-1], like).cpu(), output
+    return value.weight * norm_gain(read.norm, like.shape[-1], like).cpu(), output
 
 
 def head_maps(capture: Capture, read: AttentionRead) -> HeadMaps | str:
@@ -409,9 +439,9 @@ def head_maps(capture: Capture, read: AttentionRead) -> HeadMaps | str:
     output = output_maps(read, read.call.query.shape[1])
     if isinstance(output, str):
         return output
-    found = affine_projections(capture, read)
-    if isinstance(found, str):
-        return found
+    projections = affine_projections(capture, read)
+    if isinstance(projections, str):
+        return projections
     gain = norm_gain(read.norm, read.state.shape[-1], read.state).cpu()
-    query, key, value = (linear * gain for linear, _ in found)
+    query, key, value = (affine.weight * gain for affine in projections)
     return HeadMaps(query, key, value, output)

@@ -1,4 +1,4 @@
-"""The replays of all attention sites of one model: how each site's queries follow from the stream is found once."""
+"""The replays of all attention sites of one model: for each site, the way from the stream to its queries is found once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from massieu.probing.capture.capture import Capture
 from massieu.probing.capture.sites import SiteInfo
-from massieu.probing.stream.replay import AffineQuery, Replay
+from massieu.probing.stream.replay import AffineMap, Replay
 from massieu.probing.stream.wiring import Step
 
 NO_ORDER = (
@@ -21,14 +21,14 @@ SCORES_ONLY = (
 
 
 def why_no_maps(info: SiteInfo) -> str | None:
-    """Why the maps between stream and head are not known at a site, as far as its first call shows it."""
+    """Why a site's maps between stream and head cannot be known, as far as its first call shows; None if it shows nothing."""
     if info.grade == "scores":
         return SCORES_ONLY
     return NO_ORDER if info.tokens_first is None else None
 
 
 def why_no_replay(info: SiteInfo) -> str | None:
-    """Why a site's queries cannot be replayed, as far as its first call shows it."""
+    """Why a site's queries cannot be replayed, as far as its first call shows; None if it shows nothing."""
     reason = why_no_maps(info)
     if reason is None and info.moving:
         return "its log-weights are computed from the queries or keys, and move with them"
@@ -37,23 +37,29 @@ def why_no_replay(info: SiteInfo) -> str | None:
 
 @dataclass(eq=False)
 class _Way:
-    """What was found of one site's way from stream to query."""
+    """The way from stream to query at one site, as far as it is known.
+
+    Attributes:
+        reason: why the queries cannot be replayed; None if they can, or before the first try.
+        checked: whether a replay was tried.
+        whole, affine, linear: of the replay; see `Replay`.
+    """
 
     reason: str | None
     checked: bool = False
     whole: bool = False
-    affine: AffineQuery | None = None
+    affine: AffineMap | None = None
     linear: nn.Linear | None = None
 
 
 class Replays:
-    """Makes replays of steps, and says why there are none."""
+    """Makes replays of steps, or says why they cannot be made."""
 
     def __init__(self, sites: Sequence[SiteInfo], *, keep: bool = True) -> None:
-        """Know of each site what its first call has shown.
+        """Start with what each site's first call has shown.
 
         Args:
-            keep: what is found of a site serves its later steps. It has a part of the site's weights.
+            keep: whether the way that is found at a site serves its later steps. It may hold a copy of the site's weights.
         """
         self._keep = keep
         self._ways = {info.site.name: _Way(why_no_replay(info)) for info in sites}
@@ -61,7 +67,7 @@ class Replays:
     def of(self, capture: Capture, item: Step, positions: Int[Tensor, " S"]) -> Replay | str:
         """The queries of one row's step as functions of the stream; or one sentence that says why they cannot be replayed.
 
-        The first replay of a site has to reproduce the module's queries: on part of the sequence or, more slowly, on all.
+        The first replay of a site must reproduce the module's queries: on part of the sequence or, more slowly, on all of it.
         """
         assert item.read is not None
         way = self._ways[item.read.call.site.name]
@@ -72,12 +78,14 @@ class Replays:
             return replay
         way.checked = self._keep
         reason = replay.why_not(positions)
-        if reason is not None and replace(replay, whole=True).why_not(positions) is None:
-            reason, replay = None, replace(replay, whole=True)
         if reason is not None:
-            way.reason = reason
-            return reason
+            replay = replace(replay, whole=True)
+            if replay.why_not(positions) is not None:
+                way.reason = reason
+                return reason
         replay = replace(replay, affine=replay.query_map(positions)).in_two_parts(positions)
         if self._keep:
-            way.whole, way.affine, way.linear = replay.whole, replay.affine, replay.linear
+            way.whole = replay.whole
+            way.affine = replay.affine
+            way.linear = replay.linear
         return replay

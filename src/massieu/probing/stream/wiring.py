@@ -1,9 +1,9 @@
 """Find the residual stream of a model by watching one forward pass, and report every step along it.
 
-No architecture is named here. The stream enters the first block of a stack; an addition with one operand on the stream
-is a residual step, its other operand the update; a norm module fed by the stream is a normalisation step. What fired
-between two additions says whether the update came from attention or from the feed-forward part. Only the last few
-stream tensors are held, so the memory of a trace does not grow with depth.
+No architecture is named here. The stream enters the first block of a stack. An addition with one operand on the stream is a
+residual step, and its other operand the update. A norm module fed by the stream is a normalisation step. Whether attention
+was computed between two additions tells if the update came from it or from the feed-forward part. Only the last few stream
+tensors are held, so the memory of a trace does not grow with depth.
 """
 
 import inspect
@@ -27,8 +27,15 @@ from massieu.storage.record import Sublayer
 _ADD_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, *_ADD_IN_PLACE}
 _MATMUL = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
-_OF_MULTI_HEAD = inspect.signature(torch.nn.functional.multi_head_attention_forward)
-_HELD = 6  # stream tensors, norm outputs and projections remembered at a time
+_MULTI_HEAD_SIGNATURE = inspect.signature(torch.nn.functional.multi_head_attention_forward)
+_ATTENTION_LABELS = {
+    "attention": "attention",
+    "cross_attention": "cross-attention",
+    "attention_and_feed_forward": "attention and feed-forward",
+}
+"""By the kind of a sublayer, the last word of its name."""
+_MOST_REMEMBERED = 6
+"""Stream tensors, norm outputs and projections that are each remembered at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,19 +43,19 @@ class AttentionRead:
     """How an attention module read the stream, and how its result is written back.
 
     Attributes:
-        state: what the attention module was given.
+        state: the attention module's input.
         residual: the stream where it was read (before ``norm``); None when the module reads something that is neither
             the stream nor a norm of it (windows cut out of an image, say).
         norm: the norm module between stream and attention module; None when the module reads the stream itself.
-        arguments, keywords: what the attention module's forward was called with.
+        arguments, keywords: of the call of the attention module's forward.
         projection: weight (D, H·Dv) of the output projection; None when none was seen.
         bias: bias of the output projection.
         update: result of the output projection, bias included.
-        tokens_first: the module is given and gives (L, B, D), so that arguments and keywords hold the tokens that way round.
-        along_heads: the module is given a tensor as scores are where batch and heads are one dimension (BLOOM's bias by
-            position). It is told by the number of items, which item by item can no longer be seen.
-        writes_linearly: the projection's result enters the stream as it is (no norm, gate or scale in between), so
-            that it is the sum of what each head writes.
+        tokens_first: the module's inputs and outputs are (L, B, D), and so are the tensors in arguments and keywords.
+        along_heads: an argument has the shape of scores whose batch and heads are one dimension (BLOOM's bias by position).
+            The size of the batch shows that; once a single item is picked, it could no longer be seen.
+        writes_linearly: the projection's result enters the stream unchanged (no norm, gate or scale in between), so that it
+            is the sum of the heads' writes.
     """
 
     call: AttentionCall
@@ -66,28 +73,31 @@ class AttentionRead:
 
     def item(self, row: int) -> "AttentionRead":
         """The same read for one item of the batch."""
-        batch, part = self.state.shape[0], slice(row, row + 1)
+        batch = self.state.shape[0]
+        rows = slice(row, row + 1)
 
         def pick(value: Tensor) -> Tensor:
             if self.has_heads(value):
                 return value.unflatten(0, (batch, -1))[row]
-            value = self.turned(value)
-            return self.turned(value[part] if along_batch(value, batch) else value)
+            value = self.batch_first(value)
+            return self.batch_first(value[rows] if along_batch(value, batch) else value)
 
-        parts: dict[str, Any] = {
-            n: mapped(getattr(self, n), lambda v: v[part]) for n in ("state", "residual", "update")
-        }
-        parts["arguments"] = mapped(self.arguments, pick)
-        keywords = {name: mapped(value, pick) for name, value in self.keywords.items()}
-        call = self.call.rows(part) if self.call.query.shape[0] == batch else self.call
-        return replace(self, call=call, keywords=keywords, **parts)
+        return replace(
+            self,
+            call=self.call.rows(rows) if self.call.query.shape[0] == batch else self.call,
+            state=self.state[rows],
+            residual=None if self.residual is None else self.residual[rows],
+            update=None if self.update is None else self.update[rows],
+            arguments=mapped(self.arguments, pick),
+            keywords={name: mapped(value, pick) for name, value in self.keywords.items()},
+        )
 
     def has_heads(self, value: Tensor) -> bool:
-        """Whether a tensor's first dimension is that of each item's heads."""
+        """Whether a tensor's first dimension runs over the heads of every item."""
         return self.along_heads and _has_heads(self.call, value)
 
-    def turned(self, value: Tensor) -> Tensor:
-        """From the way round that the module has its tokens to (B, L, D), and back."""
+    def batch_first(self, value: Tensor) -> Tensor:
+        """Swap the batch and token dimensions for modules that put tokens first; a second call swaps them back."""
         return value.transpose(0, 1) if self.tokens_first and value.dim() == 3 else value
 
 
@@ -109,24 +119,34 @@ class Step:
 
 
 def along_batch(value: Tensor, batch: int) -> bool:
-    """Whether a tensor has a row for each item of the batch; a table of numbers by position has two dimensions too."""
-    rows = value.dim() > 2 or (value.dim() == 2 and not (value.is_floating_point() or value.is_complex()))
-    return rows and value.shape[0] == batch
+    """Whether a tensor has a row for each item of the batch."""
+    # A floating-point matrix is taken for a table by position, such as rotary angles, even if it has as many rows.
+    may_have_rows = value.dim() > 2 or (value.dim() == 2 and not (value.is_floating_point() or value.is_complex()))
+    return may_have_rows and value.shape[0] == batch
 
 
 def _has_heads(call: AttentionCall, value: Tensor) -> bool:
-    """Whether a tensor is as scores are where batch and heads are one dimension: (batch · heads, 1 or L, L)."""
+    """Whether a tensor has the shape of scores whose batch and heads are one dimension: (batch · heads, 1 or L, L)."""
     batch, heads, length = call.query.shape[:3]
     if call.key.shape[2] != length or heads == 1 or value.dim() != 3:
         return False
     return value.shape[0] == batch * heads and value.shape[1] in (1, length) and value.shape[2] == length
 
 
+@dataclass(frozen=True, eq=False)
+class _Norm:
+    """A call of a norm module with the stream. It holds both tensors, so that no other takes their places in memory."""
+
+    module: nn.Module
+    source: Tensor
+    output: Tensor
+
+
 class StreamTracer(TorchFunctionMode):
     """Watches a forward pass and calls ``observer`` with a `Step` for each residual addition and each norm on the way.
 
-    The observer runs in the middle of the forward pass and may call modules of the model again; what it does is not
-    traced. `attention` is to be called with every `AttentionCall`.
+    The observer runs in the middle of the forward pass and may call modules of the model again; that is not traced.
+    Whoever uses the tracer must call `attention` with every `AttentionCall`.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[SiteInfo], observer: Callable[[Step], None]) -> None:
@@ -142,20 +162,20 @@ class StreamTracer(TorchFunctionMode):
 
     def start_forward(self) -> None:
         """Forget the previous forward pass; sublayers found so far keep their names and numbers."""
-        self._position = 0
-        self._block: SiteInfo | None = None
-        self._pending: AttentionRead | None = None
+        self._position = 0  # index of the next sublayer
+        self._block: SiteInfo | None = None  # the latest attention site
+        self._pending: AttentionRead | None = None  # its read, until its result is added to the stream
         self._stream: OrderedDict[Place, Tensor] = OrderedDict()
-        self._normed: OrderedDict[Place, tuple[nn.Module, Tensor, Tensor]] = OrderedDict()
-        self._carriers: OrderedDict[Place, Tensor] = OrderedDict()
-        self._mixed: set[Place] = set()
-        self._called: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._normed: OrderedDict[Place, _Norm] = OrderedDict()  # by the place of the output
+        self._carriers: OrderedDict[Place, Tensor] = OrderedDict()  # the projection's result, and sums with it
+        self._mixed: set[Place] = set()  # carriers that hold another update too
+        self._called: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # attention modules that are running
 
     @contextmanager
     def watching(self) -> Iterator["StreamTracer"]:
         """Install the hooks and the function mode for the duration of a block."""
         attention_modules = {self.model.get_submodule(site.module_name) for site in self.sites}
-        blocks = {each for name in self._blocks for each in _called(self.model.get_submodule(name))}
+        blocks = {module for name in self._blocks for module in _called_modules(self.model.get_submodule(name))}
         norms = [module for module in self._names if "Norm" in type(module).__name__]
         with (
             hooked(attention_modules, before=self._before_attention, after=self._after_attention),
@@ -185,7 +205,7 @@ class StreamTracer(TorchFunctionMode):
             self._called.pop(module, None)
 
     def _after_packed(self, module: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any], output: Any) -> None:
-        """A kernel of few bits may be none of PyTorch's functions, so that the function mode does not see it."""
+        """Project by a packed weight, whose kernel may be none of PyTorch's functions, so that the mode does not see it."""
         read = self._pending
         if self._paused or read is None or read.projection is not None or not arguments:
             return
@@ -202,50 +222,59 @@ class StreamTracer(TorchFunctionMode):
             return
         if memory(source) not in self._stream:
             return
-        _remember(self._normed, output, (module, source, output))
+        _remember(self._normed, output, _Norm(module, source, output))
         # Whether the stream continues behind this norm (post-norm wiring) is known when something is added to it.
-        name, block = self._names[module], self._block
-        around = [info for info in self.sites.values() if inside(name, info.block)]
-        if block is not None and inside(
-            name, block.block
-        ):  # of a block that is called several times, this call's layer
-            layer = block.layer
+        name = self._names[module]
+        block = self._block
+        sites_around = [info for info in self.sites.values() if inside(name, info.block)]
+        if block is not None and inside(name, block.block):
+            layer = block.layer  # a block that is called several times has several layers: this call's
         else:
-            layer = around[0].layer if around else None
+            layer = sites_around[0].layer if sites_around else None
         # Outside every block the stream is that of the latest attention.
-        of = around[0] if around else block
-        self._report("norm", name, of, layer, source, output, None)
+        info = sites_around[0] if sites_around else block
+        self._report("norm", name, info, layer, source, output, None)
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
-        """What runs inside is not traced and costs no tracing."""
-        paused, self._paused = self._paused, True
+        """Inside, nothing is traced, and nothing costs tracing."""
+        paused_before = self._paused
+        self._paused = True
         try:
             with torch._C.DisableTorchFunction():
                 yield
         finally:
-            self._paused = paused
+            self._paused = paused_before
 
     def attention(self, call: AttentionCall) -> None:
-        """Tell the tracer that an attention site has just computed."""
+        """Tell the tracer that an attention site has just been computed."""
         self._block = self.sites[call.site]
         arguments, keywords = self._called.get(call.module, ((), {}))
         state = hidden_state(arguments, keywords)
         if state is None:
             self._pending = None
             return
-        key = memory(state) or (0, 0)
-        norm, residual, _ = self._normed.get(key, (None, state, None))
-        known = norm is not None or key in self._stream
         self._carriers.clear()
         self._mixed.clear()
-        turn = self._turn(self._block)
-        residual = turn(residual) if known else None
-        turned = bool(self._block.tokens_first)
+        place = memory(state) or (0, 0)
+        norm = self._normed.get(place)
+        if norm is not None:
+            residual = norm.source
+        else:
+            residual = state if place in self._stream else None
+        batch_first = self._batch_first(self._block)
+        tokens_first = bool(self._block.tokens_first)
         values = (*arguments, *keywords.values())
-        with_heads = not turned and any(isinstance(value, Tensor) and _has_heads(call, value) for value in values)
         self._pending = AttentionRead(
-            *(call, turn(state), residual, norm, arguments, keywords), tokens_first=turned, along_heads=with_heads
+            call=call,
+            state=batch_first(state),
+            residual=None if residual is None else batch_first(residual),
+            norm=None if norm is None else norm.module,
+            arguments=arguments,
+            keywords=keywords,
+            tokens_first=tokens_first,
+            along_heads=not tokens_first
+            and any(isinstance(value, Tensor) and _has_heads(call, value) for value in values),
         )
 
     # What the function mode sees -----------------------------------------------------------------------------------
@@ -259,56 +288,67 @@ class StreamTracer(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self._pending is not None and self._pending.projection is None:
             if func is torch.nn.functional.linear:
-                given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-                self._project(given["input"], given["weight"], given.get("bias"), result)
+                inputs = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+                self._project(inputs["input"], inputs["weight"], inputs.get("bias"), result)
             elif func is torch.addmm:  # Conv1D of the GPT-2 family: addmm(bias, input, weight)
                 self._project(args[1], plain(args[2]).mT, args[0], result)
             elif func in _MATMUL and args[1].dim() == 2:
                 self._project(args[0], plain(args[1]).mT, None, result)
             elif func is torch.nn.functional.multi_head_attention_forward:  # projects inside, tokens first
-                given = _OF_MULTI_HEAD.bind(*args, **kwargs).arguments
-                written = result[0] if result[0].dim() == 3 else result[0][:, None]
-                self._written(given["out_proj_weight"], given["out_proj_bias"], result[0], written.transpose(0, 1))
+                inputs = _MULTI_HEAD_SIGNATURE.bind(*args, **kwargs).arguments
+                output = result[0] if result[0].dim() == 3 else result[0][:, None]
+                self._set_projection(
+                    inputs["out_proj_weight"], inputs["out_proj_bias"], result[0], output.transpose(0, 1)
+                )
         return result
 
     def _project(self, source: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
+        """Take ``result`` for the output projection, if its source is the attention's output."""
         read = self._pending
         if read is None or not _is_output(source, read):
             return
-        shape = (*read.turned(read.state).shape[:-1], weight.shape[0])
-        update = read.turned(result.view(shape)) if result.numel() == weight.shape[0] * shape[0] * shape[1] else None
-        self._written(weight, bias, result, update)
+        shape = (*read.batch_first(read.state).shape[:-1], weight.shape[0])
+        update = None
+        if result.numel() == weight.shape[0] * shape[0] * shape[1]:
+            update = read.batch_first(result.view(shape))
+        self._set_projection(weight, bias, result, update)
 
-    def _written(self, weight: Tensor, bias: Tensor | None, result: Tensor, update: Tensor | None) -> None:
+    def _set_projection(self, weight: Tensor, bias: Tensor | None, result: Tensor, update: Tensor | None) -> None:
         assert self._pending is not None
         self._pending = replace(self._pending, projection=plain(weight), bias=bias, update=update)
         _remember(self._carriers, result, result)
 
     def _add(self, func: Any, args: Any, kwargs: Any) -> Any:
-        operands = [memory(a) for a in args[:2]]
-        on_stream = [k is not None and (k in self._stream or k in self._normed) for k in operands]
+        """An addition: a residual step, if one of its operands alone is on the stream."""
+        operands = [memory(operand) for operand in args[:2]]
+        on_stream = [place is not None and (place in self._stream or place in self._normed) for place in operands]
         if kwargs.get("alpha", 1) != 1 or len(operands) < 2 or sum(on_stream) != 1:
             result = func(*args, **kwargs)
-            if any(k in self._carriers for k in operands) and isinstance(result, Tensor):
-                _remember(self._carriers, result, result)
-                bias, read = args[0] if operands[1] in self._carriers else args[1], self._pending
-                if read is not None and read.bias is None and bias.dim() == 1 and result.dim() == 3:
-                    self._pending = replace(read, bias=bias, update=read.turned(result))
-                else:
-                    self._mixed.add(memory(result) or (0, 0))
+            if any(place in self._carriers for place in operands) and isinstance(result, Tensor):
+                self._add_to_carrier(args[0] if operands[1] in self._carriers else args[1], result)
             return result
         before, update = (args[0], args[1]) if on_stream[0] else (args[1], args[0])
         if not isinstance(update, Tensor) or update.shape != before.shape:
             return func(*args, **kwargs)
-        carried = memory(update)
-        if func in _ADD_IN_PLACE:
-            before, update = before.clone(), update.clone()
+        update_place = memory(update)
+        if func in _ADD_IN_PLACE:  # which overwrites the stream
+            before = before.clone()
         result = func(*args, **kwargs)
         _remember(self._stream, result, result)
-        self._residual_step(before, result, carried)
+        self._residual_step(before, result, update_place)
         return result
 
-    def _residual_step(self, before: Tensor, after: Tensor, carried: Place | None) -> None:
+    def _add_to_carrier(self, addend: Tensor, result: Tensor) -> None:
+        """Something was added to the projection's result on its way to the stream: its bias, or another update."""
+        _remember(self._carriers, result, result)
+        read = self._pending
+        if read is not None and read.bias is None and addend.dim() == 1 and result.dim() == 3:
+            self._pending = replace(read, bias=addend, update=read.batch_first(result))
+        else:
+            self._mixed.add(memory(result) or (0, 0))
+
+    def _residual_step(self, before: Tensor, after: Tensor, update_place: Place | None) -> None:
+        """Report the addition of the update at a place in memory."""
         read = self._pending
         self._pending = None
         block = self._block
@@ -320,18 +360,22 @@ class StreamTracer(TorchFunctionMode):
             self._report("feed_forward", name, block, block.layer, before, after, None)
             return
         if memory(before) == memory(read.state):  # post-norm wiring: what the module read is the stream itself
-            read = replace(read, residual=read.turned(before), norm=None)
-        kind, label = ("cross_attention", "cross-attention") if block.kind == "cross" else ("attention", "attention")
-        if carried in self._mixed:
-            kind, label = "attention_and_feed_forward", "attention and feed-forward"
-        read = replace(read, writes_linearly=carried in self._carriers)
+            read = replace(read, residual=read.batch_first(before), norm=None)
+        if update_place in self._mixed:
+            kind = "attention_and_feed_forward"
+        else:
+            kind = "cross_attention" if block.kind == "cross" else "attention"
+        read = replace(read, writes_linearly=update_place in self._carriers)
         ordinal = f" (call {block.site.ordinal + 1})" if block.site.ordinal else ""
-        self._report(kind, f"{block.block}{ordinal} {label}", block, block.layer, before, after, read)
+        name = f"{block.block}{ordinal} {_ATTENTION_LABELS[kind]}"
+        self._report(kind, name, block, block.layer, before, after, read)
 
-    def _turn(self, info: SiteInfo | None) -> Callable[[Tensor], Tensor]:
-        """From the way round that tokens are at a site, or else at the first one, to (B, L, D)."""
+    def _batch_first(self, info: SiteInfo | None) -> Callable[[Tensor], Tensor]:
+        """Swaps the batch and token dimensions, if tokens come first at this site, or else at the first one."""
         info = next(iter(self.sites.values())) if info is None else info
-        return (lambda value: value.transpose(0, 1)) if info.tokens_first else (lambda value: value)
+        if info.tokens_first:
+            return lambda value: value.transpose(0, 1)
+        return lambda value: value
 
     def _report(
         self,
@@ -343,22 +387,30 @@ class StreamTracer(TorchFunctionMode):
         after: Tensor,
         read: AttentionRead | None,
     ) -> None:
-        """Give the observer a step near a site."""
-        name, turn = name.strip(), self._turn(info)
+        """Call the observer with a step; the first forward pass names it, and later ones find it by its position.
+
+        Args:
+            info: the site near the step.
+        """
+        name = name.strip()
         if self._position == len(self.sublayers):
-            taken = sum(s.name == name or s.name.startswith(f"{name} (call ") for s in self.sublayers)
-            unique = name if not taken else f"{name} (call {taken + 1})"
+            same = sum(
+                sublayer.name == name or sublayer.name.startswith(f"{name} (call ") for sublayer in self.sublayers
+            )
+            unique = name if not same else f"{name} (call {same + 1})"
             self.sublayers.append(Sublayer(self._position, unique, kind, layer))
         sublayer = self.sublayers[self._position]
         self._position += 1
+        batch_first = self._batch_first(info)
+        in_decoder = info is not None and info.in_decoder
         with self.unobserved():
-            self.observer(Step(sublayer, turn(before), turn(after), read, info is not None and info.in_decoder))
+            self.observer(Step(sublayer, batch_first(before), batch_first(after), read, in_decoder))
 
 
 def _is_output(source: Tensor, read: AttentionRead) -> bool:
-    """Whether what is projected is the attention's output with its heads side by side.
+    """Whether a projection's source is the attention's output with its heads side by side.
 
-    Our own functions tell of an output before its heads are merged, which copies it: then the numbers are compared.
+    This package's own functions report an output before its heads are merged, which copies it: then numbers are compared.
     """
     output = read.call.output
     if memory(source) == memory(output):
@@ -366,24 +418,24 @@ def _is_output(source: Tensor, read: AttentionRead) -> bool:
     if read.call.route != "ops" or source.numel() != output.numel() or source.dtype != output.dtype:
         return False
     merged = output.flatten(2)
-    return any(torch.equal(source, each.reshape(source.shape)) for each in (merged, merged.transpose(0, 1)))
+    return any(torch.equal(source, output.reshape(source.shape)) for output in (merged, merged.transpose(0, 1)))
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """A module that is called; of a list, which is not, what is in it."""
+def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself; for a list or dictionary, which is never called, the modules in it."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         yield module
         return
     for child in module.children():
-        yield from _called(child)
+        yield from _called_modules(child)
 
 
 def _remember(store: OrderedDict[Place, Any], tensor: Tensor, value: Any) -> None:
-    """Hold ``value`` under the tensor's identity; holding it keeps its memory from being reused while it is known."""
-    key = memory(tensor)
-    if key is None:
+    """Hold ``value`` under the tensor's place in memory. The value holds the tensor, so that the place is not used again."""
+    place = memory(tensor)
+    if place is None:
         return
-    store.pop(key, None)
-    store[key] = value
-    while len(store) > _HELD:
+    store.pop(place, None)
+    store[place] = value
+    while len(store) > _MOST_REMEMBERED:
         store.popitem(last=False)

@@ -171,7 +171,7 @@ def test_the_response_of_linear_layers_is_the_one_in_closed_form(causal):
     found = response_file.responses(made, sites_of(made, inputs), inputs, torch.Generator().manual_seed(3))
     drawn = torch.Generator().manual_seed(3)
     able = [i for i in range(24) if (weights[i] > 0).sum() > response_file.FEWEST]
-    asked = [able[int(n)] for n in torch.randperm(len(able), generator=drawn)[: response_file.ASKED]]
+    asked = [able[int(n)] for n in torch.randperm(len(able), generator=drawn)[: response_file.RESPONDING_TOKENS]]
     expected = np.zeros((3, 5))
     coupling = weights - np.diag(np.diag(weights))
     collective = np.linalg.inv(np.eye(24) - coupling)

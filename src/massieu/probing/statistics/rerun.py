@@ -1,4 +1,4 @@
-"""Groups for which some sampled windows are run again: in another order of their tokens, or with gradients."""
+"""Groups for which some sampled windows are run again, alone: in another order of their tokens, or with gradients."""
 
 import inspect
 from abc import abstractmethod
@@ -17,23 +17,26 @@ from massieu.probing.statistics.layer_groups import SublayerGroup
 from massieu.probing.stream.wiring import Step, StreamTracer
 
 FEWEST = 8
-"""Tokens that can change their places, or that a token must see beside itself."""
+"""Tokens that must be able to change their places, or that a token must see besides itself."""
 PURPOSE = 300_000
-"""Of random numbers."""
+"""Of the random numbers."""
 Sums = tuple[Float[Tensor, "statistics 2"], Float[Tensor, "statistics 2"]]
 """Totals and what they are divided by, of the model and of the control."""
 
 
 class UnsuitableInputsError(Exception):
-    """The question does not fit these inputs or this model, for the reason that it holds."""
+    """The group's question does not fit these inputs or this model; the message says why."""
 
 
-class AgainGroup(SublayerGroup):
-    """A group for which the first sampled windows are run again."""
+class RerunGroup(SublayerGroup):
+    """A group for which the first sampled windows are run again.
+
+    Attributes:
+        windows: how many of them.
+    """
 
     events = frozenset({Event.WINDOWS})
     windows: ClassVar[int]
-    """How many of them."""
     _unsuitable: str | None = None
 
     @abstractmethod
@@ -45,7 +48,7 @@ class AgainGroup(SublayerGroup):
             drawn: random numbers that belong to the window.
 
         Raises:
-            UnsuitableInputsError: the question does not fit.
+            UnsuitableInputsError: the group's question does not fit them.
         """
 
     def on_window(self, window: SampledWindow) -> None:
@@ -53,27 +56,33 @@ class AgainGroup(SublayerGroup):
         if window.number is not None and window.number >= self.windows:
             return
         try:
-            found = self.measured(window.alone(), window.drawn(PURPOSE))
+            sums = self.measured(window.alone(), window.drawn(PURPOSE))
         except UnsuitableInputsError as reason:
             self._unsuitable = str(reason)
             return
-        for index, (total, count) in found.items():
+        for index, (total, count) in sums.items():
             self.means.add(index, total, count, window.number)
 
-    def nothing(self) -> str:
-        """Why the last window that did not fit gave no numbers."""
-        return self._unsuitable or super().nothing()
+    def why_no_numbers(self) -> str:
+        """Why the last unsuitable window gave no numbers; if none was, the usual reason."""
+        return self._unsuitable or super().why_no_numbers()
 
 
-def real_alone(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """One text without its padding, and with a mask of ones: without one, numbers of positions may be read as documents."""
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+def without_padding(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of one text without its padding, and with a mask of ones if the model takes masks.
+
+    Without a mask, a model may take position numbers that start again for the beginning of another document.
+    """
+    ids = inputs.get("input_ids")
+    mask = inputs.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or "pixel_values" in inputs:
         return inputs
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         real = mask[0].bool()
-        along = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.shape == ids.shape}
-        return {k: v[:, real] if k in along else v for k, v in inputs.items()}
+        return {
+            name: value[:, real] if isinstance(value, Tensor) and value.shape == ids.shape else value
+            for name, value in inputs.items()
+        }
     if mask is None and "attention_mask" in inspect.signature(model.forward).parameters:
         return inputs | {"attention_mask": torch.ones_like(ids)}
     return inputs
@@ -81,6 +90,7 @@ def real_alone(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def watching(model: nn.Module, sites: Sequence[SiteInfo], observer: Callable[[Step], None]) -> Iterator[None]:
+    """Call ``observer`` with every step of the stream of what runs inside."""
     tracer = StreamTracer(model, list(sites), observer)
     with capturing(model, tracer.attention), tracer.watching():
         yield
