@@ -88,8 +88,8 @@ def monitor(content: Json) -> str:
         if row["time_bar"] is not None and "hundredth" in row["name"]
     ]
     return (
-        f"{comparisons.section(content)}\nCalled every hundred steps, the monitor adds this share to a training step: "
-        f"{'; '.join(shares)}.\n"
+        f"{comparisons.section(content)}\nCalled every hundred steps, the monitor adds this share to a training step:\n\n"
+        + "".join(f"* {share}\n" for share in shares)
     )
 
 
