@@ -30,7 +30,7 @@ def experiment(
         str | None, option("MODEL", "wind-tunnel only: compare a language model with exact laws on prompts.")
     ] = None,
 ) -> None:
-    """Train small models on tasks whose optimal prediction is known, and test a hypothesis about them."""
+    """Train small models whose best prediction is known; test it."""
     chosen = None if seeds is None else seeds_in(seeds)
     if sum((tune, large, model is not None)) > 1:
         raise InputError("--tune, --large and --model exclude each other; give at most one")
