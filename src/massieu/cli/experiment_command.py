@@ -20,7 +20,9 @@ def experiment(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of an experiment, or 'list' for all of them.")],
     quick: Annotated[bool, option(None, "Small sizes and one seed, as a trial; gives no verdict.", "--quick")] = False,
     seeds: Annotated[str | None, option("LIST", "Random seeds [5,6,7,8,9]; settings were chosen on 0 to 4.")] = None,
-    out: Annotated[Path | None, option("DIR", "Folder for NAME.json and NAME.html [massieu-experiments].")] = None,
+    out: Annotated[
+        Path | None, option("DIR", "Folder for NAME.json and NAME.html. [default: massieu-experiments]")
+    ] = None,
     resume: Annotated[bool, option(None, "Continue: keep the seeds that are stored in DIR.", "--resume")] = False,
     tune: Annotated[
         bool, option(None, "Show the validation losses used to choose the settings (seed 0), then stop.", "--tune")
