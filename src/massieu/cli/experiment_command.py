@@ -19,7 +19,9 @@ def experiment(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of an experiment, or 'list' for all of them.")],
     quick: Annotated[bool, option(None, "Small sizes and one seed, as a trial; gives no verdict.", "--quick")] = False,
-    seeds: Annotated[str | None, option("LIST", "Random seeds [5,6,7,8,9]; settings were chosen on 0 to 4.")] = None,
+    seeds: Annotated[
+        str | None, option("LIST", "Random seeds; settings were chosen on 0 to 4. [default: 5,6,7,8,9]")
+    ] = None,
     out: Annotated[
         Path | None, option("DIR", "Folder for NAME.json and NAME.html. [default: massieu-experiments]")
     ] = None,
