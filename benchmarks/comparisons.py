@@ -17,15 +17,15 @@ def section(content: Json) -> str:
         of = next(row for row in rows if row["name"] == f"moments and output, L = {found['length']}, blocks")
         share = ratio(found["total"] / of["reference_seconds"])
         parts.append(
-            f"The least time of the eager moments at L = {found['length']:,}: their {sum(found['times'].values())} operations "
-            f"on a tile, each timed alone on a tile in the cache, add up to {duration(found['total'])} for all tiles. That is "
-            f"{share} of fused attention. Run together they take {duration(of['seconds'])}.\n"
+            f"The least time of the eager moments at L = {found['length']:,}: {sum(found['times'].values())} operations on a "
+            f"tile. If each is timed alone on a tile in the cache, they add up to {duration(found['total'])} over all tiles, "
+            f"{share} times the time of fused attention. Run together they take {duration(of['seconds'])}.\n"
         )
     if "flex_attention" in content:
         answers = content["flex_attention"]
         parts.append(
-            "On a CPU, compiled FlexAttention returns only the output. If asked for the log-sum-exp, it raises: "
-            f"“{answers['log-sum-exp']}”. If asked for a gradient: “{answers['backward']}”.\n"
+            "On a CPU, compiled FlexAttention returns only the output. A request for the log-sum-exp raises: "
+            f"“{answers['log-sum-exp']}”. A request for a gradient raises: “{answers['backward']}”.\n"
         )
     if "matrix" in content:
         parts.append(_extrapolated(content["matrix"], rows))
@@ -75,11 +75,11 @@ def _limits(row: Json) -> list[tuple[str, float, float]]:
 def _miss(row: Json) -> str:
     """By how much a bar is missed, what the count says, and why."""
     over = [
-        f"{kind} {high:.3g} at the upper end against {bar:g}, {100 * (high / bar - 1):.1f} % over"
+        f"{kind} ratio up to {high:.3g}, {100 * (high / bar - 1):.1f} % above the bar of {bar:g}"
         for kind, high, bar in _limits(row)
         if high > bar
     ]
-    line = f"* **{row['name']}**, beside {row['reference']}: {'; '.join(over)}."
+    line = f"* **{row['name']}**, compared with {row['reference']}: {'; '.join(over)}."
     if row.get("counted_seconds") is not None:
         share = ratio(row["counted_seconds"] / row["reference_seconds"])
         line += f" The count is {duration(row['counted_seconds'])}, {share} of the reference's time."
@@ -98,7 +98,7 @@ def _counts(rows: list[Json], rates: Json) -> str:
         if row["counted_seconds"] is not None
     ]
     return (
-        f"One thread reached these rates in this run: {rates['flops'] / 1e9:.0f} GFlop/s in products of 2,048 × 2,048 "
+        f"Peak rates of one thread, measured in this run: {rates['flops'] / 1e9:.0f} GFlop/s in products of 2,048 × 2,048 "
         "matrices, "
         f"{rates['exponentials'] / 1e9:.1f}·10⁹ exponentials per second, {rates['memory_bytes'] / 1e9:.1f} GB/s from memory, "
         f"{rates['cache_bytes'] / 1e9:.0f} GB/s from the second-level cache.\n\n"
@@ -114,10 +114,10 @@ def _extrapolated(matrix: Json, rows: list[Json]) -> str:
     early, late = time["extrapolated_interval"]
     sizes = ", ".join(f"{size:,.0f}" for size in peak["sizes"])
     return (
-        f"**{matrix['pairs']:,} pairs.** Ours is measured: {duration(ours['seconds'])}, {memory(ours['mebibytes'])}. The whole "
-        f"score matrix is too large to run at this size. Its cost is extrapolated from {sizes} pairs, with 95 % intervals for "
-        f"a measurement: {peak['extrapolated'] / 1024:.3g} GiB [{low:.3g}, {high:.3g}] (exponent {exponent(peak)}) and "
-        f"{time['extrapolated']:.3g} s [{early:.3g}, {late:.3g}] (exponent {exponent(time)}). Ours takes "
-        f"{ratio(ours['mebibytes'] / peak['extrapolated'])} of the memory and "
+        f"**{matrix['pairs']:,} pairs.** Ours takes {duration(ours['seconds'])} and {memory(ours['mebibytes'])}, measured. The "
+        f"whole score matrix is too large to run at this size. Its cost is extrapolated from {sizes} pairs, with 95 % "
+        f"intervals for a measurement: {peak['extrapolated'] / 1024:.3g} GiB [{low:.3g}, {high:.3g}] "
+        f"(exponent {exponent(peak)}) and {time['extrapolated']:.3g} s [{early:.3g}, {late:.3g}] (exponent {exponent(time)}). "
+        f"Ours takes {ratio(ours['mebibytes'] / peak['extrapolated'])} of the memory and "
         f"{ratio(ours['seconds'] / time['extrapolated'])} of the time.\n"
     )

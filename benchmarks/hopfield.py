@@ -74,8 +74,8 @@ def _pooling(passes: int, length: float) -> Sides:
 
 
 MEMORY_BOUND = (
-    "four passes of fused attention, forward and backward, are what is counted; the way that holds all weights waits for "
-    "memory, whose speed decides on which side of the bar a machine lands"
+    "the count is four passes of fused attention, forward and backward; the reference, which stores all weights, is limited "
+    "by memory bandwidth, so that the result depends on the machine"
 )
 HELD, BOTH = "all weights held", "forward and backward"
 CASES = {

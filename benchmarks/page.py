@@ -52,7 +52,7 @@ MORE = {"scaling": "\nFor 10⁹ keys there is an [estimate](explanation/scaling.
 INTRODUCTION = """\
 # Benchmarks
 
-How fast massieu is and how much memory it takes, compared with PyTorch and other libraries on the same machine.
+Time and memory of massieu, compared with PyTorch and other libraries on the same machine.
 
 `python benchmarks/page.py` writes this page from the files in [`benchmarks/results/`](../benchmarks/results); do not edit
 it. Each section names the command that repeats its measurements. `make bench` runs all of them and writes this page.
@@ -60,17 +60,17 @@ it. Each section names the command that repeats its measurements. `make bench` r
 * **Time** is the CPU time of one thread, in float32 unless stated otherwise. In each row massieu and the reference take
   turns in one run. The ratio is the median time of massieu divided by the median time of the reference. Its
   95 % interval comes from resampling the rounds: three if the work takes many seconds, up to 41 if it takes milliseconds.
-* **Memory** is how much the resident memory of a fresh process grows while it does the work once, without the inputs.
-* **A bar** is a limit on a ratio, set for each row. It is met if the upper end of the interval is at or below it, in time
-  and in memory. The median alone does not count.
-* **The count** estimates the least time that our method can take. It adds up the steps that the method cannot avoid, each
-  at the rate that a thread reaches for this step alone. Counted are products, exponentials, and for eager tiles the bytes
-  that pass through the cache.
+* **Memory** is the growth of a fresh process's resident memory while it does the work once. Inputs are not included.
+* **A bar** is an upper limit on a ratio, set for each row. It is met if the upper end of the interval, not only the
+  median, is at or below it, in time and in memory.
+* **The count** estimates the least time that our method can take. It sums the unavoidable operations, each at the peak
+  rate that was measured for it alone. These are products, exponentials and, for eager tiles, the bytes that pass through
+  the cache.
 """
 NOT_MEASURED = """\
 ## CUDA: not measured
 
-No number on this page was measured on a GPU. `python benchmarks/on_cuda.py` measures there, and its rows then replace this
+No number on this page was measured on a GPU. `python benchmarks/on_cuda.py` measures on one, and its rows then replace this
 section. `massieu devices` checks results and times on your own machine.
 
 | work | compared with | bar of time | of memory |

@@ -27,10 +27,10 @@ def lengths(content: Json) -> str:
         ratios.append([row["name"], row["reference"], *shown])
     return "\n".join(
         [
-            f"{content['heads']} heads of size {content['size']}, with as many queries as keys. An exponent says how time or "
-            "peak memory grows with the length, by least squares in logarithms. Its 95 % interval includes the deviation "
-            "from a straight line. Every call has a fixed cost, which matters for short lengths and lowers the exponents of "
-            "time. —: not measured; the score matrix is left out where it would take most of a small machine's memory.\n",
+            f"{content['heads']} heads of size {content['size']}, with as many queries as keys. The exponent is the slope of "
+            "log time, or of log peak memory, on log length. Its 95 % interval includes the deviation from a straight line. "
+            "The fixed cost of a call matters at short lengths and lowers the exponents of time. —: not measured, because "
+            "the score matrix would take most of a small machine's memory.\n",
             "Time:\n\n" + table(["work", *heads, "exponent"], times),
             "Peak memory:\n\n" + table(["work", *heads, "exponent"], peaks),
             "Ratios of time:\n\n" + table(["work", "compared with", *heads], ratios),
@@ -47,10 +47,10 @@ def half_precision(content: Json) -> str:
     return "\n".join(
         [
             comparisons.section(content),
-            "How much of log Z's gradient arrives when the output's gradient is added to it (causal, "
+            "Which share of log Z's gradient is kept if it is computed together with the output's gradient (causal, "
             f"L = {shares[0]['length']:,}). The output's cotangent is standard normal, and log Z's is c times that. The "
-            "numbers are projections on the gradient in float64: "
-            f"the mean of {shares[0]['draws']} draws and its standard error.\n",
+            "share is the projection on the gradient in float64, and 1 if nothing is lost: "
+            f"mean of {shares[0]['draws']} draws with its standard error.\n",
             table(["precision", "c", "for the query", "for the key"], cells),
         ]
     )
@@ -88,8 +88,8 @@ def monitor(content: Json) -> str:
         if row["time_bar"] is not None and "hundredth" in row["name"]
     ]
     return (
-        f"{comparisons.section(content)}\nWith one call every hundred steps, the monitor adds this share of a training step: "
-        f"{'; '.join(shares)}.\n"
+        f"{comparisons.section(content)}\nCalled every hundred steps, the monitor adds this share to a training step:\n\n"
+        + "".join(f"* {share}\n" for share in shares)
     )
 
 
@@ -99,11 +99,11 @@ DETECTORS = ("massieu.Monitor", "gradient norm", "loss spike", "Spectral Alignme
 
 def alarms(content: Json) -> str:
     return (
-        f"{alarm_table(content)}\nIn the first row: healthy runs in which a detector rang. In the others: in how many of the "
-        "hurt runs it was early, and its median lead in steps over the runs in which both it and the loss's own rule rang. "
-        "Early is before the loss has risen by 0.3 nats, or where the loss never rises so far. "
+        f"{alarm_table(content)}\nThe first row counts false alarms: healthy runs in which a detector rang. The others "
+        "count the damaged runs in which it rang early, that is, before the loss had risen by 0.3 nats, or although it never "
+        "rose so far. In brackets: the median lead in steps, over the runs in which both it and the loss's own rule rang. "
         "[Alarms](how-to/alarms.md#measured) says what was done.\n\n"
-        f"The same for each rule of the monitor alone:\n\n{alarm_table(content, rules=True)}"
+        f"The same for each rule of the monitor by itself:\n\n{alarm_table(content, rules=True)}"
     )
 
 
@@ -203,11 +203,11 @@ def _right(rows: list[Json]) -> str:
 
 
 def on_cuda(content: Json) -> str:
-    whole = "" if content["complete"] else " Some of the planned rows were not measured."
+    whole = "" if content["complete"] else " Some planned rows were not measured."
     beside = "compared with the fastest of PyTorch's own kernels or of the libraries"
     parts = [
-        f"On one {content['device']}, {beside}. Times are the device's, by CUDA events, where it is busy when a call "
-        f"comes.{whole}\n",
+        f"On one {content['device']}, {beside}. Times are measured on the device by CUDA events, while "
+        f"earlier calls keep it busy.{whole}\n",
         comparisons.compared(content["rows"]),
     ]
     if content["fixed"]:
@@ -220,19 +220,19 @@ def on_cuda(content: Json) -> str:
             for row in content["fixed"]
         ]
         parts += [
-            "What a call of 16 tokens takes of the host, which matters where the device would have nothing to do:\n",
+            "Time of the host for a call of 16 tokens, which matters only if the device would otherwise be idle:\n",
             table(["attention and log Z", "ours", "PyTorch's"], costs),
         ]
     if content["training"]:
         steps = [[row["name"], duration(row["seconds"]), ratio(row["steps"])] for row in content["training"]]
         parts += [
-            "Training the shape of GPT-2 small in bfloat16 autocast, 8 rows of 1,024 tokens, with `massieu.Monitor`:\n",
+            "Training a model of GPT-2 small's shape in bfloat16 autocast, 8 rows of 1,024 tokens, with `massieu.Monitor`:\n",
             table(["", "time", "beside a step"], steps),
         ]
     if content["probes"]:
         parts += [
-            "Probing the shape of GPT-2 small in float32, windows of 512 tokens, 8 a batch, beside forward passes of the "
-            "same windows:\n",
+            "Probing a model of GPT-2 small's shape in float32, 8 windows of 512 tokens a batch, compared with forward "
+            "passes of the same windows:\n",
             table(
                 ["probe", "windows", "time", "forward passes", "ratio"],
                 [
@@ -249,9 +249,10 @@ def on_cuda(content: Json) -> str:
         ]
     if content["accuracy"]:
         parts += [
-            "Errors relative to explicit matrices in float64: of output, log Z and gradients in the norm of all numbers, of "
-            "a moment the largest beside the largest. Each is the largest over the kinds of problem that the backend takes. "
-            "A bar is what roundings explain, for the output four of its dtype's.\n",
+            "Errors relative to explicit matrices in float64. For output, log Z and gradients it is the norm of the error over "
+            "the norm of the result; for a moment, the largest error over the largest value. Each is the worst over the "
+            "kinds of problem that the backend takes. A bar is what rounding explains: for the output, four roundings of "
+            "its dtype.\n",
             _right(content["accuracy"]),
         ]
     parts += [f"* Not measured: {name}: {reason}" for name, reason in content["lost"].items()]

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from massieu.foundation.numbers import counted
+
 Json = dict[str, Any]
 
 
@@ -45,7 +47,7 @@ def origin(name: str, content: Json) -> str:
         f"`python benchmarks/{name}.py`",
         content.get("date", "")[:10],
         machine.get("processor", ""),
-        f"{machine['threads']} thread",
+        counted(machine["threads"], "thread"),
         f"torch {machine['torch']}",
     ]
     return f"{', '.join(filter(None, facts))}; numbers in [`{name}.json`](../benchmarks/results/{name}.json).\n"

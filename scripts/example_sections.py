@@ -1,15 +1,26 @@
-"""An extension of griffe: our docstrings say `Example:` where it knows `Examples:`."""
+"""An extension of griffe: what our docstrings write otherwise than it, or Markdown, reads it."""
 
 import re
 from typing import Any
 
 import griffe
 
+_STAR = re.compile(r"(?<=[( ])\*(?=[a-z]+[,)])|(?<=[A-ZΩ])\*(?=\()")
+"""The star of a shape, `(*batch, d)`, or of a conjugate, `A*(mu)`: a pair of them is no emphasis."""
+_CODE = re.compile(r"(`[^`]+`|^ *(?:>>>|\.\.\.) .*$)", re.MULTILINE)
+
+
+def as_markdown(docstring: str) -> str:
+    """The section `Example:` under the name that griffe knows, and stars that Markdown would take for emphasis escaped."""
+    docstring = re.sub(r"^Example:$", "Examples:", docstring, flags=re.MULTILINE)
+    parts = _CODE.split(docstring)  # every second one is code
+    return "".join(part if place % 2 else _STAR.sub(r"\\*", part) for place, part in enumerate(parts))
+
 
 class ExampleSections(griffe.Extension):
-    """Makes the section `Example:` one of code and output."""
+    """Gives griffe every docstring `as_markdown`."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Read the section under the name that griffe knows."""
+        """Rewrite the docstring of an object that was read."""
         if obj.docstring:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = as_markdown(obj.docstring.value)

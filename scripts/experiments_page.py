@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+from massieu.foundation.numbers import counted
 from massieu.papers.experiments.run import RESULTS, load
 from massieu.papers.experiments.study import Study, experiments
 
@@ -26,6 +27,10 @@ def _plain(text: str) -> str:
     return re.sub(r"([*_|])", r"\\\1", text)
 
 
+def _minutes(seconds: float) -> str:
+    return counted(round(seconds / 60), "minute") if seconds >= 60 else "less than a minute"
+
+
 def section(study: Study) -> str:
     """One experiment: question, verdict, setting, thresholds."""
     asked, seeds = study.experiment, ", ".join(map(str, sorted(study.runs)))
@@ -43,7 +48,7 @@ def section(study: Study) -> str:
     made, table = study.made, _HEAD + "".join(rows)
     return (
         f"### `{asked.name}`: {study.verdict}\n\n{asked.question} ({asked.claims})\n\n{_plain(asked.setting)}\n\n{table}\n"
-        f"Seeds {seeds}; {sum(study.seconds.values()) / 60:.0f} minutes of one core, {made['date']}, torch {made['torch']}.\n\n"
+        f"Seeds {seeds}; {_minutes(sum(study.seconds.values()))} of one core, {made['date']}, torch {made['torch']}.\n\n"
     )
 
 

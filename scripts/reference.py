@@ -70,7 +70,15 @@ def reference_page(module: griffe.Module) -> str:
     for name, path in names.items():
         if path not in elsewhere:
             parts.append(f"::: {path}\n    options: {{ heading: {name}, toc_label: {name} }}")
+            parts.append(_source_link(path))
     return "\n\n".join(parts) + "\n"
+
+
+def _source_link(path: str) -> str:
+    """A link to the file in which a name is defined, as GitHub would follow it from the page; the site shows the file."""
+    definition = modules()[PACKAGE][path.removeprefix(f"{PACKAGE}.")]
+    file = Path(str(definition.filepath)).relative_to(ROOT).as_posix()
+    return f"[source](../../{file}), line {definition.lineno}"
 
 
 @cache

@@ -102,4 +102,6 @@ def _content(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
-    return f"# {path.relative_to(ROOT)}\n\n```{path.suffix[1:]}\n{text}```\n"
+    # The search would find every word of the code before the pages that explain it.
+    left_out = "---\nsearch:\n  exclude: true\n---\n\n" if path.is_relative_to(ROOT / "src") else ""
+    return f"{left_out}# {path.relative_to(ROOT)}\n\n```{path.suffix[1:]}\n{text}```\n"

@@ -245,7 +245,7 @@ def test_the_page_of_a_fixture():
     assert "`python benchmarks/ops.py`, 2030-01-02, Some processor, 1 thread, torch 9.9" in text
     assert "| work | peer | 1 s / 1 s | 1.00 [0.90, 1.10] | ≤ 1 |  |  |  | **missed** |" in text
     assert (
-        "* **work**, beside peer: time 1.1 at the upper end against 1, 10.0 % over. The count is 250 ms, 0.25 of the "
+        "* **work**, compared with peer: time ratio up to 1.1, 10.0 % above the bar of 1. The count is 250 ms, 0.25 of the "
         "reference's time. Why: of the weather." in text
     )
     assert "| work | 250 ms | 1 s | 4.00 |" in text
@@ -335,7 +335,7 @@ def test_an_interrupted_run_on_cuda_goes_on(few, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted: 1 of 4 cases are kept\n"
     kept = page.read(harness.RESULTS)["on_cuda"]
     assert (len(kept["rows"]), kept["complete"]) == (1, False)
-    assert "Some of the planned rows were not measured" in page.page({"on_cuda": kept})
+    assert "Some planned rows were not measured" in page.page({"on_cuda": kept})
     assert on_cuda._earlier(harness.RESULTS / "on_cuda.json", "another device") == {}
     assert on_cuda.measure(torch.device("cpu"), "some device", few, 0.0) == 0
     done = page.read(harness.RESULTS)["on_cuda"]
@@ -378,7 +378,7 @@ def test_the_page_says_what_is_extrapolated():
     content["ops"]["rows"].append(ours)
     content["ops"]["matrix"] = {"pairs": 8192, "mebibytes": power, "seconds": power}
     text = page.page(content)
-    assert "**8,192 pairs.** Ours is measured: 1 s, 64 MiB." in text
+    assert "**8,192 pairs.** Ours takes 1 s and 64 MiB, measured." in text
     assert "extrapolated from 1,024, 2,048, 4,096 pairs" in text
     assert "64 GiB [64, 64] (exponent 2.00 [2.00, 2.00])" in text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts import import_graph
+from scripts import import_graph, rooms_table
 from tests.support.rooms import ALLOWED, PROBE, SOURCE, WINGS, Import, files, imports, room_of_file, wing_of
 
 # --- directions ------------------------------------------------------------------------------------------------------
@@ -65,12 +65,10 @@ def test_rooms_of_the_probe_import_rooms_below_them():
         assert among_them == set(PROBE[room]), f"{room} imports {sorted(among_them)}"
 
 
-def test_the_architecture_shows_the_rooms_of_the_probe():
-    from scripts.rooms_table import with_table
-
-    page = (SOURCE.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    assert "rooms of the probe, by" in page
-    assert with_table(page) == page
+def test_the_page_of_rooms_shows_the_rules():
+    page = rooms_table.PAGE.read_text(encoding="utf-8")
+    assert page.count("by scripts/rooms_table.py -->") == 2
+    assert rooms_table.with_tables(page) == page, "python -m scripts.rooms_table writes it anew"
 
 
 def test_an_import_that_points_upwards_would_be_seen(tmp_path: Path):

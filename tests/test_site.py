@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection, Iterable
 from functools import cache
 from html import unescape
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from markdown import Markdown
 from markdown_it import MarkdownIt
 from mkdocs.config import load_config
+from scripts.example_sections import as_markdown
 from scripts.papers import papers_page, standing, used_names
 from scripts.reference import places, public_names, reference_page, reference_uri, rooms
 from scripts.site_pages import bars
@@ -58,15 +60,15 @@ def _generated() -> frozenset[str]:
     return frozenset(["theory/papers.md", *map(reference_uri, shown)])
 
 
-def _broken(path: Path, text: str) -> list[str]:
-    """The links of a page that lead nowhere."""
+def _broken(path: Path, text: str, generated: Collection[str]) -> list[str]:
+    """The links of a page that lead nowhere; `generated` are the pages that the site's build adds to docs/."""
     wrong = []
     for link in LINK.findall(_prose(text)):
         target, _, anchor = link.partition("#")
         if re.match(r"[a-z]+:", link):
             continue
         found = (path.parent / target).resolve() if target else path
-        if found.is_relative_to(DOCS) and str(found.relative_to(DOCS)) in _generated():
+        if found.is_relative_to(DOCS) and str(found.relative_to(DOCS)) in generated:
             continue
         if not found.exists() or (anchor and anchor not in _anchors(found)):
             wrong.append(link)
@@ -75,15 +77,27 @@ def _broken(path: Path, text: str) -> list[str]:
 
 @pytest.mark.medium
 def test_every_link_leads_somewhere():
-    broken = {str(path.relative_to(ROOT)): _broken(path, path.read_text(encoding="utf-8")) for path in PAGES}
-    assert not {page: links for page, links in broken.items() if links}
+    assert not _broken_by_page(PAGES, _generated())
+
+
+def test_links_of_the_pages_for_contributors_lead_somewhere_in_a_clone():
+    """Without the pages that exist on the site alone."""
+    names = ("README", "ARCHITECTURE", "CONTRIBUTING")
+    pages = [ROOT / f"{name}.md" for name in names] + sorted((DOCS / "decisions").glob("*.md"))
+    assert not _broken_by_page(pages, generated=())
+
+
+def _broken_by_page(pages: Iterable[Path], generated: Collection[str]) -> dict[str, list[str]]:
+    broken = {str(path.relative_to(ROOT)): _broken(path, path.read_text(encoding="utf-8"), generated) for path in pages}
+    return {page: links for page, links in broken.items() if links}
 
 
 @pytest.mark.medium
 def test_a_link_that_leads_nowhere_is_seen():
     right = "[a](index.md) [b](theory/shim.md#s7) `[c](gone.md)` [d](theory/papers.md)"
     text = f"{right} [e](gone.md) [f](glossary.md#gone) [g](#gone)"
-    assert _broken(DOCS / "index.md", text) == ["gone.md", "glossary.md#gone", "#gone"]
+    assert _broken(DOCS / "index.md", text, _generated()) == ["gone.md", "glossary.md#gone", "#gone"]
+    assert _broken(DOCS / "index.md", text, ()) == ["theory/papers.md", "gone.md", "glossary.md#gone", "#gone"]
 
 
 # --- what is generated -----------------------------------------------------------------------------------------------
@@ -100,6 +114,19 @@ def test_every_public_name_has_its_entry_in_the_reference():
     assert {path for path in entries if path in places()} == set(places())
     listed = {f"{room.path}.{name}".removeprefix("massieu.") for room in rooms() for name in public_names(room)}
     assert set(house._public_names()) <= listed
+
+
+@pytest.mark.slow
+def test_every_entry_is_followed_by_a_link_to_the_line_that_defines_it():
+    (page,) = (reference_page(room) for room in rooms() if room.path == "massieu.measures")
+    entries = re.findall(
+        r"^::: (massieu\S+)\n    options: .*heading.*\n\n\[source\]\(../../(\S+)\), line (\d+)$", page, re.MULTILINE
+    )
+    assert len(entries) == page.count(" heading: ") > 20
+    for path, file, line in entries:
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()[int(line) - 1 :]
+        definition = next(each for each in lines if re.match("class |def ", each))  # below its decorators
+        assert re.split(r"\W+", definition)[1] == path.rpartition(".")[2]
 
 
 @pytest.mark.slow
@@ -120,7 +147,7 @@ def test_every_claim_is_on_the_map_with_what_it_uses():
     rows = re.findall(r"^\|.*?\| \[([A-Z]\d+[a-z]?)\]\((\w+\.md)#", page, flags=re.MULTILINE)
     assert sorted(claims()) == sorted(id for id, _ in rows)
     assert not re.findall(r"^.* \| – \|$", page, flags=re.MULTILINE)  # a claim that names nothing
-    assert _broken(DOCS / "theory" / "papers.md", page) == []
+    assert _broken(DOCS / "theory" / "papers.md", page, _generated()) == []
     assert "errors." not in page  # every claim raises them
     anchors = {entry.partition("#")[2] for _, entry in places().values()}
     assert set(re.findall(r"reference/[\w.]+\.md#([\w.]+)", page)) <= anchors
@@ -145,6 +172,19 @@ def test_a_claim_names_what_it_uses_and_how_it_stands(id, names, stands):
     entry = claims()[id]
     assert used_names(entry)[: len(names)] == names
     assert standing(entry) == stands
+
+
+def test_stars_of_shapes_are_no_emphasis_in_the_reference():
+    docstring = (
+        "Of shape (*batch, d) and (*batch); *not* A*(mu) + B*(mu), but `(*batch)`.\n\n"
+        "Example:\n    >>> f(*given)\n    3\n"
+    )
+    text = as_markdown(docstring)
+    assert text.startswith("Of shape (\\*batch, d) and (\\*batch); *not* A\\*(mu) + B\\*(mu), but `(*batch)`.")
+    assert "Examples:\n    >>> f(*given)" in text
+    shown = Markdown().convert(text.partition("\n")[0])
+    assert "<em>not</em>" in shown and shown.count("<em>") == 1
+    assert "(*batch, d) and (*batch)" in shown
 
 
 # --- the site --------------------------------------------------------------------------------------------------------

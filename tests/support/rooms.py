@@ -46,7 +46,7 @@ PROBE = {
     "sums": (),
 }
 """The rooms of `probing`, the highest first: what each imports of them, always rooms below it, and whether it draws.
-ARCHITECTURE.md shows this table (`python -m scripts.rooms_table`)."""
+docs/decisions/rooms.md shows this table and the next (`python -m scripts.rooms_table`)."""
 
 
 def _of_the_probe(name: str) -> str:

@@ -79,8 +79,7 @@ def _interrupted(interruption: Interruption) -> str:
 app = typer.Typer(
     cls=_Commands,
     help="Look into transformers, watch them train, and check the theory of attention as probability.",
-    epilog="'massieu COMMAND --help' shows the options and examples of a command. "
-    "In help texts, [brackets] hold the default.",
+    epilog="'massieu COMMAND --help' shows the options and examples of a command.",
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -124,7 +123,9 @@ def probe(
     images: take.Images = None,
     source: take.Source = None,
     target: take.Target = None,
-    out: Annotated[Path | None, option("DIR", f"Folder for the page and the tables [{RESULTS}/<model>].")] = None,
+    out: Annotated[
+        Path | None, option("DIR", f"Folder for the page and the tables. [default: {RESULTS}/<model>]")
+    ] = None,
     max_length: take.MaxLength = None,
     max_tokens: take.MaxTokens = None,
     batch_size: take.BatchSize = 8,
@@ -239,18 +240,18 @@ def compare(
     target: take.Target = None,
     out: Annotated[
         Path | None,
-        option("DIR", f"Folder for the page, the tables and the results [{RESULTS}/<first>-<last>]."),
+        option("DIR", f"Folder for the page, the tables and the results. [default: {RESULTS}/<first>-<last>]"),
     ] = None,
     max_length: take.MaxLength = None,
     max_tokens: take.MaxTokens = None,
-    batch_size: Annotated[int | None, option("N", "Windows per batch [8].")] = None,
+    batch_size: Annotated[int | None, option("N", "Windows per batch. [default: 8]")] = None,
     no_packing: take.NoPacking = False,
     bos: take.Bos = None,
     device: Device = None,
     dtype: Dtype = None,
     statistics: take.Statistics = None,
     draws: take.Draws = None,
-    seed: Annotated[int | None, option("N", "Random seed of samples and controls [0].")] = None,
+    seed: Annotated[int | None, option("N", "Random seed of samples and controls. [default: 0]")] = None,
     trust_remote_code: TrustRemoteCode = False,
     tokenizer: take.Tokenizer = None,
     fail_above: take.FailAbove = None,
@@ -333,7 +334,7 @@ def report(
 def monitor(
     runs: take.Runs,
     reference: take.Reference = None,
-    out: Annotated[Path | None, option("PATH", "File of the page [RUN.html].")] = None,
+    out: Annotated[Path | None, option("PATH", "File of the page. [default: RUN.html]")] = None,
 ) -> None:
     """Draw the curves and alarms of a training run."""
     from massieu.cli.monitor import draw
@@ -373,7 +374,7 @@ def verify(
     context: typer.Context,
     ids: take.Claims = None,
     set: Annotated[list[str] | None, option("NAME=VALUE", "Set a parameter of the named claims; repeatable.")] = None,
-    seed: Annotated[int | None, option("N", "Random seed of all claims [0].")] = None,
+    seed: Annotated[int | None, option("N", "Random seed of all claims. [default: 0]")] = None,
     every_row: take.EveryRow = False,
     json: Annotated[bool, option(None, "Print a JSON list instead.", "--json")] = False,
     html: Annotated[Path | None, option("PATH", "Also write a page with every number.")] = None,

@@ -19,18 +19,22 @@ def experiment(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of an experiment, or 'list' for all of them.")],
     quick: Annotated[bool, option(None, "Small sizes and one seed, as a trial; gives no verdict.", "--quick")] = False,
-    seeds: Annotated[str | None, option("LIST", "Random seeds [5,6,7,8,9]; settings were chosen on 0 to 4.")] = None,
-    out: Annotated[Path | None, option("DIR", "Folder for NAME.json and NAME.html [massieu-experiments].")] = None,
+    seeds: Annotated[
+        str | None, option("LIST", "Random seeds; settings were chosen on 0 to 4. [default: 5,6,7,8,9]")
+    ] = None,
+    out: Annotated[
+        Path | None, option("DIR", "Folder for NAME.json and NAME.html. [default: massieu-experiments]")
+    ] = None,
     resume: Annotated[bool, option(None, "Continue: keep the seeds that are stored in DIR.", "--resume")] = False,
     tune: Annotated[
-        bool, option(None, "Show the losses by which settings were chosen, on seed 0, and stop.", "--tune")
+        bool, option(None, "Show the validation losses used to choose the settings (seed 0), then stop.", "--tune")
     ] = False,
     large: Annotated[bool, option(None, "Sizes of the literature; torchrun shares the work.", "--large")] = False,
     model: Annotated[
         str | None, option("MODEL", "wind-tunnel only: compare a language model with exact laws on prompts.")
     ] = None,
 ) -> None:
-    """Train small models with a known exact answer; give a verdict."""
+    """Train small models whose best prediction is known; test it."""
     chosen = None if seeds is None else seeds_in(seeds)
     if sum((tune, large, model is not None)) > 1:
         raise InputError("--tune, --large and --model exclude each other; give at most one")

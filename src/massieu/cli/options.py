@@ -41,10 +41,10 @@ def option(metavar: str | None, help: str, *names: str) -> Any:
     return typer.Option(*names, metavar=metavar, help=help)
 
 
-_MODEL = "Folder of a model, a .gguf file, or a name on the Hugging Face hub [the MiniLM sentence encoder]."
+_MODEL = "Folder of a model, a .gguf file, or a name on the Hugging Face hub. [default: the MiniLM sentence encoder]"
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
-Device = Annotated[str | None, option("D", "cpu, cuda, cuda:1, … [a GPU if there is one].")]
-Dtype = Annotated[str | None, option("T", "Precision: float32, bfloat16, float16 or float64 [float32].")]
+Device = Annotated[str | None, option("D", "cpu, cuda, cuda:1 and so on. [default: a GPU if there is one]")]
+Dtype = Annotated[str | None, option("T", "Precision: float32, bfloat16, float16 or float64. [default: float32]")]
 Revision = Annotated[str | None, option("R", "Branch, tag or commit of the model on the hub.")]
 DeviceMap = Annotated[
     str | None, option("MAP", "auto spreads a large model's layers over devices; use it without --device.")
@@ -69,37 +69,44 @@ class Per(StrEnum):
     HEAD = "head"
 
 
-_SAMPLE = "Measure only N queries of each window; saves time on long windows [all]."
+_SAMPLE = "Measure only N queries of each window; saves time on long windows. [default: all]"
 _RULES = "Replace the attention and measure how the output changes, for example 'top_k(8)' or 'off(mean)'; repeatable."
 _PER_TOKEN = "Also write these statistics for every token to DIR/tokens; 'all' for all attention statistics."
-_BOS = "Begin each window with the BOS token, or without it [as the tokenizer is set]."
+_BOS = "Begin each window with the BOS token, or without it. [default: as the tokenizer is set]"
 _RESUME = "Continue an interrupted run from what it stored in DIR."
 QuerySample = Annotated[int | None, option("N", _SAMPLE)]
 NoPacking = Annotated[
     bool, option(None, "One document per window instead of filling windows with several.", "--no-packing")
 ]
-Tokenizer = Annotated[str | None, option("NAME", "Tokenizer: a folder or a name on the hub [the model's own].")]
+Tokenizer = Annotated[
+    str | None, option("NAME", "Tokenizer: a folder or a name on the hub. [default: the model's own]")
+]
 Bos = Annotated[bool | None, option(None, _BOS, "--bos/--no-bos")]
 Generate = Annotated[int | None, option("N", "Let the model generate N tokens after each document, and measure those.")]
 _FILES = "Text to read: files (.txt .md .rst .py .jsonl .json .csv .tsv .parquet, also .gz), folders, or - for standard input."
 Text = Annotated[list[str] | None, option("PATH ...", _FILES)]
-MaxLength = Annotated[int | None, option("N", "Tokens per window [256, or the model's positions if fewer].")]
+MaxLength = Annotated[int | None, option("N", "Tokens per window. [default: 256, or the model's positions if fewer]")]
 MaxTokens = Annotated[int | None, option("N", "Stop after this many tokens.")]
 BatchSize = Annotated[int, option("N", "Windows per batch.")]
 Images = Annotated[
     list[str] | None, option("PATH", "For image models: an image file or a folder of images; repeatable.")
 ]
-Column = Annotated[str | None, option("NAME", "Table column or JSON field that holds the text [text].")]
+Column = Annotated[str | None, option("NAME", "Table column or JSON field that holds the text. [default: text]")]
 Source = Annotated[str | None, option("NAME", "For encoder–decoder models: column that the encoder reads.")]
 Target = Annotated[str | None, option("NAME", "For encoder–decoder models: column that the decoder reads.")]
 Replace = Annotated[list[str] | None, option("RULE", _RULES)]
 ReplacePer = Annotated[Per, option(None, "Replace all attention at once, or one layer's (site) or one head at a time.")]
 ReplaceWindows = Annotated[int, option("N", "Number of sampled windows for --replace.")]
 Quick = Annotated[bool, option(None, "No controls; the attention statistics only, or those that are named.", "--quick")]
-Draws = Annotated[int | None, option("N", "Re-initialised models that heads are compared with; 0 for none [8].")]
+Draws = Annotated[
+    int | None, option("N", "Re-initialised models that heads are compared with; 0 for none. [default: 8]")
+]
 Statistics = Annotated[
     list[str] | None,
-    option("NAME,...", "Only these: names or groups that 'massieu statistics' lists, or your own, FILE.py:NAME [all]."),
+    option(
+        "NAME,...",
+        "Only these: names or groups that 'massieu statistics' lists, or your own, FILE.py:NAME. [default: all]",
+    ),
 ]
 PerToken = Annotated[str | None, option("NAME,...", _PER_TOKEN)]
 Resume = Annotated[bool, option(None, _RESUME, "--resume")]
@@ -111,8 +118,8 @@ _FAIL_ABOVE = "Exit with status 1 if a head's statistic differs significantly an
 _RUNS = "File that massieu.Monitor wrote; further files share the plots."
 _REFERENCE = "A run that went well: it shares the plots, in grey."
 _EVERY_ROW = "Show every check of the named claims, not only the worst of each kind."
-_CLAIMS = "Claims to show in detail, such as S7 [a list of all]."
-_NAMES = "Statistics or groups to explain [a list of all]."
+_CLAIMS = "Claims to show in detail, such as S7. [default: a list of all]"
+_NAMES = "Statistics or groups to explain. [default: a list of all]"
 FailAbove = Annotated[str | None, option("NAME=X,...", _FAIL_ABOVE)]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN.jsonl", help=_RUNS)]
 Reference = Annotated[Path | None, option("PATH", _REFERENCE)]

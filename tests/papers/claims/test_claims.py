@@ -219,6 +219,13 @@ def test_a_real_claim_by_the_command():
     assert claim["parameters"]["seed"] == 3
 
 
+@pytest.mark.medium
+def test_a_claim_in_a_pipe_is_as_wide_as_100_columns():
+    ran = CliRunner().invoke(app, ["verify", "S7", "--set", "draws=2"])
+    assert ran.exit_code == 0, ran.stderr
+    assert 90 < max(map(len, ran.stdout.splitlines())) <= 100
+
+
 @pytest.fixture(scope="module")
 def pages() -> list[str]:
     return [path.read_text(encoding="utf-8") for path in sorted(THEORY.glob("*.md"))]

@@ -105,7 +105,7 @@ class Claim:
     Attributes:
         id: Such as S7; docs/theory has the entry of this number.
         title: What it is about, in a few words.
-        statement: The claim, as it is true, in one sentence.
+        statement: The claim, as it is true, in a few sentences.
         source: Paper with section or equation, or where it is derived.
         status: "quoted" from the paper, "reconstructed" because the paper's own form was not available, "abstract only"
             where no more of the paper is known, or "derived".

@@ -119,7 +119,7 @@ def claim(
     Args:
         id: Family and number, such as S7 or X3b.
         title: What it is about, in a few words.
-        statement: What is true, in one sentence.
+        statement: What is true, in a few sentences.
         source: Paper with section or equation, or where it is derived.
         status: Whether the source is quoted, reconstructed, known by its abstract only, or derived.
         published: What the source says, where that is not what is true or may be read so: the function then checks the

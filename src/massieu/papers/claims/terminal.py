@@ -15,7 +15,7 @@ from massieu.papers.claims.claim import Check, Claim, Verdict
 from massieu.papers.claims.registry import find
 from massieu.papers.claims.run import Verification
 
-WIDTH = 120
+WIDTH = 100
 """Of a table that goes into a file or a pipe."""
 
 _OUTCOMES = {

@@ -105,10 +105,11 @@ def _tune(seed: int, quick: bool) -> Numbers:
 )
 def collective(seed: int, quick: bool) -> Numbers:
     """A transformer of two layers, 2 heads and width 32 fills in a quarter of the characters in windows of 16 of the reference
-    text that ships with Python, after 300 steps of 64 windows. Arms have 32,744 weights, to a thousandth: TAP heads, vector
-    spins, the Energy Transformer's block and implicit heads in the place of softmax heads. At equal time an arm takes as many
-    steps as fit into softmax's time. The costs of a step were measured once, on one thread of an AMD EPYC in float32: 33, 1.25,
-    14 and 25 times softmax's. Each arm has the step size that was best for it on seed 0.
+    text that ships with Python, after 300 steps of 64 windows. Each arm replaces the softmax heads: by TAP heads, vector
+    spins, the Energy Transformer's block or implicit heads. All have 32,744 weights, to within a thousandth. At equal time
+    an arm takes as many steps as fit into the time of the softmax arm. The cost of a step was measured once, on one thread
+    of an AMD EPYC in float32: 33, 1.25, 14 and 25 times that of softmax. Each arm has the step size that was best for it on
+    seed 0.
     """
     losses = {name: loss for name, (loss, _) in _arms().losses(seed, quick).items()}
     return {

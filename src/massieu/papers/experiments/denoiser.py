@@ -35,11 +35,10 @@ _Batch = tuple[Tensor, Tensor, Tensor]
     ],
 )
 def denoiser(seed: int, quick: bool) -> Numbers:
-    """Tokens are Gaussian in 4 dimensions, with a random covariance Σ. A query is a token with noise of standard deviation
-    τ = 1, and the head predicts the token without it. The context has 2,048 other tokens, which are keys and values: with
-    noise of their own, or clean. The head's score matrix M (4×4) is trained from 0 on the squared error. The best denoiser is
-    linear, and attention over infinitely many tokens equals it with the matrix M* (X1). That depends on whether the context
-    is noisy.
+    """Tokens are Gaussian in 4 dimensions, with a random covariance Σ. A query is a token plus noise of standard deviation τ =
+    1, and the head predicts the token without noise. The keys and values are 2,048 other tokens, with noise of their own or
+    without. The head's score matrix M (4×4) is trained from 0 on the squared error. The best denoiser is linear, and
+    attention over infinitely many tokens equals it for one matrix M* (X1), which depends on whether the keys are noisy.
     """
     drawn = torch.Generator().manual_seed(seed)
     task = _Task(drawn, 256 if quick else _LENGTH)

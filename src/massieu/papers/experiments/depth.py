@@ -47,11 +47,11 @@ _CLOSED = (1, 4, 8)
     ],
 )
 def depth(seed: int, quick: bool) -> Numbers:
-    """Clusters: 64 uniform tokens on the sphere in 3 dimensions follow x ← normalise(x + 0.1·Σ p_j x_j), where p is the softmax
-    of scale·x·x_j. Tokens nearer than a tenth are of one cluster. Cosines: 64 standard normal tokens of width 64 through random
-    pre-norm layers of 4 heads. Closure: 4,096 Gaussian tokens of width 8 through random attention layers with a residual and
-    steps of 0.3. The error is that of the covariance which is exact for a Gaussian law and many tokens (S20), relative in
-    Frobenius norm.
+    """Clusters: 64 uniform tokens on the sphere in 3 dimensions follow x ← normalise(x + 0.1·Σ p_j x_j), where p is the
+    softmax of scale·x·x_j. Tokens closer than 0.1 belong to one cluster. Cosines: 64 standard normal tokens of width 64
+    pass through random pre-norm layers of 4 heads. Closure: 4,096 Gaussian tokens of width 8 pass through random attention
+    layers with a residual and steps of 0.3. The error is the relative Frobenius distance of their covariance from the one
+    that is exact for a Gaussian law of infinitely many tokens (S20).
     """
     drawn = torch.Generator().manual_seed(seed)
     return _clustering(drawn) | _cosines(seed, drawn) | _closure(drawn, 256 if quick else 4096)

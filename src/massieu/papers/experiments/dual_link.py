@@ -72,12 +72,12 @@ def log_shares(log_weights: Float[Tensor, "B N"], labels: Int[Tensor, "B N"]) ->
     ),
 )
 def dual_link(seed: int, quick: bool) -> Numbers:
-    """Eight clouds of 4 observations in 4 coordinates, Bernoulli or Poisson: one is drawn at parameters η, the others
-    at 0. The query is η, a key is the natural parameter of its cloud's mean, a value is one of 3 labels; the target is
-    the label of the cloud drawn at η. The exact posterior is ∝ exp(η · the cloud's sum). A head with maps of queries
-    and keys (4×4) weighs the clouds, by a dot product with the mapped key, or with σ or exp of it; all have equally
-    many weights. They learn from labels alone, in 1,000 steps of 256 contexts; of the step sizes 0.01 and 0.1, the one
-    with the lower training loss is used. Divergences of labels are on 20,000 other contexts.
+    """There are eight clouds of 4 observations in 4 coordinates, Bernoulli or Poisson. One is drawn at parameters η, the
+    others at 0. The query is η, a key is the natural parameter of its cloud's mean, and a value is one of 3 labels. The
+    target is the label of the cloud drawn at η; its exact posterior is ∝ exp(η · the cloud's sum). A head with maps of
+    queries and keys (4×4) weighs the clouds by a dot product with the mapped key, or with σ or exp of it. All arms have
+    equally many weights. They learn from labels alone, in 1,000 steps of 256 contexts; of the step sizes 0.01 and 0.1, the
+    one with the lower training loss is used. Divergences of labels are on 20,000 other contexts.
     """
     drawn = torch.Generator().manual_seed(seed)
     found: Numbers = {}

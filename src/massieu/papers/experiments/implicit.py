@@ -87,12 +87,12 @@ def _model(vocabulary: int, steps: int | None) -> Transformer:
     ],
 )
 def implicit(seed: int, quick: bool) -> Numbers:
-    """A transformer of two layers, 2 heads and width 32 fills in a quarter of the characters in windows of 16 of the
-    reference text that ships with Python. It trains for 200 steps of 64 windows, of step size 0.012. Its heads take K
-    steps of z ↦ (q + Σ p(z)·k)/2 from the query q, or to the fixed point, whose gradient is that of the implicit
-    function theorem. Keys lie in a ball where a step contracts by 0.9. All arms have equally many weights. Gradients
-    are compared at the weights of the last arm, on held-out windows. A forward pass costs as many attentions as it has
-    steps; the seconds of a seed are of all arms.
+    """A transformer of two layers, 2 heads and width 32 fills in a quarter of the characters in windows of 16 of the reference
+    text that ships with Python. It trains for 200 steps of 64 windows with the step size 0.012. From the query q, its heads
+    take K steps of z ↦ (q + Σ p(z)·k)/2, or iterate to the fixed point, with the gradient of the implicit function theorem.
+    Keys are kept in a ball in which a step contracts by the factor 0.9. All arms have equally many weights. Gradients are
+    compared on held-out windows, at the weights of the last arm. A forward pass costs as many attentions as it has steps.
+    The seconds of a seed include all arms.
     """
     text = ReferenceText(_LENGTH - 1)
     models = {name: lambda steps=steps: _model(text.vocabulary + 1, steps) for name, steps in _ARMS.items()}

@@ -52,12 +52,13 @@ _Batch = tuple[Tensor, Tensor, Tensor]
 )
 def length_free(seed: int, quick: bool) -> Numbers:
     """A head with a score matrix and a value matrix (3×3) sees tokens of norm at most 2, spread about a centre of their
-    sequence. Supervised: its target is another such head's output, with noise. Masked: its target is one more token, and tokens
-    are of two precisions, told by their third coordinate. Parameters minimise the squared error over n sequences, 64 to 2,048
-    of 16 tokens, then 512 of 8 to 128 tokens, 8 samples each. Their error is the distance of outputs from those with the other
-    head's parameters, or, masked, with those of sequences with 524,288 tokens together. Outputs are compared since there are
-    directions of parameters that they hardly depend on. The gap is the error on other sequences less that on the n, with both
-    less the best parameters', which changes nothing in the mean.
+    sequence. Supervised: its target is the output of another such head, plus noise. Masked: its target is one more token of
+    the sequence; tokens have one of two precisions, which their third coordinate shows. Parameters minimise the squared
+    error over n sequences: 64 to 2,048 sequences of 16 tokens, then 512 sequences of 8 to 128 tokens, 8 samples each. The
+    parameter error is measured between outputs, because some directions of the parameters hardly change them. The reference
+    is the other head or, in the masked task, parameters fitted to sequences with 524,288 tokens together. The gap is the
+    error on new sequences minus the error on the n. From both the error of the best parameters is subtracted, which does
+    not change the mean.
     """
     drawn = torch.Generator().manual_seed(seed)
     lengths, numbers_of = (LENGTHS[:2], SEQUENCES[:2]) if quick else (LENGTHS, SEQUENCES)

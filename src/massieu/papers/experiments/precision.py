@@ -30,11 +30,10 @@ _LENGTH, _CONTEXTS, _QUERIES, _NOISE = 1024, 8, 64, 0.5
     ],
 )
 def precision(seed: int, quick: bool) -> Numbers:
-    """One softmax head attends over tokens (k, v), jointly Gaussian with E[v|k] = Rk and R a rotation of
-    Σ^−½, in contexts of 1,024. Its
-    values are given, not projected: with W_V free the loss is the same and M is not determined. Queries have whitened norm 1.
-    The head's score matrix M (4×4) is trained from 0 to predict v of a query's key. The truth is Σ⁻¹ with infinitely many
-    tokens (X1); at this length the best multiple s*Σ⁻¹ by X2.
+    """One softmax head attends to 1,024 jointly Gaussian tokens (k, v) with E[v|k] = Rk, R a rotation of Σ^−½. Its values are
+    given, not projected: if W_V were trained, the loss would be the same and M not determined. Queries have whitened norm
+    1. The head's score matrix M (4×4) is trained from 0 to predict the v that belongs to the query as key. The truth is Σ⁻¹
+    for infinitely many tokens (X1), and the best multiple s*Σ⁻¹ at this length (X2).
     """
     drawn = torch.Generator().manual_seed(seed)
     task = _Task(drawn, 256 if quick else _LENGTH)

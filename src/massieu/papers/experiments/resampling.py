@@ -43,11 +43,11 @@ _LENGTH, _WIDTH, _DEPTH = 24, 32, 2
     ],
 )
 def resampling(seed: int, quick: bool) -> Numbers:
-    """A transformer of two layers, 4 heads and width 32 is trained on a hidden Markov chain of 4 states and 5 symbols,
-    24 tokens long. Then every head returns the mean of S values drawn by its weights, at all layers at once. The excess
-    loss is that of the exact law, so that no target is drawn, less the loss without draws. Terms of first order in the
-    draws' errors have mean 0 and are subtracted. The prediction is ½ E[εᵀHε]: ε the errors of one draw at all layers, H
-    the loss's Hessian in them.
+    """A transformer of two layers, 4 heads and width 32 is trained on a hidden Markov chain of 4 states and 5 symbols, 24
+    tokens long. Then every head, in all layers at once, returns the mean of S values that are drawn by its weights. The
+    excess loss is the loss with draws minus the loss without, both under the exact law, so that no target is drawn. Terms
+    of first order in the errors of the draws have mean 0 and are subtracted. The prediction is ½ E[εᵀHε], where ε are the
+    errors of one draw at all layers and H is the Hessian of the loss with respect to them.
     """
     drawn = torch.Generator().manual_seed(seed)
     task = Chain(4, 5, _LENGTH, drawn)

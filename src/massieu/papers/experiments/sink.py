@@ -55,11 +55,11 @@ _CONTEXTS = 256
     ],
 )
 def sink(seed: int, quick: bool) -> Numbers:
-    """A latent mean in 8 dimensions has the prior N(m₀, I/κ₀), κ₀ between 2 and 20. A context is 1 to 128 tokens
-    N(mean, I), its length log-uniform. The posterior mean is attention with a sink of value m₀ and weight κ₀ (Z3). One
-    softmax layer, its token logit linear in the token, a trained sink logit and value, learns to predict the mean. κ₀
-    is read off the effective logit, since a constant added to all logits changes nothing. A second layer has a gate by
-    its log Z in place of the sink, and a third one has neither.
+    """A latent mean in 8 dimensions has the prior N(m₀, I/κ₀), with κ₀ between 2 and 20. A context has 1 to 128 tokens N(mean,
+    I); its length is log-uniform. The posterior mean is attention with a sink of value m₀ and weight κ₀ (Z3). One softmax
+    layer learns to predict the mean: its logit is linear in the token, and the logit and value of its sink are trained. κ₀
+    is read off the effective logit, since a constant added to all logits changes nothing. A second layer has a gate
+    computed from its log Z in place of the sink, and a third one has neither.
     """
     drawn = torch.Generator().manual_seed(seed)
     task = _Task(drawn)

@@ -41,11 +41,11 @@ _Batch = tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"], Int[Tensor, "B T"]]
     ],
 )
 def sufficiency(seed: int, quick: bool) -> Numbers:
-    """A context is 1 to 64 symbols of 4, its length log-uniform, drawn with probabilities from a Dirichlet prior of a
-    skewed concentration. One attention layer of 4 heads and width 32, queried by one learned token that is also a key,
-    and a small network after it predict the next symbol, from samples alone. The exact prediction is (α + counts)/(α₀ +
-    length). Kullback–Leibler divergences are exact, on fixed contexts. Without the learned key, softmax cannot tell 2
-    tokens from 20.
+    """A context has 1 to 64 symbols out of 4; its length is log-uniform. The symbols' probabilities are drawn from a Dirichlet
+    prior of unequal concentrations. One attention layer of 4 heads and width 32, followed by a small network, predicts the
+    next symbol from samples alone. Its only query is a learned token, which is also a key. The exact prediction is (α +
+    counts)/(α₀ + length). Kullback–Leibler divergences are exact, on fixed contexts. Without the learned key, softmax
+    cannot tell 2 tokens from 20.
     """
     task = _Task(torch.Generator().manual_seed(seed))
     steps = 60 if quick else 6000

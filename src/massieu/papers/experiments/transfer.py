@@ -40,11 +40,11 @@ _CONTEXTS = 256
     ],
 )
 def transfer(seed: int, quick: bool) -> Numbers:
-    """One of 5 latents, equally likely, draws 12 tokens of 6 symbols. The masked token is a vector whose mean given the latent
-    has four directions, three of singular value 1 and the last of 1 to 1/16, or 0. For each there is one network, an attention
-    layer and a feed-forward one, that learns it by squared error. Downstream, the target's mean given the latent weighs all
-    four directions. A linear probe reads it off the network's prediction: Z13's own, for the bound, and one fitted to 4,096
-    labelled contexts. Excess risks are against the exact posterior.
+    """One of 5 equally likely latents draws 12 tokens of 6 symbols. The masked token is a vector. Its mean given the latent
+    has four directions: three of singular value 1, and a last one of 1 to 1/16, or 0. For each of these a network of one
+    attention and one feed-forward layer learns the masked token by squared error. Downstream, the target's mean given the
+    latent depends on all four directions. A linear probe predicts it from the network's prediction. One probe is that of
+    Z13, for the bound; another is fitted to 4,096 labelled contexts. Excess risks are relative to the exact posterior.
     """
     drawn = torch.Generator().manual_seed(seed)
     task = _Task(drawn)

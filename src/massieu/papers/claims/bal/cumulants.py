@@ -37,9 +37,9 @@ _ORDERS = 60
 @claim(
     "B2",
     title="Integrating out hidden units",
-    statement="Integrated out, hidden units of priors e^{b(h)}ν(dh)/c leave E(v) = −Σ aᵢ(vᵢ) − Σ [log c_μ + K_μ(t_μ)], "
-    "t = Wᵀv, where t lies in the domains of the K_μ; the series K(t) = Σ κₙtⁿ/n! converges up to the nearest "
-    "singularity of K.",
+    statement="Integrating out hidden units with priors e^{b(h)}ν(dh)/c leaves E(v) = −Σ aᵢ(vᵢ) − Σ [log c_μ + "
+    "K_μ(t_μ)], t = Wᵀv, where t lies in the domains of the K_μ. The series K(t) = Σ κₙtⁿ/n! converges up to the "
+    "nearest singularity of K.",
     source=f"{BAL}, §2.3",
     status="quoted",
     published="E(v) = −Σ aᵢ(vᵢ) − Σ K_μ(t_μ) (§2.3). Up to a constant, which the normaliser of p(v) takes in, that is true; "

@@ -30,9 +30,9 @@ _NODES = 400
 @claim(
     "B19",
     title="Which attention maps are gradients",
-    statement="An attention Σ ρₙ(Kq)kₙ is a gradient in q for all keys exactly if Dρ is symmetric (d ≥ 2): so it is for "
-    "elementwise ρ and for softmax, entmax and sparsemax, whose energy ½‖q‖² − Ω* each step lowers by ½‖q⁺ − q‖² or more; "
-    "of weights g(zₙ)/Σ g(zₘ) only those with g = e^{cz + const} are.",
+    statement="An attention Σ ρₙ(Kq)kₙ is a gradient in q for all keys if and only if Dρ is symmetric (d ≥ 2). That "
+    "holds for elementwise ρ and for softmax, entmax and sparsemax, where each step lowers the energy ½‖q‖² − Ω* by "
+    "at least ½‖q⁺ − q‖². Of weights g(zₙ)/Σ g(zₘ), only those with g = e^{cz + const} are gradients.",
     source="answer to Bal's question in §3.3; symmetry of the Jacobian off its diagonal",
     status="derived",
 )

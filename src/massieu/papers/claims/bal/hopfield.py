@@ -35,12 +35,13 @@ _EDGE = 1e-12
 @claim(
     "B5",
     title="Modern continuous Hopfield network",
-    statement="E(ξ) = ½‖ξ‖² − lse_β(Xξ) + β⁻¹ log N + ½M² lies between 0 and 2M² where ‖ξ‖ ≤ M, its gradient step is "
-    "attention, which lowers it by ½‖Δ‖² or more and any step of damping γ in (0, 2) by γ(1 − γ/2)‖∇E‖²; the map has the "
-    "Lipschitz constant βD²/4, retrieves pattern i to 2M(N − 1)e^{−βΔᵢ}, and stores exponentially many patterns.",
+    statement="E(ξ) = ½‖ξ‖² − lse_β(Xξ) + β⁻¹ log N + ½M² lies between 0 and 2M² where ‖ξ‖ ≤ M. Its gradient step "
+    "is attention, which lowers it by at least ½‖Δ‖²; a step with damping γ in (0, 2) lowers it by at least γ(1 − "
+    "γ/2)‖∇E‖². The map has the Lipschitz constant βD²/4, retrieves pattern i to within 2M(N − 1)e^{−βΔᵢ}, and "
+    "stores exponentially many patterns.",
     source=f"{BAL}, §1 and §2.4; {_RAMSAUER}",
     status="quoted",
-    corrected="The paper has β = 1 and leaves the constants out, which its gradient does not see.",
+    corrected="The paper sets β = 1 and omits the constants, which do not change the gradient.",
 )
 def modern_hopfield_memory(cases: int = 2000, atoms: int = 8, dimensions: int = 5, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, atoms=atoms, dimensions=dimensions)
@@ -218,9 +219,9 @@ def _capacity() -> Iterator[Check]:
 @claim(
     "B11",
     title="One attention step as energy descent",
-    statement="Cross-attention without values or projections is one unit gradient step on the Hopfield energy of its keys; "
-    "masks are −∞ inside lse, heads a sum of energies on subspaces; values are in the energy only where vₙ = c·kₙ, and "
-    "attention of a context to itself differentiates through both arguments.",
+    statement="Cross-attention without values or projections is one unit gradient step on the Hopfield energy of "
+    "its keys. Masks are −∞ inside lse, and heads are a sum of energies on subspaces. Values are in the energy only "
+    "if vₙ = c·kₙ. The energy of a context that attends to itself has to be differentiated through both arguments.",
     source=f"{BAL}, §1; the author's other posts on the same energy",
     status="reconstructed",
 )

@@ -18,9 +18,9 @@ from massieu.papers.claims.registry import claim
 @claim(
     "B4",
     title="Classical and modern discrete networks",
-    statement="Gaussian hidden units leave E(v) = −a·v − ½vᵀWWᵀv, Poisson units −a·v − Σ e^{w_μ·v} + M; asynchronous "
-    "updates never raise these or any −Σ F(x_μ·v), synchronous ones of the classical network end in a fixed point or a "
-    "cycle of two.",
+    statement="Gaussian hidden units leave E(v) = −a·v − ½vᵀWWᵀv, Poisson units −a·v − Σ e^{w_μ·v} + M. "
+    "Asynchronous updates never raise these energies, nor any −Σ F(x_μ·v). Synchronous updates of the classical "
+    "network end in a fixed point or a cycle of two.",
     source=f"{BAL}, §2.3, the two items after the effective energy; capacities: Demircigil et al., arXiv 1702.01929",
     status="quoted",
     corrected="For units of 0 and 1 the diagonal of WWᵀ shifts the bias by half of it. The constant beside the exponential "

@@ -68,15 +68,15 @@ class _Layer:
 @claim(
     "B12",
     title="Attention as an implicit layer",
-    statement="Attention pulled to its query, F(z) = (1 − α)q + αXᵀsoftmax(βXz), has the critical points of "
-    "(1 − α)‖z − q‖²/2 + αE(z) as fixed points, contracts if αβD²/4 < 1, and has the derivatives (I − J)⁻¹∂F with "
-    "J = αβ Cov_p(X); where the spectral radius of J is ≥ 1 the fixed point is a saddle; without the pull it does not "
-    "depend on the query.",
+    statement="Attention pulled to its query, F(z) = (1 − α)q + αXᵀsoftmax(βXz), has the critical points of (1 − "
+    "α)‖z − q‖²/2 + αE(z) as fixed points and contracts if αβD²/4 < 1. Its derivatives are (I − J)⁻¹∂F with J = αβ "
+    "Cov_p(X). Where the spectral radius of J is ≥ 1, the fixed point is a saddle. Without the pull, the fixed "
+    "point does not depend on the query.",
     source=f"{BAL}, §3.3",
     status="quoted",
-    corrected="The paper sees attention as a layer that solves for a fixed point, and proposes differentiable solvers for "
-    "richer dynamics. The fixed point of the bare step does not change with the query that the solver begins from, so no "
-    "gradient reaches it: the query has to be injected.",
+    corrected="The paper sees attention as a layer that solves for a fixed point, and proposes differentiable "
+    "solvers for richer dynamics. The fixed point of the bare step does not change with the query from which the "
+    "solver starts, so that no gradient reaches the query: it has to be injected.",
 )
 def implicit_layer(n: int = 12, d: int = 5, queries: int = 8, alpha: float = 0.7, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, n=n, queries=queries)

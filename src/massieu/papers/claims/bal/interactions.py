@@ -26,9 +26,9 @@ _SEEN, _HIDDEN = 4, 3
 @claim(
     "B10",
     title="Effective interactions",
-    statement="Summed out, independent hidden units couple visible ones by the tensors "
-    "J⁽ⁿ⁾ = Σ_μ κ⁽ⁿ⁾_μ W_{i₁μ}…W_{iₙμ}: −E(v) = Σ aᵢ(vᵢ) + Σₙ ⟨J⁽ⁿ⁾, v⊗…⊗v⟩/n! wherever every |(Wᵀv)_μ| is below the "
-    "radius of its prior's series, and on spins the exact interactions are the Walsh coefficients of −E.",
+    statement="Summed out, independent hidden units couple visible ones by the tensors J⁽ⁿ⁾ = Σ_μ κ⁽ⁿ⁾_μ "
+    "W_{i₁μ}…W_{iₙμ}: −E(v) = Σ aᵢ(vᵢ) + Σₙ ⟨J⁽ⁿ⁾, v⊗…⊗v⟩/n!. This holds where every |(Wᵀv)_μ| is below the radius "
+    "of its prior's series. For spins, the exact interactions are the Walsh coefficients of −E.",
     source=f"{BAL}, §2.3",
     status="quoted",
     published="E(v) is the sum of its cumulants' terms to infinite order (§2.3, which states no condition). Order by order "

@@ -14,8 +14,8 @@ from massieu.papers.claims.registry import claim
 @claim(
     "B5b",
     title="The Hopfield energy's inverse temperature",
-    statement="The energy whose descent step is attention at the inverse temperature β is ½‖ξ‖² − β⁻¹ log Σ exp(βxₙ·ξ); "
-    "without the β⁻¹ the step is β·attention. At β = 1, as in the paper, the two are one.",
+    statement="The energy whose descent step is attention at the inverse temperature β is ½‖ξ‖² − β⁻¹ log Σ "
+    "exp(βxₙ·ξ). Without the β⁻¹ the step is β·attention. At β = 1, as in the paper, the two agree.",
     source=f"a later post by the author of {BAL}, Transformers Are Secretly Collectives of Spin Systems (November 2021)",
     status="reconstructed",
     published="½QQᵀ − lse(QKᵀ/√d). With the β⁻¹ = √d before lse that the author's code has, its gradient step is attention; as "

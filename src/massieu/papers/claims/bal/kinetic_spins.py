@@ -19,9 +19,10 @@ _MODELS = 8
 @claim(
     "B16",
     title="Kinetic vector spins",
-    statement="Spins of radius R, R² = D/2 − 1, in the field θ have the mean βθ/(1 + γ), γ² = 1 + β²‖θ‖²/R², up to O(1/D), "
-    "and slopes of at most β/2: the mean fields θᵢ = xᵢ + ΣJᵢⱼmⱼ contract if (β/2)maxᵢ Σ|Jᵢⱼ| < 1; to second order half of "
-    "(φ′)⁻¹φ″[ΣJᵢⱼ²Covⱼ + vᵢvᵢᵀ] is added, with γⱼ at t − 1 in the covariance of spin j, and a step's error falls as J³.",
+    statement="Spins of radius R, R² = D/2 − 1, in the field θ have the mean βθ/(1 + γ), γ² = 1 + β²‖θ‖²/R², up to "
+    "O(1/D), and slopes of at most β/2. The mean fields θᵢ = xᵢ + ΣJᵢⱼmⱼ therefore contract if (β/2)maxᵢ Σ|Jᵢⱼ| < "
+    "1. The second order adds half of (φ′)⁻¹φ″[ΣJᵢⱼ²Covⱼ + vᵢvᵢᵀ], with γⱼ at t − 1 in the covariance of spin j; "
+    "the error of a step then falls as J³.",
     source="reconstructed from Bal, Spin-Model Transformers (2023), and its code; bounds by Amos (1974), orders derived",
     status="reconstructed",
     published="The sum over j of the second order contains γᵢ of time t − 1.",

@@ -75,10 +75,10 @@ class _Machine:
 @claim(
     "B8",
     title="Conditional laws and contrastive divergence",
-    statement="Given v, a hidden unit has its prior's law tilted by t = (Wᵀv)_μ, of mean K′(t); block Gibbs sampling is "
-    "reversible for p(v), the likelihood's gradient is ⟨vK′(Wᵀv)ᵀ⟩ over the data less that over the model, and CD-k, "
-    "which takes k sweeps from the data for the model, is off by at most λ₂ᵏ·√χ²(data, p)·√Var_p(vᵢK′_μ), with λ₂ a sweep's "
-    "second eigenvalue.",
+    statement="Given v, a hidden unit follows its prior tilted by t = (Wᵀv)_μ, with mean K′(t). Block Gibbs "
+    "sampling is reversible for p(v). The likelihood's gradient is ⟨vK′(Wᵀv)ᵀ⟩ over the data minus that over the "
+    "model. CD-k replaces the model by k sweeps from the data; its error is at most λ₂ᵏ·√χ²(data, "
+    "p)·√Var_p(vᵢK′_μ), with λ₂ the second eigenvalue of a sweep.",
     source=f"{BAL}, §2.2; formulas derived",
     status="quoted",
 )

@@ -19,14 +19,14 @@ from massieu.papers.claims.registry import claim
 @claim(
     "B1",
     title="Energy of a restricted Boltzmann machine",
-    statement="A restricted Boltzmann machine has E(v, h) = −Σ aᵢ(vᵢ) − Σ b_μ(h_μ) − Σ W_{iμ}vᵢh_μ, with "
-    "aᵢ(v) = −v²/(2σᵢ²) + aᵢv for Gaussian units; two Gaussian layers have a normaliser if and only if "
-    "diag(σ_v⁻²) − W diag(σ_h²) Wᵀ is positive definite.",
+    statement="A restricted Boltzmann machine has E(v, h) = −Σ aᵢ(vᵢ) − Σ b_μ(h_μ) − Σ W_{iμ}vᵢh_μ, with aᵢ(v) = "
+    "−v²/(2σᵢ²) + aᵢv for Gaussian units. Two Gaussian layers have a normaliser if and only if diag(σ_v⁻²) − W "
+    "diag(σ_h²) Wᵀ is positive definite.",
     source=f"{BAL}, §2.1",
     status="quoted",
     published="The potential of Gaussian units is aᵢ(v) = +v²/(2σᵢ²).",
-    corrected="The sign: e^{−E} grows like e^{v²/(2σ²)} there and has no normaliser; the condition for two Gaussian "
-    "layers is missing.",
+    corrected="The sign: as printed, e^{−E} grows like e^{v²/(2σ²)} and cannot be normalised. The condition for two "
+    "Gaussian layers is missing.",
 )
 def energy_of_a_machine(machines: int = 40, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, machines=machines)

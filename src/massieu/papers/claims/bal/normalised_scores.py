@@ -21,9 +21,9 @@ _GAP = 4.0
 @claim(
     "B18",
     title="Normalised attention without softmax",
-    statement="Attention with weights g(zₙ − z̄)/σ + b over keys = values is the gradient of gNσ + bN z̄, σ the standard "
-    "deviation of the logits; for b = 0 the energy ½‖q‖² − cσ falls along its iteration, whose fixed points are the keys' "
-    "principal axes of length c√λ and whose limit, the minimum −½c²λ₁, is the first.",
+    statement="Attention with weights g(zₙ − z̄)/σ + b over keys = values is the gradient of gNσ + bN z̄, with σ "
+    "the standard deviation of the logits. For b = 0 the energy ½‖q‖² − cσ falls along its iteration. The fixed "
+    "points are the keys' principal axes of length c√λ; the limit is the first of them, with the minimum −½c²λ₁.",
     source="Bal §3.1, where the method of Richter and Wattenhofer is cited; its energy is derived",
     status="quoted",
 )

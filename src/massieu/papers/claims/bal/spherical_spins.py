@@ -28,14 +28,15 @@ from massieu.papers.theory import SphericalSpins
 @claim(
     "B15",
     title="Large-D saddle point",
-    statement="N spins of squared length D with E = −Σ_ij J_ij σᵢ·σⱼ − Σ hᵢ·σᵢ have, for many components, the log-partition "
-    "−N/2 − (N/2) log 2β + φ(t*) for each of these, t* the only minimum of the convex φ(t) = βΣtⱼ − ½ log det V + (β/4D) "
-    "Tr hᵀV⁻¹h with V = diag(t) − J ≻ 0, which holds ⟨‖σᵢ‖²⟩ at D; their means are β⁻¹∂log Z/∂hᵢ = ½Σ_j V⁻¹ᵢⱼhⱼ.",
+    statement="N spins of squared length D with E = −Σ_ij J_ij σᵢ·σⱼ − Σ hᵢ·σᵢ have, for many components, the "
+    "log-partition −N/2 − (N/2) log 2β + φ(t*) for each component. t* is the only minimum of the convex φ(t) = βΣtⱼ "
+    "− ½ log det V + (β/4D) Tr hᵀV⁻¹h with V = diag(t) − J ≻ 0, which holds ⟨‖σᵢ‖²⟩ at D. The means are β⁻¹∂log "
+    "Z/∂hᵢ = ½Σ_j V⁻¹ᵢⱼhⱼ.",
     source="reconstructed from Bal's post and code of 2021 (AFEM); bounds for one spin by Amos (1974), derived",
     status="reconstructed",
     published="⟨σᵢ⟩ = ∂log Z/∂hᵢ = (β/2)Σ_j V⁻¹ᵢⱼhⱼ.",
     standing="ambiguous",
-    corrected="The derivative lacks its factor β⁻¹: E has the fields, and exp(−βE) has β times them.",
+    corrected="The derivative lacks its factor β⁻¹: the fields stand in E, so that exp(−βE) contains β times them.",
 )
 def large_dimension(
     spins: int = 6, components: int = 5, scale: float = 0.7, strength: float = 0.6, draws: int = 50, seed: int = 0
@@ -173,8 +174,9 @@ def _saddle(model: SphericalSpins, normal: Normal, draws: int) -> Iterator[Check
 @claim(
     "B21",
     title="Response of a driven system",
-    statement="Where couplings depend on the fields, −dF/dhᵢ = ⟨σᵢ⟩ + Σ_mn ⟨σ_m·σ_n⟩ ∂J_mn/∂hᵢ, with F = −β⁻¹ log Z and E "
-    "as in B15: a drive and a collective term; so it is for Ising spins, exactly, and for spins of many components.",
+    statement="Where couplings depend on the fields, −dF/dhᵢ = ⟨σᵢ⟩ + Σ_mn ⟨σ_m·σ_n⟩ ∂J_mn/∂hᵢ, with F = −β⁻¹ log Z "
+    "and E as in B15: a drive and a collective term. This is exact for Ising spins, and holds for spins of many "
+    "components.",
     source="reconstructed from Bal's post of November 2021",
     status="reconstructed",
 )

@@ -73,16 +73,17 @@ def _no_second_order(name: str, error: Callable[[float], Tensor], scale: Tensor)
 @claim(
     "B13",
     title="Ising mean field, TAP, adaptive TAP",
-    statement="For p ∝ exp(½ΣJ_ijS_iS_j + Σx_iS_i)Πρ_i the error of the means is of second order in J by mean field, of third "
-    "by TAP, whose field has −m_iΣJ_ij²(1 − m_j²) for ±1, and by adaptive TAP, in which V_i = Λ_i − 1/[(Λ − J)⁻¹]_ii with "
-    "Λ_i = V_i + 1/χ_ii; without fields so is that of the covariance, (Λ − J)⁻¹, where mean field's is of second; the "
-    "derivatives of adaptive TAP's log Z are its moments.",
+    statement="For p ∝ exp(½ΣJ_ijS_iS_j + Σx_iS_i)Πρ_i the error of the means is of second order in J by mean field "
+    "and of third order by TAP, whose field has the term −m_iΣJ_ij²(1 − m_j²) for ±1. It is of third order by "
+    "adaptive TAP too, in which V_i = Λ_i − 1/[(Λ − J)⁻¹]_ii with Λ_i = V_i + 1/χ_ii. Without fields the same "
+    "orders hold for the covariance, which in adaptive TAP is (Λ − J)⁻¹. The derivatives of adaptive TAP's log Z "
+    "are its moments.",
     source=f"{_POSTS}; Opper and Winther, Phys. Rev. E 64, 056131 (2001)",
     status="reconstructed",
     published="E = ΣJ_ijS_iS_j + Σx_iS_i, with m_i = tanh(ΣJ_ijm_j + x_i) as its mean field.",
     standing="ambiguous",
-    corrected="p ∝ e^{−E} needs the minus sign, and a sum over both orders of a pair the factor ½: as written the field would "
-    "be −2ΣJ_ijm_j − x_i.",
+    corrected="p ∝ e^{−E} needs the minus sign, and a sum over both orders of a pair needs the factor ½: as "
+    "written, the field would be −2ΣJ_ijm_j − x_i.",
 )
 def spin_approximations(spins: int = 8, seed: int = 0) -> Iterator[Check]:
     check_at_least(3, spins=spins)
@@ -179,15 +180,15 @@ def _derivatives(coupling: Tensor, field: Tensor) -> Iterator[Check]:
 @claim(
     "B14",
     title="Vector spins with Gaussian prior",
-    statement="For Gaussian sites with Σ⁻¹ − J positive definite the means are (Σ⁻¹ − J)⁻¹X, and mean field, TAP and adaptive "
-    "TAP all have them, since the Onsager term cancels for every V; adaptive TAP has V_i = Σ_i⁻¹ − (G_ii)⁻¹, G = (Σ⁻¹ − J)⁻¹ "
-    "as covariance, and log Z too, of which mean field lacks −½ log det(I − ΣJ).",
+    statement="For Gaussian sites with Σ⁻¹ − J positive definite, the means are (Σ⁻¹ − J)⁻¹X. Mean field, TAP and "
+    "adaptive TAP all give them, since the Onsager term cancels for every V. Adaptive TAP, with V_i = Σ_i⁻¹ − "
+    "(G_ii)⁻¹, also gives the covariance G = (Σ⁻¹ − J)⁻¹ and log Z, of which mean field lacks −½ log det(I − ΣJ).",
     source=f"{_POSTS}; the exact solution is derived",
     status="reconstructed",
     published="S_i = ΣJ_ijS_j − f(S_i) + X_i with a feed-forward network f(S_i) ≈ V_iS_i in the place of the Onsager term.",
     standing="ambiguous",
-    corrected="with the term the variance of a site becomes (Σ_i⁻¹ − V_i)⁻¹, and both cancel; the term by itself moves the "
-    "means away, so a correction can matter for sites alone that are not Gaussian.",
+    corrected="With the term, the variance of a site becomes (Σ_i⁻¹ − V_i)⁻¹, and the two cancel. The term by "
+    "itself moves the means away, so that a correction can matter only for sites that are not Gaussian.",
 )
 def gaussian_spins(spins: int = 5, size: int = 2, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, spins=spins)

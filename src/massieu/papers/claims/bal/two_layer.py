@@ -19,9 +19,9 @@ _DURATION = 5.0
 @claim(
     "B20",
     title="Two layers with frozen hidden units",
-    statement="Along τ_v v̇ = W g_h − v, τ_h ḣ = Wᵀg_v − h with g = ∇L of convex Lagrangians, ℰ = v·g_v − L_v + h·g_h − L_h − "
-    "g_v·W g_h does not rise; with L_v = ½‖v‖², L_h = log Σ exp and h = Wᵀv it is the modern Hopfield energy, and both "
-    "layers at their limits in turn are attention.",
+    statement="Along τ_v v̇ = W g_h − v, τ_h ḣ = Wᵀg_v − h with g = ∇L of convex Lagrangians, ℰ = v·g_v − L_v + "
+    "h·g_h − L_h − g_v·W g_h does not rise. With L_v = ½‖v‖², L_h = log Σ exp and h = Wᵀv it is the modern Hopfield "
+    "energy. Taking each layer to its limit in turn is attention.",
     source="Bal §2.4, last paragraphs, where Krotov and Hopfield (arXiv 2008.06996) are cited",
     status="quoted",
 )

@@ -19,10 +19,10 @@ _TEMPERATURES = (0.02, 0.01, 0.005)
 @claim(
     "N8",
     title="Doubly stochastic attention",
-    statement="Doubly stochastic attention, P_ij = e^{βx_i·x_j + f_i + g_j} with row and column sums 1, keeps the mean of the "
-    "tokens; with queries, keys and values tied it is half the gradient of −(Σf + Σg)/β in all tokens at once, and for "
-    "tokens of density ρ, β(Px − x) → ½∇log ρ as β → ∞, so that x ← x − (Px − x) is a step ½β⁻¹ of the heat equation; "
-    "softmax attention has none of the three.",
+    statement="Doubly stochastic attention, P_ij = e^{βx_i·x_j + f_i + g_j} with row and column sums 1, keeps the "
+    "mean of the tokens. With queries, keys and values tied it is half the gradient of −(Σf + Σg)/β in all tokens "
+    "at once. For tokens of density ρ, β(Px − x) → ½∇log ρ as β → ∞, so that x ← x − (Px − x) is a step ½β⁻¹ of the "
+    "heat equation. Softmax attention has none of these three properties.",
     source="Sander, Ablin, Blondel, Peyré, Sinkformers, arXiv 2110.11773; S19; constants are derived",
     status="quoted",
 )

@@ -17,10 +17,10 @@ _GAIN, _EPS = 0.8, 1e-2
 @claim(
     "N1",
     title="Energy Transformer",
-    statement="The energy E = −β⁻¹ Σ_h Σ_C log Σ_{B≠C} exp(βK_B·Q_C) − ½ Σ_B Σ_μ relu(ξ_μ·g_B)² of g = LayerNorm(x) falls "
-    "along τẋ = −∂E/∂g at the rate (∂E/∂g)ᵀ∇²L(∂E/∂g)/τ; its force has a term for tokens as queries, one for them as keys, "
-    "and a feed-forward layer with tied weights; a step x − α∂E/∂g lowers E for certain up to "
-    "α = √(var x + eps)/(2·gain·√(n − 1)·Σ_h‖W_K‖‖W_Q‖).",
+    statement="The energy E = −β⁻¹ Σ_h Σ_C log Σ_{B≠C} exp(βK_B·Q_C) − ½ Σ_B Σ_μ relu(ξ_μ·g_B)² of g = LayerNorm(x) "
+    "falls along τẋ = −∂E/∂g at the rate (∂E/∂g)ᵀ∇²L(∂E/∂g)/τ. Its force has a term for tokens as queries, one for "
+    "tokens as keys, and a feed-forward layer with tied weights. A step x − α∂E/∂g lowers E for certain up to α = "
+    "√(var x + eps)/(2·gain·√(n − 1)·Σ_h‖W_K‖‖W_Q‖).",
     source="Hoover et al., Energy Transformer, NeurIPS 2023, arXiv 2302.07253; the bound on α is derived",
     status="quoted",
 )

@@ -21,9 +21,9 @@ _SEARCHED = 1000
 @claim(
     "N11",
     title="Entropy collapse",
-    statement="T scores with a vector of norm at most σ have an attention entropy "
-    "H ≥ log(1 + (T−1)b) + σ√(T(T−1))b/(1 + (T−1)b), b = exp(−σ√(T/(T−1))), and one vector attains it; the scores about their "
-    "mean may stand for the scores, ‖W_KᵀW_Q‖₂‖X‖₂² bounds σ, and Ŵ = (γ/‖W‖₂)W has the norm γ.",
+    statement="T scores whose vector has norm at most σ have an attention entropy H ≥ log(1 + (T−1)b) + "
+    "σ√(T(T−1))b/(1 + (T−1)b), b = exp(−σ√(T/(T−1))), and one vector attains the bound. The scores may be taken "
+    "about their mean, ‖W_KᵀW_Q‖₂‖X‖₂² bounds σ, and Ŵ = (γ/‖W‖₂)W has the norm γ.",
     source="Zhai et al., arXiv 2303.06296, Theorem 3.1",
     status="quoted",
 )

@@ -22,8 +22,9 @@ _ALPHAS = (1.25, 1.5, 2.0)
 @claim(
     "N2",
     title="Hopfield–Fenchel–Young networks",
-    statement="With Ω* of Tsallis' entropy in place of log Σ exp the Hopfield energy ½‖q‖² − Ω*(βXq)/β falls by ½‖q⁺ − q‖² or "
-    "more in each step q⁺ = Xᵀ entmax(βXq), and where a score leads by the margin 1/(α − 1) one step is that pattern exactly.",
+    statement="With Ω* of Tsallis' entropy in place of log Σ exp, the Hopfield energy ½‖q‖² − Ω*(βXq)/β falls by at "
+    "least ½‖q⁺ − q‖² in each step q⁺ = Xᵀ entmax(βXq). If one score leads by the margin 1/(α − 1), one step is "
+    "that pattern exactly.",
     source="Santos, Niculae, McNamee and Martins, Hopfield–Fenchel–Young Networks (arXiv 2411.08590)",
     status="quoted",
 )

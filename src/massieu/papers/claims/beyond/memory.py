@@ -25,10 +25,10 @@ _ROUNDING = 1e-12
 @claim(
     "N5",
     title="Clustering on the sphere",
-    statement="On the sphere ẋᵢ = Proj Σ e^{β⟨xᵢ,xⱼ⟩}xⱼ is gradient ascent of (1/2βn²) Σ Σ e^{β⟨xᵢ,xⱼ⟩}; that sum never falls "
-    "either where all tokens attend to each other at once and are then projected onto the sphere; in three dimensions and "
-    "more generic tokens end in one cluster, but two groups stay below a cosine c for e^{β(1−c)} steps at the least, to a "
-    "factor that does not depend on β.",
+    statement="On the sphere, ẋᵢ = Proj Σ e^{β⟨xᵢ,xⱼ⟩}xⱼ is gradient ascent of (1/2βn²) Σ Σ e^{β⟨xᵢ,xⱼ⟩}. That sum "
+    "never falls either if all tokens attend to each other at once and are then projected onto the sphere. In three "
+    "dimensions and more, generic tokens end in one cluster. But two groups stay below a cosine c for at least "
+    "e^{β(1−c)} steps, up to a factor that does not depend on β.",
     source="Geshkovski, Letrouit, Polyanskiy, Rigollet, arXiv 2312.10794; the discrete step is derived",
     status="quoted",
 )
@@ -107,9 +107,9 @@ def _flow(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
 @claim(
     "N14",
     title="Free-energy scores of foreign inputs",
-    statement="Free energies score foreignness: T·lse(f/T) of logits is lse of the last layer's weights as memory, and the "
-    "energy −2lse(β, (X,O)ξ) + lse(β, Xξ) + lse(β, Oξ) of Hopfield Boosting is β⁻¹ log[p(1 − p)], p the share of X, largest "
-    "on the boundary p = ½.",
+    statement="Free energies score how foreign an input is. T·lse(f/T) of logits is lse of the last layer's weights "
+    "as memory. The energy −2lse(β, (X,O)ξ) + lse(β, Xξ) + lse(β, Oξ) of Hopfield Boosting is β⁻¹ log[p(1 − p)], p "
+    "the share of X, and is largest on the boundary p = ½.",
     source="Liu et al., arXiv 2010.03759; Zhang et al., ICLR 2023 (SHE); Hopfield Boosting, arXiv 2405.08766",
     status="quoted",
 )
@@ -149,8 +149,9 @@ def scores_of_foreignness(atoms: int = 9, dimensions: int = 5, draws: int = 100,
 @claim(
     "N23",
     title="Newton's step on the energy",
-    statement="Newton's step on the Hopfield energy, ξ − (I − βCov_p)⁻¹(ξ − f(ξ)), squares the error near a minimum; held to "
-    "states where the Hessian is positive definite and E falls at least as far as by attention, it never raises E.",
+    statement="Newton's step on the Hopfield energy, ξ − (I − βCov_p)⁻¹(ξ − f(ξ)), squares the error near a "
+    "minimum. Restricted to states where the Hessian is positive definite and E falls at least as much as by "
+    "attention, it never raises E.",
     source="momentum, Nesterov and Newton attention, arXiv 2511.00907; the guard is derived",
     status="quoted",
 )

@@ -25,9 +25,9 @@ _FLOW = 1e-8
 @claim(
     "N6",
     title="Gaussian closure",
-    statement="Layers of small step size γ move a Gaussian law by ṁ = V(I + CBᵀ)m, Ċ = VCBᵀC + CBCVᵀ, to first order in γ; the "
-    "rank of C never changes; for V = 1, C⁻¹ falls at the constant rate B + Bᵀ, so C becomes infinite at the time "
-    "1/λmax(C(B + Bᵀ)) where that is positive, and never where B + Bᵀ ⪯ 0.",
+    statement="To first order in a small step size γ, layers move a Gaussian law by ṁ = V(I + CBᵀ)m, Ċ = VCBᵀC + "
+    "CBCVᵀ. The rank of C never changes. For V = 1, C⁻¹ falls at the constant rate B + Bᵀ, so C becomes infinite at "
+    "the time 1/λmax(C(B + Bᵀ)) if that is positive, and never if B + Bᵀ ⪯ 0.",
     source="Castin, Ablin, Carrillo, Peyré, arXiv 2501.18322; the time of the blow-up is derived",
     status="quoted",
 )
@@ -101,9 +101,10 @@ def _covariance(law: Gaussian) -> Tensor:
 @claim(
     "N12",
     title="Rank collapse",
-    statement="Without skip connection attention X ← PX brings all tokens to one: with ‖xᵢ‖ ≤ R and scores βxᵢ·xⱼ the diameter "
-    "shrinks to at most 1 − e^(−2βR²) of itself in every layer, and near the end the distance to rank one goes to its cube, "
-    "doubly exponentially in depth; with it no two tokens come nearer to each other.",
+    statement="Without a skip connection, attention X ← PX makes all tokens equal. With ‖xᵢ‖ ≤ R and scores βxᵢ·xⱼ, "
+    "each layer multiplies the diameter by at most 1 − e^(−2βR²). Near the end each layer cubes the distance to "
+    "rank one, so that it falls doubly exponentially in depth. With a skip connection no two tokens come nearer to "
+    "each other.",
     source="Dong, Cordonnier, Loukas, arXiv 2103.03404; the bound by Dobrushin's coefficient is derived (S12)",
     status="quoted",
 )

@@ -18,9 +18,10 @@ _ROUNDING = 1e-12
 @claim(
     "N4",
     title="Log-sum-ReLU memory",
-    statement="The energy −log Σ relu(1 − β‖x − ξ‖²/2)/β has the gradient Σ_active (x − ξ)/Σ relu(…); moving to the centroid "
-    "of the active patterns never raises it and ends after finitely many steps, in a minimum that is the centroid of what is "
-    "active there: a single memory, exactly, where no other is within √(2/β), or an emergent one.",
+    statement="The energy −log Σ relu(1 − β‖x − ξ‖²/2)/β has the gradient Σ_active (x − ξ)/Σ relu(…). Moving to the "
+    "centroid of the active patterns never raises it, and ends after finitely many steps in a minimum that is the "
+    "centroid of the patterns active there. That is a single memory, exactly, if no other is within √(2/β), and "
+    "otherwise an emergent one.",
     source="Hoover, Shi, Balasubramanian, Krotov and Ram (arXiv 2506.10801)",
     status="quoted",
 )

@@ -21,9 +21,10 @@ def _affine(points: Tensor) -> Tensor:
 @claim(
     "N17",
     title="Test-time regression",
-    statement="Softmax attention is the constant that fits the values best under its weights, linear attention one gradient "
-    "step from 0 on a linear fit, and conditional mean attention with the linear kernel that fit's ridge solution; a local "
-    "linear fit under softmax's weights has no bias on linear targets, at the boundary too, where softmax has one.",
+    statement="Softmax attention is the constant that fits the values best under its weights. Linear attention is "
+    "one gradient step from 0 on a linear fit, and conditional mean attention with the linear kernel is the ridge "
+    "solution of that fit. A local linear fit under softmax's weights has no bias on linear targets, even at the "
+    "boundary, where softmax has one.",
     source="Wang, Shi and Fox, arXiv 2501.12352; MesaNet, arXiv 2506.05233; Intention, arXiv 2305.10203",
     status="quoted",
 )

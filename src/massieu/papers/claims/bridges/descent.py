@@ -18,8 +18,9 @@ _ROUNDING = 1e-12
 @claim(
     "X5",
     title="Ascent plus contraction is damped descent",
-    statement="(ξ + γ∇A(βξ))/(1 + γ) = ξ − γ′∇E(ξ), γ′ = γ/(1 + γ), for every memory and γ > 0: layers of residual "
-    "attention, each followed by that contraction, descend the Hopfield energy, and all γ have the same fixed points.",
+    statement="(ξ + γ∇A(βξ))/(1 + γ) = ξ − γ′∇E(ξ), γ′ = γ/(1 + γ), for every memory and γ > 0. Layers of residual "
+    "attention, each followed by that contraction, therefore descend the Hopfield energy, and all γ have the same "
+    "fixed points.",
     source="joins Shim §6 and Bal §1; B5 with damping",
     status="derived",
 )

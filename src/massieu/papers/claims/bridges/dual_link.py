@@ -27,9 +27,9 @@ _SUMMED_EXACTLY = ("atoms", "point mass", "Bernoulli", "Rademacher", "Poisson", 
 @claim(
     "X8",
     title="Dual-link attention",
-    statement="η·∇A(η′) = A(η) − KL(p_η′ ‖ p_η) + A*(∇A(η′)): softmax over keys ∇A(η′) is a smoother by the kernel "
-    "e^{−KL} with the log-bias A*, and with A* subtracted by that kernel alone; for a Gaussian that is Mahalanobis "
-    "distance.",
+    statement="η·∇A(η′) = A(η) − KL(p_η′ ‖ p_η) + A*(∇A(η′)). Softmax over the keys ∇A(η′) is therefore a smoother "
+    "with the kernel e^{−KL} and the log-bias A*; with A* subtracted, the kernel alone remains. For a Gaussian that "
+    "is Mahalanobis distance.",
     source="makes exact Shim §6, a non-linear activation before the dot product; Bregman divergence and conjugate",
     status="derived",
 )

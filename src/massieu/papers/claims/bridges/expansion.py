@@ -19,8 +19,8 @@ _STEP = 0.5
 @claim(
     "X6",
     title="Expansion for any measure",
-    statement="Over any measure and at any step, A(T(η)) − A(η) = γ‖∇A(η)‖² + B_A(T(η), η), T = id + γ∇A: a layer's gain is "
-    "its first order and a Bregman divergence, and points part by exactly 2γ(x − y)·(∇A(x) − ∇A(y)).",
+    statement="For any measure and any step, A(T(η)) − A(η) = γ‖∇A(η)‖² + B_A(T(η), η), T = id + γ∇A. The gain of a "
+    "layer is its first order plus a Bregman divergence, and points part by exactly 2γ(x − y)·(∇A(x) − ∇A(y)).",
     source="S12 (a) to (c), with the remainder as a Bregman divergence",
     status="derived",
 )
@@ -70,13 +70,13 @@ def _equalities(
 @claim(
     "X7",
     title="The Gaussian equilibrium is unstable",
-    statement="Residual attention and full whitening multiply a small whitened cumulant of order n ≥ 3 of a population that is "
-    "its own keys by 1 + nγb^(n−1)/(1 + γb) > 1, b = β·(variance per coordinate): the Gaussian equilibrium is unstable to "
-    "every perturbation that is not Gaussian.",
+    statement="Residual attention of a population to itself, followed by full whitening, multiplies a small "
+    "whitened cumulant of order n ≥ 3 by 1 + nγb^(n−1)/(1 + γb) > 1, with b = β·(variance per coordinate). The "
+    "Gaussian equilibrium is unstable to every perturbation that is not Gaussian.",
     source="S13, its instability",
     status="derived",
-    corrected="Even full whitening leaves the Gaussian; what may drive a population to it is something else. What Shim "
-    "assumes of layer normalisation is S13's.",
+    corrected="Even under full whitening, a population moves away from the Gaussian; if something drives it there, "
+    "it is another mechanism. What Shim assumes of layer normalisation is S13.",
 )
 def instability_of_the_equilibrium(seed: int = 0) -> Iterator[Check]:
     for variance, orders in {0.5: (3, 4, 5), 1.0: (3, 4, 5), 1.5: (3, 4)}.items():

@@ -32,9 +32,9 @@ def _tokens() -> GaussianTokens:
 @claim(
     "X1",
     title="Precision matching",
-    statement="Over many jointly Gaussian tokens attention with logits k·M(x − μ_k) is μ_v + Σ_vk M(x − μ_k), the "
-    "conditional mean E[v | k = x] if and only if Σ_vk M = Σ_vk Σ_kk⁻¹: M = Σ_kk⁻¹, and (Σ+τ²)⁻¹Σ(Σ+τ²)⁻¹ where attention "
-    "denoises.",
+    statement="Over many jointly Gaussian tokens, attention with logits k·M(x − μ_k) is μ_v + Σ_vk M(x − μ_k). It "
+    "is the conditional mean E[v | k = x] if and only if Σ_vk M = Σ_vk Σ_kk⁻¹. So M = Σ_kk⁻¹, and M = "
+    "(Σ+τ²)⁻¹Σ(Σ+τ²)⁻¹ where attention denoises.",
     source="joins Zhang (b) and the hypothesis of Shim §3.2; exponential tilting",
     status="derived",
 )
@@ -57,9 +57,9 @@ def precision_matching(keys: int = 20_000, repetitions: int = 30, seed: int = 0)
 @claim(
     "X2",
     title="Best temperature for finitely many keys",
-    statement="Over L tokens at the score sΣ⁻¹ the mean squared error is (1 − s)²b + (e^{s²r}/L)(tr Cov(v) + (2s − s²)b), "
-    "b = ‖R(x − μ)‖², r = (x − μ)ᵀΣ⁻¹(x − μ): the best s is below 1, grows with L, and the logits' variance s²r is at most "
-    "max(1, log L).",
+    statement="Over L tokens with the score sΣ⁻¹, the mean squared error is (1 − s)²b + (e^{s²r}/L)(tr Cov(v) + (2s "
+    "− s²)b), with b = ‖R(x − μ)‖² and r = (x − μ)ᵀΣ⁻¹(x − μ). The best s is below 1 and grows with L, and the "
+    "logits' variance s²r is at most max(1, log L).",
     source="S15 applied to X1; the bracket's (2s − s²)b has the product of both biases in it",
     status="derived",
 )

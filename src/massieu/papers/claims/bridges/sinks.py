@@ -17,8 +17,8 @@ _EXACT = 1e-12
 @claim(
     "X4",
     title="A sink is a prior pseudo-observation",
-    statement="A sink of logit b and value zero multiplies the output by Z/(Z + e^b); with a value v₀ it is a conjugate prior "
-    "of strength κ₀ = e^b and mean v₀, whose share κ₀/(κ₀ + Z) falls as 1/L where scores do not grow.",
+    statement="A sink of logit b and value zero multiplies the output by Z/(Z + e^b). With a value v₀ it is a "
+    "conjugate prior of strength κ₀ = e^b and mean v₀. Its share κ₀/(κ₀ + Z) falls as 1/L if scores do not grow.",
     source="derived (Z3.1)",
     status="derived",
 )

@@ -18,9 +18,9 @@ _DEGREE = 6
 @claim(
     "X9",
     title="Spectrum of softmax attention on the sphere",
-    statement="Softmax attention over uniform keys on the sphere is a low-pass filter: of degree n it leaves ρ_n(β), "
-    "1 − n(n+d−2)/(2β) for large β and (β/2)ⁿΓ(d/2)/Γ(d/2+n) for small; conditional mean attention leaves Λρ_n/(Λρ_n + λ), "
-    "which undoes it as λ → 0.",
+    statement="Softmax attention over uniform keys on the sphere is a low-pass filter: it multiplies degree n by "
+    "ρ_n(β), which is 1 − n(n+d−2)/(2β) for large β and (β/2)ⁿΓ(d/2)/Γ(d/2+n) for small β. Conditional mean "
+    "attention multiplies it by Λρ_n/(Λρ_n + λ), which tends to 1 as λ → 0.",
     source="Z7 and Z4 over uniform keys; Funk–Hecke",
     status="derived",
 )

@@ -22,8 +22,8 @@ _CLEARLY_APART = 1e4 * GRADIENT_BY_DIFFERENCES
 @claim(
     "S3",
     title="Attention is the gradient of log Z",
-    statement="Attention with keys as values is the gradient of the log-partition of the keys' weighted sum of point "
-    "masses; with other values it is the gradient in an auxiliary field and in general none in the query.",
+    statement="With the keys as values, attention is the gradient of the log-partition of the weighted sum of point "
+    "masses at the keys. With other values it is a gradient in an auxiliary field, and in general not in the query.",
     source=f"{SHIM}, §3.1, Proposition 1(a), eq. (3)–(5); its five extensions are derived",
     status="quoted",
     corrected="δ(x = xₙ) in the proposition is a Dirac measure, and the integral of its part (b) needs a dx.",
@@ -194,12 +194,12 @@ def distance_is_a_weight(atoms: int = 12, dimensions: int = 4, draws: int = 100,
 @claim(
     "S25",
     title="The key origin is a gauge",
-    statement="A vector added to all keys changes log Z and its gradient but no attention weight; what it leaves alone "
-    "is the selective log Z, S = log Z − log Σw − Σ (w/Σw)s = KL(w/Σw ‖ p) ≥ 0, with ∇S = β(Σ pₙkₙ − k̄).",
+    statement="Adding one vector to all keys changes log Z and its gradient, but no attention weight. It does not "
+    "change selective log Z, S = log Z − log Σw − Σ (w/Σw)s = KL(w/Σw ‖ p) ≥ 0, with ∇S = β(Σ pₙkₙ − k̄).",
     source="proved in docs/theory",
     status="derived",
-    corrected="A key bias cancels in the attention weights, not in log Z: whether a step raises log Z, and whether a "
-    "head's write is its gradient (S3), are to be read modulo a constant.",
+    corrected="A key bias cancels in the attention weights but not in log Z. Whether a step raises log Z, and "
+    "whether a head's write is its gradient (S3), therefore depends on the choice of origin.",
 )
 def key_origin_is_a_gauge(atoms: int = 12, dimensions: int = 4, draws: int = 100, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, atoms=atoms)

@@ -20,9 +20,9 @@ _EDGE = 1e-14
 @claim(
     "S17",
     title="Boosting weights as measure",
-    statement="With the weights e^{−tF} as a measure on the points −t g, A(α) is the log of the exponential loss after "
-    "the step α, and boosting's recursion is tilting; AdaBoost's α = ½ log((1 − ε)/ε) makes the edge 0 and "
-    "multiplies the loss by 2√(ε(1 − ε)); the least loss is the dual problem's value.",
+    statement="With the weights e^{−tF} on the points −t g as the measure, A(α) is the log of the exponential loss "
+    "after the step α, and boosting's recursion is tilting. AdaBoost's α = ½ log((1 − ε)/ε) makes the edge 0 and "
+    "multiplies the loss by 2√(ε(1 − ε)). The least loss is the value of the dual problem.",
     source=f"{SHIM}, §4; formulas beyond the weights are derived",
     status="quoted",
 )

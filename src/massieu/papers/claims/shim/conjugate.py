@@ -70,9 +70,9 @@ class _Case:
 @claim(
     "S16",
     title="A conjugate prior as measure",
-    statement="A conjugate prior e^{χη − νA₀(η)} dη is a linear exponential family in η with natural parameter χ: ∇B is "
-    "the posterior mean of η, observations add to χ and ν, E ∇A₀(η) = χ/ν, −∂B/∂ν = E A₀(η), and the evidence is a "
-    "difference of B.",
+    statement="A conjugate prior e^{χη − νA₀(η)} dη is a linear exponential family in η with natural parameter χ. "
+    "∇B is the posterior mean of η, observations add to χ and ν, E ∇A₀(η) = χ/ν, and −∂B/∂ν = E A₀(η). The evidence "
+    "is a difference of B.",
     source=f"{SHIM}, §4, where the case is named; its formulas are derived",
     status="quoted",
     corrected="Parameters (ξ, ν) are named without a formula; h = e^{−νA₀(η)} dη is a density in η, not a set of "

@@ -27,8 +27,9 @@ from massieu.papers.claims.registry import claim
 @claim(
     "S23",
     title="Contrastive probability",
-    statement="InfoNCE, the N-pair loss and word2vec's softmax are ℓ(q) = A(q) − q·k₊, the Fenchel–Young loss of the "
-    "log-partition A at the vertex k₊: ∇ℓ = k̄ − k₊, ∇²ℓ = Cov_p(K), and without weights ℓ > 0, with 0 for its limit.",
+    statement="InfoNCE, the N-pair loss and word2vec's softmax are ℓ(q) = A(q) − q·k₊, the Fenchel–Young loss of "
+    "the log-partition A at the vertex k₊. ∇ℓ = k̄ − k₊ and ∇²ℓ = Cov_p(K). Without weights ℓ > 0, and 0 is its "
+    "limit.",
     source=f"{SHIM}, §2.1, §2.2, eq. (3); the formulas are derived",
     status="quoted",
 )

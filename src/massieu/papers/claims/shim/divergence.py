@@ -19,7 +19,7 @@ from massieu.papers.claims.shim.catalogue import Member, library
     source=f"{SHIM}, §3.2, text before eq. (6)",
     status="quoted",
     published="B_G(η₁, η₂) = KL(p(x|η₁) ‖ p(x|η₂)).",
-    corrected="The arguments of the KL divergence change places.",
+    corrected="The arguments of the KL divergence must be swapped.",
 )
 def bregman_is_kl(draws: int = 20, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, draws=draws)

@@ -49,8 +49,9 @@ def _round_trip(name: str, member: Member, expected: Tensor, *, hidden: int = 0)
 @claim(
     "S6",
     title="From natural to mean parameter",
-    statement="∇A maps the domain onto the relative interior of the convex hull of the support, and ∇A(η) = ∇A(η′) if "
-    "and only if η − η′ is orthogonal to all differences of points; for N keys in R^d, N ≤ d, there are such η ≠ η′.",
+    statement="∇A maps the domain onto the relative interior of the convex hull of the support. ∇A(η) = ∇A(η′) if "
+    "and only if η − η′ is orthogonal to all differences of support points. For N keys in R^d with N ≤ d there are "
+    "such η ≠ η′.",
     source=f"{SHIM}, §3.1, before eq. (4)",
     status="quoted",
     published="The expected statistic is a one-to-one function of the natural parameter.",
@@ -93,7 +94,7 @@ def mean_map_modulo_a_subspace(atoms: int = 6, dimensions: int = 8, draws: int =
     "S8",
     title="Conjugate, entropy, maximum entropy",
     statement="The conjugate is A*(ū) = E_p[log dp/dh] = −H(p) − E_p[log h], and A(η) + A*(ū) = η·ū if and only if "
-    "ū = ∇A(η); among all weights with mean ū, attention's have the largest entropy relative to h.",
+    "ū = ∇A(η). Among all weights with mean ū, those of attention have the largest entropy relative to h.",
     source=f"{SHIM}, §3.2, eq. (6) and the text after it",
     status="quoted",
     corrected="A parenthesis is missing in the formula; the dual problem is maximum entropy relative to h.",
@@ -178,8 +179,8 @@ def _ends(member: Member, direction: Tensor) -> Iterator[Check]:
 @claim(
     "S9",
     title="Duality and the inverse map",
-    statement="∇A* is the inverse of ∇A and ∇²A*(ū) = (∇²A(η))⁻¹ for a minimal family; at a boundary point of the hull "
-    "η is infinite.",
+    statement="For a minimal family, ∇A* is the inverse of ∇A, and ∇²A*(ū) = (∇²A(η))⁻¹. At a boundary point of the "
+    "hull, η is infinite.",
     source=f"{SHIM}, §3.2, eq. (6)",
     status="quoted",
 )
@@ -227,8 +228,8 @@ def _infinite(member: Member, normal: Normal) -> Iterator[Check]:
 @claim(
     "S10",
     title="Fisher information is the centred covariance",
-    statement="∇²A(η) is the centred covariance E[xxᵀ] − ūūᵀ of p_η, its Fisher information, and the third derivative "
-    "the third central moment; the affine approximation of ∇A is exact for a Gaussian alone.",
+    statement="∇²A(η) is the centred covariance E[xxᵀ] − ūūᵀ of p_η, which is its Fisher information, and the third "
+    "derivative is the third central moment. The affine approximation of ∇A is exact only for a Gaussian.",
     source=f"{SHIM}, §3.2, after eq. (6)",
     status="quoted",
     published="∇² log Z = E[uuᵀ].",

@@ -32,10 +32,11 @@ _SIZES = [64, 128, 256, 512, 1024, 2048]
 @claim(
     "S13",
     title="Theorem 1: a Gaussian equilibrium",
-    statement="N(Σ⁻¹μ, Σ⁻¹) with keys Ση is an equilibrium of residual attention followed by the renormalisation of the whole "
-    "population to its own mean and covariance, point by point; so is every Gaussian with Gaussian keys, up to a rotation "
-    "where the covariances do not commute. A renormalisation by one number ends in rank one. Under LayerNorm the Gaussian is "
-    "an equilibrium up to order d^(−1/2), and unstable: the exact one is uniform on a sphere, which clusters.",
+    statement="N(Σ⁻¹μ, Σ⁻¹) with keys Ση is an equilibrium, point by point, of residual attention followed by the "
+    "renormalisation of the whole population to its own mean and covariance. So is every Gaussian with Gaussian "
+    "keys, up to a rotation if the covariances do not commute. A renormalisation by one number ends in rank one. "
+    "Under LayerNorm the Gaussian is an equilibrium only up to order d^(−1/2), and unstable; the exact equilibrium "
+    "is uniform on a sphere, and clusters.",
     source=f"{SHIM}, Theorem 1, stated informally; its formal statement and its limits are derived",
     status="derived",
     published="“Assuming layer normalization should induce an equilibrium distribution of a Gaussian distribution” (§6).",

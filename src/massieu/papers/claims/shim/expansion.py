@@ -32,9 +32,10 @@ _LAYERS = 5
 @claim(
     "S12",
     title="Residual attention expands",
-    statement="T = id + γ∇A over held keys climbs A by at least γ‖∇A‖² at every γ > 0, brings no two points closer, and adds "
-    "E log det(1 + γ∇²A) ≥ 0 to the population's differential entropy; the entropy of attention changes by −γηᵀ∇²A∇A at first "
-    "and mostly falls, and without the residual, or with values that are not aligned, nothing expands.",
+    statement="With fixed keys, T = id + γ∇A raises A by at least γ‖∇A‖² for every γ > 0, brings no two points "
+    "closer together, and adds E log det(1 + γ∇²A) ≥ 0 to the differential entropy of the population. The entropy "
+    "of the attention weights changes by −γηᵀ∇²A∇A to first order, and mostly falls. Without the residual "
+    "connection, or with values that are not aligned, nothing expands.",
     source=f"{SHIM}, §3.3; the exact statements are derived",
     status="quoted",
     published="“Our log normalizer ascent should result in increased entropy, resulting in an expansion of the hidden states” "

@@ -45,10 +45,10 @@ class _Errors(NamedTuple):
 @claim(
     "S15",
     title="Error of attention to finitely many keys",
-    statement="Attention over N independent keys has the bias −E[e^{2βk·q}(v − m)]/(NZ²) and the covariance "
-    "E[e^{2βk·q}(v − m)(v − m)ᵀ]/(NZ²) to leading order, for Gaussian keys −e^{β²qᵀΣq}βΣq/N and "
-    "e^{β²qᵀΣq}(Σ + β²ΣqqᵀΣ)/N; (1/N)Σ e^{βk·q} is unbiased for Z, its logarithm biased by −Var/(2NZ²): errors fall "
-    "as N^{−½}, biases as N^{−1}.",
+    statement="To leading order, attention over N independent keys has the bias −E[e^{2βk·q}(v − m)]/(NZ²) and the "
+    "covariance E[e^{2βk·q}(v − m)(v − m)ᵀ]/(NZ²). For Gaussian keys these are −e^{β²qᵀΣq}βΣq/N and e^{β²qᵀΣq}(Σ + "
+    "β²ΣqqᵀΣ)/N. (1/N)Σ e^{βk·q} is unbiased for Z; its logarithm is biased by −Var/(2NZ²). Errors fall as N^{−½}, "
+    "biases as N^{−1}.",
     source="delta method",
     status="derived",
 )

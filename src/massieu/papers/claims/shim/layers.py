@@ -26,9 +26,9 @@ _ROUNDING = 1e-12
 @claim(
     "S21",
     title="The feed-forward layer",
-    statement="A feed-forward layer f(x) = Σ φ(k_μ·x) v_μ fits neither theory in general: it is the gradient of Σ c_μΦ(k_μ·x), "
-    "Φ′ = φ, where v_μ = c_μk_μ, and has no symmetric Jacobian where they differ; otherwise it is an operator of its own, "
-    "measured by its distance to the identity and to the best affine map.",
+    statement="A feed-forward layer f(x) = Σ φ(k_μ·x) v_μ fits neither theory in general. If v_μ = c_μk_μ it is the "
+    "gradient of Σ c_μΦ(k_μ·x) with Φ′ = φ; otherwise its Jacobian is not symmetric. It is then described by its "
+    "distance to the identity and to the best affine map.",
     source=f"{SHIM}, §5 and §6; the measures and the condition are derived",
     status="quoted",
 )
@@ -95,9 +95,9 @@ def _distance_to_maps(normal: Normal, dimensions: int, draws: int) -> Iterator[C
 @claim(
     "S22",
     title="Residual as start, or as quadratic term",
-    statement="The residual as initial point, ξ + γ∇A, and as quadratic term of the Hopfield energy differ by a contraction "
-    "only: (ξ + γ∇A)/(1 + γ) = ξ − γ′∇E with γ′ = γ/(1 + γ); with RMSNorm in the contraction's place it is projected ascent "
-    "of A on a sphere.",
+    statement="The residual as initial point, ξ + γ∇A, and as quadratic term of the Hopfield energy differ only by "
+    "a contraction: (ξ + γ∇A)/(1 + γ) = ξ − γ′∇E with γ′ = γ/(1 + γ). With RMSNorm in place of the contraction it "
+    "is projected ascent of A on a sphere.",
     source=f"{SHIM}, §6 (the difference); the identity is derived",
     status="quoted",
 )

@@ -23,9 +23,9 @@ _ROUNDING = 1e-12
 @claim(
     "S14",
     title="Many heads as a mixture's lower bound",
-    statement="For a mixture Σ πₐhₐ of heads, A ≥ Σ rₐAₐ − KL(r ‖ π) for all weights r, with the gap KL(r ‖ r*), "
-    "r* ∝ πₐ exp Aₐ; heads added with fixed weights π are the gradient of the bound of r = π, and the gradient of A is "
-    "one softmax over all pairs of a head and a token.",
+    statement="For a mixture Σ πₐhₐ of heads, A ≥ Σ rₐAₐ − KL(r ‖ π) for all weights r. The gap is KL(r ‖ r*) with "
+    "r* ∝ πₐ exp Aₐ. Heads added with fixed weights π are the gradient of this bound at r = π; the gradient of A "
+    "itself is one softmax over all pairs of a head and a token.",
     source="Jensen's inequality; Shim §5 announces a bound for Gaussians in an appendix that was not available",
     status="derived",
 )
@@ -124,8 +124,9 @@ def _kernel_density(keys: Tensor, eta: Tensor, normal: Normal) -> Iterator[Check
 @claim(
     "S18",
     title="Atoms plus a continuous background",
-    statement="Σ wₙδ(xₙ) + c·N(μ, Σ) gives ∇A = (1 − s)·attention + s·(μ + Ση), s the Gaussian's share of Z, which "
-    "goes to 1 far from the origin; with a point mass in its place the background is an attention sink.",
+    statement="Σ wₙδ(xₙ) + c·N(μ, Σ) gives ∇A = (1 − s)·attention + s·(μ + Ση), where s is the Gaussian's share of "
+    "Z, which tends to 1 far from the origin. If a point mass takes the Gaussian's place, the background is an "
+    "attention sink.",
     source="gradient of log Z; Shim §6 names hybrid distributions as future work",
     status="derived",
 )

@@ -22,9 +22,10 @@ _LOGIT = 0.25
 @claim(
     "S20",
     title="Tokens as particles under an operator",
-    statement="An attention layer pushes the population ρ forward by id + γΓ_ρ, a feed-forward layer moves each token by "
-    "itself; of ρ = N(m, C) attention makes N(m + γV(m + CBᵀm), (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ), which the moments of N particles "
-    "approach at rate N^(−1/2); after one layer tokens are exchangeable, not independent.",
+    statement="An attention layer pushes the population ρ forward by id + γΓ_ρ; a feed-forward layer moves each "
+    "token by itself. Attention turns ρ = N(m, C) into N(m + γV(m + CBᵀm), (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ), which the "
+    "moments of N particles approach at rate N^(−1/2). After one layer, tokens are exchangeable but not "
+    "independent.",
     source=f"{SHIM}, §4 and footnote 1 of §3.2; the Gaussian closure is derived, and rigorous in arXiv 2501.18322",
     status="quoted",
     corrected="The paper calls the queries IID samples (§3.2) and says itself that their updates are not independent: “since "

@@ -18,9 +18,9 @@ _NULL_DRAWS = 99
 @claim(
     "S11",
     title="The hypothesis W_QᵀW_K ≈ Σ⁻¹",
-    statement="If hidden states are natural parameters the score matrix is the covariance of the keys' law, if they are means "
-    "it is the precision of their own; at the Gaussian equilibrium both are M = Cov(hidden)⁻¹, the form that depends on no "
-    "convention, of which a head of rank d_h can show no more than its span.",
+    statement="If hidden states are natural parameters, the score matrix is the covariance of the keys; if they are "
+    "means, it is the inverse of their own covariance. At the Gaussian equilibrium both are M = Cov(hidden)⁻¹, a "
+    "form that depends on no convention. A head of rank d_h can show it only on its own subspace.",
     source=f"{SHIM}, §3.2 and §6; the two readings and their common form are derived",
     status="quoted",
     published="W_qᵀW_k ≈ Σ⁻¹, the key of a hidden state h being Σ⁻¹h (§3.2, which does not define Σ). With Σ = Cov(h) that is "

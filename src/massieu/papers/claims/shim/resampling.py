@@ -30,8 +30,9 @@ _GENEALOGIES, _GENERATIONS, _LINES = 200, 2, 40
     "S19",
     title="Attention as resampling",
     statement="Attention is the mean of multinomial resampling by its weights: a drawn value has mean Σⱼ Pᵢⱼvⱼ and "
-    "covariance Cov_P(v), which is β⁻¹ ∂out/∂q for v = k; lineages of drawn tokens coalesce, by weights that are uniform to a "
-    "common ancestor of two with probability 1 − (1 − 1/n)^t after t layers; doubly stochastic weights keep the mean.",
+    "covariance Cov_P(v), which is β⁻¹ ∂out/∂q for v = k. Lineages of drawn tokens coalesce: with uniform weights, "
+    "two tokens have a common ancestor with probability 1 − (1 − 1/n)^t after t layers. Doubly stochastic weights "
+    "keep the mean.",
     source=f"{SHIM}, §5 and §6; its exact form is derived",
     status="quoted",
 )

@@ -21,9 +21,10 @@ _SIZES = [16, 64, 256, 1024]
 @claim(
     "Z9",
     title="Rates, summarised",
-    statement="With L tokens, uniform attention nears the conjugate posterior mean as L⁻¹, the posterior mean the truth as "
-    "L^{−1/2}, softmax at a fixed β its own limit as L^{−1/2}e^{½β²qᵀΣq} and at the best β the conditional mean on the "
-    "sphere as L^{−2/(d+3)}; the mass on wrong concepts falls as e^{−L·min KL}.",
+    statement="With L tokens, uniform attention approaches the conjugate posterior mean as L⁻¹, and the posterior "
+    "mean approaches the truth as L^{−1/2}. Softmax at a fixed β approaches its own limit as L^{−1/2}e^{½β²qᵀΣq}; "
+    "at the best β it approaches the conditional mean on the sphere as L^{−2/(d+3)}. The mass on wrong concepts "
+    "falls as e^{−L·min KL}.",
     source="Z3, S15 and Z7; Bernstein–von Mises, large deviations",
     status="derived",
 )

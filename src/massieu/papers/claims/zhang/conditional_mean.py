@@ -35,13 +35,13 @@ def _quadratic(points: Tensor) -> Tensor:
 @claim(
     "Z4",
     title="Latent linear model as attention",
-    statement="Where values are zφ(k) + ξ, ξ of variance σ² and z of prior variance λ₀, the posterior mean of zφ(q) is "
-    "Vᵀ(G + λI)⁻¹κ(K, q) with λ = σ²/λ₀, in features and with the Gram matrix alike, and the predictive variance "
-    "σ² + λ₀[κ(q, q) − κ(K, q)ᵀ(G + λI)⁻¹κ(K, q)].",
+    statement="If values are zφ(k) + ξ, with ξ of variance σ² and z of prior variance λ₀, the posterior mean of "
+    "zφ(q) is Vᵀ(G + λI)⁻¹κ(K, q) with λ = σ²/λ₀, from features and from the Gram matrix alike. The predictive "
+    "variance is σ² + λ₀[κ(q, q) − κ(K, q)ᵀ(G + λI)⁻¹κ(K, q)].",
     source=f"{ZHANG}, abstract (b); the model by the follow-up {FOLLOW_UP}, §4.1; the two λ and the variance are derived",
     status="abstract only",
-    corrected="Two quantities are called λ in the follow-up, the attention's ridge and the prior variance: the ridge is σ²/λ₀, "
-    "with the prior variance λ₀.",
+    corrected="The follow-up calls two quantities λ: the ridge of attention and the prior variance. The ridge is "
+    "σ²/λ₀, with λ₀ the prior variance.",
 )
 def posterior_mean(
     keys: int = 40, dimensions: int = 3, noise: float = 0.5, prior_variance: float = 2.0, seed: int = 0
@@ -173,8 +173,8 @@ def _harmonics(points: Tensor) -> Tensor:
 @claim(
     "Z6",
     title="Error of conditional mean attention",
-    statement="On a finite-rank target the error of conditional mean attention falls like L^{−1/4} with λ = L^{3/4}, all of "
-    "it bias, and like L^{−1/2} with λ = σ²/λ₀, and is smaller there at every length that is "
+    statement="On a finite-rank target, the error of conditional mean attention falls like L^{−1/4} with λ = "
+    "L^{3/4}, and all of it is bias. With λ = σ²/λ₀ it falls like L^{−1/2}, and is smaller at every length that was "
     "tried.",
     source=f"{FOLLOW_UP}, §4.1 and appendices; the better rate: Grünewälder et al. 2012, Li et al. (arXiv 2208.01711)",
     status="reconstructed",
@@ -234,9 +234,9 @@ def _target(angle: Tensor) -> Tensor:
 @claim(
     "Z8",
     title="Conditional mean of the value given the key",
-    statement="Attention estimates E[v | k = q] of each head's own keys and values, with an error that splits into a "
-    "smoothing bias, a parameter error and a statistical part of variance O(1/L): softmax at a fixed temperature has all "
-    "three, conditional mean attention on features that hold the target has no smoothing bias.",
+    statement="Attention estimates E[v | k = q] from a head's own keys and values. Its error splits into a "
+    "smoothing bias, a parameter error and a statistical part of variance O(1/L). Softmax at a fixed temperature "
+    "has all three; conditional mean attention has no smoothing bias if its features contain the target.",
     source=f"{ZHANG}, abstract (b); the split is derived",
     status="abstract only",
 )

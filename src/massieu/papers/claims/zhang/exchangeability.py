@@ -21,13 +21,13 @@ _ROUNDING = 1e-12
 @claim(
     "Z1",
     title="Exchangeability and de Finetti",
-    statement="A sequence that can be extended without end is exchangeable just if its tokens are independent given a latent "
-    "z, by one law for every length; of the first k of n exchangeable tokens this is true to k(k − 1)/(2n) in total "
-    "variation.",
+    statement="A sequence that can be extended without end is exchangeable if and only if its tokens are "
+    "independent given a latent z, with one law for every length. For the first k of n exchangeable tokens this "
+    "holds up to k(k − 1)/(2n) in total variation.",
     source=f"{ZHANG}, abstract; the finite bound is derived",
     status="abstract only",
-    corrected="The abstract states no condition; a sequence that can be extended without end is needed. Two draws without "
-    "replacement from {0, 1} have covariance −¼, and a mixture of independent tokens has none below 0.",
+    corrected="The abstract states no condition, but the sequence must be extendable without end. Two draws without "
+    "replacement from {0, 1} have covariance −¼; in a mixture of independent tokens no covariance is below 0.",
 )
 def de_finetti(balls: int = 10, drawn: int = 3, length: int = 5, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, balls=balls, drawn=drawn, length=length)
@@ -100,8 +100,8 @@ def _by_sequences(counts: list[int], drawn: int) -> float:
     "statistics together with the count.",
     source=f"{ZHANG}, abstract (a); the proof is derived",
     status="abstract only",
-    corrected="The abstract does not say for what the representation is minimal. It is minimal for z. For one label y the "
-    "minimal statistic is P(y | X), which is coarser: different posteriors may be merged for nothing.",
+    corrected="The abstract does not say for what the representation is minimal. It is minimal for z. For one label "
+    "y the minimal statistic is P(y | X), which is coarser: different posteriors may be merged without loss.",
 )
 def sufficiency_of_the_posterior(concepts: int = 3, tokens: int = 4, length: int = 3, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, concepts=concepts, tokens=tokens)

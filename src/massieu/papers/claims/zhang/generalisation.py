@@ -21,9 +21,9 @@ _RADIUS, _SCALE = 1.5, 0.8
 @claim(
     "Z10",
     title="Generalisation independent of input size",
-    statement="Softmax is 1-Lipschitz from the maximum norm to the 1-norm, so a head on tokens of norm at most R moves by at "
-    "most R‖W − W′‖ + βR³‖W′‖‖M − M′‖ at every length L, and the gap between mean and empirical loss over n sequences has a "
-    "bound √(P log n/n) in which L does not occur.",
+    statement="Softmax is 1-Lipschitz from the maximum norm to the 1-norm. A head on tokens of norm at most R "
+    "therefore changes by at most R‖W − W′‖ + βR³‖W′‖‖M − M′‖ at every length L. The gap between mean and empirical "
+    "loss over n sequences has a bound √(P log n/n), in which L does not occur.",
     source=f"{ZHANG}, abstract (c); the shape by the follow-up's appendices, its constants not recovered; lemma derived",
     status="abstract only",
 )

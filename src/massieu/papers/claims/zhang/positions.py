@@ -21,13 +21,13 @@ _NOTICED = 1e-3
 @claim(
     "Z14",
     title="Positional encodings",
-    statement="An encoder is a function of the set of its (content, position) pairs: permuted together they permute the "
-    "output. Without positions content alone may be permuted; under a causal mask the mask must be permuted too, with "
-    "absolute and with rotary positions alike.",
+    statement="An encoder is a function of the set of its (content, position) pairs: permuting the pairs permutes "
+    "the output. Without positions, content alone may be permuted. Under a causal mask the mask must be permuted "
+    "too, with absolute and with rotary positions alike.",
     source=f"{ZHANG}, abstract",
     status="abstract only",
-    corrected="That tokens are exchangeable once they include their positions is true of attention without a mask. A causal "
-    "mask is one more function of the places, and has to move with them.",
+    corrected="Tokens that include their positions are exchangeable only for attention without a mask. A causal "
+    "mask also depends on the places, and has to be permuted with them.",
 )
 def encoders_of_sets(tokens: int = 9, width: int = 16, layers: int = 2, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, tokens=tokens)

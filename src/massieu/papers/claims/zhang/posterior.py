@@ -22,10 +22,10 @@ _EXACT = 1e-12
 @claim(
     "Z3",
     title="A posterior mean as attention",
-    statement="Posterior means are attention: of a Gaussian mean, or of any exponential family's statistic, over the tokens "
-    "and a sink of value χ/ν and logit log ν; with precisions τ, logits log τ; of finitely many concepts, over concepts "
-    "with sum-pooled log-likelihoods. The log-partition is the log of the posterior's count; uniform attention without the "
-    "sink is off by κ₀/(κ₀ + L)·‖m₀ − x̄‖.",
+    statement="Posterior means are attention. For a Gaussian mean, or the statistic of any exponential family, it "
+    "runs over the tokens and a sink of value χ/ν and logit log ν; with precisions τ, the logits are log τ. For "
+    "finitely many concepts it runs over the concepts, with sum-pooled log-likelihoods. The log-partition is the "
+    "log of the posterior's count. Uniform attention without the sink is off by κ₀/(κ₀ + L)·‖m₀ − x̄‖.",
     source="conjugate Bayes, derived",
     status="derived",
 )
@@ -137,9 +137,9 @@ def _without_the_sink(normal: Normal, dimensions: int, repetitions: int) -> Iter
 @claim(
     "Z11",
     title="Regret of Bayesian model averaging",
-    statement="The exact average of all concepts never loses more than the best of them and log 1/π of it: −Σ log p(rᵢ | r_<i) "
-    "≤ min_z[−Σ log p(rᵢ | z) + log 1/π(z)], for every sequence; under a uniform prior its average regret is at most "
-    "log|𝒵|/t.",
+    statement="The exact average over all concepts never loses more than the best concept plus log 1/π of its prior "
+    "probability: −Σ log p(rᵢ | r_<i) ≤ min_z[−Σ log p(rᵢ | z) + log 1/π(z)], for every sequence. Under a uniform "
+    "prior its average regret is at most log|𝒵|/t.",
     source=FOLLOW_UP,
     status="reconstructed",
 )

@@ -73,9 +73,10 @@ class Task(NamedTuple):
 @claim(
     "Z7",
     title="Softmax against conditional mean attention",
-    statement="Over keys uniform on the sphere softmax attention tends to Σ ρ_n(β) f_n(q), ρ_n = I_{d/2−1+n}/I_{d/2−1}, "
-    "and not to f(q) = E[v | k = q]: at a fixed temperature its error has a floor that no number of keys lowers, and no "
-    "constant removes unless f has one degree; with β ~ L^{2/(d+3)} it falls as L^{−2/(d+3)}.",
+    statement="Over keys uniform on the sphere, softmax attention tends to Σ ρ_n(β) f_n(q), ρ_n = "
+    "I_{d/2−1+n}/I_{d/2−1}, and not to f(q) = E[v | k = q]. At a fixed temperature its error has a floor that more "
+    "keys do not lower, and that no constant factor removes unless f has one degree. With β ~ L^{2/(d+3)} the error "
+    "falls as L^{−2/(d+3)}.",
     source=f"reconstructed from Proposition 4.3 of {FOLLOW_UP}; Funk–Hecke",
     status="reconstructed",
     published="The limit of conditional mean attention is one absolute constant times that of softmax attention.",

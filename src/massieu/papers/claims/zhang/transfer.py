@@ -49,9 +49,9 @@ def masked_objective(sequences: int = 100_000, seed: int = 0) -> Iterator[Check]
 @claim(
     "Z13",
     title="Condition number for transfer",
-    statement="A downstream optimum Ds is read off the self-supervised one by Λ = DΠ(GΠ)⁺ with ‖Ds − Ds′‖ ≤ κ‖Gs − Gs′‖, "
-    "κ = ‖Λ‖ ≤ σ_max(DΠ)/σ_min⁺(GΠ), Π = I − 11ᵀ/k, if and only if null(GΠ) ⊂ null(DΠ); the probe's excess risk is at most "
-    "κ²·(density ratio) times the self-supervised one.",
+    statement="A downstream optimum Ds is a linear function Λ = DΠ(GΠ)⁺ of the self-supervised one, Π = I − 11ᵀ/k, "
+    "if and only if null(GΠ) ⊂ null(DΠ). Then ‖Ds − Ds′‖ ≤ κ‖Gs − Gs′‖ with κ = ‖Λ‖ ≤ σ_max(DΠ)/σ_min⁺(GΠ). The "
+    "probe's excess risk is at most κ²·(density ratio) times the self-supervised one.",
     source=f"{ZHANG}, abstract (c), names a condition number; its definition was not recovered and is derived",
     status="derived",
 )
