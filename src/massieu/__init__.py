@@ -62,8 +62,10 @@ if TYPE_CHECKING:
     from massieu.probing.session.run import Run
     from massieu.probing.statistics.group import Group
     from massieu.probing.statistics.own import statistic
+    from massieu.probing.weights.attention_weights import attention_weights
 
 _SOURCES = {
+    "attention_weights": "massieu.probing.weights.attention_weights:attention_weights",
     "compare": "massieu.probing.compare.run:compare",
     "duality": "massieu.duality",
     "energy": "massieu.energy",
@@ -115,6 +117,7 @@ __all__ = [
     "Replacement",
     "Run",
     "Text",
+    "attention_weights",
     "compare",
     "describe",
     "duality",
