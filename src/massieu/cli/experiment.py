@@ -11,7 +11,7 @@ from rich.text import Text
 from massieu.cli.streams import say
 from massieu.foundation.numbers import counted
 from massieu.foundation.printable import visible
-from massieu.papers.experiments.prompts import WeightsReading
+from massieu.papers.experiments.prompts import PromptReading
 from massieu.papers.experiments.run import RESULTS, load
 from massieu.papers.experiments.study import Study, experiments
 
@@ -74,7 +74,7 @@ def say_prompt(done: int, total: int) -> None:
         say(f"prompts {done} of {total}")
 
 
-def show_readings(readings: Sequence[WeightsReading], model: str) -> None:
+def show_readings(readings: Sequence[PromptReading], model: str) -> None:
     """How far a language model is from the exact law, by task and number of examples."""
     console = _console()
     console.print(
