@@ -141,8 +141,8 @@ def test_masks_that_do_not_fit():
     query, key, _, _ = tensors()
     with pytest.raises(ValueError, match=r"positive must have shape \(5, 5\), got"):
         info_nce(query, key, positive=torch.ones(5, dtype=torch.bool), temperature=1.0)
+    mask = torch.ones(5, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match="does not go with documents"):
-        mask = torch.ones(5, 5, dtype=torch.bool)
         info_nce(query, key, positive=mask, temperature=1.0, documents=Documents.of_lengths([2, 3]))
     assert info_nce(query, key, positive=torch.zeros(5, 5, dtype=torch.bool), temperature=1.0).isnan()
 

@@ -128,8 +128,8 @@ def info_nce(
     Raises:
         TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
         ValueError: shapes or devices that do not fit (both are named), `symmetric` with numbers of positives, a temperature
-            that is not above 0, a positive out of range. Values of tensors are checked on the CPU alone; elsewhere such a positive
-            gives NaN.
+            that is not above 0, a positive out of range. Values of tensors are checked on the CPU alone; elsewhere such a
+            positive gives NaN.
 
     Example:
         >>> import torch
