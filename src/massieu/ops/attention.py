@@ -20,6 +20,10 @@ from massieu.ops.fused import CPU
 from massieu.ops.observed import observed
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
+_NO_DROPOUT = (
+    "not an argument here, as kernels that return log Z keep no weights to drop: `massieu.nn.Attention(dropout=…)` drops them "
+    "in training, or drop exp(scores − log Z), from `ops.log_partition`, before the values"
+)
 AttentionBackend = Literal["auto", "fused", "cudnn", "flash", "efficient", "flex", "blocks", "reference"]
 
 BACKENDS: tuple[backends.Backend, ...] = (
@@ -46,7 +50,8 @@ class AttentionResult(NamedTuple):
 @meant(
     attn_mask="`log_weight` here: numbers are added to the scores, and of booleans True keeps a key",
     mask="`log_weight` here: numbers are added to the scores, and of booleans True keeps a key",
-    dropout_p="not an argument here: `massieu.nn.Attention` drops weights in training",
+    dropout_p=_NO_DROPOUT,
+    dropout=_NO_DROPOUT,
     enable_gqa="not needed here: keys may have fewer heads than queries",
 )
 def attention(
