@@ -212,6 +212,24 @@ def test_the_model_is_left_as_it_was():
         assert torch.equal(model(IDS).last_hidden_state, output)
 
 
+def test_the_model_is_left_as_it_was_after_an_error_within_it():
+    model: Any = zoo.fresh("gpt2")
+    runs: list[int] = []
+
+    def fail(*_: Any) -> None:
+        runs.append(1)
+        if len(runs) == 3:  # the stock pass and the first look have passed: while weights are read
+            raise RuntimeError("within the model")
+
+    handle = model.h[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="within the model"):
+        massieu.attention_weights(model, {"input_ids": IDS})
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    massieu.attention_weights(model, {"input_ids": IDS})
+
+
 def test_no_more_is_held_than_allowed():
     model, batch = zoo.model("gpt2"), {"input_ids": IDS}
     with pytest.raises(InputError, match=r"the weights of 12 heads on 12 queries and 12 keys take 0\.0 GB"):
