@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import massieu
 from massieu.errors import InputError
+from massieu.probing.capture.attention_call import explicit_weights
+from massieu.probing.weights import weights_reading
 
 IDS = torch.randint(3, 99, (1, 12), generator=torch.Generator().manual_seed(0))
 CAPPED = ("gemma2", "gpt_oss")
@@ -154,13 +156,38 @@ def test_a_sink_takes_its_share():
         torch.testing.assert_close(site.weights.sum(-1) + site.sink, torch.ones_like(site.sink))
 
 
-def test_half_precision():
-    model = copy.deepcopy(zoo.model("gpt2")).bfloat16()
-    result = massieu.attention_weights(model, {"input_ids": IDS})
-    expected = eager(model, {"input_ids": IDS})["attentions"]
-    assert result.sites[0].weights.dtype == torch.float32
-    # The first layer's queries and keys, of norms up to 10, are rounded to 8 bits.
-    torch.testing.assert_close(result.sites[0].weights.double(), expected[0], rtol=0, atol=0.1)
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_half_precision(autocast):
+    """Exact weights of the queries and keys that half precision has rounded."""
+    torch.manual_seed(0)
+    model, x = Documents().eval(), 3 * torch.randn(1, 7, 8)
+    if not autocast:
+        model, x = model.bfloat16(), x.bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        parts = model.projections(x).double().chunk(3, -1)
+        found = massieu.attention_weights(model, x).sites[0].weights
+    query, key, _ = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in parts)
+    seen = torch.ones(7, 7).tril().bool()
+    seen[3:, :3] = False
+    assert found.dtype == torch.float32
+    expected = (query @ key.mT / 2).masked_fill(~seen, -torch.inf).softmax(-1)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=torch.finfo(torch.float32).eps)
+
+
+def test_weights_that_are_not_asked_for_are_never_formed(monkeypatch):
+    formed: list[tuple[int, ...]] = []
+
+    def recorded(call: Any) -> Any:
+        formed.append(tuple(call.query.shape[:3]))
+        return explicit_weights(call)
+
+    monkeypatch.setattr(weights_reading, "explicit_weights", recorded)
+    monkeypatch.setattr(weights_reading, "SCORES", 2 * 12 * 5)  # of two heads, five queries at a time
+    model, batch = zoo.model("llama"), {"input_ids": IDS}
+    part = massieu.attention_weights(model, batch, layers=[1], heads=[0, 2])
+    assert formed == [(1, 2, 5), (1, 2, 5), (1, 2, 2)]
+    whole = massieu.attention_weights(model, batch).of_head(1, 2)
+    torch.testing.assert_close(part.of_head(1, 2), whole, rtol=0, atol=1e-7)
 
 
 def test_rollout_and_distance():
