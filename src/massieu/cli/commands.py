@@ -339,6 +339,8 @@ def attention(
 
     layer, number = head_of(head)
     given.check_prompt(prompt, {})
+    if top < 1:
+        raise InputError(f"--top must be at least 1, got {top}")
     path = RESULTS / short_name(model) / f"attention-{layer}.{number}.png" if out is None else out
     with context.obj.loading():
         from massieu.probing.model.given import Checkpoint

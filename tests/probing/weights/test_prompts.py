@@ -136,6 +136,7 @@ def test_a_probe_of_one_prompt(checkpoint, tmp_path):
 REFUSED = {
     "no head": (("attention", "gpt2", "a b", "--head", "five"), "a head is LAYER.HEAD, counted from 0, such as 5.1"),
     "ending": (("attention", "gpt2", "a b", "--head", "5.1", "--out", "head.txt"), "ends in .png, .svg, .pdf"),
+    "no weight": (("attention", "gpt2", "a b", "--head", "5.1", "--top", "0"), "--top must be at least 1, got 0"),
     "a file": (("probe", "gpt2", __file__), "is a file or folder; to read it, put --text before it"),
     "both": (("probe", "gpt2", "a b", "--text", "x.txt", "--quick"), "by itself: leave out --text, --quick"),
     "chat": (("probe", "gpt2", "--chat"), "--chat is about a prompt; give one behind MODEL"),
