@@ -361,7 +361,7 @@ def test_each_document_has_an_offset(name: str, options: str) -> None:
 
 def test_offsets_of_documents_that_are_wrong() -> None:
     with pytest.raises(ValueError, match="query_offsets must be one a document, got 1 for 2 documents"):
-        ops.Documents.of_lengths([1, 2], query_offsets=[3])
+        ops.Documents.of_lengths([1, 2], query_offsets=[0])
     with pytest.raises(ValueError, match="query_offsets must be 'lower_right', got 'upper'"):
         ops.Documents.of_lengths([1, 2], query_offsets="upper")
     assert ops.Documents.of_lengths([1, 2], query_offsets="lower_right") == ops.Documents.of_lengths([1, 2])

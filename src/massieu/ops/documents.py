@@ -47,6 +47,11 @@ class Documents:
     def __post_init__(self) -> None:
         sequence("query_boundaries", self.query_boundaries)
         sequence("key_boundaries", self.key_boundaries)
+        sequence("query_offsets", self.query_offsets)
+        if self.query_offsets and len(self.query_offsets) != len(self):
+            raise ValueError(
+                f"query_offsets must be one a document, got {len(self.query_offsets)} for {len(self)} documents"
+            )
         numbers = (self.query_boundaries, self.key_boundaries, self.query_offsets)
         texts = [",".join(map(str, each)) for each in numbers]
         object.__setattr__(self, "text", ";".join(texts))
@@ -125,10 +130,9 @@ class Documents:
             offsets = tuple(keys - queries for queries, keys in pairs)
         else:
             offsets = _whole_numbers("query_offsets", query_offsets)
-        if len(offsets) != len(documents):
-            raise ValueError(f"query_offsets must be one a document, got {len(offsets)} for {len(documents)} documents")
+        with_offsets = cls(query, key, offsets)
         # Zeros are left out, so that documents that mean the same are equal.
-        return cls(query, key, offsets if any(offsets) else ())
+        return with_offsets if any(offsets) else documents
 
     def __len__(self) -> int:
         """How many documents there are."""
