@@ -28,6 +28,7 @@ PAGES_WITH_CODE = (
     "how-to/experiments",
     "how-to/many_machines",
     "how-to/monitor",
+    "how-to/attention_weights",
     "how-to/replacing_attention",
     "how-to/monitor_logging",
     "how-to/alarms",

@@ -10,8 +10,9 @@ divergences of A. François Massieu's function is log Z read as a thermodynamic 
 
 Three doors:
 
-- see: ``massieu.probe(model, massieu.Text(paths, tokenizer))`` or the command ``massieu probe MODEL``; statistics of your
-  own by ``massieu.statistic``, with what ``massieu.probing`` gives their functions;
+- see: ``massieu.probe(model, massieu.Text(paths, tokenizer))`` or the command ``massieu probe MODEL``; the attention matrix
+  of a head on a prompt by ``massieu.attention_weights`` or ``massieu attention MODEL "a prompt" --head 5.1``; statistics of
+  your own by ``massieu.statistic``, with what ``massieu.probing`` gives their functions;
 - build: ``massieu.nn`` (modules), ``massieu.ops`` (attention that also returns log Z), ``massieu.energy`` (memories and
   machines), ``massieu.measures`` (any h, with what follows from it), ``massieu.duality`` (from a mean back to its natural
   parameter), ``massieu.population`` (tokens as particles under layers), ``massieu.posteriors`` (exact laws of a latent given
@@ -62,8 +63,10 @@ if TYPE_CHECKING:
     from massieu.probing.session.run import Run
     from massieu.probing.statistics.group import Group
     from massieu.probing.statistics.own import statistic
+    from massieu.probing.weights.attention_weights import attention_weights
 
 _SOURCES = {
+    "attention_weights": "massieu.probing.weights.attention_weights:attention_weights",
     "compare": "massieu.probing.compare.run:compare",
     "duality": "massieu.duality",
     "energy": "massieu.energy",
@@ -115,6 +118,7 @@ __all__ = [
     "Replacement",
     "Run",
     "Text",
+    "attention_weights",
     "compare",
     "describe",
     "duality",

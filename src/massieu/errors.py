@@ -39,6 +39,10 @@ class ConvergenceWarning(UserWarning):
     """A module used the result of an iteration that has not converged: warned once, and recorded item by item."""
 
 
+class OverlapWarning(UserWarning):
+    """The patterns of a memory overlap too much to be retrieved at its scale: the message says what would be enough."""
+
+
 class ProcessLostError(RuntimeError):
     """One of several processes that share a text has ended: the message says where the others' results are stored."""
 

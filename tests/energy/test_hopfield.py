@@ -1,5 +1,6 @@
 """The Hopfield energy against NumPy, its descent under every reference and memory, and what it refuses."""
 
+import warnings
 from itertools import cycle
 
 import numpy as np
@@ -15,9 +16,41 @@ from torch import Tensor
 from massieu import measures
 from massieu.energy import Energy, HopfieldEnergy, activations, boosting_energy, bounds, ood_score
 from massieu.energy.activations import MeasureActivation
+from massieu.errors import OverlapWarning
 from massieu.papers.theory import LogSumReLU
 
 EPS = torch.finfo(F64).eps
+
+
+# --- patterns that overlap -------------------------------------------------------------------------------------------
+
+
+def test_the_scale_that_is_named_is_enough():
+    patterns = torch.nn.functional.normalize(draw(9, 12), dim=-1)
+    products = (patterns @ patterns.mT).numpy()
+    separation = np.diag(products) - np.where(np.eye(9) > 0, -np.inf, products).max(1)
+    needed = np.log(8) / separation.min()
+    blurred = int((0.9 * needed * separation < np.log(8)).sum())
+    with pytest.warns(OverlapWarning, match=rf"{blurred} of 9 patterns overlap .* above {needed:.3g} would be enough"):
+        HopfieldEnergy.create(patterns, scale=0.9 * needed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HopfieldEnergy.create(patterns, scale=1.001 * needed)
+
+
+def test_patterns_that_no_scale_retrieves():
+    patterns = torch.tensor([[1.0, 0.0], [3.0, 0.1], [0.0, 1.0]])  # 1·3 > 1·1
+    with pytest.warns(
+        OverlapWarning, match="1 of 3 patterns have a larger product with another one than with themselves"
+    ):
+        memory = HopfieldEnergy.create(patterns, scale=100.0)
+    assert not torch.allclose(memory.retrieve(patterns[0]).state, patterns[0], atol=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HopfieldEnergy.euclidean(patterns, scale=100.0)
+        HopfieldEnergy.create(measures.Atoms.create(patterns), scale=100.0)
+        HopfieldEnergy.create(patterns.clone().requires_grad_(), scale=100.0)
+        HopfieldEnergy.create(torch.eye(3).repeat(2, 1), scale=100.0)  # equal patterns are one pattern
 
 
 # --- against NumPy ---------------------------------------------------------------------------------------------------

@@ -208,6 +208,10 @@ def test_what_a_forward_says_of_the_first_batch_is_one_sentence():
             lambda: ops.attention(_PAIR, _PAIR, _PAIR, attn_mask=None),
             "`attn_mask` is `log_weight` here: numbers are added",
         ),  # type: ignore[call-arg]
+        (
+            lambda: ops.attention(_PAIR, _PAIR, _PAIR, dropout=0.1),
+            r"`dropout` is not an argument here, .*: `massieu.nn.Attention\(dropout=…\)` drops them",
+        ),  # type: ignore[call-arg]
     ],
 )
 def test_first_guesses_are_told_what_is_meant(call, message):

@@ -87,6 +87,8 @@ def replaced_tensors():
             else:
                 if name != "linear_cross_entropy":  # where floats are shares of words
                     wrong["floats"] = tensor.float(), TypeError, "torch.float32"
+            if (name, argument) == ("info_nce", "positive"):  # booleans are a mask of several positives
+                wrong["booleans"] = tensor.bool(), ValueError, "(5, 5), got (5,)"
             if (name, argument) not in LONELY:
                 wrong["device"] = tensor.to("meta"), ValueError, "meta"
                 if tensor.is_floating_point():

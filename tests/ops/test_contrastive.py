@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.derivatives import check_derivatives
 from tests.support.rows import every_row, some_slow
 
-from massieu.ops import reference, score_tiles
+from massieu.ops import Documents, contrastive, reference, score_tiles
 from massieu.ops.contrastive import FalseNegatives, info_nce
 
 
@@ -49,6 +49,102 @@ def matrix_loss(query, key, negatives=None, temperature=1.0, log_weight=None, po
         scores = scores + log_weight
     other = torch.logsumexp(scores[:, : len(query)], 0)
     return (loss + (other - own).mean()) / 2, torch.stack([level, other])
+
+
+def several_positives(query, key, positive, temperature, log_weight=None, negatives=None):
+    """Mean over queries with a positive of log Z − the mean score of the positives (Khosla et al. 2020, eq. 2)."""
+    keys = key if negatives is None else torch.cat([key, negatives])
+    scores = query @ keys.mT / temperature
+    logits = scores if log_weight is None else scores.masked_fill(~log_weight, -math.inf)
+    means = [row[: len(key)][mask].mean() for row, mask in zip(scores, positive, strict=True) if mask.any()]
+    level = torch.logsumexp(logits, 1)
+    return torch.stack([a - b for a, b in zip(level[positive.any(1)], means, strict=True)]).mean(), level
+
+
+MASKS = {
+    "labels": lambda: torch.tensor([0, 1, 0, 1, 2])[:, None] == torch.tensor([0, 1, 0, 1, 2]),
+    "one each": lambda: torch.eye(5, dtype=torch.bool),
+    "some have none": lambda: torch.tensor([[1, 1, 0, 0, 1], *4 * [[0, 0, 0, 0, 0]]]).bool(),
+}
+
+
+@pytest.mark.parametrize("weight", ["none", "not itself", "equal ids"])
+@pytest.mark.parametrize("negatives", [False, True], ids=["", "negatives"])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_positives(name, negatives, weight, small_tiles, monkeypatch):
+    monkeypatch.setattr(contrastive, "POSITIVE_PAIRS", 12)  # blocks of two rows
+    query, key, extra, temperature = tensors()
+    positive = MASKS[name]()
+    if weight != "none" and name != "one each":
+        positive = positive & ~torch.eye(5, dtype=torch.bool)
+    more = extra if negatives else None
+    count = 8 if negatives else 5
+    seen = given = None
+    if weight == "not itself":
+        seen = given = ~torch.eye(5, count, dtype=torch.bool)
+    if weight == "equal ids":
+        ids = torch.arange(count) % 4
+        given = FalseNegatives(ids[:5], ids)
+        seen = (ids[:5, None] != ids) | torch.nn.functional.pad(positive, (0, count - 5))
+    ours = info_nce(
+        query,
+        key,
+        positive=positive,
+        negatives=more,
+        log_weight=given,
+        temperature=temperature,
+        return_log_partition=True,
+    )
+    theirs = several_positives(query, key, positive, temperature, seen, more)
+    assert_equal(ours, theirs, [query, key, temperature, *([extra] if negatives else [])])
+
+
+def test_a_symmetric_mask():
+    query, _, _, temperature = tensors()
+    key = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    positive = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) < 0.4
+    ours = info_nce(query, key, positive=positive, temperature=temperature, symmetric=True)
+    both = (
+        several_positives(query, key, positive, temperature)[0],
+        several_positives(key, query, positive.mT, temperature)[0],
+    )
+    assert_equal((ours, ours), (sum(both) / 2, sum(both) / 2), [query, key, temperature])
+
+
+def test_a_mask_of_one_positive_each_is_the_number_of_it():
+    query, key, _, _ = tensors()
+    number = torch.tensor([3, 1, 1, 0, 4])
+    by_mask = info_nce(query, key, positive=F.one_hot(number, 5).bool(), temperature=0.3)
+    assert torch.allclose(by_mask, info_nce(query, key, positive=number, temperature=0.3), atol=1e-12)
+
+
+def test_second_derivatives_of_a_mask():
+    query, key, _, temperature = tensors(3, 2)
+    positive = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]]).bool()
+    check_derivatives(lambda q, k, t: info_nce(q, k, positive=positive, temperature=t), (query, key, temperature))
+
+
+def test_nt_xent_is_as_published():
+    """Chen et al. 2020, eq. 1: the mean over all views of −log of the other view's weight among all views but itself."""
+    generator = torch.Generator().manual_seed(0)
+    z = F.normalize(torch.randn(8, 5, dtype=torch.float64, generator=generator), dim=-1)
+    number = torch.arange(8)
+    found = info_nce(z, z, positive=number.roll(4), log_weight=FalseNegatives(number), temperature=0.5)
+    terms = []
+    for i in range(8):
+        weights = [math.exp(float(z[i] @ z[j]) / 0.5) for j in range(8)]
+        terms.append(-math.log(weights[(i + 4) % 8] / (sum(weights) - weights[i])))
+    assert float(found) == pytest.approx(sum(terms) / 8, abs=1e-12)
+
+
+def test_masks_that_do_not_fit():
+    query, key, _, _ = tensors()
+    with pytest.raises(ValueError, match=r"positive must have shape \(5, 5\), got"):
+        info_nce(query, key, positive=torch.ones(5, dtype=torch.bool), temperature=1.0)
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match="does not go with documents"):
+        info_nce(query, key, positive=mask, temperature=1.0, documents=Documents.of_lengths([2, 3]))
+    assert info_nce(query, key, positive=torch.zeros(5, 5, dtype=torch.bool), temperature=1.0).isnan()
 
 
 def assert_equal(ours, theirs, arguments, atol=1e-12):

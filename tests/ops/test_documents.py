@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.memory import LargestTensor
+from tests.support.ops import explicit
 from tests.support.rows import one_in
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -315,6 +316,55 @@ def test_boundaries_are_lengths_summed() -> None:
     assert ops.Documents.of_boundaries(torch.tensor([0, 2, 2, 5]), (0, 1, 1, 2)) == wanted
     assert (len(wanted), wanted.lengths, wanted.key_lengths) == (3, (2, 0, 3), (1, 0, 1))
     assert hash(wanted) == hash(ops.Documents.of_boundaries([0, 2, 2, 5], [0, 1, 1, 2]))
+
+
+OFFSETS = {
+    "lower right": ("keys of their own", "lower_right"),
+    "own": ("mixed", [2, -1, 0, 3, -4, 1, 2, 2]),
+    "long": ("long and short keys", [-5, 1, 0, 40, 0]),
+}
+
+
+@pytest.mark.parametrize("options", ["plain", "causal", "offset window", "negative"])
+@pytest.mark.parametrize("name", OFFSETS)
+def test_each_document_has_an_offset(name: str, options: str) -> None:
+    """Against one call a document, of explicit matrices in float64."""
+    lengths, offsets = OFFSETS[name]
+    queries, keys = LENGTHS[lengths]
+    _, leaves = made(lengths)
+    given: dict[str, Any] = {"is_causal": True, "query_offset": -2} if options == "negative" else OPTIONS[options]
+    documents = ops.Documents.of_lengths(queries, keys, query_offsets=offsets)
+    if offsets == "lower_right":
+        offsets = [n - length for length, n in zip(queries, keys or queries, strict=True)]
+    found = ops.attention(*leaves, documents=documents, **given)
+    moments = ops.attention_moments(*leaves, documents=documents, moments=("log_partition", "max_position"), **given)
+    numbers = iter(offsets)
+
+    def one(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        own = given | {"query_offset": given.get("query_offset", 0) + next(numbers)}
+        return explicit.attention(query, key, value, **own)
+
+    wanted = per_document(documents, one, *leaves)
+    compare(found, wanted, leaves)
+    torch.testing.assert_close(moments.log_partition, wanted[1], rtol=1e-12, atol=1e-12)
+    total = ops.attention_received(*leaves[:2], documents=documents, **given).total
+    seen, behind = documents.seen(torch.device("cpu"))
+    ahead = -behind - given.get("query_offset", 0)
+    if given.get("is_causal"):
+        seen = seen & (ahead <= 0)
+    if "window" in given:
+        left, right = given["window"]
+        seen = seen & (-left <= ahead) & (ahead <= right)
+    matrix = ops.attention_received(*leaves[:2], log_weight=seen).total
+    torch.testing.assert_close(total, matrix, rtol=1e-10, atol=1e-10)
+
+
+def test_offsets_of_documents_that_are_wrong() -> None:
+    with pytest.raises(ValueError, match="query_offsets must be one a document, got 1 for 2 documents"):
+        ops.Documents.of_lengths([1, 2], query_offsets=[0])
+    with pytest.raises(ValueError, match="query_offsets must be 'lower_right', got 'upper'"):
+        ops.Documents.of_lengths([1, 2], query_offsets="upper")
+    assert ops.Documents.of_lengths([1, 2], query_offsets="lower_right") == ops.Documents.of_lengths([1, 2])
 
 
 def test_sums() -> None:

@@ -24,6 +24,12 @@ CASES = {
     "a window beyond the keys": (6, 5, 9, {"is_causal": True, "window": 2}),
     "chunks of a window": (140, 280, 130, {"is_causal": True, "window": 20}),
     "no position": (3, 5, 7, {}),
+    "fewer keys, lower-right": (9, 5, -4, {"is_causal": True}),
+    "no query sees a key": (3, 5, -7, {"is_causal": True}),
+    "a causal window before the keys": (9, 12, -4, {"is_causal": True, "window": 2}),
+    "a window on both sides before the keys": (9, 12, -4, {"window": (3, 2)}),
+    "chunks of a window before the keys": (200, 140, -70, {"is_causal": True, "window": 20}),
+    "no position, negative": (3, 5, -7, {}),
 }
 
 
@@ -151,11 +157,27 @@ def test_compiled():
 
 def test_wrong_offsets():
     query, key, value = _tensors(3, 9)
-    for offset, error in ((-1, ValueError), (2.0, TypeError), (True, TypeError), (None, TypeError), ("3", TypeError)):
+    for offset, error in ((2.0, TypeError), (True, TypeError), (None, TypeError), ("3", TypeError)):
         with pytest.raises(error, match="query_offset must be a whole number"):
             ops.attention(query, key, value, is_causal=True, query_offset=offset)
     with pytest.raises(TypeError, match="query_offset must be a whole number"):
         nn.Attention(8, 2)(torch.zeros(3, 8), query_offset=1.5)
+
+
+@every_row(
+    "heads", [None, nn.SoftmaxHeads(window=4), nn.EntmaxHeads(), nn.NormalizedHeads()], ids=lambda h: type(h).__name__
+)
+def test_a_module_with_fewer_keys(heads):
+    """The last query stands at the last key: lower-right alignment, as of a chunk whose first queries precede the keys."""
+    torch.manual_seed(0)
+    attention = nn.Attention(8, 2, batch_first=True, **({} if heads is None else {"heads": heads})).eval()
+    queries, keys = torch.randn(2, 7, 8), torch.randn(2, 4, 8)
+    whole = attention(queries, keys, is_causal=True, query_offset=-3)[0]
+    # Query i of the last four sees keys 0 … i, and the first three see none.
+    last = attention(queries[:, 3:], keys, is_causal=True)[0]
+    torch.testing.assert_close(whole[:, 3:], last, rtol=1e-5, atol=1e-6)
+    hidden = torch.zeros(3, 4, dtype=torch.bool)
+    torch.testing.assert_close(whole[:, :3], attention(queries[:, :3], keys, attn_mask=~hidden)[0])
 
 
 @every_row(

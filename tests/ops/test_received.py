@@ -23,6 +23,9 @@ POSITIONS = {
     "offset": {"is_causal": True, "query_offset": 3},
     "long offset": {"is_causal": True, "query_offset": 30},
     "offset window": {"window": (1, 2), "query_offset": 4},
+    "negative offset": {"is_causal": True, "query_offset": -2},
+    "window behind a negative offset": {"window": (1, 2), "query_offset": -4},
+    "nobody sees a key": {"is_causal": True, "query_offset": -40},
 }
 NEGATIVE = {"scale": -0.37, "is_causal": True}
 WEIGHTS = ("none", "keys kept", "keys", "queries", "pairs kept", "pairs")

@@ -361,3 +361,13 @@ def test_a_process_that_dies_is_an_error_of_the_others(what):
     kind, message, seconds = seen
     assert message and kind.endswith("Error")
     assert seconds < 10  # a bound on a hang, not a timing: the group's timeout is 1 s
+
+
+def test_the_gradients_of_an_encoder_under_ddp():
+    """With loss="sharded" they are those of one process with the whole batch; with the default half of them."""
+    model, views = losses.encoder()
+    query, key = model(views.reshape(-1, 5)).chunk(2)
+    ops.info_nce(query, key, temperature=0.5, symmetric=True).backward()
+    for result in processes.run(losses.trained_with_ddp, 2):
+        torch.testing.assert_close(result["sharded"], model.weight.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result["replicated"], model.weight.grad / 2, rtol=1e-12, atol=1e-12)

@@ -410,3 +410,65 @@ def test_wrong_calls():
     ):
         with pytest.raises(error, match=message):
             ops.token_divergence(*given, **options)
+
+
+def _mixture(share, p, q):
+    """π·KL(p ‖ m) + (1 − π)·KL(q ‖ m) and ½Σ|p − q| of explicit probabilities in float64; 0·log 0 is 0."""
+    m = share * p + (1 - share) * q
+    return share * torch.special.xlogy(p, p / m).sum(-1) + (1 - share) * torch.special.xlogy(q, q / m).sum(-1), (
+        p - q
+    ).abs().sum(-1) / 2
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.95])
+def test_the_divergence_through_the_mixture_and_the_total_variation(share):
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    hidden, weight, other, wide = draw(2, 3, 4), 3 * draw(17, 4), draw(2, 3, 5), 2 * draw(17, 5)
+    bias, other_bias = torch.zeros(17).double(), torch.zeros(17).double()
+    bias[3] = other_bias[5] = bias[7] = other_bias[7] = -torch.inf
+    target = torch.tensor([[1, 2, -100], [4, 5, 6]])
+    leaves = [each.requires_grad_() for each in (hidden, weight, other, wide)]
+    options = {"bias": bias, "other_bias": other_bias, "temperature": 0.7}
+    found = ops.token_divergence(*leaves, **options, target=target, jensen_shannon=share, total_variation=True)
+    p = ((hidden @ weight.mT + bias) / 0.7).softmax(-1)
+    q = ((other @ wide.mT + other_bias) / 0.7).softmax(-1)
+    p_safe, q_safe = p.masked_fill(bias.isneginf(), 0.0), q.masked_fill(other_bias.isneginf(), 0.0)
+    kept = [word for word in range(17) if word != 7]  # what both hide is 0/0
+    expected = [each.masked_fill(target == -100, 0.0) for each in _mixture(share, p_safe[..., kept], q_safe[..., kept])]
+    torch.testing.assert_close(found.jensen_shannon, expected[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.total_variation, expected[1], rtol=1e-12, atol=1e-14)
+    # Derivatives by differences: those of xlogy at 0 are not finite.
+    numbers = lambda *given: ops.token_divergence(*given, **options, jensen_shannon=share, total_variation=True)[2:]  # noqa: E731
+    torch.autograd.gradcheck(
+        numbers,
+        [leaf[..., :2, :].detach().requires_grad_() if leaf is hidden or leaf is other else leaf for leaf in leaves],
+    )
+
+
+def test_a_small_divergence_through_the_mixture_keeps_its_digits():
+    """With logits that differ by c it is π·(1 − π)·Var_p(c)/2 and terms of c³."""
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(0))
+    c = 1e-4 * torch.randn(12, generator=torch.Generator().manual_seed(1))
+    # One hidden dimension with the weight as logits.
+    one, weight = torch.ones(1, 1), logits.mT
+    other = (logits.double() + c.double()).float().mT
+    exact_c = (other - weight).double().squeeze(1)
+    p = logits.double().softmax(-1).squeeze(0)
+    variance = (p * (exact_c - (p * exact_c).sum()) ** 2).sum()
+    found = ops.token_divergence(one, weight, one, other, jensen_shannon=0.3)
+    # Logits of size 1 rounded by 2⁻²⁴, beside differences of 1e-4.
+    assert found.jensen_shannon.item() == pytest.approx(0.3 * 0.7 * variance.item() / 2, rel=5e-3)
+    assert found.total_variation is None
+
+
+def test_the_divergence_through_the_mixture_is_bounded():
+    certain = torch.tensor([[0.0], [-3e4], [-3e4]])
+    found = ops.token_divergence(
+        torch.ones(1, 1), certain, torch.ones(1, 1), certain.flip(0), jensen_shannon=0.25, total_variation=True
+    )
+    assert found.jensen_shannon.item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75), rel=1e-6)
+    assert found.total_variation.item() == pytest.approx(1.0)
+    for share in (0, 1, 1.5):
+        with pytest.raises(ValueError, match="jensen_shannon must be"):
+            ops.token_divergence(torch.ones(1, 1), certain, torch.ones(1, 1), certain, jensen_shannon=share)

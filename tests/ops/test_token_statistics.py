@@ -1,6 +1,7 @@
 """What `token_statistics` says of each token, against the logits written out in float64."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from tests.support.rows import every_row, some_slow
 
 from massieu import ops
 from massieu.ops import score_tiles
+
+statistics_module = sys.modules["massieu.ops.token_statistics"]  # ops has the function of this name
 
 FIELDS = ("log_probability", "entropy", "log_partition", "rank", "largest_probability")
 
@@ -391,3 +394,47 @@ def test_nothing_of_tokens_times_words_is_kept():
         found = ops.token_statistics(hidden, weight, target, bias=bias)
         torch.autograd.grad(sum(part.sum() for part in found[:3]), (hidden, weight, bias), create_graph=True)
     assert 600 <= max(sizes) < 1000
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_several_words_and_the_most_probable_one(softcap, monkeypatch):
+    """Against log-softmax of all logits in float64."""
+    monkeypatch.setattr(statistics_module, "GATHERED", 40)  # blocks of two tokens
+    generator = torch.Generator().manual_seed(4)
+    draw = lambda *shape: torch.randn(shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    hidden, weight, bias = draw(2, 4, 5), draw(11, 5), draw(11)
+    bias[3] = -torch.inf
+    target = torch.tensor([[1, 2, -100, 4], [5, 6, 7, 8]])
+    words = torch.randint(0, 11, (2, 4, 4), generator=generator)
+    words[1, 1, 2] = 3
+    leaves = [each.requires_grad_() for each in (hidden, weight)]
+    found = ops.token_statistics(
+        hidden, weight, target, bias=bias, temperature=0.7, softcap=softcap, words=words, largest_word=True
+    )
+    logits = hidden @ weight.mT + bias.masked_fill(bias.isneginf(), 0.0)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = (logits / 0.7).masked_fill(bias.isneginf(), -torch.inf).log_softmax(-1)
+    expected = log_p.gather(-1, words).masked_fill((target == -100).unsqueeze(-1), 0.0)
+    torch.testing.assert_close(found.word_log_probability, expected, rtol=1e-12, atol=1e-12)
+    assert found.word_log_probability[1, 1, 2] == -torch.inf
+    assert torch.equal(found.largest_word, log_p.argmax(-1).masked_fill(target == -100, -1))
+    seen = expected.isfinite()
+    slopes = [
+        torch.autograd.grad(each.masked_fill(~seen, 0.0).square().sum(), leaves)
+        for each in (found.word_log_probability, expected)
+    ]
+    torch.testing.assert_close(*slopes, rtol=1e-10, atol=1e-10)
+    alone = ops.token_statistics(hidden, weight, target, bias=bias, temperature=0.7, softcap=softcap)
+    assert all(torch.equal(one, other) for one, other in zip(found[:5], alone, strict=True))
+
+
+def test_words_that_do_not_fit():
+    hidden, weight, target = torch.randn(3, 2), torch.randn(5, 2), torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match=r"words must have shape \(3, 'K'\) with K at least 1"):
+        ops.token_statistics(hidden, weight, target, words=target)
+    with pytest.raises(ValueError, match=r"words must be in 0 … 4, got 5"):
+        ops.token_statistics(hidden, weight, target, words=torch.tensor([[5]] * 3))
+    nothing = torch.full((5,), -torch.inf)
+    found = ops.token_statistics(hidden, weight, target, bias=nothing, largest_word=True)
+    assert found.largest_word.tolist() == [-1, -1, -1]
+    assert found.word_log_probability is None

@@ -32,6 +32,7 @@ PROBE = {
     "compare": ("run", "session", "result", "replaced", "statistics", "data", "model", "sums", "report"),
     "monitor": ("statistics", "checks", "capture", "data", "model"),
     "population_layers": ("checks", "stream", "capture", "model"),
+    "weights": ("checks", "capture", "data", "model", "report"),
     "run": ("session", "result", "reading", "replaced", "statistics", "data", "model", "sums"),
     "session": ("result", "reading", "replaced", "statistics", "checks", "capture", "data", "model", "sums"),
     "result": ("reading", "statistics", "capture", "sums", "report"),

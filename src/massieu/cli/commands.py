@@ -107,6 +107,7 @@ def _options(
     cls=TextCommand,
     epilog="\b\nExamples:\n"
     "  massieu probe\n"
+    "  massieu probe gpt2 'The cat sat on the mat'\n"
     "  massieu probe gpt2 --text notes/ README.md --max-tokens 100000\n"
     "  massieu probe ./checkpoint --text data.jsonl --column body --no-packing\n"
     "  massieu probe t5-small --text pairs.csv --source en --target de\n"
@@ -118,6 +119,7 @@ def _options(
 def probe(
     context: typer.Context,
     model: Model = None,
+    prompt: take.OnePrompt = None,
     text: take.Text = None,
     column: take.Column = None,
     images: take.Images = None,
@@ -150,8 +152,25 @@ def probe(
     format: Annotated[take.TableFormat, option(None, "File format of the tables.")] = take.TableFormat.PARQUET,
     resume: take.Resume = False,
     store_every: take.StoreEvery = 5.0,
+    chat: take.Chat = False,
 ) -> None:
-    """Measure a model's attention on text; writes an HTML page."""
+    """Measure a model's attention on text; writes an HTML page. With a PROMPT, print its largest numbers."""
+    loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
+    if prompt is not None or chat:
+        of_text = {"--text": text, "--column": column, "--images": images, "--source": source, "--target": target}
+        of_text |= {"--max-length": max_length, "--max-tokens": max_tokens, "--bos": bos, "--generate": generate}
+        of_a_run = {"--out": out, "--query-sample": query_sample, "--replace": replace, "--statistics": statistics}
+        of_a_run |= {"--draws": draws, "--per-token": per_token, "--quick": quick or None, "--resume": resume or None}
+        of_a_run |= {"--no-packing": no_packing or None}
+        given.check_prompt(prompt, of_text | of_a_run)
+        with context.obj.loading():
+            from massieu.cli.attention import show_summary
+            from massieu.probing.model.given import Checkpoint
+            from massieu.probing.weights.prompt_summary import summarise_prompt
+
+        checkpoint = Checkpoint(model, trust_remote_code=trust_remote_code, **loading)
+        show_summary(summarise_prompt(checkpoint, given.given_prompt(prompt, chat), tokenizer))
+        return
     if many() and text is not None and "-" in text:
         raise InputError("--text - works with one process only, but torchrun started several; give files instead")
     if model is None and text is not None and len(text) > 1 and os.path.isfile(Path(text[-1], "config.json")):
@@ -166,7 +185,6 @@ def probe(
             from massieu.probing.session.run import Run
 
         running = running_in(folder)
-        loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
         own = take.statistics_in(chosen)
         data = given.given_data(
             text,
@@ -290,6 +308,47 @@ def compare(
         raise typer.Exit(NOT_FINITE)
     if above:
         raise typer.Exit(FAILED)
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  massieu attention gpt2 'The cat sat on the mat' --head 5.1\n"
+    "  massieu attention ./checkpoint 'Why is the sky blue?' --chat --head 3.0 --out sky.svg"
+)
+def attention(
+    context: typer.Context,
+    model: take.NamedModel,
+    prompt: take.ThePrompt,
+    head: take.Head,
+    site: take.Site = None,
+    out: Annotated[
+        Path | None,
+        option("PATH", f"File of the picture: .png, .svg or .pdf [{RESULTS}/<model>/attention-<head>.png]."),
+    ] = None,
+    top: take.Top = 10,
+    chat: take.Chat = False,
+    device: Device = None,
+    device_map: DeviceMap = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    tokenizer: take.Tokenizer = None,
+    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
+) -> None:
+    """Draw the attention weights of one head on a prompt."""
+    from massieu.cli.attention import HeadPicture, head_of
+
+    layer, number = head_of(head)
+    given.check_prompt(prompt, {})
+    if top < 1:
+        raise InputError(f"--top must be at least 1, got {top}")
+    path = RESULTS / short_name(model) / f"attention-{layer}.{number}.png" if out is None else out
+    with context.obj.loading():
+        from massieu.probing.model.given import Checkpoint
+
+    loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
+    checkpoint = Checkpoint(model, trust_remote_code=trust_remote_code, **loading)
+    HeadPicture(layer, number, site, path, top, json).make(checkpoint, given.given_prompt(prompt, chat), tokenizer)
 
 
 @app.command(epilog="\b\nExamples:\n  massieu describe gpt2\n  massieu describe ./checkpoint")

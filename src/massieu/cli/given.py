@@ -1,5 +1,6 @@
 """What a command was given, as the objects that the probe takes: the model, the data, the replacements."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,22 @@ def given_data(
         bos=bos,
         continue_for=generate,
     )
+
+
+def check_prompt(prompt: str | None, others: dict[str, Any]) -> None:
+    """Raises:
+    InputError: there is no prompt, it is the name of a file, or others are given that are about text.
+    """
+    if prompt is None:
+        raise InputError("--chat is about a prompt; give one behind MODEL")
+    if os.path.exists(prompt):
+        raise InputError(f"the prompt {prompt!r} is a file or folder; to read it, put --text before it")
+    _refuse("a prompt is read by itself", others)
+
+
+def given_prompt(prompt: str | None, chat: bool) -> Any:
+    """A prompt as `massieu.attention_weights` takes it."""
+    return [{"role": "user", "content": prompt}] if chat else prompt
 
 
 def _refuse(why: str, options: dict[str, Any]) -> None:

@@ -125,6 +125,20 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN.jsonl", help=_RUNS)]
 Reference = Annotated[Path | None, option("PATH", _REFERENCE)]
 Claims = Annotated[list[str] | None, typer.Argument(metavar="ID", help=_CLAIMS)]
 Names = Annotated[list[str] | None, typer.Argument(metavar="NAME", help=_NAMES)]
+_PROMPT = (
+    "Text to read by itself, in place of --text: prints the largest numbers of this one prompt, and writes nothing."
+)
+_CHAT = "Read the prompt as a user's message, written by the tokenizer's chat template."
+_HEAD = "Layer and head, counted from 0, such as 5.1."
+_SITE = "Attention module, where a layer has several; 'massieu describe' lists them."
+_TOP = "How many of the head's largest weights are printed."
+OnePrompt = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help=_PROMPT, show_default=False)]
+NamedModel = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL.partition(" [")[0] + ".")]
+ThePrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text to read.")]
+Head = Annotated[str, option("LAYER.HEAD", _HEAD, "--head")]
+Site = Annotated[str | None, option("NAME", _SITE)]
+Top = Annotated[int, option("N", _TOP)]
+Chat = Annotated[bool, option(None, _CHAT, "--chat")]
 EveryRow = Annotated[bool, option(None, _EVERY_ROW, "--all")]
 
 

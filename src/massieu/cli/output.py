@@ -11,6 +11,9 @@ from massieu.storage.writing import check_name
 
 PAGE_ROOM = 8_000_000
 """Bytes of the largest page."""
+PICTURES = ("png", "svg", "pdf")
+PICTURE_ROOM = 4_000_000
+"""Bytes of the largest picture."""
 
 
 @contextmanager
@@ -41,12 +44,30 @@ def check_page(path: Path) -> None:
         InputError: it cannot.
     """
     require_extra("jinja2", "probe")
+    _check_file(path, PAGE_ROOM, "the page")
+
+
+def check_picture(path: Path) -> str:
+    """That a picture can be drawn and written there; its format, by the file's ending.
+
+    Raises:
+        InputError: it cannot.
+    """
+    require_extra("matplotlib.figure", "probe")
+    format = path.suffix.lower().removeprefix(".")
+    if format not in PICTURES:
+        raise InputError(f"a picture's file ends in {', '.join(f'.{each}' for each in PICTURES)}, got {str(path)!r}")
+    _check_file(path, PICTURE_ROOM, "the picture")
+    return format
+
+
+def _check_file(path: Path, room: int, what: str) -> None:
     if os.path.isdir(check_name(path)):
-        raise InputError(f"{path} is a folder; the page needs the name of a file")
+        raise InputError(f"{path} is a folder; {what} needs the name of a file")
     from massieu.storage.folder import tried
 
     if is_special(path):
         return  # what a device takes is known only when it is written to
     target = linked_to(path)
-    with tried(target.parent, PAGE_ROOM, target.name):
+    with tried(target.parent, room, target.name):
         pass

@@ -1,5 +1,7 @@
 """The Hopfield energy of any memory: its descent map is attention over what is stored."""
 
+import math
+import warnings
 from typing import Any, Self
 
 import torch
@@ -10,10 +12,15 @@ from torch.utils import _pytree as pytree
 from massieu.energy.activations import Activation, Identity, MeasureActivation
 from massieu.energy.base import Energy, Potential, is_potential, promoted
 from massieu.energy.rise import log_partition, rise
+from massieu.errors import OverlapWarning
 from massieu.foundation.arguments import as_tensor, described, expanded, floating, positive
 from massieu.foundation.guesses import meant
+from massieu.foundation.transforms import in_functorch, may_be_differentiated, values_are_readable
 from massieu.foundation.values import align, check_prefix, need_batch, promoted_dtype
 from massieu.measures import Atoms, Measure
+
+MOST_PRODUCTS = 1 << 30
+"""Products of numbers for which it is tried whether patterns overlap: below a second on one core."""
 
 
 class HopfieldEnergy(Energy):
@@ -67,10 +74,16 @@ class HopfieldEnergy(Energy):
             scale: The inverse temperature, positive; d^-½ by default. A tensor broadcasts to the memory's batch, as one for
                 each head does. Gradients flow to it.
 
+        Warns:
+            OverlapWarning: patterns overlap too much to be retrieved at this scale: (N − 1)·exp(−scale·Δ) ≥ 1, with Δ the
+                separation of `massieu.energy.bounds`. Tried for tensors of patterns on the CPU that do not train, under the
+                identity, if N²·d is at most 2³⁰.
+
         Raises:
             ValueError: no pattern, a NaN, a scale that is not positive or does not broadcast, a reference on another space.
             TypeError: the memory or the reference is no potential.
         """
+        patterns = memory if isinstance(memory, Tensor) else None
         if isinstance(memory, Tensor):
             memory = Atoms.create(floating("memory", memory))
         if not is_potential(memory):
@@ -81,7 +94,10 @@ class HopfieldEnergy(Energy):
             activation = MeasureActivation.of("reference", reference)
         if isinstance(activation, MeasureActivation):
             _check_reference(activation.measure, memory)
-        return cls(memory, activation, checked_scale(memory, scale))
+        inverse_temperature = checked_scale(memory, scale)
+        if patterns is not None and reference is None:
+            _warn_of_overlap(patterns, inverse_temperature)
+        return cls(memory, activation, inverse_temperature)
 
     @classmethod
     def euclidean(
@@ -182,6 +198,43 @@ def checked_scale(memory: Potential, scale: Tensor | float | None) -> Float[Tens
         # A number takes the memory's dtype and device.
         scale = as_tensor("scale", scale, like, promoted_dtype(like))
     return expanded("scale", positive("scale", scale), memory.batch_shape, "the memory's batch")
+
+
+def _warn_of_overlap(patterns: Float[Tensor, "*batch N d"], scale: Float[Tensor, "*batch"]) -> None:
+    """Warn if a pattern is not sure to be retrieved, where that can be known at little cost; see `HopfieldEnergy.create`."""
+    number, size = patterns.shape[-2:]
+    is_cheap = patterns.device.type == "cpu" and patterns.numel() * number <= MOST_PRODUCTS
+    if number < 2 or not size or not is_cheap or in_functorch() or not values_are_readable(patterns, scale):
+        return
+    if may_be_differentiated(patterns, scale):
+        return
+    points = promoted(patterns)
+    products = points @ points.mT
+    own = products.diagonal(0, -2, -1)
+    others = products.masked_fill(torch.eye(number, dtype=torch.bool), -torch.inf).amax(-1)
+    separation = own - others
+    # Equal patterns have one product up to rounding, and retrieving either retrieves the other.
+    rounding = 4 * size * torch.finfo(points.dtype).eps * own.abs().amax()
+    is_covered = separation < -rounding
+    needed = math.log(number - 1)
+    is_blurred = scale.unsqueeze(-1) * separation < needed
+    is_blurred = is_blurred & (separation > rounding)
+    of_all = f"of {separation.numel():,} patterns"
+    if bool(is_covered.any()):
+        warnings.warn(
+            f"{int(is_covered.sum()):,} {of_all} have a larger product with another one than with themselves, so that no scale "
+            "retrieves them; normalise the patterns, or use HopfieldEnergy.euclidean",
+            OverlapWarning,
+            stacklevel=4,
+        )
+    elif bool(is_blurred.any()):
+        smallest = float(separation[is_blurred].min())
+        warnings.warn(
+            f"{int(is_blurred.sum()):,} {of_all} overlap too much to be retrieved surely at scale {float(scale.min()):.3g}: a "
+            f"scale above {needed / smallest:.3g} would be enough, which is log(N − 1)/Δ for the least separation Δ",
+            OverlapWarning,
+            stacklevel=4,
+        )
 
 
 def _check_reference(reference: Any, memory: Potential) -> None:

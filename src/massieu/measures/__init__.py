@@ -9,6 +9,7 @@ from massieu.measures.conjugate import ConjugatePrior
 from massieu.measures.continuous import Constant, Exponential, Gamma, Laplace
 from massieu.measures.convolution import convolve
 from massieu.measures.discrete import Bernoulli, Poisson, Spin
+from massieu.measures.divergence import sampled_kl
 from massieu.measures.gaussian import Gaussian
 from massieu.measures.hooks import MissingFormError
 from massieu.measures.mixture import mixture
@@ -42,6 +43,7 @@ __all__ = [
     "mixture",
     "power",
     "product",
+    "sampled_kl",
     "static_field",
 ]
 

@@ -113,6 +113,12 @@ class Measure(Hooks):
         This is the Bregman divergence B_A(eta_q, eta_p): the arguments change places. It is computed in forms that do
         not subtract nearly equal numbers: relative error 1e-5 in float32 down to ‖eta_p − eta_q‖ = 1e-6.
         """
+        for name, eta in (("eta_p", eta_p), ("eta_q", eta_q)):
+            if isinstance(eta, Measure):
+                raise TypeError(
+                    f"kl compares two parameters of one measure, got the measure {type(eta).__name__} for {name}; two "
+                    "families are compared by draws: measures.sampled_kl(p, eta_p, q, eta_q)"
+                )
         measure, eta_p, eta_q = self._admit(eta_p, eta_q=eta_q)
         measure._check_domain(eta_q)
         return measure._kl(eta_p, eta_q - eta_p)

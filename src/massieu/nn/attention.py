@@ -178,7 +178,7 @@ class Attention(Resettable):
             variance=need_variance,
         )
         check_supported(self.heads, attn_mask=attn_mask, is_causal=is_causal)
-        whole_number("query_offset", query_offset, least=0)
+        whole_number("query_offset", query_offset)
         if documents is not None:
             self._check_packed(documents, query)
         nested_query = None

@@ -1,5 +1,6 @@
 """Attention that also returns its log-partition, and the log-partition alone."""
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 from jaxtyping import Bool, Float
@@ -19,6 +20,10 @@ from massieu.ops.fused import CPU
 from massieu.ops.observed import observed
 from massieu.ops.shapes import AttentionProblem, Scale, Sink, Window, check_problem
 
+_NO_DROPOUT = (
+    "not an argument here, as kernels that return log Z keep no weights to drop: `massieu.nn.Attention(dropout=…)` drops them "
+    "in training, or drop exp(scores − log Z), from `ops.log_partition`, before the values"
+)
 AttentionBackend = Literal["auto", "fused", "cudnn", "flash", "efficient", "flex", "blocks", "reference"]
 
 BACKENDS: tuple[backends.Backend, ...] = (
@@ -45,7 +50,8 @@ class AttentionResult(NamedTuple):
 @meant(
     attn_mask="`log_weight` here: numbers are added to the scores, and of booleans True keeps a key",
     mask="`log_weight` here: numbers are added to the scores, and of booleans True keeps a key",
-    dropout_p="not an argument here: `massieu.nn.Attention` drops weights in training",
+    dropout_p=_NO_DROPOUT,
+    dropout=_NO_DROPOUT,
     enable_gqa="not needed here: keys may have fewer heads than queries",
 )
 def attention(
@@ -83,9 +89,11 @@ def attention(
         window: (left, right) or one number for both: query i sees keys i − left … i + right; with `is_causal`, right is
             0. In time and memory linear in queries and keys.
         query_offset: query i stands at position i + query_offset, so that new queries see what a cache holds: with
-            `is_causal` keys 0 … i + query_offset, with a window keys from and to there.
+            `is_causal` keys 0 … i + query_offset, with a window keys from and to there. It may be negative: N − L aligns
+            the last query with the last key (lower right aligned), and queries before all keys see none.
         documents: boundaries of a packed row: queries see keys of their own document, in which `is_causal`, `window` and
-            `query_offset` count. Equal to one call a document, in time and memory that follow the documents.
+            `query_offset` count, each with an offset of its own if `Documents` has some. Equal to one call a document, in
+            time and memory that follow the documents.
         softcap: c > 0 replaces each score by c·tanh(score/c) before the log-weight is added, as Gemma 2 does.
         sink: log-weight of one more key, at the origin (its score is 0, whatever the scale), to which a query may attend
             instead: log Z becomes log(Z + exp(sink)), and its share of the attention is exp(sink − log Z). A number or a
@@ -195,7 +203,11 @@ def attend_without_sink(problem: AttentionProblem, backend: AttentionBackend = "
             return PACKED_FLASH.forward(problem)
         # Each part chooses its backend: documents that are padded to one length are masked, which some backends refuse.
         return packed_rows.apply(lambda part: attend_without_sink(part, backend), problem)
+    if problem.queries_before_keys:
+        backends.check_name(backend, BACKENDS)
+        whole = partial(attend_without_sink, backend=backend)
+        return band.after_queries_before_keys(whole, attend_without_sink, problem)
     chosen = backends.choose(backend, BACKENDS, problem)
     if chosen.bands:
         return chosen.forward(problem)
-    return band.apply(chosen.forward, problem)
+    return band.apply(chosen.forward, problem, without_keys=attend_without_sink)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from massieu.ops import packed_rows
-from massieu.ops.shapes import AttentionProblem
+from massieu.ops.shapes import AttentionProblem, band_fields
 
 LEAST = 64
 """Least queries of a chunk: fewer would not fill the kernels' blocks of queries."""
@@ -22,15 +22,43 @@ MOST = 512
 Function = Callable[..., tuple[Tensor, ...]]
 
 
-def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tuple[Tensor, ...]:
+def after_queries_before_keys(
+    function: Function, without_keys: Function, problem: AttentionProblem, *others: Tensor
+) -> tuple[Tensor, ...]:
+    """``function(problem, *others)`` where a negative offset lets the first queries stand before all keys.
+
+    The others are a problem of their own, in which the first query sees a key: no kernel is given a negative offset.
+
+    Args:
+        without_keys: the same function for the first queries, which are given no key.
+    """
+    length = problem.query.shape[3]
+    keys = problem.key.shape[2]
+    before = problem.queries_before_keys
+    alone = replace(problem.narrow(slice(0, before), slice(0, 0)), is_causal=False, offset=0, window=None)
+    parts = [without_keys(alone, *(other[:, :, :, :before] for other in others))]
+    if before < length:
+        low, high = problem.band or (None, 0)
+        band = (None if low is None else low + before, high + before)
+        rest = problem.narrow(slice(before, length), slice(0, keys))
+        rest = replace(rest, **band_fields(band, length - before, keys))
+        parts.append(function(rest, *(other[:, :, :, before:] for other in others)))
+    return tuple(torch.cat(results, dim=3) for results in zip(*parts, strict=True))
+
+
+def apply(function: Function, problem: AttentionProblem, *others: Tensor, without_keys: Function) -> tuple[Tensor, ...]:
     """``function(problem, *others)``, for a packed row document by document, and for a window chunk by chunk.
 
     Args:
         function: returns tensors ``(B, Hk, G, L, ...)``, a query's numbers from that query and the keys that it sees.
         others: further tensors of the query's shape, cut as the query is.
+        without_keys: the same function for queries that are given no key, which not every kernel takes.
     """
+    whole = partial(apply, function, without_keys=without_keys)
     if problem.documents is not None:
-        return packed_rows.apply(partial(apply, function), problem, *others)
+        return packed_rows.apply(whole, problem, *others)
+    if problem.queries_before_keys:
+        return after_queries_before_keys(whole, without_keys, problem, *others)
     if problem.window is None:
         return function(problem, *others)
     low, high = problem.window

@@ -8,13 +8,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.foundation.arguments import check_one_device, described, flag, floating, integers, number
+from massieu.foundation.arguments import check_one_device, check_shape, described, flag, floating, integers, number
 from massieu.foundation.doors import door
 from massieu.foundation.transforms import without_autocast
+from massieu.ops.differentiable import recomputed
 from massieu.ops.documents import Documents, check_documents
 from massieu.ops.linear_scores import check_places, index_tensor, log_partitions, one_number, values_are_known
 from massieu.ops.score_tiles import ScorePlan
-from massieu.ops.shapes import check_alike, working_dtype
+from massieu.ops.shapes import check_alike, slices, working_dtype
+
+POSITIVE_PAIRS = 1 << 22
+"""Entries of a mask of positives that are turned into numbers at a time."""
 
 
 class ContrastResult(NamedTuple):
@@ -83,7 +87,7 @@ def info_nce(
     query: Float[Tensor, "B D"],
     key: Float[Tensor, "K D"],
     *,
-    positive: Int[Tensor, "B"] | None = None,
+    positive: Int[Tensor, "B"] | Bool[Tensor, "B K"] | None = None,
     negatives: Float[Tensor, "M D"] | None = None,
     log_weight: LogWeight = None,
     temperature: float | Float[Tensor, ""],
@@ -99,7 +103,9 @@ def info_nce(
 
     Args:
         query, key: (B, D) and (K, D), of one dtype and device. Without `positive`, K = B and query i's positive is key i.
-        positive: (B,) integers, the number of each query's positive key.
+        positive: (B,) integers, the number of each query's positive key; or (B, K) booleans, True for its positives. With
+            several, −q·k₊/temperature is the mean over them: the supervised contrastive loss (Khosla et al. 2020, eq. 2).
+            A query without a positive is left out of the mean, which is NaN if all are.
         negatives: (M, D), more keys, which are no query's positive; there are N = K + M in all.
         log_weight: log w, below +inf, or booleans of which True keeps a key: (N,), one a key, or (B, N), one a query and
             key; or `FalseNegatives`, which hides keys of equal ids. It acts in A alone, so a hidden positive is left
@@ -107,10 +113,11 @@ def info_nce(
             ((B, N) by plain operations, slower). A query that sees no key has loss 0.
         temperature: above 0, a number or a tensor of one number, which has its gradient.
         symmetric: the mean of this loss and that of keys over queries, for two views or CLIP; positives are then on the
-            diagonal. The second loss uses weights of pairs, but neither the negatives nor weights of single keys.
+            diagonal, or booleans. The second loss uses weights of pairs, but neither the negatives nor weights of single
+            keys.
         documents: boundaries of packed queries and keys. Each query is contrasted with the keys of its own document. The
             result has one loss per document, (documents,), equal to one call per document. `positive` counts keys within
-            the document. It excludes `negatives` and weights of pairs, which belong to no document.
+            the document. It excludes `negatives`, booleans for `positive` and weights of pairs, which belong to no document.
         return_log_partition: return `ContrastResult(loss, log_partition)`; both have their gradients.
 
     Both directions of a symmetric loss share their tiles of scores, which are computed in the forward and again in the
@@ -120,9 +127,9 @@ def info_nce(
 
     Raises:
         TypeError: not a tensor, not floating-point or not integers, dtypes that differ, an option of another type.
-        ValueError: shapes or devices that do not fit (both are named), `symmetric` with `positive`, a temperature that is
-            not above 0, a positive out of range. Values of tensors are checked on the CPU alone; elsewhere such a positive
-            gives NaN.
+        ValueError: shapes or devices that do not fit (both are named), `symmetric` with numbers of positives, a temperature
+            that is not above 0, a positive out of range. Values of tensors are checked on the CPU alone; elsewhere such a
+            positive gives NaN.
 
     Example:
         >>> import torch
@@ -135,8 +142,14 @@ def info_nce(
     if documents is not None:
         if negatives is not None:
             raise ValueError("negatives belong to no document, got both: add the negatives to each document's keys")
+        if isinstance(positive, Tensor) and positive.dtype == torch.bool:
+            raise ValueError("positive= of booleans does not go with documents: call info_nce once per document")
         options = {"temperature": temperature, "symmetric": symmetric}
         return _per_document(documents, query, key, positive, log_weight, return_log_partition, options)
+    if isinstance(positive, Tensor) and positive.dtype == torch.bool:
+        return _of_several_positives(
+            query, key, positive, negatives, log_weight, temperature, symmetric, return_log_partition
+        )
     target = targets(query, key, positive, symmetric)
     if positive is not None and values_are_known(target):
         check_places("positive", target, len(key))
@@ -150,6 +163,78 @@ def info_nce(
     if return_log_partition:
         return contrast_result(loss, [direction.log_partition for direction in directions])
     return loss
+
+
+def _of_several_positives(
+    query: Tensor,
+    key: Tensor,
+    positive: Bool[Tensor, "B K"],
+    negatives: Tensor | None,
+    log_weight: LogWeight,
+    temperature: float | Tensor,
+    symmetric: bool,
+    return_log_partition: bool,
+) -> Tensor | ContrastResult:
+    """`info_nce` where a mask says which keys are positives of which queries."""
+    check_shape("positive", positive, (len(query), len(key)))
+    check_one_device(query=query, positive=positive)
+    keys = key if negatives is None else torch.cat([key, negatives])
+    if isinstance(log_weight, FalseNegatives):
+        # The tiles know of one positive a query; the mask is as large as this one.
+        fields = weights(log_weight, query, len(keys))
+        keep = fields["row_ids"].unsqueeze(1) != fields["column_ids"]
+        log_weight = torch.cat([keep[:, : len(key)] | positive, keep[:, len(key) :]], 1)
+    fields = weights(log_weight, query, len(keys))
+    dtype = working_dtype(query)
+    with without_autocast(query.device):
+        row = query.to(dtype) / one_number("temperature", temperature, dtype, above=0, query=query)
+        levels = [_log_partition(ScorePlan(row, keys, target=_no_target(row), **fields))]
+        losses = [_mean_excess(levels[0], row, key, positive)]
+        if symmetric:
+            of_pairs = fields.get("log_weight")
+            column = key.to(dtype)
+            pairs = None if of_pairs is None else of_pairs[:, : len(key)].mT
+            levels.append(_log_partition(ScorePlan(column, row, None, target=_no_target(column), log_weight=pairs)))
+            losses.append(_mean_excess(levels[1], column, row, positive.mT))
+        loss = torch.stack(losses).mean()
+    if return_log_partition and len(levels) == 2 and len(query) != len(key):
+        raise ValueError(
+            "the log-partitions of both directions need as many queries as keys to be one tensor, "
+            f"got {len(query)} and {len(key)}"
+        )
+    return contrast_result(loss, levels) if return_log_partition else loss
+
+
+def _no_target(row: Tensor) -> Tensor:
+    """Targets of a plan whose log-partitions alone are read."""
+    return torch.zeros(len(row), dtype=torch.long, device=row.device)
+
+
+def _log_partition(plan: ScorePlan) -> Tensor:
+    return log_partitions(plan)[0].log_partition
+
+
+def _mean_excess(
+    log_partition: Float[Tensor, "B"],
+    row: Float[Tensor, "B D"],
+    key: Float[Tensor, "K D"],
+    positive: Bool[Tensor, "B K"],
+) -> Float[Tensor, ""]:
+    """Mean of log Z less the mean score of the positives, over rows that have some; 0 for a row that sees no key."""
+    rows_at_once = max(1, POSITIVE_PAIRS // max(1, len(key)))
+    scores = [
+        recomputed(_mean_positive_score, row[rows], key, positive[rows])[0] for rows in slices(len(row), rows_at_once)
+    ]
+    score = torch.cat(scores) if scores else log_partition
+    excess = (log_partition - score).masked_fill(log_partition.detach() == -torch.inf, 0.0)
+    has_positive = positive.any(1)
+    return excess.where(has_positive, 0.0).sum() / has_positive.sum()
+
+
+def _mean_positive_score(row: Tensor, key: Tensor, positive: Tensor) -> tuple[Tensor]:
+    """Mean of row·key over the positives; 0 where there is none."""
+    share = positive.to(row.dtype) / positive.sum(1, keepdim=True).clamp_min(1)
+    return ((row * (share @ key.to(row.dtype))).sum(-1),)
 
 
 def _per_document(
@@ -321,7 +406,9 @@ def targets(query: Tensor, key: Tensor, positive: Tensor | None, symmetric: bool
             )
         return torch.arange(len(query), device=query.device)
     if symmetric:
-        raise ValueError("a symmetric loss has its positives on the diagonal: give key[positive] for key, not positive")
+        raise ValueError(
+            "a symmetric loss has its positives on the diagonal, or a mask of them: give key[positive] for key, not numbers"
+        )
     return index_tensor("positive", positive, (len(query),), query=query)
 
 

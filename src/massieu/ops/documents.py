@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from massieu.foundation.arguments import described, floating, instance, integers, whole_number
+from massieu.foundation.arguments import choice, described, floating, instance, integers, whole_number
 from massieu.foundation.doors import sequence
 
 WholeNumbers = Int[Tensor, "_"] | Sequence[int]
@@ -38,54 +39,100 @@ class Documents:
     """Document i has the queries query_boundaries[i] … query_boundaries[i + 1] − 1."""
     key_boundaries: tuple[int, ...]
     """The same for the keys."""
+    query_offsets: tuple[int, ...] = ()
+    """Query j of document i stands at position j + query_offsets[i] for causality and windows; empty for zeros."""
     text: str = field(init=False, repr=False, compare=False)
-    """Both as text, which `torch.compile` takes as a constant; numbers that change between calls would become symbols."""
+    """All three as text, which `torch.compile` takes as a constant; numbers that change between calls would become symbols."""
 
     def __post_init__(self) -> None:
         sequence("query_boundaries", self.query_boundaries)
         sequence("key_boundaries", self.key_boundaries)
-        texts = [",".join(map(str, boundaries)) for boundaries in (self.query_boundaries, self.key_boundaries)]
+        sequence("query_offsets", self.query_offsets)
+        if self.query_offsets and len(self.query_offsets) != len(self):
+            raise ValueError(
+                f"query_offsets must be one a document, got {len(self.query_offsets)} for {len(self)} documents"
+            )
+        numbers = (self.query_boundaries, self.key_boundaries, self.query_offsets)
+        texts = [",".join(map(str, each)) for each in numbers]
         object.__setattr__(self, "text", ";".join(texts))
 
     def constant(self) -> "Documents":
         """The same documents; in compiled code with boundaries that are constants."""
         if not torch.compiler.is_compiling():
             return self
-        query, key = ([int(number) for number in numbers.split(",")] for numbers in self.text.split(";"))
-        return Documents(tuple(query), tuple(key))
+        query, key, offsets = (
+            tuple(int(number) for number in numbers.split(",") if number) for numbers in self.text.split(";")
+        )
+        return Documents(query, key, offsets)
 
     @classmethod
-    def of_lengths(cls, lengths: WholeNumbers, key_lengths: WholeNumbers | None = None) -> "Documents":
+    def of_lengths(
+        cls,
+        lengths: WholeNumbers,
+        key_lengths: WholeNumbers | None = None,
+        *,
+        query_offsets: WholeNumbers | Literal["lower_right"] | None = None,
+    ) -> "Documents":
         """Documents with these numbers of queries, and of keys, by default the same.
+
+        Args:
+            query_offsets: positions of each document's first query, beside the ``query_offset`` of a call; None is 0 for all,
+                the upper left alignment. "lower_right" aligns each document's last query with its last key, as
+                flash-attention does for rows of variable length.
 
         Raises:
             TypeError: not whole numbers.
-            ValueError: a negative length, no document, or different numbers of documents for queries and keys.
+            ValueError: a negative length, no document, or different numbers of documents for queries, keys and offsets.
         """
         query_boundaries = _boundaries("lengths", lengths)
         key_boundaries = query_boundaries if key_lengths is None else _boundaries("key_lengths", key_lengths)
-        return cls._of(query_boundaries, key_boundaries)
+        return cls._of(query_boundaries, key_boundaries, query_offsets)
 
     @classmethod
-    def of_boundaries(cls, boundaries: WholeNumbers, key_boundaries: WholeNumbers | None = None) -> "Documents":
+    def of_boundaries(
+        cls,
+        boundaries: WholeNumbers,
+        key_boundaries: WholeNumbers | None = None,
+        *,
+        query_offsets: WholeNumbers | Literal["lower_right"] | None = None,
+    ) -> "Documents":
         """Documents between the boundaries that FlashAttention calls `cu_seqlens`: first 0, last the row's length.
+
+        Args:
+            query_offsets: as for `of_lengths`.
 
         Raises:
             TypeError: not whole numbers.
             ValueError: boundaries that do not start at 0 or that fall, fewer than two, or different numbers of documents for
-                queries and keys.
+                queries, keys and offsets.
         """
         query = _checked_boundaries("boundaries", boundaries)
         key = query if key_boundaries is None else _checked_boundaries("key_boundaries", key_boundaries)
-        return cls._of(query, key)
+        return cls._of(query, key, query_offsets)
 
     @classmethod
-    def _of(cls, query: tuple[int, ...], key: tuple[int, ...]) -> "Documents":
+    def _of(
+        cls,
+        query: tuple[int, ...],
+        key: tuple[int, ...],
+        query_offsets: WholeNumbers | Literal["lower_right"] | None,
+    ) -> "Documents":
         if len(query) != len(key):
             raise ValueError(
                 f"queries and keys must have the same number of documents, got {len(query) - 1} and {len(key) - 1}"
             )
-        return cls(query, key)
+        documents = cls(query, key)
+        if query_offsets is None:
+            return documents
+        if isinstance(query_offsets, str):
+            choice("query_offsets", query_offsets, "lower_right")
+            pairs = zip(documents.lengths, documents.key_lengths, strict=True)
+            offsets = tuple(keys - queries for queries, keys in pairs)
+        else:
+            offsets = _whole_numbers("query_offsets", query_offsets)
+        with_offsets = cls(query, key, offsets)
+        # Zeros are left out, so that documents that mean the same are equal.
+        return with_offsets if any(offsets) else documents
 
     def __len__(self) -> int:
         """How many documents there are."""
@@ -101,6 +148,10 @@ class Documents:
         """The number of keys of each document."""
         return tuple(end - start for start, end in pairwise(self.key_boundaries))
 
+    def query_offset(self, document: int) -> int:
+        """The position of a document's first query, without the offset of the call."""
+        return self.query_offsets[document] if self.query_offsets else 0
+
     def check_fits(self, queries: int, keys: int) -> None:
         """Raise a ValueError unless the documents end at these lengths."""
         whole_number("queries", queries)
@@ -113,8 +164,10 @@ class Documents:
                 raise ValueError(f"documents must end where the row of {name} does, got {last} for {length} {name}")
 
     def seen(self, device: torch.device) -> tuple[Bool[Tensor, "L N"], Int[Tensor, "L N"]]:
-        """Whether each key is in the query's document, and the query's place in its document minus the key's."""
+        """Whether each key is in the query's document, and the query's position in its document minus the key's."""
         query_document, query_place = _places(self.query_boundaries, self.lengths, device)
+        if self.query_offsets:
+            query_place = query_place + torch.tensor(self.query_offsets, device=device)[query_document]
         key_document, key_place = _places(self.key_boundaries, self.key_lengths, device)
         return query_document.unsqueeze(1) == key_document, query_place.unsqueeze(1) - key_place
 

@@ -94,7 +94,12 @@ def fisher_vp(
         raise ValueError(f"vector must have the query's shape {tuple(query.shape)}, got {tuple(vector.shape)}")
     chosen = backends.choose(backend, BACKENDS, problem, vector)
     vector = vector.reshape(problem.query.shape).to(problem.dtype)
-    (product,) = band.apply(lambda part, vectors: chosen.forward(_centred(part), vectors), problem, vector)
+    (product,) = band.apply(
+        lambda part, vectors: chosen.forward(_centred(part), vectors),
+        problem,
+        vector,
+        without_keys=lambda part, vectors: (torch.zeros_like(vectors),),
+    )
     if problem.sink is not None:
         product = _with_sink(problem, vector, product)
     return problem.restore(product).to(query.dtype)
@@ -143,7 +148,7 @@ def _with_sink(problem: AttentionProblem, vector: Tensor, product: Tensor) -> Te
     key = problem.key.to(problem.dtype)
     means_of_keys = replace(problem, query=problem.query.to(problem.dtype), key=key, value=key)
     attention = CPU.forward if CPU.refuses(means_of_keys) is None else reference.attention
-    mean, log_z = band.apply(attention, means_of_keys)
+    mean, log_z = band.apply(attention, means_of_keys, without_keys=reference.attention)
     _, key_share, share = (share.unsqueeze(-1) for share in with_sink.shares(log_z, problem))
     return key_share * (product + share * mean * (mean * vector).sum(-1, keepdim=True))
 

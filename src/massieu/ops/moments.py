@@ -219,10 +219,14 @@ def _in_parts(
         place = names.index("max_position")
         position = results[place]
         return _replaced(results, place, torch.where(position < 0, -1, position + first_key))
+    if problem.queries_before_keys:
+        whole = partial(_in_parts, forward, names, bands=bands)
+        return band.after_queries_before_keys(whole, partial(_without_keys, names), problem)
     if bands:
         return forward(problem)
+    without_keys = partial(_without_keys, names)
     if "max_position" not in names or problem.window is None:
-        return band.apply(forward, problem)
+        return band.apply(forward, problem, without_keys=without_keys)
     place = names.index("max_position")
 
     def forward_relative(part: AttentionProblem) -> tuple[Tensor, ...]:
@@ -230,8 +234,13 @@ def _in_parts(
         return _replaced(results, place, _shifted(results[place], part, -1))
 
     # Chunks number their keys anew, but a key's place in its query's window is the same in every chunk and in the row.
-    results = band.apply(forward_relative, problem)
+    results = band.apply(forward_relative, problem, without_keys=without_keys)
     return _replaced(results, place, _shifted(results[place], problem, 1))
+
+
+def _without_keys(names: tuple[str, ...], problem: AttentionProblem) -> tuple[Tensor, ...]:
+    """The moments of queries that are given no key."""
+    return backends.choose("auto", _registry(names), problem).forward(problem)
 
 
 def _replaced(results: tuple[Tensor, ...], place: int, result: Tensor) -> tuple[Tensor, ...]:

@@ -49,6 +49,9 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
     assert documents is not None
     batch = problem.query.shape[0]
     device = problem.query.device
+    if problem.band is None:
+        # Without causality and window positions mean nothing, and documents need not be kept apart for them.
+        documents = replace(documents, query_offsets=())
     groups = buckets(documents, problem.query.shape[:3].numel(), MOVED if device.type == "cpu" else 0)
     rows = _Places.of(groups, [bucket.rows for bucket in groups], documents.query_boundaries, device)
     keys = _Places.of(groups, [bucket.keys for bucket in groups], documents.key_boundaries, device)
@@ -73,7 +76,8 @@ def apply(function: Function, problem: AttentionProblem, *others: Tensor) -> tup
             scale=scales[place],
             documents=None,
         )
-        bucket_results = function(part.with_least_band(), *(items[place] for items in other_items))
+        part = part.with_least_band(documents.query_offset(bucket.members[0]))
+        bucket_results = function(part, *(items[place] for items in other_items))
         # From (B·documents, Hk, G, rows, ...) to (B, Hk, G, documents·rows, ...).
         results.append(
             [result.unflatten(0, (batch, len(bucket.members))).movedim(1, 3).flatten(3, 4) for result in bucket_results]
@@ -95,7 +99,11 @@ def buckets(documents: Documents, heads: int, moved: int) -> tuple[Bucket, ...]:
     groups: list[_Group] = []
     # By keys and then by rows, as one whole number: the compiler cannot sort by pairs.
     widest = documents.query_boundaries[-1] + 2
-    for number in sorted(range(len(sizes)), key=lambda number: sizes[number][0] * widest + sizes[number][1]):
+    order = sorted(range(len(sizes)), key=lambda number: sizes[number][0] * widest + sizes[number][1])
+    if documents.query_offsets:
+        # Sorting keeps the order of equals: documents of one offset stand together, still by size.
+        order.sort(key=documents.query_offset)
+    for number in order:
         alone = _Group(
             members=[number],
             size=1,
@@ -103,9 +111,10 @@ def buckets(documents: Documents, heads: int, moved: int) -> tuple[Bucket, ...]:
             most=sizes[number],
             tokens=sum(sizes[number]),
             in_place=not is_empty[number],
+            query_offset=documents.query_offset(number),
         )
         together = groups[-1].joined(alone) if groups else alone
-        if groups and together.is_close:
+        if groups and together.is_close and groups[-1].query_offset == alone.query_offset:
             extra_cost = together.cost(moved) - groups[-1].cost(moved) - alone.cost(moved)
             if heads * extra_cost <= OVERHEAD:
                 together.members.append(number)
@@ -129,6 +138,8 @@ class _Group(NamedTuple):
     """Keys and rows of all documents."""
     in_place: bool
     """Whether the documents are equally long and lie side by side."""
+    query_offset: int
+    """Position of the first query of each."""
 
     def bucket(self) -> Bucket:
         keys, rows = self.most
@@ -147,6 +158,7 @@ class _Group(NamedTuple):
             most=(max(self.most[0], other.most[0]), max(self.most[1], other.most[1])),
             tokens=self.tokens + other.tokens,
             in_place=self.in_place and other.in_place and side_by_side,
+            query_offset=self.query_offset,
         )
 
     @property
@@ -399,7 +411,11 @@ def _hide_padding(
     if band is not None and weight is None:
         # The band alone hides the padding where the last query of the document sees no key beyond the last one.
         _, high = band
-        padded = [member for member in padded if documents.lengths[member] + high > documents.key_lengths[member]]
+        padded = [
+            member
+            for member in padded
+            if documents.lengths[member] + documents.query_offset(member) + high > documents.key_lengths[member]
+        ]
     if not padded:
         return weight
     device = problem.query.device

@@ -123,10 +123,11 @@ def _document_totals(problem: AttentionProblem, log_z: Tensor, backend: Attentio
     query_slices = starmap(slice, pairwise(documents.query_boundaries))
     key_slices = starmap(slice, pairwise(documents.key_boundaries))
     totals = []
-    for rows, keys in zip(query_slices, key_slices, strict=True):
+    for number, (rows, keys) in enumerate(zip(query_slices, key_slices, strict=True)):
         part = replace(problem.narrow(rows, keys), documents=None)
         if part.pairs:
-            totals.append(_received(part.with_least_band(), log_z[..., rows], backend))
+            part = part.with_least_band(documents.query_offset(number))
+            totals.append(_received(part, log_z[..., rows], backend))
         else:
             totals.append(log_z.new_zeros(*part.query.shape[:3], part.key.shape[2]))
     return totals
@@ -138,7 +139,7 @@ def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBacken
     keys = problem.key.shape[2]
     if keys == 0:
         return log_z[..., :0]
-    last_seen = min(keys, length + problem.offset) if problem.is_causal else keys
+    last_seen = min(keys, max(0, length + problem.offset)) if problem.is_causal else keys
     if last_seen < keys:
         # No query sees a key after the last query's own place.
         early = _received(problem.narrow(slice(length), slice(last_seen)), log_z, backend)

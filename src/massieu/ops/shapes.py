@@ -45,7 +45,7 @@ class AttentionProblem:
     window: tuple[int, int] | None = None
     """(low, high): query i sees keys i + low … i + high. Then `is_causal` is False: it is a high of 0."""
     offset: int = 0
-    """With `is_causal`, query i sees keys up to i + offset. A window includes it."""
+    """With `is_causal`, query i sees keys up to i + offset, which may be negative. A window includes it."""
     softcap: float | None = None
     sink: Float[Tensor, "#B #Hk #G #L"] | Float[Tensor, ""] | None = None
     sink_value: Float[Tensor, "#B #Hk #G #L E"] | Float[Tensor, "E"] | None = None
@@ -96,17 +96,32 @@ class AttentionProblem:
         """The window, or causality as one."""
         return (None, self.offset) if self.is_causal else self.window
 
-    def with_least_band(self) -> "AttentionProblem":
-        """The same problem in its simplest form: a window that hides no more than causality, or nothing, is replaced."""
-        return replace(self, **band_fields(self.band, self.query.shape[3], self.key.shape[2]))
+    def with_least_band(self, query_offset: int = 0) -> "AttentionProblem":
+        """The same problem in its simplest form: a window that hides no more than causality, or nothing, is replaced.
+
+        Args:
+            query_offset: is added to the position of every query.
+        """
+        band = self.band
+        if band is not None:
+            low, high = band
+            band = (None if low is None else low + query_offset, high + query_offset)
+        return replace(self, **band_fields(band, self.query.shape[3], self.key.shape[2]))
+
+    @property
+    def queries_before_keys(self) -> int:
+        """How many of the first queries stand before all keys that their band lets them see, and so see none."""
+        if self.band is None:
+            return 0
+        return min(self.query.shape[3], max(0, -self.band[1]))
 
     def sees_no_key(self) -> Bool[Tensor, "#B #Hk #G L"] | None:
-        """True for queries that see no key; None if every query sees one, which causality alone ensures."""
+        """True for queries that see no key; None if every query sees one, which causality without a negative offset ensures."""
         weight = self.log_weight
         band = self.band
         length = self.query.shape[3]
         keys = self.key.shape[2]
-        if weight is None and self.window is None:
+        if weight is None and self.window is None and self.offset >= 0:
             return None
         if weight is None:
             visible = torch.ones(1, 1, 1, 1, keys, dtype=torch.bool, device=self.query.device)
@@ -285,10 +300,10 @@ def check_band(is_causal: bool, window: Window, query_offset: int) -> "Band":
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a negative offset or window.
+        ValueError: a negative window.
     """
     flag("is_causal", is_causal)
-    offset = whole_number("query_offset", query_offset, least=0)
+    offset = whole_number("query_offset", query_offset)
     if window is None:
         return (None, offset) if is_causal else None
     left, right = window_sides(window)
@@ -311,10 +326,7 @@ def window_sides(window: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def band_fields(band: "Band", length: int, keys: int) -> dict[str, Any]:
-    """A band as `is_causal`, `offset` and `window` of an `AttentionProblem`, in the simplest form that hides the same keys.
-
-    The first query must see a key.
-    """
+    """A band as `is_causal`, `offset` and `window` of an `AttentionProblem`, in the simplest form that hides the same keys."""
     if band is not None:
         low, high = band
         # The last query's low end is beyond key 0: some key is hidden before a query.

@@ -6,16 +6,16 @@ digits of their divergence, which a difference of means loses.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from massieu.foundation.arguments import check_one_device, number, whole_number
+from massieu.foundation.arguments import check_one_device, flag, number, whole_number
 from massieu.foundation.numerics import exp_
 from massieu.foundation.transforms import (
     in_functorch,
@@ -48,6 +48,57 @@ class TokenDivergenceResult(NamedTuple):
     """KL(q ‖ p)."""
 
 
+class MixtureDivergenceResult(NamedTuple):
+    """What `token_divergence` returns if a divergence through the mixture, or the total variation, is asked for."""
+
+    divergence: Float[Tensor, "*lead"]
+    """KL(p ‖ q)."""
+    reverse_divergence: Float[Tensor, "*lead"]
+    """KL(q ‖ p)."""
+    jensen_shannon: Float[Tensor, "*lead"] | None
+    """π·KL(p ‖ m) + (1 − π)·KL(q ‖ m) with m = π·p + (1 − π)·q; None if it was not asked for."""
+    total_variation: Float[Tensor, "*lead"] | None
+    """½·Σ_v |p_v − q_v|, from 0 to 1; None if it was not asked for."""
+
+
+@overload
+def token_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    other_hidden: Tensor,
+    other_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    other_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    other_softcap: float | None = None,
+    target: Tensor | None = None,
+    ignore_index: int = -100,
+    jensen_shannon: None = None,
+    total_variation: Literal[False] = False,
+) -> TokenDivergenceResult: ...
+
+
+@overload
+def token_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    other_hidden: Tensor,
+    other_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    other_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    other_softcap: float | None = None,
+    target: Tensor | None = None,
+    ignore_index: int = -100,
+    jensen_shannon: float | None = None,
+    total_variation: bool = False,
+) -> TokenDivergenceResult | MixtureDivergenceResult: ...
+
+
 def token_divergence(
     hidden: Float[Tensor, "*lead D"],
     weight: Float[Tensor, "V D"],
@@ -61,7 +112,9 @@ def token_divergence(
     other_softcap: float | None = None,
     target: Int[Tensor, "*lead"] | None = None,
     ignore_index: int = -100,
-) -> TokenDivergenceResult:
+    jensen_shannon: float | None = None,
+    total_variation: bool = False,
+) -> TokenDivergenceResult | MixtureDivergenceResult:
     """KL(p ‖ q) and KL(q ‖ p) of two models' next words at each token, exact over the vocabulary, without their logits.
 
     p is the softmax of (hidden·weight_v + bias_v)/temperature, with a soft cap c that of
@@ -76,6 +129,10 @@ def token_divergence(
         target: *lead, integers in 0 … V − 1, or `ignore_index`. It only says which tokens count: the sums are over all
             words, whichever word a target names.
         ignore_index: tokens with this target, such as a prompt's or padding, get zeros and no gradient.
+        jensen_shannon: the weight π of p in the mixture, between 0 and 1: return a `MixtureDivergenceResult` with
+            π·KL(p ‖ m) + (1 − π)·KL(q ‖ m) too. It is at most the entropy of (π, 1 − π), also where one model hides a word.
+            Divided by π, or by 1 − π, it tends to KL(p ‖ q), or to KL(q ‖ p), as π tends to 0, or to 1.
+        total_variation: return a `MixtureDivergenceResult` with ½·Σ_v |p_v − q_v| too. Its derivative is 0 where p_v = q_v.
 
     Each term of either sum is at least 0, and 0 for equal logits: models that differ by little keep the digits that their
     logits have. If logits are rounded by δ and differ by c, the divergence, near c²/2, has a relative error of 2δ/c beside
@@ -86,7 +143,8 @@ def token_divergence(
 
     Differentiable in all tensors any number of times, forwards too, under `torch.func` and `torch.compile`. First gradients
     compute tiles of logits again; all other derivatives, and compiled code, use plain operations in blocks of tokens. It takes
-    eight matrix products, where keeping all logits takes six, and no memory in tokens × words. Results are float64 for
+    eight matrix products, where keeping all logits takes six, and no memory in tokens × words. `jensen_shannon` and
+    `total_variation` are computed by the plain operations, with eight products more. Results are float64 for
     float64 and float32 for every other dtype. On the CPU tokens that are ignored are not computed; elsewhere, and in
     compiled code and transforms, their hidden states count as 0.
 
@@ -118,6 +176,9 @@ def token_divergence(
             f"weight and other_weight must be of the same words, got {len(weight)} and {len(other_weight)} of them"
         )
     whole_number("ignore_index", ignore_index, least=-(1 << 63))
+    flag("total_variation", total_variation)
+    if jensen_shannon is not None:
+        jensen_shannon = float(number("jensen_shannon", jensen_shannon, above=0, below=1))
     if target is None and ignore_index != -100:
         raise ValueError(f"ignore_index is for targets, got {ignore_index} and no target")
     targets = None if target is None else index_tensor("target", target, lead, hidden=hidden).reshape(-1)
@@ -130,8 +191,12 @@ def token_divergence(
     rows = hidden.reshape(-1, hidden.shape[-1])
     other_rows = other_hidden.reshape(-1, other_hidden.shape[-1])
 
+    asked = _Asked(jensen_shannon, total_variation)
+
     def divergences(rows: Tensor, other_rows: Tensor) -> Results:
-        return _differentiable(rows, weight, bias, other_rows, other_weight, other_bias, options=options)
+        tensors = rows, weight, bias, other_rows, other_weight, other_bias
+        found = _differentiable(*tensors, options=options)
+        return (*found, *_by_reference(options, *tensors, block=asked.block)) if asked.anything else found
 
     with without_autocast(hidden.device):
         if targets is None:
@@ -150,7 +215,42 @@ def token_divergence(
             rows = rows.masked_fill(ignored.unsqueeze(1), 0.0)
             other_rows = other_rows.masked_fill(ignored.unsqueeze(1), 0.0)
             results = tuple(part.masked_fill(ignored, 0.0) for part in divergences(rows, other_rows))
-    return TokenDivergenceResult(*(part.reshape(lead) for part in results))
+    shaped = [part.reshape(lead) for part in results]
+    if not asked.anything:
+        return TokenDivergenceResult(*shaped)
+    both = shaped[:2]
+    others = iter(shaped[2:])
+    return MixtureDivergenceResult(
+        *both,
+        jensen_shannon=None if jensen_shannon is None else next(others),
+        total_variation=next(others) if total_variation else None,
+    )
+
+
+class _Asked(NamedTuple):
+    """What is asked for beside both divergences."""
+
+    jensen_shannon: float | None
+    """The weight of p in the mixture."""
+    total_variation: bool
+
+    @property
+    def anything(self) -> bool:
+        return self.jensen_shannon is not None or self.total_variation
+
+    def block(self, options: "_Options", *tensors: Tensor | None) -> Results:
+        """The numbers of some tokens."""
+        c, p, q, hidden, other_hidden = _compared(options, *tensors)
+        # A model that hides every word has no distribution.
+        undefined = hidden.all(1) | other_hidden.all(1)
+        terms = []
+        if self.jensen_shannon is not None:
+            terms.append(_mixture_terms(self.jensen_shannon, c, p, q, hidden, other_hidden))
+        if self.total_variation:
+            # |p − q| = max(p, q)·(1 − exp(−|c|)) keeps its digits where p and q have most of theirs in common.
+            apart = torch.maximum(p, q) * -torch.expm1(-c.abs())
+            terms.append(torch.where(hidden | other_hidden, (p - q).abs(), apart) / 2)
+        return tuple(each.sum(1).masked_fill(undefined, torch.nan) for each in terms)
 
 
 class _Options(NamedTuple):
@@ -436,6 +536,31 @@ def _terms(c: Tensor, p: Tensor, q: Tensor, hidden: Tensor, other_hidden: Tensor
     return forward, backward
 
 
+def _mixture_terms(share: float, c: Tensor, p: Tensor, q: Tensor, hidden: Tensor, other_hidden: Tensor) -> Tensor:
+    """The terms π·p·φ(log m/p) + (1 − π)·q·φ(log m/q) of the divergence through m = π·p + (1 − π)·q, each at least 0.
+
+    Args:
+        share: π.
+        c, p, q, hidden, other_hidden: as in `_terms`.
+    """
+    rest = 1 - share
+    log_share = math.log(share)
+    log_rest = math.log1p(-share)
+    is_near = c.abs() < 1
+    near_c = c.clamp(-1, 1)
+    near_p = p * _phi(torch.log1p(rest * torch.expm1(-near_c)))
+    near_q = q * _phi(torch.log1p(share * torch.expm1(near_c)))
+    # p·φ(log m/p) = m − p − p·log(m/p), in which nothing overflows however large c is.
+    far_p = rest * (q - p) - p * torch.logaddexp(c.new_full((), log_share), log_rest - c)
+    far_q = share * (p - q) - q * torch.logaddexp(c.new_full((), log_rest), log_share + c)
+    of_p = torch.where(is_near, near_p, far_p)
+    of_q = torch.where(is_near, near_q, far_q)
+    # Of a word that p alone hides m = (1 − π)·q, and of one that q alone hides m = π·p.
+    of_p = torch.where(hidden, rest * q, torch.where(other_hidden, p * (share - 1 - log_share), of_p))
+    of_q = torch.where(other_hidden, share * p, torch.where(hidden, q * (rest - 1 - log_rest), of_q))
+    return share * of_p + rest * of_q
+
+
 def _phi(x: Tensor) -> Tensor:
     """φ(x) = eˣ − 1 − x for |x| ≤ 1."""
     return x * x * _phi_over_square(x)
@@ -455,15 +580,19 @@ def _phi_over_square(x: Tensor) -> Tensor:
 # --- in plain operations ---------------------------------------------------------------------------------------------
 
 
-def _by_reference(options: _Options, *tensors: Tensor | None) -> Results:
-    """The definition, in blocks of tokens that are computed again for each derivative."""
+def _by_reference(options: _Options, *tensors: Tensor | None, block: Callable[..., Results] | None = None) -> Results:
+    """The definition, in blocks of tokens that are computed again for each derivative.
+
+    Args:
+        block: what is computed of some tokens; None is both divergences.
+    """
     row, weight, bias, other_row, other_weight, other_bias = tensors
     assert row is not None and weight is not None and other_row is not None
     size = max(1, scores_per_tile(reference.BLOCK_PAIRS, row.device) // len(weight))
-    block = partial(_reference_block, options)
+    of_block = partial(_reference_block if block is None else block, options)
     # Without tokens one empty block gives results of the right dtype.
     parts = [
-        recomputed(block, row[rows], weight, bias, other_row[rows], other_weight, other_bias)
+        recomputed(of_block, row[rows], weight, bias, other_row[rows], other_weight, other_bias)
         for rows in list(slices(len(row), size)) or [slice(0, 0)]
     ]
     return tuple(torch.cat(results) for results in zip(*parts, strict=True))
@@ -471,14 +600,19 @@ def _by_reference(options: _Options, *tensors: Tensor | None) -> Results:
 
 def _reference_block(options: _Options, *tensors: Tensor | None) -> Results:
     """Both divergences of some tokens."""
+    forward, backward = _terms(*_compared(options, *tensors))
+    return forward.sum(1), backward.sum(1)
+
+
+def _compared(options: _Options, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `_terms` for some tokens."""
     plan, other_plan = options.plans(*tensors)
     log_p, hidden = _log_probabilities(plan, options.dtype)
     log_q, other_hidden = _log_probabilities(other_plan, options.dtype)
     c = torch.where(hidden | other_hidden, 0.0, log_p - log_q)
     p = torch.where(hidden, 0.0, log_p.exp())
     q = torch.where(other_hidden, 0.0, log_q.exp())
-    forward, backward = _terms(c, p, q, hidden, other_hidden)
-    return forward.sum(1), backward.sum(1)
+    return c, p, q, hidden, other_hidden
 
 
 def _log_probabilities(plan: ScorePlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,7 @@ TITLES = {
     "entropy": _Title("Entropy", "nats", "Low where a query attends to few keys."),
     "entropy_fraction": _Title("Entropy as a share of log n"),
     "weight_first": _Title("Weight on the first token"),
+    "sink_weight": _Title("Weight on the learned sink"),
     "effective_rank": _Title("Effective rank of the hidden states"),
     "spread": _Title("Spread of the hidden states"),
     "extreme_activations": _Title("Share of tokens with an extreme activation"),

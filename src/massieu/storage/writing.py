@@ -36,8 +36,8 @@ def check_name(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def write_whole(path: Path, page: str, what: str) -> None:
-    """Write a page, so that an earlier one is replaced at once; folders are made, devices and FIFOs written to.
+def write_whole(path: Path, page: str | bytes, what: str) -> None:
+    """Write a page or a picture, so that an earlier one is replaced at once; folders are made, devices and FIFOs written to.
 
     A token need not be valid Unicode; on the page, what is not becomes a question mark.
 
@@ -50,7 +50,7 @@ def write_whole(path: Path, page: str, what: str) -> None:
             raise InputError(f"{path} is a folder; {what} needs the name of a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         with overwriting(path) as aside:
-            aside.write_bytes(page.encode("utf-8", "replace"))
+            aside.write_bytes(page if isinstance(page, bytes) else page.encode("utf-8", "replace"))
 
 
 def try_to_write(folder: Path, room: int, name: str | None = None) -> None:

@@ -99,6 +99,24 @@ def test_numbers_are_those_of_explicit_attention(fused):
     assert record["massieu/largest_logit_max"] == pytest.approx(max(largest.values()), rel=1e-5)
 
 
+@pytest.mark.medium
+@torch.no_grad()
+def test_the_share_of_a_learned_sink():
+    """1 less what transformers' eager weights of gpt-oss add up to, over queries with several keys."""
+    model: Any = zoo.fresh("gpt_oss")
+    model.set_attn_implementation("eager")
+    batch = zoo.inputs("gpt_oss")
+    record = record_of(model, batch, per_head=True)
+    for layer, weights in enumerate(model(**batch, output_attentions=True).attentions):
+        share = (1 - weights.double().sum(-1))[..., 1:].mean((0, 2))
+        for head, expected in enumerate(share.tolist()):
+            # Weights of float32 that add up to 1 − share, in a row of twenty.
+            found = record[f"massieu/layer{layer}/head{head}/sink_weight"]
+            assert found == pytest.approx(expected, abs=20 * torch.finfo(torch.float32).eps)
+        assert record[f"massieu/layer{layer}/sink_weight_max"] == pytest.approx(float(share.max()), abs=1e-5)
+    assert not any("sink_weight" in name for name in record_of(gpt(), IDS))
+
+
 @torch.no_grad()
 def test_a_summary_is_of_the_whole_model_with_the_names_of_the_worst_heads():
     """Numbers of explicit attention, and heads found in them."""

@@ -95,7 +95,7 @@ WRONG = {
     "no values": (ValueError, "query must be on a device that the group's backend gloo serves", {"query": "meta"}),
     "window": (ValueError, "window must not be negative, got -1", {"window": -1}),
     "a window of numbers": (TypeError, "window must be a whole number or a pair of them", {"window": 1.5}),
-    "query_offset": (ValueError, "query_offset must be", {"query_offset": -1}),
+    "query_offset": (TypeError, "query_offset must be", {"query_offset": 1.5}),
     "a boolean query_offset": (TypeError, "query_offset must be", {"query_offset": True}),
     "softcap": (ValueError, "softcap must be", {"softcap": 0.0}),
     "sink": (ValueError, "sink must be one number, 2 (one a head)", {"sink": draw(3)}),

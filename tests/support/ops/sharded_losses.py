@@ -285,3 +285,23 @@ def everything(rank, size):
     for loss in PLACEMENTS:
         found[f"told positives, {loss} loss"] = told_positives(rank, size, loss)
     return found
+
+
+def encoder():
+    """A small model whose gradients `DistributedDataParallel` averages, and the batch of all processes."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3, dtype=torch.float64)
+    return model, torch.randn(2, 6, 5, dtype=torch.float64)
+
+
+def trained_with_ddp(rank, size):
+    """Gradients of an encoder under DDP, by the placement of the loss."""
+    found = {}
+    for loss in ("replicated", "sharded"):
+        model, views = encoder()
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        own = slice(rank * 6 // size, (rank + 1) * 6 // size)
+        query, key = wrapped(views[:, own].reshape(-1, 5)).chunk(2)
+        sharded.info_nce(query, key, temperature=0.5, symmetric=True, loss=loss).backward()
+        found[loss] = model.weight.grad
+    return found

@@ -155,6 +155,7 @@ OPTIONS = {
     "a window": ({"window": (2, 1)}, "keys", False),
     "a window behind a cache": ({"window": 2, "is_causal": True, "query_offset": 4}, "pairs", False),
     "behind a cache": ({"is_causal": True, "query_offset": 3}, "pairs", False),
+    "before the keys": ({"is_causal": True, "query_offset": -2}, "pairs", False),
     "a window that leaves the keys": ({"window": (1, 2), "query_offset": 8}, "none", False),
     "a capped sink": ({"softcap": 1.5}, "pairs", True),
     "all at once": ({"window": (3, 2), "query_offset": 2, "softcap": 1.5}, "mask", True),

@@ -32,6 +32,8 @@ class PackedFlashKernel(FlashKernel):
             return "it is called by itself, not in a transform and not in compiled code"
         if problem.band is not None and documents.query_boundaries != documents.key_boundaries:
             return "positions count from the ends of its documents, which must have as many queries as keys"
+        if problem.band is not None and (documents.query_offsets or problem.band[1] < 0):
+            return "its documents take no query_offset of their own, and no negative one"
         return super().refuses(replace(problem, documents=None, window=None, is_causal=False))
 
     @staticmethod

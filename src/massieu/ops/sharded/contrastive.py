@@ -45,8 +45,9 @@ def info_nce(
             queries and keys: it hides the keys of any process that have a query's id, except its positive.
         temperature, symmetric, return_log_partition: as in `massieu.ops.info_nce`, the same on all processes. The gradient
             of a tensor temperature is that of this process's queries; add it over processes for a shared parameter.
-        loss: "replicated": the loss, once, is the objective. "sharded": the sum of what processes make of it is, which
-            `DistributedDataParallel` divides by their number again; see `massieu.ops.sharded`.
+        loss: "replicated": the loss, once, is the objective, for those who add up gradients over processes. "sharded": for
+            `DistributedDataParallel`, which divides that sum by the number of processes: the gradients of its parameters
+            are then those of the whole batch, where "replicated" would give 1/processes of them.
         group: as in `massieu.ops.sharded.attention`.
 
     Every process gets the same loss, the mean over all processes' queries. Log-partitions are those of this process's

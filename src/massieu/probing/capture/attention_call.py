@@ -150,6 +150,21 @@ class AttentionCall:
             parts[name] = value
         return replace(self, **parts, log_weight=weight, is_causal=False)
 
+    def of_heads(self, heads: Int[Tensor, " S"]) -> "AttentionCall":
+        """The same call for some of the query heads, each with its key head."""
+        key_heads = heads // (self.query.shape[1] // self.key.shape[1])
+        parts: dict[str, Any] = {"query": self.query[:, heads], "output": self.output[:, :, heads]}
+        parts |= {"key": self.key[:, key_heads], "value": self.value[:, key_heads]}
+        parts["weights"] = None if self.weights is None else self.weights[:, heads]
+        for name in _BROADCASTING:
+            value = getattr(self, name)
+            if value is not None and value.dim() > 1 and value.shape[1] > 1:
+                value = value[:, heads]
+            parts[name] = value
+        if self.sink is not None and self.sink.dim() == 1:
+            parts["sink"] = self.sink[heads]
+        return replace(self, **parts)
+
     def of_pairs(self, item: int, heads: Int[Tensor, " S"], queries: Int[Tensor, " S"]) -> "AttentionCall":
         """One query of each of some heads of one item of the batch, as S heads with a single query and keys of their own.
 
@@ -195,6 +210,28 @@ def explicit_attention(
     hidden = ~call.visible()
     weight = torch.zeros_like(scores)
     return scores.masked_fill(hidden, -torch.inf), weight.masked_fill(hidden, -torch.inf)
+
+
+def explicit_weights(
+    call: AttentionCall, dtype: torch.dtype = torch.float64
+) -> tuple[Float[Tensor, "B H L N"], Float[Tensor, "B H L"] | None]:
+    """Attention weights on all keys, formed explicitly, and the share of a learned sink; None where there is no sink.
+
+    A query that sees no key has weights of 0. Weights that are no distribution are the model's own.
+    """
+    if call.no_distribution and call.weights is not None:
+        return call.weights.to(dtype), None
+    scores, log_weight = explicit_attention(call, dtype)
+    logits = torch.where(log_weight.isneginf(), -torch.inf, scores + log_weight)
+    sink = call.sink_logits
+    if sink is not None:
+        column = sink.to(dtype).unsqueeze(-1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    seen = ~logits.isneginf().all(-1, keepdim=True)  # NaN is seen, and stays
+    weights = torch.where(seen, torch.softmax(torch.where(seen, logits, 0.0), dim=-1), 0.0)
+    if sink is None:
+        return weights, None
+    return weights[..., :-1], weights[..., -1]
 
 
 def above_gap(log_weight: Float[Tensor, "B H L N"]) -> Bool[Tensor, "B H L N"]:

@@ -299,7 +299,7 @@ class TextBatches:
             text = document.text
             is_conversation = isinstance(text, Conversation)
             if isinstance(text, Conversation):
-                text = _by_template(self._tokenizer, text)
+                text = by_template(self._tokenizer, text.messages)
             for piece in pieces(text):
                 ids = _encode(self._tokenizer, piece)
                 if not ids:
@@ -405,8 +405,11 @@ def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list
     return tokenizer(text, add_special_tokens=add_special_tokens, **dict.fromkeys(off, False))["input_ids"]
 
 
-def _by_template(tokenizer: Any, conversation: Conversation) -> str:
+def by_template(tokenizer: Any, messages: Any, *, answer_follows: bool = False) -> str:
     """A conversation as the tokenizer's chat template writes it.
+
+    Args:
+        answer_follows: whether it ends with what the template writes before an answer.
 
     Raises:
         InputError: the tokenizer has no template, or the template does not take these messages.
@@ -418,7 +421,7 @@ def _by_template(tokenizer: Any, conversation: Conversation) -> str:
         )
     template_error = require_extra("jinja2", "probe").TemplateError
     try:
-        return tokenizer.apply_chat_template(conversation.messages, tokenize=False)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
     except template_error as error:
         raise InputError(f"the tokenizer's chat template does not take these messages: {sentence(error)}") from error
 

@@ -327,6 +327,20 @@ def as_loaded(module: nn.Module) -> LoadedModel:
         InputError: as `unwrapped`; packed weights, or none at all: on the meta device, or lazy ones.
     """
     inner: Any = unwrapped(module)
+    trunk: Any = readable_trunk(inner)
+    config = getattr(trunk, "config", None)
+    name = getattr(config, "_name_or_path", "") or type(inner).__name__
+    revision = getattr(config, "_commit_hash", None)
+    return LoadedModel(trunk, str(name), module_hash(trunk), revision, tokenizer_of(module), whole=inner)
+
+
+def readable_trunk(module: nn.Module) -> nn.Module:
+    """A module without what wraps it; of a transformers model with a head, its trunk.
+
+    Raises:
+        InputError: as `as_loaded`.
+    """
+    inner: Any = unwrapped(module)
     trunk: Any = _trunk(inner) if is_pretrained(inner) else inner
     kind = type(inner).__name__
     entries = trunk.state_dict()
@@ -337,10 +351,7 @@ def as_loaded(module: nn.Module) -> LoadedModel:
             "torch makes them; give the model before quantisation"
         )
     check_loaded(trunk, kind)
-    config = getattr(trunk, "config", None)
-    name = getattr(config, "_name_or_path", "") or kind
-    revision = getattr(config, "_commit_hash", None)
-    return LoadedModel(trunk, str(name), module_hash(trunk), revision, tokenizer_of(module), whole=inner)
+    return trunk
 
 
 def check_loaded(module: nn.Module, kind: str) -> None:

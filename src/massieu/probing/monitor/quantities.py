@@ -31,6 +31,7 @@ QUANTITIES: dict[str, QueryMeasure] = {
     "entropy": of_query.entropy,
     "entropy_fraction": of_query.entropy_fraction,
     "weight_first": of_query.weight_first,
+    "sink_weight": of_query.sink_weight,
 }
 """Each quantity's function, a statistic of the probe. A head's number is its mean over the queries, but for `LARGEST`."""
 LARGEST = "largest_logit"

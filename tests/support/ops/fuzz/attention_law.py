@@ -219,7 +219,7 @@ def draw_positions(draws: Draws, drawn: AttentionDraw, window: bool = True, docu
     drawn.positions = Positions(
         is_causal=draws.chance(0.4),
         window=draws.choice([None, None, 0, 1, 3, (2, 0), (0, 2), (1, 70), (64, 3)]) if window else None,
-        query_offset=draws.choice([0, 0, 1, 3, max(0, shape.keys - shape.length), shape.keys + 1]),
+        query_offset=draws.choice([0, 0, 1, 3, -2, shape.keys - shape.length, shape.keys + 1]),
         documents=_draw_documents(draws, shape) if documents and draws.chance(0.2) else None,
     )
     draws.say(**vars(drawn.positions))

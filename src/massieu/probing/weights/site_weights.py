@@ -1,0 +1,152 @@
+"""The attention weights of one site, with the tokens that they are about."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StrongWeight:
+    """One large attention weight.
+
+    Attributes:
+        site: name of the attention module.
+        row: which sequence of the batch.
+        query, key: positions of the query and of the key, from 0.
+        query_token, key_token: the tokens there; None where they are not text.
+        visible: how many keys the query sees. Uniform attention would give each the weight 1 / visible.
+    """
+
+    site: str
+    layer: int
+    head: int
+    row: int
+    query: int
+    key: int
+    query_token: str | None
+    key_token: str | None
+    weight: float
+    visible: int
+
+
+@dataclass(frozen=True, eq=False)
+class SiteAttention:
+    """The attention weights of some heads of one attention module.
+
+    A query that sees no key has weights of 0. Rows add up to 1, less the share of a learned sink.
+
+    Attributes:
+        name: of the attention module, as `massieu.describe` lists it.
+        layer: number of its block in its stack, from 0.
+        stack: name of the list of blocks that it is in.
+        kind: "self", "causal" or "cross".
+        heads: numbers of the heads, in the order of ``weights``.
+        num_heads: how many heads the module has.
+        weights: in main memory, float32, or float64 for a model in float64.
+        sink: share of a learned sink in each query's attention; None where there is none.
+        no_distribution: the weights are negative somewhere, or do not add up to 1.
+        same_tokens: the keys are those of the queries' tokens, one for one.
+        query_real, key_real: False at padding.
+        query_tokens, key_tokens: of each sequence; None where the tokens are not text, or not known.
+        visible: how many keys each query sees.
+    """
+
+    name: str
+    layer: int
+    stack: str
+    kind: str
+    heads: tuple[int, ...]
+    num_heads: int
+    weights: Float[Tensor, "B H L N"] = field(repr=False)
+    sink: Float[Tensor, "B H L"] | None = field(repr=False)
+    no_distribution: bool
+    same_tokens: bool
+    query_real: Bool[Tensor, "B L"] = field(repr=False)
+    key_real: Bool[Tensor, "B N"] = field(repr=False)
+    query_tokens: list[list[str]] | None = field(repr=False)
+    key_tokens: list[list[str]] | None = field(repr=False)
+    visible: Int[Tensor, "B H L"] = field(repr=False)
+
+    def of_head(self, head: int) -> Float[Tensor, "B L N"]:
+        """The weights of one head, by its number in the module."""
+        return self.weights[:, self.heads.index(head)]
+
+    def chooses(self) -> Bool[Tensor, "B H L"]:
+        """Queries that are no padding and see two keys or more; with one key the weight is 1 whatever the head does."""
+        return (self.visible >= 2) & self.query_real[:, None]
+
+    def mean_distance(self) -> Float[Tensor, " H"]:
+        """Mean over queries of Σ_j p_j |i − j|, in tokens, of each head; a learned sink is left out of p.
+
+        Only queries with two keys or more count. NaN where there is none, or where the keys are not the queries' tokens.
+        """
+        if not self.same_tokens:
+            return self.weights.new_full((len(self.heads),), torch.nan)
+        places = torch.arange(self.weights.shape[-1], dtype=self.weights.dtype)
+        distance = (places[: self.weights.shape[2], None] - places).abs()
+        total = self.weights.sum(-1)
+        counted = self.chooses() & (total > 0)
+        mean = (self.weights * distance).sum(-1) / torch.where(counted, total, 1.0)
+        return torch.where(counted, mean, 0.0).sum((0, 2)) / counted.sum((0, 2))
+
+    def weight_on_first(self) -> Float[Tensor, " H"]:
+        """Mean weight on the first real token of each sequence, over the queries behind it with two keys or more."""
+        first = self.key_real.int().argmax(1)
+        weights = self.weights.gather(3, first[:, None, None, None].expand(*self.weights.shape[:3], 1))[..., 0]
+        counted = self.chooses()
+        if self.same_tokens:
+            counted = counted & (torch.arange(self.weights.shape[2]) != first[:, None])[:, None]
+        return torch.where(counted, weights, 0.0).sum((0, 2)) / counted.sum((0, 2))
+
+    def strongest(self, count: int, *, first: bool = True) -> list[StrongWeight]:
+        """The largest weights of queries with two keys or more, the largest first.
+
+        Args:
+            first: whether weights on the first real token of each sequence are among them.
+        """
+        sizes = self._ranked(first).flatten()
+        found = sizes.topk(min(count, sizes.numel()))
+        return [self._strong(place, weight) for place, weight in _pairs(found.indices, found.values) if weight > 0]
+
+    def strongest_of_each_head(self, *, first: bool = True) -> list[StrongWeight]:
+        """The largest weight of each head, as `strongest` counts them; none of a head without such a weight."""
+        batch, heads, length, keys = self.weights.shape
+        found = self._ranked(first).transpose(0, 1).flatten(1).max(1)
+        row, within = found.indices // (length * keys), found.indices % (length * keys)
+        places = (row * heads + torch.arange(heads)) * length * keys + within
+        return [self._strong(place, weight) for place, weight in _pairs(places, found.values) if weight > 0]
+
+    def _ranked(self, first: bool) -> Float[Tensor, "B H L N"]:
+        """The weights, −∞ where one is not ranked."""
+        sizes = self.weights.masked_fill(~self.chooses()[..., None] | ~self.key_real[:, None, None], -torch.inf)
+        if first:
+            return sizes
+        begins = torch.nn.functional.one_hot(self.key_real.int().argmax(1), self.key_real.shape[1]).bool()
+        return sizes.masked_fill(begins[:, None, None], -torch.inf)
+
+    def _strong(self, place: int, weight: float) -> StrongWeight:
+        """What is said of one weight, by its place among all."""
+        row, head, query, key = (int(index) for index in torch.unravel_index(torch.tensor(place), self.weights.shape))
+        return StrongWeight(
+            site=self.name,
+            layer=self.layer,
+            head=self.heads[head],
+            row=row,
+            query=query,
+            key=key,
+            query_token=_token(self.query_tokens, row, query),
+            key_token=_token(self.key_tokens, row, key),
+            weight=weight,
+            visible=int(self.visible[row, head, query]),
+        )
+
+
+def _pairs(places: Int[Tensor, " S"], weights: Float[Tensor, " S"]) -> Iterator[tuple[int, float]]:
+    yield from zip(places.tolist(), weights.tolist(), strict=True)
+
+
+def _token(tokens: list[list[str]] | None, row: int, place: int) -> str | None:
+    return None if tokens is None else tokens[row][place]

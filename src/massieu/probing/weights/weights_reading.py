@@ -1,0 +1,242 @@
+"""A model and one prompt or batch, of which the wanted attention weights are read, one site after the other."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from massieu.errors import InputError
+from massieu.foundation.arguments import described
+from massieu.foundation.transforms import in_autocast_dtype, without_autocast
+from massieu.probing.capture.attention_call import AttentionCall, AttentionSite, explicit_weights
+from massieu.probing.capture.routes import capturing
+from massieu.probing.capture.sites import SiteInfo, stack_of
+from massieu.probing.capture.tokens import BatchTokens
+from massieu.probing.checks.check import check_evaluating, check_readable, first_look
+from massieu.probing.data.prompt import is_messages, prompt_batch
+from massieu.probing.data.text import token_strings
+from massieu.probing.data.token_names import frames_of, token_names
+from massieu.probing.model.forward import named_inputs, run
+from massieu.probing.model.given import Checkpoint, Model, given_model
+from massieu.probing.model.model import load_model, load_tokenizer, longest, model_inputs, readable_trunk, with_target
+from massieu.probing.model.tokenizers import check_ids, check_tokenizer
+from massieu.probing.model.unwrap import tokenizer_of
+from massieu.probing.weights.site_weights import SiteAttention
+
+SCORES = 2**22
+"""Scores in float64 that are formed at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightsReading:
+    """A model, the batch that it is given, and where it attends.
+
+    Attributes:
+        name: what the model is called.
+        inputs: what its forward is called with.
+        sites: where it attends, in order.
+        refused: modules whose attention cannot be read, with the reason.
+    """
+
+    module: nn.Module
+    name: str
+    tokenizer: Any
+    inputs: dict[str, Any]
+    sites: list[SiteInfo]
+    refused: dict[str, str]
+
+    @classmethod
+    def create(cls, model: Model, inputs: Any, tokenizer: Any = None) -> "WeightsReading":
+        """Load the model, make the prompt a batch, and check by one pass that attention is read as the model computes it.
+
+        Args:
+            inputs: a prompt, messages, or a batch in any form that the model's forward takes.
+            tokenizer: a tokenizer, its folder or its name; None is the model's own.
+
+        Raises:
+            InputError: as `massieu.attention_weights`.
+        """
+        check_inputs(inputs)
+        is_prompt = isinstance(inputs, str) or is_messages(inputs)
+        module, name, tokenizer = _opened(given_model(model), tokenizer)
+        check_evaluating(module.modules())
+        if is_prompt:
+            batch = _prompt_inputs(module, name, tokenizer, inputs)
+        else:
+            batch = with_target(module, named_inputs(module, inputs))
+        check_ids(module, batch)
+        look = first_look(module, batch)
+        return cls(module, name, tokenizer, model_inputs(module, batch), look.sites, look.refused)
+
+    def chosen(self, layers: Sequence[int] | None, heads: Sequence[int] | None) -> dict[AttentionSite, tuple[int, ...]]:
+        """The heads of each site that is asked for.
+
+        Raises:
+            InputError: there is no such layer or head; the message says which there are.
+        """
+        known = sorted({info.layer for info in self.sites})
+        for layer in layers or ():
+            if layer not in known:
+                raise InputError(f"{self.name} has no layer {layer}; its layers are {known[0]} to {known[-1]}")
+        found: dict[AttentionSite, tuple[int, ...]] = {}
+        for info in self.sites:
+            if layers is not None and info.layer not in layers:
+                continue
+            for head in heads or ():
+                if head >= info.heads:
+                    raise InputError(f"{info.site.name} has no head {head}; its heads are 0 to {info.heads - 1}")
+            found[info.site] = tuple(range(info.heads)) if heads is None else tuple(heads)
+        return found
+
+    def layers_by_stack(self) -> dict[str, int]:
+        """How many layers with self-attention each stack has."""
+        places = {(stack_of(info.block), info.layer) for info in self.sites if info.itself}
+        return dict(Counter(stack for stack, _ in places))
+
+    def read(
+        self,
+        chosen: dict[AttentionSite, tuple[int, ...]],
+        receive: Callable[[SiteAttention], None],
+        before: Callable[[AttentionCall, tuple[int, ...]], None] = lambda call, heads: None,
+    ) -> None:
+        """Run the model and hand over the weights of the chosen heads, one site after the other.
+
+        Args:
+            before: is told of each chosen call before its weights are formed, and may refuse it.
+        """
+        sites = {info.site: info for info in self.sites}
+        audio = frames_of(self.module, self.inputs)
+        tokens = BatchTokens(self.inputs, frames=None if audio is None else audio.real)
+
+        def observe(call: AttentionCall) -> None:
+            info = sites.get(call.site)
+            if info is None or call.repeated or call.site not in chosen:
+                return
+            # What is computed here is no part of the model, and no function mode is to see it.
+            with torch._C.DisableTorchFunction():
+                query, key = in_autocast_dtype(call.query, call.key)  # as the model's own attention casts them
+                cast_call = replace(call, query=query, key=key)
+                with without_autocast(query.device):
+                    before(cast_call, chosen[call.site])
+                    receive(self._site_attention(info, cast_call, chosen[call.site], tokens))
+
+        with torch.no_grad(), capturing(self.module, observe):
+            run(self.module, self.inputs)
+
+    def _site_attention(
+        self, info: SiteInfo, call: AttentionCall, heads: tuple[int, ...], tokens: BatchTokens
+    ) -> SiteAttention:
+        cross = info.kind == "cross"
+        queries = tokens.of(call, decoder=info.in_decoder, cross=cross)
+        keys = tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
+        weights, sink = weights_of_heads(call, heads)
+        batch, length = call.query.shape[0], call.query.shape[2]
+        visible = call.visible().sum(-1).expand(batch, call.query.shape[1], length)
+        return SiteAttention(
+            name=info.site.name,
+            layer=info.layer,
+            stack=stack_of(info.block),
+            kind=info.kind,
+            heads=heads,
+            num_heads=info.heads,
+            weights=weights,
+            sink=sink,
+            no_distribution=call.no_distribution,
+            same_tokens=info.itself,
+            query_real=queries.real.cpu(),
+            key_real=keys.real.cpu(),
+            query_tokens=self._names(queries.ids, batch, length),
+            key_tokens=self._names(keys.ids, batch, call.key.shape[2]),
+            visible=visible[:, list(heads)].cpu(),
+        )
+
+    def _names(self, ids: Tensor | None, batch: int, length: int) -> list[list[str]] | None:
+        """The tokens of each sequence: of a text by the tokenizer, of images and sounds by their places."""
+        if ids is not None and self.tokenizer is not None:
+            return [token_strings(self.tokenizer, row) for row in ids.tolist()]
+        if ids is not None or batch != next(len(v) for v in self.inputs.values() if isinstance(v, Tensor) and v.dim()):
+            return None
+        names = [list(token_names(self.module, self.inputs, row).values()) for row in range(batch)]
+        rows = [row[0] for row in names if row and len(row[0]) == length]
+        return rows if len(rows) == batch else None
+
+
+def check_inputs(inputs: Any) -> None:
+    """Raises:
+    InputError: there is no prompt, or there are several.
+    """
+    if inputs is None:
+        raise InputError(
+            "attention is about a prompt or a batch; give a text, a list of messages, or a batch of tensors"
+        )
+    if isinstance(inputs, list | tuple) and inputs and all(isinstance(each, str) for each in inputs):
+        raise InputError(f"one prompt is read at a time, got {len(inputs)} texts; call it for each of them")
+
+
+def numbers_of(name: str, given: int | Iterable[int] | None) -> list[int] | None:
+    """Numbers of layers or heads, each once and in the order given; None is all.
+
+    Raises:
+        InputError: they are not whole numbers from 0, or there is none.
+    """
+    if given is None:
+        return None
+    several = [given] if isinstance(given, int) else given
+    if not isinstance(several, Iterable) or isinstance(several, str | bytes):
+        raise InputError(f"{name} must be a whole number or a list of them, got {described(given)}")
+    found = list(dict.fromkeys(several))
+    if not found:
+        raise InputError(f"{name} must name at least one; leave it out for all")
+    for number in found:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise InputError(f"{name} must be whole numbers from 0, got {described(number)}")
+    return found
+
+
+def weights_of_heads(call: AttentionCall, heads: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Weights (B, H, L, N) and the sink's share (B, H, L) of some heads, in main memory, formed in float64."""
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    device = call.query.device
+    is_whole = tuple(heads) == tuple(range(call.query.shape[1]))
+    some = call if is_whole else call.of_heads(torch.tensor(heads, device=device))
+    batch, count, length = some.query.shape[:3]
+    weights = torch.empty(batch, count, length, call.key.shape[2], dtype=dtype)
+    sink = None if call.sink is None else torch.empty(batch, count, length, dtype=dtype)
+    rows = max(1, SCORES // max(1, batch * count * call.key.shape[2]))
+    for places in torch.arange(length, device=device).split(rows):
+        part = slice(int(places[0]), int(places[-1]) + 1)
+        of_keys, of_sink = explicit_weights(some.at(places))
+        weights[:, :, part] = of_keys.to("cpu", dtype)
+        if sink is not None and of_sink is not None:
+            sink[:, :, part] = of_sink.to("cpu", dtype)
+    return weights, sink
+
+
+def _opened(model: Checkpoint | nn.Module, tokenizer: Any) -> tuple[nn.Module, str, Any]:
+    """A module, what it is called, and its tokenizer; None where there is none."""
+    named = isinstance(tokenizer, str) or hasattr(tokenizer, "__fspath__")
+    if isinstance(model, Checkpoint):
+        if named:
+            tokenizer = load_tokenizer(tokenizer, trust_remote_code=model.trust_remote_code)
+        loaded = load_model(model, tokenizer=tokenizer is None)
+        check_readable(loaded.module)
+        return loaded.module, loaded.name, loaded.tokenizer if tokenizer is None else tokenizer
+    tokenizer = load_tokenizer(tokenizer) if named else tokenizer
+    return readable_trunk(model), type(model).__name__, tokenizer_of(model) if tokenizer is None else tokenizer
+
+
+def _prompt_inputs(module: nn.Module, name: str, tokenizer: Any, prompt: Any) -> dict[str, Any]:
+    """Raises:
+    InputError: there is no tokenizer, or another model's; the prompt is empty, or longer than the model reads.
+    """
+    if tokenizer is None:
+        raise InputError(f"{name} has no tokenizer to read a prompt with; give tokenizer=, or a batch of tensors")
+    check_tokenizer(tokenizer, module, name)
+    batch = prompt_batch(tokenizer, prompt)
+    most, length = longest(module), batch["input_ids"].shape[1]
+    if most is not None and length > most:
+        raise InputError(f"the prompt has {length:,} tokens, and {name} has {most:,} positions; give a shorter one")
+    return batch
