@@ -19,7 +19,7 @@ from torch import Tensor
 
 from massieu import duality
 from massieu.foundation.arguments import as_tensor, check_one_device, check_range, choice, expanded, floating
-from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.transforms import all_true, unwrapped
 from massieu.foundation.values import Value, need_batch, promoted_dtype, static_field
 from massieu.measures import Sphere
 from massieu.ops.bessel import sphere_slopes
@@ -292,7 +292,7 @@ class KineticSpins(Kinetic):
         self._vectors("mean", mean)
         # R² − ‖m‖², (*, 1).
         variance = self.radius**2 - mean.square().sum(-1, keepdim=True)
-        if not every(variance > 0):
+        if not all_true(variance > 0):
             longest = unwrapped(mean.detach().norm(dim=-1)).amax().item()
             raise ValueError(f"means must be shorter than the radius {self.radius:.6g}, got a length of {longest:.6g}")
         if not self.exact:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from massieu.foundation import matrices
 from massieu.foundation.arguments import check_values, floating, number, positive
-from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.transforms import all_true, unwrapped
 from massieu.foundation.values import static_field
 from massieu.measures import Gaussian
 from massieu.ops.sharded.collectives import Peers, replicate, total
@@ -130,7 +130,7 @@ class TraceRenormalisation(Operator):
 
     def _size(self, covariance: Tensor) -> Tensor:
         own = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
-        if not every(own > 0):
+        if not all_true(own > 0):
             raise ValueError(
                 "TraceRenormalisation needs a population that is not a single point, got a covariance of trace "
                 f"{float(unwrapped(own).min()):.3g}"
