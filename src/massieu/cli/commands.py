@@ -417,11 +417,11 @@ def devices(
     with context.obj.loading():
         from massieu.cli import devices as shown
         from massieu.ops.survey import survey
-        from massieu.report.encode import plain
+        from massieu.report.encode import encodable
 
     found = survey(device, quick, progress=say)
     if json:
-        show(dumps(plain(found.to_dict()), indent=1, ensure_ascii=False, allow_nan=False))
+        show(dumps(encodable(found.to_dict()), indent=1, ensure_ascii=False, allow_nan=False))
     else:
         shown.show(found)
     if not found.complete:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from massieu.errors import require_extra
 from massieu.foundation.numbers import counted, number, with_error
 from massieu.report import colours
-from massieu.report.encode import plain, script_json
+from massieu.report.encode import encodable, script_json
 from massieu.report.page import asset, hashed, script_of, template
 from massieu.report.tables import MapRow, catalogue_of, head_columns, sites_of
 from massieu.report.tokens import readable
@@ -58,7 +58,7 @@ def render(found: Compared) -> str:
     """
     plotly = require_extra("plotly.offline", "probe").get_plotlyjs()
     polars = require_extra("polars", "probe")
-    run = plain(found.runs[0])
+    run = encodable(found.runs[0])
     own = found.values.filter((polars.col("model") == found.models[0]) & (polars.col("scope") == "head"))
     sites = sites_of(run, own)
     heads = found.differences.filter(polars.col("scope") == "head")
@@ -86,16 +86,16 @@ def render(found: Compared) -> str:
     script = script_of(SCRIPTS)
     titles = {entry["name"]: entry["title"] for entry in catalogue}
     return template("compare.html.j2").render(
-        models=plain(list(found.models)),
+        models=encodable(list(found.models)),
         run=run,
-        runs=plain(list(found.runs)),
+        runs=encodable(list(found.runs)),
         statistics=_counted(found, titles),
         shown=STATISTICS_SHOWN,
         opening_sentence=_opening_sentence(found, titles),
         changed=_cards(found, sites, titles),
         sublayers=_sublayers(found),
-        pairings=plain(list(found.pairings)),
-        notes=plain(list(found.notes)),
+        pairings=encodable(list(found.pairings)),
+        notes=encodable(list(found.notes)),
         left_out=len(found.models) - 1 - len(drawn),
         level=f"{100 * found.level:g} %",
         date=found.date,
@@ -179,7 +179,7 @@ def _counted(found: Compared, titles: dict[str, str]) -> list[dict[str, Any]]:
                 "largest": with_error(largest["difference"], largest["standard_error"] or math.nan),
             }
         )
-    return plain(sorted(rows, key=lambda row: -row["named"] / row["tested"]))
+    return encodable(sorted(rows, key=lambda row: -row["named"] / row["tested"]))
 
 
 def _opening_sentence(found: Compared, titles: dict[str, str]) -> str:
@@ -210,7 +210,7 @@ def _sublayers(found: Compared) -> list[dict[str, Any]]:
     titles = {entry.name: entry.title or entry.name for entry in found.runs[0].statistics}
     rows = own.sort("q_value", maintain_order=True).head(SUBLAYERS_SHOWN).rows(named=True)
     return [
-        plain(
+        encodable(
             {
                 "site": row["site"],
                 "title": titles.get(row["statistic"], row["statistic"]),
@@ -241,7 +241,7 @@ def _cards(found: Compared, sites: list[MapRow], titles: dict[str, str]) -> list
                 "example": None if example is None else _example(example, (found.models[0], found.models[-1])),
             }
         )
-    return plain(cards)
+    return encodable(cards)
 
 
 def _example(example: dict[str, Any], models: tuple[str, str]) -> dict[str, Any]:

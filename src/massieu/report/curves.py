@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from massieu.errors import InputError
 from massieu.foundation.numbers import number
 from massieu.report import colours
-from massieu.report.encode import plain, script_json
+from massieu.report.encode import encodable, script_json
 from massieu.report.page import asset, hashed, plotly_script, script_of, template
 from massieu.storage.record_lines import TrainingRun, differing
 
@@ -79,13 +79,13 @@ def render(runs: Sequence[TrainingRun], reference: TrainingRun | None = None) ->
         "palette": [*colours.KINDS.values(), colours.OTHER_KIND],
     }
     return template("curves.html.j2").render(
-        names=plain(names),
-        run=plain(runs[0]),
+        names=encodable(names),
+        run=encodable(runs[0]),
         reference=names[-1] if reference else None,
         records=list(runs[0].records),
         alarms=_episodes(runs[0]),
         lost=_lost(runs[0]),
-        notes=plain([note for run in drawn for note in run.notes] + _others(names, drawn)),
+        notes=encodable([note for run in drawn for note in run.notes] + _others(names, drawn)),
         thinned=max(len(run.records) for run in drawn) > MOST_POINTS,
         style=asset("page.css"),
         script=script,
@@ -133,7 +133,9 @@ def _lost(run: TrainingRun) -> dict[str, Any] | None:
     """Where numbers that are none begin."""
     for step, record in run.records.items():
         if keys := [key for key, value in record.items() if not math.isfinite(value)]:
-            shown = ", ".join(plain(key) for key in keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+            shown = ", ".join(encodable(key) for key in keys[:4]) + (
+                f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+            )
             return {"step": step, "keys": shown}
     return None
 
@@ -148,7 +150,7 @@ def _episodes(run: TrainingRun) -> list[dict[str, Any]]:
         open_now = {key: episode for key, episode in open_now.items() if key in ringing}
         for key in ringing:
             if key not in open_now:
-                open_now[key] = {"key": plain(key), "first": step, "count": 0}
+                open_now[key] = {"key": encodable(key), "first": step, "count": 0}
                 found.append(open_now[key])
             open_now[key] |= {
                 "last": step,

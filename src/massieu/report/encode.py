@@ -64,20 +64,22 @@ class Payload:
 
 def script_json(value: Any) -> str:
     """JSON that is safe inside a script element: no character of it can end the element or open a comment."""
-    text = json.dumps(plain(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(encodable(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def plain(value: Any) -> Any:
+def encodable(value: Any) -> Any:
     """The value with what JSON and UTF-8 cannot hold replaced: other than finite numbers by null, surrogates by "?"."""
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: plain(getattr(value, each.name)) for each in fields(value) if each.init})
+        return replace(
+            value, **{each.name: encodable(getattr(value, each.name)) for each in fields(value) if each.init}
+        )
     if isinstance(value, dict):
-        return {plain(str(key)): plain(item) for key, item in value.items()}
+        return {encodable(str(key)): encodable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [encodable(item) for item in value]
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, float) and not math.isfinite(value):

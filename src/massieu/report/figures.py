@@ -11,7 +11,7 @@ import numpy as np
 from massieu.errors import InputError
 from massieu.foundation.numbers import number, whole
 from massieu.report import colours
-from massieu.report.encode import EXAMPLE_SHADES, plain
+from massieu.report.encode import EXAMPLE_SHADES, encodable
 from massieu.report.page import template
 from massieu.report.tables import CONTROLS, Column, MapRow, catalogue_of, head_columns, sites_of
 from massieu.report.tokens import readable
@@ -84,7 +84,7 @@ def head_map_html(run: "RunRecord", heads: "polars.DataFrame", statistic: str) -
         InputError: The table does not hold this statistic.
         MissingExtraError: jinja2 or polars is not installed.
     """
-    run = plain(run)
+    run = encodable(run)
     sites = sites_of(run, heads)
     columns = head_columns(sites, heads)
     catalogue = {entry["name"]: entry for entry in catalogue_of(run, columns, "head")}
@@ -209,7 +209,7 @@ def head_html(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFram
         InputError: The result has no such layer, or the layer no such head.
         MissingExtraError: jinja2 or polars is not installed.
     """
-    run = plain(run)
+    run = encodable(run)
     sites = sites_of(run, heads)
     at_layer = [site for site in sites if site.layer == layer]
     if not at_layer:

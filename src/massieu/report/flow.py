@@ -14,7 +14,7 @@ from massieu.errors import InputError
 from massieu.foundation.arguments import of_class
 from massieu.foundation.doors import input_door
 from massieu.foundation.numbers import bound, number, with_error
-from massieu.report.encode import plain
+from massieu.report.encode import encodable
 from massieu.report.page import asset, template
 from massieu.storage.writing import write_whole
 
@@ -119,8 +119,8 @@ def draw(panels: Sequence[Panel], title: str) -> Drawing:
         "bottom": HEIGHT - BOTTOM,
         "top": TOP,
     }
-    html = template("flow.html.j2").render(panels=drawn, title=plain(title), size=size)
-    return Drawing(html, str(plain(title)))
+    html = template("flow.html.j2").render(panels=drawn, title=encodable(title), size=size)
+    return Drawing(html, str(encodable(title)))
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
     half = len(bands) // 2
     return {
-        "name": str(plain(panel.name)).replace("_", " "),
+        "name": str(encodable(panel.name)).replace("_", " "),
         "line": path(line),
         "null": path(null),
         "areas": [area(bands[place], bands[-1 - place]) for place in range(half)],

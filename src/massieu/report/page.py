@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from massieu.errors import require_extra
 from massieu.foundation.numbers import bound, counted, number, whole, with_error
 from massieu.report import colours
-from massieu.report.encode import Payload, encode, gzipped, plain, script_json
+from massieu.report.encode import Payload, encodable, encode, gzipped, script_json
 from massieu.report.questions import questions
 from massieu.report.replacements import replacement_table
 from massieu.report.tables import (
@@ -183,7 +183,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         MissingExtraError: plotly, jinja2 or polars is not installed.
     """
     plotly, plotly_hash = plotly_script()
-    facts, run = plain(run.to_dict()), plain(run)
+    facts, run = encodable(run.to_dict()), encodable(run)
     sites, sublayers = sites_of(run, heads), sublayers_of(run, layers)
     columns, moved = head_columns(sites, heads), layer_columns(sublayers, layers)
     head_statistics, layer_statistics = catalogue_of(run, columns, "head"), catalogue_of(run, moved, "layer")

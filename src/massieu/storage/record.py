@@ -385,10 +385,10 @@ class RunRecord(Entry):
 
     def to_dict(self) -> dict[str, Any]:
         """The record as ``run.json`` holds it: plain lists, dictionaries and finite numbers."""
-        return plain(self)
+        return json_value(self)
 
 
-def plain(value: Any, digits: int | None = None) -> Any:
+def json_value(value: Any, digits: int | None = None) -> Any:
     """The value as JSON can hold it: no numpy, no NaN or infinity, floats rounded to so many significant digits."""
     if isinstance(value, Entry):
         value = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "others"} | value.others
@@ -397,16 +397,16 @@ def plain(value: Any, digits: int | None = None) -> Any:
             return None
         return float(value) if digits is None else float(f"{value:.{digits}g}")
     if isinstance(value, list | tuple):
-        return [plain(item, digits) for item in value]
+        return [json_value(item, digits) for item in value]
     if isinstance(value, dict):
-        return {str(key): plain(item, digits) for key, item in value.items()}
+        return {str(key): json_value(item, digits) for key, item in value.items()}
     if isinstance(value, np.ndarray):
         return _listed(value, digits)
-    return plain(value.item(), digits) if isinstance(value, np.generic) else value
+    return json_value(value.item(), digits) if isinstance(value, np.generic) else value
 
 
 def _listed(array: np.ndarray, digits: int | None) -> Any:
-    """An array's numbers as nested lists; each is the number that `plain` makes of it by itself, up to ties of rounding."""
+    """An array's numbers as nested lists: each as `json_value` rounds it by itself, up to ties of rounding."""
     if array.dtype.kind != "f":
         return array.tolist()
     array = array.astype(np.float64)
