@@ -10,7 +10,7 @@ from torch import Tensor
 
 from massieu.measures import Gaussian, MissingFormError
 from massieu.population import Operator
-from massieu.population.operator import moments, pushed
+from massieu.population.operator import moments, moments_after
 from massieu.testing.checks import Checks, Law, check_case
 from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, without
 
@@ -115,7 +115,9 @@ def _law(trial: Trial[OperatorCase]) -> None:
     assert law is not None
     before = moments(law.to(torch.float64))
     found = moments(trial.value.gaussian(Gaussian.create(*before)))
-    for name, actual, expected in zip(before._fields, found, pushed(trial.value.affine(before), before), strict=True):
+    for name, actual, expected in zip(
+        before._fields, found, moments_after(trial.value.affine(before), before), strict=True
+    ):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"law: {name}: {m}")
 
 
