@@ -271,7 +271,7 @@ class ProbeResult:
                 )
             return name, found
 
-        folder = content.own.path
+        folder = content.files.path
         details, heads, layers = read_numbers(file, folder)
         stored.check_together(run, details, heads, str(folder))
         kept = UNITS in (hashes or ()) and content.has(UNITS)  # only comparisons need it
