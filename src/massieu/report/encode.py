@@ -72,7 +72,7 @@ def script_json(value: Any) -> str:
 
 
 def encodable(value: Any) -> Any:
-    """The value with what JSON and UTF-8 cannot hold replaced: other than finite numbers by null, surrogates by "?"."""
+    """The value as JSON in UTF-8 can hold it: numbers that are not finite become null, lone surrogates "?"."""
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value, **{each.name: encodable(getattr(value, each.name)) for each in fields(value) if each.init}
