@@ -201,7 +201,9 @@ def _number(panel: Panel) -> tuple[list[Numbers], Numbers, Numbers]:
     errors = [row[0] for row in panel.standard_error]
     if not any(map(math.isfinite, errors)):
         return [], line, []
-    bands = [[value + side * error for value, error in zip(line, errors, strict=True)] for side in (-2, 2)]
+    bands: list[Numbers] = [
+        [value + side * error for value, error in zip(line, errors, strict=True)] for side in (-2, 2)
+    ]
     return bands, line, errors
 
 
