@@ -315,9 +315,9 @@ def test_standard_input_that_is_closed_is_one_sentence(tmp_path):
 def test_messages_that_nobody_can_read_end_nothing(tmp_path):
     descriptor = os.open("/dev/full", os.O_WRONLY)
     try:
-        quiet = streams._Guarded(descriptor, tell=False)
+        quiet = streams._Guarded(descriptor, raises=False)
         assert [quiet.write(b"four"), quiet.write(b"")] == [4, 0]
-        loud = streams._Guarded(descriptor, tell=True)
+        loud = streams._Guarded(descriptor, raises=True)
         with pytest.raises(streams.OutputLost, match="No space left"):
             loud.write(b"four")
         assert loud.write(b"more") == 4  # told once

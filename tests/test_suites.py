@@ -61,7 +61,8 @@ class Softened(Activation):
         return (1 + x.square().sum(-1) / self.size**2).sqrt()
 
     def _activate(self, x: Tensor) -> Tensor:
-        wrong, root = self.wrong, self._root(x).unsqueeze(-1)
+        wrong = self.wrong
+        root = self._root(x).unsqueeze(-1)
         CALLS.append(1)
         if wrong == "convex":
             return -x / root
@@ -211,12 +212,14 @@ class Coin(Posterior):
 
     def posterior(self, tokens: Tensor, mask: Tensor | None = None) -> "Coin":
         if self.wrong == "masked":
-            tokens, mask = tokens.nan_to_num(), None
+            tokens = tokens.nan_to_num()
+            mask = None
         law, tokens, seen = self._admit(tokens, mask, (1,))
         ups = tokens.squeeze(-1) * seen
         if self.wrong == "order":
             ups = ups * torch.linspace(0.5, 1.5, ups.shape[-1], dtype=ups.dtype)
-        heads, tails = law.heads + ups.sum(-1), law.tails + (seen.to(ups) - ups).sum(-1)
+        heads = law.heads + ups.sum(-1)
+        tails = law.tails + (seen.to(ups) - ups).sum(-1)
 
         def beta(a: Tensor, b: Tensor) -> Tensor:
             return a.lgamma() + b.lgamma() - (a + b).lgamma()

@@ -680,7 +680,8 @@ def test_a_measure_with_a_domain_passes_inside_it_and_raises_outside():
 
 def exponential_kl(eta_p: Tensor, eta_q: Tensor) -> Tensor:
     rate = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    p, q = rate - eta_p, rate - eta_q
+    p = rate - eta_p
+    q = rate - eta_q
     return (torch.log(p / q) + q / p - 1).sum(-1)
 
 

@@ -29,7 +29,6 @@ ACTIVATIONS: dict[str, Callable[[int], activations.Activation]] = {
     "identity": lambda width: activations.Identity.create(),
     "scalar": lambda width: activations.Scalar.create(constant(0.6)),
     "spin": lambda width: activations.Tanh.create(),
-    "soft sphere": lambda width: activations.SoftSphere.create(constant(1.5)),
     "sphere": lambda width: activations.SphereProjection.create(constant(1.5)),
     "sphere, softened": lambda width: activations.SphereProjection.create(constant(1.5), eps=0.3),
     "RMSNorm": lambda width: activations.RMSNorm.create(constant(0.8)),

@@ -55,12 +55,8 @@ CASES = {
         STATES,
         lambda states: [hopfield_energy(PATTERNS.numpy(), one, 1.7) for one in states.numpy()],
     ),
-    # The spheres' measure is tried with a radius, and as an activation, in suites of their own.
-    **{
-        f"Hopfield and {name}": _hopfield(name)
-        for name in REFERENCES
-        if name not in ("identity", "Sphere", "soft sphere")
-    },
+    # The sphere is tried as a measure and as an activation, in suites of their own.
+    **{f"Hopfield and {name}": _hopfield(name) for name in REFERENCES if name not in ("identity", "Sphere")},
     **{
         f"Hopfield of {name}, batched": EnergyCase(
             HopfieldEnergy.create(make((2,), WIDTH), scale=torch.tensor([0.7, 2.0], dtype=F64)),

@@ -234,7 +234,7 @@ def test_quadratic_references_allow_a_damping_of_up_to_two(name: str, scene: dic
 
 @pytest.mark.medium
 @some_slow("batch", [(2,), ()], 1)
-@some_slow("reference", ["spin", "LayerNorm", "identity", "soft sphere"], 2)
+@some_slow("reference", ["spin", "LayerNorm", "identity", "Sphere"], 2)
 @pytest.mark.parametrize("name", MEMORIES)
 def test_energy_never_rises_for_other_memories(name: str, reference: str, batch: tuple[int, ...]):
     for scale in (0.5, 2.0):

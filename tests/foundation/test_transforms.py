@@ -6,13 +6,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from massieu.foundation.transforms import (
-    every,
+    all_true,
+    any_true,
     in_autocast_dtype,
     in_functorch,
     in_nested_forward_mode,
     may_be_differentiated,
     repeat,
-    some,
     uncompiled,
     unwrapped,
     values_are_readable,
@@ -24,10 +24,10 @@ TWO = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
 
 def refuse(x):
     """A check as callers write it."""
-    if some(x < 0):
+    if any_true(x < 0):
         raise ValueError("negative")
-    if not every(x >= 0):
-        raise AssertionError("some and every disagree")
+    if not all_true(x >= 0):
+        raise AssertionError("any_true and all_true disagree")
     return (x**2).sum()
 
 
@@ -54,8 +54,8 @@ def test_a_check_raises_in_every_eager_transform(call):
 
 def test_the_whole_batch_is_read():
     # One item of the batch is negative: the other is told so too.
-    assert vmap(lambda row: torch.tensor(some(row < 0)))(TWO).tolist() == [True, True]
-    assert vmap(lambda row: torch.tensor(every(row > 0)))(TWO).tolist() == [False, False]
+    assert vmap(lambda row: torch.tensor(any_true(row < 0)))(TWO).tolist() == [True, True]
+    assert vmap(lambda row: torch.tensor(all_true(row > 0)))(TWO).tolist() == [False, False]
     assert vmap(lambda row: row * unwrapped(row).shape[0])(TWO).tolist() == (2 * TWO).tolist()
 
 
@@ -64,8 +64,8 @@ def test_nothing_is_read_on_meta_or_of_fake_tensors():
         assert not values_are_readable(tensor)
         assert not values_are_readable(TWO, tensor)
         refuse(tensor)
-        assert not some(tensor < 0)
-        assert every(tensor > 100)
+        assert not any_true(tensor < 0)
+        assert all_true(tensor > 100)
     vmap(refuse)(TWO.to("meta"))
     with FakeTensorMode() as mode:
         vmap(refuse)(mode.from_tensor(TWO))

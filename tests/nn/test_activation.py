@@ -23,8 +23,8 @@ CASES = {
     "LayerNorm": (maps.LayerNorm.create(0.8, torch.zeros(6)), lambda x: 0.8 * F.layer_norm(x, (6,), eps=1e-5)),
     "a measure": (SIGNS, lambda x: torch.tanh(x + torch.linspace(-1, 1, 6))),
     # The mean on a sphere in three dimensions is coth κ − 1/κ.
-    "SoftSphere": (
-        maps.SoftSphere.create(1.0),
+    "Sphere": (
+        measures.Sphere.create(1.0, dim=3),
         lambda x: F.normalize(x, dim=-1) * (1 / torch.tanh(x.norm(dim=-1)) - 1 / x.norm(dim=-1)).unsqueeze(-1),
     ),
 }
@@ -37,14 +37,14 @@ PARAMETERS = {
     "RMSNorm": ["log_gain"],
     "LayerNorm": ["log_gain", "bias"],
     "a measure": [],
-    "SoftSphere": ["log_radius"],
+    "Sphere": [],
 }
 
 
 @every_row("name", CASES)
 def test_maps(name):
     activation, form = CASES[name]
-    x = X[..., :3] if name == "SoftSphere" else X
+    x = X[..., :3] if name == "Sphere" else X
     torch.testing.assert_close(Activation(activation).double()(x), form(x), rtol=1e-6, atol=1e-7)
     fixed = Activation(activation, trained=False)
     assert not list(fixed.parameters())
@@ -112,10 +112,10 @@ def test_statistics_are_assigned_saved_and_refused():
 
 
 @pytest.mark.slow
-@every_row("name", ["LayerNorm", "SoftSphere", "Whitening"])
+@every_row("name", ["LayerNorm", "Sphere", "Whitening"])
 def test_compiled_is_eager(name):
     activation = maps.Whitening.of(X.reshape(-1, 6)[:12]) if name == "Whitening" else CASES[name][0]
     module = Activation(activation).double()
-    x = X[..., :3] if name == "SoftSphere" else X
+    x = X[..., :3] if name == "Sphere" else X
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), module(x), rtol=1e-9, atol=1e-9)

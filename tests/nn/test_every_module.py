@@ -144,7 +144,7 @@ CASES = {
     "SpinAttention": Case(
         lambda **options: modules.SpinAttention(SIZE, 2, **{"steps": 2, "scale": HEADS} | options),
         "embed_dim=8 num_heads=2 order=first scale=[0.5, 0.25] steps=2",
-        ("scale", "coupling_scale"),
+        ("scale",),
     ),
     "SpinAttention, to its end": Case(
         lambda **options: modules.SpinAttention(SIZE, 2, steps=None, order="second", **options),

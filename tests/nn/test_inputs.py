@@ -48,7 +48,6 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "LayerNorm": lambda: modules.Activation(activations.LayerNorm.create(1.0, torch.zeros(SIZE))),
     "RMSNorm": lambda: modules.Activation(activations.RMSNorm.create()),
     "SphereProjection": lambda: modules.Activation(activations.SphereProjection.create(eps=1e-6)),
-    "SoftSphere": lambda: modules.Activation(activations.SoftSphere.create()),
     "Tanh": lambda: modules.Activation(activations.Tanh.create()),
     "Scalar": lambda: modules.Activation(activations.Scalar.create()),
     "Whitening": lambda: modules.Activation(activations.Whitening.create(torch.zeros(SIZE), torch.eye(SIZE))),

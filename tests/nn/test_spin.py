@@ -194,7 +194,7 @@ def test_wrong_numbers_and_calls():
         ({"scale": -1.0}, "positive and finite, got -1.0"),
         ({"scale": None}, "got None"),
         ({"scale": math.nan}, "finite"),
-        ({"coupling_scale": torch.ones(3)}, "one for each of 2 heads"),
+        ({"scale": torch.ones(3)}, "one for each of 2 heads"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             SpinAttention(8, **({"num_heads": 2} | options))

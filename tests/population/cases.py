@@ -30,19 +30,22 @@ def layer(seed=0, **options) -> AttentionLayer:
     return AttentionLayer.create(**weights(seed=seed), **({"scale": torch.tensor([0.5, 1.0, -0.7])} | options))
 
 
-def by_hand(given: AttentionLayer, x: Tensor, y: Tensor, log_weight: Tensor | None = None) -> Tensor:
+def by_hand(attention: AttentionLayer, x: Tensor, y: Tensor, log_weight: Tensor | None = None) -> Tensor:
     """Σ_h W_O softmax(scale·(W_Q x_i + b_Q)·(W_K y_j + b_K)) (W_V y_j + b_V) + b_O, head by head, token by token."""
     result = torch.zeros_like(x)
-    b_key, b_value = draw(*given.query_bias.shape, seed=90), draw(*given.value_weight.shape[:2], seed=91)
-    for h in range(len(given.query_weight)):
+    b_key = draw(*attention.query_bias.shape, seed=90)
+    b_value = draw(*attention.value_weight.shape[:2], seed=91)
+    for h in range(len(attention.query_weight)):
         for i in range(len(x)):
-            query = given.query_weight[h] @ x[i] + given.query_bias[h]
-            scores = torch.stack([given.scale[h] * query @ (given.key_weight[h] @ other + b_key[h]) for other in y])
+            query = attention.query_weight[h] @ x[i] + attention.query_bias[h]
+            scores = torch.stack(
+                [attention.scale[h] * query @ (attention.key_weight[h] @ other + b_key[h]) for other in y]
+            )
             scores = scores if log_weight is None else scores + log_weight
             share = scores.exp() / scores.exp().sum()
-            values = torch.stack([given.value_weight[h] @ other + b_value[h] for other in y])
-            result[i] += given.output_weight[h] @ (share @ values - b_value[h])
-    return result + given.bias
+            values = torch.stack([attention.value_weight[h] @ other + b_value[h] for other in y])
+            result[i] += attention.output_weight[h] @ (share @ values - b_value[h])
+    return result + attention.bias
 
 
 def law(width=2, seed=0, rank=None, batch=()) -> Gaussian:
@@ -50,14 +53,14 @@ def law(width=2, seed=0, rank=None, batch=()) -> Gaussian:
     return Gaussian.create(draw(*batch, width, seed=seed + 51), factor=root)
 
 
-def hermite(given: Gaussian, order: int = 60) -> tuple[Tensor, Tensor]:
+def hermite(gaussian: Gaussian, order: int = 60) -> tuple[Tensor, Tensor]:
     """Nodes and weights of a product rule for a two-dimensional Gaussian."""
     nodes, weight = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(order))
-    origin = torch.zeros_like(given.location)
-    root = torch.linalg.cholesky(given.fisher(origin))
-    points = torch.cartesian_prod(nodes, nodes) @ root.mT + given.location
+    origin = torch.zeros_like(gaussian.location)
+    root = torch.linalg.cholesky(gaussian.fisher(origin))
+    points = torch.cartesian_prod(nodes, nodes) @ root.mT + gaussian.location
     return points, (weight[:, None] * weight).flatten() / (2 * math.pi)
 
 
-def covariance(given: Gaussian) -> Tensor:
-    return given.fisher(torch.zeros_like(given.location))
+def covariance(gaussian: Gaussian) -> Tensor:
+    return gaussian.fisher(torch.zeros_like(gaussian.location))

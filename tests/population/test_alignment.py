@@ -27,16 +27,17 @@ def generator(seed: int = 11) -> torch.Generator:
 
 
 def test_the_cosine_by_hand():
-    target, score = covariance(5), draw(5, 5, seed=1)
+    target = covariance(5)
+    score = draw(5, 5, seed=1)
     even = 0.5 * (score + score.T).numpy()
     inverse = np.linalg.inv(target.numpy())
-    found = precision_alignment(score, target, draws=3, generator=generator())
-    assert found.cosine == pytest.approx(
+    result = precision_alignment(score, target, draws=3, generator=generator())
+    assert result.cosine == pytest.approx(
         (even * inverse).sum() / np.linalg.norm(even) / np.linalg.norm(inverse), rel=1e-12
     )
-    assert found.rank == 5
-    assert found.symmetric_share == pytest.approx(np.linalg.norm(even) / np.linalg.norm(score.numpy()), rel=1e-12)
-    assert found.null.shape == (3,)
+    assert result.rank == 5
+    assert result.symmetric_share == pytest.approx(np.linalg.norm(even) / np.linalg.norm(score.numpy()), rel=1e-12)
+    assert result.null.shape == (3,)
 
 
 @every_row("power", [-1.0, -0.5, 0.0, 0.5, 1.0])
@@ -53,10 +54,10 @@ def test_trap_18_a_head_is_compared_on_its_own_span():
     target = covariance(12)
     frame, _ = torch.linalg.qr(draw(12, 3, seed=2))
     head = frame @ (frame.T @ torch.linalg.inv(target) @ frame) @ frame.T
-    found = precision_alignment(head, target, draws=200, generator=generator())
-    assert found.rank == 3
-    assert found.cosine == pytest.approx(1, abs=1e-10)
-    assert found.share == pytest.approx(1 / 201)
+    result = precision_alignment(head, target, draws=200, generator=generator())
+    assert result.rank == 3
+    assert result.cosine == pytest.approx(1, abs=1e-10)
+    assert result.share == pytest.approx(1 / 201)
     inverse = torch.linalg.inv(target)
     assert (head * inverse).sum() / head.norm() / inverse.norm() < 0.9  # what comparing on the whole space would say
 
@@ -78,7 +79,8 @@ def test_a_wrong_sign_is_no_fit():
 
 
 def test_heads_that_know_nothing_have_uniform_p_values():
-    target, source = covariance(6), generator(3)
+    target = covariance(6)
+    source = generator(3)
     shares = [
         precision_alignment(
             draw(2, 6, seed=seed).T @ draw(2, 6, seed=seed + 1000), target, draws=199, generator=source
@@ -107,8 +109,9 @@ def test_cosines_know_no_scale(size):
     generator = torch.Generator().manual_seed(3)
     mixing, score = (torch.randn(5, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     covariance = mixing @ mixing.T + torch.eye(5, dtype=torch.float64)
-    even, precision = 0.5 * (score + score.T), torch.linalg.inv(covariance)
+    even = 0.5 * (score + score.T)
+    precision = torch.linalg.inv(covariance)
     expected = (even * precision).sum() / (even.norm() * precision.norm())
-    for found in (precision_alignment(size * score, covariance), precision_alignment(score, size * covariance)):
-        assert found.cosine == pytest.approx(expected.item(), abs=1e-12)
-        assert found.symmetric_share == pytest.approx((even.norm() / score.norm()).item(), abs=1e-12)
+    for result in (precision_alignment(size * score, covariance), precision_alignment(score, size * covariance)):
+        assert result.cosine == pytest.approx(expected.item(), abs=1e-12)
+        assert result.symmetric_share == pytest.approx((even.norm() / score.norm()).item(), abs=1e-12)

@@ -22,8 +22,8 @@ class Centred(Operator):
     def _moved(self, particles, group):
         return particles - particles.mean(-2, keepdim=True)
 
-    def gaussian(self, given):
-        return Gaussian.create(torch.zeros_like(given.location), covariance(given))
+    def gaussian(self, law_before):
+        return Gaussian.create(torch.zeros_like(law_before.location), covariance(law_before))
 
 
 # --- particles -------------------------------------------------------------------------------------------------------
@@ -31,34 +31,39 @@ class Centred(Operator):
 
 def test_a_moving_population_is_softmax_attention_head_by_head():
     """Trap 14: biases of keys cancel, those of values add up."""
-    given, x = layer(step_size=0.3), draw(7, 4, seed=9)
-    torch.testing.assert_close(given(x), x + 0.3 * by_hand(given, x, x), rtol=1e-12, atol=1e-12)
+    attention = layer(step_size=0.3)
+    x = draw(7, 4, seed=9)
+    torch.testing.assert_close(attention(x), x + 0.3 * by_hand(attention, x, x), rtol=1e-12, atol=1e-12)
     both = torch.stack([x, draw(7, 4, seed=10)]).reshape(2, 1, 7, 4)
-    torch.testing.assert_close(given(both)[0, 0], given(x), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(attention(both)[0, 0], attention(x), rtol=1e-13, atol=1e-13)
 
 
 def test_no_residual():
-    given, x = layer(residual=False, step_size=2.0), draw(5, 4, seed=9)
-    torch.testing.assert_close(given(x), 2 * by_hand(given, x, x), rtol=1e-12, atol=1e-12)
+    attention = layer(residual=False, step_size=2.0)
+    x = draw(5, 4, seed=9)
+    torch.testing.assert_close(attention(x), 2 * by_hand(attention, x, x), rtol=1e-12, atol=1e-12)
 
 
 def test_frozen_atoms():
-    x, y, log_weight = draw(3, 4, seed=9), draw(6, 4, seed=10), draw(6, seed=11)
+    x = draw(3, 4, seed=9)
+    y = draw(6, 4, seed=10)
+    log_weight = draw(6, seed=11)
     log_weight[2] = -math.inf
-    given = layer(population=Atoms.create(y, log_weight))
-    torch.testing.assert_close(given(x), x + by_hand(given, x, y, log_weight), rtol=1e-12, atol=1e-12)
-    given = layer(population=y)
-    torch.testing.assert_close(given(x), x + by_hand(given, x, y), rtol=1e-12, atol=1e-12)
+    attention = layer(population=Atoms.create(y, log_weight))
+    torch.testing.assert_close(attention(x), x + by_hand(attention, x, y, log_weight), rtol=1e-12, atol=1e-12)
+    attention = layer(population=y)
+    torch.testing.assert_close(attention(x), x + by_hand(attention, x, y), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(layer(population=x)(x), layer()(x), rtol=1e-13, atol=1e-13)
 
 
 def test_frozen_atoms_of_a_batch():
-    x, y = draw(2, 3, 5, 4, seed=9), draw(2, 6, 4, seed=10)
-    given = layer(population=Atoms.create(y))
+    x = draw(2, 3, 5, 4, seed=9)
+    y = draw(2, 6, 4, seed=10)
+    attention = layer(population=Atoms.create(y))
     for first in range(2):
         for second in range(3):
             alone = layer(population=y[first])(x[first, second])
-            torch.testing.assert_close(given(x)[first, second], alone, rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(attention(x)[first, second], alone, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
@@ -66,21 +71,27 @@ def test_a_frozen_measure_is_attended_to_exactly(batch):
     """By the gradient of its log-partition with respect to eta, head by head."""
     x = draw(*batch, 3, 4, seed=9)
     for measure in (law(4), Sphere(torch.tensor(1.5).double(), 4)):
-        given = layer(population=measure)
-        expected = x + given.bias
+        attention = layer(population=measure)
+        expected = x + attention.bias
         for h in range(3):
-            eta = given.scale[h] * (x @ given.query_weight[h].T + given.query_bias[h]) @ given.key_weight[h]
+            eta = (
+                attention.scale[h]
+                * (x @ attention.query_weight[h].T + attention.query_bias[h])
+                @ attention.key_weight[h]
+            )
             eta = eta.requires_grad_()
             (mean,) = torch.autograd.grad(measure.log_partition(eta).sum(), eta)
-            expected = expected + mean @ given.value_weight[h].T @ given.output_weight[h].T
-        torch.testing.assert_close(given(x), expected, rtol=1e-11, atol=1e-11)
+            expected = expected + mean @ attention.value_weight[h].T @ attention.output_weight[h].T
+        torch.testing.assert_close(attention(x), expected, rtol=1e-11, atol=1e-11)
 
 
 def test_a_sampled_population_tends_to_its_measure():
     """Five standard errors of the self-normalised estimate (trap 34)."""
-    measure, x = law(4, seed=3), 0.5 * draw(3, 4, seed=9)
+    measure = law(4, seed=3)
+    x = 0.5 * draw(3, 4, seed=9)
     y = measure.sample(torch.zeros(4).double(), (200_000,), generator=torch.Generator().manual_seed(0))
-    score, write = 0.3 * draw(4, 4, seed=1), draw(4, 4, seed=2)
+    score = 0.3 * draw(4, 4, seed=1)
+    write = draw(4, 4, seed=2)
     frozen, sampled = (AttentionLayer.from_score(score, write, population=each) for each in (measure, y))
     share = torch.softmax(x @ score @ y.T, -1)
     values = y @ write.T
@@ -90,17 +101,21 @@ def test_a_sampled_population_tends_to_its_measure():
 
 
 def test_from_score_is_s20():
-    score, write, x = draw(4, 4, seed=1), draw(4, 4, seed=2), draw(5, 4, seed=3)
+    score = draw(4, 4, seed=1)
+    write = draw(4, 4, seed=2)
+    x = draw(5, 4, seed=3)
     shares = torch.softmax(x @ score @ x.T, -1)
     expected = x + 0.5 * shares @ x @ write.T
-    given = AttentionLayer.from_score(score, write, step_size=0.5)
-    torch.testing.assert_close(given(x), expected, rtol=1e-12, atol=1e-12)
+    attention = AttentionLayer.from_score(score, write, step_size=0.5)
+    torch.testing.assert_close(attention(x), expected, rtol=1e-12, atol=1e-12)
     two = AttentionLayer.from_score(torch.stack([score, score]), torch.stack([write, 2 * write]), step_size=0.5)
     torch.testing.assert_close(two(x), expected + shares @ x @ write.T, rtol=1e-12, atol=1e-12)
 
 
 def test_norms_before_and_behind():
-    x, gain, bias = draw(2, 5, 4, seed=9), draw(4, seed=10), draw(4, seed=11)
+    x = draw(2, 5, 4, seed=9)
+    gain = draw(4, seed=10)
+    bias = draw(4, seed=11)
     norm = Normalisation.create(LayerNorm.create(eps=1e-5), gain, bias)
     normed = F.layer_norm(x, (4,), gain, bias, 1e-5)
     torch.testing.assert_close(norm(x), normed, rtol=1e-12, atol=1e-12)
@@ -133,14 +148,17 @@ def test_feed_forward_and_composition():
 @pytest.mark.slow
 @some_slow("population", [None, Atoms.create(draw(3, 4, seed=20)), law(4)], 1)
 def test_compiled_and_batched(population):
-    given, x = layer(population=population, normalisation=LayerNorm.create()), draw(2, 6, 4, seed=9)
+    attention = layer(population=population, normalisation=LayerNorm.create())
+    x = draw(2, 6, 4, seed=9)
     # By graphs alone: making machine code of them takes most of the time, and what they call is compiled in its own room.
-    compiled = torch.compile(given.__call__, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), given(x), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.func.vmap(given)(x), given(x), rtol=1e-12, atol=1e-12)
-    both = pytree.tree_map(lambda leaf: torch.stack([leaf, 0.5 * leaf]), given)
+    compiled = torch.compile(attention.__call__, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), attention(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.func.vmap(attention)(x), attention(x), rtol=1e-12, atol=1e-12)
+    both = pytree.tree_map(lambda leaf: torch.stack([leaf, 0.5 * leaf]), attention)
     each = torch.func.vmap(lambda one, points: one(points))(both, x)
-    torch.testing.assert_close(each[1], pytree.tree_map(lambda leaf: 0.5 * leaf, given)(x[1]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        each[1], pytree.tree_map(lambda leaf: 0.5 * leaf, attention)(x[1]), rtol=1e-12, atol=1e-12
+    )
 
 
 @every_row(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
@@ -158,16 +176,24 @@ def test_precision(dtype, tolerance):
 # --- Gaussian laws ---------------------------------------------------------------------------------------------------
 
 
-def _by_quadrature(given: AttentionLayer, before: Gaussian, population: Gaussian | None) -> tuple:
+def _by_quadrature(attention: AttentionLayer, before: Gaussian, population: Gaussian | None) -> tuple:
     """Mean and covariance behind the layer: attention at each node is an integral over the nodes of the population."""
     x, weight = hermite(before, 40)
-    z = given.normalisation(x)
+    z = attention.normalisation(x)
     y, share = (z, weight) if population is None else hermite(population, 40)
-    move = given.bias.expand_as(x)
-    for h in range(len(given.query_weight)):
-        scores = given.scale[h] * (z @ given.query_weight[h].T + given.query_bias[h]) @ given.key_weight[h] @ y.T
-        move = move + torch.softmax(scores + share.log(), -1) @ y @ given.value_weight[h].T @ given.output_weight[h].T
-    moved = given.activation(given.residual * x + given.step_size * move)
+    move = attention.bias.expand_as(x)
+    for h in range(len(attention.query_weight)):
+        scores = (
+            attention.scale[h]
+            * (z @ attention.query_weight[h].T + attention.query_bias[h])
+            @ attention.key_weight[h]
+            @ y.T
+        )
+        move = (
+            move
+            + torch.softmax(scores + share.log(), -1) @ y @ attention.value_weight[h].T @ attention.output_weight[h].T
+        )
+    moved = attention.activation(attention.residual * x + attention.step_size * move)
     mean = weight @ moved
     return mean, (weight.unsqueeze(-1) * (moved - mean)).T @ (moved - mean)
 
@@ -189,17 +215,20 @@ _WHITE = Whitening.create(draw(2, seed=30), torch.tensor([[1.3, 0.4], [0.4, 0.8]
     4,
 )
 def test_a_gaussian_law_stays_gaussian(options):
-    given = AttentionLayer.create(**weights(2, 3, 2, 3), scale=torch.tensor([0.5, 1.0, -0.7]), **options)
+    attention = AttentionLayer.create(**weights(2, 3, 2, 3), scale=torch.tensor([0.5, 1.0, -0.7]), **options)
     before = law(2)
-    after = given.gaussian(before)
-    mean, spread = _by_quadrature(given, before, options.get("population"))
+    after = attention.gaussian(before)
+    mean, spread = _by_quadrature(attention, before, options.get("population"))
     torch.testing.assert_close(after.location, mean, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(covariance(after), spread, rtol=1e-8, atol=1e-8)
 
 
 def test_the_closed_form_of_s20():
-    score, write, before = draw(3, 3, seed=1), draw(3, 3, seed=2), law(3, batch=(4,))
-    mean, spread = before.location.unsqueeze(-1), covariance(before)
+    score = draw(3, 3, seed=1)
+    write = draw(3, 3, seed=2)
+    before = law(3, batch=(4,))
+    mean = before.location.unsqueeze(-1)
+    spread = covariance(before)
     after = AttentionLayer.from_score(score, write, step_size=0.3).gaussian(before)
     torch.testing.assert_close(after.location, (mean + 0.3 * write @ (mean + spread @ score.T @ mean)).squeeze(-1))
     matrix = torch.eye(3).double() + 0.3 * write @ spread @ score.T
@@ -209,13 +238,14 @@ def test_the_closed_form_of_s20():
 
 def test_laws_through_compositions_and_population_maps():
     before = law(4)
-    given = layer(activation=Centred())
-    after = given.gaussian(before)
+    attention = layer(activation=Centred())
+    after = attention.gaussian(before)
     torch.testing.assert_close(after.location, torch.zeros(4).double())
     torch.testing.assert_close(covariance(after), covariance(layer().gaussian(before)))
-    gain, bias = draw(4, seed=1), draw(4, seed=2)
+    gain = draw(4, seed=1)
+    bias = draw(4, seed=2)
     norm = Normalisation.create(Scalar.create(2.0), gain, bias)
-    twice = Composition.create([given, norm, Composition.repeat(layer(), 2)]).gaussian(before)
+    twice = Composition.create([attention, norm, Composition.repeat(layer(), 2)]).gaussian(before)
     scaled = Gaussian.create(bias, 4 * gain[:, None] * covariance(after) * gain)
     expected = layer().gaussian(layer().gaussian(scaled))
     torch.testing.assert_close(twice.location, expected.location)

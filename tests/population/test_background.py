@@ -21,8 +21,9 @@ def draws(*shape: int, seed: int = 0) -> Tensor:
 
 def layer(log_weight: float = 0.5, background: Gaussian = LAW, **options) -> ResampledLayer:
     generator = torch.Generator().manual_seed(1)
-    given = {"background": background, "background_log_weight": log_weight}
-    return ResampledLayer.create(generator=generator, **given, **options)
+    return ResampledLayer.create(
+        generator=generator, background=background, background_log_weight=log_weight, **options
+    )
 
 
 def explicit(points: Tensor, weights: tuple[Tensor, Tensor, Tensor], scale: float, log_weight: float):
@@ -41,27 +42,28 @@ OPTIONS = dict(zip(("query_weight", "key_weight", "value_weight"), MAPS, strict=
 
 @pytest.mark.parametrize("method", ["multinomial", "systematic"])
 def test_draws_have_the_moments_of_the_hybrid_carrier(method):
-    points, repetitions = draws(5, 2), 4000
+    points = draws(5, 2)
+    repetitions = 4000
     p, values = explicit(points, MAPS, 0.9, 0.5)
     mean = p @ values
     own = layer(**OPTIONS, method=method)
     torch.testing.assert_close(own.attended(points), mean, rtol=1e-7, atol=1e-8)
-    found = own(points.expand(repetitions, 5, 2))
+    result = own(points.expand(repetitions, 5, 2))
     variance = p @ values.square() - mean.square()
-    assert ((found.mean(0) - mean).abs() < 5 * (variance / repetitions).sqrt()).all()
-    squares = (found - mean).square()
+    assert ((result.mean(0) - mean).abs() < 5 * (variance / repetitions).sqrt()).all()
+    squares = (result - mean).square()
     assert ((squares.mean(0) - variance).abs() < 5 * squares.std(0) / repetitions**0.5).all()
 
 
-def test_what_is_told_counts_the_background_last():
+def test_effective_size_and_offspring_count_the_background_last():
     points = draws(5, 2)
     p, _ = explicit(points, MAPS, 0.9, 0.5)
     share = torch.cat([p[:, :5], p[:, 5:].sum(-1, keepdim=True)], -1)
-    told = layer(**OPTIONS).observed(points)
-    torch.testing.assert_close(told.background, share[:, -1], rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(told.offspring, share.sum(0), rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(told.effective_size, 1 / share.square().sum(-1), rtol=1e-7, atol=1e-8)
-    assert told.ancestors is None
+    observed_tokens = layer(**OPTIONS).observed(points)
+    torch.testing.assert_close(observed_tokens.background, share[:, -1], rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(observed_tokens.offspring, share.sum(0), rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(observed_tokens.effective_size, 1 / share.square().sum(-1), rtol=1e-7, atol=1e-8)
+    assert observed_tokens.ancestors is None
     batch = layer(**OPTIONS).observed(draws(3, 4, 5, 2, seed=2))
     assert batch.offspring.shape == (3, 4, 6) and batch.background.shape == (3, 4, 5)
     result = Flow(layer(**OPTIONS), depth=2, observables=[]).run(points)
@@ -86,8 +88,8 @@ def test_precision_and_its_gradient():
     # Of the same noise: a new token moves with the query that tilts it, and a token is its own value.
     for log_weight in (200.0, -200.0, 0.5):
         check_derivatives(lambda x, b=log_weight: layer(b, **OPTIONS, draws=2)(x), [points], second=False)
-    told = layer(1.0, **OPTIONS, residual=True, step_size=0.5).observed(points.bfloat16())
-    assert told.particles.dtype == torch.float32 and told.particles.isfinite().all()
+    observed_tokens = layer(1.0, **OPTIONS, residual=True, step_size=0.5).observed(points.bfloat16())
+    assert observed_tokens.particles.dtype == torch.float32 and observed_tokens.particles.isfinite().all()
     wide = Gaussian.create(torch.zeros(2, dtype=torch.float64), 6.0)
     far = layer(0.0, wide).observed(1e3 * points)
     assert far.background.eq(1).all() and far.particles.isfinite().all()  # 3‖η‖² wins over √2‖η‖² far out

@@ -30,18 +30,18 @@ def directions(dimension, count=5, seed=1):
 def test_cumulants_are_ratios_of_scipys_k_statistics(tokens):
     points = draws(tokens, 3).exp() + 40
     lines = directions(3, 40)  # more than a block
-    found = projected_cumulants(points, 3 * lines)
+    result = projected_cumulants(points, 3 * lines)
     along = ((points - points.mean(0)) @ lines.T).numpy()  # SciPy's powers lose digits off centre
     k2, k3, k4 = (np.array([stats.kstat(column, order) for column in along.T]) for order in (2, 3, 4))
-    np.testing.assert_allclose(found.third, k3 / k2**1.5, rtol=1e-8, atol=1e-9)
-    np.testing.assert_allclose(found.fourth, k4 / k2**2, rtol=1e-8, atol=1e-9)
+    np.testing.assert_allclose(result.third, k3 / k2**1.5, rtol=1e-8, atol=1e-9)
+    np.testing.assert_allclose(result.fourth, k4 / k2**2, rtol=1e-8, atol=1e-9)
 
 
 @every_row("tokens", [4, 9, 50])
 def test_spreads_of_gaussian_tokens(tokens):
     repetitions = 20_000
-    found = projected_cumulants(draws(repetitions, tokens, 1, seed=tokens), torch.ones(1, 1))
-    for each, spread in zip(found, gaussian_cumulant_spread(tokens), strict=True):
+    result = projected_cumulants(draws(repetitions, tokens, 1, seed=tokens), torch.ones(1, 1))
+    for each, spread in zip(result, gaussian_cumulant_spread(tokens), strict=True):
         error = each.square().std() / repetitions**0.5
         assert abs(each.square().mean() - spread**2) < 5 * error
         assert abs(each.mean()) < 5 * spread / repetitions**0.5
@@ -49,11 +49,14 @@ def test_spreads_of_gaussian_tokens(tokens):
 
 def by_quadrature(values):
     """∫ (F⁻¹(t) − mean − σΦ⁻¹(t))² dt/σ², share by share."""
-    ordered, n = np.sort(values), len(values)
-    mean, sigma = ordered.mean(), ordered.std()
+    ordered = np.sort(values)
+    n = len(values)
+    mean = ordered.mean()
+    sigma = ordered.std()
     total = 0.0
     for index, value in enumerate(ordered):
-        low, high = special.ndtri(index / n), special.ndtri((index + 1) / n)
+        low = special.ndtri(index / n)
+        high = special.ndtri((index + 1) / n)
         total += integrate.quad(
             lambda z, value=value: ((value - mean) / sigma - z) ** 2 * stats.norm.pdf(z), low, high, epsabs=1e-13
         )[0]
@@ -64,9 +67,9 @@ def by_quadrature(values):
 def test_the_distance_is_the_integral_over_quantiles(tokens):
     points = draws(tokens, 2).exp() - 30
     lines = directions(2)
-    found = squared_gaussian_distance(points, lines)
+    result = squared_gaussian_distance(points, lines)
     expected = [by_quadrature(column) for column in (points @ lines.T).T.numpy()]
-    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(result, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_the_distance_of_many_gaussian_quantiles_vanishes():
@@ -103,7 +106,8 @@ def test_the_null_is_that_of_order_statistics(tokens):
 @pytest.mark.medium
 def test_gaussian_tokens_are_at_their_nulls_and_others_are_not():
     lines = CloudShape(projections=64)
-    gaussian, heavy = lines(draws(2000, 6) @ draws(6, 6, seed=4)), lines(draws(2000, 6).exp())
+    gaussian = lines(draws(2000, 6) @ draws(6, 6, seed=4))
+    heavy = lines(draws(2000, 6).exp())
     for name, reading in gaussian.items():
         assert reading.value < 1.5 * reading.null, name
         assert heavy[name].value > 2 * reading.null, name
@@ -126,8 +130,8 @@ def test_collapsed_and_broken_clouds():
     points = torch.stack([torch.full((9, 3), 0.1).double(), draws(9, 3)])
     points = torch.cat([points, points[1:].clone()])
     points[2, 4, 1] = math.nan
-    found = [squared_gaussian_distance(points, directions(3)), *projected_cumulants(points, directions(3))]
-    for each in found:
+    result = [squared_gaussian_distance(points, directions(3)), *projected_cumulants(points, directions(3))]
+    for each in result:
         assert (each[0] == 0).all()
         assert each[1].isfinite().all()
         assert each[2].isnan().all()
@@ -155,10 +159,10 @@ def test_cumulants_and_distances_know_no_scale(size):
     cloud = torch.randn(30, 3, generator=generator, dtype=torch.float64)
     directions = random_directions(3, 7, generator=generator)
     along = (cloud @ directions.T).numpy()
-    found = projected_cumulants(size * cloud, directions)
+    result = projected_cumulants(size * cloud, directions)
     k2, k3, k4 = (torch.tensor([stats.kstat(column, order) for column in along.T]) for order in (2, 3, 4))
-    torch.testing.assert_close(found.third, k3 / k2**1.5, atol=1e-11, rtol=1e-11)
-    torch.testing.assert_close(found.fourth, k4 / k2.square(), atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(result.third, k3 / k2**1.5, atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(result.fourth, k4 / k2.square(), atol=1e-11, rtol=1e-11)
     distance = squared_gaussian_distance(size * cloud, directions)
     torch.testing.assert_close(distance, squared_gaussian_distance(cloud, directions), atol=1e-12, rtol=0.0)
 
@@ -168,8 +172,8 @@ def test_rounding_has_no_shape():
     line = torch.linspace(0, 1, 9, dtype=torch.float64)
     cloud = torch.stack([line, 3 * line], -1)
     across = torch.tensor([[3.0, -1.0]], dtype=torch.float64) / math.sqrt(10)
-    found = projected_cumulants(cloud, across)
-    assert found.third.item() == found.fourth.item() == squared_gaussian_distance(cloud, across).item() == 0
+    result = projected_cumulants(cloud, across)
+    assert result.third.item() == result.fourth.item() == squared_gaussian_distance(cloud, across).item() == 0
 
 
 def test_the_error_over_directions_is_the_jackknifes():

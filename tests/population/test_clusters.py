@@ -21,10 +21,10 @@ def test_separated_groups_are_found_exactly():
     group = torch.randint(6, (80,), generator=torch.Generator().manual_seed(1))
     points = centres[group] + 0.1 * draws(80, 4, seed=2) / 4
     expected = fcluster(linkage(points.numpy(), "single"), 1.0, "distance")
-    found = cluster_count(points, radius=1.0)
-    assert found.clusters == len(set(expected.tolist()))
-    assert found.covered == pytest.approx(1)
-    assert found.largest == pytest.approx(group.bincount().max().item() / 80)
+    result = cluster_count(points, radius=1.0)
+    assert result.clusters == len(set(expected.tolist()))
+    assert result.covered == pytest.approx(1)
+    assert result.largest == pytest.approx(group.bincount().max().item() / 80)
 
 
 @every_row("radius", [0.3, 1.0, 2.5])
@@ -49,9 +49,9 @@ def test_the_default_radius_goes_with_the_length_of_the_tokens():
 
 def test_batches_limits_and_broken_tokens():
     points = torch.stack([draws(30, 3), torch.ones(30, 3).double()])
-    found = cluster_count(points, radius=0.0, limit=20)
-    assert found.clusters.tolist() == [20, 1]
-    torch.testing.assert_close(found.covered, torch.tensor([20 / 30, 1.0], dtype=torch.float64))
+    result = cluster_count(points, radius=0.0, limit=20)
+    assert result.clusters.tolist() == [20, 1]
+    torch.testing.assert_close(result.covered, torch.tensor([20 / 30, 1.0], dtype=torch.float64))
     alone = cluster_count(points[:1])
     for broken in (math.nan, math.inf):
         points[1, 4, 0] = broken
@@ -75,7 +75,7 @@ def test_bad_calls():
 @pytest.mark.parametrize("scale", [0.2, 3.0])
 def test_levels_of_self_attention_by_enumeration(scale):
     points = draws(2, 11, 3) + 1
-    found = self_attention_levels(points, scale=scale)
+    result = self_attention_levels(points, scale=scale)
     for item in range(2):
         scores = scale * points[item] @ points[item].T
         p = torch.softmax(scores, -1)
@@ -86,15 +86,15 @@ def test_levels_of_self_attention_by_enumeration(scale):
             torch.special.entr(p).sum(-1).mean(),
             (scores.exp().sum() / (2 * scale * 11**2)).log(),
         )
-        for own, wanted in zip(found, expected, strict=True):
+        for own, wanted in zip(result, expected, strict=True):
             torch.testing.assert_close(own[item], wanted, atol=1e-10, rtol=1e-10)
 
 
 def test_the_interaction_energy_does_not_overflow():
     points = 40 * torch.eye(3)
-    found = self_attention_levels(points, scale=10.0)
-    assert found.log_interaction_energy.item() == pytest.approx(16_000 + math.log(3 / (2 * 10 * 9)), rel=1e-6)
-    assert 0 <= found.entropy.item() < 1e-30
+    result = self_attention_levels(points, scale=10.0)
+    assert result.log_interaction_energy.item() == pytest.approx(16_000 + math.log(3 / (2 * 10 * 9)), rel=1e-6)
+    assert 0 <= result.entropy.item() < 1e-30
     far = self_attention_levels(1e12 * draws(9, 3))
     assert far.entropy.item() == pytest.approx(0, abs=1e-12)  # no difference of log Z and scores of 1e24
 
@@ -108,5 +108,5 @@ def test_clusters_know_no_scale(size, dtype):
     members = torch.arange(12) % 3
     cloud = centres[members] + torch.rand(12, 2, generator=generator, dtype=torch.float64) / 4
     for radius in (1.0 * size, None):
-        found = cluster_count((size * cloud).to(dtype), radius=radius)
-        assert (found.clusters.item(), found.covered.item()) == (3, pytest.approx(1.0))
+        result = cluster_count((size * cloud).to(dtype), radius=radius)
+        assert (result.clusters.item(), result.covered.item()) == (3, pytest.approx(1.0))

@@ -23,9 +23,12 @@ from massieu.population import (
 from massieu.testing import OperatorCase, operator_checks
 
 CLOUDS = draw(3, 6, 3, seed=5)
-SCORE, WRITE = 0.5 * draw(3, 3), 0.5 * draw(3, 3, seed=2)
-MEAN, COVARIANCE = draw(3), torch.eye(3, dtype=torch.float64) + 0.2
-GAIN, BIAS = draw(3, seed=3).abs(), draw(3, seed=4)
+SCORE = 0.5 * draw(3, 3)
+WRITE = 0.5 * draw(3, 3, seed=2)
+MEAN = draw(3)
+COVARIANCE = torch.eye(3, dtype=torch.float64) + 0.2
+GAIN = draw(3, seed=3).abs()
+BIAS = draw(3, seed=4)
 LAW = Gaussian.create(0.3 * draw(3, seed=1), 0.5 * torch.eye(3, dtype=torch.float64))
 GENERATOR = torch.Generator()
 VALUES = "it needs values: tensors on meta are refused"

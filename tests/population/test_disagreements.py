@@ -12,19 +12,19 @@ pytestmark = pytest.mark.medium  # processes
 
 
 @pytest.fixture(scope="module")
-def found():
-    """What each process found."""
+def results():
+    """The results of each process."""
     return processes.run(work.everything, 2)
 
 
 @every_row("name", work.ROWS)
-def test_one_error_on_all_processes(found, name):
+def test_one_error_on_all_processes(results, name):
     words = work.ROWS[name][2]
-    for result in found:
+    for result in results:
         assert name in result, "a number, and no error"
-    first, other = (result[name] for result in found)
+    first, other = (result[name] for result in results)
     assert words in first and "process 1" in first and "\n" not in first, first
     assert first == other or first.endswith(other), other
-    wanted = covariance_spectrum(work.POINTS)[:4]
-    for result in found:
-        torch.testing.assert_close(result[name, "next"], wanted)
+    expected = covariance_spectrum(work.POINTS)[:4]
+    for result in results:
+        torch.testing.assert_close(result[name, "next"], expected)

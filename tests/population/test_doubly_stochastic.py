@@ -22,7 +22,8 @@ def dense(scores, weight, steps=20_000):
     mass = scores + weight.log()[..., :, None] + weight.log()[..., None, :]
     for _ in range(steps):
         mass = mass + weight.log()[..., None] - torch.logsumexp(mass, -1, keepdim=True)
-        before, mass = mass, mass + (weight.log() - torch.logsumexp(mass, -2)).unsqueeze(-2)
+        before = mass
+        mass = mass + (weight.log() - torch.logsumexp(mass, -2)).unsqueeze(-2)
         if (mass - before).abs().max() < 1e-13:
             break
     return mass.exp() / weight.unsqueeze(-1)
@@ -30,16 +31,19 @@ def dense(scores, weight, steps=20_000):
 
 @every_row("scale", [0.1, 1.0, 2.5])
 def test_it_is_the_dense_algorithm(scale):
-    query, key, value = draws(2, 3, 13, 4), draws(2, 3, 13, 4, seed=1), draws(2, 3, 13, 5, seed=2)
-    found = doubly_stochastic_attention(query, key, value, scale=scale)
+    query = draws(2, 3, 13, 4)
+    key = draws(2, 3, 13, 4, seed=1)
+    value = draws(2, 3, 13, 5, seed=2)
+    result = doubly_stochastic_attention(query, key, value, scale=scale)
     expected = dense(scale * query @ key.mT, torch.ones(2, 3, 13, dtype=torch.float64))
-    torch.testing.assert_close(found.output, expected @ value, atol=1e-9, rtol=1e-9)
-    f, g = found.potentials.query_potential, found.potentials.key_potential
+    torch.testing.assert_close(result.output, expected @ value, atol=1e-9, rtol=1e-9)
+    f = result.potentials.query_potential
+    g = result.potentials.key_potential
     weights = (scale * query @ key.mT + f.unsqueeze(-1) + g.unsqueeze(-2)).exp()
     torch.testing.assert_close(weights, expected, atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(f), atol=1e-13, rtol=0)
     residual = (weights.sum(-2) - 1).square().mean(-1).sqrt()
-    torch.testing.assert_close(found.potentials.residual, residual, atol=1e-14, rtol=1e-3)
+    torch.testing.assert_close(result.potentials.residual, residual, atol=1e-14, rtol=1e-3)
     assert (residual < 1e-10).all()
     assert (g.mean(-1).abs() < 1e-12).all()
 
@@ -48,10 +52,10 @@ def test_weights_and_hidden_tokens():
     """A token of weight two is two tokens; one of weight zero is none, whatever is in it."""
     points = draws(1, 1, 6, 3)
     weight = torch.tensor([1.0, 2, 1, 0.5, 3, 0], dtype=torch.float64)
-    found = doubly_stochastic_attention(points, points, points, log_weight=weight.log(), scale=1.0)
+    result = doubly_stochastic_attention(points, points, points, log_weight=weight.log(), scale=1.0)
     expected = dense((points @ points.mT)[..., :5, :5], weight[:5].expand(1, 1, 5)) @ points[..., :5, :]
-    torch.testing.assert_close(found.output[..., :5, :], expected, atol=1e-9, rtol=1e-9)
-    assert found.potentials.key_potential[..., 5] == found.potentials.query_potential[..., 5] == 0
+    torch.testing.assert_close(result.output[..., :5, :], expected, atol=1e-9, rtol=1e-9)
+    assert result.potentials.key_potential[..., 5] == result.potentials.query_potential[..., 5] == 0
     twice = torch.cat([points[..., :2, :], points[..., 1:2, :]], -2)
     doubled = doubly_stochastic_attention(twice, twice, twice).output
     once = doubly_stochastic_attention(*[points[..., :2, :]] * 3, log_weight=weight[:2].log()).output
@@ -62,20 +66,23 @@ def test_weights_and_hidden_tokens():
 
 def test_gaussian_tokens_shrink_by_the_entropic_plan():
     """ρ = N(0, s²), scores xy/ε: E[y|x] = κx with κs² = c, c² + εc = s⁴; by quadrature over weighted tokens."""
-    spread, epsilon = 1.3, 0.4
+    spread = 1.3
+    epsilon = 0.4
     grid = torch.linspace(-9, 9, 401, dtype=torch.float64) * spread
     weight = -grid.square() / (2 * spread**2)
     tokens = grid[None, None, :, None]
-    found = doubly_stochastic_attention(tokens, tokens, tokens, log_weight=weight, scale=1 / epsilon)
+    result = doubly_stochastic_attention(tokens, tokens, tokens, log_weight=weight, scale=1 / epsilon)
     covariance = (-epsilon + math.sqrt(epsilon**2 + 4 * spread**4)) / 2
     inner = grid.abs() < 4
-    output = found.output[0, 0, inner, 0]
+    output = result.output[0, 0, inner, 0]
     torch.testing.assert_close(output, covariance / spread**2 * grid[inner], atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.medium
 def test_derivatives_are_exact():
-    query, key, weight = draws(1, 2, 3, 2), draws(1, 2, 3, 2, seed=1), 0.3 * draws(3, seed=2)
+    query = draws(1, 2, 3, 2)
+    key = draws(1, 2, 3, 2, seed=1)
+    weight = 0.3 * draws(3, seed=2)
     value = draws(1, 2, 3, 1, seed=3)
 
     def function(query, key, value, weight):
@@ -86,7 +93,8 @@ def test_derivatives_are_exact():
 
 @pytest.mark.medium
 def test_potentials_alone_have_derivatives_too():
-    query, key = draws(1, 1, 4, 2), draws(1, 1, 4, 2, seed=1)
+    query = draws(1, 1, 4, 2)
+    key = draws(1, 1, 4, 2, seed=1)
     check_derivatives(lambda q, k: sinkhorn(q, k, tolerance=1e-13)[:2], (query, key), second=False)
 
 
@@ -96,8 +104,8 @@ def test_tied_attention_is_a_joint_gradient_and_softmax_is_not():
 
     def level(flat):
         heads = flat.reshape(1, 1, 5, 2)
-        found = sinkhorn(heads, heads, scale=1.5)
-        return -(found.query_potential.sum() + found.key_potential.sum()) / 1.5
+        result = sinkhorn(heads, heads, scale=1.5)
+        return -(result.query_potential.sum() + result.key_potential.sum()) / 1.5
 
     def attended(flat):
         heads = flat.reshape(1, 1, 5, 2)
@@ -117,7 +125,9 @@ def test_tied_attention_is_a_joint_gradient_and_softmax_is_not():
 
 
 def test_the_layer_keeps_the_mean_of_the_values():
-    points, query, key = draws(3, 50, 4) + 5, draws(2, 4, seed=1) / 4, draws(2, 4, seed=2) / 4
+    points = draws(3, 50, 4) + 5
+    query = draws(2, 4, seed=1) / 4
+    key = draws(2, 4, seed=2) / 4
     layer = DoublyStochasticLayer.create(query_weight=query, key_weight=key, scale=1.0)
     after = layer(points)
     torch.testing.assert_close(after.mean(-2), points.mean(-2), atol=1e-10, rtol=0)
@@ -173,8 +183,9 @@ def test_a_gaussian_law_goes_where_sinkhorn_takes_it(scale):
     """A quadrature of the law as weighted tokens, whose plan is found without knowing that it is Gaussian."""
     law = cases.law(seed=2)
     nodes, weight = cases.hermite(law, 20)
-    kept = weight > 1e-16
-    nodes, weight = nodes[kept], weight[kept]
+    has_weight = weight > 1e-16
+    nodes = nodes[has_weight]
+    weight = weight[has_weight]
     query, key, value = (0.7 * draws(2, 2, seed=each) for each in (4, 5, 6))
     heads = [(nodes @ each.T)[None, None] for each in (query, key, value)]
     output = doubly_stochastic_attention(*heads, log_weight=weight.log(), scale=scale).output[0, 0]
@@ -184,9 +195,9 @@ def test_a_gaussian_law_goes_where_sinkhorn_takes_it(scale):
     layer = DoublyStochasticLayer.create(
         query_weight=query, key_weight=key, value_weight=value, scale=scale, step_size=-0.6, residual=True
     )
-    found = layer.gaussian(law)
-    torch.testing.assert_close(found.location, mean, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(cases.covariance(found), expected, rtol=1e-6, atol=1e-6)
+    result = layer.gaussian(law)
+    torch.testing.assert_close(result.location, mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(cases.covariance(result), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_singular_law_is_refused():

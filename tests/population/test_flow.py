@@ -161,7 +161,8 @@ def test_interrupted_it_keeps_what_it_has(tmp_path):
 
 
 def test_a_checkpoint_of_another_flow_is_refused(tmp_path):
-    points, folder = draws(10, 2), tmp_path / "flow"
+    points = draws(10, 2)
+    folder = tmp_path / "flow"
     Flow(resampled(), depth=2).run(points, checkpoint=folder)
     for other, what in (
         (Flow(resampled(), depth=3), "depth and layers"),
@@ -207,13 +208,13 @@ def attending(heads):
         (scaled_by(2), scaled_by(3)),
     ],
 )
-def test_layers_are_told_apart_by_what_they_hold(one, other):
+def test_layers_with_other_content_have_other_fingerprints(one, other):
     assert fingerprint(one) == fingerprint(one)
     assert fingerprint(one) != fingerprint(other)
 
 
 def test_bad_calls():
-    for layers, options, error, said in (
+    for layers, options, error, message in (
         ([], {}, ValueError, "at least one layer"),
         (halve, {}, ValueError, "one layer needs depth="),
         ([halve], {"depth": 2}, ValueError, "depth says how often one layer is applied"),
@@ -221,7 +222,7 @@ def test_bad_calls():
         ([3], {}, TypeError, "must be callable, got int"),
         (halve, {"depth": 1, "generators": [3]}, TypeError, "torch.Generator, got 3"),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             Flow(layers, **options)
     with pytest.raises(ValueError, match=r"particles must have shape \(n, d\), got \(2, 9, 2\)"):
         Flow(halve, depth=1).run(draws(2, 9, 2))
@@ -257,8 +258,8 @@ def test_tokens_on_a_sphere_end_in_one_cluster_unless_the_mean_is_kept():
     assert result.values("clusters")[0] > 20
     assert result.values("clusters")[-1] == 1
     assert (result.values("log_interaction_energy").diff() >= -1e-12).all()
-    kept = Flow(DoublyStochasticLayer.create(scale=2.0), depth=3, observables=[CloudMoments()]).run(points)
-    mean = kept.values("length_of_mean")
+    centred = Flow(DoublyStochasticLayer.create(scale=2.0), depth=3, observables=[CloudMoments()]).run(points)
+    mean = centred.values("length_of_mean")
     torch.testing.assert_close(mean, mean[:1].expand(4), atol=1e-10, rtol=0)
 
 

@@ -89,7 +89,7 @@ def signed(path, change):
 
 
 @every_row(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda r: r.update(format=1), r"format 1, and this version of massieu reads format 2: run the flow anew"),
         (lambda r: r.update(format=3), r"format 3, and this version"),
@@ -106,14 +106,14 @@ def signed(path, change):
         (lambda r: r["settings"].update(device="abacus"), "on the device abacus, which cannot be used here"),
     ],
 )
-def test_what_does_not_fit_is_named(change, said, tmp_path):
+def test_what_does_not_fit_is_named(change, message, tmp_path):
     path = next((tmp_path / "flow").iterdir()) if (tmp_path / "flow").exists() else written(tmp_path / "flow")
     whole = path.read_bytes()
     signed(path, lambda record: None)
     assert path.read_bytes() == whole or build().resume(path.parent).complete
     signed(path, change)
     try:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             build().resume(path.parent)
     finally:
         path.write_bytes(whole)

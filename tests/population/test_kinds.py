@@ -16,7 +16,8 @@ def n(*shape, seed=0):
 
 
 I3 = torch.eye(3, dtype=torch.float64)
-C, H = n(10, 3), n(1, 1, 6, 3)
+C = n(10, 3)
+H = n(1, 1, 6, 3)
 two = torch.tensor([0.3, 0.7], dtype=torch.float64)
 one = torch.tensor(1.0, dtype=torch.float64)
 LAW = Gaussian.create(torch.zeros(3).double(), I3)

@@ -21,7 +21,8 @@ from massieu.population import (
 )
 
 F64 = torch.float64
-MEAN, FACTOR = cases.draw(3, 2, seed=1), cases.draw(3, 2, 2, seed=2)
+MEAN = cases.draw(3, 2, seed=1)
+FACTOR = cases.draw(3, 2, 2, seed=2)
 
 
 def drawn(**options):
@@ -55,8 +56,8 @@ def test_transforms_of_laws(layer):
     whole = function(MEAN, FACTOR)
     each = [torch.stack(parts) for parts in zip(*map(function, MEAN, FACTOR), strict=True)]
     mapped = vmap(function)(MEAN, FACTOR)
-    for found, expected, again in zip(whole, each, mapped, strict=True):
-        torch.testing.assert_close(found, expected)
+    for result, expected, again in zip(whole, each, mapped, strict=True):
+        torch.testing.assert_close(result, expected)
         torch.testing.assert_close(again, expected)
     check_derivatives(function, (MEAN[0], FACTOR[0]))
     half = layer.gaussian(Gaussian.create(MEAN[0].bfloat16(), factor=FACTOR[0].bfloat16()))
@@ -65,7 +66,8 @@ def test_transforms_of_laws(layer):
 
 def test_many_draws_and_flat_scores_are_attention():
     """Draws add a covariance of order 1/S; doubly stochastic weights are softmax's to first order in the scale."""
-    law, same = cases.law(seed=3), torch.eye(2, dtype=F64)
+    law = cases.law(seed=3)
+    same = torch.eye(2, dtype=F64)
     attention = AttentionLayer.from_score(same, same, scale=0.5).gaussian(law)
     excess = cases.covariance(drawn(draws=10).gaussian(law)) - cases.covariance(attention)
     torch.testing.assert_close(excess, cases.covariance(law) / 10)
@@ -89,13 +91,13 @@ def test_a_renormalisation_stands_behind_them_too():
 
 
 def test_the_scale_is_one_by_the_root_of_the_width_by_default():
-    points, law, narrow = cases.draw(6, 4, seed=7), cases.law(4, seed=8), cases.draw(2, 4, seed=9)
+    points = cases.draw(6, 4, seed=7)
+    law = cases.law(4, seed=8)
+    narrow = cases.draw(2, 4, seed=9)
     maps = {"query_weight": narrow, "key_weight": cases.draw(2, 4, seed=10)}
     for options, scale in (({}, 0.5), (maps, 2**-0.5)):
-        default, explicit = (
-            DoublyStochasticLayer.create(**options),
-            DoublyStochasticLayer.create(**options, scale=scale),
-        )
+        default = DoublyStochasticLayer.create(**options)
+        explicit = DoublyStochasticLayer.create(**options, scale=scale)
         assert torch.equal(default(points), explicit(points))
         for build in (DoublyStochasticLayer.create, partial(ResampledLayer.create, generator=torch.Generator())):
             laws = [build(**options, **given).gaussian(law) for given in ({}, {"scale": scale})]

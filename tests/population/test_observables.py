@@ -53,7 +53,9 @@ def test_trace_and_length_on_either_route(n, d):
 
 
 def test_isotropic_gaussian():
-    n, d, scale = 40_000, 8, 3.0
+    n = 40_000
+    d = 8
+    scale = 3.0
     points = scale * torch.randn(n, d, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     spectrum = covariance_spectrum(points)
     # E log det of a Wishart matrix deviates from log σ² by O(d/n); its standard deviation per direction is √(2/(n d)).
@@ -78,7 +80,8 @@ def test_rank_one_cloud():
 
 
 def test_orthonormal_simplex():
-    n, d = 6, 10
+    n = 6
+    d = 10
     points = torch.eye(d, dtype=torch.float32)[:n]
     spectrum = covariance_spectrum(points)
     torch.testing.assert_close(spectrum, torch.full((n - 1,), 1 / n, dtype=torch.float64))

@@ -37,14 +37,16 @@ def symmetric_root(matrix: np.ndarray) -> np.ndarray:
 
 
 def test_particles_have_the_wanted_moments_by_the_symmetric_root():
-    wanted, target, particles = draw(4, seed=1), covariance(4, 2), draw(30, 4, seed=3) @ draw(4, 4, seed=4) + 5
-    found = Renormalisation.create(wanted, target)(particles)
-    mean, own = moments(found)
+    wanted = draw(4, seed=1)
+    target = covariance(4, 2)
+    particles = draw(30, 4, seed=3) @ draw(4, 4, seed=4) + 5
+    result = Renormalisation.create(wanted, target)(particles)
+    mean, own = moments(result)
     torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-12)
     torch.testing.assert_close(own, target, rtol=0, atol=1e-11)
     root = symmetric_root(target.numpy()) @ np.linalg.inv(symmetric_root(np.cov(particles.numpy().T, bias=True)))
     expected = wanted.numpy() + (particles.numpy() - particles.numpy().mean(0)) @ root.T
-    np.testing.assert_allclose(found, expected, atol=1e-10)
+    np.testing.assert_allclose(result, expected, atol=1e-10)
 
 
 def test_laws_go_where_their_particles_go():
@@ -53,9 +55,9 @@ def test_laws_go_where_their_particles_go():
     law = Gaussian.create(*moments(particles))
     for rule_ in (rule, TraceRenormalisation.create(2.0), Renormalisation.create(rule.mean, rule.covariance, eps=0.2)):
         mean, own = moments(rule_(particles))
-        found = rule_.gaussian(law)
-        torch.testing.assert_close(found.location, mean, rtol=0, atol=1e-12)
-        torch.testing.assert_close(found.fisher(torch.zeros(3, dtype=F64)), own, rtol=0, atol=1e-11)
+        result = rule_.gaussian(law)
+        torch.testing.assert_close(result.location, mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(result.fisher(torch.zeros(3, dtype=F64)), own, rtol=0, atol=1e-11)
 
 
 def test_what_is_renormalised_stays():
@@ -120,17 +122,18 @@ def test_compiled(rule):
 def renormalised_in_processes(rank: int, size: int) -> dict[str, Tensor]:
     """Each process's share of 13 particles, and the gradients of one objective."""
     own = draw(13, 2, seed=6).tensor_split(size)[rank].clone().requires_grad_()
-    mean, target = draw(2, seed=1).requires_grad_(), covariance(2, 2).requires_grad_()
-    found = {}
+    mean = draw(2, seed=1).requires_grad_()
+    target = covariance(2, 2).requires_grad_()
+    result = {}
     for name, rule in {
         "full": Renormalisation(mean, target),
         "trace": TraceRenormalisation.create(2.0),
     }.items():
         moved = rule.sharded(own, group=dist.group.WORLD)
-        found[name] = moved.detach()
+        result[name] = moved.detach()
         leaves = [own, mean, target] if name == "full" else [own]
-        found[f"{name}: gradients"] = torch.autograd.grad(objective(moved).sum(), leaves)
-    return found
+        result[f"{name}: gradients"] = torch.autograd.grad(objective(moved).sum(), leaves)
+    return result
 
 
 def objective(particles: Tensor) -> Tensor:
@@ -141,7 +144,8 @@ def objective(particles: Tensor) -> Tensor:
 def test_particles_of_several_processes_have_the_moments_of_all():
     shares: Any = processes.run(renormalised_in_processes, 2)
     particles = draw(13, 2, seed=6).requires_grad_()
-    mean, target = draw(2, seed=1).requires_grad_(), covariance(2, 2).requires_grad_()
+    mean = draw(2, seed=1).requires_grad_()
+    target = covariance(2, 2).requires_grad_()
     for name, rule in {"full": Renormalisation(mean, target), "trace": TraceRenormalisation.create(2.0)}.items():
         whole = rule(particles)
         torch.testing.assert_close(torch.cat([share[name] for share in shares]), whole.detach())
@@ -167,7 +171,8 @@ def test_few_particles_need_an_eps():
 
 
 def test_bad_calls():
-    mean, target = torch.zeros(3, dtype=F64), torch.eye(3, dtype=F64)
+    mean = torch.zeros(3, dtype=F64)
+    target = torch.eye(3, dtype=F64)
     with pytest.raises(ValueError, match=r"covariance must have shape \(3, 3\) .* got \(3,\)"):
         Renormalisation.create(mean, torch.ones(3, dtype=F64))
     with pytest.raises(ValueError, match="positive definite"):

@@ -20,23 +20,26 @@ def layer(**options):
 
 
 def test_a_draw_has_mean_attention_and_the_covariance_of_its_weights():
-    points, repetitions = draws(6, 3), 8000
-    query, value = draws(2, 3, seed=2), draws(3, 3, seed=3)
+    points = draws(6, 3)
+    repetitions = 8000
+    query = draws(2, 3, seed=2)
+    value = draws(3, 3, seed=3)
     own = layer(query_weight=query, key_weight=2 * query, value_weight=value, scale=0.7, step_size=0.5, residual=True)
     p = torch.softmax(0.7 * (points @ query.T) @ (2 * points @ query.T).T, -1)
     values = points @ value.T
     mean = points + 0.5 * p @ values
     torch.testing.assert_close(own.attended(points), mean, atol=1e-12, rtol=1e-12)
-    found = own(points.expand(repetitions, 6, 3))
+    result = own(points.expand(repetitions, 6, 3))
     variance = 0.25 * (p @ values.square() - (p @ values).square())
-    assert ((found.mean(0) - mean).abs() < 5 * (variance / repetitions).sqrt()).all()
-    deviation = (found - mean).square()
+    assert ((result.mean(0) - mean).abs() < 5 * (variance / repetitions).sqrt()).all()
+    deviation = (result - mean).square()
     error = deviation.std(0) / repetitions**0.5
     assert ((deviation.mean(0) - variance).abs() < 5 * error).all()
 
 
 def test_of_several_draws_the_variance_is_divided_by_their_number():
-    points, repetitions = draws(5, 2), 5000
+    points = draws(5, 2)
+    repetitions = 5000
     p = torch.softmax(points @ points.T, -1)
     variance = p @ points.square() - (p @ points).square()
     spread = {}
@@ -63,7 +66,9 @@ def test_what_is_told_of_the_draws():
 @pytest.mark.medium
 def test_genealogies_coalesce_as_uniform_draws_do():
     """Uniform weights are the Wright–Fisher model: two tokens have one ancestor with probability 1 − (1 − 1/n)^t."""
-    tokens, generations, repetitions = 10, 4, 60
+    tokens = 10
+    generations = 4
+    repetitions = 60
     shared = torch.zeros(repetitions, generations, dtype=torch.float64)
     own = layer(scale=0.0)
     for repetition in range(repetitions):
@@ -87,7 +92,9 @@ def test_lineages_lead_to_the_tokens_of_the_start():
 @pytest.mark.medium
 def test_trap_34_draws_are_unbiased_for_attention_which_is_biased_for_the_population():
     """Keys from N(0, 1), one query η: the mean of tilted keys is η; attention is off by −e^{η²}η/N, and its draws no more."""
-    eta, keys, sets = 0.7, 20, 30_000
+    eta = 0.7
+    keys = 20
+    sets = 30_000
     drawn = draws(sets, keys, 1)
     weights = torch.softmax(eta * drawn, -2)
     attention = (weights * drawn).sum((-2, -1))
@@ -136,9 +143,9 @@ def test_a_gaussian_law_stays_one_and_has_the_covariance_of_the_draws_too():
     mean = weight @ moved
     between = (weight[:, None] * (moved - mean)).T @ (moved - mean)
     expected = between + 0.64 * torch.einsum("i,ikl->kl", weight, within) / 3
-    found = own.gaussian(law)
-    torch.testing.assert_close(found.location, mean, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(cases.covariance(found), expected, rtol=1e-7, atol=1e-7)
+    result = own.gaussian(law)
+    torch.testing.assert_close(result.location, mean, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(cases.covariance(result), expected, rtol=1e-7, atol=1e-7)
 
     count = 4000
     cloud = law.sample(torch.zeros(2).double(), (count,), generator=torch.Generator().manual_seed(3))

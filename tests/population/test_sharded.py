@@ -14,12 +14,12 @@ pytestmark = pytest.mark.medium  # processes
 def test_forward_and_gradients_are_those_of_one_process(size):
     """Gradients of weights are parts of a sum; a process may have no particle at all."""
     told = processes.run(work.everything, size)
-    found = [results for results, _ in told]
+    result = [results for results, _ in told]
     after, gradient, weights = work.alone(size)
-    torch.testing.assert_close(torch.cat([each[0] for each in found], 1), after, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(torch.cat([each[1] for each in found], 1), gradient, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.cat([each[0] for each in result], 1), after, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.cat([each[1] for each in result], 1), gradient, rtol=1e-11, atol=1e-11)
     for index, expected in enumerate(weights):
-        torch.testing.assert_close(sum(each[2][index] for each in found), expected, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(sum(each[2][index] for each in result), expected, rtol=1e-11, atol=1e-11)
     if size == 2:
         flows_are_that_of_one_process([flow for _, flow in told])
 

@@ -19,7 +19,7 @@ from massieu.report.colours import DIVERGING, SEQUENTIAL, mix
 from massieu.report.encode import Block, script_json
 from massieu.report.tables import sites_of
 from massieu.report.tokens import readable
-from massieu.storage.record import RunRecord, plain
+from massieu.storage.record import RunRecord, json_value
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,10 @@ def test_byte_level_tokens_decode_to_the_words_that_were_encoded(words: list[str
     coder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokens = ["".join(piece for piece, _ in coder.pre_tokenize_str(f" {word}")) for word in words]
     shown = readable(tokens)
-    plain = [entry["text"] for entry in shown if not re.search(r"⟨U\+", entry["text"])]
-    assert plain == [word for word, entry in zip(words, shown, strict=True) if not re.search(r"⟨U\+", entry["text"])]
+    json_value = [entry["text"] for entry in shown if not re.search(r"⟨U\+", entry["text"])]
+    assert json_value == [
+        word for word, entry in zip(words, shown, strict=True) if not re.search(r"⟨U\+", entry["text"])
+    ]
     assert all(entry["space"] for entry in shown)
 
 
@@ -144,9 +146,9 @@ def test_colour_scales_hit_their_ends_and_are_monotone_in_lightness() -> None:
 )
 def test_arrays_are_written_as_their_numbers_are(values, digits):
     """An array at once, and its numbers one by one: the same decimals, but for ties that a product may round the other way."""
-    found = plain(values.reshape(1, -1), digits)[0]
+    found = json_value(values.reshape(1, -1), digits)[0]
     for one, number in zip(found, values.tolist(), strict=True):
-        expected = plain(number, digits)
+        expected = json_value(number, digits)
         if one != expected:
             assert one is not None and expected is not None
             assert one == float(f"{one:.{digits}g}")
@@ -154,17 +156,17 @@ def test_arrays_are_written_as_their_numbers_are(values, digits):
 
 
 def test_arrays_of_other_kinds_are_lists():
-    assert plain(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
-    assert plain({"a": np.float32(0.5), "b": np.array(np.nan), "c": np.array([True])}) == {
+    assert json_value(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert json_value({"a": np.float32(0.5), "b": np.array(np.nan), "c": np.array([True])}) == {
         "a": 0.5,
         "b": None,
         "c": [True],
     }
-    assert plain(np.array([0.1234567, -0.0, 1e300, 1e-300, np.inf], dtype=np.float64), 3) == [
+    assert json_value(np.array([0.1234567, -0.0, 1e300, 1e-300, np.inf], dtype=np.float64), 3) == [
         0.123,
         0.0,
         1e300,
         1e-300,
         None,
     ]
-    assert plain(np.array([0.1], dtype=np.float32)) == [float(np.float32(0.1))]
+    assert json_value(np.array([0.1], dtype=np.float32)) == [float(np.float32(0.1))]

@@ -49,7 +49,7 @@ def stored_texts(stored: folders.Stored) -> dict[str, str]:
     """Every file that the record lists, if it is the one that the record means."""
     found = {}
     for name, hash in json.loads(stored.record)["files"].items():
-        content = stored.own.path.joinpath(name).read_bytes() if stored.has(name) else b""
+        content = stored.files.path.joinpath(name).read_bytes() if stored.has(name) else b""
         if folders.digest(content) != hash:
             raise folders.MismatchError(f"{name} is another")
         found[name] = content.decode()

@@ -1,4 +1,4 @@
-"""The command line. `main` readies the process and runs `commands`; how it ends is said here."""
+"""The command line: `main` prepares the process, runs `commands` and sets the exit status."""
 
 import os
 import sys
@@ -6,12 +6,13 @@ import sys
 from massieu.cli import streams
 
 INTERRUPTED = 130
+"""The exit status after SIGINT."""
 
 
 def main() -> None:
     """Run the command line."""
-    # Threads that wait for each other soon sleep: where other processes have the cores, one that looped would keep the one
-    # that it waits for from running. GNU's OpenMP reads this when torch is loaded, which is later.
+    # Let threads that wait for each other sleep soon. If other processes use the cores, a thread that waits in a loop keeps the
+    # one that it waits for from running. GNU's OpenMP reads this variable when torch is loaded, which is later.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     streams.ready()
@@ -19,15 +20,15 @@ def main() -> None:
         try:
             _run()
         finally:
-            # Python remembers that KeyboardInterrupt left an `exec`, of which imports have many, and would in the end take
-            # SIGINT for what ended the process, caught or not and whatever the exit status. Another `exec` clears that.
+            # Imports run by `exec`. Python remembers a KeyboardInterrupt that left one, even if it was caught, and would end
+            # the process by SIGINT whatever the exit status. Another `exec` clears that.
             exec("")
             sys.stdout.flush()
     except streams.OutputLost as lost:
         if not lost.piped:
             streams.say(str(lost))
         sys.exit(lost.status)
-    except KeyboardInterrupt:  # while the commands themselves were imported
+    except KeyboardInterrupt:  # While the commands themselves were imported.
         streams.say("interrupted")
         sys.exit(INTERRUPTED)
 

@@ -1,4 +1,4 @@
-"""The command line: it parses, calls, says what came out; torch is imported when a command runs."""
+"""The commands: they parse options, call the library and print results; torch is imported when a command runs."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import massieu
-from massieu.cli import given, terminal
+from massieu.cli import inputs, terminal
 from massieu.cli import options as take
 from massieu.cli.experiment_command import experiment
 from massieu.cli.options import (
@@ -26,7 +26,7 @@ from massieu.cli.options import (
     short_name,
 )
 from massieu.cli.output import check_page, result_folder
-from massieu.cli.processes import joined, leads, many, say_first, say_once
+from massieu.cli.processes import is_distributed, is_rank_zero, process_group, say_first, say_once
 from massieu.cli.streams import OutputLost, say, show
 from massieu.errors import InputError, ProcessLostError
 from massieu.interruption import ENDINGS, Interruption, interruptible
@@ -35,7 +35,7 @@ from massieu.storage.folder import save_or_elsewhere
 if TYPE_CHECKING:
     from massieu.probing.result.result import ProbeResult
 
-# How a command ends, beside 0 and 128 + the number of the signal that interrupted it.
+# Exit statuses, besides 0 and 128 + the number of the signal that interrupted a command.
 FAILED = 1
 BAD_INPUT = 2
 NOT_FINITE = 3
@@ -43,7 +43,7 @@ RESULTS = Path("massieu-results")
 
 
 class _Commands(TyperGroup):
-    """Bad input is one line without a traceback, an interruption too; any other error keeps its traceback."""
+    """Bad input and interruptions end in one line without a traceback; any other error keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         with interruptible(ENDINGS) as interruption:
@@ -58,12 +58,12 @@ class _Commands(TyperGroup):
 
 
 def _end(error: BaseException, interruption: Interruption) -> None:
-    """Say what ended a command and end it; returns where the error needs its traceback."""
-    asked = interruption.asked.is_set()
-    if isinstance(error, OutputLost) and asked:  # a terminal that was closed asked for the end
+    """Print why a command ends, and exit; returns if the error needs its traceback."""
+    was_interrupted = interruption.asked.is_set()
+    if isinstance(error, OutputLost) and was_interrupted:  # By a terminal that was closed.
         raise typer.Exit(interruption.status) from error
-    # Libraries turn an interruption while they are loaded into errors of their own.
-    if isinstance(error, KeyboardInterrupt) or (asked and not interruption.held):
+    # Libraries that are interrupted while they are loaded raise errors of their own.
+    if isinstance(error, KeyboardInterrupt) or (was_interrupted and not interruption.held):
         say_once(_interrupted(interruption))
         raise typer.Exit(interruption.status) from error
     if isinstance(error, InputError | ProcessLostError):
@@ -72,8 +72,8 @@ def _end(error: BaseException, interruption: Interruption) -> None:
 
 
 def _interrupted(interruption: Interruption) -> str:
-    by = interruption.number
-    return "interrupted" if by in (None, signal.SIGINT) else f"interrupted by {signal.Signals(by).name}"
+    number = interruption.number
+    return "interrupted" if number in (None, signal.SIGINT) else f"interrupted by {signal.Signals(number).name}"
 
 
 app = typer.Typer(
@@ -88,8 +88,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         show(f"massieu {massieu.__version__}")
         raise typer.Exit
 
@@ -162,22 +162,22 @@ def probe(
         of_a_run = {"--out": out, "--query-sample": query_sample, "--replace": replace, "--statistics": statistics}
         of_a_run |= {"--draws": draws, "--per-token": per_token, "--quick": quick or None, "--resume": resume or None}
         of_a_run |= {"--no-packing": no_packing or None}
-        given.check_prompt(prompt, of_text | of_a_run)
+        inputs.check_prompt(prompt, of_text | of_a_run)
         with context.obj.loading():
             from massieu.cli.attention import show_summary
             from massieu.probing.model.given import Checkpoint
             from massieu.probing.weights.prompt_summary import summarise_prompt
 
         checkpoint = Checkpoint(model, trust_remote_code=trust_remote_code, **loading)
-        show_summary(summarise_prompt(checkpoint, given.given_prompt(prompt, chat), tokenizer))
+        show_summary(summarise_prompt(checkpoint, inputs.given_prompt(prompt, chat), tokenizer))
         return
-    if many() and text is not None and "-" in text:
+    if is_distributed() and text is not None and "-" in text:
         raise InputError("--text - works with one process only, but torchrun started several; give files instead")
     if model is None and text is not None and len(text) > 1 and os.path.isfile(Path(text[-1], "config.json")):
         raise InputError(f"{text[-1]}, given after --text, is a model; put MODEL before --text")
     folder = RESULTS / short_name(model) if out is None else out
-    chosen = take.names_in(*statistics or ())
-    with result_folder(folder, format.value, per_token is not None) if leads() else nullcontext():
+    names = take.names_in(*statistics or ())
+    with result_folder(folder, format.value, per_token is not None) if is_rank_zero() else nullcontext():
         with context.obj.loading():
             from massieu.probing.model.given import Checkpoint
             from massieu.probing.run import probe as run_probe
@@ -185,8 +185,8 @@ def probe(
             from massieu.probing.session.run import Run
 
         running = running_in(folder)
-        own = take.statistics_in(chosen)
-        data = given.given_data(
+        chosen = take.statistics_in(names)
+        data = inputs.data_of(
             text,
             tokenizer,
             images=images,
@@ -199,38 +199,38 @@ def probe(
             bos=bos,
             generate=generate,
         )
-        with joined(), terminal.progress_shown() if leads() else nullcontext() as show:
+        with process_group(), terminal.progress_shown() if is_rank_zero() else nullcontext() as show:
             result = run_probe(
                 Checkpoint(model, trust_remote_code=trust_remote_code, **loading),
                 data,
-                **given.given_statistics(own, quick, draws),
-                replace=given.given_replacements(replace, replace_per.value, replace_windows, own),
+                **inputs.statistics_options(chosen, quick, draws),
+                replace=inputs.replacements_of(replace, replace_per.value, replace_windows, chosen),
                 per_token=take.per_token(per_token),
                 query_sample=query_sample,
                 batch_size=batch_size,
                 seed=seed,
-                run=Run(running, resume=resume, store_every=store_every, distributed=many(), progress=show),
+                run=Run(running, resume=resume, store_every=store_every, distributed=is_distributed(), progress=show),
             )
-        if leads():
+        if is_rank_zero():
             save_or_elsewhere(lambda place: result.save(place, format=format.value), folder)
-        if leads() and result.complete:
+        if is_rank_zero() and result.complete:
             forget(running)
-    if leads():
+    if is_rank_zero():
         terminal.summarise(result, folder)
     _end_probe(result, context.obj, resumable=not replace)
 
 
 def _end_probe(result: "ProbeResult", interruption: Interruption, resumable: bool) -> None:
-    """The exit status of a probe whose result was saved."""
+    """Exit with the status of a probe whose result was saved; returns if that is 0."""
     if not result.complete:
-        then = "with --resume to continue" if resumable else "to begin again: with --replace, no run is continued"
+        advice = "with --resume to continue" if resumable else "to begin again: with --replace, no run is continued"
         say_first(
             f"{_interrupted(interruption)}: the result holds what was measured so far and is marked incomplete; "
-            f"run the same command {then}"
+            f"run the same command {advice}"
         )
     elif interruption.asked.is_set():
         say_first(f"{_interrupted(interruption)} after the last measurement: the result is complete")
-    elif result.trouble and leads():
+    elif result.trouble and is_rank_zero():
         raise typer.Exit(NOT_FINITE)
     else:
         return
@@ -276,7 +276,7 @@ def compare(
     json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
 ) -> None:
     """Compare models on the same text, head by head."""
-    from massieu.cli.compare import Asked, limits_of, run
+    from massieu.cli.compare import ComparisonRequest, limits_of, run
 
     names = take.names_in(*() if revisions is None else (revisions,))
     with context.obj.loading():
@@ -284,8 +284,8 @@ def compare(
         limits = limits_of(fail_above, chosen)
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     with context.obj.loading():
-        to_compare = given.given_models(models, names, loading)
-        data = given.given_data(
+        to_compare = inputs.models_of(models, names, loading)
+        data = inputs.data_of(
             text,
             tokenizer,
             column=column,
@@ -299,14 +299,15 @@ def compare(
     chosen_options = {"statistics": chosen, "draws": draws, "seed": seed, "batch_size": batch_size}
     options = {"data": data} | {name: value for name, value in chosen_options.items() if value is not None}
     ends = [short_name(name) if names is None else name for name in ((names or models)[0], (names or models)[-1])]
-    asked = Asked(to_compare, names, options, RESULTS / "-".join(ends) if out is None else out, limits, json)
-    found, above = run(asked, context.obj)
+    folder = RESULTS / "-".join(ends) if out is None else out
+    request = ComparisonRequest(to_compare, names, options, folder, limits, json)
+    comparison, is_above_limit = run(request, context.obj)
     if context.obj.asked.is_set():
         say(f"{_interrupted(context.obj)} after the last measurement: the comparison is complete")
         raise typer.Exit(context.obj.status)
-    if any(each.trouble for each in found.runs):
+    if any(run_record.trouble for run_record in comparison.runs):
         raise typer.Exit(NOT_FINITE)
-    if above:
+    if is_above_limit:
         raise typer.Exit(FAILED)
 
 
@@ -339,7 +340,7 @@ def attention(
     from massieu.cli.attention import HeadPicture, head_of
 
     layer, number = head_of(head)
-    given.check_prompt(prompt, {})
+    inputs.check_prompt(prompt, {})
     if top < 1:
         raise InputError(f"--top must be at least 1, got {top}")
     path = RESULTS / short_name(model) / f"attention-{layer}.{number}.png" if out is None else out
@@ -348,7 +349,7 @@ def attention(
 
     loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
     checkpoint = Checkpoint(model, trust_remote_code=trust_remote_code, **loading)
-    HeadPicture(layer, number, site, path, top, json).make(checkpoint, given.given_prompt(prompt, chat), tokenizer)
+    HeadPicture(layer, number, site, path, top, json).make(checkpoint, inputs.given_prompt(prompt, chat), tokenizer)
 
 
 @app.command(epilog="\b\nExamples:\n  massieu describe gpt2\n  massieu describe ./checkpoint")
@@ -368,11 +369,11 @@ def describe(
         from massieu.probing.run import describe as run_describe
 
     loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
-    found = run_describe(Checkpoint(model, trust_remote_code=trust_remote_code, **loading))
+    description = run_describe(Checkpoint(model, trust_remote_code=trust_remote_code, **loading)).to_dict()
     if json:
-        show(dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False))
+        show(dumps(description, indent=1, ensure_ascii=False, allow_nan=False))
     else:
-        terminal.show_description(found.to_dict())
+        terminal.show_description(description)
 
 
 @app.command(epilog=f"\b\nExample:\n  massieu report {RESULTS}/gpt2")
@@ -475,19 +476,19 @@ def devices(
 ) -> None:
     """Test which attention kernels run here, and how fast."""
     with context.obj.loading():
-        from massieu.cli import devices as shown
+        from massieu.cli.devices import show_survey
         from massieu.ops.survey import survey
-        from massieu.report.encode import plain
+        from massieu.report.encode import encodable
 
-    found = survey(device, quick, progress=say)
+    result = survey(device, quick, progress=say)
     if json:
-        show(dumps(plain(found.to_dict()), indent=1, ensure_ascii=False, allow_nan=False))
+        show(dumps(encodable(result.to_dict()), indent=1, ensure_ascii=False, allow_nan=False))
     else:
-        shown.show(found)
-    if not found.complete:
+        show_survey(result)
+    if not result.complete:
         say(f"{_interrupted(context.obj)}: the remaining backends were not measured")
         raise typer.Exit(context.obj.status)
-    if not found.ok:
+    if not result.ok:
         raise typer.Exit(FAILED)
 
 

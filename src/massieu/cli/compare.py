@@ -1,4 +1,4 @@
-"""The command that compares models: what it was asked, what came out, and how it ends."""
+"""The command that compares models: its options, its output, and how it ends."""
 
 import math
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from massieu.probing.statistics.catalogue import Named
 
 SHOWN = 6
-"""Heads that are listed for each model."""
+"""Heads, and statistics, that are listed for each model."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command was asked: options that were not given are left out of ``options``."""
+class ComparisonRequest:
+    """The options of the command; those of `massieu.compare` that were not set are left out of ``options``."""
 
     models: list[Any]
     names: list[str] | None
@@ -33,45 +33,43 @@ class Asked:
     as_json: bool
 
 
-def limits_of(given: str | None, chosen: "Sequence[Named] | None") -> dict[str, float]:
-    """The largest differences that are let pass, by statistic, from ``NAME=X,...``.
+def limits_of(fail_above: str | None, chosen: "Sequence[Named] | None") -> dict[str, float]:
+    """The largest differences that are allowed, by statistic, from ``NAME=X,...``.
 
     Raises:
-        InputError: no such statistic of heads, or one that is not measured; a limit that is no number, or below 0.
+        InputError: a name is no statistic of heads, or of one that is not measured; a limit is no number, or below 0.
     """
     from massieu.probing.statistics.catalogue import Selection
 
     selection = Selection.of(chosen)
-    known, wanted = selection.catalogue.statistics, selection.names
     limits: dict[str, float] = {}
-    for part in (given or "").split(","):
+    for part in (fail_above or "").split(","):
         if not part.strip():
             continue
         name, _, text = (word.strip() for word in part.partition("="))
-        statistic = known.get(name)
-        if statistic is None or statistic.scope == "layer" or name not in wanted:
-            why = (
-                "is not measured, because --statistics leaves it out"
-                if statistic and statistic.scope != "layer"
-                else "is not one; 'massieu statistics' lists them"
-            )
-            raise InputError(f"--fail-above needs NAME=X where NAME is a statistic of heads, and {name!r} {why}")
+        statistic = selection.catalogue.statistics.get(name)
+        is_of_heads = statistic is not None and statistic.scope != "layer"
+        if not is_of_heads or name not in selection.names:
+            problem = "is not one; 'massieu statistics' lists them"
+            if is_of_heads:
+                problem = "is not measured, because --statistics leaves it out"
+            raise InputError(f"--fail-above needs NAME=X where NAME is a statistic of heads, and {name!r} {problem}")
         try:
             limits[name] = float(text)
         except ValueError as error:
             raise InputError(f"--fail-above needs a number, as in {name}=0.1, got {part.strip()!r}") from error
         if not (math.isfinite(limits[name]) and limits[name] >= 0):
             raise InputError(f"--fail-above needs a number that is 0 or more, got {part.strip()!r}")
-    if given is not None and not limits:
-        raise InputError(f"--fail-above needs NAME=X, as in entropy=0.1, got {given!r}")
+    if fail_above is not None and not limits:
+        raise InputError(f"--fail-above needs NAME=X, as in entropy=0.1, got {fail_above!r}")
     return limits
 
 
-def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]":
-    """Compare, store and print; also whether a difference is above its limit.
+def run(request: ComparisonRequest, interruption: "Interruption") -> "tuple[Comparison, bool]":
+    """Compare, store and print; returns the comparison, and whether a difference is above its limit.
 
     Raises:
-        InputError: as `massieu.compare`; also where the folder cannot be written to.
+        InputError: as `massieu.compare`; also if the folder cannot be written to.
         KeyboardInterrupt: interrupted before all models were read.
     """
     for module in ("polars", "jinja2", "plotly.offline", "scipy"):
@@ -82,49 +80,53 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
         from massieu.storage.folder import reserved
         from massieu.storage.record_files import COMPARISON_FILES, COMPARISON_RECORD
 
-    with reserved(asked.folder, COMPARISON_RECORD, COMPARISON_FILES, ROOM):
+    with reserved(request.folder, COMPARISON_RECORD, COMPARISON_FILES, ROOM):
         with terminal.progress_shown() as progress:
             try:
-                found = compare(*asked.models, names=asked.names, out=asked.folder, progress=progress, **asked.options)
+                comparison = compare(
+                    *request.models, names=request.names, out=request.folder, progress=progress, **request.options
+                )
             except KeyboardInterrupt:
-                _say_stored(asked)
+                _say_stored(request.folder)
                 raise
-        save_or_elsewhere(found.save, asked.folder)
-    above = found.above(asked.limits)
-    if asked.as_json:
-        show(dumps(found.to_dict() | {"above": above.to_dicts()}, indent=1, ensure_ascii=False, allow_nan=False))
+        save_or_elsewhere(comparison.save, request.folder)
+    above = comparison.above(request.limits)
+    if request.as_json:
+        entries = comparison.to_dict() | {"above": above.to_dicts()}
+        show(dumps(entries, indent=1, ensure_ascii=False, allow_nan=False))
     else:
-        _show(found, asked)
+        _show(comparison, request.folder)
     for model, layer, head, statistic, difference in (
         above.select("model", "layer", "head", "statistic", "difference").head(SHOWN).rows()
     ):
         say(f"above the limit: {model}, layer {layer} head {head}, {statistic} differs by {difference:.4g}")
-    return found, not above.is_empty()
+    return comparison, not above.is_empty()
 
 
-def _say_stored(asked: Asked) -> None:
+def _say_stored(folder: Path) -> None:
     from massieu.probing.compare.kept import FOLDER
 
-    stored = asked.folder / FOLDER
-    if number := sum(1 for each in stored.glob("*/run.json")):
-        say(f"{number} results of models are stored in {stored}; run the same command again to continue")
+    stored = folder / FOLDER
+    num_results = len(list(stored.glob("*/run.json")))
+    if num_results:
+        say(f"{num_results} results of models are stored in {stored}; run the same command again to continue")
 
 
-def _show(found: "Comparison", asked: Asked) -> None:
-    for each in found.pairings:
-        show(each.sentence)
-    for note in found.notes:
+def _show(comparison: "Comparison", folder: Path) -> None:
+    for pairing in comparison.pairings:
+        show(pairing.sentence)
+    for note in comparison.notes:
         say(f"warning: {note}")
-    for model in found.models[1:]:
+    for model in comparison.models[1:]:
         counts = [
-            each for each in found.counts() if each["model"] == model and each["scope"] == "head" and each["tested"]
+            row for row in comparison.counts() if row["model"] == model and row["scope"] == "head" and row["tested"]
         ]
         show()
-        show(bold=f"{found.models[0]} → {model}")
-        for each in sorted(counts, key=lambda each: -each["named"])[:SHOWN]:
-            show(f"  {each['statistic']}: {each['named']} of {each['tested']} heads differ by an effect that matters")
-        changed = found.changed(SHOWN, model)
+        show(bold=f"{comparison.models[0]} → {model}")
+        for row in sorted(counts, key=lambda row: -row["named"])[:SHOWN]:
+            show(f"  {row['statistic']}: {row['named']} of {row['tested']} heads differ by an effect that matters")
+        changed = comparison.changed(SHOWN, model)
         show("  the heads that changed most:" if changed else "  no head differs by an effect that matters")
         for change in changed:
             show(f"    {change.sentence(model).partition(', ')[2]}")
-    show(f"\npage: {asked.folder / 'report.html'}")
+    show(f"\npage: {folder / 'report.html'}")

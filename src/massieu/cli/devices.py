@@ -1,4 +1,4 @@
-"""What `massieu devices` prints: which backend is taken, and how right, fast and large each is."""
+"""The output of `massieu devices`: the backend that is chosen, and errors, times and memory of each."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from massieu.ops.survey import Choice, Measured, Survey
 
 WIDTH = 80
-"""Of a table that goes into a file or a pipe."""
+"""Width of a table that goes into a file or a pipe."""
 ERRORS = {
     "output": "output",
     "log_partition": "log Z",
@@ -23,34 +23,31 @@ ERRORS = {
 }
 
 
-def show(found: "Survey") -> None:
-    """Print three tables and why backends were refused to standard output."""
+def show_survey(survey: "Survey") -> None:
+    """Print three tables to standard output, and the reasons why backends were refused."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    size = ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in found.sizes.items())
-    console.print(f"{found.device}: {found.name}, torch {found.torch}\n", markup=False)
-    console.print(_choices(found.choices))
-    for reason in _refusals(found.choices):
+    size = ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in survey.sizes.items())
+    console.print(f"{survey.device}: {survey.name}, torch {survey.torch}\n", markup=False)
+    console.print(_choices(survey.choices))
+    for reason in _refusals(survey.choices):
         console.print(reason, markup=False)
-    own = [row for row in found.rows if row.own]
-    console.print(
-        _table("\nErrors of causal attention relative to float64, and share of log Z's gradient", _errors(found.rows))
-    )
-    console.print(
-        _table(f"\nTimes of causal attention, and their ratio to PyTorch's fastest: {size}", _times(found.rows))
-    )
-    for name, reason in (found.unavailable or {}).items():
+    errors_title = "\nErrors of causal attention relative to float64, and share of log Z's gradient"
+    console.print(_table(errors_title, _errors(survey.rows)))
+    times_title = f"\nTimes of causal attention, and their ratio to PyTorch's fastest: {size}"
+    console.print(_table(times_title, _times(survey.rows)))
+    for name, reason in (survey.unavailable or {}).items():
         console.print(f"{name} does not run here: {reason}", markup=False)
-    for row in own:
-        if row.excess:
-            used = "" if row.taken else "; auto does not choose it"
+    for row in survey.rows:
+        if row.own and row.excess:
+            remark = "" if row.taken else "; auto does not choose it"
             parts = ", ".join(row.excess)
-            console.print(f"{row.name}, {row.dtype}: error above its bound in {parts}{used}", markup=False)
-    if found.complete and found.ok:
+            console.print(f"{row.name}, {row.dtype}: error above its bound in {parts}{remark}", markup=False)
+    if survey.complete and survey.ok:
         console.print("Every backend that auto chooses is within its error bounds.", markup=False)
 
 
 def _table(title: str, rows: Iterable[Sequence[str]]) -> Table:
-    """The first row is the head, and its first two columns are words."""
+    """A table whose first row is its header, and whose first two columns are words."""
     head, *body = rows
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
@@ -63,13 +60,13 @@ def _table(title: str, rows: Iterable[Sequence[str]]) -> Table:
 
 
 def _choices(choices: "Sequence[Choice]") -> Table:
-    dtypes = list(dict.fromkeys(each.dtype for each in choices))
-    taken = {
-        (each.kind, each.dtype): each.training + (f", {each.inference}" if each.inference != each.training else "")
-        for each in choices
-    }
-    kinds = list(dict.fromkeys(each.kind for each in choices))
-    rows = [[kind, *(taken.get((kind, dtype), "–") for dtype in dtypes)] for kind in kinds]
+    dtypes = list(dict.fromkeys(choice.dtype for choice in choices))
+    kinds = list(dict.fromkeys(choice.kind for choice in choices))
+    backends = {}
+    for choice in choices:
+        names = [choice.training] if choice.inference == choice.training else [choice.training, choice.inference]
+        backends[choice.kind, choice.dtype] = ", ".join(names)
+    rows = [[kind, *(backends.get((kind, dtype), "–") for dtype in dtypes)] for kind in kinds]
     return _table(
         "Backend that auto chooses in training (and without gradients, if another)", [["problem", *dtypes], *rows]
     )
@@ -78,10 +75,10 @@ def _choices(choices: "Sequence[Choice]") -> Table:
 def _refusals(choices: "Iterable[Choice]") -> list[str]:
     """A line for each backend and reason; those for another device are left out."""
     lines: dict[tuple[str, str], list[str]] = {}
-    for each in choices:
-        for name, reason in each.refused.items():
+    for choice in choices:
+        for name, reason in choice.refused.items():
             if not reason.startswith("it runs on"):
-                lines.setdefault((name, reason), []).append(f"{each.kind} {each.dtype}")
+                lines.setdefault((name, reason), []).append(f"{choice.kind} {choice.dtype}")
     return [f"auto does not choose {name}: {reason} ({_few(problems)})" for (name, reason), problems in lines.items()]
 
 
@@ -105,7 +102,8 @@ def _times(rows: "Iterable[Measured]") -> list[list[str]]:
 
     def cells(row: "Measured") -> list[str]:
         memory = "not measured" if row.mebibytes is None else f"{row.mebibytes:.0f} MiB"
-        forward, both = time(row.forward_seconds, row.forward_ratio), time(row.both_seconds, row.both_ratio)
+        forward = time(row.forward_seconds, row.forward_ratio)
+        both = time(row.both_seconds, row.both_ratio)
         return [row.dtype, row.name, *forward, *both, memory]
 
     return [["dtype", "backend", "forward", "", "and backward", "", "memory"], *map(cells, rows)]

@@ -1,4 +1,4 @@
-"""What `massieu experiment` prints."""
+"""The output of `massieu experiment`."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,42 +24,43 @@ def _console() -> Console:
 
 
 def show_all() -> None:
-    """Each experiment's question, cost, and what was found last."""
+    """Print each experiment's question, cost and last verdict."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("experiment", no_wrap=True)
     table.add_column("question (claims)", overflow="fold")
     table.add_column("minutes", justify="right")
     table.add_column("last verdict", max_width=12)
-    for name, asked in experiments().items():
+    for name, entry in experiments().items():
         stored = RESULTS / f"{name}.json"
         last = load(stored) if stored.exists() else None
-        found = "–" if last is None else f"{last.verdict} ({last.made.get('date', 'no date')})"
-        table.add_row(Text(name, "bold"), f"{asked.question} ({asked.claims})", f"{asked.minutes:g}", found)
+        verdict = "–" if last is None else f"{last.verdict} ({last.made.get('date', 'no date')})"
+        table.add_row(Text(name, "bold"), f"{entry.question} ({entry.claims})", f"{entry.minutes:g}", verdict)
     _console().print(table)
 
 
 def show(study: Study) -> None:
-    """Verdict, and a line for each threshold."""
+    """Print a line for each threshold, and the verdict."""
     console = _console()
     console.print(Text(study.experiment.question, "bold"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("measurement", "role", "mean", "95 % interval", "threshold", "outcome"):
         table.add_column(name, overflow="fold")
-    for found in study.judgements:
-        criterion, outcome = found.criterion, _OUTCOMES[found.outcome]
-        table.add_row(criterion.title, criterion.role, *found.told, criterion.threshold, outcome)
+    for judgement in study.judgements:
+        criterion = judgement.criterion
+        outcome = _OUTCOMES[judgement.outcome]
+        table.add_row(criterion.title, criterion.role, *judgement.told, criterion.threshold, outcome)
     console.print(table)
     reason = " (a quick run gives no verdict)" if study.quick else ""
     console.print(f"verdict: {study.verdict}{reason}, from {counted(len(study.runs), 'seed')}", markup=False)
 
 
 def say_seed(seed: int, done: int, total: int, seconds: float) -> None:
-    """One line on standard error for a seed that is done."""
+    """Print one line to standard error for a seed that is done."""
     say(f"seed {seed} ({done} of {total}, {seconds:.0f} s)")
 
 
 def show_tuning(losses: Mapping[str, float]) -> None:
-    """A line for each setting."""
+    """Print a line for each setting."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("setting", "loss"):
         table.add_column(name, overflow="fold")
@@ -69,13 +70,13 @@ def show_tuning(losses: Mapping[str, float]) -> None:
 
 
 def say_prompt(done: int, total: int) -> None:
-    """One line on standard error for each tenth prompt, and the last."""
+    """Print one line to standard error after each tenth prompt and after the last."""
     if done % 10 == 0 or done == total:
         say(f"prompts {done} of {total}")
 
 
 def show_readings(readings: Sequence[PromptReading], model: str) -> None:
-    """How far a language model is from the exact law, by task and number of examples."""
+    """Print how far a language model is from the exact law, by task and number of examples."""
     console = _console()
     console.print(
         Text(visible(f"{model}: its next-word law against the exact law, over the words that may follow"), "bold")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from massieu.cli.options import option
-from massieu.cli.processes import joined, leads
+from massieu.cli.processes import is_rank_zero, process_group
 from massieu.cli.streams import say, show
 from massieu.errors import InputError
 
@@ -35,43 +35,50 @@ def experiment(
     ] = None,
 ) -> None:
     """Train small models whose best prediction is known; test it."""
-    chosen = None if seeds is None else seeds_in(seeds)
+    seed_list = None if seeds is None else seeds_in(seeds)
     if sum((tune, large, model is not None)) > 1:
         raise InputError("--tune, --large and --model exclude each other; give at most one")
-    alone = LIST if name == LIST else "--model" if model is not None else "--tune" if tune else None
-    if alone is not None and resume:
-        raise InputError(f"--resume continues a run of seeds; it does not go with {alone}")
-    if alone in (LIST, "--model") and chosen is not None:
-        raise InputError(f"--seeds chooses the seeds of a run; it does not go with {alone}")
+    # A task other than a run of seeds.
+    other_task = None
+    if name == LIST:
+        other_task = LIST
+    elif model is not None:
+        other_task = "--model"
+    elif tune:
+        other_task = "--tune"
+    if other_task is not None and resume:
+        raise InputError(f"--resume continues a run of seeds; it does not go with {other_task}")
+    if other_task in (LIST, "--model") and seed_list is not None:
+        raise InputError(f"--seeds chooses the seeds of a run; it does not go with {other_task}")
+    folder = FOLDER if out is None else out
     if name == LIST:
         with context.obj.loading():
-            from massieu.cli import experiment as shown
-        shown.show_all()
+            from massieu.cli import experiment as output
+        output.show_all()
     elif model is not None:
-        _prompts(context, name, model, quick, FOLDER if out is None else out)
+        _prompts(context, name, model, quick, folder)
     elif tune:
-        _tune(context, name, [0] if chosen is None else chosen, quick, FOLDER if out is None else out)
+        _tune(context, name, [0] if seed_list is None else seed_list, quick, folder)
     else:
-        _run(context, name, chosen, quick, large, FOLDER if out is None else out, resume)
+        _run(context, name, seed_list, quick, large, folder, resume)
 
 
 def _run(
     context: typer.Context, name: str, seeds: list[int] | None, quick: bool, large: bool, folder: Path, resume: bool
 ) -> None:
     with context.obj.loading():
-        from massieu.cli import experiment as shown
+        from massieu.cli import experiment as output
         from massieu.papers.experiments.run import SEEDS, run
 
-    told = shown.say_seed if leads() else None
-    with joined():
+    progress = output.say_seed if is_rank_zero() else None
+    with process_group():
         study, complete = run(
-            name, seeds=seeds or SEEDS, quick=quick, large=large, out=folder, resume=resume, progress=told
+            name, seeds=seeds or SEEDS, quick=quick, large=large, out=folder, resume=resume, progress=progress
         )
-    if leads():
-        shown.show(study)
-        page, numbers = (folder / f"{study.stem}.{kind}" for kind in ("html", "json"))
+    if is_rank_zero():
+        output.show(study)
         if study.runs:
-            show(f"page: {page}\nnumbers: {numbers}")
+            show(f"page: {folder / f'{study.stem}.html'}\nnumbers: {folder / f'{study.stem}.json'}")
     if not complete:
         say("interrupted: finished seeds are stored; run the same command with --resume to continue")
         raise typer.Exit(context.obj.status)
@@ -79,12 +86,12 @@ def _run(
 
 def _tune(context: typer.Context, name: str, seeds: list[int], quick: bool, folder: Path) -> None:
     with context.obj.loading():
-        from massieu.cli import experiment as shown
+        from massieu.cli import experiment as output
         from massieu.papers.experiments.run import tune
 
     if len(seeds) != 1:
         raise InputError(f"--tune takes one seed, got {len(seeds)}")
-    shown.show_tuning(tune(name, seed=seeds[0], quick=quick, out=folder))
+    output.show_tuning(tune(name, seed=seeds[0], quick=quick, out=folder))
     show(f"numbers: {folder / f'{name}.tuning.json'}")
 
 
@@ -92,26 +99,26 @@ def _prompts(context: typer.Context, name: str, model: str, quick: bool, folder:
     if name != _WITH_PROMPTS:
         raise InputError(f"--model works with the experiment {_WITH_PROMPTS} only, got {name}")
     with context.obj.loading():
-        from massieu.cli import experiment as shown
+        from massieu.cli import experiment as output
         from massieu.cli.language_model import next_word
         from massieu.papers.experiments.prompts import PROMPTS, read_prompts, save_readings
         from massieu.storage.folder import tried
 
-    with tried(folder, 1 << 16):  # what is in the way of writing is found before the model is loaded
-        predictor, tokenizer, shown_name = next_word(model)
-        found = read_prompts(predictor, tokenizer, seeds=range(5 if quick else PROMPTS), progress=shown.say_prompt)
-        written = save_readings(found, shown_name, folder)
-    shown.show_readings(found, shown_name)
-    show(f"numbers: {written}")
+    with tried(folder, 1 << 16):  # The folder is tested before the model is loaded.
+        predictor, tokenizer, model_name = next_word(model)
+        readings = read_prompts(predictor, tokenizer, seeds=range(5 if quick else PROMPTS), progress=output.say_prompt)
+        path = save_readings(readings, model_name, folder)
+    output.show_readings(readings, model_name)
+    show(f"numbers: {path}")
 
 
-def seeds_in(given: str) -> list[int]:
-    """Seeds from a list with commas.
+def seeds_in(text: str) -> list[int]:
+    """Seeds from a list separated by commas.
 
     Raises:
         InputError: an entry is no whole number from 0 on, or comes twice.
     """
-    entries = [entry.strip() for entry in given.split(",")]
+    entries = [entry.strip() for entry in text.split(",")]
     if not all(entry.isascii() and entry.isdigit() for entry in entries) or len({*entries}) < len(entries):
-        raise InputError(f"--seeds needs different whole numbers, 0 or more, separated by commas, got {given!r}")
+        raise InputError(f"--seeds needs different whole numbers, 0 or more, separated by commas, got {text!r}")
     return [int(entry) for entry in entries]

@@ -10,7 +10,7 @@ from massieu.errors import InputError
 
 
 def next_word(name: str) -> tuple[Callable[[Int[Tensor, "1 L"]], Float[Tensor, "1 L V"]], Any, str]:
-    """The function, the tokenizer, and what the model is called.
+    """The function from tokens to logits, the tokenizer, and the model's name.
 
     Raises:
         InputError: there is no such model, it has no language head, or no tokenizer.
@@ -21,4 +21,8 @@ def next_word(name: str) -> tuple[Callable[[Int[Tensor, "1 L"]], Float[Tensor, "
     if loaded.tokenizer is None:
         raise InputError(f"{loaded.name} has no tokenizer: {loaded.tokenizer_problem}")
     device = next(loaded.whole.parameters()).device
-    return (lambda ids: loaded.whole(ids.to(device)).logits.float().cpu()), loaded.tokenizer, loaded.name
+
+    def logits_of(ids: Int[Tensor, "1 L"]) -> Float[Tensor, "1 L V"]:
+        return loaded.whole(ids.to(device)).logits.float().cpu()
+
+    return logits_of, loaded.tokenizer, loaded.name

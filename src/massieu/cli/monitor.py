@@ -1,4 +1,4 @@
-"""The command that draws what a monitor recorded."""
+"""The command that draws the records of a monitor."""
 
 import os
 from collections.abc import Sequence
@@ -12,31 +12,34 @@ from massieu.storage.writing import write_whole
 
 
 def draw(runs: Sequence[Path], out: Path | None, reference: Path | None) -> Path:
-    """Read runs, draw them as a page, and say in one line each what was left out or is in alarm.
+    """Read runs and draw them as a page; lines that were left out, and the first alarm, are printed.
+
+    Returns:
+        The path of the page.
 
     Raises:
-        InputError: a run cannot be read, or the page not be written.
+        InputError: a run cannot be read, or the page cannot be written.
     """
     from massieu.report.curves import render
 
     page = runs[0].with_suffix(".html") if out is None else out
-    if os.path.exists(page) and any(_same(page, each) for each in (*runs, reference) if each is not None):
+    if os.path.exists(page) and any(_is_same_file(page, run) for run in (*runs, reference) if run is not None):
         raise InputError(f"the page cannot be written to {page}, which is one of the recorded runs")
     require_extra("plotly.offline", "probe")
     check_page(page)
-    read = [read_run(run) for run in runs]
-    healthy = None if reference is None else read_run(reference)
-    first = read[0]
-    for run in (*read, *([healthy] if healthy else [])):
-        for note in run.notes:
+    records = [read_run(run) for run in runs]
+    reference_record = None if reference is None else read_run(reference)
+    for record in (*records, reference_record):
+        for note in record.notes if record is not None else ():
             say(note)
-    if first.alarms:
-        step, keys = next(iter(first.alarms.items()))
+    alarms = records[0].alarms
+    if alarms:
+        step, keys = next(iter(alarms.items()))
         say(f"in alarm from step {step}: {', '.join(keys)}")
-    write_whole(page, render(read, healthy), "the page")
+    write_whole(page, render(records, reference_record), "the page")
     return page
 
 
-def _same(page: Path, run: Path) -> bool:
-    """Whether two paths, however they are written, lead to one file."""
+def _is_same_file(page: Path, run: Path) -> bool:
+    """Whether two paths lead to one file."""
     return os.path.exists(run) and os.path.samefile(page, run)

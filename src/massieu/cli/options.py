@@ -1,4 +1,4 @@
-"""What commands take: the model and how it is loaded, text in several paths, names of claims and statistics."""
+"""The options and arguments of commands: models and how they are loaded, texts, names of claims and statistics."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -16,24 +16,24 @@ DEFAULT_NAME = "all-MiniLM-L6-v2"
 
 
 class TextCommand(TyperCommand):
-    """Lets ``--text`` take several paths, as a shell makes them of ``*.md``."""
+    """A command whose ``--text`` takes several paths, as a shell passes them for ``*.md``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_one_path_each(args)))
 
 
 def _one_path_each(arguments: Iterable[str]) -> Iterator[str]:
-    """``--text A B`` as ``--text A --text B``; an argument that begins with a dash ends the paths, ``-`` is one."""
-    following = None  # how many arguments have followed the latest --text
+    """``--text A B`` as ``--text A --text B``; an option ends the paths, while ``-`` alone is a path."""
+    num_paths = None  # Number of paths after the latest --text; None outside of them.
     for argument in arguments:
         if argument == "--text":
-            following = 0
+            num_paths = 0
         elif argument.startswith("-") and argument != "-":
-            following = None
-        elif following is not None:
-            if following:
+            num_paths = None
+        elif num_paths is not None:
+            if num_paths:
                 yield "--text"
-            following += 1
+            num_paths += 1
         yield argument
 
 
@@ -51,7 +51,7 @@ DeviceMap = Annotated[
 ]
 TrustRemoteCode = Annotated[bool, option(None, "Run the Python code that comes with the model.", "--trust-remote-code")]
 
-# --- what a probe measures ---------------------------------------------------------------------------------------------
+# --- a probe's measurements --------------------------------------------------------------------------------------------
 
 
 class TableFormat(StrEnum):
@@ -112,7 +112,7 @@ PerToken = Annotated[str | None, option("NAME,...", _PER_TOKEN)]
 Resume = Annotated[bool, option(None, _RESUME, "--resume")]
 StoreEvery = Annotated[float, option("MINUTES", "How often intermediate results are stored in DIR.")]
 
-# --- what single commands take --------------------------------------------------------------------------------------
+# --- options of single commands -------------------------------------------------------------------------------------
 
 _FAIL_ABOVE = "Exit with status 1 if a head's statistic differs significantly and by more than X."
 _RUNS = "File that massieu.Monitor wrote; further files share the plots."
@@ -142,25 +142,31 @@ Chat = Annotated[bool, option(None, _CHAT, "--chat")]
 EveryRow = Annotated[bool, option(None, _EVERY_ROW, "--all")]
 
 
-def names_in(*listed: str) -> list[str] | None:
-    """The names of an option that takes several, separated by commas, however often it is given; None where it is not."""
-    return [name.strip() for each in listed for name in each.split(",") if name.strip()] if listed else None
+def names_in(*values: str) -> list[str] | None:
+    """The names in the values of a repeatable option, separated by commas; None if the option was not set."""
+    if not values:
+        return None
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]
 
 
 def statistics_in(names: list[str] | None) -> "list[Named] | None":
-    """The statistics of these names; those of a file, as ``heads.py:nearby``, as what the file makes of them."""
+    """The statistics of these names; a name such as ``heads.py:nearby`` is loaded from the file."""
     from massieu.probing.statistics.own_files import named
 
     return None if names is None else named(names)
 
 
-def per_token(given: str | None) -> bool | list[str]:
-    """``--per-token`` as the probe takes it."""
-    return given is not None if given is None or given.strip() == "all" else names_in(given) or []
+def per_token(value: str | None) -> bool | list[str]:
+    """The value of ``--per-token`` as the probe takes it."""
+    if value is None:
+        return False
+    if value.strip() == "all":
+        return True
+    return names_in(value) or []
 
 
 def short_name(model: str | None) -> str:
-    """What a model is called in the name of a folder."""
+    """A model's name as a part of a folder's name."""
     if model is None:
         return DEFAULT_NAME
     path = Path(model).resolve() if os.path.exists(model) else Path(model)

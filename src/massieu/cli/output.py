@@ -1,4 +1,4 @@
-"""Where a command's files go, tried before the work."""
+"""The places of a command's files, tested before the work."""
 
 import os
 from collections.abc import Iterator
@@ -18,14 +18,15 @@ PICTURE_ROOM = 4_000_000
 
 @contextmanager
 def result_folder(folder: Path, format: str, per_token: bool) -> Iterator[None]:
-    """The folder is this run's until the end: made, written to, with room for a result. What draws the page is there.
+    """Reserve the folder of a result, after a test that the result fits and that the libraries of its page are installed.
 
     Args:
-        format: Of the tables.
+        folder: The folder, which is made if it is missing.
+        format: File format of the tables.
         per_token: Whether the result will have a row for each token.
 
     Raises:
-        InputError: it cannot be had; nothing is left behind then.
+        InputError: the folder cannot be used; nothing is left behind.
     """
     for module in ("polars", "jinja2", "plotly.offline", "scipy"):
         require_extra(module, "probe")
@@ -38,7 +39,7 @@ def result_folder(folder: Path, format: str, per_token: bool) -> Iterator[None]:
 
 
 def check_page(path: Path) -> None:
-    """That a page can be drawn and written there.
+    """Check that a page can be drawn and written to this path.
 
     Raises:
         InputError: it cannot.
@@ -67,7 +68,7 @@ def _check_file(path: Path, room: int, what: str) -> None:
     from massieu.storage.folder import tried
 
     if is_special(path):
-        return  # what a device takes is known only when it is written to
+        return  # Only writing to a device shows what it takes.
     target = linked_to(path)
     with tried(target.parent, room, target.name):
         pass

@@ -1,4 +1,4 @@
-"""One command in several processes, as ``torchrun`` starts them: they share a text, and one of them speaks and writes."""
+"""One command in several processes, as ``torchrun`` starts them: they share a text, and rank 0 prints and writes."""
 
 import os
 from collections.abc import Iterator
@@ -8,50 +8,51 @@ from typing import Any
 
 from massieu.cli.streams import say
 
-_SAID = "massieu/said"
+_MESSAGES = "massieu/messages"
+"""The key under which the processes count the final messages."""
 
 
-def many() -> bool:
-    """Whether ``torchrun`` has started this process beside others."""
+def is_distributed() -> bool:
+    """Whether ``torchrun`` has started several processes, of which this is one."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def leads() -> bool:
-    """Whether this process speaks and writes: the only one, or the first of several."""
-    return not many() or os.environ.get("RANK") == "0"
+def is_rank_zero() -> bool:
+    """Whether this process prints and writes: the only one, or that of rank 0."""
+    return not is_distributed() or os.environ.get("RANK") == "0"
 
 
 def say_first(message: str) -> None:
-    """One line on standard error, from the process that speaks."""
-    if leads():
+    """Print one line to standard error, in the process of rank 0 alone."""
+    if is_rank_zero():
         say(message)
 
 
 def say_once(message: str) -> None:
-    """One line on standard error, from the first process that has one: what ends a run is said once, not by each.
+    """Print the line that ends a run to standard error, in the first process that has one.
 
-    The first one speaks, whichever it is: when it ends, ``torchrun`` ends the others, which may not have come so far.
+    This need not be rank 0: when one process ends, ``torchrun`` ends the others, which may not have come so far.
     """
     try:
-        first = not many() or _store().add(_SAID, 1) == 1
-    except RuntimeError:  # the process that keeps the store has ended
-        first = True
-    if first:
+        is_first = not is_distributed() or _store().add(_MESSAGES, 1) == 1
+    except RuntimeError:  # The process that holds the store has ended.
+        is_first = True
+    if is_first:
         say(message)
 
 
 @cache
 def _store() -> Any:
-    """Where the processes leave word for each other; ``torchrun`` keeps it, and none of them waits for another here."""
+    """The key–value store that the processes share; ``torchrun`` holds it, and no process waits for another here."""
     from torch.distributed.rendezvous import rendezvous
 
     return next(rendezvous("env://"))[0]
 
 
 @contextmanager
-def joined() -> Iterator[None]:
-    """The processes make a group, if there are several; on machines with GPUs each has one of its own."""
-    if not many():
+def process_group() -> Iterator[None]:
+    """Join the process group if there are several processes; on machines with GPUs each uses one of its own."""
+    if not is_distributed():
         yield
         return
     import torch
@@ -62,7 +63,8 @@ def joined() -> Iterator[None]:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     group = PrefixStore("massieu/group", _store())
     dist.init_process_group("gloo", store=group, rank=rank, world_size=size, timeout=PATIENCE)
     yield

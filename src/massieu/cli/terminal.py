@@ -1,4 +1,4 @@
-"""What the commands print: a result's summary, a model's description, the list of statistics, progress."""
+"""The output of commands: a result's summary, a model's description, the list of statistics, progress."""
 
 import shutil
 import sys
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 
 def summarise(result: "ProbeResult", folder: Path) -> None:
+    """Print what was read, the findings, the answers to the papers' questions, and the path of the page."""
     if result.trouble:
         say(result.trouble)
-    model, text = result.run.model, result.run.text
-    unknown = text.unknown_share
-    strange = "" if unknown is None else f", {100 * unknown:.3g} % of them unknown to the tokenizer"
-    show(f"{model.name}: {text.tokens:,} tokens in {text.windows:,} windows of {text.source}{strange}")
+    model = result.run.model
+    text = result.run.text
+    unknown_tokens = ""
+    if text.unknown_share is not None:
+        unknown_tokens = f", {100 * text.unknown_share:.3g} % of them unknown to the tokenizer"
+    show(f"{model.name}: {text.tokens:,} tokens in {text.windows:,} windows of {text.source}{unknown_tokens}")
     for note in (
         text.dropped,
         text.window,
@@ -38,7 +41,7 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
     if any(site.route != "interface" or site.grade != "full" for site in result.run.sites):
         show(f"note: attention was read by {result.run.capture.route}")
     for finding in result.findings:
-        if finding.statistic is None:  # what it needs was not asked for
+        if finding.statistic is None:  # Its statistic was not measured.
             continue
         show()
         show(bold=finding.title)
@@ -56,8 +59,9 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
         show(f" (change, {replaced.unit}; {replaced.windows})", bold="With another attention")
         for row in replaced.rows:
             show(f"  {row}")
-    if (rows := result.run.per_token) is not None:
-        show(f"\nper-token values: {rows.rows:,} rows, {rows.bytes / 1e6:,.1f} MB in {folder / 'tokens'}")
+    table = result.run.per_token
+    if table is not None:
+        show(f"\nper-token values: {table.rows:,} rows, {table.bytes / 1e6:,.1f} MB in {folder / 'tokens'}")
     show()
     for warning in result.run.warnings:
         say(f"warning: {warning}")
@@ -65,8 +69,8 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
 
 
 def list_statistics(statistics: "Iterable[Statistic]") -> None:
-    """A line for each: its name, group and meaning; in a narrow terminal the meaning goes below."""
-    rows = [(each.name, each.group, each.question) for each in statistics]
+    """Print a line for each statistic: its name, group and question, which goes below in a narrow terminal."""
+    rows = [(statistic.name, statistic.group, statistic.question) for statistic in statistics]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     longest = sum(widths) + max(len(question) for *_, question in rows) + 4
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else longest
@@ -81,7 +85,7 @@ def list_statistics(statistics: "Iterable[Statistic]") -> None:
 
 
 def show_statistic(statistic: "Statistic") -> None:
-    """All that is known of one."""
+    """Print the whole description of a statistic."""
     facts = [statistic.group, f"per {statistic.scope}", statistic.unit]
     if statistic.gauge_dependent:
         facts.append("depends on the key origin")
@@ -94,7 +98,8 @@ def show_statistic(statistic: "Statistic") -> None:
     show(f"  cost: {statistic.cost}\n")
 
 
-def show_description(found: dict[str, Any]) -> None:
+def show_description(description: dict[str, Any]) -> None:
+    """Print the tables of a model's attention sites and residual steps."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -102,32 +107,35 @@ def show_description(found: dict[str, Any]) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
-    def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        drawn = Table(
+    def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        table = Table(
             title=title, title_justify="left", title_style="bold", show_header=any(columns),
             box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
         )  # fmt: skip
         for name in columns:
-            drawn.add_column(name, overflow="fold")
+            table.add_column(name, overflow="fold")
         for row in rows:
-            drawn.add_row(*("–" if cell is None else escape(visible(str(cell))) for cell in row))
-        console.print(drawn)
+            table.add_row(*("–" if cell is None else escape(visible(str(cell))) for cell in row))
+        console.print(table)
 
-    table("Model", ("", ""), [(name.replace("_", " "), value) for name, value in found["model"].items()])
-    console.print(visible(f"attention read by: {found['route']}\n"), markup=False)
-    columns = ("layer", "name", "kind", "heads", "key_heads", "head_size", "route", "grade")
-    rows = [[site[name] for name in columns] for site in found["sites"]]
-    table("Attention sites", [name.replace("_", " ") for name in columns], rows)
-    table("Residual steps", ("layer", "name", "kind"), [(s["layer"], s["name"], s["kind"]) for s in found["sublayers"]])
-    for reason in found["unavailable"]:
+    print_table("Model", ("", ""), [(name.replace("_", " "), value) for name, value in description["model"].items()])
+    console.print(visible(f"attention read by: {description['route']}\n"), markup=False)
+    site_columns = ("layer", "name", "kind", "heads", "key_heads", "head_size", "route", "grade")
+    sites = [[site[name] for name in site_columns] for site in description["sites"]]
+    print_table("Attention sites", [name.replace("_", " ") for name in site_columns], sites)
+    step_columns = ("layer", "name", "kind")
+    print_table(
+        "Residual steps", step_columns, [[step[name] for name in step_columns] for step in description["sublayers"]]
+    )
+    for reason in description["unavailable"]:
         console.print(visible(f"not available: {reason}"), markup=False)
-    for warning in found.get("warnings", ()):
+    for warning in description.get("warnings", ()):
         say(f"warning: {warning}")
 
 
 @contextmanager
 def progress_shown() -> "Iterator[Callable[[ProbeProgress], None]]":
-    """A progress bar with tokens per second; where standard error is no terminal, one line for each stage."""
+    """Show a progress bar with tokens per second, or one line for each stage if standard error is no terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -150,26 +158,33 @@ def progress_shown() -> "Iterator[Callable[[ProbeProgress], None]]":
 
 
 class _Stages:
+    """Prints one line when a stage begins."""
+
     def __init__(self, rate: "_Rate") -> None:
-        self._stage, self._rate = "", rate
+        self._stage = ""
+        self._rate = rate
 
     def __call__(self, state: "ProbeProgress") -> None:
-        counted = self._rate.after(state.tokens)
+        rate = self._rate.after(state.tokens)
         if state.stage != self._stage:
             self._stage = state.stage
-            say(f"{state.stage}{f' ({state.tokens:,} tokens{counted})' if state.tokens else ''}")
+            count = f" ({state.tokens:,} tokens{rate})" if state.tokens else ""
+            say(f"{state.stage}{count}")
 
 
 class _Rate:
-    """Tokens per second since the first batch, whose time goes into looking at the model."""
+    """Tokens per second since the first batch, during which the model is inspected."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def after(self, tokens: int) -> str:
+        """The rate after this many tokens, as the end of a phrase; "" if it is not known yet."""
         now = time.monotonic()
         if self._first is None:
             self._first = (tokens, now) if tokens else None
             return ""
-        new, seconds = tokens - self._first[0], now - self._first[1]
-        return f", {new / seconds:,.0f} per second" if new and seconds else ""
+        first_tokens, first_time = self._first
+        new_tokens = tokens - first_tokens
+        seconds = now - first_time
+        return f", {new_tokens / seconds:,.0f} per second" if new_tokens and seconds else ""

@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu.duality.newton import STEPS, Solution, lead_mask, solve, times
 from massieu.errors import ConvergenceError
 from massieu.foundation.doors import MEASURE, door
-from massieu.foundation.transforms import derivative_orders, some, unwrapped, values_are_readable
+from massieu.foundation.transforms import any_true, derivative_orders, unwrapped, values_are_readable
 from massieu.measures import Measure
 from massieu.solve import Status
 
@@ -229,7 +229,7 @@ def _closed_form(measure: Measure, mu: Tensor, mu_dtype: torch.dtype) -> Tensor 
     closed = measure._natural(mu)
     if closed is None or torch.finfo(mu_dtype).bits >= 32 or not values_are_readable(closed):
         return closed
-    return None if some(closed.isnan()) else closed
+    return None if any_true(closed.isnan()) else closed
 
 
 def _attach(measure: Measure, mu: Tensor, solution: Solution) -> Tensor:
@@ -320,7 +320,7 @@ def _refuse(
     kind: type[Exception] = ValueError,
 ) -> None:
     """Raise for the first item of the mask, if `throw` is set and values can be read."""
-    if not throw or not some(mask):
+    if not throw or not any_true(mask):
         return
     wrong = unwrapped(mask)
     points = unwrapped(mu.detach())
@@ -337,7 +337,7 @@ def _refuse_failures(throw: bool, measure: Measure, mu: Tensor, solution: Soluti
     """Raise for the first item of which Newton's method has found nothing, with what to try."""
     start = "A is not finite where Newton's method starts (no mass, or `_interior` is not inside)"
     _refuse(throw, solution.residual.isnan(), measure, mu, start)
-    if throw and some(solution.failed):
+    if throw and any_true(solution.failed):
         residual = float(unwrapped(solution.residual)[unwrapped(solution.failed)].amax())
         advice = f"; residual {residual:.3g}. Use float64, move mu off the boundary, or give the measure `_natural`"
         reason = f"no convergence in {STEPS} Newton steps"

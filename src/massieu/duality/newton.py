@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from massieu.foundation.transforms import in_functorch, repeat, some, values_are_readable
+from massieu.foundation.transforms import any_true, in_functorch, repeat, values_are_readable
 from massieu.measures import Measure
 
 STEPS = 100
@@ -244,7 +244,7 @@ def _solution(problem: _Problem, state: _State) -> Solution:
     inverse = inverse / (unit.unsqueeze(-1) * unit.unsqueeze(-2))
     eta = torch.where(end.found.unsqueeze(-1), point.vector, problem.start) / unit
     null = None
-    if not values_are_readable(end.found) or some(end.found.unsqueeze(-1) & ~point.is_seen):
+    if not values_are_readable(end.found) or any_true(end.found.unsqueeze(-1) & ~point.is_seen):
         # Eta is to be of least norm in the measure's units, in which unseen and seen directions are not orthogonal yet.
         null = _null(problem, point)
         seen = torch.eye(unit.shape[-1], dtype=unit.dtype, device=unit.device) - null

@@ -9,7 +9,7 @@
   whether a map is a gradient at all;
 - `TransformerEnergy`: tokens that attend to each other, and memories; `least_entropy`: of attention whose scores are bounded;
 - `BoltzmannMachine`, `SpinModel`: energies of two layers and of coupled sites, with all constants;
-- `KineticSpins`, `KineticIsing`: synchronous dynamics of vector spins and signs.
+- `KineticSpins`: synchronous dynamics of vector spins.
 """
 
 from massieu.energy import activations, bounds
@@ -21,7 +21,7 @@ from massieu.energy.entropy import least_entropy
 from massieu.energy.fenchel_young import SparseAtoms, fenchel_young_loss
 from massieu.energy.gradients import is_conservative, jacobian_asymmetry
 from massieu.energy.hopfield import HopfieldEnergy
-from massieu.energy.kinetic import KineticIsing, KineticSpins
+from massieu.energy.kinetic import KineticSpins
 from massieu.energy.out_of_distribution import boosting_energy, ood_score
 from massieu.energy.retrieval import retrieval_curve
 from massieu.energy.spins import SpinModel
@@ -34,7 +34,6 @@ __all__ = [
     "Energy",
     "HopfieldDensity",
     "HopfieldEnergy",
-    "KineticIsing",
     "KineticSpins",
     "SparseAtoms",
     "SpinModel",

@@ -16,7 +16,7 @@ from massieu.energy import sites
 from massieu.energy.sites import as_matrix, block_diagonal, diagonal_blocks, identity_like
 from massieu.errors import ConvergenceError
 from massieu.foundation import matrices
-from massieu.foundation.transforms import every, unwrapped, values_are_readable
+from massieu.foundation.transforms import all_true, unwrapped, values_are_readable
 from massieu.measures import Measure
 from massieu.solve import Auto, Status, fixed_point
 from massieu.solve.status import FixedPointResult
@@ -132,7 +132,7 @@ def _with_stability(solution: FixedPointResult, response: Tensor, throw: bool) -
     eigenvalues = torch.linalg.eigvalsh(symmetric)
     least = eigenvalues[0]
     stable = finite & (least >= -(torch.finfo(values.dtype).eps ** 0.5) * eigenvalues[-1])
-    if throw and not every(stable):
+    if throw and not all_true(stable):
         lowest = unwrapped(least).min().item()
         raise ConvergenceError(
             f"adaptive TAP came to a saddle: (Λ − J)⁻¹ has the eigenvalue {lowest:.3g} and is no covariance; the "

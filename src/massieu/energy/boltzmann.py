@@ -19,7 +19,7 @@ from massieu import inference
 from massieu.energy import sites
 from massieu.energy.normalisable import why_not_normalisable
 from massieu.foundation.arguments import check_finite, check_shape, choice, floating, instance, whole_number
-from massieu.foundation.transforms import in_functorch, some, unwrapped, values_are_readable
+from massieu.foundation.transforms import any_true, in_functorch, unwrapped, values_are_readable
 from massieu.foundation.values import Value
 from massieu.inference.annealed import AnnealResult
 from massieu.measures import Measure
@@ -144,7 +144,7 @@ class BoltzmannMachine(Value):
         basis = torch.eye(count, dtype=self.weight.dtype, device=self.weight.device)
         zero = torch.zeros_like(basis)
         covariance = self.hidden.fisher(zero[0])
-        if some(covariance != covariance.diagonal().diag()):
+        if any_true(covariance != covariance.diagonal().diag()):
             raise ValueError(
                 f"the hidden units of {type(self.hidden).__name__} are not independent, so there are no effective couplings"
             )
@@ -258,7 +258,7 @@ def _log_density(measure: Measure, point: Tensor) -> Tensor:
 
 def _finite(name: str, field: Tensor) -> Tensor:
     """The field of the layer's units, if all of it is finite; or an error."""
-    if some(~field.isfinite()):
+    if any_true(~field.isfinite()):
         wrong = int((~unwrapped(field).isfinite()).reshape(-1, field.shape[-1]).any(-1).sum())
         raise ValueError(f"{name} units must be finite and make finite fields; those of {wrong} items do not")
     return field

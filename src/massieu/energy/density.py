@@ -12,7 +12,7 @@ from massieu.energy.base import promoted
 from massieu.energy.bounds import stored
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.foundation.arguments import described
-from massieu.foundation.transforms import some
+from massieu.foundation.transforms import any_true
 from massieu.foundation.values import Value, align
 from massieu.measures import Atoms, Gaussian, mixture
 from massieu.measures.mixture import Mixture
@@ -46,7 +46,7 @@ class HopfieldDensity(Value):
             TypeError: the memory is not a set of patterns, or the reference not the identity.
             ValueError: a memory is masked altogether: it has no density.
         """
-        if some((stored(hopfield).log_weight == -torch.inf).all(-1)):
+        if any_true((stored(hopfield).log_weight == -torch.inf).all(-1)):
             raise ValueError("a memory that is masked altogether has no density")
         return cls(hopfield)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.energy.base import Energy, promoted, times
 from massieu.foundation.arguments import check_finite, check_shape, choice, floating, whole_number
-from massieu.foundation.transforms import every
+from massieu.foundation.transforms import all_true
 from massieu.foundation.values import align, need_batch, static_field
 
 Values = Literal["spins", "bits"]
@@ -40,7 +40,7 @@ class _TwoValued(Energy):
         state = promoted(state)
         low, high = self._low_and_high
         need_batch(type(self).__name__, "a state", state.shape, self.bias.shape[:-1], self.bias.shape[-1:])
-        if not every((state == low) | (state == high)):
+        if not all_true((state == low) | (state == high)):
             raise ValueError(f"a state of {self.values} holds {low:g} and {high:g} alone")
         return state
 
@@ -96,7 +96,7 @@ class BinaryHopfieldEnergy(_TwoValued):
         if couplings.ndim < 2 or couplings.shape[-1] != couplings.shape[-2] or couplings.shape[-1] == 0:
             raise ValueError(f"couplings must have shape (*batch, d, d) with d ≥ 1, got {tuple(couplings.shape)}")
         size = couplings.abs().amax((-2, -1), keepdim=True)
-        if not every((couplings - couplings.mT).abs() <= 8 * torch.finfo(couplings.dtype).eps * size):
+        if not all_true((couplings - couplings.mT).abs() <= 8 * torch.finfo(couplings.dtype).eps * size):
             raise ValueError("couplings must be symmetric: other networks have no energy")
         values = choice("values", values, "spins", "bits")
         return cls(_bias(bias, couplings.shape[:-1], couplings), values, couplings)

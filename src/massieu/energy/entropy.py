@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.foundation.arguments import check_broadcastable, check_range, floating, integers, number, whole_number
-from massieu.foundation.transforms import every
+from massieu.foundation.transforms import all_true
 from massieu.foundation.values import promoted_dtype
 
 
@@ -44,7 +44,7 @@ def least_entropy(score_norm: Float[Tensor, "..."] | float, keys: Int[Tensor, ".
         count = integers("keys", keys)
     else:
         count = torch.tensor(whole_number("keys", keys))
-    if not every(count >= 1):
+    if not all_true(count >= 1):
         raise ValueError("keys must be at least 1")
     check_broadcastable(score_norm=sigma, keys=count)
     sigma, count = torch.broadcast_tensors(sigma, count.to(sigma))

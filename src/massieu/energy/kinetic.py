@@ -19,7 +19,7 @@ from torch import Tensor
 
 from massieu import duality
 from massieu.foundation.arguments import as_tensor, check_one_device, check_range, choice, expanded, floating
-from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.transforms import all_true, unwrapped
 from massieu.foundation.values import Value, need_batch, promoted_dtype, static_field
 from massieu.measures import Sphere
 from massieu.ops.bessel import sphere_slopes
@@ -173,44 +173,6 @@ def _echo_move(state: Tensor, model: Kinetic, before: Tensor, field: Tensor) -> 
     return state + (target - state) / (1 + model._stiffness())
 
 
-class KineticIsing(Kinetic):
-    """Kinetic Ising model of spins ±1: m = tanh θ, with the Onsager echo −m_i Σ_j J_ij² (1 − m_j²) (B16). Use `create`.
-
-    Example:
-        >>> import torch
-        >>> from massieu.energy import KineticIsing
-        >>> spins = KineticIsing.create(torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
-        >>> [round(m, 3) for m in spins.mean(spins.stationary().value).tolist()]  # tanh of the drives
-        [0.762, 0.0]
-    """
-
-    _spin_dims = 0
-
-    @classmethod
-    def create(cls, drive: Float[Tensor, "*batch N"], coupling: Float[Tensor, "*batch N N"]) -> Self:
-        """N spins. Raises a TypeError at tensors that are not floating-point, a ValueError at shapes that do not fit."""
-        _check_drive_and_coupling(drive, coupling, spin_dims=0)
-        return cls(drive, coupling)
-
-    @property
-    def lipschitz(self) -> Float[Tensor, "*batch"]:
-        """max_i Σ_j |J_ij|: the Lipschitz constant of a step of first order, in the norm of the largest change of a spin.
-
-        Below 1 the step has one fixed point.
-        """
-        return self.coupling.abs().sum(-1).amax(-1)
-
-    def mean(self, state: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch N"]:
-        return torch.tanh(floating("state", state))
-
-    def _echo(self, state: Tensor, before: Tensor, field: Tensor) -> Tensor:
-        variance = 1 - torch.tanh(before).square()
-        return -torch.tanh(state) * (self.coupling.square() @ variance.unsqueeze(-1)).squeeze(-1)
-
-    def _stiffness(self) -> Tensor:
-        return self.coupling.square().sum(-1)
-
-
 class _Radial(NamedTuple):
     """The factor c in m = c(s)θ, s = ‖θ‖², and its derivatives, each with a last dimension of size 1."""
 
@@ -260,7 +222,7 @@ class KineticSpins(Kinetic):
         Raises a TypeError at tensors that are not floating-point, a ValueError at shapes that do not fit and at a scale that
         is not positive and finite.
         """
-        _check_drive_and_coupling(drive, coupling, spin_dims=1)
+        check_drive_and_coupling(drive, coupling, spin_dims=1)
         dtype = promoted_dtype(drive, coupling)
         scale = as_tensor("scale", scale, drive, dtype)
         check_range("scale", scale, above=0)
@@ -292,7 +254,7 @@ class KineticSpins(Kinetic):
         self._vectors("mean", mean)
         # R² − ‖m‖², (*, 1).
         variance = self.radius**2 - mean.square().sum(-1, keepdim=True)
-        if not every(variance > 0):
+        if not all_true(variance > 0):
             longest = unwrapped(mean.detach().norm(dim=-1)).amax().item()
             raise ValueError(f"means must be shorter than the radius {self.radius:.6g}, got a length of {longest:.6g}")
         if not self.exact:
@@ -386,7 +348,8 @@ def _exact_radial(square: Tensor, beta: Tensor, dimension: int) -> _Radial:
     return _Radial(value, slope, bend)
 
 
-def _check_drive_and_coupling(drive: Tensor, coupling: Tensor, *, spin_dims: int) -> None:
+def check_drive_and_coupling(drive: Tensor, coupling: Tensor, *, spin_dims: int) -> None:
+    """Raise an error unless drive and couplings fit each other; a vector spin has `spin_dims` = 1, a sign 0."""
     check_one_device(drive=floating("drive", drive), coupling=floating("coupling", coupling))
     lead = drive.shape[: drive.ndim - spin_dims]
     if not lead or coupling.shape != (*lead, lead[-1]) or (spin_dims and drive.shape[-1] < 3):

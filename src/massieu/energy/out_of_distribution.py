@@ -11,7 +11,7 @@ from massieu.energy.base import promoted
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.energy.rise import rise
 from massieu.foundation.arguments import check_one_device, check_shape, choice, floating, instance, integers, positive
-from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.transforms import all_true, unwrapped
 from massieu.foundation.values import align
 from massieu.measures import Atoms, Measure
 
@@ -166,7 +166,7 @@ def _score_at_label(state: Tensor, memory: Any, label: Tensor) -> Tensor:
     points = promoted(memory.points)
     num_classes = points.shape[-2]
     check_shape("label", integers("label", label), state.shape[:-1])
-    if not every((label >= 0) & (label < num_classes)):
+    if not all_true((label >= 0) & (label < num_classes)):
         numbers = unwrapped(label)
         raise ValueError(f"label must lie in 0 … {num_classes - 1}, got {int(numbers.min())} … {int(numbers.max())}")
     # All query dimensions as one, to pick a pattern of the batch item for each: (*batch, queries, d), then the state's shape.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from massieu.energy.base import Potential
 from massieu.foundation.numerics import GAUSS_LEGENDRE
-from massieu.foundation.transforms import some, values_are_readable
+from massieu.foundation.transforms import any_true, values_are_readable
 from massieu.foundation.values import align
 
 _CANCELS = 0.25
@@ -47,7 +47,7 @@ def rise(
     with torch.no_grad():
         size = 1 + at_eta.abs() + at_origin.abs()
         cancels = difference.abs() < _CANCELS * size
-    if values_are_readable(cancels) and not some(cancels):
+    if values_are_readable(cancels) and not any_true(cancels):
         return difference / scale
     integral, last_coefficient = _integral(memory, state, eta)
     with torch.no_grad():

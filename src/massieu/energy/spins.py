@@ -19,7 +19,7 @@ from massieu.energy.adaptive import MagnetisationResult, adaptive_tap
 from massieu.energy.sites import as_matrix, block_diagonal, identity_like
 from massieu.foundation import matrices
 from massieu.foundation.arguments import check_finite, floating, instance
-from massieu.foundation.transforms import every, unwrapped, values_are_readable
+from massieu.foundation.transforms import all_true, unwrapped, values_are_readable
 from massieu.foundation.values import Value, need_batch
 from massieu.measures import Gaussian, Measure, Spin
 from massieu.solve import Auto, fixed_point
@@ -284,10 +284,10 @@ def _gaussian_margin(site: Gaussian, coupling: Tensor) -> Tensor:
 def _check_coupling(coupling: Tensor) -> None:
     check_finite(coupling=coupling)
     self_coupling = coupling.diagonal(dim1=0, dim2=1).abs()
-    if not every(self_coupling == 0):
+    if not all_true(self_coupling == 0):
         size = unwrapped(self_coupling).amax().item()
         raise ValueError(f"a site must not couple to itself, got a coupling[i, i] of size {size:.4g}")
     difference = (coupling - coupling.permute(1, 0, 3, 2)).abs()
-    if not every(difference <= 1e-6 * coupling.abs().amax().clamp_min(1.0)):
+    if not all_true(difference <= 1e-6 * coupling.abs().amax().clamp_min(1.0)):
         size = unwrapped(difference).amax().item()
         raise ValueError(f"coupling[i, j] must be the transpose of coupling[j, i], got a difference of {size:.4g}")

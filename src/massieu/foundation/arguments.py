@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from massieu.foundation.transforms import every, unwrapped, values_are_readable
+from massieu.foundation.transforms import all_true, unwrapped, values_are_readable
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The floating-point dtypes that computations accept; float8 is not among them."""
@@ -259,14 +259,14 @@ def check_range(
         return
     numbers = unwrapped(value)
     valid = numbers.isfinite() & _within(numbers, least, above, most, below)
-    if not every(valid):
+    if not all_true(valid):
         raise ValueError(f"{name} must be {requirement}, got {numbers[~valid][0].item():g}")
 
 
 def check_log_probabilities(**tensors: Tensor) -> None:
     """Raise a ValueError at NaN and +inf, where values can be read."""
     for name, tensor in tensors.items():
-        if not every(tensor < math.inf):
+        if not all_true(tensor < math.inf):
             raise ValueError(f"{name} must be finite or -inf, got NaN or +inf")
 
 

@@ -69,7 +69,6 @@ def seed(name: str, value: object) -> int:
 
 
 MEASURE = partial(of_class, kind="Measure")
-METHOD = partial(of_class, kind="Method")
 MODULE = partial(of_class, kind="Module")
 
 _FLAGS = (

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 
-from massieu.foundation.transforms import derivative_orders, every, unwrapped
+from massieu.foundation.transforms import all_true, derivative_orders, unwrapped
 
 
 def eigenvalue_rounding(size: int, dtype: torch.dtype) -> float:
@@ -91,13 +91,13 @@ def square_root(matrix: Float[Tensor, "*lead n n"], *, owner: str) -> Float[Tens
     Raises:
         ValueError: the matrix is not finite, or not positive definite; the message begins with `owner`, whose covariance it is.
     """
-    if not every(matrix.isfinite()):
+    if not all_true(matrix.isfinite()):
         raise ValueError(f"{owner} needs a finite covariance, got one with a NaN or an infinity")
     eigenvalues, vectors = torch.linalg.eigh(matrix.detach())
     smallest = eigenvalues[..., 0]
     largest = eigenvalues[..., -1].abs()
     rounding = eigenvalue_rounding(matrix.shape[-1], matrix.dtype) * largest
-    if not every(smallest > rounding):
+    if not all_true(smallest > rounding):
         raise ValueError(
             f"{owner} needs a positive definite covariance, got a least eigenvalue of {float(unwrapped(smallest).min()):.3g} "
             f"beside {float(unwrapped(largest).max()):.3g}; more points or an eps make it so"

@@ -4,8 +4,9 @@ The rule: values can be read except while compiling, on the meta device, and of 
 can: a wrapped tensor wraps numbers, those of the whole batch where `vmap` shows one item. So a check raises inside `vmap`,
 `grad` and `jvp` as it does outside, and never inside `torch.compile` or `torch.export`.
 
-A caller writes ``if some(x.isnan()): raise …`` or ``if not every(x > 0): raise …``. Where values cannot be read, `some` is
-False and `every` is True, so that nothing is raised. `bool(mask.any())` fails inside `vmap`: use these two in its place.
+A caller writes ``if any_true(x.isnan()): raise …`` or ``if not all_true(x > 0): raise …``. Where values cannot be read,
+`any_true` is False and `all_true` is True, so that nothing is raised. `bool(mask.any())` fails inside `vmap`: use these
+two in its place.
 """
 
 import functools
@@ -92,19 +93,19 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def values_are_readable(*tensors: Tensor) -> bool:
-    """Whether the values of all the tensors can be read, by `some`, `every` or from `unwrapped`."""
+    """Whether the values of all the tensors can be read, by `any_true`, `all_true` or from `unwrapped`."""
     if torch.compiler.is_compiling():
         return False
     numbers = [unwrapped(tensor) for tensor in tensors]
     return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in numbers)
 
 
-def some(mask: Tensor) -> bool:
+def any_true(mask: Tensor) -> bool:
     """Whether any entry of the whole batch is true; False if values cannot be read."""
     return values_are_readable(mask) and bool(unwrapped(mask).any())
 
 
-def every(mask: Tensor) -> bool:
+def all_true(mask: Tensor) -> bool:
     """Whether all entries of the whole batch are true; True if values cannot be read."""
     return not values_are_readable(mask) or bool(unwrapped(mask).all())
 
@@ -175,7 +176,7 @@ def repeat(
     """
     if not torch.compiler.is_compiling():
         for _ in range(limit):
-            if not some(running(state)):
+            if not any_true(running(state)):
                 break
             state = step(state, *constants)
         return state

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, real_tensor, whole_number
-from massieu.foundation.transforms import every, some, values_are_readable
+from massieu.foundation.transforms import all_true, any_true, values_are_readable
 from massieu.foundation.values import need_batch
 from massieu.measures.hooks import Hooks
 
@@ -136,7 +136,7 @@ class Measure(Hooks):
         if tuple(eta.shape) != expected:
             raise ValueError(f"tilt needs eta of shape {expected} (batch + event), got {tuple(eta.shape)}")
         measure, eta = self._admit(eta)
-        if values_are_readable(eta) and some(measure._log_partition(eta) == torch.inf):
+        if values_are_readable(eta) and any_true(measure._log_partition(eta) == torch.inf):
             raise ValueError(f"tilt: A(eta) of {type(self).__name__} is too large for {eta.dtype}; eta must be smaller")
         return measure._tilt(eta)
 
@@ -162,7 +162,7 @@ class Measure(Hooks):
         if has_sampler and (eta.is_meta or sample_shape.numel() * eta.numel() == 0):
             # No number to draw: samplers of PyTorch fail for empty and meta tensors.
             return eta.new_empty((*sample_shape, *eta.shape))
-        if some(eta.isnan()):
+        if any_true(eta.isnan()):
             raise ValueError(f"{type(self).__name__}: no law to sample from, eta is NaN")
         eta_device = eta.device
         if generator is not None and generator.device != eta_device:
@@ -261,7 +261,7 @@ class Measure(Hooks):
 
     def _check_domain(self, eta: Tensor) -> None:
         inside = self._in_domain(eta) if values_are_readable(eta) else None
-        if inside is not None and not every(inside):
+        if inside is not None and not all_true(inside):
             raise DomainError(f"{type(self).__name__}: eta is outside the domain, {self._domain()}")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import real_tensor
 from massieu.foundation.numerics import log_softmax, logsumexp
-from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.transforms import all_true, unwrapped
 from massieu.measures.base import Measure
 from massieu.measures.deviance import deviance
 from massieu.measures.hooks import Listed, Reference
@@ -57,7 +57,7 @@ class Categorical(Measure):
         else:
             logits = real_tensor("logits", logits)
             _check_categories("logits", logits)
-            if not every((logits < torch.inf).all(-1) & (logits > -torch.inf).any(-1)):
+            if not all_true((logits < torch.inf).all(-1) & (logits > -torch.inf).any(-1)):
                 raise ValueError("logits must be finite or −inf, with a finite one in every row")
         return cls(log_softmax(logits))
 
@@ -191,10 +191,10 @@ def _check_categories(name: str, values: Tensor) -> None:
 
 
 def _check_probability(probability: Tensor) -> None:
-    if not every(probability >= 0):
+    if not all_true(probability >= 0):
         raise ValueError("probability must not be negative or NaN")
     excess = probability.detach().double().sum(-1) - 1
-    if not every(excess.abs() <= torch.finfo(probability.dtype).eps ** 0.5):
+    if not all_true(excess.abs() <= torch.finfo(probability.dtype).eps ** 0.5):
         worst = max(unwrapped(excess).flatten().tolist(), key=abs)
         raise ValueError(f"probability must sum to 1 over the last dimension, got a sum of {1 + worst:.6g}")
 

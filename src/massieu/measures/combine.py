@@ -6,7 +6,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import real_tensor
 from massieu.foundation.doors import MEASURE, door
-from massieu.foundation.transforms import every, some
+from massieu.foundation.transforms import all_true, any_true
 from massieu.foundation.values import longest_batch, spread
 from massieu.measures import listed
 from massieu.measures.base import Measure
@@ -216,7 +216,7 @@ class Affine(Wrapped):
         weight = self._align(self.weight, eta, 2)
         fisher = super()._fisher(eta)
         image = weight @ fisher @ weight.mT
-        if not some(image.isnan()):
+        if not any_true(image.isnan()):
             return image
         # Some entries overflow, and ∞·0 gave NaN: `_push` skips weights of 0. First on rows, then on columns.
         return self._push(self._push(fisher).mT)
@@ -286,7 +286,7 @@ class Affine(Wrapped):
         """
         values = torch.linalg.svdvals(self.weight)
         is_wide = self.weight.shape[-1] > self.weight.shape[-2]
-        if is_wide or not every(values > 0):
+        if is_wide or not all_true(values > 0):
             raise MissingFormError("affine: the image under a weight that is not one-to-one has no density here")
         centred = point - self._align(self.bias, point)
         source = (self._align(torch.linalg.pinv(self.weight), point, 2) @ centred.unsqueeze(-1)).squeeze(-1)
@@ -325,7 +325,7 @@ class Affine(Wrapped):
 def _times(weight: Tensor, points: Tensor) -> Tensor:
     """weight @ point, where 0·∞ is 0: an infinite entry does not count in a row that has weight 0 for it."""
     image = (weight @ points.unsqueeze(-1)).squeeze(-1)
-    if not some(image.isnan()):
+    if not any_true(image.isnan()):
         return image
     # The product of the finite entries, replaced by the sign of the infinite ones: NaN if they have both signs.
     infinite = points.isinf()

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, real_tensor
-from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.transforms import all_true, unwrapped
 from massieu.measures.base import Measure
 from massieu.measures.continuous import Exponential, Gamma, standard_gammas
 from massieu.measures.coordinates import Coordinates, checked_parameters, in_words
@@ -108,7 +108,7 @@ class ConjugatePrior(Coordinates):
         inside = observations.isfinite()
         if isinstance(self.likelihood, Coordinates):
             inside = inside & self.likelihood._holds(observations)
-        if not every(inside):
+        if not all_true(inside):
             raise ValueError(
                 f"observations must lie in the support of {type(self.likelihood).__name__}, got "
                 f"{float(unwrapped(observations)[~unwrapped(inside)][0]):.6g}"
@@ -399,7 +399,7 @@ def _check_independent(likelihood: Gaussian) -> None:
             f"got a covariance of shape {tuple(likelihood.covariance.shape)} and a factor of shape "
             f"{tuple(likelihood.factor.shape)}"
         )
-    if not every(likelihood.covariance > 0):
+    if not all_true(likelihood.covariance > 0):
         raise ValueError("ConjugatePrior needs a Gaussian of positive variances, got a variance of 0")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_finite, check_shape, real_tensor, whole_number
 from massieu.foundation.matrices import eigenvalue_rounding, is_singular
-from massieu.foundation.transforms import some, unwrapped, values_are_readable
+from massieu.foundation.transforms import any_true, unwrapped, values_are_readable
 from massieu.measures.base import Measure
 from massieu.measures.hooks import MissingFormError
 
@@ -204,7 +204,7 @@ class Gaussian(Measure):
         return -0.5 * whitened.square().sum(-1) - normaliser
 
     def _refuse_degenerate(self, is_degenerate: Tensor) -> None:
-        if values_are_readable(is_degenerate) and some(is_degenerate):
+        if any_true(is_degenerate):
             raise MissingFormError(
                 f"Gaussian: a degenerate covariance (singular to rounding in {self.covariance.dtype}) has no density"
             )
@@ -259,14 +259,14 @@ class Gaussian(Measure):
 def _check_positive(covariance: Tensor, *, full: bool) -> None:
     """Raise a ValueError unless variances are not negative, or a full matrix is symmetric and positive semi-definite."""
     if not full:
-        if some(covariance < 0):
+        if any_true(covariance < 0):
             raise ValueError(f"variances must not be negative, got {float(unwrapped(covariance).min()):.3g}")
         return
     matrix = covariance.detach().double()
     rounding = matrix.shape[-1] * torch.finfo(covariance.dtype).eps * matrix.abs().amax((-2, -1), keepdim=True)
-    if some((matrix - matrix.mT).abs() > 8 * rounding):
+    if any_true((matrix - matrix.mT).abs() > 8 * rounding):
         raise ValueError("covariance must be symmetric")
     smallest = torch.linalg.eigvalsh(matrix)[..., 0]
-    if some(smallest < -8 * rounding[..., 0, 0]):
+    if any_true(smallest < -8 * rounding[..., 0, 0]):
         least = float(unwrapped(smallest).min())
         raise ValueError(f"covariance must be positive semi-definite, got an eigenvalue of {least:.3g}")

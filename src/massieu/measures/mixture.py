@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu.foundation.arguments import check_log_probabilities, check_shape, real_tensor
 from massieu.foundation.doors import MEASURE, sequence
 from massieu.foundation.numerics import log_softmax, logsumexp
-from massieu.foundation.transforms import some, values_are_readable
+from massieu.foundation.transforms import any_true, values_are_readable
 from massieu.foundation.values import longest_batch, spread
 from massieu.measures import listed
 from massieu.measures.base import Measure
@@ -174,7 +174,7 @@ class Mixture(Measure):
         """`value`; NaN where several terms overflow and their `parts` differ, so that it depends on unknown shares."""
         axis = self._axis
         overflows = terms == torch.inf
-        if values_are_readable(overflows) and not some(overflows):
+        if values_are_readable(overflows) and not any_true(overflows):
             return value
         are_several = overflows.sum(axis) > 1
         # Dimensions of one for the event, or the order of a cumulant, that parts and value have more than a term.
@@ -186,7 +186,7 @@ class Mixture(Measure):
 
     def _check_value(self, eta: Tensor, value: Tensor) -> Tensor:
         """The value; a ValueError if it is NaN because log-partitions of components overflow."""
-        if some(value.isnan()):
+        if any_true(value.isnan()):
             overflows = (self._log_terms(eta) == torch.inf).any(self._axis)
             _check_defined(overflows & value.isnan().reshape(*overflows.shape, -1).any(-1), value.dtype)
         return value
@@ -409,7 +409,7 @@ class _MixedMeans(NamedTuple):
 
 
 def _check_defined(undefined: Tensor, dtype: torch.dtype) -> None:
-    if some(undefined):
+    if any_true(undefined):
         advice = "a smaller eta" if dtype == torch.float64 else "a smaller eta, or float64"
         raise ValueError(
             f"Mixture: log-partitions of components overflow {dtype} at this eta, so that the responsibilities are "

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_range, real_tensor
 from massieu.foundation.doors import MEASURE, door
-from massieu.foundation.transforms import every
+from massieu.foundation.transforms import all_true
 from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure
 from massieu.measures.gaussian import Gaussian
@@ -43,7 +43,7 @@ def boosting(
             f"boosting needs labels and logits of one shape (*batch, N) and learners of shape (*batch, N, d), got "
             f"{tuple(labels.shape)}, {tuple(logits.shape)} and {tuple(learners.shape)}"
         )
-    if not every(labels.abs() == 1):
+    if not all_true(labels.abs() == 1):
         raise ValueError("labels must be +1 or −1")
     return Atoms.create(-labels.unsqueeze(-1) * learners, -labels * logits)
 

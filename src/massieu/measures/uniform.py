@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.transforms import every
+from massieu.foundation.transforms import all_true
 from massieu.measures.coordinates import Coordinates, checked_parameters, in_words, magnitude
 
 _LANGEVIN_TERMS = 24
@@ -70,7 +70,7 @@ class Uniform(Coordinates):
     ) -> Self:
         """The law between `low` and a higher `high` (one value is a `Constant`'s); raises what `Measure` says."""
         low, high = checked_parameters(dim, low=low, high=high)
-        if not every(low < high):
+        if not all_true(low < high):
             raise ValueError(f"low must be below high, got {in_words(low)} and {in_words(high)}")
         return cls(low, high)
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.energy.normalisable import untilted, why_not_normalisable
 from massieu.foundation.arguments import check_dense, check_one_device, check_shape, instance, number, whole_number
-from massieu.foundation.transforms import every, some, unwrapped, values_are_readable
+from massieu.foundation.transforms import all_true, any_true, unwrapped, values_are_readable
 from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Bernoulli, DomainError, Measure, Spin
 from massieu.nn.activation import HeldValue
@@ -301,7 +301,7 @@ class RestrictedBoltzmannMachine(Resettable):
         check_one_device(data=data, **{"the machine": self.weight})
         if data.ndim == 0 or data.shape[-1] != len(self.visible_bias):
             raise ValueError(f"data must have shape (*items, {len(self.visible_bias)}), got {tuple(data.shape)}")
-        if some(data.isnan()):
+        if any_true(data.isnan()):
             has_nan = unwrapped(data).isnan().reshape(-1, data.shape[-1]).any(-1)
             raise ValueError(f"data must have no NaN, got them in {_first_of(has_nan)}")
         return data.to(self.weight.dtype)
@@ -318,7 +318,7 @@ class RestrictedBoltzmannMachine(Resettable):
         BoltzmannMachine.create(machine.visible, machine.hidden, machine.weight)
         visible = self.visible.value()
         inside = visible.log_prob(torch.zeros_like(data), data) > -torch.inf
-        if not every(inside):
+        if not all_true(inside):
             raise ValueError(
                 f"data must be states of {_kind(visible)} units, got others in {_first_of(~inside)}; values are from "
                 f"{data.min():.4g} to {data.max():.4g}"

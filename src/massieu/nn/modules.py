@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from massieu.foundation.arguments import FLOATS, check_one_device, check_range, check_shape, floating, number
 from massieu.foundation.doors import door
-from massieu.foundation.transforms import autocasts, every, in_functorch, values_are_readable
+from massieu.foundation.transforms import all_true, autocasts, in_functorch, values_are_readable
 from massieu.solve.status import warn_unconverged
 
 Number = float | int | Tensor | None
@@ -223,7 +223,7 @@ class LearnableAlpha(Resettable):
         else:
             is_inside = (alpha >= low) & (alpha < high)
             interval = f"[{low:g}, {high:g})"
-        if not every(is_inside):
+        if not all_true(is_inside):
             raise ValueError(f"alpha must lie in {interval}, got {alpha.tolist()}")
         self.low = low
         self.logit = None

@@ -45,7 +45,7 @@ class SpinAttention(Iterating, Resettable):
     """Tokens as kinetic mean-field spins coupled by attention: θ_i = x_i + Σ_j J_ij φ(θ_j), output φ(θ) (B16).
 
     Each head is a system of its own, of one spin in R^D for each token, D the head's size. The drive x and the couplings
-    J = softmax(coupling_scale·query_i·key_j) are projections of the tokens, and stay what they are while the spins move.
+    J = softmax(query_i·key_j/√D) are projections of the tokens, and stay what they are while the spins move.
     J is not symmetric: there is no energy that falls. φ is an activation into the ball of radius √(D/2 − 1), the mean of
     spins in the field θ at inverse temperature β.
 
@@ -64,7 +64,6 @@ class SpinAttention(Iterating, Resettable):
     """
 
     scale: Tensor | float
-    coupling_scale: Tensor | float | None
 
     def __init__(
         self,
@@ -75,7 +74,6 @@ class SpinAttention(Iterating, Resettable):
         exact: bool = False,
         steps: int | None = 1,
         scale: Number = 1.0,
-        coupling_scale: Number = None,
         bias: bool = True,
         batch_first: bool = True,
         method: Method = _AUTO,
@@ -91,7 +89,6 @@ class SpinAttention(Iterating, Resettable):
             exact: Means by Bessel functions' ratios, in place of the form for many components.
             steps: Number of moves of the spins from θ = x; None moves them to a fixed point, with implicit gradients.
             scale: β > 0; a number, a tensor or a Parameter, one or one a head.
-            coupling_scale: Inverse temperature of the softmax, above 0, of the same kinds; by default D to the −½.
             method: As for `massieu.solve.fixed_point`, for the fixed point.
             max_steps: As there, and for each step's own equation to second order. An item that has not converged by then goes
                 on with its last state: `convergence` has each head, or each spin's equation, at its worst step.
@@ -107,7 +104,6 @@ class SpinAttention(Iterating, Resettable):
             nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype) for _ in range(4)
         )
         register_number(self, "scale", scale, num_heads, or_none=False, above=0, device=device, dtype=dtype)
-        register_number(self, "coupling_scale", coupling_scale, num_heads, above=0, device=device, dtype=dtype)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.batch_first = batch_first
@@ -120,7 +116,7 @@ class SpinAttention(Iterating, Resettable):
         self.throw = throw
 
     def extra_repr(self) -> str:
-        shown = settings(self, "embed_dim", "num_heads", "order", "exact", "scale", "coupling_scale")
+        shown = settings(self, "embed_dim", "num_heads", "order", "exact", "scale")
         return f"{shown}, steps={self.steps}"
 
     def forward(
@@ -167,7 +163,7 @@ class SpinAttention(Iterating, Resettable):
         masks = log_weight_of(key_padding_mask, attn_mask, query, key)
         log_weight = with_positions(masks, query, key, is_causal)
         with without_autocast(tokens.device):
-            coupling, _ = attention_weights(query, key, scale=self.coupling_scale, log_weight=log_weight)
+            coupling, _ = attention_weights(query, key, scale=None, log_weight=log_weight)
             model = KineticSpins.create(drive, coupling, scale=self.scale, exact=self.exact)
         return model, _Scores(query, key, log_weight)
 
@@ -232,8 +228,7 @@ class SpinAttention(Iterating, Resettable):
             return model
         mean = model.mean(state)
         retrieved = model.coupling @ mean
-        options = {"scale": self.coupling_scale, "log_weight": scores.log_weight}
-        replaced = tell_attention(audience, retrieved, scores.query, scores.key, mean, **options)
+        replaced = tell_attention(audience, retrieved, scores.query, scores.key, mean, log_weight=scores.log_weight)
         if replaced is retrieved:
             return model
         return replace(model, drive=model.drive + (replaced - retrieved))

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.foundation.transforms import (
+    any_true,
     in_functorch,
     in_nested_forward_mode,
     may_be_differentiated,
-    some,
     values_are_readable,
 )
 from massieu.ops import reference
@@ -154,7 +154,7 @@ def _kernel_arguments(problem: AttentionProblem, kernel: FusedKernel) -> tuple[T
         and weight.shape[3] == 1
         and weight.device.type == "cpu"
         and values_are_readable(weight)
-        and not some(weight)
+        and not any_true(weight)
     ):
         # A mask costs the kernel up to a tenth of its time, also when it hides and weighs nothing.
         return query, key, None, scale

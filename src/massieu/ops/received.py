@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.transforms import in_autocast_dtype, may_be_differentiated, some, values_are_readable
+from massieu.foundation.transforms import any_true, in_autocast_dtype, may_be_differentiated, values_are_readable
 from massieu.ops import reference
 from massieu.ops import sink as with_sink
 from massieu.ops.attention import AttentionBackend, attend_without_sink
@@ -152,7 +152,7 @@ def _received(problem: AttentionProblem, log_z: Tensor, backend: AttentionBacken
     if sees_no_key is not None:
         gives_nothing = gives_nothing | sees_no_key
     undefined = None
-    if not can_sync(gives_nothing.device) or not values_are_readable(gives_nothing) or some(gives_nothing):
+    if not can_sync(gives_nothing.device) or not values_are_readable(gives_nothing) or any_true(gives_nothing):
         # These queries are left out of the sums, so that 0·NaN cannot arise; the keys that see an undefined one get NaN last.
         undefined = log_z.isnan() | (log_z == torch.inf)
         if sees_no_key is not None:

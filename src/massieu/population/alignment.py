@@ -1,4 +1,4 @@
-"""Is the score matrix the precision of what attention reads: the hypothesis W_QᵀW_K ≈ Σ⁻¹, free of conventions (S11)."""
+"""Is a head's score matrix the precision of its input? The hypothesis W_QᵀW_K ∝ Σ⁻¹ (S11)."""
 
 from typing import NamedTuple
 
@@ -11,16 +11,16 @@ from massieu.foundation.doors import door
 
 
 class AlignmentResult(NamedTuple):
-    """How well sym(M) fits a power of a covariance on M's span, beside random orientations of M."""
+    """How well sym(M) fits a power of a covariance on the span of sym(M), compared with random rotations of sym(M)."""
 
     cosine: float
-    """Of the two restricted matrices as vectors, ⟨A, B⟩/(‖A‖‖B‖): 1 where they are proportional."""
+    """⟨A, B⟩/(‖A‖‖B‖) of the two restricted matrices: 1 if they are proportional."""
     null: Float[Tensor, "draws"]
-    """The same for sym(M) turned at random: matrices with M's spectrum and no knowledge of the covariance."""
+    """The same for random rotations of sym(M): matrices with its spectrum that know nothing of the covariance."""
     share: float
     """(1 + how many of the null are at least the cosine)/(1 + draws): the p-value of the test against the null."""
     rank: int
-    """Of sym(M): at most twice a head's width."""
+    """Rank of sym(M): at most twice a head's width."""
     symmetric_share: float
     """‖sym(M)‖/‖M‖: √½ for independent entries, 1 for a symmetric matrix."""
 
@@ -36,26 +36,26 @@ def precision_alignment(
 ) -> AlignmentResult:
     """Cosine between the symmetric part of a score matrix and a power of the tokens' covariance, and its null.
 
-    The cosine of sym(M) with C^power is taken on the span of sym(M). The hypothesis that does not depend on what a
-    hidden state is taken for is M ∝ C⁻¹, with C the covariance of the *layer's input*, after the norm before it (trap
-    18). The two readings differ in which other covariance they compare with: where hidden states are natural
-    parameters, M ∝ F for F = Cov(keys' law), `power=1`; where they are means, M ∝ F⁻¹ for F = Cov(hidden), `power=-1`.
-    At the Gaussian equilibrium both say M = Cov(hidden)⁻¹.
+    The cosine of sym(M) with C^power is taken on the span of sym(M). One hypothesis does not depend on how hidden states are
+    interpreted: M ∝ C⁻¹, with C the covariance of the *layer's input*, after the norm before it (trap 18). The two
+    interpretations differ in their other hypothesis. If hidden states are natural parameters, M ∝ F for F = Cov(keys' law),
+    `power=1`; if they are means, M ∝ F⁻¹ for F = Cov(hidden), `power=-1`. At the Gaussian equilibrium both say
+    M = Cov(hidden)⁻¹.
 
     Args:
         score: M = W_QᵀW_K of one head, or summed over heads; the score of tokens i and j is x_iᵀMx_j.
         covariance: C, symmetric; positive definite for a negative or fractional power.
-        power: −1 for the hypothesis; 1, ½, 0, −½ are what it has to beat.
-        draws: Of the null.
-        generator: Of the null; torch's default for None.
+        power: −1 for the hypothesis; compare it with 1, ½, 0, −½.
+        draws: Number of random rotations.
+        generator: Source of the rotations; None: torch's default generator.
 
     Returns:
         Everything in float64. A head of low rank is compared on its own span alone: it says nothing of other directions.
 
     Raises:
-        ValueError: shapes that are not (d, d) twice, a covariance that is not symmetric or has no such power, a symmetric part
-            of M that is zero, something that is not finite, or no draw.
-        TypeError: no floating-point tensors, a power that is no number, `draws` that is no integer.
+        ValueError: the matrices have not both the shape (d, d), are not finite, the covariance is not symmetric or has no
+            such power, the symmetric part of M is zero, or `draws` is below 1.
+        TypeError: a matrix is no floating-point tensor, the power no number, or `draws` no integer.
 
     Example:
         >>> import torch
@@ -66,27 +66,29 @@ def precision_alignment(
         (1.0, 3)
     """
     _check(score, covariance, power, draws)
-    # Cosines know no scale, and squares of very large or small entries would overflow or vanish.
-    score, covariance = (_of_size_one(matrix.detach().double()) for matrix in (score, covariance))
-    even = 0.5 * (score + score.mT)
-    levels, vectors = torch.linalg.eigh(even)
-    rounding = even.shape[-1] * torch.finfo(even.dtype).eps
-    kept = levels.abs() > rounding * torch.linalg.matrix_norm(score, 2)
-    if not bool(kept.any()):
+    # Cosines do not depend on scale, and squares of very large or small entries would overflow or vanish.
+    score = _of_size_one(score.detach().double())
+    covariance = _of_size_one(covariance.detach().double())
+    symmetric_part = 0.5 * (score + score.mT)
+    eigenvalues, eigenvectors = torch.linalg.eigh(symmetric_part)
+    rounding = symmetric_part.shape[-1] * torch.finfo(symmetric_part.dtype).eps
+    is_nonzero = eigenvalues.abs() > rounding * torch.linalg.matrix_norm(score, 2)
+    if not bool(is_nonzero.any()):
         raise ValueError("precision_alignment needs a score matrix whose symmetric part is not zero")
-    levels, basis = levels[kept], vectors[:, kept]
+    eigenvalues = eigenvalues[is_nonzero]
+    basis = eigenvectors[:, is_nonzero]
+    rank = int(is_nonzero.sum())
     target = _power(covariance, power)
-    rank = int(kept.sum())
     device = None if generator is None else generator.device
     normal = torch.randn(draws, len(target), rank, dtype=target.dtype, generator=generator, device=device)
     normal = normal.to(target.device)
-    # Uniform up to the signs of the vectors, which no cosine sees.
-    frames, _ = torch.linalg.qr(normal)
-    cosine = _cosine(levels, basis, target)
-    null = _cosine(levels, frames, target)
+    # The bases of a QR factorisation are uniform up to the vectors' signs, which do not change the cosine.
+    random_bases, _ = torch.linalg.qr(normal)
+    cosine = _cosine(eigenvalues, basis, target)
+    null = _cosine(eigenvalues, random_bases, target)
     share = (1 + int((null >= cosine).sum())) / (1 + draws)
-    symmetric = torch.linalg.matrix_norm(even) / torch.linalg.matrix_norm(score)
-    return AlignmentResult(float(cosine), null, share, rank, float(symmetric))
+    symmetric_share = torch.linalg.matrix_norm(symmetric_part) / torch.linalg.matrix_norm(score)
+    return AlignmentResult(float(cosine), null, share, rank, float(symmetric_share))
 
 
 def _of_size_one(matrix: Tensor) -> Tensor:
@@ -94,17 +96,19 @@ def _of_size_one(matrix: Tensor) -> Tensor:
     return matrix / torch.where(size == 0, 1.0, size)
 
 
-def _cosine(levels: Tensor, basis: Tensor, target: Tensor) -> Tensor:
-    """Of basis·diag(levels)·basisᵀ and the target's restriction to the basis."""
+def _cosine(eigenvalues: Tensor, basis: Tensor, target: Tensor) -> Tensor:
+    """The cosine of basis·diag(eigenvalues)·basisᵀ with the target restricted to the span of the basis."""
+    # Both in coordinates of the orthonormal basis, where the first matrix is diagonal.
     restricted = basis.mT @ target @ basis
-    inner = (levels * restricted.diagonal(dim1=-2, dim2=-1)).sum(-1)
-    return inner / (levels.norm() * torch.linalg.matrix_norm(restricted))
+    inner = (eigenvalues * restricted.diagonal(dim1=-2, dim2=-1)).sum(-1)
+    return inner / (eigenvalues.norm() * torch.linalg.matrix_norm(restricted))
 
 
 def _power(covariance: Tensor, power: float) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
-    least = len(values) * torch.finfo(values.dtype).eps * values[-1].abs()
-    if (power < 0 or power != int(power)) and not bool(values[0] > least):
+    rounding = len(values) * torch.finfo(values.dtype).eps * values[-1].abs()
+    needs_positive = power < 0 or power != int(power)
+    if needs_positive and not bool(values[0] > rounding):
         raise ValueError(
             f"precision_alignment needs a positive definite covariance for the power {power:g}, got a least eigenvalue of "
             f"{float(values[0]):.3g} beside {float(values[-1]):.3g} in units of its "

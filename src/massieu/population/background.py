@@ -1,4 +1,4 @@
-"""Tokens and a Gaussian background as one carrier: what attention to both weighs, averages and draws (E5)."""
+"""Tokens and a Gaussian background as one carrier, to which attention gives weights, means and draws (E5)."""
 
 from typing import NamedTuple, Self
 
@@ -13,39 +13,47 @@ from massieu.ops.resampling import Method, ResamplingResult
 
 
 class HybridCarrier(NamedTuple):
-    """Σ_j δ(x_j) + w·N(m, Σ) under the tilt of each query, as attention to one more key, the last.
+    """Σ_j δ(x_j) + w·N(m, Σ) under the tilt of each query: the background is one more key, the last.
 
-    One more coordinate holds the background's log-mass in each query, and 1 in its key: every score is a product, and
-    memory stays linear in queries and keys.
+    Its score depends on the query alone: it is the background's log-mass under that tilt. One more coordinate holds that
+    number in each query, 1 in the background's key and 0 in the other keys. So every score stays a product of query and
+    key, and memory stays linear in both.
     """
 
     query: Float[Tensor, "1 B n k+1"]
     key: Float[Tensor, "1 B n+1 k+1"]
     value: Float[Tensor, "1 B n+1 d"]
-    """0 for the background, whose value is each query's own."""
+    """0 for the background, whose mean value differs from query to query."""
     tilt: Float[Tensor, "1 B n d"]
     """scale·KᵀQx_i, in the space of the tokens."""
 
     @classmethod
     def of(
         cls,
-        heads: tuple[Tensor, Tensor, Tensor],
+        query_key_value: tuple[Tensor, Tensor, Tensor],
         key_weight: Tensor | None,
         scale: float | None,
         background: Gaussian,
         log_weight: float,
     ) -> Self:
-        """The carrier of a head's queries, keys and values; a ValueError for a background of another size than tokens."""
-        query, key, value = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in heads)
-        query = query * (key.shape[-1] ** -0.5 if scale is None else scale)
+        """The carrier of a head's queries, keys and values.
+
+        Raises:
+            ValueError: the background has another dimension than the tokens.
+        """
+        query, key, value = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in query_key_value)
+        inverse_temperature = key.shape[-1] ** -0.5 if scale is None else scale
+        query = query * inverse_temperature
         tilt = query if key_weight is None else query @ key_weight.to(query)
         size = background.event_shape[0]
         if size != tilt.shape[-1]:
             raise ValueError(f"background is on {size} dimensions, the tokens have {tilt.shape[-1]}")
-        level = log_weight + background.log_partition(tilt)
-        last = F.pad(key.new_ones(*key.shape[:2], 1, 1), (key.shape[-1], 0))
-        keys = torch.cat([F.pad(key, (0, 1)), last], -2)
-        return cls(torch.cat([query, level.to(query).unsqueeze(-1)], -1), keys, F.pad(value, (0, 0, 0, 1)), tilt)
+        log_mass = log_weight + background.log_partition(tilt)
+        queries = torch.cat([query, log_mass.to(query).unsqueeze(-1)], -1)
+        background_key = F.pad(key.new_ones(*key.shape[:2], 1, 1), (key.shape[-1], 0))
+        keys = torch.cat([F.pad(key, (0, 1)), background_key], -2)
+        values = F.pad(value, (0, 0, 0, 1))
+        return cls(queries, keys, values, tilt)
 
     def share(self) -> Float[Tensor, "1 B n"]:
         """The probability of the background."""
@@ -55,7 +63,7 @@ class HybridCarrier(NamedTuple):
         """The mean value under the tilted carrier."""
         output, log_partition = ops.attention(self.query, self.key, self.value, scale=1.0)
         share = (self.query[..., -1] - log_partition).exp().unsqueeze(-1)
-        return output + share * _valued(background.mean(self.tilt), value_weight)
+        return output + share * _values_of(background.mean(self.tilt), value_weight)
 
     def draw(
         self,
@@ -66,16 +74,18 @@ class HybridCarrier(NamedTuple):
         draws: int,
         method: Method,
     ) -> ResamplingResult:
-        """Draws from it: of index n those that are new tokens."""
-        options = {"generator": generator, "draws": draws, "method": method}
-        drawn = ops.resample_attention(self.query, self.key, self.value, scale=1.0, **options)
-        # A tilt moves a Gaussian: so a new token has a gradient, where a choice among tokens has none.
-        moved = background.mean(self.tilt) - background.location
-        noise = background.sample(torch.zeros_like(moved), draws, generator=generator).movedim(0, -2)
-        new = _valued(noise + moved.unsqueeze(-2), value_weight)
-        born = (drawn.indices == self.key.shape[-2] - 1).unsqueeze(-1)
-        return drawn._replace(sample=torch.where(born, new.to(drawn.sample), drawn.sample))
+        """Draws from the tilted carrier; a draw of index n is a new token of the background."""
+        drawn = ops.resample_attention(
+            self.query, self.key, self.value, scale=1.0, generator=generator, draws=draws, method=method
+        )
+        # A tilt moves a Gaussian by Ση and leaves its covariance. Draws of the untilted one, moved by that much, have a
+        # gradient in the tilt; a choice among tokens has none.
+        shift = background.mean(self.tilt) - background.location
+        untilted = background.sample(torch.zeros_like(shift), draws, generator=generator).movedim(0, -2)
+        new_tokens = _values_of(untilted + shift.unsqueeze(-2), value_weight)
+        is_new = (drawn.indices == self.key.shape[-2] - 1).unsqueeze(-1)
+        return drawn._replace(sample=torch.where(is_new, new_tokens.to(drawn.sample), drawn.sample))
 
 
-def _valued(tokens: Tensor, value_weight: Tensor | None) -> Tensor:
+def _values_of(tokens: Tensor, value_weight: Tensor | None) -> Tensor:
     return tokens if value_weight is None else tokens @ value_weight.to(tokens).mT

@@ -1,8 +1,8 @@
 """How far a cloud of tokens is from a Gaussian: cumulants and transport distances of its projections (S13, E1).
 
-A cloud is a tensor ``(*batch, n, d)`` of equally weighted tokens; everything is computed in float64. Projections on to a line
-of which all tokens fall on one point, to the rounding of inner products, have cumulants and distance 0. A cloud with a NaN or
-an infinity gives NaN, and leaves the others of its batch untouched. Memory is linear in n·d.
+A cloud is a tensor ``(*batch, n, d)`` of equally weighted tokens; everything is computed in float64. If all tokens project to
+one point of a line, up to the rounding of inner products, cumulants and distance along it are 0. A cloud with a NaN or an
+infinity gives NaN, and leaves the others of its batch untouched. Memory is linear in n·d.
 """
 
 import functools
@@ -22,20 +22,23 @@ from massieu.population.reading import (
     ObservableReading,
     Processes,
     centred,
+    check_call,
     check_cloud,
     check_single_cloud,
-    collected,
-    counts,
+    gather_tokens,
     greatest,
-    shared,
     summed,
+    token_counts,
 )
 
 _BLOCK = 32
-"""Directions at a time: a block of projections is as large as a cloud of that width."""
+"""Directions per block: the projections on to a block take the memory of a cloud with d = 32."""
 _NULL_DRAWS = 2**22
-_NULL_REPETITIONS = (32, 1024)
+"""Tokens that the simulation of a null draws in all, unless that takes too few or too many repetitions."""
+_MIN_NULL_REPETITIONS = 32
+_MAX_NULL_REPETITIONS = 1024
 _CHANCE = 0.05
+"""How often the largest of the cumulants of a Gaussian cloud exceeds its null."""
 _LEAST_FOR_CUMULANTS = 4
 
 
@@ -69,41 +72,44 @@ def random_directions(
 def projected_cumulants(
     points: Float[Tensor, "*batch n d"], directions: Float[Tensor, "m d"], *, group: Processes = None
 ) -> ProjectedCumulantsResult:
-    """Third and fourth cumulant of the tokens along each direction, divided by the power of their variance.
+    """Third and fourth cumulant of the tokens along each direction, divided by a power of their variance.
 
-    Cumulants are Fisher's k-statistics, unbiased whatever the law; their ratios have for independent Gaussian tokens mean 0
-    and the standard deviations of `gaussian_cumulant_spread`.
+    The cumulants are Fisher's k-statistics, which are unbiased for every law. For independent Gaussian tokens the ratios have
+    mean 0 and the standard deviations of `gaussian_cumulant_spread`.
 
     Args:
         points: At least 4 tokens.
-        directions: Of any length; see `random_directions`.
-        group: Processes that share the cloud's tokens, each with its own; the result is the same on all.
+        directions: Vectors of any length; see `random_directions`.
+        group: Processes that share the cloud, each with its own tokens; the result is the same on all.
 
     Raises:
-        ValueError: fewer than 4 tokens, or directions of another dimension.
-        TypeError: no floating-point tensors.
+        ValueError: there are fewer than 4 tokens, or the directions are of another dimension.
+        TypeError: points or directions are no floating-point tensors.
     """
     check = partial(_check_directions, points, directions)
-    processes = shared("projected_cumulants", points, group, check, {"directions": directions})
+    processes = check_call("projected_cumulants", points, group, check, {"directions": directions})
     relative, n = centred(points, processes)
     _check_count("the fourth cumulant", n)
-    third, fourth = [], []
+    third = []
+    fourth = []
     for block in directions.to(relative).split(_BLOCK):
         along = _projected(relative, block, processes)
         square = along.square()
         powers = torch.stack([square.sum(-2), (square * along).sum(-2), square.square().sum(-2)])
-        second, cube, quartic = summed(powers, processes) / n
-        k2 = n * second / (n - 1)
-        k3 = n**2 * cube / ((n - 1) * (n - 2))
-        k4 = n**2 * ((n + 1) * quartic - 3 * (n - 1) * second.square()) / ((n - 1) * (n - 2) * (n - 3))
-        spread = torch.where(k2 == 0, 1.0, k2)
-        third.append(k3 / spread**1.5)
-        fourth.append(k4 / spread.square())
+        # Central moments of the n tokens, since projections of centred tokens have mean 0.
+        m2, m3, m4 = summed(powers, processes) / n
+        # Fisher's k-statistics, the unbiased estimates of the second, third and fourth cumulant.
+        k2 = n * m2 / (n - 1)
+        k3 = n**2 * m3 / ((n - 1) * (n - 2))
+        k4 = n**2 * ((n + 1) * m4 - 3 * (n - 1) * m2.square()) / ((n - 1) * (n - 2) * (n - 3))
+        variance = torch.where(k2 == 0, 1.0, k2)
+        third.append(k3 / variance**1.5)
+        fourth.append(k4 / variance.square())
     return ProjectedCumulantsResult(torch.cat(third, -1), torch.cat(fourth, -1))
 
 
 def gaussian_cumulant_spread(tokens: int) -> tuple[float, float]:
-    """Standard deviations of the third and fourth of `projected_cumulants` for n independent Gaussian tokens; exact.
+    """Exact standard deviations of `projected_cumulants`, third and fourth, for n independent Gaussian tokens.
 
     Source: Fisher, "The moments of the distribution for normal samples of measures of departure from normality" (1930).
 
@@ -119,31 +125,32 @@ def gaussian_cumulant_spread(tokens: int) -> tuple[float, float]:
 def squared_gaussian_distance(
     points: Float[Tensor, "*batch n d"], directions: Float[Tensor, "m d"], *, group: Processes = None
 ) -> Float[Tensor, "*batch m"]:
-    """W₂² between the tokens along each direction and N(mean, variance) of them, divided by that (biased) variance.
+    """W₂² along each direction between the tokens and the Gaussian of their mean and variance, divided by that variance.
 
-    W₂² = ∫₀¹ (F⁻¹(t) − mean − σΦ⁻¹(t))² dt, with Φ⁻¹ integrated exactly over the share 1/n of each token. It lies in [0, 2),
-    is 0 only in the limit of infinitely many tokens, and is the mean over directions what is called the sliced distance;
-    `gaussian_distance_null` tells what to expect of Gaussian tokens. The tokens of a group are gathered, one block of
-    directions at a time.
+    W₂² = ∫₀¹ (F⁻¹(t) − mean − σΦ⁻¹(t))² dt, with Φ⁻¹ integrated exactly over the share 1/n of each token, and σ² the biased
+    variance. It lies in [0, 2), and is 0 only in the limit of infinitely many tokens. Its mean over directions is called the
+    sliced distance; `gaussian_distance_null` is what to expect of Gaussian tokens. The tokens of a group are gathered, one
+    block of directions at a time.
 
     Raises:
-        ValueError: directions of another dimension.
-        TypeError: no floating-point tensors.
+        ValueError: the directions are of another dimension.
+        TypeError: points or directions are no floating-point tensors.
     """
     check = partial(_check_directions, points, directions)
-    processes = shared("squared_gaussian_distance", points, group, check, {"directions": directions})
+    processes = check_call("squared_gaussian_distance", points, group, check, {"directions": directions})
     relative, _ = centred(points, processes)
-    blocks = directions.to(relative).split(_BLOCK)
-    return torch.cat(
-        [_distance(collected(_projected(relative, block, processes), processes).mT) for block in blocks], -1
-    )
+    distances = []
+    for block in directions.to(relative).split(_BLOCK):
+        along = gather_tokens(_projected(relative, block, processes), processes)
+        distances.append(_distance(along.mT))
+    return torch.cat(distances, -1)
 
 
 def gaussian_distance_null(tokens: int) -> tuple[float, float]:
     """Mean of `squared_gaussian_distance` for n independent Gaussian tokens, and its standard error (about 1 to 7 %).
 
-    The distance does not depend on location and scale, so that it has one law for each n: it is simulated, always with the
-    same seed, and kept.
+    The distance does not depend on location and scale, so that it has one law for each n. This law is simulated once for
+    each n, always with the same seed.
 
     Raises:
         ValueError: fewer than 1 token.
@@ -156,17 +163,17 @@ def gaussian_distance_null(tokens: int) -> tuple[float, float]:
 class CloudShape:
     """Observable: how far the tokens are from a Gaussian, along the same random directions in every layer.
 
-    Records of the standardised cumulants their root mean square over the directions (`third_cumulant`, `fourth_cumulant`) and
-    the largest size (`third_cumulant_largest`, `fourth_cumulant_largest`), and `gaussian_distance`, the sliced W₂ to the
-    Gaussian of the same two moments in units of the standard deviation along each direction.
+    Records the root mean square over the directions of the standardised cumulants (`third_cumulant`, `fourth_cumulant`), and
+    their largest absolute value (`third_cumulant_largest`, `fourth_cumulant_largest`). `gaussian_distance` is the sliced W₂
+    to the Gaussian of the same two moments, in standard deviations along each direction.
 
     Standard errors are those over directions, for the tokens as they are. Nulls are for as many independent Gaussian tokens:
-    the exact root of the expected mean square, for the distance by simulation; of the largest what it stays below in 95 % of
-    such clouds at the least (each direction's cumulant taken as normal).
+    the exact root of the expected mean square, for the distance by simulation. The null of a largest value is exceeded by at
+    most 5 % of such clouds, if the cumulant along each direction is taken as normal.
 
     Attributes:
-        projections: How many directions.
-        seed: Of the directions.
+        projections: Number of directions.
+        seed: Seed of the directions.
 
     Example:
         >>> import torch
@@ -180,7 +187,7 @@ class CloudShape:
     seed: int = 0
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
-        processes = shared(
+        processes = check_call(
             "CloudShape",
             points,
             group,
@@ -188,35 +195,39 @@ class CloudShape:
             projections=self.projections,
             seed=self.seed,
         )
-        count = sum(counts(points, processes))
+        count = sum(token_counts(points, processes))
         _check_count("CloudShape", count)
         generator = torch.Generator().manual_seed(self.seed)
         directions = random_directions(points.shape[-1], self.projections, generator=generator).to(points.device)
-        found: dict[str, ObservableReading] = {}
+        readings: dict[str, ObservableReading] = {}
         cumulants = projected_cumulants(points, directions, group=group)
-        reach = -torch.special.ndtri(_number(_CHANCE / (2 * self.projections))).item()
+        # Bonferroni over the directions and both signs: none of them exceeds this many standard deviations by chance.
+        quantile = -torch.special.ndtri(_number(_CHANCE / (2 * self.projections))).item()
         spreads = gaussian_cumulant_spread(count)
-        for name, each, spread in zip(("third_cumulant", "fourth_cumulant"), cumulants, spreads, strict=True):
-            found[name] = _root(each.square(), spread)
-            found[f"{name}_largest"] = ObservableReading(each.abs().amax(), null=_number(reach * spread))
+        for name, cumulant, spread in zip(("third_cumulant", "fourth_cumulant"), cumulants, spreads, strict=True):
+            readings[name] = _root(cumulant.square(), spread)
+            readings[f"{name}_largest"] = ObservableReading(cumulant.abs().amax(), null=_number(quantile * spread))
         distance = squared_gaussian_distance(points, directions, group=group)
-        found["gaussian_distance"] = _root(distance, math.sqrt(gaussian_distance_null(count)[0]))
-        return found
+        readings["gaussian_distance"] = _root(distance, math.sqrt(gaussian_distance_null(count)[0]))
+        return readings
 
 
 @functools.cache
 def _simulated_null(tokens: int) -> tuple[float, float]:
-    least, most = _NULL_REPETITIONS
-    repetitions = min(most, max(least, _NULL_DRAWS // tokens))
+    """Mean and its standard error over clouds of this many Gaussian tokens on a line."""
+    repetitions = min(_MAX_NULL_REPETITIONS, max(_MIN_NULL_REPETITIONS, _NULL_DRAWS // tokens))
     generator = torch.Generator().manual_seed(0)
-    found = torch.cat(
+    distances = torch.cat(
         [_distance(torch.randn(1, tokens, generator=generator, dtype=torch.float64)) for _ in range(repetitions)]
     )
-    return found.mean().item(), found.std().item() / repetitions**0.5
+    return distances.mean().item(), distances.std().item() / repetitions**0.5
 
 
 def _projected(relative: Tensor, directions: Tensor, group: Peers | None) -> Tensor:
-    """Projections of centred tokens, the largest about 1: powers of them neither overflow nor vanish, rounding is 0."""
+    """Projections (*batch, n, m) of centred tokens, each direction scaled so that the largest has absolute value 1.
+
+    Powers of them then neither overflow nor vanish. Directions along which there is nothing but rounding are exactly 0.
+    """
     along = relative @ directions.T
     size = greatest(along.detach().abs().amax(-2, keepdim=True), group)
     length = greatest(relative.detach().abs().amax((-2, -1), keepdim=True), group) * directions.abs().sum(-1)
@@ -230,20 +241,23 @@ def _distance(along: Tensor) -> Tensor:
     along = along - along.mean(-1, keepdim=True)
     variance = along.square().mean(-1)
     if n == 1:
-        return variance  # 0, or NaN for a broken token
-    edge = torch.arange(1, n, dtype=along.dtype, device=along.device) / n
-    density = torch.exp(-torch.special.ndtri(edge).square() / 2) / math.sqrt(2 * math.pi)
-    nought = density.new_zeros(1)
-    # n ∫ Φ⁻¹ over a token's share: the best that a step function can do; what is left of the unit variance is within shares.
-    centre = n * (torch.cat([nought, density]) - torch.cat([density, nought]))
-    within = 1 - centre.square().mean()
+        return variance  # 0, or NaN for a token that is not finite.
+    # Token i, in order, is transported to the quantiles between (i − 1)/n and i/n of a standard Gaussian. As the derivative
+    # of −φ is xφ, the mean of Φ⁻¹ over that share is n(φ at its lower edge − φ at its upper edge), and φ is 0 at the ends.
+    edges = torch.arange(1, n, dtype=along.dtype, device=along.device) / n
+    density = torch.exp(-torch.special.ndtri(edges).square() / 2) / math.sqrt(2 * math.pi)
+    zero = density.new_zeros(1)
+    quantile_means = n * (torch.cat([zero, density]) - torch.cat([density, zero]))
+    # The Gaussian's variance 1 is that of these means plus that within the shares, which no placing of tokens can avoid.
+    within = 1 - quantile_means.square().mean()
     scaled = along.sort(dim=-1).values / torch.where(variance == 0, 1.0, variance).sqrt().unsqueeze(-1)
-    distance = (scaled - centre).square().mean(-1) + within
-    return torch.where(variance == 0, 0.0, torch.where(variance.isnan(), torch.nan, distance))
+    distance = (scaled - quantile_means).square().mean(-1) + within
+    distance = torch.where(variance.isnan(), torch.nan, distance)
+    return torch.where(variance == 0, 0.0, distance)
 
 
 def _root(squares: Tensor, null: float) -> ObservableReading:
-    """The root of the mean over directions; its standard error by the slope of the root."""
+    """The root of the mean over directions; its standard error is that of the mean times the derivative of the root."""
     value = squares.mean().sqrt()
     if len(squares) == 1:
         return ObservableReading(value, null=_number(null))

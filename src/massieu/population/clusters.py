@@ -11,43 +11,45 @@ from massieu.foundation.arguments import check_values, number, real, whole_numbe
 from massieu.foundation.doors import count, door
 from massieu.foundation.values import promoted_dtype
 from massieu.ops.sharded.collectives import Peers
-from massieu.population.reading import ObservableReading, Processes, check_cloud, greatest, shared, summed
+from massieu.population.reading import ObservableReading, Processes, check_call, check_cloud, greatest, summed
 
 _SHARE_OF_LENGTH = 0.1
+"""The default radius, as a share of the root mean squared length of the tokens."""
 
 
 class ClusterCountResult(NamedTuple):
-    """What `cluster_count` found."""
+    """The clusters of a cloud."""
 
     clusters: Float[Tensor, "*batch"]
-    """How many leaders were needed, a whole number in float64; `limit` where that many did not suffice."""
+    """Number of leaders, a whole number in float64; `limit` if that many were not enough."""
     covered: Float[Tensor, "*batch"]
-    """The share of the tokens near a leader: 1 unless the limit was met."""
+    """Share of the tokens that are near a leader: 1 unless the limit was reached."""
     largest: Float[Tensor, "*batch"]
-    """The share of the tokens that the largest cluster has."""
+    """Share of the tokens in the largest cluster."""
 
 
 @torch.no_grad()
 def cluster_count(
     points: Float[Tensor, "*batch n d"], *, radius: float | None = None, limit: int = 128, group: Processes = None
 ) -> ClusterCountResult:
-    """Clusters by leaders: the first token that is near no leader becomes one, and takes all that are near it and free.
+    """Clusters by leaders: the first token that is near no leader becomes one, with all free tokens near it as its cluster.
 
-    Where the tokens lie in groups of diameter at most `radius` that are farther than it apart, these are found exactly. For
-    other clouds the leaders are a largest set of tokens farther than `radius` apart (none can be added): their number is
-    between the numbers of balls of radius `radius` and of `radius`/2 that the cloud needs. It may depend on the order of
+    If the tokens lie in groups of diameter at most `radius` with gaps larger than `radius`, these groups are the clusters. For
+    other clouds the leaders are a set of tokens farther than `radius` apart to which none can be added. Their number lies
+    between the numbers of balls of radius `radius` and of `radius`/2 that cover the cloud, and may depend on the order of
     the tokens. Memory is linear in n·d, time in n·d·clusters. A cloud that holds a NaN or an infinity gives NaN, as with the
     other observables, and leaves the other clouds of its batch untouched.
 
     Args:
         points: The tokens.
-        radius: How near; None: a tenth of the root of the mean squared length of the tokens, on the unit sphere about 6°.
-        limit: Of leaders.
+        radius: The distance at which a token is near a leader; None: a tenth of the root mean squared length of the tokens,
+            on the unit sphere about 6°.
+        limit: The largest number of leaders.
         group: Processes that share the tokens.
 
     Raises:
-        ValueError: no cloud, a radius that is not finite or below 0, a limit below 1.
-        TypeError: no floating-point tensor, a radius that is no number, a limit that is no integer.
+        ValueError: the points are no cloud, the radius is negative or not finite, or the limit is below 1.
+        TypeError: the points are no floating-point tensor, the radius is no number, or the limit is no integer.
     """
 
     def check() -> None:
@@ -57,33 +59,41 @@ def cluster_count(
         if radius is not None:
             number("radius", radius, least=0)
 
-    processes = shared("cluster_count", points, group, check, radius=radius, limit=limit)
-    batch, (tokens, width) = points.shape[:-2], points.shape[-2:]
+    processes = check_call("cluster_count", points, group, check, radius=radius, limit=limit)
+    *batch, tokens, width = points.shape
     cloud = points.reshape(-1, tokens, width).to(promoted_dtype(points))
-    finite = cloud.isfinite().all(-1).all(-1)
-    broken = greatest((~finite).double(), processes) > 0
-    cloud = torch.where(broken[:, None, None], 0.0, cloud)
-    free = torch.ones_like(cloud[..., 0], dtype=torch.bool)
-    size = summed(torch.full((len(cloud),), tokens, device=cloud.device), processes)
+    is_finite = cloud.isfinite().all(-1).all(-1)
+    is_broken = greatest((~is_finite).double(), processes) > 0
+    cloud = torch.where(is_broken[:, None, None], 0.0, cloud)
+    num_tokens = summed(torch.full((len(cloud),), tokens, device=cloud.device), processes)
     cloud, unit = _in_units(cloud, processes)
     near = _radius(cloud, None if radius is None else radius / unit, processes)
-    count, largest, covered = (torch.zeros_like(near) for _ in range(3))
-    item, rank = torch.arange(len(cloud), device=cloud.device), 0 if processes is None else processes.rank
+    item = torch.arange(len(cloud), device=cloud.device)
+    rank = 0 if processes is None else processes.rank
+    is_free = torch.ones_like(cloud[..., 0], dtype=torch.bool)
+    clusters = torch.zeros_like(near)
+    covered = torch.zeros_like(near)
+    largest = torch.zeros_like(near)
     for _ in range(limit):
-        own = free.any(-1)
-        # The first free token, that of the process of the lowest rank that has one.
-        first = -greatest(torch.where(own, -float(rank), -torch.inf), processes)
-        if not bool(first.isfinite().any()):
+        has_free = is_free.any(-1)
+        # The next leader is the first free token of the process with the lowest rank that has one.
+        leader_rank = -greatest(torch.where(has_free, -float(rank), -torch.inf), processes)
+        if not bool(leader_rank.isfinite().any()):
             break
-        mine = own & (first == rank)
-        leader = torch.where(mine.unsqueeze(-1), cloud[item, free.int().argmax(-1)], 0.0)
+        is_here = has_free & (leader_rank == rank)
+        # The sum over the processes sends the leader to all, since the others add zeros.
+        leader = torch.where(is_here.unsqueeze(-1), cloud[item, is_free.int().argmax(-1)], 0.0)
         leader = summed(leader, processes)
-        taken = free & ((cloud - leader.unsqueeze(1)).norm(dim=-1) <= near.to(cloud.dtype).unsqueeze(-1))
-        free = free & ~taken
-        share = summed(taken.sum(-1).double(), processes) / size
-        count, covered, largest = count + (share > 0), covered + share, torch.maximum(largest, share)
+        is_near = (cloud - leader.unsqueeze(1)).norm(dim=-1) <= near.to(cloud.dtype).unsqueeze(-1)
+        is_taken = is_free & is_near
+        is_free = is_free & ~is_taken
+        # 0 for clouds of the batch that have no free token left.
+        share = summed(is_taken.sum(-1).double(), processes) / num_tokens
+        clusters = clusters + (share > 0)
+        covered = covered + share
+        largest = torch.maximum(largest, share)
     return ClusterCountResult(
-        *(torch.where(broken, torch.nan, each).reshape(batch) for each in (count, covered, largest))
+        *(torch.where(is_broken, torch.nan, number).reshape(batch) for number in (clusters, covered, largest))
     )
 
 
@@ -104,17 +114,16 @@ class Clusters:
     limit: int = 128
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
-        found = cluster_count(points, radius=self.radius, limit=self.limit, group=group)
-        return {"clusters": ObservableReading(found.clusters), "largest_cluster": ObservableReading(found.largest)}
+        count = cluster_count(points, radius=self.radius, limit=self.limit, group=group)
+        return {"clusters": ObservableReading(count.clusters), "largest_cluster": ObservableReading(count.largest)}
 
 
 def _in_units(cloud: Tensor, processes: Peers | None) -> tuple[Tensor, Tensor]:
-    """Each cloud by a power of two, so that squares neither overflow nor vanish, and that power; this rounds nothing."""
+    """Each cloud divided by a power of two, so that squares neither overflow nor vanish, and that power; rounds nothing."""
     size = greatest(cloud.abs().amax((-2, -1)).double(), processes)
     exponent = torch.where(size == 0, 0, torch.frexp(size).exponent)
-    return torch.ldexp(cloud.double(), -exponent[:, None, None]).to(cloud.dtype), torch.ldexp(
-        torch.ones_like(size), exponent
-    )
+    scaled = torch.ldexp(cloud.double(), -exponent[:, None, None]).to(cloud.dtype)
+    return scaled, torch.ldexp(torch.ones_like(size), exponent)
 
 
 def _radius(cloud: Tensor, radius: Tensor | None, processes: Peers | None) -> Tensor:

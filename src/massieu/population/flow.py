@@ -1,4 +1,4 @@
-"""A cloud of tokens through layer after layer, with what is observed of it after each (S20, E1)."""
+"""A cloud of tokens that passes layer after layer, with observables recorded after each (S20, E1)."""
 
 import dataclasses
 import math
@@ -28,13 +28,13 @@ from massieu.population.flow_checkpoint import State
 from massieu.population.flow_result import FlowResult, FlowRow
 from massieu.population.observables import CloudMoments
 from massieu.population.operator import Operator
-from massieu.population.reading import Observable, ObservableReading, Processes, check_single_cloud, joined
+from massieu.population.reading import Observable, ObservableReading, Processes, check_single_cloud, peers_of
 
 Layer = Callable[[Float[Tensor, "n d"]], Float[Tensor, "n e"]]
 
 
 class Observed(Protocol):
-    """What a layer that draws tells of its draws besides the particles."""
+    """The particles after a layer that draws, with what it can say of its draws."""
 
     @property
     def particles(self) -> Float[Tensor, "n d"]: ...
@@ -45,7 +45,7 @@ class Observed(Protocol):
 
 @runtime_checkable
 class ObservedLayer(Protocol):
-    """A layer that a flow asks for more than the particles, such as `ResampledLayer`."""
+    """A layer whose draws a flow records too, such as `ResampledLayer`."""
 
     def observed(self, particles: Float[Tensor, "n d"], /) -> Observed: ...
 
@@ -53,18 +53,19 @@ class ObservedLayer(Protocol):
 class Flow:
     """Moves tokens through operators ``particles (n, d) -> particles`` and records observables after each.
 
-    Nothing is kept of a layer but what was observed, so that memory does not grow with depth; the observables of this package
-    need memory linear in n·d.
+    Only the observables of a layer are kept, so that memory does not grow with depth; the observables of this package need
+    memory linear in n·d.
 
     Args:
         layers: Operators, applied in their order; or one, applied `depth` times. They run without gradients.
         observables: Callables on a cloud that return names with numbers, vectors or `ObservableReading`s. None:
             `CloudMoments` and `CloudShape`, both of time linear in the tokens.
         depth: How often one operator is applied.
-        generators: Sources of random numbers that layers draw from, so that a checkpoint can go on where they were; those that
-            a layer has as its attribute `generator` are known. Draws from torch's global generator are not repeated.
-        group: Processes that share the cloud, each with its own tokens. Of layers that have it, ``sharded(particles,
-            group=group)`` is called; functions must be for that themselves. Observables are called with ``group=group``.
+        generators: Sources of random numbers that layers draw from; a checkpoint stores their states. A layer's attribute
+            `generator` need not be listed. Draws from torch's global generator are not repeated by `resume`.
+        group: Processes that share the cloud, each with its own tokens. A layer that has a method `sharded` is called by
+            ``sharded(particles, group=group)``; any other layer must itself know the group. Observables are called with
+            ``group=group``.
 
     Raises:
         TypeError: a layer, an observable, a generator or a depth of another type.
@@ -88,41 +89,46 @@ class Flow:
         group: Processes = None,
     ) -> None:
         self.layers = _repeated(layers, depth)
-        self.observables = (
-            (CloudMoments(), CloudShape()) if observables is None else tuple(sequence("observables", observables))
-        )
-        for each in (*self.layers, *self.observables):
-            if not callable(each):
-                raise TypeError(f"layers and observables must be callable, got {type(each).__name__}")
+        if observables is None:
+            self.observables = (CloudMoments(), CloudShape())
+        else:
+            self.observables = tuple(sequence("observables", observables))
+        for function in (*self.layers, *self.observables):
+            if not callable(function):
+                raise TypeError(f"layers and observables must be callable, got {type(function).__name__}")
         if group is not None:
             for layer in self.layers:
                 if isinstance(layer, Operator):
                     layer.check_shared()
             any_of("a ProcessGroup or a DeviceMesh", ProcessGroup, DeviceMesh)("group", group)
-        known = [getattr(layer, "generator", None) for layer in self.layers]
-        found = [arguments.generator("each of generators", each) for each in sequence("generators", generators)]
-        found += [each for each in known if isinstance(each, torch.Generator)]
-        self.generators = list({id(each): each for each in found}.values())
+        all_generators = [
+            arguments.generator("each of generators", each) for each in sequence("generators", generators)
+        ]
+        of_layers = [getattr(layer, "generator", None) for layer in self.layers]
+        all_generators += [each for each in of_layers if isinstance(each, torch.Generator)]
+        # Several layers may draw from one generator, whose state is stored once.
+        self.generators = list({id(each): each for each in all_generators}.values())
         self.group = group
 
     @door(progress=flag)
     def run(
         self, particles: Float[Tensor, "n d"], *, checkpoint: str | Path | None = None, progress: bool = True
     ) -> FlowResult:
-        """Take the particles through all layers. Ctrl-C ends it early: what there is until then is returned as incomplete.
+        """Take the particles through all layers. Ctrl-C ends the flow early and returns the layers done, as incomplete.
 
         Args:
-            particles: The cloud, of any floating dtype; layers get it as it is. Of a shared cloud this process's tokens.
+            particles: The cloud, of any floating dtype; layers get it as it is. Of a shared cloud the tokens of this process.
             checkpoint: A folder to which the state is written after each layer, so that `resume` goes on bit for bit. A file
-                is complete or not there; the one before is removed after it.
+                is complete or absent, and is removed once the next one is complete.
             progress: Show a bar on a terminal.
 
         Raises:
             InputError: the folder has a checkpoint already, or cannot be written to.
-            TypeError, ValueError: no cloud; a layer that returns none, or one of other tokens; observables of one name.
+            TypeError, ValueError: the particles are no cloud; a layer returns no cloud, or one with another number of
+                tokens; two observables have the same name.
         """
         folder = None if checkpoint is None else Path(checkpoint)
-        group = joined(self.group)
+        group = peers_of(self.group)
 
         def check() -> dict[str, Any]:
             check_single_cloud(particles, "particles")
@@ -138,41 +144,42 @@ class Flow:
         return self._go_on(state, settings, folder, progress)
 
     def resume(self, checkpoint: str | Path, *, progress: bool = True) -> FlowResult:
-        """Go on where a run with this folder ended, as if it had not: same numbers, same draws.
+        """Continue a run that was interrupted, with the numbers and draws that it would have had.
 
-        The flow must have been built in the same way. Random layers' generators are set to where they were.
+        The flow must have been built in the same way. The states of its generators are restored.
 
         Raises:
             InputError: there is no checkpoint, it is damaged, of another version's format or of another flow, or the device
                 that the particles were on is missing.
         """
-        folder, group = Path(checkpoint), joined(self.group)
-        state, settings, generators = flow_checkpoint.read(folder, group, self._settings())
-        self._agreed(group, lambda: self._settings() | _of_the_cloud(state.particles), True)
-        for generator, stored in zip(self.generators, generators, strict=True):
-            generator.set_state(stored)
-        return self._go_on(state, settings, folder, progress)
+        folder = Path(checkpoint)
+        group = peers_of(self.group)
+        stored = flow_checkpoint.read(folder, group, self._settings())
+        self._agreed(group, lambda: self._settings() | _of_the_cloud(stored.state.particles), True)
+        for generator, generator_state in zip(self.generators, stored.generator_states, strict=True):
+            generator.set_state(generator_state)
+        return self._go_on(stored.state, stored.settings, folder, progress)
 
     def _agreed(self, group: Peers | None, check: Callable[[], dict[str, Any]], checkpoint: bool) -> dict[str, Any]:
-        """The checked settings, which on all processes that share the cloud must be those of one flow; raises as `agreed`."""
+        """The checked settings, after all processes that share the cloud have compared theirs; raises as `check_agreement`."""
         if group is None:
             return check()
 
         def checked() -> tuple[dict[str, Any], Call]:
             settings = check()
-            told = {name: settings[name] for name in ("depth", "generators", "width", "dtype")}
-            for name, each in (("layers", self.layers), ("observables", self.observables)):
-                # A function may hold what belongs to its process; of it no more than the type is compared.
-                told[name] = [
-                    (type(one).__name__, digest if dataclasses.is_dataclass(one) else None)
-                    for one, digest in zip(each, settings[name], strict=True)
+            compared = {name: settings[name] for name in ("depth", "generators", "width", "dtype")}
+            for name, functions in (("layers", self.layers), ("observables", self.observables)):
+                # A plain function may hold what belongs to its process alone, so only its type is compared.
+                compared[name] = [
+                    (type(function).__name__, digest if dataclasses.is_dataclass(function) else None)
+                    for function, digest in zip(functions, settings[name], strict=True)
                 ]
-            return settings, Call("Flow", told | {"presence of a checkpoint": checkpoint})
+            return settings, Call("Flow", compared | {"presence of a checkpoint": checkpoint})
 
         return together(group, checked)[0]
 
     def _go_on(self, state: State, settings: dict[str, Any], folder: Path | None, progress: bool) -> FlowResult:
-        group = joined(self.group)
+        group = peers_of(self.group)
         console = Console(file=sys.stderr)
         silent = not (progress and console.is_terminal and (group is None or group.rank == 0))
         remaining = range(state.done, len(self.layers))
@@ -184,54 +191,60 @@ class Flow:
                         flow_checkpoint.write(folder, after, settings, self.generators, group)
                 state = after
         except KeyboardInterrupt:
-            pass  # the state is that after the last complete layer, and the result says that it is not the end
+            pass  # The state is that after the last complete layer, and the result is marked as incomplete.
         complete = state.done == len(self.layers)
         return FlowResult(state.rows, state.particles, state.lineage, state.done, complete, settings)
 
     def _advance(self, state: State, index: int) -> State:
-        """One layer, and what is observed after it."""
+        """Apply one layer, and record the observables after it."""
         layer: Any = self.layers[index]
         before = state.particles
-        lineage, told = state.lineage, {}
+        lineage = state.lineage
+        readings: dict[str, ObservableReading] = {}
         if isinstance(layer, ObservedLayer):
-            moved = layer.observed(before)
-            particles, told = moved.particles, dict(moved.readings())
-            if moved.ancestors is not None:
-                lineage = moved.ancestors if lineage is None else lineage[moved.ancestors]
-                told |= _genealogy(lineage, index + 1)
+            observed = layer.observed(before)
+            particles = observed.particles
+            readings |= observed.readings()
+            if observed.ancestors is not None:
+                lineage = observed.ancestors if lineage is None else lineage[observed.ancestors]
+                readings |= _genealogy(lineage, index + 1)
+        elif self.group is not None and hasattr(layer, "sharded"):
+            particles = layer.sharded(before, group=self.group)
         else:
-            shares = self.group is not None and hasattr(layer, "sharded")
-            particles = layer.sharded(before, group=self.group) if shares else layer(before)
+            particles = layer(before)
         if not isinstance(particles, Tensor) or particles.ndim != 2 or len(particles) != len(before):
-            given = tuple(particles.shape) if isinstance(particles, Tensor) else described(particles)
-            raise ValueError(f"layer {index + 1} must return particles ({len(before)}, d), got {given}")
-        rows = (*state.rows, *self._observe(particles, index + 1, told))
+            returned = tuple(particles.shape) if isinstance(particles, Tensor) else described(particles)
+            raise ValueError(f"layer {index + 1} must return particles ({len(before)}, d), got {returned}")
+        rows = (*state.rows, *self._observe(particles, index + 1, readings))
         return State(index + 1, particles, rows, lineage)
 
-    def _observe(self, particles: Tensor, layer: int, told: Mapping[str, ObservableReading]) -> list[FlowRow]:
-        named: dict[str, ObservableReading | Tensor | float] = {}
-        more: Any = {} if self.group is None else {"group": self.group}
-        for found in (told, *(observable(particles, **more) for observable in self.observables)):
-            if twice := sorted(set(named) & set(found)):
-                raise ValueError(f"observables must have names of their own, got {', '.join(twice)} twice")
-            named |= found
-        return [row for name, reading in named.items() for row in _rows(layer, name, reading)]
+    def _observe(self, particles: Tensor, layer: int, of_layer: Mapping[str, ObservableReading]) -> list[FlowRow]:
+        """The rows of a layer: what the layer itself has read, and each observable of the particles after it."""
+        by_name: dict[str, ObservableReading | Tensor | float] = {}
+        options: Any = {} if self.group is None else {"group": self.group}
+        for readings in (of_layer, *(observable(particles, **options) for observable in self.observables)):
+            if repeated := sorted(set(by_name) & set(readings)):
+                raise ValueError(f"observables must have names of their own, got {', '.join(repeated)} twice")
+            by_name |= readings
+        return [row for name, reading in by_name.items() for row in _rows(layer, name, reading)]
 
     def _settings(self) -> dict[str, Any]:
-        """What a layer cannot change."""
-        group = joined(self.group)
-        known = {id(layer): fingerprint(layer) for layer in {id(layer): layer for layer in self.layers}.values()}
+        """The settings that no layer changes."""
+        group = peers_of(self.group)
+        # A layer that is applied again and again is hashed once.
+        distinct_layers = {id(layer): layer for layer in self.layers}
+        digests = {identity: fingerprint(layer) for identity, layer in distinct_layers.items()}
         return {
             "depth": len(self.layers),
-            "layers": [known[id(layer)] for layer in self.layers],
-            "observables": [fingerprint(each) for each in self.observables],
-            "generators": [each.device.type for each in self.generators],
+            "layers": [digests[id(layer)] for layer in self.layers],
+            "observables": [fingerprint(observable) for observable in self.observables],
+            "generators": [generator.device.type for generator in self.generators],
             "processes": 1 if group is None else group.size,
         }
 
 
 def _of_the_cloud(particles: Tensor) -> dict[str, Any]:
-    """Settings of the start: a layer may change them."""
+    """Settings of the cloud that a flow begins with, which a layer may change."""
     return {
         "tokens": len(particles),
         "width": particles.shape[1],
@@ -241,22 +254,28 @@ def _of_the_cloud(particles: Tensor) -> dict[str, Any]:
 
 
 def _genealogy(lineage: Int[Tensor, "n"], generations: int) -> dict[str, ObservableReading]:
-    """How far the particles go back to the same ones of layer 0 (S19: coalescence of sequential Monte Carlo).
+    """How few particles of layer 0 the present ones descend from (S19: coalescence of sequential Monte Carlo).
 
-    `distinct_ancestors` is their number; `shared_ancestry` the probability that two particles have the same, with what it is
-    where every draw is uniform over the tokens: 1 − (1 − 1/n)^generations.
+    `distinct_ancestors` is the number of these; `shared_ancestry` is the probability that two particles have the same one.
+    Its null is for draws that are uniform over the tokens: 1 − (1 − 1/n)^generations.
     """
-    sizes = lineage.unique(return_counts=True)[1].double()
+    family_sizes = lineage.unique(return_counts=True)[1].double()
     n = len(lineage)
-    shared = (sizes * (sizes - 1)).sum() / (n * (n - 1)) if n > 1 else torch.ones((), dtype=torch.float64)
-    neutral = -math.expm1(generations * math.log1p(-1 / n)) if n > 1 else 1.0
+    if n > 1:
+        shared = (family_sizes * (family_sizes - 1)).sum() / (n * (n - 1))
+        # 1 − (1 − 1/n)^generations by logarithms, which keeps its digits for many tokens.
+        neutral = -math.expm1(generations * math.log1p(-1 / n))
+    else:
+        shared = torch.ones((), dtype=torch.float64)
+        neutral = 1.0
     return {
-        "distinct_ancestors": ObservableReading(torch.tensor(float(len(sizes)))),
+        "distinct_ancestors": ObservableReading(torch.tensor(float(len(family_sizes)))),
         "shared_ancestry": ObservableReading(shared, null=torch.tensor(neutral, dtype=torch.float64)),
     }
 
 
 def _repeated(layers: Layer | Sequence[Layer], depth: int | None) -> tuple[Layer, ...]:
+    """The layers in their order, or one layer `depth` times."""
     if depth is not None:
         whole_number("depth", depth, least=1)
     if isinstance(layers, Sequence):
@@ -271,16 +290,20 @@ def _repeated(layers: Layer | Sequence[Layer], depth: int | None) -> tuple[Layer
 
 
 def _rows(layer: int, name: str, reading: ObservableReading | Tensor | float) -> list[FlowRow]:
+    """A row for a number, or one for each entry of a vector."""
     if not isinstance(reading, ObservableReading):
         reading = ObservableReading(torch.as_tensor(reading))
     if reading.value.ndim > 1:
         raise ValueError(f"an observable is a number or a vector; {name} has shape {tuple(reading.value.shape)}")
-    shape, entries = reading.value.shape, reading.value.numel()
-    others = [
-        [None] * entries if each is None else each.double().expand(shape).reshape(-1).tolist() for each in reading[1:]
-    ]
-    numbers = zip(reading.value.double().reshape(-1).tolist(), *others, strict=True)
+    shape = reading.value.shape
+
+    def entries(tensor: Tensor | None) -> list[Any]:
+        if tensor is None:
+            return [None] * reading.value.numel()
+        return tensor.double().expand(shape).reshape(-1).tolist()
+
+    columns = zip(entries(reading.value), entries(reading.standard_error), entries(reading.null), strict=True)
     return [
         FlowRow(layer, name, index if shape else None, value, error, null)
-        for index, (value, error, null) in enumerate(numbers)
+        for index, (value, error, null) in enumerate(columns)
     ]

@@ -1,4 +1,4 @@
-"""A flow's checkpoints: one file a process, written beside its place and then moved there, and what flow it belongs to."""
+"""A flow's checkpoints: one file for each process, written under another name and then renamed, with the flow's settings."""
 
 import hashlib
 import json
@@ -31,16 +31,25 @@ class State(NamedTuple):
     particles: Tensor
     rows: tuple[FlowRow, ...]
     lineage: Tensor | None
-    """Of each particle the first one it descends from; None while no layer has drawn."""
+    """For each particle the number of the particle of layer 0 that it descends from; None while no layer has drawn."""
+
+
+class StoredFlow(NamedTuple):
+    """What a checkpoint holds."""
+
+    state: State
+    settings: dict[str, Any]
+    """Of the flow and of the cloud that it began with."""
+    generator_states: list[Tensor]
 
 
 def write(
     folder: Path, state: State, settings: dict[str, Any], generators: Sequence[torch.Generator], group: Peers | None
 ) -> None:
-    """Write a state; the ones before are removed once every process has written this one.
+    """Write a state; earlier ones are removed once every process has written this one.
 
     Raises:
-        InputError: it cannot be written there, or by another process.
+        InputError: this process or another cannot write its file.
     """
     tensors = {f"generator.{index}": each.get_state() for index, each in enumerate(generators)}
     tensors["particles"] = state.particles.detach().contiguous()
@@ -49,8 +58,10 @@ def write(
     record = {"format": _FORMAT, "settings": settings, "done": state.done, "rows": [astuple(row) for row in state.rows]}
     text = json.dumps(record)
     entries = {_ENTRY: text, "sha256": _checksum(text, tensors)}
-    rank, failure = 0 if group is None else group.rank, None
-    path, mark = folder / f"process-{rank:05d}-layer-{state.done:05d}.safetensors", f"process-{rank:05d}"
+    rank = 0 if group is None else group.rank
+    mark = f"process-{rank:05d}"
+    path = folder / f"{mark}-layer-{state.done:05d}.safetensors"
+    failure = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_left(folder, mark)
@@ -64,34 +75,36 @@ def write(
             earlier.unlink(missing_ok=True)
 
 
-def read(folder: Path, group: Peers | None, settings: dict[str, Any]) -> tuple[State, dict[str, Any], list[Tensor]]:
-    """The latest state that every process has, the settings of the start, and the states of the generators.
+def read(folder: Path, group: Peers | None, settings: dict[str, Any]) -> StoredFlow:
+    """The latest checkpoint that every process has.
 
     Args:
-        settings: Of the flow that is to go on: what a layer cannot change.
+        settings: Those of the flow that is to be resumed which no layer changes.
 
     Raises:
-        InputError: there is none, it cannot be read, it is damaged, or it is one of another flow; or so it is for another
-            process.
+        InputError: for this process or another there is no checkpoint, it cannot be read, it is damaged, or it is of
+            another flow.
     """
-    present = _present(folder, group)
-    last = max(present, default=-1)
+    paths = _present(folder, group)
+    last = max(paths, default=-1)
     if group is not None:
+        # The smallest over the processes, by the largest of the negatives.
         last = -int(largest(torch.tensor(-last, device=group.device), group))
-    if last not in present:
+    if last not in paths:
         raise InputError(f"{folder} has no checkpoint of a flow; run the flow with checkpoint= first")
-    path, failure, found = present[last], None, None
+    failure = None
+    stored = None
     try:
-        found = _loaded(path, last, settings)
+        stored = _loaded(paths[last], last, settings)
     except InputError as error:
         failure = str(error)
     _all_or_none(failure, group)
-    assert found is not None
-    return found
+    assert stored is not None
+    return stored
 
 
 def _all_or_none(failure: str | None, group: Peers | None) -> None:
-    """Raise on every process where one has failed: none waits for another that has stopped."""
+    """Raise an error on every process if one has failed, so that none waits for one that has stopped."""
     failed = failure is not None
     if group is not None:
         failed = bool(largest(torch.tensor(float(failed), device=group.device), group))
@@ -99,8 +112,8 @@ def _all_or_none(failure: str | None, group: Peers | None) -> None:
         raise InputError(failure or "another process cannot write or read its checkpoint, and its own error says why")
 
 
-def _loaded(path: Path, done: int, own: dict[str, Any]) -> tuple[State, dict[str, Any], list[Tensor]]:
-    """One file, checked: whole, of this version, of the flow that is to go on, and of its own kind."""
+def _loaded(path: Path, done: int, settings: dict[str, Any]) -> StoredFlow:
+    """One file, checked: undamaged, of this version, of the flow with these settings, and true to its own name."""
     try:
         with safe_open(path, framework="pt") as file:
             entries = file.metadata() or {}
@@ -115,26 +128,27 @@ def _loaded(path: Path, done: int, own: dict[str, Any]) -> tuple[State, dict[str
         )
     if entries.get("sha256") != _checksum(entries[_ENTRY], tensors):
         raise InputError(f"{path} is damaged: its content is not what was written, by its checksum; run the flow anew")
-    stored = record["settings"]
-    if differing := [name for name in own if own[name] != stored.get(name)]:
+    stored_settings = record["settings"]
+    if differing := [name for name in settings if settings[name] != stored_settings.get(name)]:
         raise InputError(
             f"{path.parent} has a checkpoint of another flow: {' and '.join(differing)} differ from this one's"
         )
-    if (record["done"], len(tensors["particles"])) != (done, stored["tokens"]):
+    if (record["done"], len(tensors["particles"])) != (done, stored_settings["tokens"]):
         raise InputError(
             f"{path} has {len(tensors['particles'])} tokens after {record['done']} layers; by its name and its start they "
-            f"are {stored['tokens']} after {done}"
+            f"are {stored_settings['tokens']} after {done}"
         )
-    particles, lineage = (_on(path, stored["device"], tensors.get(name)) for name in ("particles", "lineage"))
-    assert particles is not None
+    device = stored_settings["device"]
+    particles = _on(path, device, tensors["particles"])
+    lineage = _on(path, device, tensors["lineage"]) if "lineage" in tensors else None
     rows = tuple(FlowRow(*row) for row in record["rows"])
-    states = [tensors[f"generator.{index}"] for index in range(len(stored["generators"]))]
-    return State(done, particles, rows, lineage), stored, states
+    generator_states = [tensors[f"generator.{index}"] for index in range(len(stored_settings["generators"]))]
+    return StoredFlow(State(done, particles, rows, lineage), stored_settings, generator_states)
 
 
-def _on(path: Path, device: str, tensor: Tensor | None) -> Tensor | None:
+def _on(path: Path, device: str, tensor: Tensor) -> Tensor:
     try:
-        return None if tensor is None else tensor.to(device)
+        return tensor.to(device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"{path} is of a flow on the device {device}, which cannot be used here") from error
 
@@ -154,9 +168,11 @@ def exists(folder: Path, group: Peers | None) -> bool:
 
 
 def _present(folder: Path, group: Peers | None) -> dict[int, Path]:
-    """This process's files by the layers done."""
-    rank, found = 0 if group is None else group.rank, {}
+    """The files of this process, by the number of layers done."""
+    rank = 0 if group is None else group.rank
+    paths = {}
     for path in folder.glob("process-*.safetensors"):
-        if (match := _NAME.fullmatch(path.name)) and int(match[1]) == rank:
-            found[int(match[2])] = path
-    return found
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) == rank:
+            paths[int(match[2])] = path
+    return paths

@@ -1,4 +1,4 @@
-"""What a flow recorded: a long table, and the particles in the end. `massieu.report.draw_flow` draws it."""
+"""The result of a flow: a long table, and the particles at the end. `massieu.report.draw_flow` draws it."""
 
 import math
 from dataclasses import astuple, dataclass, field, fields
@@ -19,28 +19,28 @@ class FlowRow:
     """One number of one layer."""
 
     layer: int
-    """0 is the cloud that the flow began with."""
+    """0: the cloud that the flow began with."""
     observable: str
     index: int | None
-    """Of the entry of a vector; None for a number."""
+    """Index of the entry of a vector; None for a number."""
     value: float
     standard_error: float | None
     null: float | None
-    """For as many independent Gaussian tokens, where that is known."""
+    """The value for as many independent Gaussian tokens; None if that is not known."""
 
 
 @dataclass(frozen=True, eq=False)
 class FlowResult:
-    """A flow, layer by layer.
+    """The observables of a flow, layer by layer.
 
     Attributes:
         rows: The long table, in the order in which it was measured.
-        particles: The cloud in the end; of a shared one this process's part.
-        lineage: Of each of these particles, the number of the one of layer 0 that it descends from by the draws of resampled
-            layers (others keep each token); None where nothing was drawn.
-        layers: How many were done.
-        complete: False where the flow was interrupted before its last layer.
-        settings: What the flow was: depth and processes; tokens, width, dtype and device of the start; hashes of layers and
+        particles: The cloud at the end; of a shared cloud the tokens of this process.
+        lineage: For each of these particles the number of the particle of layer 0 that it descends from, by the draws of
+            resampled layers (other layers keep each token); None if nothing was drawn.
+        layers: How many layers were applied.
+        complete: False if the flow was interrupted before its last layer.
+        settings: Depth and number of processes; tokens, width, dtype and device of the first cloud; hashes of layers and
             observables.
     """
 
@@ -53,11 +53,11 @@ class FlowResult:
 
     @property
     def observables(self) -> tuple[str, ...]:
-        """The names of what was recorded, in the order of their first appearance."""
+        """The names of the observables, in the order of their first appearance."""
         return tuple(dict.fromkeys(row.observable for row in self.rows))
 
     def values(self, observable: str) -> Float[Tensor, "layers *index"]:
-        """One observable by layer, float64; NaN where a layer has no value (or fewer entries than others).
+        """One observable by layer, float64; NaN for layers without a value, and for entries that a layer lacks.
 
         Raises:
             InputError: nothing of that name was recorded.
@@ -65,11 +65,11 @@ class FlowResult:
         return self._column(observable, "value")
 
     def standard_errors(self, observable: str) -> Float[Tensor, "layers *index"]:
-        """Its standard errors, NaN where there is none; raises as `values`."""
+        """The standard errors of an observable, NaN where there is none; raises as `values`."""
         return self._column(observable, "standard_error")
 
     def nulls(self, observable: str) -> Float[Tensor, "layers *index"]:
-        """What it would be for Gaussian tokens, NaN where that is not known; raises as `values`."""
+        """The values of an observable for Gaussian tokens, NaN where they are not known; raises as `values`."""
         return self._column(observable, "null")
 
     @property
@@ -80,19 +80,19 @@ class FlowResult:
             MissingExtraError: polars is not installed.
         """
         polars = require_extra("polars", "probe")
-        kinds = (polars.Int32, polars.String, polars.Int32, polars.Float64, polars.Float64, polars.Float64)
-        schema = dict(zip((each.name for each in fields(FlowRow)), kinds, strict=True))
+        types = (polars.Int32, polars.String, polars.Int32, polars.Float64, polars.Float64, polars.Float64)
+        schema = dict(zip((column.name for column in fields(FlowRow)), types, strict=True))
         return polars.DataFrame([astuple(row) for row in self.rows], schema=schema, orient="row")
 
     def _column(self, observable: str, column: str) -> Tensor:
         rows = [row for row in self.rows if row.observable == observable]
         if not rows:
-            known = ", ".join(self.observables) or "nothing"
-            raise InputError(f"no observable {observable!r} in this flow; it recorded {known}")
-        single = all(row.index is None for row in rows)
+            recorded = ", ".join(self.observables) or "nothing"
+            raise InputError(f"no observable {observable!r} in this flow; it recorded {recorded}")
+        is_number = all(row.index is None for row in rows)
         width = 1 + max(row.index or 0 for row in rows)
-        found = torch.full((self.layers + 1, width), math.nan, dtype=torch.float64)
+        values = torch.full((self.layers + 1, width), math.nan, dtype=torch.float64)
         for row in rows:
             number = getattr(row, column)
-            found[row.layer, row.index or 0] = math.nan if number is None else number
-        return found[:, 0] if single else found
+            values[row.layer, row.index or 0] = math.nan if number is None else number
+        return values[:, 0] if is_number else values

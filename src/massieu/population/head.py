@@ -1,4 +1,4 @@
-"""What layers of one head share whose weights are not softmax's: tokens to heads, results to tokens, laws to laws."""
+"""One head whose weights are not softmax's: from tokens to queries, keys and values, and from its output to tokens and laws."""
 
 from typing import Any, TypedDict
 
@@ -9,11 +9,20 @@ from torch import Tensor
 from massieu.foundation.arguments import flag, floating, number
 from massieu.foundation.values import static_field
 from massieu.measures import Gaussian
-from massieu.population.operator import AffineMap, Map, Operator, ParticleMoments, apply, as_map, law_after, pushed
+from massieu.population.operator import (
+    AffineMap,
+    Map,
+    Operator,
+    ParticleMoments,
+    apply,
+    as_map,
+    law_after,
+    moments_after,
+)
 
 
 class HeadOptions(TypedDict, total=False):
-    """What every layer of one head may be given; meanings and defaults as in `Head`."""
+    """Options of every layer with one head; meanings and defaults as in `Head`."""
 
     query_weight: Float[Tensor, "k d"] | None
     key_weight: Float[Tensor, "k d"] | None
@@ -25,15 +34,15 @@ class HeadOptions(TypedDict, total=False):
 
 
 class Head(Operator):
-    """x_i ← activation(step_size·out_i), or activation(x_i + step_size·out_i): one head's queries, keys and values.
+    """A layer with one head: x_i ← activation(step_size·out_i), or activation(x_i + step_size·out_i) with `residual`.
 
     Attributes:
-        query_weight, key_weight: Maps (k, d) to queries and keys; None: the tokens as they are.
-        value_weight: A map (d, d) to values; None: the tokens as they are.
+        query_weight, key_weight: Matrices (k, d) of queries and keys; None: the tokens as they are.
+        value_weight: A matrix (d, d) of values; None: the tokens as they are.
         scale: Inverse temperature of the scores; None: k^-½.
         step_size: A number, 1 by default.
-        residual: Whether x_i itself is in the sum; without it, as by default, tokens are replaced.
-        activation: Of the moved tokens: a `massieu.energy.activations.Activation`, or an operator.
+        residual: Whether x_i itself is in the sum; by default it is not, and the output replaces the token.
+        activation: Applied to the moved tokens: a `massieu.energy.activations.Activation`, or an operator.
     """
 
     needs_all = True
@@ -47,9 +56,9 @@ class Head(Operator):
     activation: Map
 
     def _heads(self, particles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of shape (1, batch, n, ·); each cloud of a batch is a head.
+        """Queries, keys and values of shape (1, batch, n, ·): each cloud of the batch is a head.
 
-        Where the two weights are one tensor, so are queries and keys.
+        If query_weight and key_weight are one tensor, queries and keys are one tensor too, as `sinkhorn` needs it.
         """
         if 0 in particles.shape[-2:]:
             shape = tuple(particles.shape)
@@ -58,29 +67,40 @@ class Head(Operator):
         tokens = particles.reshape(1, -1, *particles.shape[-2:])
         weights = (self.query_weight, self.key_weight, self.value_weight)
         query, key, value = (tokens if weight is None else tokens @ weight.to(tokens).T for weight in weights)
-        return query, query if self.key_weight is self.query_weight else key, value
+        if self.key_weight is self.query_weight:
+            key = query
+        return query, key, value
 
     def _after(self, particles: Tensor, output: Tensor) -> Tensor:
-        """Where the outputs take the tokens."""
-        move = self.step_size * output.reshape(*particles.shape[:-1], output.shape[-1])
-        return apply(self.activation, particles.to(move) + move if self.residual else move, None)
+        """The tokens after the layer, for the head's output."""
+        update = self.step_size * output.reshape(*particles.shape[:-1], output.shape[-1])
+        moved = particles.to(update) + update if self.residual else update
+        return apply(self.activation, moved, None)
 
-    def _weighed(self, law: object) -> tuple[ParticleMoments, Tensor, Tensor]:
-        """A law's moments, and scale·KᵀQ and V as matrices, for the law after the layer."""
+    def _matrices(self, law: object) -> tuple[ParticleMoments, Tensor, Tensor]:
+        """The moments of a law, and scale·KᵀQ and V as matrices (d, d), for the law after the layer."""
         before = self._moments(law)
         width = before.mean.shape[-1]
         self._check_weights(width)
         identity = torch.eye(width, dtype=before.mean.dtype, device=before.mean.device)
         weights = (self.query_weight, self.key_weight, self.value_weight)
         query, key, value = (identity if weight is None else weight.to(identity) for weight in weights)
-        return before, (len(key) ** -0.5 if self.scale is None else self.scale) * key.T @ query, value
+        scale = len(key) ** -0.5 if self.scale is None else self.scale
+        return before, scale * key.T @ query, value
 
     def _law_after(self, before: ParticleMoments, output: AffineMap, noise: Tensor | None = None) -> Gaussian:
-        """The law of tokens whose output is an affine map of them, with independent noise of that covariance."""
-        matrix, offset = self.step_size * output.matrix, self.step_size * output.offset
+        """The law after the layer, if the head's output is an affine map of the token plus independent noise.
+
+        Args:
+            before: The moments of the tokens.
+            output: The affine map.
+            noise: The covariance of the noise; None: no noise.
+        """
+        matrix = self.step_size * output.matrix
+        offset = self.step_size * output.offset
         if self.residual:
             matrix = matrix + torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        mean, covariance = pushed(AffineMap(matrix, offset), before)
+        mean, covariance = moments_after(AffineMap(matrix, offset), before)
         if noise is not None:
             covariance = covariance + self.step_size**2 * noise
         return law_after(self.activation, ParticleMoments(mean, covariance))
@@ -95,12 +115,12 @@ class Head(Operator):
 
 
 def checked(options: HeadOptions) -> dict[str, Any]:
-    """The fields of a head.
+    """The checked options of a head, as the fields of its class.
 
     Raises:
-        TypeError: a weight that is no floating-point tensor, a number that is none, another activation, or an option
-            that does not exist.
-        ValueError: a number that is not finite.
+        TypeError: a weight is no floating-point tensor, a scale or a step size no number, the activation of another type,
+            or an option does not exist.
+        ValueError: a scale or a step size is not finite.
     """
     if unknown := set(options) - set(HeadOptions.__annotations__):
         raise TypeError(

@@ -29,7 +29,7 @@ from massieu.population.reading import Processes
 class Normalisation(Operator):
     """A model's norm layer as an operator: an activation, then a gain and a bias for each coordinate.
 
-    With gains that differ it is no gradient, and so no `Activation`. Affine where the activation is. Use `create`.
+    With different gains the map is no gradient, and so no `Activation`. It is affine if the activation is. Use `create`.
 
     Attributes:
         activation: ∇L.
@@ -49,7 +49,7 @@ class Normalisation(Operator):
 
     @classmethod
     def create(cls, activation: Activation, gain: Float[Tensor, "d"], bias: Float[Tensor, "d"] | None = None) -> Self:
-        """A normalisation with these gains, and these biases or none.
+        """A normalisation with these gains and biases; no bias by default.
 
         Raises:
             ValueError: gain and bias are not vectors of one length.
@@ -68,7 +68,8 @@ class Normalisation(Operator):
 
     def affine(self, law: ParticleMoments) -> AffineMap:
         matrix, offset = affine_of(self.activation, law)
-        gain, bias = self.gain.to(matrix.dtype), self.bias.to(matrix.dtype)
+        gain = self.gain.to(matrix.dtype)
+        bias = self.bias.to(matrix.dtype)
         return AffineMap(gain.unsqueeze(-1) * matrix, gain * offset + bias)
 
     @property
@@ -82,8 +83,8 @@ class Normalisation(Operator):
 class FeedForward(Operator):
     """A feed-forward layer as an operator: x_i ← activation(x_i + step_size·f(normalisation(x_i))) (S20, S21). Use `create`.
 
-    Nothing is known of the function, so no law stays Gaussian. The result is at least float32, unless the function gives
-    less. Other shapes than the particles', or no tensor, are a ValueError or TypeError of the call.
+    Nothing is known of the function, so no law is known to stay Gaussian. The result is at least float32, unless the function
+    returns a narrower dtype. A call raises a ValueError if the function changes the shape, a TypeError if it returns no tensor.
 
     Attributes:
         function: Any map of (*batch, n, d) to the same shape that treats every token alike, such as a module.
@@ -119,7 +120,7 @@ class FeedForward(Operator):
         """
         if not callable(function):
             raise TypeError(f"function must be callable, got {type(function).__name__}")
-        # A number takes the dtype of what it multiplies.
+        # A Python number is kept in float64; `_moved` casts it to the dtype of what it multiplies.
         like = step_size if isinstance(step_size, Tensor) else torch.zeros((), dtype=torch.float64)
         step_size = one_number("step_size", step_size, like)
         return cls(function, step_size, as_map("normalisation", normalisation), as_map("activation", activation))
@@ -136,9 +137,9 @@ class FeedForward(Operator):
 
 
 class Composition(Operator):
-    """Operators one after the other: untied layers (`create`), or one operator again and again (`repeat`).
+    """Operators one after the other: different layers (`create`), or one operator several times (`repeat`).
 
-    The law after it is Gaussian if it is after each; errors are those of the operators.
+    The law after all is Gaussian if it is after each; errors are those of the operators.
 
     Example:
         >>> import torch
@@ -151,19 +152,24 @@ class Composition(Operator):
 
     @classmethod
     def create(cls, operators: Iterable[Operator]) -> Self:
-        """The first one acts first; a TypeError if one of them is no operator."""
+        """The first operator acts first; raises a TypeError if one of them is no operator."""
         operators = tuple(sequence("operators", operators))
-        for each in operators:
-            instance("each of operators", each, Operator, "an Operator")
+        for operator in operators:
+            instance("each of operators", operator, Operator, "an Operator")
         return cls(operators)
 
     @classmethod
     def repeat(cls, operator: Operator, times: int) -> Self:
-        """Tied layers; a ValueError or TypeError if `times` is negative or no number, or it is no operator."""
+        """One operator applied `times` times: tied layers.
+
+        Raises:
+            TypeError: `times` is no whole number, or the operator is none.
+            ValueError: `times` is negative.
+        """
         return cls.create([operator] * whole_number("times", times, least=0))
 
     def path(self, particles: Float[Tensor, "*batch n d"]) -> Iterator[Float[Tensor, "*batch n d"]]:
-        """The particles after each of them, one state at a time."""
+        """The particles after each operator, one state at a time."""
         for operator in self.operators:
             particles = operator(particles)
             yield particles

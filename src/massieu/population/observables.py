@@ -3,9 +3,9 @@
 A cloud is a tensor ``(*batch, n, d)``: n tokens in R^d, equally weighted. Everything is computed in float64 whatever
 the input's dtype, and relative to one of the tokens, so that a large common offset costs no accuracy.
 
-Two kinds of cloud are degenerate and have defined values instead of NaN. A *collapsed* cloud (all tokens equal, a
-single token included) has pairwise distance 0, effective rank 0 and log-determinant −inf. A
-cloud that holds a NaN or an infinity gives NaN, and leaves the other clouds of its batch untouched.
+A *collapsed* cloud (all tokens equal, a single token included) has defined values instead of NaN: pairwise distance 0,
+effective rank 0 and log-determinant −inf. A cloud that holds a NaN or an infinity gives NaN, and leaves the other clouds of
+its batch untouched.
 """
 
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ from massieu.population.reading import (
     ObservableReading,
     Processes,
     centred,
+    check_call,
     check_cloud,
     check_single_cloud,
-    counts,
-    shared,
     summed,
+    token_counts,
 )
 
 _EMPTY = 1e-12
-"""An eigenvalue below this share of the mean one is that of an empty direction."""
+"""A direction counts as empty if its eigenvalue is below this share of the mean eigenvalue."""
 
 
 def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
@@ -47,7 +47,7 @@ def pairwise_distance(points: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*ba
     """
     relative, count = centred(points)
     if count == 1:
-        return relative.sum((-2, -1))  # a single token relative to itself: 0, or NaN for a broken one
+        return relative.sum((-2, -1))  # A single token relative to itself: 0, or NaN if it is not finite.
     distances = torch.cdist(relative, relative)
     total = distances.sum((-2, -1)) - distances.diagonal(dim1=-2, dim2=-1).sum(-1)
     return total / (count * (count - 1))
@@ -58,12 +58,12 @@ def covariance_spectrum(
 ) -> Float[Tensor, "*batch rank"]:
     """Eigenvalues of the biased token covariance (1/n) Σ (x − x̄)(x − x̄)ᵀ, largest first.
 
-    They are read from the n×n matrix of inner products or from the d×d covariance, whichever is smaller, and there are
-    ``rank = min(n − 1, d)`` of them: the most that n tokens can make positive.
+    The eigenvalues are those of the n×n matrix of inner products or of the d×d covariance, whichever is smaller. There are
+    ``rank = min(n − 1, d)`` of them, as no more can be positive.
 
     Args:
         points: The tokens.
-        group: Processes that share them, each with its own; the spectrum is then that of all, the same on each.
+        group: Processes that share the cloud, each with its own tokens; every one gets the spectrum of the whole cloud.
 
     Raises:
         ValueError: ``points`` has fewer than two dimensions or no token.
@@ -74,11 +74,14 @@ def covariance_spectrum(
         >>> [round(x, 3) for x in covariance_spectrum(torch.tensor([[2.0, 1.0], [-2.0, 1.0], [0.0, 1.0]])).tolist()]
         [2.667, 0.0]
     """
-    processes = shared("covariance_spectrum", points, group, partial(check_cloud, points))
+    processes = check_call("covariance_spectrum", points, group, partial(check_cloud, points))
     relative, count = centred(points, processes)
     dimension = relative.shape[-1]
-    within = processes is None and count <= dimension
-    gram = relative @ relative.mT if within else summed(relative.mT @ relative, processes)
+    # X Xᵀ and XᵀX have the same positive eigenvalues. Only the second one is a sum over the tokens of all processes.
+    if processes is None and count <= dimension:
+        gram = relative @ relative.mT
+    else:
+        gram = summed(relative.mT @ relative, processes)
     finite = gram.isfinite().all(-1).all(-1)
     # The eigenvalue routine raises on a non-finite matrix, which would lose the whole batch.
     solvable = torch.where(finite[..., None, None], gram / count, 0.0)
@@ -91,8 +94,8 @@ def log_determinant(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*b
     """Mean log-eigenvalue, in nats per direction: log det Σ divided by the number of eigenvalues.
 
     Half its change is the change of the cloud's log-volume per direction. Eigenvalues below 10⁻¹² times the mean eigenvalue
-    count as that much: a direction that is empty up to rounding has log 10⁻¹² = −27.6 nats relative to the mean instead of an
-    arbitrary number. A cloud of lower rank than its spectrum is long has a value that depends on this choice.
+    are raised to it: a direction that is empty up to rounding has log 10⁻¹² = −27.6 nats relative to the mean instead of an
+    arbitrary number. The value of a cloud with empty directions depends on this choice.
 
     Args:
         spectrum: Eigenvalues, as returned by `covariance_spectrum`.
@@ -115,8 +118,8 @@ def log_determinant(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*b
 def effective_rank(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
     """Exponential of the entropy of the normalised spectrum: between 1 and its length; 0 for a collapsed cloud.
 
-    This is the effective rank of the covariance *matrix* (its singular values are the eigenvalues given here). Taken of
-    the n×d matrix of tokens, whose singular values are their square roots, the same formula gives a larger number.
+    This is the effective rank of the covariance matrix, whose singular values are these eigenvalues. For the n×d matrix of
+    tokens, whose singular values are their square roots, the same formula gives a larger number.
 
     Source: Roy and Vetterli, "The effective rank" (EUSIPCO 2007), definition 1.
 
@@ -135,7 +138,7 @@ def effective_rank(spectrum: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*ba
 
 @dataclass(frozen=True)
 class CloudMoments:
-    """Observable: mean and spread of the tokens, at a cost linear in their number.
+    """Observable: mean and spread of the tokens, in time linear in their number.
 
     Records `mean` (of each coordinate), `length` (root mean square of ‖x‖), `length_of_mean` (‖x̄‖), `covariance_spectrum`,
     `log_determinant` (nats per direction) and `effective_rank`.
@@ -149,19 +152,22 @@ class CloudMoments:
     """
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
-        processes = shared("CloudMoments", points, group, partial(check_single_cloud, points))
+        processes = check_call("CloudMoments", points, group, partial(check_single_cloud, points))
+        # Both sums in one tensor, so that processes add up once.
         sums = torch.cat([points.double().square().sum().reshape(1), points.double().sum(0)])
-        means = summed(sums, processes) / sum(counts(points, processes))
+        means = summed(sums, processes) / sum(token_counts(points, processes))
+        mean_square = means[0]
+        mean = means[1:]
         spectrum = covariance_spectrum(points, group=group)
-        found = {
-            "mean": means[1:],
-            "length": means[0].sqrt(),
-            "length_of_mean": means[1:].norm(),
+        values = {
+            "mean": mean,
+            "length": mean_square.sqrt(),
+            "length_of_mean": mean.norm(),
             "covariance_spectrum": spectrum,
             "log_determinant": log_determinant(spectrum),
             "effective_rank": effective_rank(spectrum),
         }
-        return {name: ObservableReading(value) for name, value in found.items()}
+        return {name: ObservableReading(value) for name, value in values.items()}
 
 
 def _spectrum(spectrum: Tensor) -> Tensor:

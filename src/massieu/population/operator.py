@@ -14,7 +14,7 @@ from massieu.foundation.arguments import as_tensor, check_finite, described, flo
 from massieu.foundation.values import Value, promoted_dtype
 from massieu.measures import Gaussian, Measure, MissingFormError
 from massieu.ops.sharded.collectives import Peers
-from massieu.population.reading import Processes, agreed
+from massieu.population.reading import Processes, check_agreement
 
 
 class AffineMap(NamedTuple):
@@ -34,10 +34,10 @@ class ParticleMoments(NamedTuple):
 class Operator(Value):
     """A map of populations of tokens, and, where a Gaussian law stays one, of that law. A value and a pytree.
 
-    An author writes `_moved`, what becomes of particles. An operator that is affine for the population of a given law
-    overrides `affine`; then `gaussian` follows, and it may stand before attention without costing the layer its law.
-    One that keeps a law Gaussian in another way overrides `gaussian`. Attention in it or an operator within takes part
-    in `sharded` by the group that `_moved` gets; an operator that cannot sets `needs_all`.
+    An author writes `_moved`, which returns the particles after the operator. An operator that is affine for the
+    population of a given law overrides `affine`; `gaussian` follows from it, and attention behind such an operator still
+    has a law. An operator that keeps a law Gaussian in another way overrides `gaussian`. Attention or operators inside an
+    operator take part in `sharded` by the group that `_moved` gets; an operator that cannot do so sets `needs_all`.
 
     Example:
         >>> import torch
@@ -55,60 +55,61 @@ class Operator(Value):
     """Whether one process must have the whole population."""
 
     def __call__(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The particles after it, each batch a population of its own; at least float32.
+        """The particles after the operator, in at least float32; each item of the batch is a population of its own.
 
         Raises:
-            TypeError: they are not floating-point.
-            ValueError: they have another shape, or are on another device.
+            TypeError: the particles are not floating-point.
+            ValueError: the particles have another shape, or are on another device than the operator.
         """
         return self._moved(self._admitted(particles), None)
 
     def sharded(
         self, particles: Float[Tensor, "*batch n d"], *, group: Processes = None
     ) -> Float[Tensor, "*batch n d"]:
-        """The same for this process's particles, of any number, of a population spread over a group of processes.
+        """The same for a population that is spread over processes; each gives and gets any number of its own particles.
 
         Equal to one process with all particles, to rounding. The objective is the sum of the processes' losses
         (`massieu.ops.sharded`, queries="sharded"): particles get their gradient of it, and the operator's tensors the
         part that comes through this process's particles.
 
         Args:
-            particles: This process's.
-            group: Who shares the population; None: all processes.
+            particles: Those of this process.
+            group: The processes that share the population; None: all processes.
 
         Raises:
-            TypeError, ValueError: as the call; it needs the whole population; there is no process group; the operator,
-                or what must be alike of the particles, differs between processes.
+            TypeError, ValueError: as the call; the operator needs the whole population; there is no process group; the
+                operator, or the particles' batch, dimension or dtype, differ between processes.
             RuntimeError: another process refused its arguments, or it died.
         """
         self.check_shared()
-        processes, tensors = Peers.of(group), self._tensors()
+        processes = Peers.of(group)
+        tensors = self._tensors()
         alike = {"number of parameters": len(tensors)}
         for field in dataclasses.fields(self):
-            # A function may hold what belongs to its process.
+            # A function may hold what belongs to its process alone, so functions are not compared.
             if field.metadata.get("static") and not callable(getattr(self, field.name)):
                 alike[field.name] = getattr(self, field.name)
         replicated = {f"parameter {place}": tensor for place, tensor in enumerate(tensors)}
         check = partial(self._admitted, particles)
-        admitted = agreed(processes, type(self).__name__, particles, check, replicated, alike)
+        admitted = check_agreement(processes, type(self).__name__, particles, check, replicated, alike)
         return self._moved(admitted, processes)
 
     def gaussian(self, law: Gaussian) -> Gaussian:
-        """The law after it, of infinitely many particles of that law.
+        """The law of the particles after the operator, for infinitely many particles of the given law.
 
         Raises:
-            MissingFormError: it is Gaussian no more, or not known.
-            TypeError: another measure.
-            ValueError: a law in another number of dimensions.
+            MissingFormError: the law after the operator is not Gaussian, or not known.
+            TypeError: the law is no Gaussian.
+            ValueError: the law is in another number of dimensions.
         """
         before = self._moments(law)
-        return Gaussian.create(*pushed(self.affine(before), before))
+        return Gaussian.create(*moments_after(self.affine(before), before))
 
     def affine(self, law: ParticleMoments) -> AffineMap:
-        """The operator as the affine map that it is for a population of that law.
+        """The affine map by which the operator acts on a population of this law.
 
         Raises:
-            MissingFormError: it is not affine.
+            MissingFormError: the operator is not affine.
         """
         raise MissingFormError(
             f"{type(self).__name__} is not affine: a Gaussian law does not stay Gaussian under it, or not in a way "
@@ -116,33 +117,35 @@ class Operator(Value):
         )
 
     def check_shared(self) -> None:
-        """Raise a ValueError if it, or an operator that it consists of, needs the whole population in one process."""
+        """Raise a ValueError if the operator, or one that it consists of, needs the whole population in one process."""
         if self.needs_all:
             raise ValueError(f"{type(self).__name__} needs the whole population, which is spread over processes here")
-        for part in vars(self).values():
-            for each in part if isinstance(part, tuple) else (part,):
-                if isinstance(each, Operator):
-                    each.check_shared()
+        for value in vars(self).values():
+            parts = value if isinstance(value, tuple) else (value,)
+            for part in parts:
+                if isinstance(part, Operator):
+                    part.check_shared()
 
     @abstractmethod
     def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
-        """The particles after it, given in at least float32; of processes that share a population, this one's."""
+        """The particles after the operator, given in at least float32; of a shared population those of this process."""
 
     @property
     def _like(self) -> Tensor | None:
-        """A tensor of the operator's dtype whose last dimension is d; None where it takes every d and dtype."""
+        """A tensor with the operator's dtype and d as its last dimension; None if every d and dtype will do."""
         return None
 
     @property
     def _width(self) -> int | None:
         return None if self._like is None else self._like.shape[-1]
 
-    def _dtype(self, given: Tensor) -> torch.dtype:
-        return promoted_dtype(given) if self._like is None else promoted_dtype(given, self._like)
+    def _dtype(self, tensor: Tensor) -> torch.dtype:
+        return promoted_dtype(tensor) if self._like is None else promoted_dtype(tensor, self._like)
 
     def _admitted(self, particles: Tensor) -> Tensor:
-        """The particles in the dtype that they are moved in."""
-        name, width = type(self).__name__, self._width
+        """The checked particles, in the dtype that the operator computes in."""
+        name = type(self).__name__
+        width = self._width
         shape = floating(f"the particles of {name}", particles).shape
         if len(shape) < 2 or (width is not None and shape[-1] != width):
             size = "d" if width is None else width
@@ -151,13 +154,15 @@ class Operator(Value):
         return particles.to(self._dtype(particles))
 
     def _moments(self, law: object) -> ParticleMoments:
-        """The moments of a law in the dtype that they are moved in."""
-        name, width = type(self).__name__, self._width
-        found = moments(instance(f"the law of {name}.gaussian", law, Gaussian, "a massieu.measures.Gaussian"))
-        if width not in (None, found.mean.shape[-1]):
-            raise ValueError(f"{name}.gaussian needs a law in {width} dimensions, got {found.mean.shape[-1]}")
-        dtype = self._dtype(found.mean)
-        return ParticleMoments(*(part.to(dtype) for part in found))
+        """The moments of a checked law, in the dtype that the operator computes in."""
+        name = type(self).__name__
+        width = self._width
+        law_moments = moments(instance(f"the law of {name}.gaussian", law, Gaussian, "a massieu.measures.Gaussian"))
+        dimension = law_moments.mean.shape[-1]
+        if width not in (None, dimension):
+            raise ValueError(f"{name}.gaussian needs a law in {width} dimensions, got {dimension}")
+        dtype = self._dtype(law_moments.mean)
+        return ParticleMoments(*(moment.to(dtype) for moment in law_moments))
 
 
 Map = Activation | Operator
@@ -165,44 +170,47 @@ Map = Activation | Operator
 
 def moments(law: Gaussian) -> ParticleMoments:
     """Mean and covariance, in at least float32."""
+    # They are the first two derivatives of the log-partition at 0, where nothing is tilted.
     origin = torch.zeros_like(law.location)
     return ParticleMoments(law.mean(origin), law.fisher(origin))
 
 
-def pushed(affine: AffineMap, law: ParticleMoments) -> ParticleMoments:
-    """The moments after an affine map."""
+def moments_after(affine: AffineMap, law: ParticleMoments) -> ParticleMoments:
+    """The moments of the particles after an affine map."""
     matrix, offset = affine
+    mean = (matrix @ law.mean.unsqueeze(-1)).squeeze(-1) + offset
     covariance = matrix @ law.covariance @ matrix.mT
-    return ParticleMoments((matrix @ law.mean.unsqueeze(-1)).squeeze(-1) + offset, 0.5 * (covariance + covariance.mT))
+    # Rounding makes A C Aᵀ slightly asymmetric, and a Gaussian's covariance must be symmetric.
+    return ParticleMoments(mean, 0.5 * (covariance + covariance.mT))
 
 
-def as_map(name: str, given: object) -> Map:
+def as_map(name: str, value: object) -> Map:
     """An activation or an operator as it is, a measure as an activation; None is the identity.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the value is something else.
     """
-    if given is None:
+    if value is None:
         return Identity()
-    if isinstance(given, Measure):
-        return MeasureActivation(given)
-    if not isinstance(given, (Activation, Operator)):
-        raise TypeError(f"{name} must be an Activation, or an operator or a measure, got {described(given)}")
-    return given
+    if isinstance(value, Measure):
+        return MeasureActivation(value)
+    if not isinstance(value, (Activation, Operator)):
+        raise TypeError(f"{name} must be an Activation, or an operator or a measure, got {described(value)}")
+    return value
 
 
 def apply(any_map: Map, particles: Tensor, group: Peers | None) -> Tensor:
-    """The particles after an activation or an operator; this process's, where a group shares them."""
+    """The particles after an activation or an operator; if a group shares them, those of this process."""
     if group is None or isinstance(any_map, Activation):
         return any_map(particles)
     return any_map.sharded(particles, group=group.handle)
 
 
 def affine_of(any_map: Map, law: ParticleMoments) -> AffineMap:
-    """A map as the affine one that it is for a population of that law.
+    """The affine map by which an activation or an operator acts on a population of this law.
 
     Raises:
-        MissingFormError: it is not affine.
+        MissingFormError: the activation or operator is not affine.
     """
     if isinstance(any_map, Operator):
         return any_map.affine(law)
@@ -211,32 +219,35 @@ def affine_of(any_map: Map, law: ParticleMoments) -> AffineMap:
             f"{type(any_map).__name__} is not affine: a Gaussian law does not stay Gaussian under it; "
             "Identity, Scalar and Whitening are"
         )
-    batch, size = law.mean.shape[:-1], law.mean.shape[-1]
+    *batch, size = law.mean.shape
     basis = torch.eye(size, dtype=law.mean.dtype, device=law.mean.device)
+    # An affine map is known from its values at 0 and at the unit vectors: the offset, and offset plus each column.
     points = torch.cat([basis.new_zeros(1, size), basis]).expand(*batch, size + 1, size)
     images = any_map(points).to(basis.dtype)
-    return AffineMap((images[..., 1:, :] - images[..., :1, :]).mT, images[..., 0, :])
+    offset = images[..., 0, :]
+    columns = images[..., 1:, :] - images[..., :1, :]
+    return AffineMap(columns.mT, offset)
 
 
 def law_after(any_map: Map, law: ParticleMoments) -> Gaussian:
     """The law after an activation or an operator.
 
     Raises:
-        MissingFormError: it is Gaussian no more.
+        MissingFormError: the law after it is not Gaussian.
     """
     if isinstance(any_map, Operator):
         return any_map.gaussian(Gaussian.create(*law))
-    return Gaussian.create(*pushed(affine_of(any_map, law), law))
+    return Gaussian.create(*moments_after(affine_of(any_map, law), law))
 
 
 def one_number(name: str, value: Any, like: Tensor) -> Tensor:
-    """A finite number as a tensor of no dimension, with the dtype and device of the other.
+    """A finite number as a tensor of no dimension, with the dtype and device of `like`.
 
     Raises:
-        TypeError, ValueError: it is no number, not one, or not finite.
+        TypeError, ValueError: the value is no number, more than one, or not finite.
     """
-    found = as_tensor(name, value, like)
-    if found.ndim:
-        raise ValueError(f"{name} must be one number, got shape {tuple(found.shape)}")
-    check_finite(**{name: found})
-    return found
+    scalar = as_tensor(name, value, like)
+    if scalar.ndim:
+        raise ValueError(f"{name} must be one number, got shape {tuple(scalar.shape)}")
+    check_finite(**{name: scalar})
+    return scalar

@@ -32,7 +32,7 @@ class ObservableReading(NamedTuple):
     value: Float[Tensor, "*index"]
     """A number, or a vector of them such as a spectrum."""
     standard_error: Float[Tensor, "*index"] | None = None
-    """Where one is honest: tokens depend on each other after one layer (S20), so most observables have none."""
+    """None for most observables: tokens depend on each other after one layer (S20), so that no error would be honest."""
     null: Float[Tensor, "*index"] | None = None
     """What the value would be for a cloud of as many independent Gaussian tokens."""
 
@@ -43,12 +43,12 @@ class Observable(Protocol):
     def __call__(self, points: Float[Tensor, "n d"], /) -> Mapping[str, ObservableReading | Tensor | float]: ...
 
 
-def joined(group: Processes) -> Peers | None:
-    """The processes, or None for this one alone; raises as `Peers.of`."""
+def peers_of(group: Processes) -> Peers | None:
+    """The processes that share a cloud, or None for this one alone; raises as `Peers.of`."""
     return None if group is None else Peers.of(group)
 
 
-def agreed(
+def check_agreement(
     group: Peers,
     function: str,
     points: Tensor,
@@ -60,27 +60,27 @@ def agreed(
 
     Args:
         group: The processes.
-        function: Its name, for errors.
-        points: This process's.
-        check: Raises what is wrong with the arguments.
-        replicated: Tensors that all processes must give alike.
-        alike: Options that they must.
+        function: Name of the function that was called, for errors.
+        points: The tokens of this process.
+        check: Raises an error if the arguments are wrong.
+        replicated: Tensors that must be equal on all processes.
+        alike: Options that must be equal on all processes.
 
     Raises:
-        TypeError, ValueError: as `check`; or what must be equal is not.
+        TypeError, ValueError: as `check`; or tensors or options that must be equal are not.
         RuntimeError: another process refused its arguments.
     """
 
     def checked() -> tuple[Checked, Call]:
         value = check()
         check_sendable(group, points=points)
-        told = {"batch": tuple(points.shape[:-2]), "dimension": points.shape[-1], "dtype": points.dtype}
-        return value, Call(function, told | dict(alike), replicated)
+        layout = {"batch": tuple(points.shape[:-2]), "dimension": points.shape[-1], "dtype": points.dtype}
+        return value, Call(function, layout | dict(alike), replicated)
 
     return together(group, checked)[0]
 
 
-def shared(
+def check_call(
     function: str,
     points: Tensor,
     group: Processes,
@@ -88,17 +88,17 @@ def shared(
     replicated: Mapping[str, Tensor] | None = None,
     **alike: object,
 ) -> Peers | None:
-    """Check the arguments, here and with the processes that share the cloud (`agreed`); who they are, None for no others."""
-    processes = joined(group)
+    """Check the arguments, also against those of the processes that share the cloud, and return these processes."""
+    processes = peers_of(group)
     if processes is None:
         check()
     else:
-        agreed(processes, function, points, check, replicated or {}, alike)
+        check_agreement(processes, function, points, check, replicated or {}, alike)
     return processes
 
 
 def summed(tensor: Tensor, group: Peers | None) -> Tensor:
-    """Added up over the processes."""
+    """The sum over the processes, entry by entry."""
     return tensor if group is None else total_over(tensor, group)
 
 
@@ -107,18 +107,18 @@ def greatest(tensor: Tensor, group: Peers | None) -> Tensor:
     return tensor if group is None else largest(tensor, group)
 
 
-def counts(points: Tensor, group: Peers | None) -> list[int]:
+def token_counts(points: Tensor, group: Peers | None) -> list[int]:
     """How many tokens (*batch, n, d) each process has."""
     if group is None:
         return [points.shape[-2]]
     return gather(torch.tensor([points.shape[-2]], device=group.device), group).flatten().tolist()
 
 
-def collected(tensor: Tensor, group: Peers | None) -> Tensor:
+def gather_tokens(tensor: Tensor, group: Peers | None) -> Tensor:
     """The tokens (*batch, n, d) of all processes, one after the other."""
     if group is None:
         return tensor
-    return torch.cat(gather_unequal(tensor, tensor.ndim - 2, counts(tensor, group), group), -2)
+    return torch.cat(gather_unequal(tensor, tensor.ndim - 2, token_counts(tensor, group), group), -2)
 
 
 def check_cloud(points: Tensor, name: str = "points") -> None:
@@ -135,10 +135,10 @@ def check_single_cloud(points: Tensor, name: str = "points") -> None:
 
 
 def centred(points: Tensor, group: Peers | None = None) -> tuple[Tensor, int]:
-    """The cloud in float64 with mean zero, exactly zero where all tokens are equal; and how many tokens it has in all."""
+    """The cloud in float64 with mean zero (exactly zero if all tokens are equal), and how many tokens all processes have."""
     check_cloud(points)
     points = points.double()
-    count = sum(counts(points, group))
+    count = sum(token_counts(points, group))
     # Equal tokens minus one of them are exact zeros; equal tokens minus their rounded mean are not.
     first = points[..., :1, :]
     if group is not None:

@@ -1,4 +1,4 @@
-"""Layers of tokens that are drawn, not averaged: attention as sequential Monte Carlo (S19, E5)."""
+"""A layer that draws values in place of averaging them: attention as sequential Monte Carlo (S19, E5)."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, Unpack
@@ -20,55 +20,56 @@ from massieu.population.reading import ObservableReading
 
 
 class ResampledTokens(NamedTuple):
-    """What a `ResampledLayer` drew."""
+    """The tokens after a `ResampledLayer`, and its draws."""
 
     particles: Float[Tensor, "*batch n d"]
     ancestors: Int[Tensor, "*batch n"] | None
-    """Which token each is a draw of; None where each is the mean of several draws, or there is a background."""
+    """The token that each one is a draw of; None for means of several draws, and with a background."""
     effective_size: Float[Tensor, "*batch n"]
     """1/Σ_j P_ij² of each query, between 1 and n."""
     offspring: Float[Tensor, "*batch n"]
-    """Σ_i P_ij: how many draws of each token are expected; of a background too, the last, where there is one."""
+    """Σ_i P_ij: the expected number of draws of each token; with a background one entry more, the last, for it."""
     background: Float[Tensor, "*batch n"] | None = None
-    """The probability that a draw is a new token of the background; None where there is none."""
+    """The probability that a draw is a new token of the background; None without one."""
 
     def readings(self) -> Mapping[str, ObservableReading]:
-        """As a flow records them: the mean effective size, and quantiles of the offspring, from least to largest."""
-        quantiles = torch.linspace(0, 1, 11, dtype=torch.float64, device=self.offspring.device)
+        """What a flow records: the mean effective size, and eleven quantiles of the offspring, from smallest to largest."""
+        levels = torch.linspace(0, 1, 11, dtype=torch.float64, device=self.offspring.device)
         ordered = self.offspring.double().flatten().sort().values
-        place = (quantiles * (len(ordered) - 1)).round().long()
-        found = {
+        positions = (levels * (len(ordered) - 1)).round().long()
+        readings = {
             "effective_size": ObservableReading(self.effective_size.double().mean()),
-            "offspring": ObservableReading(ordered[place]),
+            "offspring": ObservableReading(ordered[positions]),
         }
         if self.background is not None:
-            found["background"] = ObservableReading(self.background.double().mean())
-        return found
+            readings["background"] = ObservableReading(self.background.double().mean())
+        return readings
 
 
 class ResampledLayer(Head):
     """Resampling in place of averaging: token i becomes a value drawn by its attention weights; attention is the mean (S19).
 
-    Of the mean of S draws the expectation is attention's output and the covariance Cov_P(v)/S, so that draws grow into
-    attention; `attended` is that limit. Over a Gaussian law a draw is Gaussian too, of covariance VCVᵀ wherever the query
-    is (S19, S20): `gaussian` is attention's law with the covariance of the draws, unless several systematic draws depend
-    on each other. In a `Flow`, the effective size, the offspring and, for one draw a token, the coalescence of lineages
-    are recorded too.
+    The mean of S draws has attention's output as its expectation and the covariance Cov_P(v)/S. It converges to attention as
+    S grows; `attended` is that limit. Over a Gaussian law a draw is Gaussian too, of covariance VCVᵀ for every query (S19,
+    S20): `gaussian` is attention's law with the covariance of the draws added. For several systematic draws, which depend on
+    each other, it is not known. A `Flow` also records effective size, offspring and, for one draw a token, the coalescence
+    of lineages.
 
-    With a background the carrier is hybrid, Σ_j δ(x_j) + w·N(m, Σ): under the tilt η_i = scale·KᵀQx_i a draw is a new
-    token of N(m + Ση_i, Σ) with probability in proportion to w·exp(m·η_i + ½η_iᵀΣη_i). So resampling does not leave a
-    cloud that only repeats itself. Effective size and offspring count the background as one more particle.
+    With a background the carrier is hybrid, Σ_j δ(x_j) + w·N(m, Σ). Under the tilt η_i = scale·KᵀQx_i a draw is a new token
+    of N(m + Ση_i, Σ) with probability in proportion to w·exp(m·η_i + ½η_iᵀΣη_i), so that the cloud does not end as copies of
+    a few tokens. Effective size and offspring count the background as one more particle.
 
-    Particles with a NaN or an infinity have no law to draw from: a ValueError. Use `create`.
+    Particles with a NaN or an infinity have no law to draw from and are a ValueError. Use `create`.
 
     Attributes:
-        query_weight, key_weight, value_weight, scale: Of the one head; no map: the tokens as they are; k^-½ by default.
+        query_weight, key_weight, value_weight: Matrices of the one head; None: the tokens as they are.
+        scale: Inverse temperature; None: k^-½.
         step_size, residual, activation: As in `AttentionLayer`; by default the draw replaces the token.
-        generator: Source of the draws; each call goes on with it.
-        draws: S, the draws a token becomes the mean of.
+        generator: Source of the draws; each call advances it.
+        draws: S; a token becomes the mean of this many draws.
         method: "multinomial", or "systematic", as in `massieu.ops.resample_attention`.
         background: N(m, Σ) on tokens, or None.
-        background_log_weight: log w, nats: of all its mass, where a token weighs 1.
+        background_log_weight: log w, nats: the background's whole mass, in units of one token.
 
     Example:
         >>> import torch
@@ -120,7 +121,7 @@ class ResampledLayer(Head):
         return self._drawn(self._admitted(particles))
 
     def attended(self, particles: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The same with attention in place of the draws: for no activation their expectation."""
+        """The tokens after attention in place of the draws; without an activation this is the expectation of the draws."""
         particles = self._admitted(particles)
         if self.background is not None:
             return self._after(particles, self._carrier(particles).mean(self.background, self.value_weight))
@@ -136,10 +137,11 @@ class ResampledLayer(Head):
                 f"the mean of {self.draws} {self.method} draws is not Gaussian: they depend on each other; multinomial ones "
                 "do not"
             )
-        before, tilt, value = self._weighed(law)
-        answer = value @ before.covariance
-        output = AffineMap(answer @ tilt, (value @ before.mean.unsqueeze(-1)).squeeze(-1))
-        return self._law_after(before, output, answer @ value.mT / self.draws)
+        before, tilt, value = self._matrices(law)
+        # The tilted law of keys is N(m + Cη, C): its mean of values is affine in the query, its covariance is constant.
+        value_covariance = value @ before.covariance
+        output = AffineMap(value_covariance @ tilt, (value @ before.mean.unsqueeze(-1)).squeeze(-1))
+        return self._law_after(before, output, value_covariance @ value.mT / self.draws)
 
     def _moved(self, particles: Tensor, group: Peers | None) -> Tensor:
         return self._drawn(particles).particles
@@ -148,22 +150,28 @@ class ResampledLayer(Head):
         check_values(particles=particles)
         check_finite(particles=particles)
         options: dict[str, Any] = {"generator": self.generator, "draws": self.draws, "method": self.method}
-        lead = particles.shape[:-1]
+        *batch, n, _ = particles.shape
         if self.background is not None:
             carrier = self._carrier(particles)
             drawn = carrier.draw(self.background, self.value_weight, **options)
-            moved, offspring = self._after(particles, drawn.sample.mean(-2)), drawn.offspring
-            told = drawn.effective_size.reshape(lead), offspring.reshape(*lead[:-1], -1)
-            return ResampledTokens(moved, None, *told, carrier.share().reshape(lead))
+            return ResampledTokens(
+                self._after(particles, drawn.sample.mean(-2)),
+                ancestors=None,
+                effective_size=drawn.effective_size.reshape(*batch, n),
+                offspring=drawn.offspring.reshape(*batch, n + 1),
+                background=carrier.share().reshape(*batch, n),
+            )
         drawn = ops.resample_attention(*self._heads(particles), scale=self.scale, **options)
         return ResampledTokens(
             self._after(particles, drawn.sample.mean(-2)),
-            drawn.indices.reshape(lead) if self.draws == 1 else None,
-            drawn.effective_size.reshape(lead),
-            drawn.offspring.reshape(lead),
+            ancestors=drawn.indices.reshape(*batch, n) if self.draws == 1 else None,
+            effective_size=drawn.effective_size.reshape(*batch, n),
+            offspring=drawn.offspring.reshape(*batch, n),
         )
 
     def _carrier(self, particles: Tensor) -> HybridCarrier:
         assert self.background is not None
-        heads = self._heads(particles)
-        return HybridCarrier.of(heads, self.key_weight, self.scale, self.background, self.background_log_weight)
+        query_key_value = self._heads(particles)
+        return HybridCarrier.of(
+            query_key_value, self.key_weight, self.scale, self.background, self.background_log_weight
+        )

@@ -1,4 +1,4 @@
-"""What tokens that attend to each other see: log Z, entropies, the energy of their interaction (S25, N5)."""
+"""Tokens of a cloud that attend to each other: log Z, entropy, the energy of their interaction (S25, N5)."""
 
 import math
 from dataclasses import dataclass
@@ -16,42 +16,42 @@ from massieu.ops.moments import MomentsResult
 from massieu.population.reading import (
     ObservableReading,
     Processes,
+    check_call,
     check_cloud,
-    collected,
+    gather_tokens,
     greatest,
-    shared,
     summed,
 )
 
 
 class SelfAttentionLevelsResult(NamedTuple):
-    """Means over the tokens of a cloud, each of which is a query among all of them as keys; nats."""
+    """Means over the tokens of a cloud, where each token is a query and all tokens are keys; nats."""
 
     log_partition: Float[Tensor, "*batch"]
     """log (1/n) Σ_j exp(scale·x_i·x_j)."""
     selective_log_partition: Float[Tensor, "*batch"]
-    """The same with the mean score of each query taken off: KL(uniform‖p_i) ≥ 0, free of the origin of the keys (S25)."""
+    """The same minus the mean score of each query: KL(uniform‖p_i) ≥ 0, which does not depend on the key origin (S25)."""
     entropy: Float[Tensor, "*batch"]
-    """H(p_i), between 0 and log n: that of attention, not of the population (trap 17)."""
+    """H(p_i), between 0 and log n: the entropy of attention, not of the population (trap 17)."""
     log_interaction_energy: Float[Tensor, "*batch"]
-    """log of (1/(2·scale·n²)) Σ_ij exp(scale·x_i·x_j), which clustering on the sphere raises (N5); no mean."""
+    """log of (1/(2·scale·n²)) Σ_ij exp(scale·x_i·x_j), which clustering on the sphere raises (N5); not a mean."""
 
 
 def self_attention_levels(
     points: Float[Tensor, "*batch n d"], *, scale: float | None = None, group: Processes = None
 ) -> SelfAttentionLevelsResult:
-    """Levels of self-attention of a cloud with tied queries, keys and values; in memory linear in n, time n².
+    """log Z, entropy and energy of a cloud's self-attention without weights; memory is linear in n, time quadratic.
 
-    Nothing overflows: the interaction energy is given by its logarithm.
+    The interaction energy is returned as its logarithm, so that it does not overflow.
 
     Args:
-        points: The tokens, at least float32 in the computation.
+        points: The tokens; computed in at least float32.
         scale: Inverse temperature; d^-½ by default.
         group: Processes that share the tokens; each gets the tokens of all as keys.
 
     Raises:
-        ValueError: no cloud, or a scale that is not positive and finite.
-        TypeError: no floating-point tensor, or a scale that is no number.
+        ValueError: the points are no cloud, or the scale is not positive and finite.
+        TypeError: the points are no floating-point tensor, or the scale is no number.
     """
 
     def check() -> None:
@@ -59,17 +59,21 @@ def self_attention_levels(
         if scale is not None:
             number("scale", scale, above=0)
 
-    processes = shared("self_attention_levels", points, group, check, scale=scale)
+    processes = check_call("self_attention_levels", points, group, check, scale=scale)
     beta = points.shape[-1] ** -0.5 if scale is None else scale
     tokens = points.to(promoted_dtype(points))
-    queries, keys = (each.reshape(1, -1, *each.shape[-2:]) for each in (tokens, collected(tokens, processes)))
+    all_tokens = gather_tokens(tokens, processes)
+    # Each cloud of the batch is a head: (1, batch, n, d).
+    queries = tokens.reshape(1, -1, *tokens.shape[-2:])
+    keys = all_tokens.reshape(1, -1, *all_tokens.shape[-2:])
     names = ("log_partition", "entropy", "prior_log_partition", "prior_mean_score")
-    found: MomentsResult[Any] = ops.attention_moments(queries, keys, scale=beta, moments=names)
+    moments: MomentsResult[Any] = ops.attention_moments(queries, keys, scale=beta, moments=names)
     count = keys.shape[-2]
-    log_z = found.log_partition.double()
-    selective = log_z - found.prior_log_partition - found.prior_mean_score
-    levels = torch.stack([log_z - math.log(count), selective, found.entropy.double()])[:, 0]
+    log_z = moments.log_partition.double()
+    selective = log_z - moments.prior_log_partition - moments.prior_mean_score
+    levels = torch.stack([log_z - math.log(count), selective, moments.entropy.double()])[:, 0]
     means = (summed(levels.sum(-1), processes) / count).reshape(3, *points.shape[:-2])
+    # Σ_ij exp(scale·x_i·x_j) is the sum of Z over the queries, added up relative to the largest one.
     top = greatest(log_z.detach().amax(-1, keepdim=True), processes)
     energy = top[0, :, 0] + summed((log_z - top).exp().sum(-1)[0], processes).log() - math.log(2 * beta * count**2)
     return SelfAttentionLevelsResult(*means.unbind(), log_interaction_energy=energy.reshape(points.shape[:-2]))
@@ -78,7 +82,7 @@ def self_attention_levels(
 @door(scale=real)
 @dataclass(frozen=True)
 class SelfAttention:
-    """Observable: log Z and entropy of the tokens' self-attention; one attention pass. The default scale is d^-½.
+    """Observable: log Z, entropy and energy of the tokens' self-attention; one attention pass. The default scale is d^-½.
 
     Example:
         >>> import torch
@@ -91,5 +95,7 @@ class SelfAttention:
     scale: float | None = None
 
     def __call__(self, points: Float[Tensor, "n d"], /, *, group: Processes = None) -> dict[str, ObservableReading]:
-        found = self_attention_levels(points, scale=self.scale, group=group)._asdict()
-        return {name.replace("entropy", "attention_entropy"): ObservableReading(each) for name, each in found.items()}
+        levels = self_attention_levels(points, scale=self.scale, group=group)._asdict()
+        return {
+            name.replace("entropy", "attention_entropy"): ObservableReading(level) for name, level in levels.items()
+        }

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from massieu.foundation.arguments import check_one_device, check_range, check_shape, floating, instance
-from massieu.foundation.transforms import every, unwrapped, values_are_readable
+from massieu.foundation.transforms import all_true, unwrapped, values_are_readable
 from massieu.measures import ConjugatePrior, Measure
 from massieu.posteriors.base import AttentionForm, Posterior, numbers, with_sink
 
@@ -240,7 +240,7 @@ class ExponentialFamily(Posterior):
         if not len(points):
             return
         inside = points.isfinite().all(-1) & (self.likelihood.log_prob(torch.zeros_like(self.chi), points) > -torch.inf)
-        if not every(inside):
+        if not all_true(inside):
             outside = unwrapped(torch.where(inside.unsqueeze(-1), torch.nan, points)).reshape(-1, points.shape[-1])
             wrong = ", ".join(f"{number:g}" for number in outside[~outside.isnan().any(-1)][0].tolist())
             raise ValueError(f"tokens must lie in the support of {type(self.likelihood).__name__}, got ({wrong})")

@@ -18,7 +18,7 @@ from massieu.foundation.arguments import (
     integers,
     real_tensor,
 )
-from massieu.foundation.transforms import every, some, unwrapped
+from massieu.foundation.transforms import all_true, any_true, unwrapped
 from massieu.foundation.values import align, need_batch, promoted_dtype
 from massieu.posteriors.base import AttentionForm, Posterior, check_mask, numbers, with_sink
 
@@ -159,7 +159,7 @@ class DiscreteLatent(EmittingPosterior):
         pooled = likelihoods.sum(-2)
         joint = law.log_weight + pooled
         gain = numerics.logsumexp(joint)
-        if some(gain == -torch.inf):
+        if any_true(gain == -torch.inf):
             raise ValueError("tokens must be possible under a concept, got a sequence that every concept rules out")
         return law, pooled, joint, gain
 
@@ -243,7 +243,7 @@ def check_categories(tokens: Tensor, size: int, seen: Tensor | None = None) -> I
     if seen is not None:
         index = torch.where(seen, index, 0)
     in_range = (index >= 0) & (index < size)
-    if not every(in_range):
+    if not all_true(in_range):
         wrong = unwrapped(torch.where(in_range, 0, index))
         raise ValueError(f"tokens must lie between 0 and {size - 1}, got {wrong[wrong != 0][0].item()}")
     return index
@@ -270,6 +270,6 @@ def check_log_weight(name: str, value: Any) -> Float[Tensor, "*batch K"]:
     if tensor.ndim == 0 or tensor.shape[-1] == 0:
         raise ValueError(f"{name} must have shape (*batch, K) with K ≥ 1, got {tuple(tensor.shape)}")
     check_log_probabilities(**{name: tensor})
-    if not every((tensor > -torch.inf).any(-1)):
+    if not all_true((tensor > -torch.inf).any(-1)):
         raise ValueError(f"{name} must have an entry above −inf in each row, got a row of −inf")
     return tensor.to(promoted_dtype(tensor))

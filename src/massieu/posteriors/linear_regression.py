@@ -10,7 +10,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_finite, check_one_device, check_shape, floating, real_tensor
 from massieu.foundation.matrices import is_singular
-from massieu.foundation.transforms import every, some, values_are_readable
+from massieu.foundation.transforms import all_true, any_true, values_are_readable
 from massieu.foundation.values import promoted_dtype
 from massieu.posteriors.base import Posterior, numbers
 
@@ -65,9 +65,9 @@ class LinearRegression(Posterior):
         dtype = promoted_dtype(mean, precision)
         mean, precision, *scalars = (tensor.to(dtype) for tensor in (mean, precision, *scalars))
         slack = 8 * torch.finfo(precision.dtype).eps * precision.abs().amax((-2, -1), keepdim=True)
-        if not every((precision - precision.mT).abs() <= slack):
+        if not all_true((precision - precision.mT).abs() <= slack):
             raise ValueError("precision must be symmetric, got a matrix that is not")
-        if values_are_readable(precision) and some(is_singular(precision)):
+        if values_are_readable(precision) and any_true(is_singular(precision)):
             raise ValueError("precision must be positive definite, got a matrix that is not")
         return [mean, precision, *scalars]
 
@@ -262,7 +262,7 @@ def _regress(mean: Tensor, precision: Tensor, tokens: Tensor) -> _Step:
 
 def _factor(precision: Tensor) -> Tensor:
     """The lower Cholesky factor."""
-    if values_are_readable(precision) and some(is_singular(precision)):
+    if values_are_readable(precision) and any_true(is_singular(precision)):
         raise ValueError(
             f"the precision is singular to rounding in {precision.dtype}: a larger precision of the prior is needed, smaller "
             "features, or float64"

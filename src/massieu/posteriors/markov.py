@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from massieu.foundation import numerics
-from massieu.foundation.transforms import some
+from massieu.foundation.transforms import any_true
 from massieu.posteriors.discrete import EmittingPosterior, LogLikelihood, check_log_weight, log_tables
 
 
@@ -104,7 +104,7 @@ class HiddenMarkov(EmittingPosterior):
         """The law after a token of these log-likelihoods, the filtered law of the state that emitted it, its log-predictive."""
         joint = self.log_weight + likelihood
         gain = numerics.logsumexp(joint)
-        if some(gain == -torch.inf):
+        if any_true(gain == -torch.inf):
             raise ValueError("tokens must be possible under the chain, got a sequence of probability zero")
         state = joint - gain.unsqueeze(-1)
         # log Σ_i P(state i) P(next j | i): the sum is over the first of both state dimensions.

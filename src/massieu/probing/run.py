@@ -32,7 +32,7 @@ from massieu.probing.session.sources import Opening
 from massieu.probing.statistics.catalogue import Named, Selection
 from massieu.probing.statistics.registry import ATTENTION, CLIMB, MAPS, REPEATED, REPLACEMENT
 from massieu.probing.sums.units import Units
-from massieu.storage.record import ModelRecord, SiteRecord, Sublayer, plain
+from massieu.storage.record import ModelRecord, SiteRecord, Sublayer, json_value
 
 BATCH_SIZE = 8
 """Windows in a batch, unless a probe is told otherwise."""
@@ -263,7 +263,7 @@ class Description:
 
     def to_dict(self) -> dict[str, Any]:
         """The description as JSON can hold it."""
-        return plain(vars(self))
+        return json_value(vars(self))
 
 
 @torch.inference_mode(False)

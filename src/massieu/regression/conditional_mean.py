@@ -16,7 +16,7 @@ from massieu.foundation.arguments import (
 )
 from massieu.foundation.doors import door
 from massieu.foundation.listening import unreadable
-from massieu.foundation.transforms import every, in_functorch, unwrapped, values_are_readable, without_autocast
+from massieu.foundation.transforms import all_true, in_functorch, unwrapped, values_are_readable, without_autocast
 from massieu.regression.exact import Cholesky, exact
 from massieu.regression.iterative import iterative
 from massieu.regression.kernels import Kernel
@@ -185,7 +185,7 @@ def conditional_mean_attention(
 def _check_result(**results: Tensor | None) -> None:
     """Raise a ValueError at NaN and infinities: since all arguments are finite, something overflowed."""
     for name, result in results.items():
-        if result is not None and not every(result.isfinite()):
+        if result is not None and not all_true(result.isfinite()):
             numbers = unwrapped(result)
             raise ValueError(
                 f"the {name} is beyond the range of {result.dtype} for {int((~numbers.isfinite()).sum())} of "

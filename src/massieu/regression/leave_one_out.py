@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.arguments import check_range, check_values, doubles
-from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.transforms import all_true, unwrapped
 from massieu.regression.exact import features_factor, solve_lower
 from massieu.regression.kernels import Kernel
 from massieu.regression.tokens import KeyValuePairs, Ridge, check_tokens, need_positive
@@ -101,7 +101,7 @@ def _misfit_by_features(features: Float[Tensor, "B H N F"], tokens: KeyValuePair
     half = solve_lower(factor, features.mT)  # H = halfᵀ·half
     diagonal = 1 - half.square().sum(-2)
     rounding = 4 * math.sqrt(features.shape[-1]) * torch.finfo(diagonal.dtype).eps
-    if not every(diagonal > rounding):
+    if not all_true(diagonal > rounding):
         worst = unwrapped(diagonal).min().item()
         raise ValueError(
             f"a key alone determines its own prediction to rounding in {diagonal.dtype} (1 − Hₙₙ is {worst:.1e}): a "
@@ -140,7 +140,7 @@ class RidgeErrors:
         self._root = tokens.root
         target = tokens.target
         gram = self._root.unsqueeze(-1) * kernel(tokens.key, tokens.key) * self._root.unsqueeze(-2)
-        if not every(gram.isfinite()):
+        if not all_true(gram.isfinite()):
             # An exponential kernel may overflow, although its logarithms do not.
             return
         if tokens.logarithms is not None:

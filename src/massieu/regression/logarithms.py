@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.transforms import every, unwrapped
+from massieu.foundation.transforms import all_true, unwrapped
 from massieu.foundation.values import Value
 from massieu.regression.kernels import ExponentialKernel, Kernel
 
@@ -33,7 +33,7 @@ class Logarithms(Value):
         low = without_derivative.amin(-1, keepdim=True)
         high = without_derivative.amax(-1, keepdim=True)
         widest = math.log(torch.finfo(key.dtype).max)
-        if not every(high - low <= widest):
+        if not all_true(high - low <= widest):
             least_log = 2 * unwrapped(low).min().item()
             largest_log = 2 * unwrapped(high).max().item()
             raise ValueError(

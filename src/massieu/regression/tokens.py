@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.foundation.arguments import as_tensor, check_one_device, check_range, instance
-from massieu.foundation.transforms import every, in_autocast_dtype, some, unwrapped, values_are_readable
+from massieu.foundation.transforms import all_true, any_true, in_autocast_dtype, unwrapped, values_are_readable
 from massieu.foundation.values import Value
 from massieu.ops.shapes import AttentionProblem, check_problem
 from massieu.regression.kernels import ExponentialKernel, Kernel
@@ -92,7 +92,7 @@ def cholesky(matrix: Float[Tensor, "*lead n n"], what: str) -> Float[Tensor, "*l
     is_singular = (status != 0) | ~(pivots > rounding).all(-1)
     if not values_are_readable(matrix):
         return torch.where(is_singular[..., None, None], torch.nan, factor)
-    if some(is_singular):
+    if any_true(is_singular):
         heads = unwrapped(is_singular)
         raise ValueError(
             f"the {what} plus its ridge is singular to rounding in {matrix.dtype} (for {int(heads.sum())} of "
@@ -147,7 +147,7 @@ def check_tokens(
         key = torch.where(is_visible, key, _visible_key(key, root))
         value = torch.where(is_visible, value, 0.0)
     for name, tensor in {"query": query, "key": key, "value": value}.items():
-        if not every(tensor.isfinite()):
+        if not all_true(tensor.isfinite()):
             raise ValueError(f"{name} must be finite where a key is visible, got NaN or infinite numbers")
     target = root.unsqueeze(-1) * value
     if not isinstance(kernel, ExponentialKernel):
@@ -180,14 +180,14 @@ def _root(
     weight = log_weight[:, :, 0, 0].expand(shape)
     if weight.dtype == torch.bool:
         return weight.to(dtype)
-    if not every(weight < torch.inf):
+    if not all_true(weight < torch.inf):
         raise ValueError("log_weight must be below +inf and not NaN")
     weight = weight.to(dtype)
     if relative and shape[-1]:
         largest = weight.detach().amax(-1, keepdim=True)
         weight = weight - torch.where(largest > -torch.inf, largest, 0.0)
     root = (0.5 * weight).exp()
-    if not every(root.square() < torch.inf):
+    if not all_true(root.square() < torch.inf):
         raise ValueError(f"log_weight must have finite weights in {dtype}, got {unwrapped(weight).max().item():g}")
     return root
 
@@ -207,5 +207,5 @@ def _ridge_by_head(name: str, value: Ridge | None, like: Tensor) -> Float[Tensor
 
 def need_positive(ridge: Float[Tensor, "B H"], what: str) -> None:
     """Raise a ValueError for a ridge of 0, which `what` cannot use."""
-    if not every(ridge > 0):
+    if not all_true(ridge > 0):
         raise ValueError(f"{what} needs a positive ridge, got {unwrapped(ridge).min().item()}")

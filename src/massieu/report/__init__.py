@@ -1,7 +1,7 @@
-"""The page, and the small drawings a notebook shows. This room knows results, not models.
+"""Pages and the small drawings of a notebook. This room knows results, not models.
 
-It draws what is stored of a run (`massieu.storage`: two tables and two JSON documents), which results call by themselves, and
-the result of a flow, by `draw_flow`.
+It draws the stored result of a run (`massieu.storage`: two tables and two JSON documents), for which results call it
+themselves, and the result of a flow, by `draw_flow`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The colour scales, defined once for the page and for the notebook. All are safe for colour-blind readers.
+"""The colour scales of pages and notebook drawings. All are safe for colour-blind readers.
 
 Sequential: Viridis. Diverging: blue to orange through a neutral that fits the theme.
 """

@@ -1,4 +1,4 @@
-"""The page's data: a readable JSON part, and number arrays packed so that a thousand heads fit into a few megabytes.
+"""The page's data: a readable JSON part, and packed arrays of numbers, so that a thousand heads fit into a few megabytes.
 
 Arrays are written as 32-bit floats with 15 bits of mantissa (relative error 2e-5) or 16-bit floats (5e-4), gzipped and
 base64-coded, in blocks of falling importance. A block that would make the page too large is left out, and the page
@@ -23,7 +23,7 @@ EXAMPLE_SHADES = ("selective_log_partition", "entropy")
 
 
 def gzipped(raw: bytes) -> str:
-    """Base64 of gzip, the same text for the same bytes; the page's script unpacks it."""
+    """The bytes compressed by gzip, in base64; the page's script unpacks it. The same bytes give the same text."""
     return base64.b64encode(gzip.compress(raw, compresslevel=9, mtime=0)).decode("ascii")
 
 
@@ -35,10 +35,11 @@ class Block:
         self._bytes = bytearray()
 
     def add(self, values: Num[np.ndarray, "..."], kind: str) -> Reference:
-        """Append an array as ``f4``, ``f2``, ``u1``, ``u2`` or ``u4`` (little-endian); returns where it lies."""
+        """Append an array as ``f4``, ``f2``, ``u1``, ``u2`` or ``u4`` (little-endian); returns its reference."""
         if kind == "f4":
             with np.errstate(over="ignore"):
                 bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
+            # The mantissa is rounded to 15 bits, and its last byte is zero, which gzip compresses. NaN and infinity stay.
             finite = (bits & 0x7F800000) != 0x7F800000
             raw = np.where(finite, (bits + 0x80) & 0xFFFFFF00, bits).astype("<u4").tobytes()
         else:
@@ -49,13 +50,13 @@ class Block:
         return [self.name, offset, int(np.size(values)), kind]
 
     def text(self) -> str:
-        """The block as base64 of gzip, the same bytes for the same data."""
+        """The compressed block; the same data give the same text."""
         return gzipped(bytes(self._bytes))
 
 
 @dataclass
 class Payload:
-    """What the page's script reads: ``data`` as JSON, ``blocks`` of packed arrays, and what was ``left_out``."""
+    """The input of the page's script: ``data`` as JSON, ``blocks`` of packed arrays, and names of what was ``left_out``."""
 
     data: dict[str, Any]
     blocks: dict[str, str] = field(default_factory=dict)
@@ -63,21 +64,23 @@ class Payload:
 
 
 def script_json(value: Any) -> str:
-    """JSON that is safe inside a script element: no character of it can end the element or open a comment."""
-    text = json.dumps(plain(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    """JSON for a script element: no character of it can end the element or open a comment."""
+    text = json.dumps(encodable(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def plain(value: Any) -> Any:
-    """The value with what JSON and UTF-8 cannot hold replaced: other than finite numbers by null, surrogates by "?"."""
+def encodable(value: Any) -> Any:
+    """The value as JSON in UTF-8 can hold it: numbers that are not finite become null, lone surrogates "?"."""
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: plain(getattr(value, each.name)) for each in fields(value) if each.init})
+        return replace(
+            value, **{each.name: encodable(getattr(value, each.name)) for each in fields(value) if each.init}
+        )
     if isinstance(value, dict):
-        return {plain(str(key)): plain(item) for key, item in value.items()}
+        return {encodable(str(key)): encodable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [encodable(item) for item in value]
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, float) and not math.isfinite(value):
@@ -86,7 +89,7 @@ def plain(value: Any) -> Any:
 
 
 def pack_column(block: Block, column: Column) -> dict[str, Any]:
-    """A column's values, errors and counts; a part that is the same everywhere is a single number."""
+    """A column's values, errors and counts; counts that are all the same become a single number."""
     entry: dict[str, Any] = {"value": block.add(column.value, "f4")}
     if np.isfinite(column.error).any():
         entry["error"] = block.add(column.error, "f2")
@@ -95,15 +98,15 @@ def pack_column(block: Block, column: Column) -> dict[str, Any]:
     return entry
 
 
-def _on_the_map(name: str) -> bool:
+def _is_on_the_map(name: str) -> bool:
     _, _, qualifier = name.partition("/")
     return qualifier in ("", "q_value", *CONTROLS)
 
 
 def pack_heads(columns: dict[str, Column], needed: bool) -> tuple[dict[str, Any], Block]:
-    """The columns that the map needs, or (``needed`` false) those that only a head's own panel shows."""
+    """The columns that the map needs, or (if ``needed`` is False) those that only the panel of a head shows."""
     block = Block("map" if needed else "panel")
-    packed = {name: pack_column(block, column) for name, column in columns.items() if _on_the_map(name) == needed}
+    packed = {name: pack_column(block, column) for name, column in columns.items() if _is_on_the_map(name) == needed}
     return packed, block
 
 
@@ -125,14 +128,14 @@ def pack_histograms(histograms: dict[str, Any]) -> tuple[dict[str, Any], Block]:
 
 
 def _padded(rows: list[list[list[float | None]]]) -> Num[np.ndarray, "heads queries strongest"]:
-    """Rows of unequal length (a first query sees few keys) as one array, filled up with NaN."""
+    """Rows of unequal length as one array, filled up with NaN: the first queries of a text see few keys."""
     longest = max((len(row) for head in rows for row in head), default=0)
     filled = [[[*row, *[None] * (longest - len(row))] for row in head] for head in rows]
     return np.asarray(filled, dtype=float).reshape(len(rows), -1, longest)
 
 
 def pack_example(example: dict[str, Any], place: int, queries: int | None = None) -> tuple[dict[str, Any], Block]:
-    """One example window, its queries cut to the first ``queries`` where given; the keys' text is always whole."""
+    """One example window with its first ``queries`` queries (None: all) and the text of all keys."""
     block = Block(f"example{place}")
     sites: dict[str, Any] = {}
     for site, entry in example["sites"].items():
@@ -144,12 +147,14 @@ def pack_example(example: dict[str, Any], place: int, queries: int | None = None
                 packed[name] = block.add(values, "f2")
         if entry.get("top_keys"):
             keys, weights = (_padded(entry[name])[:, :queries] for name in ("top_keys", "top_weights"))
-            packed["queries"], packed["strongest"] = keys.shape[1], keys.shape[2]
-            # A missing key (fewer keys than asked for) is stored as the largest code.
-            known = np.isfinite(keys) & (keys >= 0)
-            last = np.max(keys, where=known, initial=0)
-            kind, missing = next((f"u{size}", 256**size - 1) for size in (1, 2, 4) if last < 256**size - 1)
-            packed["top_keys"] = block.add(np.where(known, keys, missing), kind)
+            packed["queries"] = keys.shape[1]
+            packed["strongest"] = keys.shape[2]
+            # In the fewest bytes that hold the last key. A query with fewer keys than places has the largest code there.
+            is_key = np.isfinite(keys) & (keys >= 0)
+            last = np.max(keys, where=is_key, initial=0)
+            size = next(size for size in (1, 2, 4) if last < 256**size - 1)
+            missing = 256**size - 1
+            packed["top_keys"] = block.add(np.where(is_key, keys, missing), f"u{size}")
             packed["missing_key"] = missing
             # The square root in 8 bits: an error below 0.4 percentage points, and below 7 % of a weight of 0.001.
             packed["top_weights"] = block.add(np.round(255 * np.sqrt(np.clip(np.nan_to_num(weights), 0, 1))), "u1")
@@ -160,17 +165,22 @@ def pack_example(example: dict[str, Any], place: int, queries: int | None = None
 
 
 class Budget:
-    """Adds blocks while they fit, and keeps a sentence for each that does not."""
+    """The bytes left on a page: adds blocks that fit, and names those that do not."""
 
     def __init__(self, payload: Payload, size: int) -> None:
         self._payload = payload
         self._left = size
 
     def add(self, block: Block, also: Any, always: bool = False) -> float:
-        """Add the block if it and the JSON that goes with it fit, or in any case with ``always``.
+        """Add the block if it fits together with its JSON, or in any case with ``always``.
+
+        Args:
+            block: The packed arrays.
+            also: The JSON that refers to them.
+            always: Add it even if it does not fit.
 
         Returns:
-            The share of it that would fit: 1 when it was added.
+            1 if it was added, or else the share of it that would fit.
         """
         text = block.text()
         size = len(text) + len(script_json(also).encode())
@@ -181,7 +191,7 @@ class Budget:
         return 1.0
 
     def leave_out(self, what: str) -> None:
-        """Note what a reader will not find on this page."""
+        """Name a part that this page does not have."""
         self._payload.left_out.append(what)
 
 
@@ -190,6 +200,7 @@ def _add_examples(data: dict[str, Any], examples: list[dict[str, Any]], budget: 
         longest = max((len(words) for words in example["tokens"].values()), default=0)
         queries = longest
         packed, block = pack_example(example, place)
+        # An example that does not fit is cut to fewer queries: the first one down to 16, others are then left out.
         while (share := budget.add(block, packed)) < 1:
             queries = int(0.95 * share * queries)
             if place > 0 or queries < 16:
@@ -208,14 +219,14 @@ def encode(
     """Pack a result for the page.
 
     Args:
-        data: The readable part, already complete but for the arrays.
+        data: The readable part, complete except for the arrays.
         sites: The map's rows.
         columns: The heads table.
         details: Histograms and examples.
         size: Bytes that the packed part may take.
 
     Returns:
-        The payload; what did not fit is named in ``left_out``. The numbers of the map are always in it.
+        The payload; parts that did not fit are named in ``left_out``. The numbers of the map are always in it.
     """
     payload = Payload(data)
     budget = Budget(payload, size - len(script_json([data, [site.__dict__ for site in sites]]).encode()))

@@ -1,6 +1,6 @@
-"""Small drawings for a notebook: plain HTML and SVG without a script, readable on light and dark ground.
+"""Small drawings for a notebook: HTML and SVG without a script, readable on light and dark backgrounds.
 
-They are given what a page is (`massieu.report.page.render`); every string of it is escaped.
+Their input is that of a page (`massieu.report.page.render`), of which every string is escaped.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy as np
 from massieu.errors import InputError
 from massieu.foundation.numbers import number, whole
 from massieu.report import colours
-from massieu.report.encode import EXAMPLE_SHADES, plain
+from massieu.report.encode import EXAMPLE_SHADES, encodable
 from massieu.report.page import template
 from massieu.report.tables import CONTROLS, Column, MapRow, catalogue_of, head_columns, sites_of
 from massieu.report.tokens import readable
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from massieu.storage.record import RunRecord
 
 INSIDE_NULL = 0.05
+"""A head does not differ from its control if its q-value is at least this."""
 _ALIKE = "does not differ"
-CELL = 26  # pixels
-BAR_HEIGHT = 60  # pixels
+CELL = 26
+"""Pixels of a cell of the map."""
+BAR_HEIGHT = 60
+"""Pixels of the highest bar of a histogram."""
 
 
 def _control(columns: dict[str, Column], entry: dict[str, Any]) -> str | None:
@@ -33,19 +36,21 @@ def _control(columns: dict[str, Column], entry: dict[str, Any]) -> str | None:
 
 
 def _verdict(columns: dict[str, Column], name: str, cell: int) -> str:
-    tested = columns.get(f"{name}/q_value")
-    q_value = math.nan if tested is None else float(tested.value[cell])
+    q_values = columns.get(f"{name}/q_value")
+    q_value = math.nan if q_values is None else float(q_values.value[cell])
     if math.isnan(q_value):
         return "not tested"
-    said = _ALIKE if q_value >= INSIDE_NULL else "differs"
-    return f"{said} from its control (q = {number(q_value)})"
+    relation = _ALIKE if q_value >= INSIDE_NULL else "differs"
+    return f"{relation} from its control (q = {number(q_value)})"
 
 
 def _scale(values: np.ndarray, signed: bool, centre: float) -> tuple[list[str], float, float]:
-    known = values[np.isfinite(values)]
-    if known.size == 0:
+    """A colour scale, and the numbers of its two ends; for signed numbers `centre` has the middle colour."""
+    finite = values[np.isfinite(values)]
+    if finite.size == 0:
         return colours.SEQUENTIAL, 0.0, 1.0
-    low, high = float(known.min()), float(known.max())
+    low = float(finite.min())
+    high = float(finite.max())
     if signed:
         reach = max(high - centre, centre - low) or 1.0
         return colours.DIVERGING["light"], centre - reach, centre + reach
@@ -53,11 +58,14 @@ def _scale(values: np.ndarray, signed: bool, centre: float) -> tuple[list[str], 
 
 
 def _cells(sites: list[MapRow], columns: dict[str, Column], entry: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """One rectangle per head (place, colour, hatching, the text that a pointer shows), and what the colours mean."""
-    name, column = entry["name"], columns[entry["name"]]
+    """One rectangle per head (place, colour, hatching, the text that a pointer shows), and the meaning of the colours."""
+    name = entry["name"]
+    column = columns[name]
     control = _control(columns, entry)
-    against = columns[f"{name}/{control}"] if control else None
-    centre = 0.0 if against is None or not np.isfinite(against.value).any() else float(np.nanmedian(against.value))
+    null = columns[f"{name}/{control}"] if control else None
+    centre = 0.0
+    if null is not None and np.isfinite(null.value).any():
+        centre = float(np.nanmedian(null.value))
     scale, low, high = _scale(column.value, entry["signed"], centre)
     cells = []
     for row, site in enumerate(sites):
@@ -66,8 +74,8 @@ def _cells(sites: list[MapRow], columns: dict[str, Column], entry: dict[str, Any
             value = float(column.value[cell])
             verdict = _verdict(columns, name, cell) if control else "no control"
             lines = [f"layer {site.label}, head {head}", f"{column.text(cell)} {entry['unit'] or ''}"]
-            if against is not None:
-                lines.append(f"control ({control}): {against.text(cell)}")
+            if null is not None:
+                lines.append(f"control ({control}): {null.text(cell)}")
             lines += [f"n = {whole(int(column.count[cell]))}", verdict]
             fill = colours.mix(scale, (value - low) / (high - low)) if math.isfinite(value) else None
             hatched = verdict.startswith(_ALIKE) and fill is not None
@@ -84,16 +92,17 @@ def head_map_html(run: "RunRecord", heads: "polars.DataFrame", statistic: str) -
         InputError: The table does not hold this statistic.
         MissingExtraError: jinja2 or polars is not installed.
     """
-    run = plain(run)
+    run = encodable(run)
     sites = sites_of(run, heads)
     columns = head_columns(sites, heads)
     catalogue = {entry["name"]: entry for entry in catalogue_of(run, columns, "head")}
     if statistic not in columns or statistic not in catalogue:
-        known = ", ".join(catalogue) or "none"
-        raise InputError(f"no statistic named {statistic!r} in this result; it has: {known}")
+        names = ", ".join(catalogue) or "none"
+        raise InputError(f"no statistic named {statistic!r} in this result; it has: {names}")
     entry = catalogue[statistic]
     cells, meaning = _cells(sites, columns, entry)
-    known = columns[statistic].value[np.isfinite(columns[statistic].value)]
+    values = columns[statistic].value
+    finite = values[np.isfinite(values)]
     return template("map.html.j2").render(
         run=run,
         model=run.model,
@@ -107,8 +116,8 @@ def head_map_html(run: "RunRecord", heads: "polars.DataFrame", statistic: str) -
         size=CELL,
         margin=14 + 7 * max((len(site.label) for site in sites), default=1),
         step=max(1, math.ceil(len(sites) / 34)),
-        low=float(known.min()) if known.size else None,
-        high=float(known.max()) if known.size else None,
+        low=float(finite.min()) if finite.size else None,
+        high=float(finite.max()) if finite.size else None,
         control=_control(columns, entry),
     )
 
@@ -140,7 +149,8 @@ def _histograms(details: dict[str, Any], site: MapRow, head: int, titles: dict[s
         counts = histogram["counts"].get(str(site.index))
         if not counts or not sum(counts[head]):
             continue
-        top, edges = max(counts[head]), histogram["edges"]
+        top = max(counts[head])
+        edges = histogram["edges"]
         bars = [
             {
                 "height": round(BAR_HEIGHT * count / top, 1),
@@ -158,7 +168,9 @@ def _bin(edges: list[float], place: int) -> str:
     """A bin in words; those at both ends hold all that lies beyond them too."""
     if place == len(edges) - 2:
         return f"{number(edges[place])} or more"
-    return f"{number(edges[1])} or less" if place == 0 else f"{number(edges[place])} to {number(edges[place + 1])}"
+    if place == 0:
+        return f"{number(edges[1])} or less"
+    return f"{number(edges[place])} to {number(edges[place + 1])}"
 
 
 def _strongest(entry: dict[str, Any], head: int, place: int, keys: list[str]) -> str:
@@ -203,13 +215,13 @@ def _example(details: dict[str, Any], site: MapRow, head: int) -> dict[str, Any]
 def head_html(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame", layer: int, head: int) -> str:
     """One head of a layer: example text, distributions, every statistic.
 
-    Where a layer has several attention sites, each that has this head is shown.
+    If a layer has several attention sites, each that has this head is shown.
 
     Raises:
         InputError: The result has no such layer, or the layer no such head.
         MissingExtraError: jinja2 or polars is not installed.
     """
-    run = plain(run)
+    run = encodable(run)
     sites = sites_of(run, heads)
     at_layer = [site for site in sites if site.layer == layer]
     if not at_layer:

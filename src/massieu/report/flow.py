@@ -1,4 +1,4 @@
-"""Small multiples of a flow: what was observed of a cloud of tokens, layer by layer. HTML and SVG without a script."""
+"""Small multiples of a flow: observables of a cloud of tokens, layer by layer. HTML and SVG without a script."""
 
 import math
 import os
@@ -14,15 +14,20 @@ from massieu.errors import InputError
 from massieu.foundation.arguments import of_class
 from massieu.foundation.doors import input_door
 from massieu.foundation.numbers import bound, number, with_error
-from massieu.report.encode import plain
+from massieu.report.encode import encodable
 from massieu.report.page import asset, template
 from massieu.storage.writing import write_whole
 
 if TYPE_CHECKING:
     from massieu.population.flow_result import FlowResult
 
-WIDTH, HEIGHT = 300, 170
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 26
+WIDTH = 300
+HEIGHT = 170
+LEFT = 62
+RIGHT = 12
+TOP = 10
+BOTTOM = 26
+"""Size and margins of a panel, in pixels."""
 _TICKS = 4
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _LOGARITHMIC = 100.0
@@ -32,7 +37,7 @@ Numbers = Sequence[float]
 
 
 class Panel(NamedTuple):
-    """One observable: a row of numbers for each layer, NaN where there is none."""
+    """One observable: a row of numbers for each layer, NaN for missing ones."""
 
     name: str
     value: Sequence[Numbers]
@@ -45,8 +50,8 @@ class Drawing:
     """A drawing that a notebook shows.
 
     Attributes:
-        html: The fragment; it has no script and asks for nothing from outside.
-        title: What it shows.
+        html: The fragment; it has no script and loads nothing from outside.
+        title: Its title.
     """
 
     html: str
@@ -56,10 +61,10 @@ class Drawing:
         return self.html
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it as one page that needs nothing but a browser; it replaces an earlier one at once.
+        """Write the drawing as one page that needs nothing but a browser; it replaces an earlier one in one step.
 
         Raises:
-            InputError: it cannot be written there.
+            InputError: the file cannot be written.
         """
         path = Path(path)
         page = template("flow_page.html.j2").render(title=self.title, style=asset("page.css"), drawing=self.html)
@@ -73,17 +78,17 @@ def draw_flow(
 ) -> Drawing:
     """Small multiples of a flow: layers from left to right, a panel for each observable.
 
-    A number is a line, with a band of two standard errors where it has them and a dashed line for its null. A vector is its
-    median, with bands from quartile to quartile and from the least to the largest entry. In a notebook the drawing shows
-    itself; its `save` writes a page that needs nothing but a browser.
+    A number is drawn as a line, with a band of two standard errors if it has them and a dashed line for its null. A vector is
+    drawn as its median, with bands from quartile to quartile and from the smallest to the largest entry. In a notebook the
+    drawing shows itself; its `save` writes a page that needs nothing but a browser.
 
     Args:
-        flow: What a `massieu.population.Flow` recorded.
-        observables: Which, in this order; None: all.
-        title: Over the panels.
+        flow: The result of a `massieu.population.Flow`.
+        observables: Names of those to draw, in this order; None: all.
+        title: The heading above the panels.
 
     Raises:
-        InputError: flow is no result of a flow, recorded no observable, or none of one of the names.
+        InputError: `flow` is no result of a flow, it recorded no observable, or none of one of the names.
         MissingExtraError: jinja2 is not installed.
 
     Example:
@@ -119,20 +124,22 @@ def draw(panels: Sequence[Panel], title: str) -> Drawing:
         "bottom": HEIGHT - BOTTOM,
         "top": TOP,
     }
-    html = template("flow.html.j2").render(panels=drawn, title=plain(title), size=size)
-    return Drawing(html, str(plain(title)))
+    html = template("flow.html.j2").render(panels=drawn, title=encodable(title), size=size)
+    return Drawing(html, str(encodable(title)))
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
-    vector = len(panel.value[0]) > 1 if panel.value else False
-    bands, line, errors = _bands(panel) if vector else _number(panel)
-    null = [] if vector else [row[0] for row in panel.null]
-    known = [value for each in (*bands, line, null) for value in each if math.isfinite(value)]
-    logarithmic = vector and bool(known) and min(known) > 0 and max(known) > _LOGARITHMIC * min(known)
-    ticks = _logarithmic_ticks(known) if logarithmic else _ticks(known)
-    low, high = min([*known, *ticks]), max([*known, *ticks])
+    is_vector = len(panel.value[0]) > 1 if panel.value else False
+    bands, line, errors = _bands(panel) if is_vector else _number(panel)
+    null = [] if is_vector else [row[0] for row in panel.null]
+    finite = [value for numbers in (*bands, line, null) for value in numbers if math.isfinite(value)]
+    logarithmic = is_vector and bool(finite) and min(finite) > 0 and max(finite) > _LOGARITHMIC * min(finite)
+    ticks = _logarithmic_ticks(finite) if logarithmic else _ticks(finite)
+    low = min([*finite, *ticks])
+    high = max([*finite, *ticks])
 
     def down(value: float) -> float:
+        """The vertical coordinate of a value."""
         bottom, top = (math.log(low), math.log(high)) if logarithmic else (low, high)
         place = ((math.log(value) if logarithmic else value) - bottom) / (top - bottom)
         return round(HEIGHT - BOTTOM - place * (HEIGHT - BOTTOM - TOP), 1)
@@ -140,11 +147,13 @@ def _panel(panel: Panel) -> dict[str, Any]:
     layers = len(panel.value) - 1
 
     def across(layer: int) -> float:
+        """The horizontal coordinate of a layer."""
         return round(LEFT + (WIDTH - RIGHT - LEFT) * (layer / layers if layers else 0.5), 1)
 
     def path(values: Numbers) -> str:
-        """Line through what is known, interrupted where nothing is."""
-        text, pen = "", "M"
+        """A line through the finite values, interrupted at the others."""
+        text = ""
+        pen = "M"
         for layer, value in enumerate(values):
             if not math.isfinite(value):
                 pen = "M"
@@ -154,6 +163,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
         return text
 
     def area(lower: Numbers, upper: Numbers) -> str:
+        """The area between two lines: there along the upper one, back along the lower one."""
         ends = enumerate(zip(lower, upper, strict=True))
         points = [(across(layer), down(a), down(b)) for layer, (a, b) in ends if math.isfinite(a + b)]
         there = "L".join(f"{x} {top}" for x, _, top in points)
@@ -162,7 +172,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
     half = len(bands) // 2
     return {
-        "name": str(plain(panel.name)).replace("_", " "),
+        "name": str(encodable(panel.name)).replace("_", " "),
         "line": path(line),
         "null": path(null),
         "areas": [area(bands[place], bands[-1 - place]) for place in range(half)],
@@ -173,7 +183,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
         ],
         "ticks": [{"y": down(value), "text": bound(value)} for value in ticks],
         "layers": [{"x": across(layer), "text": str(layer)} for layer in _layer_ticks(layers)],
-        "entries": len(panel.value[0]) if vector else 0,
+        "entries": len(panel.value[0]) if is_vector else 0,
         "logarithmic": logarithmic,
     }
 
@@ -186,39 +196,50 @@ def _hint(layer: int, value: float, errors: Numbers, null: Numbers) -> str:
 
 
 def _number(panel: Panel) -> tuple[list[Numbers], Numbers, Numbers]:
-    line, errors = [row[0] for row in panel.value], [row[0] for row in panel.standard_error]
+    """Both ends of the band (none without errors), the line, and its standard errors."""
+    line = [row[0] for row in panel.value]
+    errors = [row[0] for row in panel.standard_error]
     if not any(map(math.isfinite, errors)):
         return [], line, []
-    return [[value + side * error for value, error in zip(line, errors, strict=True)] for side in (-2, 2)], line, errors
+    bands: list[Numbers] = [
+        [value + side * error for value, error in zip(line, errors, strict=True)] for side in (-2, 2)
+    ]
+    return bands, line, errors
 
 
 def _bands(panel: Panel) -> tuple[list[Numbers], Numbers, Numbers]:
-    known = [[value for value in row if math.isfinite(value)] or [math.nan] for row in panel.value]
-    least, low, median, high, most = np.array([np.quantile(row, _QUANTILES) for row in known]).T.tolist()
-    return [least, low, high, most], median, []
+    """Smallest entry, both quartiles and largest entry of a vector; its median; and no errors."""
+    finite = [[value for value in row if math.isfinite(value)] or [math.nan] for row in panel.value]
+    smallest, low, median, high, largest = np.array([np.quantile(row, _QUANTILES) for row in finite]).T.tolist()
+    return [smallest, low, high, largest], median, []
 
 
-def _ticks(known: Numbers) -> list[float]:
-    """Round numbers that reach around the known ones."""
-    if not known:
+def _ticks(values: Numbers) -> list[float]:
+    """Round numbers in equal steps that enclose the values."""
+    if not values:
         return [0.0, 1.0]
-    low, high = min(known), max(known)
+    low = min(values)
+    high = max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         reach = max(abs(low), abs(high)) / 2 or 1.0
-        low, high = low - reach, high + reach
-    rough = (high - low) / _TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * unit for unit in (1, 2, 2.5, 5, 10) if power * unit >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        low = low - reach
+        high = high + reach
+    least_step = (high - low) / _TICKS
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(power * unit for unit in (1, 2, 2.5, 5, 10) if power * unit >= least_step * (1 - 1e-9))
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [float(f"{index * step:.10g}") for index in range(first, last + 1)]
 
 
-def _logarithmic_ticks(known: Numbers) -> list[float]:
-    first, last = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
-    every = max(1, math.ceil((last - first) / (_TICKS + 1)))
-    return [10.0**power for power in range(first, last + every, every)]
+def _logarithmic_ticks(values: Numbers) -> list[float]:
+    """Powers of ten that enclose the values."""
+    first = math.floor(math.log10(min(values)))
+    last = math.ceil(math.log10(max(values)))
+    spacing = max(1, math.ceil((last - first) / (_TICKS + 1)))
+    return [10.0**power for power in range(first, last + spacing, spacing)]
 
 
 def _layer_ticks(layers: int) -> range:
-    every = max(1, math.ceil(layers / 8))
-    return range(0, layers + 1, every)
+    spacing = max(1, math.ceil(layers / 8))
+    return range(0, layers + 1, spacing)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from massieu.errors import require_extra
 from massieu.foundation.numbers import bound, counted, number, whole, with_error
 from massieu.report import colours
-from massieu.report.encode import Payload, encode, gzipped, plain, script_json
+from massieu.report.encode import Payload, encodable, encode, gzipped, script_json
 from massieu.report.questions import questions
 from massieu.report.replacements import replacement_table
 from massieu.report.tables import (
@@ -33,10 +33,21 @@ if TYPE_CHECKING:
     from massieu.storage.record import RunRecord
 
 PAGE_BYTES = 7_700_000
+"""The largest page."""
 SCRIPTS = (
-    *("shared.js", "data.js", "drawing.js", "cells.js", "map.js", "keys.js", "text.js", "head.js", "sublayers.js"),
-    *("link.js", "page.js"),
+    "shared.js",
+    "data.js",
+    "drawing.js",
+    "cells.js",
+    "map.js",
+    "keys.js",
+    "text.js",
+    "head.js",
+    "sublayers.js",
+    "link.js",
+    "page.js",
 )
+"""Parts of the page's script, in their order."""
 WARNINGS_SHOWN = 8
 
 
@@ -50,8 +61,8 @@ def template(name: str) -> "jinja2.Template":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    filters = {"words": _words, "opening": _opening, "fact": _fact, "explained": explained}
-    environment.filters |= filters | {each.__name__: each for each in (number, bound, whole, counted, with_error)}
+    environment.filters |= {"words": _words, "opening": _opening, "fact": _fact, "explained": explained}
+    environment.filters |= {function.__name__: function for function in (number, bound, whole, counted, with_error)}
     return environment.get_template(name)
 
 
@@ -86,12 +97,12 @@ def _fact(value: Any) -> str:
 
 
 def hashed(script: str) -> str:
-    """What a content security policy calls a script by."""
+    """The hash by which a content security policy names a script."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
 def plotly_script() -> tuple[str, str]:
-    """The drawing library, packed, and what a content security policy calls it by.
+    """The drawing library, compressed, and the hash by which a content security policy names it.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -116,21 +127,21 @@ def _layer_payload(sublayers: list[dict[str, Any]], columns: dict[str, Column]) 
 
 
 def _findings(run: "RunRecord", sites: list[MapRow]) -> list[dict[str, Any]]:
-    """The findings with the site of each head they name; a head that several sites of a layer have is not linked."""
+    """The findings with the site of each head that they name, unless several sites of a layer have that head."""
     findings = []
     for finding in run.findings:
         cells = []
         for layer, head in finding.heads:
-            at = [site.index for site in sites if site.layer == layer and head < site.heads]
-            if len(at) == 1:
-                cells.append({"site": at[0], "head": head})
+            candidates = [site.index for site in sites if site.layer == layer and head < site.heads]
+            if len(candidates) == 1:
+                cells.append({"site": candidates[0], "head": head})
         announced = finding.value is not None
         findings.append({**vars(finding), "cells": cells if announced else [], "announced": announced})
     return findings
 
 
 def _unavailable(sites: list[MapRow]) -> list[dict[str, Any]]:
-    """Reasons why a statistic is missing, each with the sites it holds for."""
+    """The reasons why statistics are missing, each with its sites."""
     places: dict[tuple[str, str], list[str]] = {}
     for site in sites:
         for statistic, reason in site.unavailable.items():
@@ -158,7 +169,7 @@ def _date(text: str | None) -> str:
         return "unknown"
     try:
         date = datetime.fromisoformat(text).astimezone(UTC)
-    except (ValueError, OverflowError):  # a year that no calendar has
+    except (ValueError, OverflowError):  # A year that no calendar has.
         return text
     return f"{date.day} {date:%B %Y, %H:%M} UTC"
 
@@ -166,9 +177,9 @@ def _date(text: str | None) -> str:
 def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame", layers: "polars.DataFrame") -> str:
     """Draw a result as one self-contained HTML page.
 
-    The page asks for nothing from outside: plotly.js, styles, scripts and numbers are in it, and a content security
-    policy forbids every request and every script but its own. Every string from the model or the text is escaped. It
-    stays under 8 MB; what does not fit is left out and named on the page.
+    The page loads nothing from outside: plotly.js, styles, scripts and numbers are in it, and a content security policy
+    forbids every request and every script but its own. Every string from the model or the text is escaped. The page stays
+    under 8 MB; parts that do not fit are left out and named on it.
 
     Args:
         run: ``run.json``: model, text, settings, statistics, findings, warnings.
@@ -183,15 +194,20 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         MissingExtraError: plotly, jinja2 or polars is not installed.
     """
     plotly, plotly_hash = plotly_script()
-    facts, run = plain(run.to_dict()), plain(run)
-    sites, sublayers = sites_of(run, heads), sublayers_of(run, layers)
-    columns, moved = head_columns(sites, heads), layer_columns(sublayers, layers)
-    head_statistics, layer_statistics = catalogue_of(run, columns, "head"), catalogue_of(run, moved, "layer")
+    facts = encodable(run.to_dict())
+    run = encodable(run)
+    sites = sites_of(run, heads)
+    sublayers = sublayers_of(run, layers)
+    of_heads = head_columns(sites, heads)
+    of_layers = layer_columns(sublayers, layers)
+    head_statistics = catalogue_of(run, of_heads, "head")
+    layer_statistics = catalogue_of(run, of_layers, "layer")
     findings = _findings(run, sites)
-    style, script = asset("page.css"), script_of(SCRIPTS)
+    style = asset("page.css")
+    script = script_of(SCRIPTS)
     data = {
         "statistics": [entry | {"terms": _terms(entry)} for entry in head_statistics],
-        "layers": _layer_payload(sublayers, moved) | {"statistics": layer_statistics},
+        "layers": _layer_payload(sublayers, of_layers) | {"statistics": layer_statistics},
         "findings": [{key: entry[key] for key in ("id", "statistic", "cells")} for entry in findings],
         "scales": {"sequential": colours.SEQUENTIAL, "diverging": colours.DIVERGING},
         "kinds": colours.KINDS | {"other": colours.OTHER_KIND},
@@ -203,7 +219,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         **{part: getattr(run, part) for part in ("model", "text", "error_unit", "self_check", "capture", "sample")},
         "sites": sites,
         "findings": findings,
-        "questions": questions(columns, moved, (head_statistics, layer_statistics), run.statistics),
+        "questions": questions(of_heads, of_layers, (head_statistics, layer_statistics), run.statistics),
         "groups": _grouped(head_statistics + layer_statistics),
         "unavailable": _unavailable(sites),
         "replacements": replacement_table(run.replacements),
@@ -216,12 +232,13 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         "script_sources": f"{plotly_hash} {hashed(script)}",
     }
     page = template("page.html.j2")
-    around = len(page.render(context | {"payload": Payload({}), "data_json": "{}"}).encode())
-    payload = encode(data, sites, columns, details, PAGE_BYTES - around)
+    # The page without its data says how many bytes are left for them.
+    size_without_data = len(page.render(context | {"payload": Payload({}), "data_json": "{}"}).encode())
+    payload = encode(data, sites, of_heads, details, PAGE_BYTES - size_without_data)
     return page.render(context | {"payload": payload, "data_json": script_json(payload.data)})
 
 
 def script_of(names: Iterable[str]) -> str:
-    """Scripts of this package as one, whose names are its own."""
+    """Scripts of this package as one, in a function of its own, so that its names are not global."""
     parts = "\n".join(asset(name) for name in names)
     return f'(function () {{\n"use strict";\n{parts}\n}})();\n'

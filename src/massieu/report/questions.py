@@ -1,8 +1,8 @@
-"""What the papers ask, and what a run answers: a card for each group of statistics that was measured for it.
+"""The questions of the papers and a run's answers: a card for each group of statistics that was measured.
 
-A card is drawn from the two tables alone. Its verdict says no more than the tests allow: heads, or layers, whose number differs
-from random models and from their own control, at a false discovery rate of 5 % over all that the question asked, and by more
-than the statistic's smallest effect.
+A card is drawn from the two tables alone. Its verdict says no more than the tests allow: it counts heads, or layers, whose
+number differs from random models and from their own control by more than the statistic's smallest effect, at a false
+discovery rate of 5 % over the whole question.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,26 +43,29 @@ QUESTIONS = {
     "response": ("Does a token respond to other tokens one by one, or collectively?", "response_by_weights"),
     "symmetry": ("How much does the order of the tokens matter to the model?", "permutation_gap"),
 }
-"""By group, the question of the papers and the statistic that stands in front, in the order of the cards."""
+"""By group, the question of the papers and the main statistic, in the order of the cards."""
 LEVEL = 0.05
+"""The false discovery rate."""
 UNCOMPARED = "not compared with an untrained model"
 _ONE_SIDED = 0.9
+"""The share of differences in one direction from which on the verdict names it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One statistic over all heads or layers that have it.
+    """One statistic over all heads or sublayers that have it.
 
     Attributes:
-        name: of the statistic.
-        places: "heads" or "layers".
-        count: how many of them have a number.
-        middle, lowest, highest: of the numbers.
-        control: median of the control's numbers; None where there is none.
-        control_name: in words.
-        named: how many differ from random models and from their control, significantly and by the smallest effect.
-        tested: how many were tested.
-        verdict: what the test shows, in a few words.
+        name: Name of the statistic.
+        places: "heads" or "sublayers".
+        count: Number of places that have a number.
+        middle, lowest, highest: Median, smallest and largest of the numbers.
+        control: Median of the control's numbers; None without a control.
+        control_name: The control in words.
+        named: Number of places that differ from random models and from their control, significantly and by the smallest
+            effect.
+        tested: Number of places that were tested.
+        verdict: The result of the test, in a few words.
     """
 
     name: str
@@ -91,7 +94,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A card: a question of the papers and the statistics that answer it, the main one first."""
+    """A card: a question of the papers and the statistics that answer it, with the main one first."""
 
     group: str
     question: str
@@ -107,19 +110,26 @@ def questions(
     """The cards of a run, in the order of `QUESTIONS`.
 
     Args:
-        columns, moved: the heads' table and the layers' as arrays.
-        catalogues: what is known of the statistics of heads, and of those of layers.
-        statistics: their records, which say the smallest effects.
+        columns, moved: The tables of heads and of layers as arrays.
+        catalogues: The entries of the statistics of heads, and of those of layers (`catalogue_of`).
+        statistics: Their records, which have the smallest effects.
     """
-    by_name = {each.name: each for each in statistics}
-    found: dict[str, list[Answer]] = {group: [] for group in QUESTIONS}
-    for place, catalogue, known in zip(("head", "layer"), catalogues, (columns, moved), strict=True):
+    records = {record.name: record for record in statistics}
+    answers_of: dict[str, list[Answer]] = {group: [] for group in QUESTIONS}
+    for scope, catalogue, of_scope in zip(("head", "layer"), catalogues, (columns, moved), strict=True):
         for entry in catalogue:
-            if entry["group"] in found and (answer := _answer(entry, known, place, by_name)) is not None:
-                found[entry["group"]].append(answer)
-    for group, answers in found.items():
-        answers.sort(key=lambda answer, first=QUESTIONS[group][1]: answer.name != first)
-    return [Question(group, QUESTIONS[group][0], answers) for group, answers in found.items() if answers]
+            if entry["group"] not in answers_of:
+                continue
+            answer = _answer(entry, of_scope, scope, records)
+            if answer is not None:
+                answers_of[entry["group"]].append(answer)
+    cards = []
+    for group, answers in answers_of.items():
+        question, main_statistic = QUESTIONS[group]
+        answers.sort(key=lambda answer, first=main_statistic: answer.name != first)
+        if answers:
+            cards.append(Question(group, question, answers))
+    return cards
 
 
 def questions_of(run: "RunRecord", heads: "polars.DataFrame", layers: "polars.DataFrame") -> list[Question]:
@@ -132,56 +142,66 @@ def questions_of(run: "RunRecord", heads: "polars.DataFrame", layers: "polars.Da
 
 
 def _answer(
-    entry: dict[str, Any], columns: Mapping[str, Column], place: str, statistics: Mapping[str, "Statistic"]
+    entry: dict[str, Any], columns: Mapping[str, Column], scope: str, records: Mapping[str, "Statistic"]
 ) -> Answer | None:
-    name, control = entry["name"], entry["control"]
-    own = columns.get(name)
-    if own is None or not np.isfinite(own.value).any():
+    """The answer of a statistic; None if it has no number."""
+    name = entry["name"]
+    control = entry["control"]
+    column = columns.get(name)
+    if column is None or not np.isfinite(column.value).any():
         return None
-    known = np.isfinite(own.value)
-    null, tested = columns.get(f"{name}/{control}"), columns.get(f"{name}/q_value")
+    is_finite = np.isfinite(column.value)
+    null = columns.get(f"{name}/{control}")
     random = columns.get(f"{name}/reinitialised")
-    beside = null is not None and np.isfinite(null.value).any()
-    q_values = np.full(len(own.value), np.nan) if tested is None else tested.value
-    judged = known & np.isfinite(q_values) & (random is not None)
-    outside = judged & (q_values < LEVEL)
-    said = statistics.get(name)
-    for each in (null, random):
-        if each is not None and said is not None:
-            outside &= said.matters(own.value, each.value)
-    above = outside & (own.value > (null.value if beside and null is not None else 0.0))
-    places = "sublayers" if place == "layer" else "heads"
+    tests = columns.get(f"{name}/q_value")
+    q_values = np.full(len(column.value), np.nan) if tests is None else tests.value
+    is_tested = is_finite & np.isfinite(q_values) & (random is not None)
+    differs = is_tested & (q_values < LEVEL)
+    record = records.get(name)
+    for other in (null, random):
+        if other is not None and record is not None:
+            differs &= record.matters(column.value, other.value)
+    # A control without a number is none: its place is taken by zero.
+    has_null = null is not None and np.isfinite(null.value).any()
+    is_above = differs & (column.value > (null.value if has_null and null is not None else 0.0))
+    places = "sublayers" if scope == "layer" else "heads"
+    values = column.value[is_finite]
     return Answer(
-        name,
-        entry["title"],
-        entry["question"] or "",
-        entry["unit"] or "",
-        entry["caveat"] or "",
-        places,
-        int(known.sum()),
-        float(np.median(own.value[known])),
-        float(own.value[known].min()),
-        float(own.value[known].max()),
-        float(np.nanmedian(null.value)) if beside and null is not None else None,
-        CONTROLS.get(control or "", (control or "").replace("_", " ")),
-        int(outside.sum()),
-        int(judged.sum()),
-        verdict(judged, outside, above, places) if random is not None else UNCOMPARED,
+        name=name,
+        title=entry["title"],
+        question=entry["question"] or "",
+        unit=entry["unit"] or "",
+        caveat=entry["caveat"] or "",
+        places=places,
+        count=int(is_finite.sum()),
+        middle=float(np.median(values)),
+        lowest=float(values.min()),
+        highest=float(values.max()),
+        control=float(np.nanmedian(null.value)) if has_null and null is not None else None,
+        control_name=CONTROLS.get(control or "", (control or "").replace("_", " ")),
+        named=int(differs.sum()),
+        tested=int(is_tested.sum()),
+        verdict=verdict(is_tested, differs, is_above, places) if random is not None else UNCOMPARED,
     )
 
 
 def verdict(
-    judged: Bool[np.ndarray, " cells"],
-    outside: Bool[np.ndarray, " cells"],
-    above: Bool[np.ndarray, " cells"],
+    is_tested: Bool[np.ndarray, " cells"],
+    differs: Bool[np.ndarray, " cells"],
+    is_above: Bool[np.ndarray, " cells"],
     places: str,
 ) -> str:
-    """What the tests allow: which way the numbers differ from their control, and in how many places."""
-    tested, named, higher = int(judged.sum()), int(outside.sum()), int(above.sum())
-    if not tested:
+    """What the tests allow to say: in which direction the numbers differ from their control, and in how many places."""
+    num_tested = int(is_tested.sum())
+    num_different = int(differs.sum())
+    if not num_tested:
         return "too little text to test it"
-    if not named:
-        return f"no difference from untrained models in any of {counted(tested, places[:-1])}"
-    share = higher / named
-    side = "above" if share >= _ONE_SIDED else "below" if share <= 1 - _ONE_SIDED else "above or below"
-    return f"{side} its control and untrained models in {named} of {counted(tested, places[:-1])}"
+    if not num_different:
+        return f"no difference from untrained models in any of {counted(num_tested, places[:-1])}"
+    share_above = int(is_above.sum()) / num_different
+    side = "above or below"
+    if share_above >= _ONE_SIDED:
+        side = "above"
+    elif share_above <= 1 - _ONE_SIDED:
+        side = "below"
+    return f"{side} its control and untrained models in {num_different} of {counted(num_tested, places[:-1])}"

@@ -1,4 +1,4 @@
-"""What changes if attention is replaced, in words: for the page and the terminal."""
+"""The changes if attention is replaced, in words: for the page and the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class ReplacementRow:
-    """One replacement: the rule, where it was put in place, the change and its interval."""
+    """One replacement: the rule, its place, the change and its interval."""
 
     rule: str
     where: str
@@ -35,7 +35,7 @@ class ReplacementRow:
 
 @dataclass(frozen=True)
 class ReplacementTable:
-    """Several, those that change most first where there are many; and what to say about them."""
+    """Replacements with the words around them. Of many, those with the largest changes come first."""
 
     rows: list[ReplacementRow]
     unit: str
@@ -45,24 +45,29 @@ class ReplacementTable:
 
 
 def replacement_table(records: Sequence[ReplacementRecord], shown: int = SHOWN) -> ReplacementTable | None:
-    """The rows to show; None where nothing was replaced."""
+    """The rows to show; None if nothing was replaced."""
     if not records:
         return None
     chosen = list(records)
     if len(chosen) > shown:
-        chosen = sorted(chosen, key=lambda each: -abs(each.value or 0.0))[:shown]
+        chosen = sorted(chosen, key=lambda record: -abs(record.value or 0.0))[:shown]
     unit, measure = MEASURES.get(records[0].measure, (records[0].measure, ""))
     left_out = None
     if len(records) > shown:
         left_out = f"These {shown} of {len(records)} change most; run.json has all."
-    return ReplacementTable(
-        [_row(each) for each in chosen], unit, measure, counted(records[0].windows, "window"), left_out
-    )
+    rows = [_row(record) for record in chosen]
+    return ReplacementTable(rows, unit, measure, counted(records[0].windows, "window"), left_out)
 
 
-def _row(each: ReplacementRecord) -> ReplacementRow:
+def _row(record: ReplacementRecord) -> ReplacementRow:
     where = "everywhere"
-    if each.site is not None:
-        where = f"layer {each.layer}" + (", all heads" if each.head is None else f", head {each.head}")
-    error = each.standard_error
-    return ReplacementRow(each.rule, where, *(number(value, error) for value in (each.value, each.low, each.high)))
+    if record.site is not None:
+        where = f"layer {record.layer}" + (", all heads" if record.head is None else f", head {record.head}")
+    error = record.standard_error
+    return ReplacementRow(
+        record.rule,
+        where,
+        value=number(record.value, error),
+        low=number(record.low, error),
+        high=number(record.high, error),
+    )

@@ -56,14 +56,14 @@ CONTROLS = {
 
 @dataclass(frozen=True)
 class Column:
-    """One statistic: value and standard error (NaN where undefined) and count, one entry per cell."""
+    """One statistic: value, standard error (both NaN if undefined) and count of each cell."""
 
     value: Float[np.ndarray, " cells"]
     error: Float[np.ndarray, " cells"]
     count: Int[np.ndarray, " cells"]
 
     def text(self, cell: int) -> str:
-        """Value ± standard error of a cell."""
+        """Value ± standard error of a cell, as text."""
         return with_error(float(self.value[cell]), float(self.error[cell]))
 
 
@@ -97,34 +97,40 @@ def _stack(name: str) -> str:
 
 
 def sites_of(run: "RunRecord", heads: "polars.DataFrame") -> list[MapRow]:
-    """The sites that ``run.json`` lists, then any that only the table knows, with short unique labels.
+    """The sites that ``run.json`` lists, then those that only the table has, with short unique labels.
 
-    A label is the layer's number; where a layer has several sites it also says the stack and the kind of attention.
+    A label is the layer's number; if some layer has several sites, also the stack and the kind of attention.
     """
     entries = [vars(entry) for entry in run.sites]
-    known = {entry["name"] for entry in entries}
-    size = heads.group_by("site", "layer", maintain_order=True).agg(require_extra("polars", "probe").col("head").max())
-    sizes = {name: (0 if head is None else head + 1, layer) for name, layer, head in size.iter_rows()}
-    entries += [{"name": name, "layer": layer} for name, (_, layer) in sizes.items() if name not in known]
-    several = max(Counter(entry["layer"] for entry in entries).values(), default=1) > 1
-    kinds = Counter((_stack(entry["name"]), entry["layer"]) for entry in entries)
+    listed_names = {entry["name"] for entry in entries}
+    polars = require_extra("polars", "probe")
+    last_heads = heads.group_by("site", "layer", maintain_order=True).agg(polars.col("head").max())
+    # Number of heads and layer of each site of the table.
+    sizes = {name: (0 if head is None else head + 1, layer) for name, layer, head in last_heads.iter_rows()}
+    entries += [{"name": name, "layer": layer} for name, (_, layer) in sizes.items() if name not in listed_names]
+    has_shared_layer = max(Counter(entry["layer"] for entry in entries).values(), default=1) > 1
+    sites_per_stack = Counter((_stack(entry["name"]), entry["layer"]) for entry in entries)
     sites: list[MapRow] = []
     labels: Counter[str] = Counter()
     for place, entry in enumerate(entries):
-        name, layer = entry["name"], entry["layer"]
+        name = entry["name"]
+        layer = entry["layer"]
         words = [str(layer)]
-        if several:
+        if has_shared_layer:
             words.insert(0, _stack(name)[:3])
-            words += [entry.get("kind") or ""] if kinds[_stack(name), layer] > 1 else []
+            if sites_per_stack[_stack(name), layer] > 1:
+                words.append(entry.get("kind") or "")
         label = " ".join(filter(None, words))
         labels[label] += 1
-        label = label if labels[label] == 1 else f"{label} #{labels[label]}"
+        if labels[label] > 1:
+            label = f"{label} #{labels[label]}"
+        kind = entry.get("kind") or ""
         site = MapRow(
             index=place if entry.get("index") is None else entry["index"],
             name=name,
             label=label,
             layer=layer,
-            kind=entry.get("kind") or "",
+            kind=kind,
             heads=entry.get("heads") or sizes.get(name, (0, 0))[0],
             first=sites[-1].first + sites[-1].heads if sites else 0,
             query_tokens=entry.get("query_tokens") or "text",
@@ -132,7 +138,7 @@ def sites_of(run: "RunRecord", heads: "polars.DataFrame") -> list[MapRow]:
             unavailable=entry.get("unavailable") or {},
             route=entry.get("route") or "interface",
             grade=entry.get("grade") or "full",
-            group=f"{_stack(name)} {_KINDS.get(kind := entry.get('kind') or '', kind)}".strip(),
+            group=f"{_stack(name)} {_KINDS.get(kind, kind)}".strip(),
         )
         sites.append(site)
     return sites
@@ -156,12 +162,13 @@ def columns_of(frame: "polars.DataFrame", cells: dict[tuple[str, int | None], in
     columns = {}
     for (statistic,), part in numbered.partition_by("statistic", as_dict=True, maintain_order=True).items():
         cell = part["cell"].to_numpy()
-        kept = cell >= 0
-        value, error = np.full(size, np.nan), np.full(size, np.nan)
+        has_cell = cell >= 0
+        value = np.full(size, np.nan)
+        error = np.full(size, np.nan)
         count = np.zeros(size, dtype=np.int64)
-        value[cell[kept]] = part["value"].to_numpy()[kept]
-        error[cell[kept]] = part["standard_error"].to_numpy()[kept]
-        count[cell[kept]] = part["count"].fill_null(0).to_numpy()[kept]
+        value[cell[has_cell]] = part["value"].to_numpy()[has_cell]
+        error[cell[has_cell]] = part["standard_error"].to_numpy()[has_cell]
+        count[cell[has_cell]] = part["count"].fill_null(0).to_numpy()[has_cell]
         columns[str(statistic)] = Column(value, error, count)
     return columns
 
@@ -175,11 +182,11 @@ def head_columns(sites: list[MapRow], heads: "polars.DataFrame") -> dict[str, Co
 
 
 def sublayers_of(run: "RunRecord", layers: "polars.DataFrame") -> list[dict[str, Any]]:
-    """The sublayers in the order of the forward pass: those of ``run.json``, then any that only the table knows."""
+    """The sublayers in the order of the forward pass: those of ``run.json``, then those that only the table has."""
     entries = [vars(entry) for entry in sorted(run.sublayers, key=lambda entry: entry.index)]
-    known = {entry["name"] for entry in entries}
-    found = layers.select("site", "layer").unique(maintain_order=True).iter_rows()
-    others = [{"name": name, "layer": layer, "kind": "other"} for name, layer in found if name not in known]
+    listed_names = {entry["name"] for entry in entries}
+    of_table = layers.select("site", "layer").unique(maintain_order=True).iter_rows()
+    others = [{"name": name, "layer": layer, "kind": "other"} for name, layer in of_table if name not in listed_names]
     return [{"name": entry["name"], "layer": entry["layer"], "kind": entry["kind"]} for entry in [*entries, *others]]
 
 
@@ -194,25 +201,29 @@ def _group_title(group: str) -> str:
     return GROUP_TITLES.get(group, words[:1].upper() + words[1:])
 
 
-def _blank(name: str, scope: str) -> dict[str, Any]:
-    known = {"name": name, "title": name.replace("_", " "), "scope": scope, "group": "other", "unit": ""}
-    said = dict.fromkeys(("formula", "claim", "paper", "control", "question", "caveat", "cost", "smallest_in_words"))
-    return {**known, **said, "headline": False, "gauge_dependent": False, "signed": False}
+def _defaults(name: str, scope: str) -> dict[str, Any]:
+    """The entries of a statistic of which only the name is known."""
+    texts = {"name": name, "title": name.replace("_", " "), "scope": scope, "group": "other", "unit": ""}
+    missing = dict.fromkeys(("formula", "claim", "paper", "control", "question", "caveat", "cost", "smallest_in_words"))
+    return {**texts, **missing, "headline": False, "gauge_dependent": False, "signed": False}
 
 
-def _said(entry: "Statistic") -> dict[str, Any]:
-    known = {name: value for name, value in vars(entry).items() if name != "others" and value not in (None, "")}
-    return known | ({"smallest_in_words": entry.smallest_in_words} if entry.smallest else {})
+def _entries(statistic: "Statistic") -> dict[str, Any]:
+    """The entries of a statistic's record that are not empty."""
+    entries = {name: value for name, value in vars(statistic).items() if name != "others" and value not in (None, "")}
+    if statistic.smallest:
+        entries["smallest_in_words"] = statistic.smallest_in_words
+    return entries
 
 
 def catalogue_of(run: "RunRecord", columns: dict[str, Column], scope: str) -> list[dict[str, Any]]:
-    """What is known of each statistic that the columns hold, in the order of ``run.json``.
+    """The entries of each statistic that the columns hold, in the order of ``run.json``.
 
-    A statistic without an entry comes last, with its name as title. A head's statistic needs a column of its own; of a
-    sublayer's, ``before`` and ``after`` are enough.
+    A statistic without a record comes last, with its name as its title. A statistic of heads needs a column of its own; for
+    one of sublayers, ``before`` and ``after`` are enough.
     """
-    entries = {entry.name: _said(entry) for entry in run.statistics if entry.scope == scope}
+    entries = {entry.name: _entries(entry) for entry in run.statistics if entry.scope == scope}
     bases = dict.fromkeys(name.partition("/")[0] for name in columns)
     drawn = [name for name in {**entries, **bases} if name in columns or (scope == "layer" and name in bases)]
-    described = [_blank(name, scope) | entries.get(name, {}) for name in drawn]
+    described = [_defaults(name, scope) | entries.get(name, {}) for name in drawn]
     return [entry | {"group_title": _group_title(entry["group"] or "other")} for entry in described]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+# A term that contains another one stands before it.
 TERMS = {
     "selective log Z": "how far the attention is from uniform over the visible keys, in nats; 0 where it is uniform",
     "log Z": "the logarithm of the softmax's denominator, the sum over keys of e to the score",
@@ -25,10 +26,10 @@ TERMS = {
 
 def explained(texts: Iterable[str | None]) -> list[dict[str, str]]:
     """The terms that the texts use, each with its meaning; a term within a longer one is not explained again."""
-    left = " ".join(text for text in texts if text).lower()
-    found = []
+    remaining = " ".join(text for text in texts if text).lower()
+    used_terms = []
     for term, meaning in TERMS.items():
-        if term.lower() in left:
-            found.append({"term": term, "meaning": meaning})
-            left = left.replace(term.lower(), " ")
-    return found
+        if term.lower() in remaining:
+            used_terms.append({"term": term, "meaning": meaning})
+            remaining = remaining.replace(term.lower(), " ")
+    return used_terms

@@ -1,4 +1,4 @@
-"""Tokens as a reader wants them: words, with spaces and line ends where the tokenizer's markers say so."""
+"""Tokens as readable text: words, with the spaces and line ends that the tokenizer's markers stand for."""
 
 import re
 from functools import cache
@@ -11,7 +11,7 @@ VISIBLE = {"\n": "↵", "\r": "↵", "\t": "⇥"}
 
 
 class Readable(TypedDict):
-    """A token to show: its text, whether a space stands before it, whether a line ends after it."""
+    """A readable token: its text, whether a space precedes it, and whether a line ends after it."""
 
     text: str
     space: bool
@@ -32,7 +32,7 @@ def _from_byte_level(token: str) -> str:
         return token
     try:
         return bytes(table[character] for character in token).decode("utf-8")
-    except UnicodeDecodeError:  # part of a character: only the coded bytes can be shown
+    except UnicodeDecodeError:  # A part of a character, of which only the coded bytes can be shown.
         return token.replace("Ġ", " ")
 
 
@@ -45,10 +45,11 @@ def _show(character: str) -> str:
 
 
 def readable(tokens: list[str]) -> list[Readable]:
-    """Turn a tokenizer's tokens into text to show.
+    """Turn a tokenizer's tokens into readable text.
 
     Understands byte-level BPE (``Ġ``, ``Ċ``), WordPiece (``##``), SentencePiece (``▁``, ``<0x0A>``) and plain text. The
-    style is read from the whole list, since a token alone does not tell. Invisible characters are shown by their code.
+    style is determined from the whole list, since a single token may fit several. Invisible characters are shown by their
+    code.
 
     Args:
         tokens: One window's tokens, in order.
@@ -59,18 +60,23 @@ def readable(tokens: list[str]) -> list[Readable]:
     byte_level = any(BYTE_LEVEL & set(token) for token in tokens)
     sentence_piece = any(SENTENCE_PIECE_SPACE in token for token in tokens)
     word_piece = any(token.startswith(CONTINUATION) for token in tokens)
-    marked = byte_level or sentence_piece
-    shown: list[Readable] = []
+    marks_spaces = byte_level or sentence_piece
+    readable_tokens: list[Readable] = []
     for token in tokens:
         text = _from_byte_level(token) if byte_level else token.replace(SENTENCE_PIECE_SPACE, " ")
-        if code := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text):
-            byte = int(code[1], 16)
-            text = chr(byte) if byte < 128 else text
+        byte_match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
+        if byte_match and int(byte_match[1], 16) < 128:
+            text = chr(int(byte_match[1], 16))
         continues = word_piece and text.startswith(CONTINUATION)
-        body = text.removeprefix(CONTINUATION) if continues else text
-        space = body.startswith(" ") if marked or body.startswith(" ") else not continues
-        line_end = "\n" in body
-        stripped = body.strip(" ")
-        body = "".join(map(_show, stripped)) if stripped else "␣" * len(body) or "∅"
-        shown.append({"text": body, "space": space, "line_end": line_end})
-    return shown
+        if continues:
+            text = text.removeprefix(CONTINUATION)
+        has_space = text.startswith(" ")
+        if not has_space and not marks_spaces:
+            # Without markers every token is a word of its own, unless it continues one.
+            has_space = not continues
+        line_end = "\n" in text
+        stripped = text.strip(" ")
+        # A token of nothing but spaces shows them; an empty token shows the sign of the empty set.
+        shown = "".join(map(_show, stripped)) if stripped else "␣" * len(text) or "∅"
+        readable_tokens.append({"text": shown, "space": has_space, "line_end": line_end})
+    return readable_tokens

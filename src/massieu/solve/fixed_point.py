@@ -11,7 +11,7 @@ from massieu.errors import ConvergenceError
 from massieu.foundation.arguments import described, instance, number, whole_number
 from massieu.foundation.doors import door, function
 from massieu.foundation.listening import unreadable
-from massieu.foundation.transforms import may_be_differentiated, repeat, some, unwrapped
+from massieu.foundation.transforms import any_true, may_be_differentiated, repeat, unwrapped
 from massieu.solve.adjoint import BY_THEOREM, Adjoint, Implicit, OneStep, Unrolled, implicit, one_step
 from massieu.solve.attraction import PRODUCTS, spectrum
 from massieu.solve.methods import AS_IT_PAYS, IterationState, Method, Newton, Picard, Tolerance, default_tolerance
@@ -145,7 +145,7 @@ def _finish(
         value = torch.where(failed.unsqueeze(-1), torch.nan, value)
     residual = state.residual_norm.detach()
     lipschitz_estimate = state.lipschitz_estimate.detach()
-    if throw and some(failed):
+    if throw and any_true(failed):
         raise ConvergenceError(_reason(state, residual, lipschitz_estimate, tolerance, max_steps))
     return FixedPointResult(
         value=problem.shaped(value),

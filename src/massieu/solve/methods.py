@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from massieu.foundation.arguments import number, whole_number
-from massieu.foundation.transforms import some
+from massieu.foundation.transforms import any_true
 from massieu.solve.linear import GMRES
 from massieu.solve.problem import BoundFunction
 from massieu.solve.status import CONVERGED, DIVERGED, NOT_FINITE, RUNNING
@@ -356,7 +356,7 @@ def anderson_step(state: IterationState, guarded: Tensor, damping: float, ridge:
     """
     plain_point = picard_step(state, damping)
     has_history = state.residual_changes.shape[-2] > 0
-    if not has_history or not (torch.compiler.is_compiling() or some(guarded)):
+    if not has_history or not (torch.compiler.is_compiling() or any_true(guarded)):
         return plain_point
     lengths = state.residual_changes.norm(dim=-1, keepdim=True)
     scale = torch.where(lengths > 0, 1 / lengths, 0.0)

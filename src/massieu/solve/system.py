@@ -14,11 +14,11 @@ from massieu.foundation.arguments import floating, instance
 from massieu.foundation.derivatives import forward_derivative, lean_reverse_derivative
 from massieu.foundation.doors import door
 from massieu.foundation.transforms import (
+    any_true,
     derivative_orders,
     in_functorch,
     in_nested_forward_mode,
     may_be_differentiated,
-    some,
     unwrapped,
 )
 from massieu.solve.linear import ANY_MATRIX, SOLVERS, LinearSolver, LinearSolveResult, Product, dense
@@ -153,7 +153,7 @@ class LinearSystem:
         with torch.no_grad():
             result = self.solver.solve(self.image, right.detach(), constants)
             failed = result.status != CONVERGED
-            if self.throw and some(failed):
+            if self.throw and any_true(failed):
                 raise ConvergenceError(self._reason(result))
             if self.lost is None:
                 return result

@@ -1,7 +1,7 @@
-"""A folder that is open: its files are reached through it, durably, and no symbolic link in it is followed.
+"""An open folder: its files are opened relative to it, written durably, and no symbolic link in it is followed.
 
-A result may come from somebody else, and a link in it may point anywhere. The folder itself may be reached through
-links: its path is the user's own.
+A result may come from somebody else, and a link in it may point anywhere. The folder itself may be reached through links,
+since its path is the user's own.
 """
 
 import errno
@@ -20,18 +20,19 @@ from massieu.errors import InputError
 from massieu.foundation.files import LEFT, sync_folder
 
 _RELATIVE = os.open in os.supports_dir_fd
-"""Whether the system opens files relative to an open folder. Elsewhere, links are only looked for beforehand."""
+"""Whether the system opens files relative to an open folder. If not, links are only looked for beforehand."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _BLOCK = 1 << 20
+"""Bytes that are written or copied at a time."""
 
 
 class Directory:
     """An open folder.
 
     Attributes:
-        path: Where it is, for messages and for libraries that open files by name.
+        path: Its path, for messages and for libraries that open files by name.
     """
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
@@ -51,7 +52,7 @@ class Directory:
             os.close(self._descriptor)
 
     def _at(self, name: str) -> tuple[str | Path, dict[str, Any]]:
-        """How functions of `os` are told of an entry."""
+        """The path and the keywords by which functions of `os` refer to an entry."""
         if self._descriptor is None:
             return self.path / name, {}
         return name, {"dir_fd": self._descriptor}
@@ -63,27 +64,27 @@ class Directory:
         return sorted(os.listdir(self.path if self._descriptor is None else self._descriptor))
 
     def status(self, name: str) -> os.stat_result | None:
-        """What an entry is; None where there is none.
+        """The status of an entry; None if there is none.
 
         Raises:
             InputError: it is a symbolic link.
         """
         place, relative = self._at(name)
         try:
-            found = os.stat(place, follow_symlinks=False, **relative)
+            status = os.stat(place, follow_symlinks=False, **relative)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(status.st_mode):
             raise InputError(
                 f"{self.path / name} is a symbolic link, and no link in a result's folder is followed; put a copy of "
                 "what it points to in its place"
             )
-        return found
+        return status
 
     def is_file(self, name: str) -> bool:
         """Whether there is a regular file of this name."""
-        found = self.status(name)
-        return found is not None and stat.S_ISREG(found.st_mode)
+        status = self.status(name)
+        return status is not None and stat.S_ISREG(status.st_mode)
 
     def read(self, name: str) -> bytes:
         """The content of a regular file.
@@ -96,7 +97,7 @@ class Directory:
             return file.read()
 
     def digest(self, name: str) -> str:
-        """The hash of a regular file, which may be large; as for `read`."""
+        """The hash of a regular file, which may be large; raises as `read`."""
         with os.fdopen(self._open(name), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -110,14 +111,14 @@ class Directory:
 
     def has_folder(self, name: str) -> bool:
         """Whether there is a folder of this name."""
-        found = self.status(name)
-        return found is not None and stat.S_ISDIR(found.st_mode)
+        status = self.status(name)
+        return status is not None and stat.S_ISDIR(status.st_mode)
 
     def below(self, name: str, make: bool = False) -> "Directory":
-        """A folder in this one, made if need be.
+        """A folder in this one, with `make` created if it is missing.
 
         Raises:
-            FileNotFoundError, NotADirectoryError: there is none, or a file in its place.
+            FileNotFoundError, NotADirectoryError: there is none, or a file has its name.
             InputError: it is a symbolic link.
         """
         place, relative = self._at(name)
@@ -130,7 +131,7 @@ class Directory:
 
     @contextmanager
     def holding(self, name: str, make: bool = False) -> Iterator[tuple["Directory", str]]:
-        """The folder that a file is in, and its name there: ``tokens/part`` is in the folder ``tokens`` of this one."""
+        """The folder that holds a file, and the file's name there: for ``tokens/part`` the folder ``tokens`` and ``part``."""
         folder, _, leaf = name.rpartition("/")
         if not folder:
             yield self, leaf
@@ -141,7 +142,7 @@ class Directory:
     # --- changing ----------------------------------------------------------------------------------------------------
 
     def write(self, name: str, content: bytes) -> None:
-        """Make a new file, whose content is on the disk when this returns."""
+        """Write a new file; its content is on the disk when this returns."""
         place, relative = self._at(name)
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666, **relative)
         try:
@@ -153,12 +154,12 @@ class Directory:
             os.close(descriptor)
 
     def link(self, name: str, source: Path) -> None:
-        """A regular file elsewhere under another name here: a hard link, or a copy where that is not possible."""
+        """Add a regular file from elsewhere under this name, as a hard link, or as a copy if that is not possible."""
         place, relative = self._at(name)
         at = {"dst_dir_fd": relative["dir_fd"]} if relative else {}
         try:
             os.link(source, place, follow_symlinks=False, **at)
-        except OSError:  # another file system, one without links, or too many of them
+        except OSError:  # Another file system, one without links, or too many links.
             self._copy(name, source)
         if not self.is_file(name):
             raise InputError(f"{source} is no regular file")
@@ -172,7 +173,7 @@ class Directory:
             os.fsync(copy.fileno())
 
     def move(self, name: str, target: "Directory", new_name: str) -> None:
-        """Give an entry another name in another folder, in place of what has it."""
+        """Move an entry to another folder and name, where it replaces what has that name."""
         if self._descriptor is None or target._descriptor is None:
             os.replace(self.path / name, target.path / new_name)
         else:
@@ -184,13 +185,13 @@ class Directory:
         os.unlink(place, **relative)
 
     def remove_empty(self, name: str) -> None:
-        """Remove a folder, if it is there and empty."""
+        """Remove a folder if it exists and is empty."""
         place, relative = self._at(name)
         with suppress(OSError):
             os.rmdir(place, **relative)
 
     def remove_all(self, name: str) -> None:
-        """Remove a folder with all that is in it, or a file; what cannot be removed stays."""
+        """Remove a folder with all its entries, or a file; what cannot be removed stays."""
         place, relative = self._at(name)
         if self.has_folder(name):
             shutil.rmtree(place, ignore_errors=True, **relative)
@@ -199,21 +200,21 @@ class Directory:
                 self.remove(name)
 
     def sync(self) -> None:
-        """Wait until its entries are on the disk."""
+        """Wait until the folder's entries are on the disk."""
         sync_folder(self.path if self._descriptor is None else self._descriptor)
 
 
 def digest(content: bytes) -> str:
-    """The hash by which a file is known."""
+    """The SHA-256 of a file's content."""
     return hashlib.sha256(content).hexdigest()
 
 
 def digest_of(path: Path) -> str:
-    """The same of a file that may be large."""
+    """The SHA-256 of a file that may be large."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def aside_name() -> str:
-    """A name that nothing has, for what is not complete yet."""
+    """A name that nothing has, for a file or folder that is not complete yet."""
     return f"{LEFT}{secrets.token_hex(8)}"

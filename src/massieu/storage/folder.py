@@ -1,4 +1,4 @@
-"""A folder that holds a result: each save is a folder of its own inside, which is never changed, and one file names it.
+"""A folder that holds a result: each save is a folder of its own inside, never changed, and the record names the newest.
 
 ::
 
@@ -7,9 +7,9 @@
     out/.massieu/<hash>/...       the files of one save, the record among them, by whose hash the folder is named
     out/.massieu/<hash>.json      the record of an earlier version's result, while it is replaced
 
-The record is replaced in one step, after all that it names is on the disk. Who reads follows it by its hash, and so
-finds one save or the other, never half of one; what an earlier save has left is removed after that. A result without
-``.massieu``, copied or of an earlier version, is read where it lies.
+The record is replaced in one step, after all that it names is on the disk. A reader follows it by its hash, and so finds one
+save or the other, never half of one. Only then are the files of earlier saves removed. A result without ``.massieu``, copied
+or of an earlier version, is read from the folder itself.
 """
 
 import json
@@ -35,19 +35,22 @@ __all__ = ["MismatchError", "Stored", "digest", "digest_of", "read", "reserved",
 STORE = ".massieu"
 """The folder in a result's folder that holds the saves."""
 PATIENCE = 20.0
-"""Seconds that are waited for another process that saves."""
+"""Seconds to wait for another process that saves."""
 _MOMENT = 0.5
-"""Seconds for which even a reader may hold the lock, to see whether it is free."""
-_AGAIN = 0.02
+"""Seconds to wait for a reader that holds the lock only to see whether it is free."""
+_RETRY_INTERVAL = 0.02
+"""Seconds between two attempts to read."""
 _SAVE = re.compile(r"[0-9a-f]{64}")
+"""Names of saves in the store."""
 _LIST = re.compile(r"([0-9a-f]{64})\.json")
-_NONE: Mapping[str, Path] = {}
+"""Names of kept records in the store."""
+_NO_FILES: Mapping[str, Path] = {}
 
 Read = TypeVar("Read")
 
 
 class MismatchError(InputError):
-    """Files of a folder that do not belong together, or are not there."""
+    """Files of a folder that are missing or do not belong together."""
 
 
 # --- before the work -------------------------------------------------------------------------------------------------
@@ -55,17 +58,20 @@ class MismatchError(InputError):
 
 @contextmanager
 def reserved(folder: Path, record: str, files: Sequence[str], room: int) -> Iterator[None]:
-    """The folder is this thread's to save to, and so many bytes fit; it is made if need be, and removed if it stays empty.
+    """Reserve a folder for saves of this thread, after a test that `room` bytes fit.
+
+    A missing folder is made, and removed if it stays empty.
 
     Args:
         record: Name of the record.
         files: Names of the other files, or patterns of them such as ``tokens/part-*``.
+        room: Bytes that the save may take.
 
     Raises:
-        InputError: another run writes there; it cannot be made or written to; something that no earlier save has left
-            is in the place of one of the files.
+        InputError: another run writes there; the folder cannot be made or written to; something that no earlier save has
+            left is in the place of one of the files.
     """
-    with _made(folder) as folder, locked(folder, wait=_MOMENT):
+    with _created(folder) as folder, locked(folder, wait=_MOMENT):
         with explaining(f"cannot read the folder {folder}"), Directory.open(folder) as top:
             _Earlier.saved_in(top, record).check_free(top, (record, *files))
         with tried(folder / STORE, room):
@@ -74,12 +80,14 @@ def reserved(folder: Path, record: str, files: Sequence[str], room: int) -> Iter
 
 @contextmanager
 def tried(folder: Path, room: int, name: str | None = None) -> Iterator[None]:
-    """So many bytes fit into the folder, and a file of this name; it is made if need be, and removed if it stays empty.
+    """Test that `room` bytes, and a file of this name, can be written to a folder.
+
+    A missing folder is made, and removed if it stays empty.
 
     Raises:
-        InputError: it cannot be made or written to.
+        InputError: the folder cannot be made or written to.
     """
-    with _made(folder) as folder:
+    with _created(folder) as folder:
         try_to_write(folder, room)
         if name is not None and not os.path.lexists(folder / name):
             try_to_write(folder, 0, name)
@@ -87,24 +95,24 @@ def tried(folder: Path, room: int, name: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[Path]:
-    """The folder, made if need be; what was made is removed where it stays empty."""
+def _created(folder: Path) -> Iterator[Path]:
+    """The folder, made if it is missing; folders that were made are removed if they stay empty."""
     folder = check_name(folder)
-    made = _make(folder)
+    created = _make(folder)
     try:
         yield folder
     finally:
-        for each in made:
-            with suppress(OSError):  # it holds something, or is gone
-                each.rmdir()
+        for path in created:
+            with suppress(OSError):  # It holds something, or is gone.
+                path.rmdir()
 
 
 def _make(folder: Path) -> list[Path]:
-    """Make the folder; returns what was made, the innermost first."""
+    """Make the folder with its parents; returns those that were missing, the innermost first."""
     with explaining(f"the output folder {folder} cannot be made"):
-        places = (folder, *folder.absolute().parents)
-        missing = [path for path in places if not os.path.lexists(path)]
-        nearest = next(path for path in places if os.path.lexists(path))
+        path_and_parents = (folder, *folder.absolute().parents)
+        missing = [path for path in path_and_parents if not os.path.lexists(path)]
+        nearest = next(path for path in path_and_parents if os.path.lexists(path))
         if not os.path.isdir(nearest):
             raise InputError(f"the output folder {folder} cannot be made: {nearest} is a file")
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,20 +124,21 @@ def _make(folder: Path) -> list[Path]:
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, record: str, files: Mapping[str, bytes], linked: Mapping[str, Path] = _NONE) -> None:
+def save(folder: Path, record: str, files: Mapping[str, bytes], linked: Mapping[str, Path] = _NO_FILES) -> None:
     """Replace the result in a folder, in one step; files that no earlier save has left are not touched.
 
     Args:
         record: Name of the record, which is one of the files, and lists the hashes of all others.
-        linked: Files that are somewhere already, which may be large: linked, or copied where that is not possible.
+        files: Contents of the files by their names.
+        linked: Files that exist elsewhere and may be large: they are linked, or copied if that is not possible.
 
     Raises:
         InputError: the folder cannot be written to, or another run writes there for a long time; something that no
             earlier save has left is in the place of one of the files.
     """
     with (
-        _made(folder) as folder,
-        locked(folder, wait=PATIENCE) as alone,
+        _created(folder) as folder,
+        locked(folder, wait=PATIENCE) as has_lock,
         explaining(f"cannot write to the folder {folder}"),
         Directory.open(folder) as top,
     ):
@@ -137,7 +146,7 @@ def save(folder: Path, record: str, files: Mapping[str, bytes], linked: Mapping[
         earlier.check_free(top, (record, *files, *linked))
         try:
             with top.below(STORE, make=True) as store:
-                _save(top, store, earlier, files, linked, alone)
+                _save(top, store, earlier, files, linked, has_lock)
         finally:
             top.remove_empty(STORE)
 
@@ -148,32 +157,32 @@ def _save(
     earlier: "_Earlier",
     files: Mapping[str, bytes],
     linked: Mapping[str, Path],
-    alone: bool,
+    has_lock: bool,
 ) -> None:
     record = earlier.record_name
     names = [name for name in (*files, *linked) if name != record]
     new = digest(files[record])
-    if alone:
+    if has_lock:
         _remove_left(store)
     _keep_list(store, earlier)
     if not _is_whole(store, new, record):
         _write(store, new, files, linked)
-    _write_file(store, files[record], top, record)  # from here on, what it names is the result
+    _write_file(store, files[record], top, record)  # From here on, the new save is the result.
     with explaining(f"the result in {top.path} is saved, but its files could not be put in their places"):
         _publish(top, store, new, names)
         earlier.remove_stale(top, names)
-    if alone:  # else another may have saved since
+    if has_lock:  # Otherwise another process may have saved since.
         earlier.remove_saves(store, new)
 
 
 def _write(store: Directory, new: str, files: Mapping[str, bytes], linked: Mapping[str, Path]) -> None:
-    """Make the folder of a save."""
+    """Write the folder of a save under another name, and rename it once all of it is on the disk."""
     aside = aside_name()
     try:
         with store.below(aside, make=True) as content:
-            for name, each in files.items():
+            for name, file_content in files.items():
                 with content.holding(name, make=True) as (place, leaf):
-                    place.write(leaf, each)
+                    place.write(leaf, file_content)
             for name, path in linked.items():
                 with content.holding(name, make=True) as (place, leaf):
                     place.link(leaf, path)
@@ -181,7 +190,7 @@ def _write(store: Directory, new: str, files: Mapping[str, bytes], linked: Mappi
                 with content.below(folder) as inner:
                     inner.sync()
             content.sync()
-        if store.status(new) is not None:  # spoiled by somebody, and of no more use
+        if store.status(new) is not None:  # A save of this name that somebody has damaged.
             store.move(new, store, aside_name())
         store.move(aside, store, new)
     except BaseException:
@@ -191,7 +200,7 @@ def _write(store: Directory, new: str, files: Mapping[str, bytes], linked: Mappi
 
 
 def _publish(top: Directory, store: Directory, new: str, names: Sequence[str]) -> None:
-    """Put the files of a save where people look for them; its folders are on the disk when this returns, `top` is not yet."""
+    """Link the files of a save into the result's folder. Its subfolders are synchronised to the disk, `top` itself is not."""
     with store.below(new) as content:
         for name in names:
             with top.holding(name, make=True) as (place, leaf), content.holding(name) as (source, _):
@@ -202,9 +211,10 @@ def _publish(top: Directory, store: Directory, new: str, names: Sequence[str]) -
 
 
 def _put_link(store: Directory, source: Directory, place: Directory, name: str) -> None:
-    there, wanted = place.status(name), source.status(name)
-    if there is not None and wanted is not None and os.path.samestat(there, wanted):
-        return  # renaming one name of a file to another of its names would do nothing
+    present = place.status(name)
+    target = source.status(name)
+    if present is not None and target is not None and os.path.samestat(present, target):
+        return  # Renaming one name of a file to another name of it would leave both.
     aside = aside_name()
     try:
         store.link(aside, source.path / name)
@@ -215,9 +225,9 @@ def _put_link(store: Directory, source: Directory, place: Directory, name: str) 
 
 
 def _keep_list(store: Directory, earlier: "_Earlier") -> None:
-    """Keep the record of a result that lies in its folder alone, as those of earlier versions did.
+    """Keep the record of a result without a save in the store, as earlier versions wrote it.
 
-    Once another record has its place, nothing else says which of the files there are ours.
+    Once another record has its place, nothing else says which of the files in the folder belonged to it.
     """
     if earlier.record is None or digest(earlier.record) in earlier.saves:
         return
@@ -228,7 +238,7 @@ def _keep_list(store: Directory, earlier: "_Earlier") -> None:
 
 
 def _write_file(store: Directory, content: bytes, place: Directory, name: str) -> None:
-    """Replace a file in one step, and wait until that is on the disk."""
+    """Replace a file in one step, and wait until it is on the disk."""
     aside = aside_name()
     try:
         store.write(aside, content)
@@ -240,20 +250,22 @@ def _write_file(store: Directory, content: bytes, place: Directory, name: str) -
 
 
 def _remove_left(store: Directory) -> None:
-    """Remove what killed processes have left."""
+    """Remove incomplete files and folders that killed processes have left."""
     for name in store.names():
         if name.startswith(LEFT):
             store.remove_all(name)
 
 
 def save_or_elsewhere(save: Callable[[Path], object], place: Path, then: str = "") -> None:
-    """Save what took long to find; where that fails, in a new temporary folder.
+    """Save a result that took long to compute; if that fails, save it in a new temporary folder.
 
     Args:
-        then: Ends the sentence that says where it is: what to do with it.
+        save: Saves it in a folder.
+        place: The folder that was asked for.
+        then: What to do with the other folder; ends the sentence that names it.
 
     Raises:
-        InputError: it was not saved in its place; the message says where it is.
+        InputError: the result was not saved in its place; the message says where it is.
     """
     try:
         save(place)
@@ -266,18 +278,19 @@ def save_or_elsewhere(save: Callable[[Path], object], place: Path, then: str = "
         raise InputError(f"{error}; it was saved in {elsewhere} instead{then}") from error
 
 
-# --- what earlier saves have left ------------------------------------------------------------------------------------
+# --- the files of earlier saves --------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Earlier:
-    """What earlier saves have left in a folder: only this may be replaced or removed.
+    """The files that earlier saves have left in a folder: only these may be replaced or removed.
 
     Attributes:
-        record: The record that is in its place now; None where there is none.
-        hashes: Of files, the record among them, by name: one for each earlier save that is known.
+        record_name: Name of the record.
+        record: The content of the present record; None if there is none.
+        hashes: Hashes of files, including the record, by name: one for each known save.
         saves: The folders of earlier saves in the store, each with the names of its files, without the record.
-        lists: The records that were kept in the store of results that lay in their folder alone.
+        lists: Records in the store that belonged to results without a save there.
     """
 
     record_name: str
@@ -288,10 +301,10 @@ class _Earlier:
 
     @classmethod
     def saved_in(cls, top: Directory, record_name: str) -> "_Earlier":
-        """All that is known of a folder.
+        """The earlier saves of a folder, by its records.
 
         Raises:
-            InputError: a file's name in a record leads elsewhere, or a link is in its place.
+            InputError: a name in a record leads out of the folder, or a link is in the place of a file.
         """
         earlier = cls(record_name)
         if top.is_file(record_name):
@@ -303,16 +316,17 @@ class _Earlier:
             return earlier
         with top.below(STORE) as store:
             for name in store.names():
-                earlier._see(store, name)
+                earlier._add_entry(store, name)
         return earlier
 
-    def _see(self, store: Directory, name: str) -> None:
-        """Add what an entry of the store says of an earlier save."""
-        kept = _LIST.fullmatch(name)
-        if kept is not None:
+    def _add_entry(self, store: Directory, name: str) -> None:
+        """Add the files of the earlier save that an entry of the store belongs to, if it belongs to one."""
+        list_match = _LIST.fullmatch(name)
+        if list_match is not None:
+            record_hash = list_match[1]
             content = store.read(name) if store.is_file(name) else b""
-            if digest(content) == kept[1] and (listed := _listed(content, store.path / name)) is not None:
-                self._add(listed, kept[1])
+            if digest(content) == record_hash and (listed := _listed(content, store.path / name)) is not None:
+                self._add(listed, record_hash)
                 self.lists.append(name)
         elif _SAVE.fullmatch(name):
             content = _record_in(store, name, self.record_name)
@@ -326,7 +340,7 @@ class _Earlier:
             self.hashes.setdefault(name, set()).add(hash)
 
     def _owns(self, top: Directory, name: str) -> bool:
-        """Whether a file is one that an earlier save has left, as it was."""
+        """Whether a file was left by an earlier save and is unchanged."""
         folder = name.rpartition("/")[0]
         if name not in self.hashes or (folder and not top.has_folder(folder)):
             return False
@@ -334,10 +348,10 @@ class _Earlier:
             return place.is_file(leaf) and place.digest(leaf) in self.hashes[name]
 
     def check_free(self, top: Directory, names: Sequence[str]) -> None:
-        """That nothing is in the place of files of these names, or patterns, but what earlier saves have left.
+        """Check that only files of earlier saves have these names, or names of these patterns.
 
         Raises:
-            InputError: something is; the message names it.
+            InputError: another file has such a name; the message names it.
         """
         for name in names:
             folder = name.rpartition("/")[0]
@@ -346,17 +360,17 @@ class _Earlier:
             if folder and not top.has_folder(folder):
                 raise InputError(_in_the_way(top.path / folder))
             with top.holding(name) as (place, pattern):
-                matching = [each for each in place.names() if fnmatchcase(each, pattern)]
-            for each in matching:
-                whole = f"{folder}/{each}" if folder else each
-                if not self._owns(top, whole):
-                    raise InputError(_in_the_way(top.path / whole))
+                matching = [leaf for leaf in place.names() if fnmatchcase(leaf, pattern)]
+            for leaf in matching:
+                path_in_folder = f"{folder}/{leaf}" if folder else leaf
+                if not self._owns(top, path_in_folder):
+                    raise InputError(_in_the_way(top.path / path_in_folder))
 
     def remove_stale(self, top: Directory, names: Sequence[str]) -> None:
-        """Remove files of earlier saves that the newest one does not have, and wait until `top` is on the disk."""
+        """Remove files of earlier saves that the newest save does not have, and wait until `top` is on the disk."""
         stale = self.hashes.keys() - {*names, self.record_name}
         for name in stale:
-            with suppress(InputError):  # a link is somebody's own
+            with suppress(InputError):  # No save makes links, so a link is the user's.
                 if self._owns(top, name):
                     with top.holding(name) as (place, leaf):
                         place.remove(leaf)
@@ -365,18 +379,18 @@ class _Earlier:
         top.sync()
 
     def remove_saves(self, store: Directory, new: str) -> None:
-        """Remove all saves but the newest; what cannot be removed, the next save will try again."""
+        """Remove all saves but the newest; the next save tries again what cannot be removed now."""
         for name, files in self.saves.items():
             if name == new:
                 continue
             with suppress(OSError, InputError), store.below(name) as content:
-                for each in files:
-                    if self._owns(content, each):
-                        with content.holding(each) as (place, leaf):
+                for file in files:
+                    if self._owns(content, file):
+                        with content.holding(file) as (place, leaf):
                             place.remove(leaf)
                 for folder in _folders_of(files):
                     content.remove_empty(folder)
-                if content.names() == [self.record_name]:  # the last, since by it the others are known
+                if content.names() == [self.record_name]:  # Last, as the record lists the others.
                     content.remove(self.record_name)
         for name in filter(_SAVE.fullmatch, store.names()):
             store.remove_empty(name)
@@ -386,7 +400,7 @@ class _Earlier:
 
 
 def _folders_of(names: Iterable[str]) -> set[str]:
-    """The folders in a result's folder that files of these names are in."""
+    """The subfolders of a result's folder that hold files of these names."""
     return {name.rpartition("/")[0] for name in names} - {""}
 
 
@@ -397,16 +411,16 @@ def _in_the_way(path: Path) -> str:
 
 
 def _record_in(store: Directory, name: str, record_name: str) -> bytes | None:
-    """The record of a save, if it is the one that its folder is named by."""
+    """The record of a save; None if it is missing or its hash is not the name of the save's folder."""
     if not store.has_folder(name):
         return None
     with store.below(name) as content:
-        found = content.read(record_name) if content.is_file(record_name) else b""
-    return found if digest(found) == name else None
+        record = content.read(record_name) if content.is_file(record_name) else b""
+    return record if digest(record) == name else None
 
 
 def _is_whole(store: Directory, name: str, record_name: str) -> bool:
-    """Whether a save is there already, with every file as its record lists it."""
+    """Whether a save exists, with every file as its record lists it."""
     record = _record_in(store, name, record_name)
     if record is None:
         return False
@@ -422,14 +436,14 @@ def _is_whole(store: Directory, name: str, record_name: str) -> bool:
 
 
 def _listed(content: bytes, where: Path) -> dict[str, str] | None:
-    """The hashes of the other files, by name, in a record; None where it is no record, or one without hashes.
+    """The hashes of the other files by name, from a record; None if the content is no record or has no hashes.
 
     Raises:
         InputError: a name leads out of the folder.
     """
     try:
-        found = json.loads(content)
-        listed = dict(found["files"]) if "schema_version" in found else None
+        record = json.loads(content)
+        listed = dict(record["files"]) if "schema_version" in record else None
     except (ValueError, RecursionError, TypeError, KeyError):
         return None
     for name in listed or ():
@@ -454,47 +468,47 @@ class Stored:
 
     Attributes:
         record: The content of its record.
-        where: The record's place.
-        own: Where its other files are: a save's own folder, or the result's folder itself.
+        where: The path of the record.
+        files: The folder of its other files: that of a save, or the result's folder itself.
         top: The result's folder.
     """
 
     record: bytes
     where: Path
-    own: Directory
+    files: Directory
     top: Directory
 
     def read(self, *names: str) -> tuple[str, bytes]:
-        """The first of the files that is there: its name and content.
+        """Name and content of the first of these files that exists.
 
         Raises:
-            MismatchError: there is none.
+            MismatchError: none exists.
         """
         for name in names:
-            with explaining(f"{self.own.path / name} cannot be read"), suppress(FileNotFoundError):
-                return name, self.own.read(name)
+            with explaining(f"{self.files.path / name} cannot be read"), suppress(FileNotFoundError):
+                return name, self.files.read(name)
         raise MismatchError(
-            f"{self.own.path} has no {' or '.join(names)}; a folder that massieu has saved a result into is needed"
+            f"{self.files.path} has no {' or '.join(names)}; a folder that massieu has saved a result into is needed"
         )
 
     def has(self, name: str) -> bool:
-        """Whether a file is there."""
+        """Whether a file exists."""
         folder = name.rpartition("/")[0]
-        if folder and not self.own.has_folder(folder):
+        if folder and not self.files.has_folder(folder):
             return False
-        with self.own.holding(name) as (place, leaf):
+        with self.files.holding(name) as (place, leaf):
             return place.is_file(leaf)
 
     def path(self, name: str) -> Path:
-        """Where a file is."""
-        return self.own.path / name
+        """The path of a file."""
+        return self.files.path / name
 
     def other_published(self, hashes: Mapping[str, str]) -> str | None:
-        """The first file of the result whose place in the folder has something else; None where there is none.
+        """The first file in the result's folder that differs from the save; None if none does.
 
-        What is missing there was removed by somebody who does not need it.
+        A missing file is no difference: somebody has removed a link that they do not need.
         """
-        if is_locked(self.top.path):  # a save is putting them there
+        if is_locked(self.top.path):  # A save is linking the files just now.
             return None
         for name, hash in hashes.items():
             if "/" not in name and self.top.is_file(name) and self.top.digest(name) != hash:
@@ -503,13 +517,13 @@ class Stored:
 
 
 def read(folder: Path, record: str, attempt: Callable[[Stored], Read]) -> Read:
-    """What `attempt` reads of the result in a folder; tried again where another save took its place meanwhile.
+    """What `attempt` reads of the result in a folder; tried again if another save has replaced it meanwhile.
 
     Nothing is written.
 
     Raises:
-        MismatchError: there is no record, or what `attempt` raised of a record that is still in its place.
-        InputError: it cannot be read.
+        MismatchError: there is no record, or `attempt` raised this error and the record is still the same.
+        InputError: the folder cannot be read.
     """
     until = time.monotonic() + PATIENCE
     with explaining(f"{folder} cannot be read"), Directory.open(folder) as top:
@@ -521,7 +535,7 @@ def read(folder: Path, record: str, attempt: Callable[[Stored], Read]) -> Read:
             except (MismatchError, FileNotFoundError):
                 if _record_of(top, record) == content or time.monotonic() > until:
                     raise
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY_INTERVAL)
 
 
 def _record_of(top: Directory, record: str) -> bytes:
@@ -543,5 +557,5 @@ def _saved(top: Directory, record: str, content: bytes) -> Iterator[Stored]:
         if store.status(name) is None:
             yield Stored(content, top.path / record, top, top)
             return
-        with store.below(name) as own:
-            yield Stored(content, top.path / record, own, top)
+        with store.below(name) as files:
+            yield Stored(content, top.path / record, files, top)

@@ -1,4 +1,4 @@
-"""A folder that one process at a time may write to. The lock dies with its process."""
+"""A lock on a folder, so that one process at a time writes to it. The lock ends with its process."""
 
 import errno
 import os
@@ -15,12 +15,16 @@ from massieu.errors import InputError
 from massieu.storage.writing import explaining
 
 LOCK = ".massieu_lock"
-_BEGINS = " (process "
-"""Begins what a lock file says."""
+_BEGINNING = " (process "
+"""The beginning of a lock file's content."""
 _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_AGAIN = 0.05
+"""Flags with which no link is followed and no FIFO blocks."""
+_RETRY_INTERVAL = 0.05
+"""Seconds between two attempts to lock."""
 _TAKEN = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
-_UNKNOWN = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors of a lock that another holds."""
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors of a file system without locks."""
 
 _held: dict[tuple[str, int], int] = {}
 """The open lock files of this process, by folder and thread."""
@@ -28,15 +32,15 @@ _held: dict[tuple[str, int], int] = {}
 
 @contextmanager
 def locked(folder: Path, wait: float = 0.0) -> Iterator[bool]:
-    """Keep others from writing to a folder that exists; yields False where the file system knows no locks.
+    """Lock a folder that exists against other writers; yields False if the file system has no locks.
 
     A thread that has the lock may take it again.
 
     Args:
-        wait: So many seconds for another to finish.
+        wait: Seconds to wait until another writer has finished.
 
     Raises:
-        InputError: another process, or another thread, writes there; or no file can be made there.
+        InputError: another process or thread writes there, or no file can be made there.
     """
     key = (os.path.realpath(folder), threading.get_ident())
     if key in _held:
@@ -45,7 +49,7 @@ def locked(folder: Path, wait: float = 0.0) -> Iterator[bool]:
     try:
         yield _acquire(folder, key, time.monotonic() + wait)
     finally:
-        # After a fork the child has closed its copy; the lock is the parent's.
+        # None in the child of a fork, which has closed its copy: the lock is the parent's.
         if (descriptor := _held.pop(key, None)) is not None:
             _release(folder / LOCK, descriptor)
 
@@ -68,7 +72,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _acquire(folder: Path, key: tuple[str, int], until: float) -> bool:
-    """Enter the lock among those held; False where there are no locks."""
+    """Take the lock and add it to `_held`; False if the file system has no locks."""
     path = folder / LOCK
     while True:
         with explaining(f"cannot write to the folder {folder}"):
@@ -76,41 +80,42 @@ def _acquire(folder: Path, key: tuple[str, int], until: float) -> bool:
         try:
             _check_ours(path, descriptor)
             _lock(descriptor)
-            _held[key] = descriptor  # at once: an interruption may come at any moment
+            _held[key] = descriptor  # At once, since an interruption may come at any moment.
         except InputError:
             os.close(descriptor)
             raise
         except OSError as error:
             holder = _holder(path, descriptor)
             os.close(descriptor)
-            if error.errno in _UNKNOWN:
+            if error.errno in _UNSUPPORTED:
                 warnings.warn(f"{folder} is on a file system without locks: let no other run write there", stacklevel=5)
                 return False
             if error.errno not in _TAKEN:
                 raise InputError(f"cannot lock the folder {folder}{_owned(path)}: {error.strerror}") from error
             if time.monotonic() >= until:
                 raise InputError(f"another run{holder}") from None
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY_INTERVAL)
             continue
         if _still_there(path, descriptor):
-            with suppress(OSError):  # only a remark, of which a full disk takes nothing, nor another user's file
+            # The content is for messages only; a full disk, or another user's file, does not take it.
+            with suppress(OSError):
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"{_BEGINS}{os.getpid()} on {socket.gethostname()})".encode())
+                os.write(descriptor, f"{_BEGINNING}{os.getpid()} on {socket.gethostname()})".encode())
             return True
-        os.close(_held.pop(key))  # who had it removed the file meanwhile
+        os.close(_held.pop(key))  # Its former holder has removed the file meanwhile.
 
 
 def _opened(path: Path) -> int:
-    """The lock file, made if need be."""
+    """A descriptor of the lock file, which is made if it is missing."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
-    except FileNotFoundError:  # who found the folder empty has just removed it
+    except FileNotFoundError:  # Another process has just removed the folder, as it was empty.
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
     except PermissionError as error:
         if not os.path.lexists(path):
             raise
-        try:  # another user's, perhaps left by a run that was killed: a lock needs no right to write
+        try:  # Another user's, perhaps left by a run that was killed; to lock it, reading is enough.
             return os.open(path, os.O_RDONLY | _SAFELY)
         except PermissionError:
             raise InputError(
@@ -124,14 +129,15 @@ def _opened(path: Path) -> int:
 
 
 def _check_ours(path: Path, descriptor: int) -> None:
-    """That nothing of the user's has the lock's name: its content would be lost.
+    """Check that the file with the lock's name is a lock: the content of another file would be lost.
 
     Raises:
-        InputError: something has.
+        InputError: it is another file.
     """
     status = os.fstat(descriptor)
-    is_lock = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1  # none: it has just been removed
-    if not is_lock or _read(descriptor)[: len(_BEGINS)] not in _BEGINS:
+    is_lock = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1  # 0 if it has just been removed.
+    # A new lock is empty, and one on a full disk may hold a part of the beginning.
+    if not is_lock or _read(descriptor)[: len(_BEGINNING)] not in _BEGINNING:
         raise InputError(f"{path} is in the way: it is no lock of massieu; move it, or name another folder")
 
 
@@ -143,7 +149,7 @@ def _still_there(path: Path, descriptor: int) -> bool:
 
 
 def _holder(path: Path, descriptor: int) -> str:
-    """Who has the lock, and what to do."""
+    """The process that has the lock and what to do, as the rest of a sentence."""
     process = _read(descriptor)
     sentence = f"{process}{_owned(path)} is writing to the folder {path.parent}; name another folder"
     if process and not process.endswith(f" on {socket.gethostname()})"):
@@ -152,12 +158,12 @@ def _holder(path: Path, descriptor: int) -> str:
 
 
 def _owned(path: Path) -> str:
-    """Of whom a file is, where it is another user's."""
+    """A phrase that names the owner of a file; empty if it is this user or not known."""
     if os.name == "nt":
         return ""
     try:
         number = path.lstat().st_uid
-    except OSError:  # it is gone
+    except OSError:  # The file is gone.
         return ""
     if number == os.geteuid():
         return ""
@@ -168,7 +174,7 @@ def _owned(path: Path) -> str:
 
 
 def _read(descriptor: int) -> str:
-    with suppress(OSError):  # only a remark
+    with suppress(OSError):  # The content is for messages only.
         os.lseek(descriptor, 0, os.SEEK_SET)
         return os.read(descriptor, 300).decode(errors="replace")
     return ""
@@ -177,7 +183,7 @@ def _read(descriptor: int) -> str:
 if os.name == "nt":
     import msvcrt
 
-    _FAR = 1 << 30  # a byte behind all content, which others may read
+    _FAR = 1 << 30  # The locked byte lies behind all content, so that others may read the content.
 
     def _lock(descriptor: int, shared: bool = False) -> None:
         os.lseek(descriptor, _FAR, os.SEEK_SET)
@@ -186,7 +192,7 @@ if os.name == "nt":
 
     def _release(path: Path, descriptor: int) -> None:
         os.close(descriptor)
-        with suppress(OSError):  # another has opened it already; then it stays
+        with suppress(OSError):  # Another process has opened it already; then it stays.
             path.unlink()
 
 else:
@@ -198,14 +204,14 @@ else:
 
     def _release(path: Path, descriptor: int) -> None:
         try:
-            with suppress(OSError):  # the folder may be gone, or not be written to any more; a free file harms nobody
+            with suppress(OSError):  # The folder may be gone or read-only; an unlocked file does no harm.
                 if _still_there(path, descriptor):
                     path.unlink()
         finally:
             os.close(descriptor)
 
     def _forget() -> None:
-        """In a forked process: a copy that stays open would keep the lock after its owner's death."""
+        """Close the copies in a forked process: an open one would keep the lock after its owner's death."""
         for descriptor in _held.values():
             os.close(descriptor)
         _held.clear()

@@ -1,7 +1,7 @@
-"""The record of a probe: what ``run.json`` holds and the page is drawn from, entry by entry.
+"""The record of a probe, which ``run.json`` holds and from which the page is drawn, entry by entry.
 
-A field that is `NEEDED` has to be in a file; any other may be missing or null and then has its default. What a file
-says beside these fields is kept.
+A field that is `NEEDED` has to be in a file; any other may be missing or null and then has its default. Entries of a file
+that have no field are kept.
 """
 
 import math
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 
 NEEDED = {"needed": True}
-"""Metadata of a field that every stored record has, if only as null."""
+"""Metadata of a field that every stored record must have; it may be null."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Entry:
     """A part of the record.
 
     Attributes:
-        others: what a file says of it that has no field.
+        others: Entries of a file that have no field.
     """
 
     others: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
@@ -33,11 +33,10 @@ class Entry:
 
 @dataclass
 class ModelRecord(Entry):
-    """The model: where it is from, what it is, and what its files lacked; ``hash`` is of its files of weights.
+    """The model: where it is from, what it is, and which weights its files lacked.
 
-    Most weights in its files are of ``stored_dtype``; they were read in ``dtype``.
-
-    Of a module in memory it is of weights, configuration and plain attributes.
+    ``hash`` is that of its files of weights; of a module in memory that of weights, configuration and plain attributes. Most
+    weights in its files are of ``stored_dtype``; they were read in ``dtype``.
     """
 
     name: str | None = field(default=None, metadata=NEEDED)
@@ -57,7 +56,7 @@ class ModelRecord(Entry):
 
     @property
     def dtype_sentence(self) -> str | None:
-        """That the weights were read in another type than the checkpoint's; None where they were not."""
+        """A sentence if the weights were read in another type than the checkpoint's; else None."""
         if None in (self.stored_dtype, self.dtype) or self.stored_dtype == self.dtype:
             return None
         return f"the checkpoint's weights are {self.stored_dtype}, and were read and measured in {self.dtype}"
@@ -65,12 +64,12 @@ class ModelRecord(Entry):
 
 @dataclass
 class TextRecord(Entry):
-    """What was read; ``unknown_share`` is that of tokens which the tokenizer does not know.
+    """The text that was read; ``unknown_share`` is the share of tokens that the tokenizer does not know.
 
     Attributes:
-        dropped: what of the text was not read, as a sentence.
-        window: that windows are shorter than the default, and why, as a sentence.
-        bos: whether rows begin with the BOS token and who says so, as a sentence.
+        dropped: A sentence about the part of the text that was not read.
+        window: A sentence that says why windows are shorter than the default.
+        bos: A sentence that says whether rows begin with the BOS token, and by which setting.
     """
 
     source: str | None = field(default=None, metadata=NEEDED)
@@ -87,7 +86,7 @@ class TextRecord(Entry):
 
 @dataclass
 class ErrorUnitRecord(Entry):
-    """What standard errors are over, how many there are, and how many degrees of freedom the errors have."""
+    """The units over which standard errors are taken, their number, and the errors' degrees of freedom."""
 
     unit: str | None = field(default=None, metadata=NEEDED)
     count: int | None = field(default=None, metadata=NEEDED)
@@ -101,7 +100,7 @@ class ErrorUnitRecord(Entry):
 
 @dataclass
 class SelfCheckRecord(Entry):
-    """How far the probe's attention and outputs are from the model's own, as `SelfCheck` has it."""
+    """The difference of the probe's attention and outputs from the model's own, as in `SelfCheck`."""
 
     error: float | None = field(default=None, metadata=NEEDED)
     tolerance: float | None = field(default=None, metadata=NEEDED)
@@ -124,10 +123,10 @@ class SiteRecord(Entry):
     """An attention site.
 
     Attributes:
-        route: how it was read: "interface" (of transformers), "tap" (scores followed to their softmax in any code) or "ops"
-            (told by massieu's own attention).
-        grade: "full", or "scores" where scores are not known apart from log-weights.
-        unavailable: reasons by statistic or group.
+        route: How it was read: "interface" (of transformers), "tap" (scores followed to their softmax in any code) or "ops"
+            (reported by massieu's own attention).
+        grade: "full", or "scores" if scores and log-weights are known only as their sum.
+        unavailable: Reasons by statistic or group.
     """
 
     index: int | None = None
@@ -149,9 +148,9 @@ class Sublayer(Entry):
     """One step along the residual stream.
 
     Attributes:
-        name: block (or norm module) and what the step does, such as ``encoder.layer.0 attention``.
+        name: The block (or norm module) and the kind of step, such as ``encoder.layer.0 attention``.
         kind: ``attention``, ``cross_attention``, ``feed_forward``, ``attention_and_feed_forward`` or ``norm``.
-        layer: index of the block in its stack; None for a step outside every block.
+        layer: Index of the block in its stack; None for a step outside every block.
     """
 
     index: int = field(metadata=NEEDED)
@@ -162,10 +161,10 @@ class Sublayer(Entry):
 
 @dataclass
 class ReplacementRecord(Entry):
-    """What changes if attention is replaced: in loss, nats a token, or in output, relative; with a 95 % interval.
+    """The change if attention is replaced, with a 95 % interval: of the loss in nats a token, or of the output, relative.
 
     Attributes:
-        site, layer, head: where; None is everywhere, or every head of the site.
+        site, layer, head: The place; None stands for all sites and layers, or for all heads of the site.
     """
 
     rule: str = field(metadata=NEEDED)
@@ -192,7 +191,7 @@ class PerTokenRecord(Entry):
 
 @dataclass
 class SampleRecord(Entry):
-    """What replays and clouds ran on, and how many degrees of freedom their errors have."""
+    """The windows and queries of replays and clouds, and the degrees of freedom of their errors."""
 
     windows: int | None = None
     queries: int | None = None
@@ -205,7 +204,7 @@ class SampleRecord(Entry):
 
 
 def interval_in_words(degrees: float | None) -> str | None:
-    """How many standard errors a 95 % interval reaches to either side, by Student's t with so many degrees of freedom."""
+    """The half-width of a 95 % interval in standard errors, by Student's t; None without degrees of freedom."""
     if not degrees:
         return None
     reach = float(require_extra("scipy.special", "probe").stdtrit(degrees, 0.975))
@@ -228,23 +227,23 @@ def _is_of(value: object, kind: Any) -> bool:
 
 @dataclass
 class Statistic(Entry):
-    """One number the probe reports, and all that a reader must know about it.
+    """One number that the probe reports, and all that a reader must know about it.
 
     Example:
         >>> from massieu.probing import Statistic
-        >>> said = Statistic("output_norm", "Norm of the output", group="output_norms", scope="head", scale="positive")
-        >>> said.name, said.scale
+        >>> norm = Statistic("output_norm", "Norm of the output", group="output_norms", scope="head", scale="positive")
+        >>> norm.name, norm.scale
         ('output_norm', 'positive')
 
     Attributes:
-        headline: may be compared between heads; invariant under a constant added to a head's keys.
-        gauge_dependent: changes with that constant, which softmax cannot see; never a headline.
-        signed: zero or the control is the natural centre of its scale.
-        control: the control its map is compared with (a qualifier of the result table), or None.
-        cost: of its group.
-        sampled: it is measured on the sampled windows alone.
-        scale: on which its numbers are compared: "share" by their logit, "positive" by their logarithm, "number" as they are.
-        smallest: the smallest difference from a control that is announced; of a positive number in other units than nats,
+        headline: It may be compared between heads, and does not change if a constant is added to a head's keys.
+        gauge_dependent: It changes with that constant, which softmax cannot see, and is never a headline.
+        signed: Zero or the control is the natural centre of its scale.
+        control: The control with which its map is compared (a qualifier of the result table), or None.
+        cost: The cost of its group.
+        sampled: It is measured on the sampled windows alone.
+        scale: How its numbers are compared: "share" by their logit, "positive" by their logarithm, "number" as they are.
+        smallest: The smallest difference from a control that is announced; for a positive number in other units than nats,
             a share of the control.
     """
 
@@ -268,16 +267,16 @@ class Statistic(Entry):
     sampled: bool = False
 
     def __post_init__(self) -> None:
-        """Check what is said.
+        """Check the types of the fields.
 
         Raises:
-            InputError: a field is of another kind than its annotation says.
+            InputError: a field is of another type than its annotation says.
         """
-        for each in fields(self):
-            said = _IN_WORDS.get(each.type)
-            value = getattr(self, each.name)
-            if said is not None and not _is_of(value, each.type):
-                raise InputError(f"{each.name} must be {said}, got {type(value).__name__}")
+        for entry in fields(self):
+            type_in_words = _IN_WORDS.get(entry.type)
+            value = getattr(self, entry.name)
+            if type_in_words is not None and not _is_of(value, entry.type):
+                raise InputError(f"{entry.name} must be {type_in_words}, got {type(value).__name__}")
 
     @property
     def relative(self) -> bool:
@@ -285,11 +284,12 @@ class Statistic(Entry):
         return self.scale == "positive" and self.unit != "nats"
 
     def matters(self, value: Any, null: Any) -> Any:
-        """Whether numbers are so far from a null that somebody would care; of arrays an array."""
+        """Whether a number differs from its null by at least `smallest`; for arrays an array."""
         if not self.relative:
             return np.abs(value - null) >= self.smallest
-        larger, less = np.maximum(np.abs(value), np.abs(null)), np.minimum(np.abs(value), np.abs(null))
-        return larger >= (1 + self.smallest) * less
+        larger = np.maximum(np.abs(value), np.abs(null))
+        smaller = np.minimum(np.abs(value), np.abs(null))
+        return larger >= (1 + self.smallest) * smaller
 
     @property
     def smallest_in_words(self) -> str:
@@ -302,9 +302,9 @@ class Statistic(Entry):
 
 @dataclass
 class Finding(Entry):
-    """One card: what was found, and all that is needed to read it rightly; ``heads`` are pairs of layer and head.
+    """One card: a finding, and all that is needed to read it rightly; ``heads`` are pairs of layer and head.
 
-    Without a ``value`` it is not announced, and the sentence says why.
+    A finding without a ``value`` is not announced, and its sentence says why.
     """
 
     id: str = field(metadata=NEEDED)
@@ -331,7 +331,7 @@ class UnavailableRecord(Entry):
 
 @dataclass
 class NonfiniteRecord(Entry):
-    """How many queries of a head were left out."""
+    """The number of queries of a head that were left out, as their numbers are not finite."""
 
     site: str = field(metadata=NEEDED)
     layer: int | None = field(metadata=NEEDED)
@@ -341,12 +341,12 @@ class NonfiniteRecord(Entry):
 
 @dataclass
 class Trouble(Entry):
-    """Why numbers are missing: what the model's own numbers are, and where that begins.
+    """Numbers of the model that are not finite, for which reason numbers of the result are missing.
 
     Attributes:
-        sentence: all of it, for the top of the page and the terminal.
+        sentence: The whole reason, for the top of the page and the terminal.
         what: "NaN" or "infinity".
-        first: a weight, a module or an input of the model: the first place.
+        first: The first place of such a number: a weight, a module or an input of the model.
     """
 
     sentence: str = field(metadata=NEEDED)
@@ -356,7 +356,7 @@ class Trouble(Entry):
 
 @dataclass(kw_only=True)
 class RunRecord(Entry):
-    """All that is needed to judge the numbers of a run; ``complete`` is False when it was interrupted."""
+    """All that is needed to judge the numbers of a run; ``complete`` is False if it was interrupted."""
 
     schema_version: int = SCHEMA_VERSION
     massieu_version: str | None = None
@@ -385,28 +385,29 @@ class RunRecord(Entry):
 
     def to_dict(self) -> dict[str, Any]:
         """The record as ``run.json`` holds it: plain lists, dictionaries and finite numbers."""
-        return plain(self)
+        return json_value(self)
 
 
-def plain(value: Any, digits: int | None = None) -> Any:
-    """The value as JSON can hold it: no numpy, no NaN or infinity, floats rounded to so many significant digits."""
+def json_value(value: Any, digits: int | None = None) -> Any:
+    """The value as JSON can hold it: without numpy, NaN and infinity; floats are rounded to `digits` significant digits."""
     if isinstance(value, Entry):
-        value = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "others"} | value.others
+        entries = {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.name != "others"}
+        value = entries | value.others
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
         return float(value) if digits is None else float(f"{value:.{digits}g}")
     if isinstance(value, list | tuple):
-        return [plain(item, digits) for item in value]
+        return [json_value(item, digits) for item in value]
     if isinstance(value, dict):
-        return {str(key): plain(item, digits) for key, item in value.items()}
+        return {str(key): json_value(item, digits) for key, item in value.items()}
     if isinstance(value, np.ndarray):
         return _listed(value, digits)
-    return plain(value.item(), digits) if isinstance(value, np.generic) else value
+    return json_value(value.item(), digits) if isinstance(value, np.generic) else value
 
 
 def _listed(array: np.ndarray, digits: int | None) -> Any:
-    """An array's numbers as nested lists; each is the number that `plain` makes of it by itself, up to ties of rounding."""
+    """An array's numbers as nested lists: each as `json_value` rounds it by itself, up to ties of rounding."""
     if array.dtype.kind != "f":
         return array.tolist()
     array = array.astype(np.float64)
@@ -414,14 +415,15 @@ def _listed(array: np.ndarray, digits: int | None) -> Any:
     if digits is not None:
         size = np.abs(array, where=finite & (array != 0), out=np.ones_like(array))
         places = digits - 1 - np.floor(np.log10(size))
-        # Whole numbers below 10^digits and powers of ten up to 10^22 are exact, so a quotient is the nearest number to
-        # the decimal one; beyond them text is the way.
-        usual = np.abs(places) <= 22
-        power = 10.0 ** np.where(usual, np.abs(places), 0)
-        up, down = np.where(places > 0, power, 1.0), np.where(places > 0, 1.0, power)
+        # Whole numbers below 10^digits and powers of ten up to 10^22 are exact in float64, so that their quotient is the
+        # float nearest to the decimal number. Other sizes are rounded as text.
+        is_exact = np.abs(places) <= 22
+        power = 10.0 ** np.where(is_exact, np.abs(places), 0)
+        up = np.where(places > 0, power, 1.0)
+        down = np.where(places > 0, 1.0, power)
         rounded = np.rint(array * up / down) / up * down
-        rare = finite & ~usual
-        rounded[rare] = [float(f"{number:.{digits}g}") for number in array[rare].tolist()]
+        as_text = finite & ~is_exact
+        rounded[as_text] = [float(f"{number:.{digits}g}") for number in array[as_text].tolist()]
         array = rounded
     if finite.all():
         return array.tolist()

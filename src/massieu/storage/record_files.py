@@ -1,20 +1,26 @@
 """The names of the files of a stored result and of a stored comparison."""
 
 FORMATS = ("parquet", "csv")
+"""Formats of the tables."""
 TABLES = ("heads", "layers")
 PAGE = "report.html"
 TOKENS = "tokens"
-"""The folder that parts are in."""
+"""The folder of the per-token table's parts."""
 TOKEN_PARTS = f"{TOKENS}/part-*.parquet"
-"""The names of all parts that a result may have."""
-RECORD, DETAILS, UNITS = "run.json", "details.json", "units.safetensors"
+"""The pattern of the names of these parts."""
+RECORD = "run.json"
+DETAILS = "details.json"
+UNITS = "units.safetensors"
 COMPARISON_RECORD = "comparison.json"
-DIFFERENCES, VALUES = "differences.parquet", "values.parquet"
+DIFFERENCES = "differences.parquet"
+VALUES = "values.parquet"
 COMPARISON_FILES = (DIFFERENCES, VALUES, PAGE)
-"""Beside the record."""
+"""The files of a comparison, without its record."""
 
 
 def files_of(format: str, per_token: bool) -> tuple[str, ...]:
-    """The names, or patterns of them, that the files of a result will have, beside the record."""
-    tables = (f"{name}.{format}" for name in TABLES)
-    return (*tables, DETAILS, UNITS, PAGE, *((TOKEN_PARTS,) if per_token else ()))
+    """The names, or patterns of them, of the files that a result will have, without the record."""
+    names = [*(f"{name}.{format}" for name in TABLES), DETAILS, UNITS, PAGE]
+    if per_token:
+        names.append(TOKEN_PARTS)
+    return tuple(names)

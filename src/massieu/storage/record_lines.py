@@ -1,7 +1,7 @@
-"""The record of a training run as JSON lines: what `massieu.Monitor` appends, and the page of curves reads.
+"""The record of a training run as JSON lines: `massieu.Monitor` appends to it, and the page of curves reads it.
 
 The first line is a header, ``{"massieu": version, "monitor": settings}``; each other line is one record,
-``{"step": 100, "massieu/loss": 2.5, ...}``. JSON has no NaN and no infinity: they are the strings of `NOT_FINITE`.
+``{"step": 100, "massieu/loss": 2.5, ...}``. JSON has no NaN and no infinity; the strings of `NOT_FINITE` stand for them.
 """
 
 import json
@@ -21,8 +21,9 @@ COMPARABLE = ("model", "layers", "heads", "batch")
 """Settings without which the numbers of two runs cannot be compared."""
 _HEADER = b'{"massieu"'
 _BEGINNINGS = (b'{"step"', _HEADER)
-"""How whole lines begin: one that begins so and breaks off was cut when its process ended."""
+"""The beginnings of complete lines: a line that begins so and breaks off was cut when its process ended."""
 _SHOWN = 40
+"""Characters of a wrong line that an error quotes."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class TrainingRun:
     """The records of one run.
 
     Attributes:
-        name: of its file, without the ending.
-        settings: of the monitor; empty where the file has no header.
-        records: each step's numbers, by rising step.
-        alarms: the keys that were in alarm, for each step that had one.
-        notes: what was left out, a sentence each.
+        name: Name of its file, without the ending.
+        settings: Those of the monitor; empty if the file has no header.
+        records: The numbers of each step, by rising step.
+        alarms: The keys in alarm, for each step that had one.
+        notes: A sentence for each line that was left out.
     """
 
     name: str
@@ -45,11 +46,12 @@ class TrainingRun:
 
     @property
     def prefix(self) -> str:
-        """What its keys begin with: as the header says, or else as most of them do."""
-        if isinstance(known := self.settings.get("prefix"), str):
-            return known
-        first = Counter(key.partition("/")[0] for record in self.records.values() for key in record if "/" in key)
-        return first.most_common(1)[0][0] if first else ""
+        """The prefix of its keys: that of the header, or else the most frequent one."""
+        prefix = self.settings.get("prefix")
+        if isinstance(prefix, str):
+            return prefix
+        prefixes = Counter(key.partition("/")[0] for record in self.records.values() for key in record if "/" in key)
+        return prefixes.most_common(1)[0][0] if prefixes else ""
 
     def quantities(self) -> list[str]:
         """The keys without the prefix, in the order in which the records name them."""
@@ -58,7 +60,7 @@ class TrainingRun:
         return [key.removeprefix(start) for key in keys if key.startswith(start)]
 
     def curve(self, quantity: str) -> dict[int, float]:
-        """A quantity's number at each step that has it."""
+        """The numbers of a quantity, by step; steps without it are left out."""
         key = f"{self.prefix}/{quantity}" if self.prefix else quantity
         return {step: record[key] for step, record in self.records.items() if key in record}
 
@@ -69,8 +71,11 @@ def header_line(version: str, settings: Mapping[str, Any]) -> str:
 
 
 def record_line(step: int, record: Mapping[str, float], alarms: Sequence[str] = ()) -> str:
-    """One record's line; ``alarms`` are the keys that are in alarm."""
-    return _line({"step": step, **record} | ({"alarms": list(alarms)} if alarms else {}))
+    """The line of a record; ``alarms`` are the keys that are in alarm."""
+    entries: dict[str, Any] = {"step": step, **record}
+    if alarms:
+        entries["alarms"] = list(alarms)
+    return _line(entries)
 
 
 def _line(value: Any) -> str:
@@ -79,7 +84,9 @@ def _line(value: Any) -> str:
 
 def _writable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(key): _writable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -88,14 +95,14 @@ def _writable(value: Any) -> Any:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any], also: Sequence[str] = ()) -> str:
-    """What two monitors' settings have different, of those without which numbers cannot be compared; empty if nothing."""
-    other = json.loads(_line(other))  # as a file holds them: a tuple is a list there
+    """The differences of two monitors' settings that keep their numbers from being compared, as a phrase; "" if none."""
+    other = json.loads(_line(other))  # As a file holds them, where a tuple is a list.
     names = [name for name in (*COMPARABLE, *also) if name in one and name in other and one[name] != other[name]]
     return ", ".join(f"{name} {one[name]} in place of {other[name]}" for name in names)
 
 
 def is_record_of_monitor(path: Path) -> bool:
-    """Whether a file begins as a monitor's does, with its header; False where it cannot be read."""
+    """Whether a file begins with a monitor's header; False if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(len(_HEADER)) == _HEADER
@@ -104,22 +111,22 @@ def is_record_of_monitor(path: Path) -> bool:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The settings in a file's header; empty where it has none."""
+    """The settings in a file's header; empty if it has none."""
     with path.open("rb") as file:
         first = file.readline()
     try:
-        found = json.loads(first)
+        header = json.loads(first)
     except (ValueError, RecursionError):
         return {}
-    settings = found.get("monitor") if isinstance(found, dict) else None
+    settings = header.get("monitor") if isinstance(header, dict) else None
     return settings if isinstance(settings, dict) else {}
 
 
 def read_run(path: str | os.PathLike[str]) -> TrainingRun:
     """Read a run's records.
 
-    A run that went back to an earlier step began again there: what it had measured from that step on is replaced. A line
-    that was cut off when a process ended is left out, and a note says so.
+    If a run went back to an earlier step, its new records replace those from that step on. A line that was cut off when a
+    process ended is left out, and a note says so.
 
     Raises:
         InputError: the file cannot be read, holds no record, or a line of it is no record.
@@ -128,25 +135,26 @@ def read_run(path: str | os.PathLike[str]) -> TrainingRun:
     run = TrainingRun(path.stem)
     with explaining(f"cannot read {path}"), path.open("rb") as file:
         lines = list(file)
-    for place, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1):
+        # A crash may leave zero bytes where lines were to be written.
         if not line.strip(b"\0\t\r\n "):
             continue
         try:
-            found = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+            entries = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
         except (ValueError, RecursionError):
-            found = None
-            begun = line.startswith(_BEGINNINGS) or any(each.startswith(line.rstrip()) for each in _BEGINNINGS)
-            if begun or (place == len(lines) and not line.endswith(b"\n")):
-                run.notes.append(f"line {place} of {path.name} was cut off and is left out")
+            entries = None
+            begins_a_line = line.startswith(_BEGINNINGS) or any(text.startswith(line.rstrip()) for text in _BEGINNINGS)
+            if begins_a_line or (number == len(lines) and not line.endswith(b"\n")):
+                run.notes.append(f"line {number} of {path.name} was cut off and is left out")
                 continue
-        if not isinstance(found, dict):
+        if not isinstance(entries, dict):
             raise InputError(
-                f"{path}, line {place}: it must hold a JSON object, as a monitor writes it, not {_shown(line)}"
+                f"{path}, line {number}: it must hold a JSON object, as a monitor writes it, not {_shown(line)}"
             )
-        if "massieu" in found:
-            run.settings.update(found["monitor"] if isinstance(found.get("monitor"), dict) else {})
+        if "massieu" in entries:
+            run.settings.update(entries["monitor"] if isinstance(entries.get("monitor"), dict) else {})
         else:
-            _take(run, found, f"{path}, line {place}")
+            _add_record(run, entries, f"{path}, line {number}")
     if not run.records:
         raise InputError(f"{path} holds no record of a monitor" + ("" if any(lines) else ": it is empty"))
     return run
@@ -157,15 +165,15 @@ def _shown(line: bytes) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
 
 
-def _take(run: TrainingRun, found: dict[str, Any], where: str) -> None:
-    step = found.pop("step", None)
+def _add_record(run: TrainingRun, entries: dict[str, Any], where: str) -> None:
+    step = entries.pop("step", None)
     if isinstance(step, bool) or not isinstance(step, int | float) or step < 0 or step != step // 1:
         raise InputError(f'{where}: a record needs its "step", a whole number from 0 on, not {step!r}')
-    alarms = found.pop("alarms", [])
+    alarms = entries.pop("alarms", [])
     if not isinstance(alarms, list):
         raise InputError(f'{where}: "alarms" must be a list of keys, not {type(alarms).__name__}')
-    record = dict(_numbers(found, where))
-    # Steps rise in the order of the records: only the last ones can be later than this.
+    record = dict(_numbers(entries, where))
+    # Steps rise in the order of the records, so only the last ones can be later than this one.
     while run.records and (latest := next(reversed(run.records))) > step:
         del run.records[latest]
         run.alarms.pop(latest, None)
@@ -176,8 +184,8 @@ def _take(run: TrainingRun, found: dict[str, Any], where: str) -> None:
         run.alarms.pop(int(step), None)
 
 
-def _numbers(found: dict[str, Any], where: str) -> Iterator[tuple[str, float]]:
-    for key, value in found.items():
+def _numbers(entries: dict[str, Any], where: str) -> Iterator[tuple[str, float]]:
+    for key, value in entries.items():
         if value is None:
             continue
         if isinstance(value, str) and value in NOT_FINITE:

@@ -1,4 +1,4 @@
-"""One page on disk, complete or not there; and what is in the way of files, found before anything is lost."""
+"""Pages that are written completely or not at all, and tests before the work whether a place can be written to."""
 
 import os
 import secrets
@@ -14,7 +14,7 @@ _BLOCK = 1 << 20
 
 @contextmanager
 def explaining(what: str) -> Iterator[None]:
-    """An error of the file system inside becomes one sentence that begins with ``what``."""
+    """Turn an error of the file system inside this context into one sentence that begins with ``what``."""
     try:
         yield
     except OSError as error:
@@ -22,10 +22,10 @@ def explaining(what: str) -> Iterator[None]:
 
 
 def check_name(path: str | os.PathLike[str]) -> Path:
-    """The path, if a file can have this name.
+    """The path, checked to be one that a file can have.
 
     Raises:
-        InputError: it holds a zero byte, or a character that is none.
+        InputError: it holds a zero byte, or a character that the file system cannot encode.
     """
     try:
         encoded = os.fsencode(path)
@@ -37,12 +37,17 @@ def check_name(path: str | os.PathLike[str]) -> Path:
 
 
 def write_whole(path: Path, page: str | bytes, what: str) -> None:
-    """Write a page or a picture, so that an earlier one is replaced at once; folders are made, devices and FIFOs written to.
+    """Write a page or a picture, which replaces an earlier one in one step; missing folders are made, and devices written to.
 
-    A token need not be valid Unicode; on the page, what is not becomes a question mark.
+    Characters of tokens that are not valid Unicode become question marks.
+
+    Args:
+        path: The file.
+        page: Its text.
+        what: What it is, for errors.
 
     Raises:
-        InputError: `what` cannot be written there.
+        InputError: the file cannot be written.
     """
     path = check_name(path)
     with explaining(f"cannot write {what} {path}"):
@@ -54,13 +59,15 @@ def write_whole(path: Path, page: str | bytes, what: str) -> None:
 
 
 def try_to_write(folder: Path, room: int, name: str | None = None) -> None:
-    """Write so many bytes into a folder and remove them: quotas and limits are known to nothing else.
+    """Write `room` bytes into a folder and remove them: only this shows quotas and other limits.
 
     Args:
-        name: Of the file; one that nothing has.
+        folder: A folder that exists.
+        room: Number of bytes.
+        name: Name of the file, which must not exist; None: a name that nothing has.
 
     Raises:
-        InputError: they cannot be written.
+        InputError: the bytes cannot be written.
     """
     trial = folder / (name or f"{LEFT}{secrets.token_hex(8)}")
     with explaining(f"cannot write to the folder {folder}" if name is None else f"cannot write {trial}"):

@@ -1,12 +1,12 @@
 """Conformance suites: named checks for your own measure, energy, activation, operator, posterior, kernel or statistic.
 
 `measure_checks`, `energy_checks`, `activation_checks`, `operator_checks`, `posterior_checks`, `kernel_checks` and
-`statistic_checks` take a case, the object beside points and independent oracles, and return pairs of a name and a check. None
-of them needs pytest or SciPy.
+`statistic_checks` take a case (the object, points and independent oracles) and return pairs of a name and a check. None of
+them needs pytest or SciPy.
 
-Of measures, laws are grouped by theme: `derivatives`, `divergence`, `distribution` (density, samples, support), `inverse`
-(mean to natural parameter, the boundary), `edges` (emptiness, no values), `batching` and `precision`. What all the other
-contracts share is in `everywhere`.
+The laws of measures are grouped by theme: `derivatives`, `divergence`, `distribution` (density, samples, support), `inverse`
+(mean to natural parameter, the boundary), `edges` (empty tensors, no values), `batching` and `precision`. Laws that all the
+other contracts share are in `everywhere`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ __all__ = [
     "statistic_checks",
 ]
 
-# Statistics are the probe's, which nothing here imports: it is loaded when these two names are first used.
+# Statistics belong to the probe, which this room does not import: it is loaded when these two names are first used.
 __getattr__, __dir__ = lazy_names(
     __name__,
     __all__,

@@ -32,10 +32,10 @@ class ActivationCase(SuiteCase):
     Attributes:
         activation: ∇L.
         points: At least two queries, of ordinary size.
-        lagrangian: L of points (*batch, query, d), found in another way.
-        steepest: Points at which the Lipschitz constant is attained, where the activation promises that it is.
-        batch: How many leading dimensions are the activation's own.
-        exempt, compile_backend: Laws that are not promised, each with the reason; what "compiled" compiles with.
+        lagrangian: Oracle: L of points (*batch, query, d).
+        steepest: Points at which the Lipschitz constant is attained, if the activation promises that it is.
+        batch: Number of leading dimensions that the activation's tensors have too.
+        exempt, compile_backend: Laws that are not promised, each with the reason; the backend of "compiled".
 
     Example:
         >>> import torch
@@ -58,9 +58,9 @@ def activation_checks(case: ActivationCase) -> Checks:
     * lagrangian: L against the oracle; gradient: the map is ∇L by finite differences and by automatic ones;
     * convex: the Jacobian is symmetric and positive semi-definite, L lies below its chords;
     * conjugate: L(x) + L*(y) ≥ x·y, with equality at y = ∇L(x); L* is infinite where the supremum is;
-    * range: numbers are finite at 0 and far away, and L* is finite on what the map gives;
-    * lipschitz: no Jacobian is larger; attained: at the points that are named;
-    * quadratic: the map is affine where it says that it is;
+    * range: numbers are finite at 0 and far away, and L* is finite at the map's values;
+    * lipschitz: no Jacobian's norm exceeds the constant; attained: it is reached at `steepest`;
+    * quadratic: the map is affine if and only if it says so;
     * and structure, one by one, vmap, derivatives, precision, half precision, no query, meta, not a number, compiled.
 
     Example:
@@ -94,10 +94,12 @@ def _lagrangian(trial: Trial[ActivationCase]) -> None:
 
 
 def _gradient(trial: Trial[ActivationCase]) -> None:
-    activation, points, way = trial.value, trial.points, trial.drawn()
-    found = (activation(points) * way).sum(-1)
-    difference = slope(lambda t: activation.lagrangian(points + t * way))
-    trial.same("gradient: the map = finite difference of the Lagrangian", found, difference, 1e-7)
+    activation = trial.value
+    points = trial.points
+    direction = trial.drawn()
+    along = (activation(points) * direction).sum(-1)
+    difference = slope(lambda t: activation.lagrangian(points + t * direction))
+    trial.same("gradient: the map = finite difference of the Lagrangian", along, difference, 1e-7)
     leaf = points.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(activation.lagrangian(leaf).sum(), leaf)
     trial.same("gradient: the map = ∇L", activation(points), gradient)
@@ -111,10 +113,12 @@ def _jacobian(activation: Activation, points: Tensor) -> Tensor:
 
 def _convex(trial: Trial[ActivationCase]) -> None:
     trial = trial.scaled(_SCALES[1:])
-    activation, points = trial.value, trial.points
+    activation = trial.value
+    points = trial.points
     jacobian = _jacobian(activation, points)
     trial.same("convex: the Jacobian is symmetric", jacobian, jacobian.mT)
-    least, size = torch.linalg.eigvalsh(jacobian)[..., 0], jacobian.abs().amax((-2, -1))
+    least = torch.linalg.eigvalsh(jacobian)[..., 0]
+    size = jacobian.abs().amax((-2, -1))
     trial.at_most("convex: the Jacobian is positive semi-definite", -least, 0 * least, EXACT * (1 + size))
     other = points.roll(1, trial.query)
     chord = (activation.lagrangian(points) + activation.lagrangian(other)) / 2
@@ -123,15 +127,15 @@ def _convex(trial: Trial[ActivationCase]) -> None:
 
 
 def _conjugate(trial: Trial[ActivationCase]) -> None:
-    activation, points = trial.value, trial.points
+    activation = trial.value
+    points = trial.points
     image = activation(points)
-    found = activation.conjugate(image)
     expected = (points * image).sum(-1) - activation.lagrangian(points)
-    trial.same("conjugate: L(x) + L*(y) = x·y at y = ∇L(x)", found, expected, 1e-7)
+    trial.same("conjugate: L(x) + L*(y) = x·y at y = ∇L(x)", activation.conjugate(image), expected, 1e-7)
     for y in (image, 0.5 * (image + image.roll(1, trial.query)), 3 * image, 10 + trial.drawn().abs()):
         value = activation.conjugate(y)
         for scale in _BEYOND:
-            # Towards what lies outside the range, where the supremum is infinite.
+            # Far out towards y − ∇L(x): if y is outside the range of the map, the supremum over x is infinite.
             for x in (scale * points, scale * (y - activation(scale * y)), scale * (y - image)):
                 below = (x * y).sum(-1) - activation.lagrangian(x)
                 law = "conjugate: L*(y) ≥ x·y − L(x)"
@@ -149,29 +153,31 @@ def _range(trial: Trial[ActivationCase]) -> None:
             raise AssertionError(f"range: {name} is not finite at {trial.points[~number.isfinite()][0].tolist()}")
 
 
-def _sizes(trial: Trial[ActivationCase], points: Tensor) -> tuple[Tensor, Tensor]:
-    """The spectral norm of the Jacobian at each point, and the constant."""
-    found = torch.linalg.matrix_norm(_jacobian(trial.value, points), ord=2)
-    bound = trial.value.lipschitz.to(found.dtype)
-    return found, bound.reshape(*bound.shape, *[1] * (found.ndim - bound.ndim)).expand_as(found)
+def _norm_and_bound(trial: Trial[ActivationCase], points: Tensor) -> tuple[Tensor, Tensor]:
+    """The spectral norm of the Jacobian at each point, and the Lipschitz constant in the same shape."""
+    norm = torch.linalg.matrix_norm(_jacobian(trial.value, points), ord=2)
+    bound = trial.value.lipschitz.to(norm.dtype)
+    return norm, bound.reshape(*bound.shape, *[1] * (norm.ndim - bound.ndim)).expand_as(norm)
 
 
 def _lipschitz(trial: Trial[ActivationCase]) -> None:
     trial = trial.scaled(_SCALES[1:])
-    found, bound = _sizes(trial, trial.points)
-    trial.at_most("lipschitz: ‖∇²L‖ ≤ the constant", found, bound, EXACT * (1 + found))
+    norm, bound = _norm_and_bound(trial, trial.points)
+    trial.at_most("lipschitz: ‖∇²L‖ ≤ the constant", norm, bound, EXACT * (1 + norm))
 
 
 def _attained(trial: Trial[ActivationCase]) -> None:
     assert trial.case.steepest is not None
     trial = trial.at(trial.case.steepest.double())
-    found, bound = _sizes(trial, trial.points)
-    trial.agree("attained: ‖∇²L‖ = the Lipschitz constant", found, bound, 1e-6 * bound)
+    norm, bound = _norm_and_bound(trial, trial.points)
+    trial.agree("attained: ‖∇²L‖ = the Lipschitz constant", norm, bound, 1e-6 * bound)
 
 
 def _quadratic(trial: Trial[ActivationCase]) -> None:
-    activation, points = trial.value, trial.points
-    origin, image = activation(0 * points), activation(points)
+    activation = trial.value
+    points = trial.points
+    origin = activation(0 * points)
+    image = activation(points)
     errors = [(activation(t * points) - origin - t * (image - origin)).abs().amax() for t in (-1, 2)]
     if bool(max(errors) < EXACT) != activation.quadratic:
         raise AssertionError(
@@ -180,7 +186,7 @@ def _quadratic(trial: Trial[ActivationCase]) -> None:
 
 
 def _not_a_number(trial: Trial[ActivationCase]) -> None:
-    # NaN is not in the range of a map: its conjugate may be +inf, as outside, or that of an indicator.
+    # NaN is not in the map's range, so that its conjugate may be +inf, as it is outside.
     functions = {name: function for name, function in trial.functions.items() if name != "conjugate"}
     check_not_a_number(replace(trial, functions=functions))
 

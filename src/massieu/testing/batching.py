@@ -1,4 +1,4 @@
-"""Batched, one by one, mapped and compiled: four ways to the same numbers."""
+"""Batched, one by one, under `vmap` and compiled: four ways to the same numbers."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -13,8 +13,10 @@ from massieu.testing.subject import DERIVED, FUNCTIONS, Subject
 
 
 def check_shapes(subject: Subject) -> None:
-    measure, eta, event = subject.measure, subject.eta, subject.measure.event_shape
-    # One query dimension; none, where a tensor of too many dimensions shows; and two.
+    measure = subject.measure
+    eta = subject.eta
+    event = subject.measure.event_shape
+    # One query dimension; none, which shows a tensor of too many dimensions; and two.
     for points in (eta, eta.select(subject.queries, 0), torch.stack([eta, eta], subject.queries)):
         batch = points.shape[: points.ndim - len(event)]
         shapes = batch, points.shape, (*points.shape, *event), batch
@@ -32,7 +34,10 @@ def check_shapes(subject: Subject) -> None:
 
 
 def check_batching(subject: Subject) -> None:
-    measure, eta, other, queries = subject.measure, subject.eta, subject.middle, subject.queries
+    measure = subject.measure
+    eta = subject.eta
+    other = subject.middle
+    queries = subject.queries
     pairs = list(zip(eta.unbind(queries), other.unbind(queries), strict=True))
     sliced = can_be_sliced(measure)
     parts = [pytree.tree_map(lambda leaf, i=i: leaf[i], measure) for i in range(len(eta))] if sliced else []
@@ -41,7 +46,7 @@ def check_batching(subject: Subject) -> None:
         tolerance = 1e-12 * (1 + whole.abs())
         alone = [function(measure, point, second) for point, second in pairs]
         agree(f"{name}: all queries at once = one by one", eta, whole, torch.stack(alone, queries), tolerance)
-        # Out at 0 and moved: vmap with another out_dims fails on results that do not depend on eta.
+        # The mapped dimension is moved afterwards: vmap with another out_dims fails on results that do not depend on eta.
         mapped = torch.func.vmap(function, (None, queries, queries))(measure, eta, other).movedim(0, queries)
         agree(f"{name}: vmap over queries", eta, whole, mapped, tolerance)
         if sliced:
@@ -70,7 +75,9 @@ COMPILED = {**FUNCTIONS, "gradient": _gradient, "gradient of the mean": _gradien
 
 
 def check_compiled(subject: Subject, names: Iterable[str] = COMPILED) -> None:
-    eta, other, backend = subject.eta, subject.middle, subject.case.compile_backend
+    eta = subject.eta
+    other = subject.middle
+    backend = subject.case.compile_backend
     assert backend is not None
     for name in names:
         function = partial(COMPILED[name], subject.measure)

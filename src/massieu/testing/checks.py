@@ -1,6 +1,6 @@
-"""What a conformance suite is made of: laws with names, the checks they become for one case, and the comparison of numbers.
+"""The parts of a conformance suite: named laws, the checks that they become for one case, and the comparison of numbers.
 
-A suite is a table of `Law`s and a case class; `checks_of` makes of both what a test loops or parametrises over.
+A suite is a table of `Law`s and a case class; `checks_of` turns them into checks, for a loop or for pytest's parameters.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from massieu.foundation.arguments import instance
 
 EXACT = 1e-9
-"""Relative tolerance, in float64, of two exact ways to one number."""
+"""Relative tolerance, in float64, between two exact computations of one number."""
 
 
 def no_values() -> AbstractContextManager[object]:
-    """Where tensors have shapes and devices alone: to ask for a value, or to mix two devices, is an error."""
+    """A context in which tensors have shapes and devices but no values: reading one, or mixing two devices, is an error."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -28,28 +28,28 @@ CaseT = TypeVar("CaseT")
 SubjectT = TypeVar("SubjectT")
 
 
-def _nothing(case: object) -> None:
-    """A law that holds of every case."""
+def _applies(case: object) -> None:
+    """No reason to leave a law out: it applies to every case."""
 
 
 @dataclass(frozen=True)
 class Law(Generic[CaseT, SubjectT]):
-    """A law by its name; what it does not apply to is left out with a reason.
+    """A named law of a contract.
 
-    `holds` raises AssertionError where the subject breaks the law. `missing` looks at the case alone, while tests are
-    collected, so it must be cheap: None where the law applies, otherwise the reason why it does not.
+    `holds` raises an AssertionError if the subject breaks the law. `missing` returns None if the law applies to a case, and
+    otherwise the reason why it does not. It is called while tests are collected, so it must be cheap.
     """
 
     name: str
     holds: Callable[[SubjectT], object]
-    missing: Callable[[CaseT], str | None] = _nothing
+    missing: Callable[[CaseT], str | None] = _applies
 
 
 class Checks(Collection[tuple[str, Callable[[], None]]]):
     """The checks of one case: pairs of a name and a function without arguments that raises AssertionError.
 
-    `left_out` names the laws that do not apply to the case, each with the reason. `checks["mean"]()` runs one of them.
-    What the object itself raises passes through.
+    `left_out` names the laws that do not apply to the case, each with the reason. `checks["mean"]()` runs one check.
+    Errors that the object itself raises pass through.
     """
 
     def __init__(self, checks: dict[str, Callable[[], None]], left_out: dict[str, str]) -> None:
@@ -70,7 +70,7 @@ class Checks(Collection[tuple[str, Callable[[], None]]]):
 
 
 def checks_of(case: CaseT, subject_of: Callable[[CaseT], SubjectT], laws: Iterable[Law[CaseT, SubjectT]]) -> Checks:
-    """The laws as checks of `case`. The first check that runs builds the subject, and all share it."""
+    """The laws as checks of `case`. The first check that runs builds the subject, which all share."""
 
     @cache
     def subject() -> SubjectT:
@@ -82,7 +82,8 @@ def checks_of(case: CaseT, subject_of: Callable[[CaseT], SubjectT], laws: Iterab
 
         return check
 
-    checks, left_out = {}, {}
+    checks = {}
+    left_out = {}
     for law in laws:
         reason = law.missing(case)
         if reason is None:
@@ -93,7 +94,7 @@ def checks_of(case: CaseT, subject_of: Callable[[CaseT], SubjectT], laws: Iterab
 
 
 def check_case(case: object, kind: type, subject: type) -> None:
-    """Raise a TypeError unless it is such a case, and its first field is such a subject."""
+    """Raise a TypeError unless `case` is of this kind and its first field is of the type `subject`."""
     instance("case", case, kind, f"{_with_article(kind)}, which holds what is checked")
     name = next(entry.name for entry in fields(kind) if not entry.kw_only)
     instance(name, getattr(case, name), subject, _with_article(subject))
@@ -104,16 +105,20 @@ def _with_article(kind: type) -> str:
 
 
 def agree(law: str, points: Tensor, actual: Tensor, expected: Tensor, tolerance: Tensor | float) -> None:
-    """Fail at the worst entry; `points` (…, event) and the numbers share their leading (batch and query) dimensions."""
+    """Raise an AssertionError that names the worst entry unless the numbers agree within the tolerance.
+
+    `points` (…, event) and the numbers share their leading (batch and query) dimensions.
+    """
     if actual.shape != expected.shape:
         raise AssertionError(f"{law}: got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
-    actual, expected = actual.detach().double(), expected.detach().double()
+    actual = actual.detach().double()
+    expected = expected.detach().double()
     error = (actual - expected).abs()
-    # NaN is an error, equal infinities are not.
-    broken = ~(error <= tolerance) & (actual != expected)
-    if not bool(broken.any()):
+    # NaN is an error, equal infinities are not: their difference is NaN.
+    disagrees = ~(error <= tolerance) & (actual != expected)
+    if not bool(disagrees.any()):
         return
-    excess = torch.where(broken, (error / tolerance).nan_to_num(nan=torch.inf), -1.0)
+    excess = torch.where(disagrees, (error / tolerance).nan_to_num(nan=torch.inf), -1.0)
     index = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
     allowed = torch.as_tensor(tolerance, dtype=error.dtype, device=error.device).expand_as(error)[index]
     point = points.detach()[index[: points.ndim - 1]]
@@ -124,10 +129,10 @@ def agree(law: str, points: Tensor, actual: Tensor, expected: Tensor, tolerance:
 
 
 def at_most(law: str, points: Tensor, actual: Tensor, bound: Tensor, tolerance: Tensor | float) -> None:
-    """As `agree`, for actual ≤ bound."""
+    """As `agree`, for the law actual ≤ bound."""
     agree(law, points, actual, torch.minimum(actual, bound.expand_as(actual)), tolerance)
 
 
 def expand(scalar: Tensor, like: Tensor) -> Tensor:
-    """A number per query, with singleton dimensions up to those of `like`."""
+    """A tensor of one number per query, with singleton dimensions appended up to the number that `like` has."""
     return scalar.reshape((*scalar.shape, *[1] * (like.ndim - scalar.ndim)))

@@ -12,13 +12,14 @@ from massieu.testing.checks import EXACT, agree, at_most, expand
 from massieu.testing.subject import FUNCTIONS, Subject
 
 ORDER = 6
-"""Of the highest cumulant."""
+"""Order of the highest cumulant."""
 _OF_PARAMETERS = 1e-6
-"""Relative tolerance of a derivative in a measure's own tensors."""
+"""Relative tolerance of a derivative in the measure's tensors."""
 
 
 def check_mean(subject: Subject) -> None:
-    measure, eta = subject.measure, subject.eta
+    measure = subject.measure
+    eta = subject.eta
     for points in (eta, subject.far):
         leaf = points.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(measure.log_partition(leaf).sum(), leaf)
@@ -33,7 +34,8 @@ def check_mean(subject: Subject) -> None:
 
 
 def check_fisher(subject: Subject) -> None:
-    measure, eta = subject.measure, subject.eta
+    measure = subject.measure
+    eta = subject.eta
     fisher = subject.fisher(eta)
     size = 1 + fisher.abs().amax((-2, -1))
     pullback = torch.func.vjp(torch.func.grad(lambda point: measure.log_partition(point).sum()), eta)[1]
@@ -50,7 +52,7 @@ def check_fisher(subject: Subject) -> None:
 
 
 def check_second_derivatives(subject: Subject) -> None:
-    # The first point and the last, by default the origin: the check's cost is quadratic.
+    # Only the first point and the last (by default the origin), as the cost is quadratic in the number of entries.
     ends = torch.cat([subject.eta.narrow(subject.queries, i, 1) for i in (0, -1)], subject.queries).requires_grad_()
     try:
         torch.autograd.gradgradcheck(subject.measure.log_partition, (ends,), eps=1e-6 * float(subject.reach.min()))
@@ -59,59 +61,66 @@ def check_second_derivatives(subject: Subject) -> None:
 
 
 def check_parameters(subject: Subject) -> None:
-    """Gradients reach what the measure holds: against finite differences along a drawn change of all its tensors."""
+    """Gradients reach the measure's tensors: they equal finite differences along a random change of all of them."""
     leaves, structure = pytree.tree_flatten(subject.measure)
-    ways = [_change(subject, leaf) for leaf in leaves]
+    changes = [_change(subject, leaf) for leaf in leaves]
 
-    def at(t: Tensor) -> Measure:
-        moved = [leaf if way is None else leaf + t * way for leaf, way in zip(leaves, ways, strict=True)]
-        return pytree.tree_unflatten(moved, structure)
+    def measure_at(t: Tensor) -> Measure:
+        changed = [leaf if change is None else leaf + t * change for leaf, change in zip(leaves, changes, strict=True)]
+        return pytree.tree_unflatten(changed, structure)
 
     for name, function in FUNCTIONS.items():
         weight = subject.noise(subject.results[name])
 
         def total(t: Tensor, function: Any = function, weight: Tensor = weight) -> Tensor:
-            found = function(at(t), subject.eta, subject.middle)
-            return torch.where(found.isfinite(), weight * found, 0.0).sum()
+            result = function(measure_at(t), subject.eta, subject.middle)
+            return torch.where(result.isfinite(), weight * result, 0.0).sum()
 
         step = torch.tensor(1e-3, dtype=torch.float64, device=subject.eta.device)
-        near, far = total(step) - total(-step), total(2 * step) - total(-2 * step)
+        near = total(step) - total(-step)
+        far = total(2 * step) - total(-2 * step)
         expected = (8 * near - far) / (12 * step)
         start = torch.zeros_like(step, requires_grad=True)
         value = total(start)
-        found = torch.autograd.grad(value, start)[0] if value.requires_grad else torch.zeros_like(step)
+        actual = torch.autograd.grad(value, start)[0] if value.requires_grad else torch.zeros_like(step)
         size = 1 + (weight * subject.results[name]).nan_to_num(posinf=0.0).abs().sum() + expected.abs()
         law = f"parameters: the derivative of {name} in what the measure holds = finite difference"
-        agree(law, found[None], found[None], expected[None], _OF_PARAMETERS * size)
+        agree(law, actual[None], actual[None], expected[None], _OF_PARAMETERS * size)
 
 
 def _change(subject: Subject, leaf: Any) -> Tensor | None:
-    """A small change of the finite numbers of a tensor, symmetric for square matrices, which may have to be; or None."""
+    """A small random change of the finite entries of a floating-point tensor; None for anything else."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return None
     finite = leaf.isfinite()
-    way = subject.noise(leaf) * torch.where(finite, leaf.abs(), 0.0).clamp_min(0.1)
+    change = subject.noise(leaf) * torch.where(finite, leaf.abs(), 0.0).clamp_min(0.1)
     if leaf.ndim > 1 and leaf.shape[-1] == leaf.shape[-2]:
-        way = (way + way.mT) / 2
-    return torch.where(finite, 0.1 * way, 0.0)
+        # A square matrix may be a covariance, which must stay symmetric.
+        change = (change + change.mT) / 2
+    return torch.where(finite, 0.1 * change, 0.0)
 
 
 def check_convexity(subject: Subject) -> None:
-    measure, eta = subject.measure, subject.eta
+    measure = subject.measure
+    eta = subject.eta
     middle = measure.log_partition(subject.middle)
     chord = (measure.log_partition(eta) + measure.log_partition(subject.swapped)) / 2
     at_most("midpoint convexity", eta, middle, chord, 1e-12 * (1 + chord.abs()))
 
 
 def check_cumulants(subject: Subject) -> None:
-    """The first two against mean and Fisher information, each further one as the derivative of the one before."""
-    measure, eta, direction = subject.measure, subject.eta, subject.direction
+    """The first two follow from mean and Fisher information; each further one is the derivative of the one before."""
+    measure = subject.measure
+    eta = subject.eta
+    direction = subject.direction
     cumulants = measure.cumulants(eta, direction, ORDER)
     if cumulants.shape != (*subject.lead, ORDER):
         raise AssertionError(f"shape of cumulants: got {tuple(cumulants.shape)}")
-    mean, image = measure.mean(eta), measure.fisher_vp(eta, direction)
-    first, second = measure._dot(mean, direction), measure._dot(image, direction)
-    # The sizes of what is summed: of the first, terms of the mean; of the n-th, moments as large as spreadⁿ.
+    mean = measure.mean(eta)
+    image = measure.fisher_vp(eta, direction)
+    first = measure._dot(mean, direction)
+    second = measure._dot(image, direction)
+    # Rounding is relative to the largest terms: for the mean its own terms, for the n-th cumulant moments of size spreadⁿ.
     spread = 1 + second.clamp_min(0).sqrt()
     tolerance = EXACT * (1 + measure._dot(mean.abs(), direction.abs()))
     agree("cumulant 1 = mean·direction", eta, cumulants[..., 0], first, tolerance)
@@ -133,8 +142,10 @@ def check_cumulants(subject: Subject) -> None:
 
 
 def _slope(subject: Subject, order: int) -> Tensor:
-    """The derivative of the cumulant of that order along the direction, at each eta."""
-    measure, eta, direction = subject.measure, subject.eta, subject.direction
+    """The derivative of the cumulant of this order along the subject's direction, at each eta."""
+    measure = subject.measure
+    eta = subject.eta
+    direction = subject.direction
 
     def total(t: Tensor) -> Tensor:
         return measure.cumulants(eta + expand(t, eta) * direction, direction, order)[..., -1].sum()

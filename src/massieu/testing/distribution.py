@@ -1,7 +1,7 @@
-"""What is drawn, how probable it is, and where it can lie: sampler, density and support against the derivatives of A.
+"""Sampler, density and support, compared with the derivatives of A.
 
-Five standard errors are allowed; where moments of the draws are compared, the standard errors are the exact ones as well
-as those of the draws, since values too rare to be drawn show in the exact one alone.
+Five standard errors are allowed. For moments of the draws the standard error is the larger of the exact one and that of the
+draws, since values too rare to be drawn enter the exact one alone.
 """
 
 import math
@@ -15,14 +15,15 @@ from massieu.testing.checks import EXACT, agree, at_most, expand
 from massieu.testing.subject import Subject
 
 _ERRORS = 5
+"""Standard errors that are allowed."""
 _EXPECTED = 25
-"""How often a value is expected among the draws whose frequency is compared."""
+"""The frequency of a value is compared if it is expected at least this often among the draws."""
 _FAR = 1e6
-"""How far out, in spreads, the mean stands for the end of the support."""
+"""At this many standard deviations the mean counts as the end of the support."""
 
 
 def check_draws(subject: Subject) -> None:
-    """The shape asked for, and with one seed the same draws again."""
+    """Draws have the requested shape, and one seed gives the same draws again."""
     eta = subject.eta
     for shape, actual in (((len(subject.draws),), subject.draws), ((2, 3), subject.draw(2, 3)), ((), subject.draw())):
         if actual.shape != (*shape, *eta.shape):
@@ -36,9 +37,12 @@ def _deviation(subject: Subject) -> Tensor:
 
 
 def check_samples(subject: Subject) -> None:
-    """Mean, covariance and third moment."""
-    eta, count, deviation = subject.eta, len(subject.draws), _deviation(subject)
-    mean, fisher = subject.measure.mean(eta).flatten(subject.queries + 1), subject.fisher(eta)
+    """Mean, covariance and third moment of the draws are those of the law."""
+    eta = subject.eta
+    count = len(subject.draws)
+    deviation = _deviation(subject)
+    mean = subject.measure.mean(eta).flatten(subject.queries + 1)
+    fisher = subject.fisher(eta)
     products = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
     variance = fisher.diagonal(dim1=-2, dim2=-1).clamp_min(0)
     error = torch.maximum(variance.sqrt(), deviation.std(0)) / math.sqrt(count)
@@ -58,8 +62,10 @@ def check_samples(subject: Subject) -> None:
 
 
 def check_independence(subject: Subject) -> None:
-    """Products of independent centred draws average to 0, with the product of the variances."""
-    eta, queries, direction = subject.eta, subject.queries, subject.direction
+    """The product of two independent centred draws has mean 0, and as its variance the product of theirs."""
+    eta = subject.eta
+    queries = subject.queries
+    direction = subject.direction
     projected = (_deviation(subject) * direction.flatten(queries + 1)).sum(-1)
     variance = subject.measure._dot(subject.measure.fisher_vp(eta, direction), direction).clamp_min(0)
     spread = torch.maximum(variance, projected.square().mean(0))
@@ -80,13 +86,14 @@ def _variance_of_products(subject: Subject) -> Tensor:
 
 
 def check_possible(subject: Subject) -> None:
-    """Each draw has a finite log_prob: in double precision, drawn in single precision, and rounded to half."""
-    single, count = subject.measure.to(torch.float32), min(50, len(subject.draws))
+    """Each draw has a finite log_prob: drawn in double precision, drawn in single precision, and rounded to bfloat16."""
+    single = subject.measure.to(torch.float32)
+    count = min(50, len(subject.draws))
     eta = subject.kept(single, subject.eta.float())
     draws = single.sample(eta, count, generator=torch.Generator(eta.device).manual_seed(subject.case.seed))
     rounded = {"float32": single.log_prob(eta, draws), "bfloat16": single.log_prob(eta, draws.bfloat16())}
-    for name, found in {"float64": subject.log_probs, **rounded}.items():
-        possible = found.isfinite().double().mean(0)
+    for name, log_prob in {"float64": subject.log_probs, **rounded}.items():
+        possible = log_prob.isfinite().double().mean(0)
         at = subject.eta if name == "float64" else eta
         agree(f"log_prob: what is drawn is possible, rounded to {name}", at, possible, torch.ones_like(possible), 0.0)
 
@@ -99,19 +106,25 @@ def check_log_prob_oracle(subject: Subject) -> None:
 
 
 def check_log_prob(subject: Subject) -> None:
-    """Against A at two points, against KL, and its gradient in eta."""
-    measure, eta, other, draws = subject.measure, subject.eta, subject.swapped, subject.draws
-    actual, moved = subject.log_probs, measure.log_prob(other, draws)
+    """log_prob agrees with A at two points and with KL, and has the right gradient in eta."""
+    measure = subject.measure
+    eta = subject.eta
+    other = subject.swapped
+    draws = subject.draws
+    actual = subject.log_probs
+    moved = measure.log_prob(other, draws)
     if actual.shape != draws.shape[: draws.ndim - len(measure.event_shape)]:
         raise AssertionError(f"shape of log_prob: got {tuple(actual.shape)} for points of {tuple(draws.shape)}")
-    start, end = measure.log_partition(eta), measure.log_partition(other)
+    start = measure.log_partition(eta)
+    end = measure.log_partition(other)
     tilt = measure._dot(draws, eta - other)
     size = 1 + actual.abs() + moved.abs() + tilt.abs() + start.abs() + end.abs()
     _agree_for_draws(
         "log_prob at two eta: x·(p − q) − A(p) + A(q)", subject, actual - moved, tilt - start + end, EXACT * size
     )
-    divergence, gain = measure.kl(eta, other), actual - moved
-    # The exact variance of x·(p − q) is the Fisher information's.
+    divergence = measure.kl(eta, other)
+    gain = actual - moved
+    # The exact variance of x·(p − q) is (p − q)ᵀ F (p − q).
     exact = measure._dot(measure.fisher_vp(eta, eta - other), eta - other).clamp_min(0).sqrt()
     error = torch.maximum(exact, gain.std(0)) / math.sqrt(len(draws))
     allowed = _ERRORS * error + EXACT * (1 + divergence)
@@ -126,7 +139,7 @@ def check_log_prob(subject: Subject) -> None:
 
 
 def _agree_for_draws(law: str, subject: Subject, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
-    """`agree` for (count, *batch, query): at the worst draw of each query."""
+    """`agree` for numbers (count, *batch, query) of all draws, at the worst draw of each query."""
     if actual.shape != expected.shape:
         raise AssertionError(f"{law}: got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     excess = torch.where(actual == expected, 0.0, (actual - expected).abs() / tolerance)
@@ -136,12 +149,15 @@ def _agree_for_draws(law: str, subject: Subject, actual: Tensor, expected: Tenso
 
 
 def check_frequencies(subject: Subject) -> None:
-    """A law on separate values: each is drawn as often as it is probable, and the probabilities add up to at most one."""
-    draws, lead, count = subject.draws, subject.lead, len(subject.draws)
-    flat, columns = draws.reshape(count, lead.numel(), -1), subject.log_probs.reshape(count, -1)
+    """For a law on separate values: frequencies are the probabilities, which add up to at most one."""
+    draws = subject.draws
+    lead = subject.lead
+    count = len(subject.draws)
+    flat = draws.reshape(count, lead.numel(), -1)
+    columns = subject.log_probs.reshape(count, -1)
     total, gap, allowed = (torch.zeros(lead.numel(), dtype=torch.float64, device=draws.device) for _ in range(3))
     for i in range(lead.numel()):
-        # Draws of one value may differ by rounding, which its probability does not show.
+        # Draws of one value may differ by rounding, so values are told apart in float32.
         values, index = flat[:, i].float().unique(dim=0, return_inverse=True)
         probability = torch.zeros(len(values), dtype=torch.float64, device=draws.device)
         probability[index] = columns[:, i].exp()
@@ -159,29 +175,35 @@ def check_frequencies(subject: Subject) -> None:
 
 
 def check_normalisation(subject: Subject) -> None:
-    """E_p[q/(p + q)] = E_q[p/(p + q)] for a normal q of p's mean and covariance: no weight is above one.
+    """E_p[q/(p + q)] = E_q[p/(p + q)] for a normal q with p's mean and covariance.
 
-    Holds of a density p and its own draws alone (Meng and Wong 1996). A p that lies in a subspace is left out.
+    This holds only if p is the normalised density of its draws (bridge sampling, Meng and Wong 1996); no weight exceeds one,
+    so that the means have finite variance. A p that lies in a subspace is left out.
     """
-    eta, fisher = subject.eta, subject.fisher(subject.eta)
+    eta = subject.eta
+    fisher = subject.fisher(subject.eta)
     eigenvalues = torch.linalg.eigvalsh(fisher)
     if bool((eigenvalues[..., 0] <= EXACT * eigenvalues[..., -1]).any()):
         return
-    mean, draws = subject.measure.mean(eta).flatten(subject.queries + 1), subject.draws.flatten(subject.queries + 2)
+    mean = subject.measure.mean(eta).flatten(subject.queries + 1)
+    draws = subject.draws.flatten(subject.queries + 2)
     for width in (1.0, 0.25):
         normal = torch.distributions.MultivariateNormal(mean, covariance_matrix=width * fisher)
         points = mean + (normal.scale_tril @ subject.noise(draws).unsqueeze(-1)).squeeze(-1)
-        own = torch.sigmoid(normal.log_prob(draws) - subject.log_probs)
-        ours = subject.measure.log_prob(eta, points.reshape(subject.draws.shape))
-        other = torch.sigmoid(ours - normal.log_prob(points))
-        error = (own.var(0) + other.var(0)).sqrt() / math.sqrt(len(draws))
+        # q/(p + q) = σ(log q − log p) at draws of p, and p/(p + q) at draws of q.
+        over_p = torch.sigmoid(normal.log_prob(draws) - subject.log_probs)
+        log_prob = subject.measure.log_prob(eta, points.reshape(subject.draws.shape))
+        over_q = torch.sigmoid(log_prob - normal.log_prob(points))
+        error = (over_p.var(0) + over_q.var(0)).sqrt() / math.sqrt(len(draws))
         allowed = _ERRORS * error + 1.0 / len(draws)
-        agree("log_prob is the normalised density of the samples", eta, own.mean(0), other.mean(0), allowed)
+        agree("log_prob is the normalised density of the samples", eta, over_p.mean(0), over_q.mean(0), allowed)
 
 
 def check_support(subject: Subject) -> None:
-    """The support function: above means, sublinear, and reached far out."""
-    measure, eta, direction = subject.measure, subject.eta, subject.direction
+    """The support function bounds the means, is sublinear, and is the limit of means far out."""
+    measure = subject.measure
+    eta = subject.eta
+    direction = subject.direction
     for points in (eta, subject.far):
         line = direction.narrow(subject.queries, 0, 1).expand(points.shape)
         reached = measure._dot(measure.mean(points), line)
@@ -196,12 +218,12 @@ def check_support(subject: Subject) -> None:
     spread = subject.trace(eta).sqrt()
     points = eta + expand(_FAR / spread.clamp_min(EXACT), eta) * direction
     inside = measure._in_domain(points)
-    held = bound.isfinite() if inside is None else bound.isfinite() & inside
-    points = torch.where(expand(held, points), points, eta)
+    is_bounded = bound.isfinite() if inside is None else bound.isfinite() & inside
+    points = torch.where(expand(is_bounded, points), points, eta)
     reached = measure._dot(measure.mean(points), direction)
     gap = (bound - measure._dot(measure.mean(eta), direction)).abs()
     allowed = 1e-3 * (spread + gap) + EXACT * (1 + bound.abs())
-    reached, bound = (torch.where(held, number, 0.0) for number in (reached, bound))
+    reached, bound = (torch.where(is_bounded, number, 0.0) for number in (reached, bound))
     agree("support(v) = mean·v far out along v", points, reached, bound, allowed)
 
 

@@ -1,4 +1,4 @@
-"""Where callers go that no average case leads to: outside the domain, nothing, no values, NaN, lists for tensors."""
+"""Rare input: points outside the domain, empty tensors, tensors without values, NaN, lists in place of tensors."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,13 +15,15 @@ from massieu.testing.checks import EXACT, agree, expand, no_values
 from massieu.testing.subject import DERIVED, FUNCTIONS, Subject
 
 _OUTSIDE = 1e8
+"""A distance along an axis that counts as outside the domain."""
 _HALVINGS = 120
-"""From a distance that is far outside to neighbouring numbers."""
+"""Halvings of that distance that end at neighbouring numbers."""
 
 
 def check_domain(subject: Subject) -> None:
     """Finite inside, `DomainError` in the measure's own words outside."""
-    measure, eta = subject.measure, subject.eta
+    measure = subject.measure
+    eta = subject.eta
     inside = measure._in_domain(eta)
     assert inside is not None
     if inside.shape != subject.lead or inside.dtype != torch.bool:
@@ -36,25 +38,28 @@ def check_domain(subject: Subject) -> None:
     for distance in (1.0, 1e2, 1e4, 1e8):
         for sign in (1, -1):
             points = eta + sign * distance * subject.direction
-            found = measure._in_domain(points)
-            assert found is not None
-            if not bool(found.all()):
-                _must_raise(subject, torch.where(expand(found, points), eta, points))
+            is_inside = measure._in_domain(points)
+            assert is_inside is not None
+            if not bool(is_inside.all()):
+                _must_raise(subject, torch.where(expand(is_inside, points), eta, points))
                 _check_boundary(subject)
                 return
 
 
 def _check_boundary(subject: Subject) -> None:
-    """A is finite at the last points inside, along each axis: where it is not, the boundary is no part of the domain."""
-    measure, eta = subject.measure, subject.eta
+    """A is finite at the last points inside, along each axis; otherwise these points do not belong to the domain."""
+    measure = subject.measure
+    eta = subject.eta
     for axis in subject.basis():
         for sign in (1, -1):
-            inside, outside = eta.new_zeros(subject.lead), eta.new_full(subject.lead, _OUTSIDE)
+            inside = eta.new_zeros(subject.lead)
+            outside = eta.new_full(subject.lead, _OUTSIDE)
             for _ in range(_HALVINGS):
                 middle = (inside + outside) / 2
-                found = measure._in_domain(eta + sign * expand(middle, eta) * axis)
-                assert found is not None
-                inside, outside = torch.where(found, middle, inside), torch.where(found, outside, middle)
+                is_inside = measure._in_domain(eta + sign * expand(middle, eta) * axis)
+                assert is_inside is not None
+                inside = torch.where(is_inside, middle, inside)
+                outside = torch.where(is_inside, outside, middle)
             points = eta + sign * expand(inside, eta) * axis
             try:
                 values = measure.log_partition(points)
@@ -81,8 +86,9 @@ def _must_raise(subject: Subject, points: Tensor) -> None:
 
 
 def check_empty(subject: Subject) -> None:
-    """No query, and no measure: an empty result of the right shape."""
-    measure, queries = subject.measure, subject.queries
+    """Without a query, and for an empty batch of measures, results are empty and of the right shape."""
+    measure = subject.measure
+    queries = subject.queries
     _check_shapes("no query", measure, subject.eta, subject.eta.narrow(queries, 0, 0), measure)
     if can_be_sliced(measure):
         nothing = pytree.tree_map(lambda leaf: leaf[:0], measure)
@@ -90,14 +96,13 @@ def check_empty(subject: Subject) -> None:
 
 
 def check_meta(subject: Subject) -> None:
-    """Shapes without values: on the meta device every function gives the shape that it gives elsewhere, and no tensor of
-    another device takes part."""
+    """On the meta device functions return the same shapes as elsewhere, and create no tensor on another device."""
     measure = pytree.tree_map(lambda leaf: leaf.to("meta"), subject.measure)
     _check_shapes("meta device", subject.measure, subject.eta, subject.eta.to("meta"), measure)
 
 
 def _check_shapes(law: str, measure: Measure, eta: Tensor, other: Tensor, variant: Measure) -> None:
-    """The shapes of `variant` at `other` are those of `measure` at `eta`, but for the batch and the queries."""
+    """`variant` at `other` returns the shapes of `measure` at `eta`, except for the batch and the queries."""
     lead = eta.ndim - len(measure.event_shape)
     calls: dict[str, Callable[[Measure, Tensor], Tensor]] = {
         **{name: lambda at, x, function=function: function(at, x, x) for name, function in FUNCTIONS.items()},
@@ -126,33 +131,38 @@ def _check_shapes(law: str, measure: Measure, eta: Tensor, other: Tensor, varian
 
 
 def check_numbers(subject: Subject) -> None:
-    """Lists of numbers and NumPy arrays are what tensors are, for eta as for a point."""
-    measure, eta = subject.measure, subject.eta
+    """Lists of numbers and NumPy arrays give the same results as tensors."""
+    measure = subject.measure
+    eta = subject.eta
     for name in DERIVED:
         expected = subject.results[name]
-        for kind, given in (("a list", eta.tolist()), ("an array", eta.numpy(force=True))):
-            actual = getattr(measure, name)(given)
+        for kind, argument in (("a list", eta.tolist()), ("an array", eta.numpy(force=True))):
+            actual = getattr(measure, name)(argument)
             agree(f"{name} of {kind} = of a tensor", eta, actual, expected, EXACT * (1 + expected.abs()))
 
 
 def check_nan(subject: Subject) -> None:
-    """NaN in one coordinate of one eta: never a number for what depends on it, and the other eta keep theirs.
+    """NaN in one coordinate of one eta makes its results NaN, and leaves those of the other eta as they are.
 
-    A `DomainError` is as good, since NaN lies in no domain.
+    A `DomainError` will do as well, since NaN lies in no domain.
     """
-    queries, count = subject.queries, subject.eta.shape[subject.queries]
+    queries = subject.queries
+    count = subject.eta.shape[subject.queries]
     moves = subject.fisher(subject.eta).select(queries, 0)[..., -1, -1] > 0
     for dtype in (torch.float64, torch.float32):
         measure = subject.measure.to(dtype)
-        eta, other = subject.eta.to(dtype), subject.middle.to(dtype)
+        eta = subject.eta.to(dtype)
+        other = subject.middle.to(dtype)
         spoiled = eta.clone()
         spoiled.select(queries, 0).flatten(queries)[..., -1] = torch.nan
         for name, function in FUNCTIONS.items():
             try:
-                result, expected = function(measure, spoiled, other), function(measure, eta, other)
+                result = function(measure, spoiled, other)
+                expected = function(measure, eta, other)
             except DomainError:
                 continue
-            first, rest = result.select(queries, 0), result.narrow(queries, 1, count - 1)
+            first = result.select(queries, 0)
+            rest = result.narrow(queries, 1, count - 1)
             expected = expected.narrow(queries, 1, count - 1)
             allowed = 4 * torch.finfo(dtype).eps * (1 + expected.double().abs())
             agree(f"NaN in one eta leaves {name} of the others", rest, rest, expected, allowed)
@@ -163,9 +173,12 @@ def check_nan(subject: Subject) -> None:
 
 
 def check_nan_in_log_prob(subject: Subject) -> None:
-    """NaN has no log-probability, infinity none but −inf, and no law is there to draw from at an eta of NaN."""
-    measure, eta, point = subject.measure, subject.eta, subject.draws[0]
-    nan, infinite = torch.full_like(eta, torch.nan), torch.full_like(eta, torch.inf)
+    """The log-probability of NaN is NaN and that of infinity −inf; sampling at an eta of NaN is a ValueError."""
+    measure = subject.measure
+    eta = subject.eta
+    point = subject.draws[0]
+    nan = torch.full_like(eta, torch.nan)
+    infinite = torch.full_like(eta, torch.inf)
     if not bool(measure.log_prob(eta, nan).isnan().all()):
         raise AssertionError("log_prob of NaN is a number")
     if not bool((measure.log_prob(eta, infinite) == -torch.inf).all()):
@@ -174,6 +187,6 @@ def check_nan_in_log_prob(subject: Subject) -> None:
         if not bool(measure.log_prob(nan, point).isnan().all()):
             raise AssertionError("log_prob at an eta of NaN is a number")
         measure.sample(nan)
-    except ValueError:  # a DomainError among them
+    except ValueError:  # A DomainError is one too.
         return
     raise AssertionError("sample at an eta of NaN did not raise ValueError")

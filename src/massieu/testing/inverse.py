@@ -1,4 +1,4 @@
-"""The way back from the mean, and the convex conjugate of A: inside, on the boundary and beyond."""
+"""The inverse of the mean map, and the convex conjugate of A: inside the support, on its boundary and outside."""
 
 from collections.abc import Callable
 
@@ -12,21 +12,25 @@ from massieu.testing.checks import EXACT, agree, at_most, expand
 from massieu.testing.subject import Subject
 
 _FAR = 1e3
+"""A mean farther out than this, relative to a nearby one, has run away and not saturated."""
 _POINTS = 4
-"""Draws whose conjugate is held against their probability."""
+"""Number of draws whose conjugate is compared with their probability."""
 
 
 def check_natural(subject: Subject) -> None:
-    """An eta of the same mean, no longer than the first; −entropy as the conjugate."""
-    measure, eta = subject.measure, subject.eta
-    mean, entropy = measure.mean(eta), measure.entropy(eta)
-    found, value = _dual(natural, measure, mean), _dual(conjugate, measure, mean)
+    """`natural` returns an eta of the same mean and of no greater length; the conjugate is −entropy."""
+    measure = subject.measure
+    eta = subject.eta
+    mean = measure.mean(eta)
+    entropy = measure.entropy(eta)
+    recovered = _dual(natural, measure, mean)
+    value = _dual(conjugate, measure, mean)
     spread = subject.trace(eta).sqrt()
     tolerance = 10 * EXACT * (1 + subject.size(mean) + spread)
-    agree("mean(natural(mu)) = mu", eta, measure.mean(found), mean, expand(tolerance, mean))
+    agree("mean(natural(mu)) = mu", eta, measure.mean(recovered), mean, expand(tolerance, mean))
     length = subject.norm(eta)
     # What the mean's own rounding does to eta is not known where the Fisher information is nearly singular.
-    at_most("natural(mean(eta)) is no longer than eta", eta, subject.norm(found), length, 1e-5 * (1 + length))
+    at_most("natural(mean(eta)) is no longer than eta", eta, subject.norm(recovered), length, 1e-5 * (1 + length))
     agree("conjugate(mean(eta)) = −entropy(eta)", eta, value, -entropy, 10 * EXACT * (1 + entropy.abs()))
     other = subject.swapped
     lower = measure._dot(other, mean) - measure.log_partition(other)
@@ -34,8 +38,10 @@ def check_natural(subject: Subject) -> None:
 
 
 def check_outside(subject: Subject) -> None:
-    """No mean lies half as far again as the support reaches, where it ends."""
-    measure, direction, mean = subject.measure, subject.direction, subject.measure.mean(subject.eta)
+    """`natural` refuses a mean half as far again from the mean as the end of the support."""
+    measure = subject.measure
+    direction = subject.direction
+    mean = subject.measure.mean(subject.eta)
     bound = measure._support(direction)
     assert bound is not None
     beyond = 1.5 * (bound - measure._dot(mean, direction)) / measure._dot(direction, direction)
@@ -53,18 +59,20 @@ def check_outside(subject: Subject) -> None:
 def check_saturated(subject: Subject) -> None:
     """The conjugate where means saturate is −entropy.
 
-    The means of the far eta lie on the boundary of the support's hull to rounding, in single precision still more.
+    Means at a distant eta lie on the boundary of the support's hull up to rounding, in single precision even more often.
     """
     for dtype in (torch.float64, torch.float32):
         measure = subject.measure.to(dtype)
         points = subject.kept(measure, subject.far.to(dtype))
-        mean, entropy = measure.mean(points), measure.entropy(points)
-        # Means a long way out are not those that have come to a bound.
+        mean = measure.mean(points)
+        entropy = measure.entropy(points)
+        # A mean that has run away has not reached a bound; such points are replaced by a nearby one and left out.
         nearby = measure.mean(points.narrow(subject.queries, 0, 1))
-        held = (subject.norm(mean) <= _FAR * (1 + subject.norm(nearby))) & entropy.isfinite()
-        value = _dual(conjugate, measure, torch.where(expand(held, mean), mean, nearby))
-        value, expected = (torch.where(held, number, 0.0) for number in (value, -entropy))
-        # A rounding of the mean moves the conjugate by eta times that; far out, by all that it still gains.
+        is_saturated = (subject.norm(mean) <= _FAR * (1 + subject.norm(nearby))) & entropy.isfinite()
+        value = _dual(conjugate, measure, torch.where(expand(is_saturated, mean), mean, nearby))
+        value, expected = (torch.where(is_saturated, number, 0.0) for number in (value, -entropy))
+        # The derivative of the conjugate is eta, which a rounding of the mean is multiplied by. Near a bound, where eta grows
+        # without limit, the conjugate changes by up to the root of that rounding.
         rounding = 64 * torch.finfo(dtype).eps * (1 + subject.norm(points)) * (1 + subject.norm(mean))
         law = f"conjugate of a saturated mean = −entropy, in {dtype}"
         agree(law, points, value, expected, rounding + torch.finfo(dtype).eps ** 0.5 * (1 + expected.abs()))
@@ -72,7 +80,8 @@ def check_saturated(subject: Subject) -> None:
 
 def check_atoms(subject: Subject) -> None:
     """At a discrete law's own points, many of them on the boundary, the conjugate is at most −log h."""
-    measure, eta = subject.measure, subject.eta
+    measure = subject.measure
+    eta = subject.eta
     for point in subject.draws[:_POINTS]:
         value = _dual(conjugate, measure, point)
         mass = measure.log_prob(eta, point) + measure.log_partition(eta) - measure._dot(eta, point)

@@ -22,10 +22,10 @@ class KernelCase(SuiteCase):
     """A kernel, and points to check it at.
 
     Attributes:
-        kernel: Of numbers that are one, or one for each of the points' heads.
-        points: At least two of each head, where the kernel is of ordinary size; B counts the queries.
-        oracle: κ of two points (D,) as a number, found in another way.
-        exempt, compile_backend: Laws that are not promised, each with the reason; what "compiled" compiles with.
+        kernel: Its parameters are single numbers, or one for each head of the points.
+        points: At least two for each head, at which the kernel is neither huge nor tiny; B counts the queries.
+        oracle: κ of two points (D,) as a number, by an independent computation.
+        exempt, compile_backend: Laws that are not promised, each with the reason; the backend of "compiled".
 
     Example:
         >>> import torch
@@ -45,9 +45,9 @@ def kernel_checks(case: KernelCase) -> Checks:
 
     * pairs: κ of all pairs against the oracle; symmetric; pair by pair: other keys do not matter; positive: no eigenvalue
       of a Gram matrix is negative;
-    * diagonal; features: φ(a)·φ(b) is κ(a, b); logarithms: those of a kernel that has `log` and `log_diagonal`;
-    * heads: numbers one a head are those numbers, head by head;
-    * conditional mean: by products with the Gram matrix alone as by its inverse;
+    * diagonal; features: φ(a)·φ(b) is κ(a, b); logarithms: `log` and `log_diagonal` of kernels that have them;
+    * heads: a kernel with one parameter for each head equals the kernels of the single heads;
+    * conditional mean: products with the Gram matrix alone lead to the same result as its inverse;
     * and structure, one by one, vmap, derivatives, precision, no query, meta, not a number, compiled.
 
     Example:
@@ -72,9 +72,11 @@ def _trial(case: KernelCase) -> Trial[KernelCase]:
 
 
 def _pairs(trial: Trial[KernelCase]) -> None:
-    oracle, points = trial.case.oracle, trial.points
+    oracle = trial.case.oracle
+    points = trial.points
     assert oracle is not None
-    lead, count = points.shape[:-2], points.shape[-2]
+    lead = points.shape[:-2]
+    count = points.shape[-2]
     values = [float(oracle(a, b)) for one in points.flatten(0, -3) for a in one for b in one]
     expected = torch.tensor(values, dtype=torch.float64).reshape(*lead, count, count)
     trial.same("pairs = oracle", trial.value(points, points), expected)
@@ -87,17 +89,19 @@ def _symmetric(trial: Trial[KernelCase]) -> None:
 
 
 def _pair_by_pair(trial: Trial[KernelCase]) -> None:
-    kernel, points = trial.value, trial.points
+    kernel = trial.value
+    points = trial.points
     alone = torch.cat([kernel(points, points[..., n : n + 1, :]) for n in range(points.shape[-2])], -1)
     trial.same("pair by pair: κ(a, b) of one key alone = beside others", alone, kernel(points, points))
 
 
 def _positive(trial: Trial[KernelCase]) -> None:
     points = trial.points
-    # A point twice: the Gram matrix is singular.
+    # One point twice makes the Gram matrix singular.
     points = torch.cat([points, points[..., :1, :]], -2)
     gram = trial.value(points, points)
-    smallest, size = torch.linalg.eigvalsh(gram + gram.mT)[..., 0] / 2, gram.abs().amax((-2, -1))
+    smallest = torch.linalg.eigvalsh(gram + gram.mT)[..., 0] / 2
+    size = gram.abs().amax((-2, -1))
     trial.at_most(
         "positive: the least eigenvalue is not negative", -smallest.amin(-1), 0 * size.amax(-1), 1e-10 * size.amax(-1)
     )
@@ -116,13 +120,15 @@ def _features(trial: Trial[KernelCase]) -> None:
 
 
 def _logarithms(trial: Trial[KernelCase]) -> None:
-    kernel, points = trial.value, trial.points
+    kernel = trial.value
+    points = trial.points
     trial.same("logarithms: of κ(a, b)", kernel.log(points, points), kernel(points, points).log())
     trial.same("logarithms: of κ(x, x)", kernel.log_diagonal(points), kernel.diagonal(points).log())
 
 
 def _heads(trial: Trial[KernelCase]) -> None:
-    kernel, points = trial.value, trial.points
+    kernel = trial.value
+    points = trial.points
     heads = points.shape[1]
     factors = torch.linspace(0.5, 1.5, heads, dtype=torch.float64, device=points.device)
     many = pytree.tree_map(lambda leaf: leaf * factors, kernel)
@@ -132,7 +138,8 @@ def _heads(trial: Trial[KernelCase]) -> None:
 
 
 def _conditional_mean(trial: Trial[KernelCase]) -> None:
-    kernel, points = trial.value, trial.points
+    kernel = trial.value
+    points = trial.points
     value = trial.drawn(points[..., :1])
     gram = kernel(points, points)
     identity = torch.eye(points.shape[-2], dtype=gram.dtype, device=gram.device)
@@ -140,8 +147,8 @@ def _conditional_mean(trial: Trial[KernelCase]) -> None:
     # Products with the Gram matrix alone are for kernels without finitely many features.
     iterated = [ConjugateGradients(rtol=1e-12)] if kernel.features(points) is None else []
     for method in (None, *iterated):
-        found = conditional_mean_attention(points, points, value, kernel=kernel, ridge=_RIDGE, method=method)
-        trial.same("conditional mean: K(K + ridge)⁻¹v", found.output, expected, 1e-7)
+        result = conditional_mean_attention(points, points, value, kernel=kernel, ridge=_RIDGE, method=method)
+        trial.same("conditional mean: K(K + ridge)⁻¹v", result.output, expected, 1e-7)
 
 
 def _missing_features(case: KernelCase) -> str | None:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from massieu.measures import Gaussian, MissingFormError
 from massieu.population import Operator
-from massieu.population.operator import moments, pushed
+from massieu.population.operator import moments, moments_after
 from massieu.testing.checks import Checks, Law, check_case
 from massieu.testing.everywhere import EVERYWHERE, SuiteCase, Trial, checks_with_exemptions, without
 
 _MANY = 2000
+"""Number of particles that stand for infinitely many."""
 _ERRORS = 8
+"""Standard errors that are allowed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +25,13 @@ class OperatorCase(SuiteCase):
     """An operator, and populations to check it at.
 
     Attributes:
-        operator: Of a batch of its own, if it has one, that populations begin with.
+        operator: If its tensors have a batch, the populations' batch begins with it.
         particles: At least two populations, of more particles than dimensions.
-        oracle: Where one population (n, d) goes, found in another way.
+        oracle: The particles after the operator for one population (n, d), by an independent computation.
         law: A Gaussian law for "law" and "many particles".
-        kept: What the operator promises to keep of a population (*batch, n, d), as numbers (*batch, …).
-        prepare: Run before each call, such as to seed the generator of an operator that draws.
-        exempt, compile_backend: Laws that are not promised, each with the reason; what "compiled" compiles with.
+        kept: Numbers (*batch, …) of a population (*batch, n, d) that the operator promises to keep.
+        prepare: Called before each call, for example to seed the generator of an operator that draws.
+        exempt, compile_backend: Laws that are not promised, each with the reason; the backend of "compiled".
 
     Example:
         >>> import torch
@@ -50,11 +52,12 @@ class OperatorCase(SuiteCase):
 def operator_checks(case: OperatorCase) -> Checks:
     """Named checks of an operator: the laws of a map of populations.
 
-    * particles: where they go, against the oracle; kept: what the operator promises to keep;
-    * permutation: particles in another order go to the same places; copies: so do they where each is there twice;
-    * law: what becomes of a Gaussian law is what the affine map makes of its moments; many particles: and what becomes of
-      draws from it, within eight standard errors;
-    * shared: an operator that needs the whole population refuses to share it; refusals: other shapes and whole numbers;
+    * particles: the moved particles against the oracle; kept: the operator keeps what it promises to keep;
+    * permutation: particles in another order are moved alike; copies: so are they if each is there twice;
+    * law: the Gaussian law after the operator has the moments after its affine map; many particles: draws from the law
+      have these moments after the operator, within eight standard errors;
+    * shared: an operator that needs the whole population refuses to share it; refusals: so it does other shapes and whole
+      numbers;
     * and structure, one by one, vmap, derivatives, precision, half precision, no query, meta, not a number, compiled,
       where one query is a population.
 
@@ -114,8 +117,9 @@ def _law(trial: Trial[OperatorCase]) -> None:
     law = trial.case.law
     assert law is not None
     before = moments(law.to(torch.float64))
-    found = moments(trial.value.gaussian(Gaussian.create(*before)))
-    for name, actual, expected in zip(before._fields, found, pushed(trial.value.affine(before), before), strict=True):
+    after = moments(trial.value.gaussian(Gaussian.create(*before)))
+    after_map = moments_after(trial.value.affine(before), before)
+    for name, actual, expected in zip(before._fields, after, after_map, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"law: {name}: {m}")
 
 
@@ -126,7 +130,8 @@ def _many(trial: Trial[OperatorCase]) -> None:
     device = law.location.device
     generator = torch.Generator(device).manual_seed(0)
     drawn = law.sample(torch.zeros_like(law.location), (_MANY,), generator=generator).movedim(0, -2)
-    after, expected = _moved(trial, drawn), moments(trial.value.gaussian(law))
+    after = _moved(trial, drawn)
+    expected = moments(trial.value.gaussian(law))
     centred = after - after.mean(-2, keepdim=True)
     size = expected.covariance.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     errors = _ERRORS / _MANY**0.5
@@ -150,13 +155,14 @@ def _shared(trial: Trial[OperatorCase]) -> None:
 
 
 def _refusals(trial: Trial[OperatorCase]) -> None:
-    points, width = trial.points, trial.value._width
+    points = trial.points
+    width = trial.value._width
     wrong = [("whole numbers", points.long(), TypeError), ("one dimension", points.reshape(-1), ValueError)]
     if width is not None:
         wrong.append(("another width", torch.cat([points, points], -1), ValueError))
-    for name, given, error in wrong:
+    for name, argument, error in wrong:
         try:
-            trial.value(given)
+            trial.value(argument)
         except error:
             continue
         raise AssertionError(f"refusals: {name} raised no {error.__name__}")

@@ -21,13 +21,13 @@ class PosteriorCase(SuiteCase):
     Attributes:
         prior: The posterior of no tokens.
         tokens: At least two sequences for each law, of at least three tokens.
-        event: How many dimensions one token has; 0 for whole numbers that name a category.
-        log_evidence: log p of one sequence (n, *event) under the prior of a batch item, found in another way.
-        mean: The posterior mean after it, likewise.
+        event: Number of dimensions of one token; 0 for whole numbers that name a category.
+        log_evidence: Oracle: log p of one sequence (n, *event) under the prior of a batch item.
+        mean: Oracle: the posterior mean after that sequence.
         outcomes: Tokens (m, *event) and log-weights (m) with which the probabilities of a next token sum to one: all
             tokens and zeros, or the points and weights of a quadrature.
-        exempt, compile_backend: Laws that are not promised, each with the reason, as "order" is not of a chain; what
-            "compiled" compiles with.
+        exempt, compile_backend: Laws that are not promised, each with the reason, such as "order" for a chain; the backend
+            of "compiled".
 
     Example:
         >>> import torch
@@ -47,12 +47,12 @@ class PosteriorCase(SuiteCase):
 
 
 def posterior_checks(case: PosteriorCase) -> Checks:
-    """Named checks of a posterior: the laws of what some tokens say about a latent.
+    """Named checks of a posterior of a latent given tokens.
 
     * evidence, mean: log p(tokens) and the posterior mean against the oracles;
-    * chain: the evidence is the sum of the log-predictives; pieces: a context read in pieces is the context;
-    * order: tokens in another order say the same; masked: a token that is not seen is not there, whatever it holds, in
-      derivatives neither; no token: nothing seen changes nothing;
+    * chain: the evidence is the sum of the log-predictives; pieces: a context read in two pieces gives the same posterior;
+    * order: so do tokens in another order; masked: so does leaving a masked token out, whatever it holds, in derivatives
+      too; no token: without a token the posterior is the prior;
     * predictive: the probabilities of all next tokens sum to one; attention: `as_attention` gives the posterior mean;
     * and structure, one by one, vmap, derivatives, precision, half precision, no query, meta, not a number, compiled,
       where one query is a sequence.
@@ -70,7 +70,8 @@ def posterior_checks(case: PosteriorCase) -> Checks:
 
 
 def _trial(case: PosteriorCase) -> Trial[PosteriorCase]:
-    dims, tokens = case.event, case.tokens
+    dims = case.event
+    tokens = case.tokens
     functions = {
         "log_evidence": lambda law, tokens: law.posterior(tokens).log_evidence,
         "mean": lambda law, tokens: law.posterior(tokens).mean,
@@ -78,7 +79,8 @@ def _trial(case: PosteriorCase) -> Trial[PosteriorCase]:
             tokens.narrow(-dims - 1, 0, tokens.shape[-dims - 1] - 1)
         ).log_predictive(tokens.select(-dims - 1, -1)),
     }
-    prior, batch = case.prior.to(torch.float64), len(case.prior.batch_shape)
+    prior = case.prior.to(torch.float64)
+    batch = len(case.prior.batch_shape)
     tokens = tokens.double() if tokens.is_floating_point() else tokens
     return Trial(case, prior, tokens, functions, 1 + dims, batch)
 
@@ -88,19 +90,21 @@ def _read(trial: Trial[PosteriorCase], tokens: Tensor, mask: Tensor | None = Non
 
 
 def _same(trial: Trial[PosteriorCase], law: str, actual: Any, expected: Any) -> None:
-    """All that two laws hold."""
+    """All tensors of two laws agree."""
     for one, other in zip(actual._tensors(), expected._tensors(), strict=True):
         trial.same(law, one, other)
 
 
 def _cut(trial: Trial[PosteriorCase], *places: int | None) -> Tensor:
-    """Some of the tokens of each sequence."""
+    """A slice of the tokens of each sequence."""
     return trial.points[(..., slice(*places), *[slice(None)] * trial.case.event)]
 
 
 def _against(law: str, name: str) -> Callable[[Trial[PosteriorCase]], None]:
     def check(trial: Trial[PosteriorCase]) -> None:
-        oracle, tokens, prior = getattr(trial.case, name), trial.points, trial.value
+        oracle = getattr(trial.case, name)
+        tokens = trial.points
+        prior = trial.value
         lead = tokens.shape[: trial.query + 1]
         laws = prior._spread(lead)
         index = torch.cartesian_prod(*[torch.arange(size) for size in lead]).reshape(-1, len(lead))
@@ -108,14 +112,15 @@ def _against(law: str, name: str) -> Callable[[Trial[PosteriorCase]], None]:
         for place in map(tuple, index.tolist()):
             one = pytree.tree_map(lambda leaf, place=place: leaf[place] if isinstance(leaf, Tensor) else leaf, laws)
             expected.append(torch.as_tensor(oracle(one, tokens[place]), dtype=torch.float64))
-        found = getattr(_read(trial, tokens), name)
-        trial.same(f"{law} = oracle", found, torch.stack(expected).reshape(found.shape), 1e-8)
+        actual = getattr(_read(trial, tokens), name)
+        trial.same(f"{law} = oracle", actual, torch.stack(expected).reshape(actual.shape), 1e-8)
 
     return check
 
 
 def _chain(trial: Trial[PosteriorCase]) -> None:
-    law, total = trial.value._spread(trial.points.shape[: trial.query + 1]), 0.0
+    law = trial.value._spread(trial.points.shape[: trial.query + 1])
+    total = 0.0
     for token in trial.points.unbind(trial.query + 1):
         total = total + law.log_predictive(token)
         law = law.posterior(token.unsqueeze(trial.query + 1))
@@ -134,17 +139,14 @@ def _order(trial: Trial[PosteriorCase]) -> None:
 
 
 def _masked(trial: Trial[PosteriorCase]) -> None:
-    tokens, count = trial.points, trial.points.shape[trial.query + 1]
+    tokens = trial.points
+    count = trial.points.shape[trial.query + 1]
     seen = torch.arange(count, device=tokens.device) != 1
     shown = seen.reshape(-1, *[1] * trial.case.event)
     junk = torch.where(shown, tokens, torch.nan if tokens.is_floating_point() else -7)
-    found = _read(trial, junk, seen.expand(tokens.shape[: trial.query + 2]))
-    _same(
-        trial,
-        "masked: a token that is not seen",
-        found,
-        _read(trial, tokens[(..., seen, *[slice(None)] * trial.case.event)]),
-    )
+    masked = _read(trial, junk, seen.expand(tokens.shape[: trial.query + 2]))
+    without_token = _read(trial, tokens[(..., seen, *[slice(None)] * trial.case.event)])
+    _same(trial, "masked: a token that is not seen", masked, without_token)
     if tokens.is_floating_point():
         leaf = junk.clone().requires_grad_()
         total = _read(trial, leaf, seen.expand(tokens.shape[: trial.query + 2])).log_evidence.sum()
@@ -154,7 +156,8 @@ def _masked(trial: Trial[PosteriorCase]) -> None:
 
 
 def _no_token(trial: Trial[PosteriorCase]) -> None:
-    tokens, lead = trial.points, trial.points.shape[: trial.query + 1]
+    tokens = trial.points
+    lead = trial.points.shape[: trial.query + 1]
     prior = trial.value._spread(lead)
     _same(trial, "no token: the prior", _read(trial, _cut(trial, 0)), prior)
     if "masked" not in trial.case.exempt:
@@ -165,21 +168,22 @@ def _no_token(trial: Trial[PosteriorCase]) -> None:
 def _predictive(trial: Trial[PosteriorCase]) -> None:
     assert trial.case.outcomes is not None
     tokens, log_weight = trial.case.outcomes
-    law, lead = _read(trial, trial.points), trial.points.shape[: trial.query + 1]
-    found = (law.log_predictive(tokens.expand(*lead, *tokens.shape)) + log_weight).logsumexp(-1)
-    trial.same("predictive: probabilities sum to one", found.exp(), torch.ones_like(found), 1e-7)
+    law = _read(trial, trial.points)
+    lead = trial.points.shape[: trial.query + 1]
+    log_total = (law.log_predictive(tokens.expand(*lead, *tokens.shape)) + log_weight).logsumexp(-1)
+    trial.same("predictive: probabilities sum to one", log_total.exp(), torch.ones_like(log_total), 1e-7)
 
 
 def _attention(trial: Trial[PosteriorCase]) -> None:
-    found = trial.value.as_attention(trial.points).attend()
-    trial.same("attention: its output is the posterior mean", found.output, _read(trial, trial.points).mean)
+    attention = trial.value.as_attention(trial.points).attend()
+    trial.same("attention: its output is the posterior mean", attention.output, _read(trial, trial.points).mean)
 
 
 def _missing_attention(case: PosteriorCase) -> str | None:
     return None if hasattr(case.prior, "as_attention") else "it has no `as_attention`"
 
 
-def _whole(case: PosteriorCase) -> str | None:
+def _missing_floats(case: PosteriorCase) -> str | None:
     return None if case.tokens.is_floating_point() else "tokens are whole numbers"
 
 
@@ -193,5 +197,5 @@ _LAWS: tuple[Law[Any, Any], ...] = (
     Law("no token", _no_token),
     Law("predictive", _predictive, without("outcomes")),
     Law("attention", _attention, _missing_attention),
-    *[law if name != "not a number" else replace(law, missing=_whole) for name, law in EVERYWHERE.items()],
+    *[law if name != "not a number" else replace(law, missing=_missing_floats) for name, law in EVERYWHERE.items()],
 )

@@ -13,7 +13,7 @@ from massieu.measures.base import Measure
 from massieu.testing.checks import expand
 
 SCALES = (0.0, 1e-4, 1.0, 15.0, 100.0)
-"""Lengths of eta that are tried."""
+"""Default lengths of eta, from none to far out."""
 
 DERIVED = ("log_partition", "mean", "fisher", "entropy")
 """Functions of one eta."""
@@ -24,30 +24,31 @@ FUNCTIONS: dict[str, Callable[[Measure, Tensor, Tensor], Tensor]] = {
     "kl": lambda measure, eta, other: measure.kl(eta, other),
     "cumulants": lambda measure, eta, other: measure.cumulants(eta, other, 3),
 }
-"""All deterministic functions of a measure at eta, with a second point of the domain for those that take two."""
+"""All deterministic functions of a measure at eta; those that take two arguments get a second point of the domain."""
 
 _HALVINGS = 60
+"""Halvings of a step until it must be inside the domain: from 1 down to rounding."""
 
 
 @dataclass(frozen=True, eq=False)
 class MeasureCase:
-    """A measure to be checked by `measure_checks`, with what is known of it from elsewhere.
+    """A measure to be checked by `measure_checks`, with independent oracles.
 
     Attributes:
         measure: Its tensors are converted to each precision that is tried.
         log_partition: Oracle, from eta (*batch, query, *event) in float64 to A(eta): quadrature, enumeration, SciPy.
         kl: Oracle, from eta_p and eta_q of that shape to KL(p_{eta_p} ‖ p_{eta_q}), in nats.
-        log_prob: Oracle, from eta and points (sample, *batch, query, *event) to (sample, *batch, query); it is asked at
-            the measure's own draws.
-        eta: At least two points in the domain's interior, one query dimension. By default normal draws about the
-            measure's interior point (the origin, where it names none), moved towards it until all are well inside; the
-            origin is added where it is in the domain.
-        scales: Distances from that interior point at which float32 is held against float64, along a drawn direction and
-            its opposite; points outside the domain, or whose numbers float32 cannot hold, are left out.
-        samples: Draws for each eta.
-        compile_backend: Backend of `torch.compile` for compiled = eager, for instance "inductor" (takes a minute) or
+        log_prob: Oracle, from eta and points (sample, *batch, query, *event) to (sample, *batch, query); it is called with
+            draws of the measure.
+        eta: At least two points in the domain's interior, with one query dimension. By default normal draws about the
+            measure's interior point (or the origin), moved towards it until all are well inside. The origin is added if it
+            is in the domain.
+        scales: Distances from that interior point at which float32 is compared with float64, along a drawn direction and
+            its opposite. Points outside the domain, or whose numbers float32 cannot hold, are left out.
+        samples: Number of draws for each eta.
+        compile_backend: Backend of `torch.compile` for the law "compiled", for instance "inductor" (takes a minute) or
             "aot_eager" (seconds); None leaves that law out.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Example:
         >>> from massieu.measures import Spin
@@ -78,16 +79,16 @@ class MeasureCase:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A measure in float64 and the points it is checked at."""
+    """A measure in float64 and the points at which it is checked."""
 
     case: MeasureCase
     measure: Measure
     eta: Tensor  # (*batch, query, *event)
-    far: Tensor  # the same, at the scales asked for
+    far: Tensor  # (*batch, query, *event), at the scales of the case
 
     @property
     def queries(self) -> int:
-        """Which dimension of `eta` counts the queries."""
+        """The dimension of `eta` that counts the queries."""
         return len(self.measure.batch_shape)
 
     @property
@@ -97,22 +98,22 @@ class Subject:
 
     @cached_property
     def swapped(self) -> Tensor:
-        """Each point's neighbour."""
+        """The points in another order: each in the place of its neighbour."""
         return self.eta.roll(1, self.queries)
 
     @cached_property
     def middle(self) -> Tensor:
-        """Between each point and its neighbour: in the domain, which is convex."""
+        """The middle between each point and its neighbour: in the domain, which is convex."""
         return (self.eta + self.swapped) / 2
 
     @cached_property
     def direction(self) -> Tensor:
-        """A drawn direction for each point, of largest entry one."""
+        """A random direction for each point, with largest entry one."""
         return _of_size_one(self.noise(self.eta), len(self.measure.event_shape))
 
     @cached_property
     def results(self) -> dict[str, Tensor]:
-        """What each of `FUNCTIONS` gives at `eta` and `middle`."""
+        """The results of all `FUNCTIONS` at `eta` and `middle`."""
         return {name: function(self.measure, self.eta, self.middle) for name, function in FUNCTIONS.items()}
 
     @cached_property
@@ -131,8 +132,9 @@ class Subject:
         reach = torch.ones(self.lead, dtype=torch.float64, device=self.eta.device)
         for _ in range(_HALVINGS):
             steps = [sign * expand(reach, self.eta) * axis for axis in self.basis() for sign in (1, -1)]
-            found = [self.measure._in_domain(self.eta + step) for step in steps]
-            inside = [part for part in found if part is not None]
+            masks = [self.measure._in_domain(self.eta + step) for step in steps]
+            # None stands for the whole space.
+            inside = [mask for mask in masks if mask is not None]
             if not inside or bool(torch.stack(inside).all()):
                 break
             reach = torch.where(torch.stack(inside).all(0), reach, reach / 2)
@@ -142,19 +144,22 @@ class Subject:
         return self.measure.sample(self.eta, shape, generator=_generator(self.eta.device, self.case.seed))
 
     def noise(self, like: Tensor) -> Tensor:
-        """Normal draws of that shape, in float64: the same at each call."""
+        """Normal draws of the shape of `like`, in float64; every call returns the same."""
         drawn = torch.randn(like.shape, dtype=torch.float64, generator=_generator("cpu", self.case.seed + 1))
         return drawn.to(like.device)
 
     def slope(self, function: Callable[[Tensor], Tensor], direction: Tensor) -> Tensor:
         """Central five-point difference of `function` at `eta` along `direction`; error h⁴."""
-        eta, length = self.eta, 1e-3 * self.reach
+        eta = self.eta
+        length = 1e-3 * self.reach
         step = expand(length, eta) * direction
-        near, far = function(eta + step) - function(eta - step), function(eta + 2 * step) - function(eta - 2 * step)
+        # f' = (8(f(h) − f(−h)) − (f(2h) − f(−2h)))/12h + O(h⁴).
+        near = function(eta + step) - function(eta - step)
+        far = function(eta + 2 * step) - function(eta - 2 * step)
         return (8 * near - far) / expand(12 * length, near)
 
     def basis(self) -> list[Tensor]:
-        """Each coordinate's direction, in the shape of `eta`."""
+        """The unit vector of each coordinate, in the shape of `eta`."""
         event = self.measure.event_shape
         identity = torch.eye(event.numel(), dtype=torch.float64, device=self.eta.device)
         return [row.reshape(event).expand(self.eta.shape) for row in identity]
@@ -175,17 +180,21 @@ class Subject:
         return vector.abs().flatten(vector.ndim - len(self.measure.event_shape)).amax(-1)
 
     def kept(self, measure: Measure, eta: Tensor) -> Tensor:
-        """The points that rounding, of them and of the measure, has left inside the domain."""
+        """The queries that are still in the domain after the rounding of points and measure, for the whole batch."""
         inside = measure._in_domain(eta)
         if inside is None:
             return eta
-        held = inside.reshape(-1, inside.shape[-1]).all(0)
-        return eta.index_select(self.queries, held.nonzero().squeeze(-1))
+        all_inside = inside.reshape(-1, inside.shape[-1]).all(0)
+        return eta.index_select(self.queries, all_inside.nonzero().squeeze(-1))
 
 
 def subject_of(case: MeasureCase) -> Subject:
-    measure, start, eta = case.measure.to(torch.float64), case.start, case.eta
-    generator, event, queries = _generator("cpu", case.seed), len(measure.event_shape), len(measure.batch_shape)
+    measure = case.measure.to(torch.float64)
+    start = case.start
+    eta = case.eta
+    generator = _generator("cpu", case.seed)
+    event = len(measure.event_shape)
+    queries = len(measure.batch_shape)
     if eta is None:
         size = (*start.shape[:queries], 4, *start.shape[queries + 1 :])
         eta = _shrunk(measure, start, torch.randn(size, dtype=torch.float64, generator=generator).to(start.device))
@@ -205,13 +214,13 @@ def _of_size_one(drawn: Tensor, event: int) -> Tensor:
 
 
 def _inside(measure: Measure, point: Tensor) -> Tensor:
-    """The one-query `point`, or no query where some batch member does not have it in its domain."""
+    """The point (one query), or no query if it is outside the domain of some batch item."""
     inside = measure._in_domain(point)
     return point if inside is None or bool(inside.all()) else point.narrow(len(measure.batch_shape), 0, 0)
 
 
 def _shrunk(measure: Measure, start: Tensor, drawn: Tensor) -> Tensor:
-    """Points about `start`, halfway or less from it to the domain's boundary."""
+    """Points about `start`, at most halfway from it to the domain's boundary."""
     for _ in range(_HALVINGS):
         inside = measure._in_domain(start + 2 * drawn)
         if inside is None or bool(inside.all()):

@@ -37,7 +37,7 @@ from massieu.probing.statistics.registry import ATTENTION
 from massieu.probing.sums.units import Units
 from massieu.report import page
 from massieu.storage.folder import STORE
-from massieu.storage.record import PerTokenRecord, plain
+from massieu.storage.record import PerTokenRecord, json_value
 
 # Pages are no matter of this file.
 pytestmark = pytest.mark.usefixtures("blank_pages")
@@ -309,7 +309,7 @@ def test_a_result_is_saved_with_its_rows_loaded_and_saved_again(tmp_path):
     assert parts and set(parts) <= set(stored["files"])
     assert rows_of(result).equals(expected)
     loaded = ProbeResult.load(one)
-    assert plain(loaded.run.per_token) == plain(result.run.per_token)
+    assert json_value(loaded.run.per_token) == json_value(result.run.per_token)
     loaded.save(two)
     loaded.save(two)  # over itself
     shutil.rmtree(one)

@@ -24,7 +24,7 @@ from massieu.probing.session.course import forget
 from massieu.probing.sums.running import packed
 from massieu.report import page
 from massieu.storage.folder import STORE
-from massieu.storage.record import RunRecord, plain
+from massieu.storage.record import RunRecord, json_value
 
 FILES = ["details.json", "heads.parquet", "layers.parquet", "report.html", "run.json"]
 
@@ -57,7 +57,7 @@ def made_up(scale: float = 1.0) -> ProbeResult:
             {"tokens": {"text": ["[CLS]", "\ud800", "é"]}, "sites": {"7": {"entropy": [[scale * 0.123456789]]}}}
         ],
     }
-    return ProbeResult(run_of(plain(run), "made up"), details, heads.frame(), layers.frame())
+    return ProbeResult(run_of(json_value(run), "made up"), details, heads.frame(), layers.frame())
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from massieu.population.cloud_shape import projected_cumulants, squared_gaussian
 from massieu.population.clusters import cluster_count
 from massieu.population.self_attention import self_attention_levels
 
-POINTS, DIRECTIONS = draw(6, 4, seed=1), draw(3, 4, seed=2)
+POINTS = draw(6, 4, seed=1)
+DIRECTIONS = draw(3, 4, seed=2)
 EYE = torch.eye(4, dtype=torch.float64)
 
 
@@ -84,12 +85,12 @@ ROWS = {
 def everything(rank, size):
     """What each process says of every call in which they disagree."""
     points = POINTS.split(3)[rank]
-    found = {}
+    outcomes = {}
     for name, (first, other, _) in ROWS.items():
         try:
             (other if rank == 1 else first)(points)
         except Exception as error:
-            found[name] = str(error)
+            outcomes[name] = str(error)
         # Nothing of the refused call is left under way.
-        found[name, "next"] = spectrum(points)
-    return found
+        outcomes[name, "next"] = spectrum(points)
+    return outcomes

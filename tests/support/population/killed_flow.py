@@ -8,7 +8,8 @@ import torch
 
 from massieu.population import CloudMoments, CloudShape, Flow, ResampledLayer
 
-CALLS, KILLED_AT = 0, 0
+CALLS = 0
+KILLED_AT = 0
 
 
 def cloud():

@@ -42,10 +42,10 @@ def killed_at(moment: str) -> None:
         stop = ours and not real_unlink and len(calls) == 3
         if stop and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        found = real(*arguments, **options)
+        result = real(*arguments, **options)
         if stop:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return result
 
     setattr(place, name, last)
 

@@ -48,11 +48,11 @@ def results(call, particles):
     moving = [leaf.clone().requires_grad_() for leaf in leaves]
     x = particles.clone().requires_grad_()
     after = call(pytree.tree_unflatten(moving, structure), x)
-    found = torch.autograd.grad(after.sin().sum(), [x, *moving], allow_unused=True)
+    result = torch.autograd.grad(after.sin().sum(), [x, *moving], allow_unused=True)
     return (
         after.detach(),
-        found[0],
-        [torch.zeros_like(m) if g is None else g for g, m in zip(found[1:], moving, strict=True)],
+        result[0],
+        [torch.zeros_like(m) if g is None else g for g, m in zip(result[1:], moving, strict=True)],
     )
 
 

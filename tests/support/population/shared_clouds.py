@@ -23,10 +23,12 @@ def cloud():
 
 def towards_the_mean(points, shared=False):
     """A layer that needs a sum over the whole cloud."""
-    sums, count = points.sum(0), torch.tensor(float(len(points)))
+    sums = points.sum(0)
+    count = torch.tensor(float(len(points)))
     if shared:
         processes = Peers.of(dist.group.WORLD)
-        sums, count = total(sums, processes), total(count, processes)
+        sums = total(sums, processes)
+        count = total(count, processes)
     return points + 0.3 * (sums / count - points)
 
 
@@ -59,7 +61,8 @@ def everything(rank, size):
         dist.barrier()
         resumed = stopping.resume(folder[0])
         dist.barrier()
-    spectrum, result = covariance_spectrum(points, group=group), flow.run(points)
+    spectrum = covariance_spectrum(points, group=group)
+    result = flow.run(points)
     dist.barrier()  # none leaves while another still listens
     return {
         "spectrum": spectrum,

@@ -12,7 +12,7 @@ take the dtype and device of x.
 """
 
 from massieu.energy.activations.base import Activation, MeasureActivation
-from massieu.energy.activations.bounded import LayerNorm, RMSNorm, SoftSphere, SphereProjection, Tanh
+from massieu.energy.activations.bounded import LayerNorm, RMSNorm, SphereProjection, Tanh
 from massieu.energy.activations.linear import Identity, Scalar, Whitening
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "MeasureActivation",
     "RMSNorm",
     "Scalar",
-    "SoftSphere",
     "SphereProjection",
     "Tanh",
     "Whitening",

@@ -12,7 +12,7 @@ from massieu.energy.base import is_potential
 from massieu.foundation.arguments import check_one_device, described, floating
 from massieu.foundation.doors import door, text
 from massieu.foundation.values import Value, need_batch
-from massieu.measures import Gaussian, Measure, MissingFormError, Spin
+from massieu.measures import Gaussian, Measure, MissingFormError, Sphere, Spin
 
 _ROUNDINGS = 16
 """Number of roundings by which a point may lie outside the range of a map and still count as inside."""
@@ -151,7 +151,7 @@ class MeasureActivation(Activation):
 
     @property
     def lipschitz(self) -> Tensor:
-        """The largest eigenvalue of the covariance for a `Gaussian`, 1 for a `Spin`.
+        """The largest eigenvalue of the covariance for a `Gaussian`, 1 for a `Spin`, radius²/d for a `Sphere`.
 
         Raises:
             MissingFormError: the constant is not known, for any other measure.
@@ -161,6 +161,9 @@ class MeasureActivation(Activation):
             return torch.linalg.matrix_norm(measure.fisher(torch.zeros_like(measure.location)), ord=2)
         if isinstance(measure, Spin):
             return torch.ones(measure.batch_shape, device=measure.field.device)
+        if isinstance(measure, Sphere):
+            # The covariance at eta = 0; longer eta concentrate the law.
+            return measure.radius.square() / measure.dim
         raise MissingFormError(f"the Lipschitz constant of the mean of {type(measure).__name__} is not known")
 
     @property

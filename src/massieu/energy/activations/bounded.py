@@ -1,4 +1,4 @@
-"""Activations of bounded range: tanh, the mean on a sphere, and normalisations, each with its Lagrangian.
+"""Activations of bounded range: tanh and normalisations, each with its Lagrangian.
 
 Normalisations are x ↦ r·u/√(‖u‖² + s²) + bias, u = x or x less its mean, and L = r√(‖u‖² + s²) + bias·x. The range is the
 ball of radius r about the bias (for LayerNorm, where it meets the hyperplane Σ(y − bias) = 0), L* = −s√(r² − ‖y − bias‖²)
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from massieu import duality, measures
+from massieu import measures
 from massieu.energy.activations.base import Activation
 from massieu.foundation.arguments import check_finite, floating, number, positive
 from massieu.foundation.values import align, static_field
@@ -54,50 +54,6 @@ class Tanh(Activation):
         value = 0.5 * ((1 + inner) * torch.log1p(inner) + (1 - inner) * torch.log1p(-inner))
         at_boundary = torch.where(size <= 1 + rounding, math.log(2), torch.inf)
         return torch.where(size >= 1, at_boundary, value).sum(-1)
-
-
-class SoftSphere(Activation):
-    """Soft projection into the sphere: the mean of a von Mises–Fisher law (`massieu.measures.Sphere`), in any d ≥ 2.
-
-    x ↦ radius·A_d(radius‖x‖)·x/‖x‖: short vectors shrink, long ones come near the sphere. Use `create`.
-
-    Attributes:
-        radius: Shape (*batch), positive.
-
-    Example:
-        >>> import torch
-        >>> from massieu.energy.activations import SoftSphere
-        >>> length = SoftSphere.create(2.0)(torch.tensor([100.0, 0.0])).norm()
-        >>> bool(1.9 < length < 2)
-        True
-    """
-
-    radius: Float[Tensor, "*batch"]
-    trained = {"radius": True}
-
-    @classmethod
-    def create(cls, radius: Float[Tensor, "*batch"] | float = 1.0) -> Self:
-        """Raises ValueError unless `radius` is positive and finite."""
-        return cls(positive("radius", radius))
-
-    @property
-    def lipschitz(self) -> Tensor:
-        """radius²/2, which is attained in two dimensions; in d it is radius²/d."""
-        return self.radius.square() / 2
-
-    def _activate(self, x: Tensor) -> Tensor:
-        return self._sphere(x).mean(x)
-
-    def _lagrangian(self, x: Tensor) -> Tensor:
-        return self._sphere(x).log_partition(x)
-
-    def _conjugate(self, y: Tensor, rounding: float) -> Tensor:
-        return duality.conjugate(self._sphere(y), y)
-
-    def _sphere(self, x: Tensor) -> measures.Sphere:
-        if x.shape[-1] < 2:
-            raise ValueError(f"SoftSphere needs at least two dimensions (in one, use Tanh), got shape {tuple(x.shape)}")
-        return measures.Sphere(self.radius, x.shape[-1])
 
 
 class _Normalisation(Activation):

@@ -1,14 +1,15 @@
 """The moments of attention's weights in one pass over the keys, in Triton: no score is ever written to memory.
 
-As FlashAttention takes them: a program has some queries, goes through the tiles of keys that they see, and keeps each sum
-relative to the largest score until then. Scores are in units of log 2, because the hardware has powers of two. They are sums
-in float32 of exact products, or, of float32 numbers, of three products in TF32, which leave out 2⁻²² of each. Weights are
-rounded to the values' dtype before they meet these.
+As in FlashAttention, a program has a block of queries, goes through the tiles of keys that they see, and keeps each sum
+relative to the largest score so far. Scores are in units of log 2, because the hardware computes powers of two. In half
+precision they are sums in float32 of exact products. In float32 each product is three products in TF32, whose relative error
+is 2⁻²². Weights are rounded to the values' dtype before they are multiplied by the values.
 """
 
 # pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportArgumentType=false
 # pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,8 +20,7 @@ from massieu.foundation.numerics import LOG2_E
 from massieu.ops.shapes import AttentionProblem
 
 LEAST_SIZE = 16
-"""Triton multiplies no narrower matrices."""
-MOST_SIZE = 256
+"""The narrowest matrices that Triton multiplies."""
 NAMES = (
     "log_partition",
     "entropy",
@@ -33,9 +33,13 @@ NAMES = (
     "prior_mean_score",
     "prior_score_variance",
 )
-"""In the order in which the kernel writes them; `max_position` is by itself."""
-SHAPE, PRIOR = ("score_variance", "collision"), NAMES[-3:]
-"""What needs more sums than the others: of weights, and of the scores themselves."""
+"""The moments in the order in which the kernel writes them; `max_position`, an integer, has a tensor of its own."""
+SHAPE = ("score_variance", "collision")
+"""Moments that need sums of squares: of weighted scores, and of weights."""
+PRIOR = NAMES[-3:]
+"""Moments of the scores under equal weights, which need a mean and a spread of their own."""
+_WARPS = 4
+"""Warps of 32 threads that share a program."""
 
 
 @triton.jit
@@ -46,7 +50,12 @@ def _tile(
     SHAPE: tl.constexpr, PRIOR: tl.constexpr, POSITION: tl.constexpr, VALUED: tl.constexpr,
     PRECISION: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The sums with one more tile of keys."""
+    """The sums with one more tile of keys.
+
+    With u = score - top in units of log 2 and w = 2^u, each query has: `top`, the largest score; `total`, the sum of w;
+    `first` of w u; `second` of w u^2; `square` of w^2; `mean`, `spread` (the sum of squared deviations) and `count` of the
+    scores under equal weights; `position` of the largest score; `product`, the sum of w value.
+    """
     top, total, first, second, square, mean, spread, count, position, product = sums
     columns = place + tl.arange(0, KEYS)
     inner = tl.arange(0, SIZE)
@@ -57,7 +66,7 @@ def _tile(
     scores = tl.dot(queries, key, input_precision=PRECISION)
     if CAPPED:
         scores *= scale
-        # The hyperbolic tangent; of small numbers by its series, where the difference would lose digits.
+        # The hyperbolic tangent, 1 - 2/(1 + exp(2x)). Near 0 that difference would lose digits, so there it is its series.
         square_of = scores * scores
         small = scores * (1.0 + square_of * (-1 / 3 + square_of * (2 / 15 - square_of * (17 / 315))))
         large = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2 * 1.4426950408889634)))
@@ -74,13 +83,14 @@ def _tile(
         shown = tl.where(seen, scores, float("-inf"))
     else:
         shown = scores
-    # The scale is positive, and is multiplied as the level is subtracted: one operation in place of two.
+    # The scale is positive, so only the largest score is scaled here. Below, `scores * scale - shift` is one operation.
     highest = tl.max(shown, 1) * scale
     level = tl.maximum(top, highest)
     if POSITION:
         place_of_highest = place + tl.argmax(shown, 1)
         position = tl.where(highest > top, place_of_highest, position)
-    # Nothing seen yet: the sums are zero and stay so.
+    # Earlier sums are relative to `top`, new ones to `level`: each u becomes u + step, with step <= 0, and each w is multiplied
+    # by 2^step. A query that has seen no key has a level of -inf and sums of zero; -inf - (-inf) must not reach them.
     none = level == float("-inf")
     step = tl.where(top == float("-inf"), 0.0, top - level)
     change = tl.where(top == float("-inf"), 0.0, tl.exp2(step))
@@ -90,6 +100,7 @@ def _tile(
     if MASKED or KEPT:
         weights = tl.where(seen, weights, 0.0)
         below = tl.where(seen, below, 0.0)
+    # The sums of w (u + step)^2 and w (u + step), from the old sums: `second` before `first`, `first` before `total`.
     if SHAPE:
         second = change * (second + 2.0 * step * first + step * step * total)
         square = change * change * square + tl.sum(weights * weights, 1)
@@ -104,6 +115,8 @@ def _tile(
             number = tl.sum(tl.where(seen, 1.0, 0.0), 1)
         else:
             number = tl.zeros_like(count) + KEYS
+        # Mean and squared deviations of this tile, then merged with the earlier ones (Chan et al.): differences of sums of
+        # squares would lose the digits of scores that are far from 0.
         own = shift + tl.sum(below, 1) / tl.maximum(number, 1.0)
         far = below - (own - shift)[:, None]
         if MASKED or KEPT:
@@ -135,8 +148,8 @@ def _summarise(
     SHAPE: tl.constexpr, PRIOR: tl.constexpr, POSITION: tl.constexpr, VALUED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of some queries of one head."""
-    # The last queries of a causal attention see most keys, and are begun first.
+    """The moments of a block of queries of one head."""
+    # Under causality the last queries see the most keys, so their programs start first.
     blocks = tl.cdiv(length, ROWS)
     block = blocks - 1 - tl.program_id(0) % blocks
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -162,7 +175,8 @@ def _summarise(
     sums = (
         zero + float("-inf"), zero, zero, zero, zero, zero, zero, zero, tl.full([ROWS], -1, tl.int32), product,
     )  # fmt: skip
-    # Keys that some query here sees, and before them those that every one does.
+    # Keys from `begin` to `end` are seen by some query of the block. Those before `common` are seen by every one, so that
+    # their tiles need no mask.
     begin = 0
     end = keys
     common = keys // KEYS * KEYS
@@ -187,7 +201,7 @@ def _summarise(
             True, KEPT, LOW, HIGH, CAPPED, SHAPE, PRIOR, POSITION, VALUED, PRECISION, KEYS, SIZE, VALUE_SIZE,
         )  # fmt: skip
     top, total, first, second, square, mean, spread, count, position, product = sums
-    # The largest of numbers of which one is NaN is not NaN here; their sum is. And all in nats.
+    # A maximum here skips NaN, a sum does not. From here on everything is in nats: `unit` is log 2.
     top = tl.where(total == total, top * unit, float("nan"))
     none = total == 0.0
     whole = tl.where(none, 1.0, total)
@@ -223,46 +237,66 @@ def _summarise(
 
 
 def moments(problem: AttentionProblem, names: Collection[str]) -> dict[str, Tensor]:
-    """The moments of these names ``(B, Hk, G, L)``, and where there are values the ``output (B, Hk, G, L, E)``.
+    """The moments of these names ``(B, Hk, G, L)``, and for a problem with values the ``output (B, Hk, G, L, E)``.
 
     Args:
-        problem: its scale is a positive number, its log-weights are booleans if there are any, and rows are of adjacent
-            numbers.
+        problem: Its scale is a positive number, its log-weights are booleans or None, and the numbers of a row are adjacent.
+        names: Of `NAMES`, or `max_position`.
     """
-    query, key, value, keep = problem.query, problem.key, problem.value, problem.log_weight
+    query = problem.query
+    key = problem.key
+    value = problem.value
+    mask = problem.log_weight
     batch, key_heads, group, length, size = query.shape
-    found = query.new_empty(len(NAMES), batch, key_heads, group, length, dtype=torch.float32)
-    places = query.new_empty((batch, key_heads, group, length), dtype=torch.int64)
+    all_moments = query.new_empty(len(NAMES), batch, key_heads, group, length, dtype=torch.float32)
+    positions = query.new_empty((batch, key_heads, group, length), dtype=torch.int64)
     output = None if value is None else query.new_empty(batch, key_heads, group, length, value.shape[-1])
     value_size = LEAST_SIZE if value is None else value.shape[-1]
-    padded, value_padded = (max(LEAST_SIZE, triton.next_power_of_2(each)) for each in (size, value_size))
-    rows, columns, warps, stages = _tiling(query.element_size(), max(padded, value_padded))
+    padded_size = max(LEAST_SIZE, triton.next_power_of_2(size))
+    padded_value_size = max(LEAST_SIZE, triton.next_power_of_2(value_size))
+    tiling = _tiling(query.element_size(), max(padded_size, padded_value_size))
     low, high = problem.band or (None, None)
+    # A soft cap divides the scores before the tangent, and the unit of log 2 comes after it.
     scale = problem.scale * LOG2_E if problem.softcap is None else problem.scale / problem.softcap
-    # What is not there is not read.
-    valued, kept = key if value is None else value, query if keep is None else keep.view(torch.uint8)
-    steps = (
-        (0,) * 5
-        if keep is None
-        else [0 if many == 1 else step for many, step in zip(keep.shape, keep.stride(), strict=True)]
-    )
-    _summarise[(triton.cdiv(length, rows) * batch * key_heads * group,)](
-        query, key, valued, kept, query if output is None else output, found, places,
-        *query.stride()[:-1], *key.stride()[:-1], *valued.stride()[:-1], *steps,
+    # The kernel needs an address for every tensor; it does not read the ones that stand for an absent tensor.
+    value_argument = key if value is None else value
+    output_argument = query if output is None else output
+    if mask is None:
+        mask_argument = query
+        mask_strides = [0] * 5
+    else:
+        mask_argument = mask.view(torch.uint8)
+        mask_strides = [0 if extent == 1 else stride for extent, stride in zip(mask.shape, mask.stride(), strict=True)]
+    _summarise[(triton.cdiv(length, tiling.queries) * batch * key_heads * group,)](
+        query, key, value_argument, mask_argument, output_argument, all_moments, positions,
+        *query.stride()[:-1], *key.stride()[:-1], *value_argument.stride()[:-1], *mask_strides,
         key_heads, group, length, key.shape[2], size, value_size, low or 0, high or 0, scale,
         (problem.softcap or 1.0) * LOG2_E, 1 / LOG2_E,
-        KEPT=keep is not None, LOW=low is not None, HIGH=high is not None, CAPPED=problem.softcap is not None,
+        KEPT=mask is not None, LOW=low is not None, HIGH=high is not None, CAPPED=problem.softcap is not None,
         SHAPE=any(name in names for name in SHAPE), PRIOR=any(name in names for name in PRIOR),
         POSITION="max_position" in names, VALUED=value is not None,
         PRECISION="ieee" if query.element_size() == 2 else "tf32x3",
-        ROWS=rows, KEYS=columns, SIZE=padded, VALUE_SIZE=value_padded, num_warps=warps, num_stages=stages,
+        ROWS=tiling.queries, KEYS=tiling.keys, SIZE=padded_size, VALUE_SIZE=padded_value_size,
+        num_warps=_WARPS, num_stages=tiling.stages,
     )  # fmt: skip
-    results = dict(zip(NAMES, found, strict=True)) | {"max_position": places}
-    return {name: results[name] for name in names} | ({} if output is None else {"output": output})
+    by_name = dict(zip(NAMES, all_moments, strict=True)) | {"max_position": positions}
+    results = {name: by_name[name] for name in names}
+    if output is not None:
+        results["output"] = output
+    return results
 
 
-def _tiling(bytes_each: int, size: int) -> tuple[int, int, int, int]:
-    """Queries and keys of a tile, warps, and tiles that are on the way."""
-    if bytes_each == 4:
-        return (64, 64, 4, 2) if size <= 64 else (32, 32, 4, 2)
-    return (64, 64, 4, 3) if size <= 128 else (64, 32, 4, 2)
+class _Tiling(NamedTuple):
+    """The size of a program's tiles."""
+
+    queries: int
+    keys: int
+    stages: int
+    """Tiles of keys that are loaded ahead."""
+
+
+def _tiling(bytes_per_number: int, size: int) -> _Tiling:
+    """The largest tiles that fit a multiprocessor's memory, by the dtype and the padded head size."""
+    if bytes_per_number == 4:
+        return _Tiling(64, 64, stages=2) if size <= 64 else _Tiling(32, 32, stages=2)
+    return _Tiling(64, 64, stages=3) if size <= 128 else _Tiling(64, 32, stages=2)

@@ -19,7 +19,7 @@ from massieu.foundation.numbers import counted
 from massieu.foundation.threads import one_thread
 from massieu.papers.claims.claim import Claim
 from massieu.papers.claims.registry import ClaimFunction, Setting, claims, find
-from massieu.report.encode import plain
+from massieu.report.encode import encodable
 
 _PACKAGE = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ class Verification(Sequence[Claim]):
 
     def to_json(self) -> str:
         """A JSON list of objects; a number that is not finite is null."""
-        return json.dumps(plain(self.to_dicts()), indent=1, ensure_ascii=False, allow_nan=False)
+        return json.dumps(encodable(self.to_dicts()), indent=1, ensure_ascii=False, allow_nan=False)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page that needs nothing but a browser; it replaces an earlier one at once.

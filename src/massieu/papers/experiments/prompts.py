@@ -14,7 +14,7 @@ from torch import Tensor
 from massieu.errors import InputError
 from massieu.papers.experiments.tasks import BIT
 from massieu.posteriors import DirichletMultinomial
-from massieu.report.encode import plain
+from massieu.report.encode import encodable
 from massieu.storage.writing import write_whole
 
 NextWord = Callable[[Int[Tensor, "1 L"]], Float[Tensor, "1 L V"]]
@@ -128,7 +128,9 @@ def save_readings(readings: Sequence[PromptReading], model: str, folder: Path) -
     """
     path = folder / "wind-tunnel.prompts.json"
     stored = {"model": model, "unit": "bits", "readings": [asdict(reading) for reading in readings]}
-    write_whole(path, json.dumps(plain(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n", "the readings")
+    write_whole(
+        path, json.dumps(encodable(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n", "the readings"
+    )
     return path
 
 

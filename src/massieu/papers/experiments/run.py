@@ -17,7 +17,7 @@ from massieu.foundation.threads import one_thread
 from massieu.papers.experiments.page import page_of
 from massieu.papers.experiments.processes import leads
 from massieu.papers.experiments.study import Numbers, Study, experiments, find
-from massieu.report.encode import plain
+from massieu.report.encode import encodable
 from massieu.storage.folder import tried
 from massieu.storage.writing import write_whole
 
@@ -36,7 +36,7 @@ def save(study: Study, folder: Path) -> tuple[Path, Path]:
         InputError: they cannot be written there.
         MissingExtraError: jinja2 is not installed.
     """
-    text = json.dumps(plain(study.to_dict()), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(encodable(study.to_dict()), indent=1, ensure_ascii=False, allow_nan=False)
     paths = folder / f"{study.stem}.json", folder / f"{study.stem}.html"
     write_whole(paths[0], text + "\n", "the experiment's numbers")
     write_whole(paths[1], page_of(study), "the experiment's page")
@@ -161,7 +161,7 @@ def tune(name: str, *, seed: int = 0, quick: bool = False, out: Path | None = No
         found = asked.tune(seed, quick)
     if out is not None:
         stored = {"experiment": name, "seed": seed, "quick": quick, "losses": found, "made": _made()}
-        text = json.dumps(plain(stored), indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(encodable(stored), indent=1, ensure_ascii=False, allow_nan=False)
         write_whole(out / f"{name}.tuning.json", text + "\n", "the losses of tuning")
     return found
 

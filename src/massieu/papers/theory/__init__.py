@@ -1,6 +1,7 @@
 """Theorems about attention in ideal cases as functions: bounds, laws and exactly solved models, for claims and experiments.
 
 - Bal: how a memory descends (B5), by `newton_step` too (N23); vector spins of many components, `SphericalSpins` (B15);
+  signs that move at once, `KineticIsing` (B16);
   potentials other than log Σ exp, `ScoreDeviation` (B18) and `LogSumReLU` (N4); the dynamics of two layers, `TwoLayer` (B20);
 - Shim: the equilibrium of a population and what grows about it (S13, S15, X7), the expansion (S12, X6), Gaussian laws in
   continuous time (S20, N6); tokens that cluster on a sphere, `ClusteringEnergy` (N5);
@@ -27,6 +28,7 @@ from massieu.papers.theory.generalisation import (
     log_cover_size,
 )
 from massieu.papers.theory.growth import cumulant_growth, harmonic_growth, measured_cumulant_growth
+from massieu.papers.theory.kinetic_ising import KineticIsing
 from massieu.papers.theory.large_dimension import SphericalSpins
 from massieu.papers.theory.newton import newton_step
 from massieu.papers.theory.normalized import ScoreDeviation
@@ -58,6 +60,7 @@ __all__ = [
     "BlowUpError",
     "ClusteringEnergy",
     "GaussianTokens",
+    "KineticIsing",
     "LogSumReLU",
     "ScoreDeviation",
     "SphericalSpins",

@@ -16,7 +16,7 @@ from massieu.foundation.arguments import check_one_device, floating, instance, n
 from massieu.foundation.doors import door
 from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
-from massieu.population.operator import AffineMap, ParticleMoments, moments, pushed
+from massieu.population.operator import AffineMap, ParticleMoments, moments, moments_after
 from massieu.population.renormalisation import Renormalisation
 
 
@@ -66,7 +66,9 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
         raise ValueError(f"key_law needs a matrix of shape {needed}, got {tuple(matrix.shape)}")
     before = moments(law)
     matrix, mean, covariance = (part.to(promoted_dtype(matrix, *before)) for part in (matrix, *before))
-    return _gaussian(*pushed(AffineMap(matrix, torch.zeros_like(matrix[..., 0])), ParticleMoments(mean, covariance)))
+    return _gaussian(
+        *moments_after(AffineMap(matrix, torch.zeros_like(matrix[..., 0])), ParticleMoments(mean, covariance))
+    )
 
 
 @door(step=real)
@@ -95,7 +97,7 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
     before, attended = moments(law), moments(keys)
     matrix, offset = _layer_matrix(keys, step), step * attended.mean
     matrix, offset, *parts = (part.to(promoted_dtype(matrix, *before)) for part in (matrix, offset, *before))
-    return _gaussian(*pushed(AffineMap(matrix, offset), ParticleMoments(*parts)))
+    return _gaussian(*moments_after(AffineMap(matrix, offset), ParticleMoments(*parts)))
 
 
 @door(step=real)

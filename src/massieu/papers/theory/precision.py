@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.foundation.arguments import as_tensor, check_finite, check_one_device, check_range, check_shape, floating
 from massieu.foundation.doors import door
 from massieu.foundation.matrices import is_singular, solve
-from massieu.foundation.transforms import every, some, values_are_readable
+from massieu.foundation.transforms import all_true, any_true, values_are_readable
 from massieu.foundation.values import Value, promoted_dtype
 
 _BISECTIONS = 55
@@ -79,7 +79,7 @@ class GaussianTokens(Value):
         if values_are_readable(value_covariance) and e:
             least = torch.linalg.eigvalsh(tokens.residual_covariance)[..., 0]
             largest = torch.linalg.matrix_norm(tokens.value_covariance, 2)
-            if some(least < -_ROUNDING * torch.finfo(least.dtype).eps * largest):
+            if any_true(least < -_ROUNDING * torch.finfo(least.dtype).eps * largest):
                 raise ValueError(
                     f"no law has these covariances: Cov(v | k) has the eigenvalue {least.min().item():.3g}"
                 )
@@ -259,7 +259,7 @@ def _check_covariance(name: str, covariance: Tensor) -> None:
     if covariance.ndim < 2 or covariance.shape[-1] != covariance.shape[-2]:
         raise ValueError(f"{name} must have shape (*batch, d, d), got {tuple(covariance.shape)}")
     _check_symmetric(name, covariance)
-    if values_are_readable(covariance) and some(is_singular(covariance)):
+    if values_are_readable(covariance) and any_true(is_singular(covariance)):
         raise ValueError(f"{name} must be positive definite")
 
 
@@ -267,5 +267,5 @@ def _check_symmetric(name: str, covariance: Tensor) -> None:
     # An asymmetry of rounding is a matrix product's; more is another matrix.
     largest = covariance.abs().amax() if covariance.numel() else covariance.new_zeros(())
     asymmetry = (covariance - covariance.mT).abs().amax() if covariance.numel() else largest
-    if not every(asymmetry <= _ROUNDING * torch.finfo(covariance.dtype).eps * largest):
+    if not all_true(asymmetry <= _ROUNDING * torch.finfo(covariance.dtype).eps * largest):
         raise ValueError(f"{name} must be symmetric and finite")

@@ -34,7 +34,7 @@ from massieu.foundation.arguments import (
     real_tensor,
 )
 from massieu.foundation.doors import door
-from massieu.foundation.transforms import every
+from massieu.foundation.transforms import all_true
 
 
 def masked_mean(
@@ -70,7 +70,7 @@ def masked_mean(
     check_finite(targets=targets)
     check_log_probabilities(log_likelihood=log_likelihood, log_prior=log_prior)
     joint = log_likelihood + log_prior
-    if not every((joint > -math.inf).any(-1)):
+    if not all_true((joint > -math.inf).any(-1)):
         raise ValueError("every latent excludes the tokens: log_likelihood + log_prior must have an entry above −inf")
     dtype = torch.promote_types(joint.dtype, targets.dtype)
     return torch.softmax(joint.to(dtype), -1) @ targets.mT.to(dtype)

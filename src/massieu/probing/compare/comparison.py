@@ -21,7 +21,7 @@ from massieu.probing.result.long_table import COLUMNS as VALUE_COLUMNS
 from massieu.probing.result.result import Fragment, ProbeResult
 from massieu.probing.result.result_files import table_bytes
 from massieu.storage import folder as folders
-from massieu.storage.record import RunRecord, plain
+from massieu.storage.record import RunRecord, json_value
 from massieu.storage.record_files import COMPARISON_RECORD, DIFFERENCES, PAGE, RECORD, VALUES
 from massieu.storage.writing import check_name, write_whole
 
@@ -118,7 +118,7 @@ class Comparison:
             notes=list(dict.fromkeys(notes)),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        made.examples = plain(examples_of(made.changed(SHOWN, names[-1]), first, results[-1]), 4)
+        made.examples = json_value(examples_of(made.changed(SHOWN, names[-1]), first, results[-1]), 4)
         return made
 
     # --- asking ----------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """What the terminal shows, as JSON can hold it: models, pairing, numbers of heads named, the largest changes."""
-        return plain(
+        return json_value(
             {
                 "models": self.models,
                 "steps": self.steps,
@@ -288,7 +288,7 @@ class Comparison:
         names = ("models", "steps", "notes", "examples", "date")
         runs, pairings = [run.to_dict() for run in self.runs], [vars(each) for each in self.pairings]
         said = {name: getattr(self, name) for name in names} | {"runs": runs, "pairings": pairings}
-        return plain({"massieu_version": massieu.__version__} | said)
+        return json_value({"massieu_version": massieu.__version__} | said)
 
     # --- looking ---------------------------------------------------------------------------------------------------
 

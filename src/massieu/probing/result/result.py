@@ -29,7 +29,7 @@ from massieu.probing.sums.unit_sums import UnitSums
 from massieu.report.questions import Question, questions_of
 from massieu.storage import folder as folders
 from massieu.storage.locking import locked
-from massieu.storage.record import Finding, RunRecord, plain
+from massieu.storage.record import Finding, RunRecord, json_value
 from massieu.storage.record_files import DETAILS, FORMATS, PAGE, RECORD, TABLES, UNITS
 from massieu.storage.writing import check_name, write_whole
 
@@ -97,7 +97,7 @@ class ProbeResult:
         units: UnitSums | None = None,
         token_table: TokenTable | None = None,
     ) -> None:
-        self.run = stored.run_of(plain(run), "the record of the run")
+        self.run = stored.run_of(json_value(run), "the record of the run")
         self._details = details
         self.heads = heads
         self.layers = layers
@@ -107,7 +107,7 @@ class ProbeResult:
     @cached_property
     def details(self) -> dict[str, Any]:
         """What ``details.json`` holds, as plain lists and dictionaries: examples, histograms and extremes."""
-        return plain(self._details, DIGITS)
+        return json_value(self._details, DIGITS)
 
     @property
     def table(self) -> "polars.DataFrame":
@@ -271,7 +271,7 @@ class ProbeResult:
                 )
             return name, found
 
-        folder = content.own.path
+        folder = content.files.path
         details, heads, layers = read_numbers(file, folder)
         stored.check_together(run, details, heads, str(folder))
         kept = UNITS in (hashes or ()) and content.has(UNITS)  # only comparisons need it

@@ -2,8 +2,8 @@
 
 import torch
 
-from massieu.energy import KineticIsing, KineticSpins
-from massieu.papers.theory import SphericalSpins, large_dimension
+from massieu.energy import KineticSpins
+from massieu.papers.theory import KineticIsing, SphericalSpins, large_dimension
 
 _SADDLE, _ECHO, _NEWTON = SphericalSpins.saddle_point, KineticSpins._echo, large_dimension._newton
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from massieu.energy import KineticIsing, KineticSpins
+from massieu.energy import KineticSpins
 from massieu.papers.claims.claim import Check, as_published, at_least, at_most, close
 from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
 from massieu.papers.claims.oracles import quadrature, spin_states
 from massieu.papers.claims.registry import claim
+from massieu.papers.theory import KineticIsing
 
 _HALVINGS = 3
 _MODELS = 8

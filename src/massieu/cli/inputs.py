@@ -1,4 +1,4 @@
-"""What a command was given, as the objects that the probe takes: the model, the data, the replacements."""
+"""The options of a command as the objects that the probe takes: models, data, statistics, replacements."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from massieu.probing.statistics.catalogue import Named
 
 
-def given_data(
+def data_of(
     text: Sequence[str] | None,
     tokenizer: str | None = None,
     *,
@@ -26,20 +26,20 @@ def given_data(
     bos: bool | None = None,
     generate: int | None = None,
 ) -> "Data":
-    """Images where there are any, pairs where columns of both sides are named, else text.
+    """Images if any are named, pairs if columns of them are named, else text.
 
     Raises:
-        InputError: options that do not go together; what the objects refuse.
+        InputError: options exclude each other, or the objects refuse them.
     """
     from massieu.probing.data.given import Images, Pairs, Text
 
-    of_windows = {"--bos": bos, "--generate": generate, "--no-packing": no_packing or None, "--column": column}
+    window_options = {"--bos": bos, "--generate": generate, "--no-packing": no_packing or None, "--column": column}
     if images is not None:
-        of_text = {"--text": text, "--source": source, "--target": target, "--max-length": max_length}
-        _refuse("images are read in place of text", {**of_text, "--max-tokens": max_tokens, **of_windows})
+        text_options = {"--text": text, "--source": source, "--target": target, "--max-length": max_length}
+        _refuse("images are read in place of text", {**text_options, "--max-tokens": max_tokens, **window_options})
         return Images(images, tokenizer)
     if source is not None or target is not None:
-        _refuse("source and target are columns of pairs", of_windows)
+        _refuse("source and target are columns of pairs", window_options)
         if text is None:
             raise InputError(
                 "source and target name columns of a text, and no text was given; name a table with --text"
@@ -73,46 +73,51 @@ def given_prompt(prompt: str | None, chat: bool) -> Any:
     return [{"role": "user", "content": prompt}] if chat else prompt
 
 
-def _refuse(why: str, options: dict[str, Any]) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise InputError(f"{why}: leave out {', '.join(given)}")
+def _refuse(reason: str, options: dict[str, Any]) -> None:
+    """Raise an InputError if one of these options was set."""
+    names = [name for name, value in options.items() if value is not None]
+    if names:
+        raise InputError(f"{reason}: leave out {', '.join(names)}")
 
 
-def given_replacements(
+def replacements_of(
     rules: Sequence[str] | None, per: str, windows: int, statistics: "Sequence[Named] | None"
 ) -> "list[Replacement]":
-    """The rules, all of them put in the same place and measured on so many windows, as the group "replacement" is too.
+    """A replacement for each rule, all at the same places and on the same number of windows.
+
+    Without a rule, the group "replacement" of the statistics replaces each head by its mean.
 
     Raises:
-        InputError: what a `Replacement` refuses; an unknown statistic.
+        InputError: a `Replacement` refuses its options, or a statistic is unknown.
     """
     from massieu.probing.replaced.replacement import Replacement
     from massieu.probing.replaced.rules import MEAN
     from massieu.probing.statistics.catalogue import Selection
     from massieu.probing.statistics.registry import REPLACEMENT
 
-    chosen: Any = per
-    found = [Replacement(rule, per=chosen, windows=windows) for rule in rules or ()]
-    if not found and REPLACEMENT in Selection.of(statistics).groups:
-        found = [Replacement(MEAN, per="head", windows=windows)]
-    return found
+    places: Any = per
+    replacements = [Replacement(rule, per=places, windows=windows) for rule in rules or ()]
+    if not replacements and REPLACEMENT in Selection.of(statistics).groups:
+        replacements = [Replacement(MEAN, per="head", windows=windows)]
+    return replacements
 
 
-def given_statistics(statistics: "list[Named] | None", quick: bool, draws: int | None) -> dict[str, Any]:
-    """Which statistics are measured, and with how many draws; a quick run of statistics that are named has no control."""
+def statistics_options(statistics: "list[Named] | None", quick: bool, draws: int | None) -> dict[str, Any]:
+    """The probe's options `statistics` and `draws`; a quick run of named statistics has no control."""
     if quick and statistics is None:
         return {"statistics": "quick"}
     if quick:
         return {"statistics": statistics, "draws": 0}
-    return {"statistics": statistics} | ({} if draws is None else {"draws": draws})
+    if draws is None:
+        return {"statistics": statistics}
+    return {"statistics": statistics, "draws": draws}
 
 
-def given_models(models: Sequence[str], revisions: Sequence[str] | None, loading: dict[str, Any]) -> list[Any]:
-    """Models to compare, with how they are loaded; folders of results stay as they are.
+def models_of(models: Sequence[str], revisions: Sequence[str] | None, loading: dict[str, Any]) -> list[Any]:
+    """The models to compare, with the options of loading them; folders of results stay as they are.
 
     Raises:
-        InputError: several models, and revisions; what a `Checkpoint` refuses.
+        InputError: several models were named with revisions, or a `Checkpoint` refuses its options.
     """
     from massieu.probing.compare.run import is_result
     from massieu.probing.model.given import Checkpoint
@@ -121,4 +126,4 @@ def given_models(models: Sequence[str], revisions: Sequence[str] | None, loading
         return [name if is_result(name) else Checkpoint(name, **loading) for name in models]
     if len(models) != 1:
         raise InputError(f"revisions are of one model on the hub, named once; {len(models)} models were given")
-    return [Checkpoint(models[0], revision=each, **loading) for each in revisions]
+    return [Checkpoint(models[0], revision=revision, **loading) for revision in revisions]
