@@ -27,14 +27,15 @@ class Logits(Protocol):
 def clip_logits(
     model: nn.Module, threshold: float, record: Mapping[str, Float[Tensor, " H"]] | Logits, *, frozen: bool = False
 ) -> dict[str, Float[Tensor, " H"]]:
-    """Scale weights in place so that the largest logit of every head is at most the threshold: QK-clip.
+    """Scale weights in place so that, on a layer's own input, no head's largest logit is above the threshold: QK-clip.
 
     Logits are scale·query·key, before masks, biases and soft caps. A head whose largest logit s is above the threshold gets
     γ = threshold/s: the rows of its queries and keys are multiplied by √γ, biases too. Where heads share keys (grouped,
     multi-query and latent attention), its queries alone are multiplied, by γ. A rotation commutes with that, so it is exact
-    under rotary embeddings: on the same batch and input the layer's largest logit is then the threshold, to rounding. Where
-    queries are normalised, the norm's gain is scaled if heads have their own; if they share it, the module is refused. Other
-    heads keep their bits, and optimisers their state.
+    under rotary embeddings: on the same batch and input the layer's largest logit is then the threshold, to rounding. The input
+    changes where layers below are scaled too. A record and a call in turn, at most as many as there are attention modules,
+    bring the whole batch below it. Where queries are normalised, the norm's gain is scaled if heads have their own; if they
+    share it, the module is refused. Other heads keep their bits, and optimisers their state.
 
     Rows are not found by names. A module other than `torch.nn.MultiheadAttention` and `Attention` is copied with random
     weights and called on a few random tokens, once, on the CPU. Gradients find the rows; a test with scaled rows then proves

@@ -277,11 +277,12 @@ class Monitor:
 
     @contextmanager
     def clip(self, step: int, bound: float, *, every: int = 1, frozen: bool = False) -> Iterator[Clipping]:
-        """QK-clip within the training loop: at the block's end no logit of its forward passes is above the bound any more.
+        """QK-clip within the training loop: at the block's end the heads whose logits were above the bound are scaled to it.
 
         The block holds a step's forward and backward passes and the optimiser's step. Their largest logits are taken from
         the training step's own forward passes, as `watch` takes them, and of nothing else; then `massieu.nn.clip_logits`
-        scales the heads that were above the bound, as the weights are after the step.
+        scales the heads that were above the bound, as the weights are after the step. A layer above one that was scaled has
+        another input at the next step, whose logits are then taken.
 
         Args:
             step: as in a call.
