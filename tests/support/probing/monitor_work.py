@@ -228,6 +228,66 @@ def watched_fully_sharded(rank: int, size: int) -> Any:
     return watched_and_clipped(model, share(rank, size))
 
 
+COMPILED = ("DDP around compiled", "compiled around DDP", "compiled blocks, sharded", "compiled around sharded")
+"""How a model may be compiled and shared between processes."""
+
+
+def compiled_and_shared(form: str) -> tuple[Any, Any]:
+    """A model, and what is called for a training step; both are one where nothing is named."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch._dynamo.reset()
+    model: Any = gpt(fused=True).train()
+    if not form:
+        return model, model
+    if form == "DDP around compiled":
+        return model, DistributedDataParallel(torch.compile(model, backend="aot_eager"))
+    if form == "compiled around DDP":
+        return model, torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    for block in model.blocks:
+        if form == "compiled blocks, sharded":
+            block.compile(backend="aot_eager")
+        fully_shard(block)
+    fully_shard(model)
+    called = torch.compile(model, backend="aot_eager") if form == "compiled around sharded" else model
+    return model, called
+
+
+def whole_weights(model: nn.Module) -> list[Tensor]:
+    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [weight.detach().clone() for weight in weights]
+
+
+def compiled_steps(form: str, own: Tensor, watched: bool = True) -> list[Any]:
+    """Weights after a training step; where it is watched, its logits too, and both of a second step, which is clipped."""
+    model, called = compiled_and_shared(form)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        called(own).square().mean().backward()
+        optimizer.step()
+
+    if not watched:
+        train()
+        return [whole_weights(model)]
+    monitor = Monitor(called, own, every=1)
+    with monitor.watch(0) as seen:
+        train()
+    assert seen.record is not None
+    first = whole_weights(model)
+    with monitor.clip(1, 1.0) as found:
+        train()
+    return [first, seen.record.largest_logits, found.largest_logits, whole_weights(model)]
+
+
+def compiled_training(rank: int, size: int) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Of each form the step alone, and the two steps."""
+    warnings.simplefilter("ignore")  # of PyTorch's on itself, and that the stream is left out
+    own = share(rank, size)
+    return {form: (compiled_steps(form, own, watched=False), compiled_steps(form, own)) for form in COMPILED}
+
+
 def clipped_by_one() -> tuple[dict[str, Tensor], list[Tensor]]:
     model = plain().train()
     with Monitor(model, IDS).clip(0, 1.0) as found:
