@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu.foundation.arguments import FLOATS, check_values, described, flag, floating, instance, number
+from massieu.foundation.shards import has_flat_shards
 from massieu.nn.score_weights import Rows, score_weights
 
 _rows_by_module: WeakKeyDictionary[nn.Module, tuple[object, tuple[Rows, ...]]] = WeakKeyDictionary()
@@ -58,7 +59,7 @@ def clip_logits(
         TypeError: an argument of another kind.
         ValueError: a logit that is NaN or infinite, a name or number of heads that the model does not have, or a module whose
             logits its weights do not scale, with the reason: shared gains, parametrisations, packed weights, weights that are
-            frozen, scores that hold positions within the product.
+            frozen, weights that ``FullyShardedDataParallel`` holds, scores that hold positions within the product.
 
     Source:
         Kimi Team, arXiv 2507.20534, section 2.1.
@@ -90,6 +91,11 @@ def clip_logits(
             continue
         gammas[name] = threshold / logits.clamp(min=threshold)
         try:
+            if has_flat_shards(model):
+                raise ValueError(
+                    "FullyShardedDataParallel holds the model's weights in one row, whose parts cannot be scaled; shard "
+                    "with torch.distributed.fsdp.fully_shard"
+                )
             for rows in _rows(module, len(logits)):
                 parameter = _scalable_parameter(module, rows.parameter_name, frozen)
                 row_factors = rows.factors(gammas[name])

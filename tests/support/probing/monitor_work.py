@@ -56,7 +56,11 @@ def one_process_of_llama() -> dict[str, float]:
 
 
 def found(monitor: Monitor) -> dict[str, float]:
-    record = monitor(0)
+    return found_at(monitor, 0)
+
+
+def found_at(monitor: Monitor, step: int) -> dict[str, float]:
+    record = monitor(step)
     assert record is not None
     return record
 
@@ -228,6 +232,52 @@ def watched_fully_sharded(rank: int, size: int) -> Any:
     return watched_and_clipped(model, share(rank, size))
 
 
+def flat_shards(rank: int, size: int) -> tuple[list[Any], list[str], str]:
+    """Under FullyShardedDataParallel: three records, what was warned of, and what `clip` says."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    inner: Any = plain().train()
+    policy = ModuleWrapPolicy({type(inner.blocks[0])})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = FullyShardedDataParallel(
+            inner, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        own = share(rank, size)
+        monitor = Monitor(model, own, every=1, optimizer=optimizer, norms=True)
+        records = []
+        for step in range(3):
+            model(own).square().mean().backward()
+            norm = model.clip_grad_norm_(1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            records.append(monitor(step, **({"gradient_norm": norm} if step else {})))
+    refused = ""
+    try:
+        with monitor.clip(3, 1.0):
+            model(own)
+    except ValueError as error:
+        refused = str(error)
+    return [dict(each) for each in records], [str(each.message) for each in said], refused
+
+
+def trained_by_one() -> list[tuple[dict[str, float], float]]:
+    """The same in one process: the record of each step, and the gradient norm before it."""
+    model: Any = plain().train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = Monitor(model, IDS, every=1)
+    records = []
+    for step in range(3):
+        model(IDS).square().mean().backward()
+        norm = explicit_norm(*(parameter.grad for parameter in model.parameters() if parameter.grad is not None))
+        optimizer.step()
+        optimizer.zero_grad()
+        records.append((dict(found_at(monitor, step)), norm))
+    return records
+
+
 COMPILED = ("DDP around compiled", "compiled around DDP", "compiled blocks, sharded", "compiled around sharded")
 """How a model may be compiled and shared between processes."""
 
@@ -334,7 +384,7 @@ WORK: dict[str, Callable[[int, int], Any]] = {
     each.__name__: each
     for each in (
         data_parallel, fully_sharded, fully_sharded_alone, tensor_parallel, uneven_shares, at_different_steps,
-        watched_by_some, clipped, watched_fully_sharded, sharded_gradients,
+        watched_by_some, clipped, watched_fully_sharded, flat_shards, sharded_gradients,
     )
 }  # fmt: skip
 

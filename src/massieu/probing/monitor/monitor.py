@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described, flag, number, whole_number
 from massieu.foundation.printable import visible
+from massieu.foundation.shards import has_flat_shards
 from massieu.nn import clip_logits
 from massieu.probing.capture.attention_call import AttentionSite
 from massieu.probing.capture.compiled import CompiledPasses, entry_of, fused_sites, is_compiled
@@ -177,6 +178,7 @@ class Monitor:
         self._untold: set[int] = set()
         self._lost: set[str] = set()
         self._told_of_stream = False
+        self._told_of_shards = False
         with undisturbed(self.model):
             inputs = self._inputs()
             if any(isinstance(value, Tensor) and not value.numel() for value in inputs.values()):
@@ -197,6 +199,11 @@ class Monitor:
     def every(self) -> int:
         """Steps that are multiples of this are due."""
         return self._period.every
+
+    @property
+    def norms_are_known(self) -> bool:
+        """Whether gradients and weights tell of themselves which share of them this process has."""
+        return not has_flat_shards(self.model)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -527,6 +534,13 @@ class Monitor:
         values = self._values(measured.sites)
         for layer, found in measured.stream.items():
             values |= {f"{layer}/{name}": value for name, value in found.means().items()}
+        if not self.norms_are_known and not self._told_of_shards:
+            self._told_of_shards = True
+            self._warn(
+                "FullyShardedDataParallel gives each process a share of weights and gradients, so that their norms are left "
+                "out; record the gradient norm with monitor(step, gradient_norm=norm), where norm is what the model's "
+                "clip_grad_norm_ returned, or shard with torch.distributed.fsdp.fully_shard"
+            )
         values |= self._of_training(beside) | measured.period.numbers() | beside | self._norms_by_layer(beside)
         if (unchanged := self._unchanged.share()) is not None:
             values["unchanged_weights"] = unchanged
@@ -570,7 +584,7 @@ class Monitor:
         norm = beside.get("gradient_norm", math.hypot(*norms.values()) if norms else None)
         # Where no optimiser has stepped since the latest record, the gradients that are left may be the same ones again.
         new = norm is not None or not self._optimizers
-        if norm is None:
+        if norm is None and self.norms_are_known:
             norm = gradient_norm(parameters_of(self._optimizers) if self._optimizers else self.model.parameters())
         if norm is None:
             return learning_rates(self._optimizers)
@@ -590,7 +604,7 @@ class Monitor:
         return names
 
     def _norms_by_layer(self, beside: dict[str, float]) -> dict[str, float]:
-        if self.layer_norms is None:
+        if self.layer_norms is None or not self.norms_are_known:
             return {}
         if self.layer_norms.is_empty:
             self.layer_norms.take(parameters_of(self._optimizers) if self._optimizers else self.model.parameters())
@@ -662,7 +676,7 @@ def _norm_taker(monitor: Monitor, index: int) -> Callable[..., None]:
         if found is None:
             return
         found._steps_since[id(optimizer)] += 1
-        if not found._next_is_due(optimizer):
+        if not found._next_is_due(optimizer) or not found.norms_are_known:
             return
         parameters = parameters_of([optimizer])
         if (norm := gradient_norm(parameters)) is not None:
