@@ -91,11 +91,7 @@ def clip_logits(
             continue
         gammas[name] = threshold / logits.clamp(min=threshold)
         try:
-            if has_flat_shards(model):
-                raise ValueError(
-                    "FullyShardedDataParallel holds the model's weights in one row, whose parts cannot be scaled; shard "
-                    "with torch.distributed.fsdp.fully_shard"
-                )
+            _check_no_flat_shards(model)
             for rows in _rows(module, len(logits)):
                 parameter = _scalable_parameter(module, rows.parameter_name, frozen)
                 row_factors = rows.factors(gammas[name])
@@ -112,6 +108,49 @@ def clip_logits(
         for parameter_id, parameter in parameters.items():
             _scale(parameter, factors[parameter_id])
     return gammas
+
+
+def refusals(model: nn.Module, heads: Mapping[str, int], *, frozen: bool = False) -> dict[str, str]:
+    """Of which modules `clip_logits` could not scale the logits, with the reason; nothing is changed.
+
+    Modules of one kind are alike but for their weights: the rows that make scores are looked for in the first of each.
+
+    Args:
+        model: The model that is to be clipped.
+        heads: The number of heads of each attention module, by its name.
+        frozen: As for `clip_logits`.
+    """
+    modules = _modules(model)
+    reasons: dict[str, str] = {}
+    rows_by_kind: dict[object, tuple[Rows, ...]] = {}
+    reason_by_kind: dict[object, str] = {}
+    for name, count in heads.items():
+        module = _module(modules, name)
+        kind = type(module), *_fingerprint(module, count)
+        if kind in reason_by_kind:
+            reasons[name] = reason_by_kind[kind]
+            continue
+        try:
+            if kind not in rows_by_kind:
+                _check_no_flat_shards(model)
+                rows_by_kind[kind] = _rows(module, count)
+        except ValueError as error:
+            reasons[name] = reason_by_kind[kind] = str(error)
+            continue
+        try:
+            for rows in rows_by_kind[kind]:
+                _scalable_parameter(module, rows.parameter_name, frozen)
+        except ValueError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
+def _check_no_flat_shards(model: nn.Module) -> None:
+    if has_flat_shards(model):
+        raise ValueError(
+            "FullyShardedDataParallel holds the model's weights in one row, whose parts cannot be scaled; shard with "
+            "torch.distributed.fsdp.fully_shard"
+        )
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -157,14 +196,19 @@ def _rows(module: nn.Module, heads: int) -> tuple[Rows, ...]:
     """The rows that make the module's scores, found once for each number of heads, shapes and types of its parts."""
     if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
         raise ValueError("it is on meta, where there are no numbers to scale")
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
-    types = tuple((name, type(part)) for name, part in module.named_modules())
-    fingerprint = (heads, shapes, types)
+    fingerprint = _fingerprint(module, heads)
     entry = _rows_by_module.get(module)
     if entry is None or entry[0] != fingerprint:
         entry = (fingerprint, score_weights(module, heads))
         _rows_by_module[module] = entry
     return entry[1]
+
+
+def _fingerprint(module: nn.Module, heads: int) -> tuple[object, ...]:
+    """Equal for modules with the same heads, shapes and types of parts."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+    types = tuple((name, type(part)) for name, part in module.named_modules())
+    return heads, shapes, types
 
 
 def _scalable_parameter(module: nn.Module, name: str, frozen: bool) -> nn.Parameter:

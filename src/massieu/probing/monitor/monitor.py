@@ -19,7 +19,7 @@ from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described, flag, number, whole_number
 from massieu.foundation.printable import visible
 from massieu.foundation.shards import has_flat_shards
-from massieu.nn import clip_logits
+from massieu.nn.clip_logits import clip_logits, refusals
 from massieu.probing.capture.attention_call import AttentionSite
 from massieu.probing.capture.compiled import CompiledPasses, entry_of, fused_sites, is_compiled
 from massieu.probing.capture.routes import capturing
@@ -175,6 +175,7 @@ class Monitor:
         self._beyond: set[tuple[str, int]] = set()
         self._collapsed: set[str] = set()
         self._unclipped: set[str] = set()
+        self._told_of_refusals: set[bool] = set()  # by `frozen`
         self._untold: set[int] = set()
         self._lost: set[str] = set()
         self._told_of_stream = False
@@ -301,7 +302,8 @@ class Monitor:
             What holds the largest ``largest_logits`` and the ``factors`` afterwards.
 
         Raises:
-            TypeError, ValueError: as `massieu.nn.clip_logits`, whose refusals come at the first head above the bound.
+            TypeError, ValueError: as `massieu.nn.clip_logits`, whose refusals come at the first head above the bound; a
+                warning after the first block says which they will be.
             InputError: the model is compiled, and does not attend by `scaled_dot_product_attention`.
 
         Source:
@@ -319,6 +321,7 @@ class Monitor:
         with self._watching(reading):
             yield found
         found.largest_logits = reading.over_processes(step)
+        self._name_refusals(found.largest_logits, frozen)
         # A head none of whose queries sees a key has no logit.
         above = {name: largest.clamp(min=0) for name, largest in found.largest_logits.items()}
         unknown = [name for name, largest in above.items() if not bool(largest.isfinite().all())]
@@ -328,6 +331,19 @@ class Monitor:
             self._unclipped.update(new)
             self._warn(
                 f"at step {step} the largest logits of {some(new, 5)} are not finite; nothing is clipped while some are"
+            )
+
+    def _name_refusals(self, largest: Mapping[str, Tensor], frozen: bool) -> None:
+        """Warn once of modules that cannot be clipped, before a logit is so large that it is an error."""
+        if frozen in self._told_of_refusals or not largest:
+            return
+        self._told_of_refusals.add(frozen)
+        reasons = refusals(self.model, {name: len(logits) for name, logits in largest.items()}, frozen=frozen)
+        if reasons:
+            name, reason = next(iter(reasons.items()))
+            self._warn(
+                f"clip cannot scale the heads of {some(reasons, 3)}, and raises an error once a logit there is above the "
+                f"bound; of {name or 'the model'}: {reason}"
             )
 
     @contextmanager
