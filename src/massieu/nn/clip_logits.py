@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu.foundation.arguments import FLOATS, check_values, described, flag, floating, instance, number
+from massieu.foundation.shards import has_flat_shards
 from massieu.nn.score_weights import Rows, score_weights
 
 _rows_by_module: WeakKeyDictionary[nn.Module, tuple[object, tuple[Rows, ...]]] = WeakKeyDictionary()
@@ -27,14 +28,15 @@ class Logits(Protocol):
 def clip_logits(
     model: nn.Module, threshold: float, record: Mapping[str, Float[Tensor, " H"]] | Logits, *, frozen: bool = False
 ) -> dict[str, Float[Tensor, " H"]]:
-    """Scale weights in place so that the largest logit of every head is at most the threshold: QK-clip.
+    """Scale weights in place so that, on a layer's own input, no head's largest logit is above the threshold: QK-clip.
 
     Logits are scale·query·key, before masks, biases and soft caps. A head whose largest logit s is above the threshold gets
     γ = threshold/s: the rows of its queries and keys are multiplied by √γ, biases too. Where heads share keys (grouped,
     multi-query and latent attention), its queries alone are multiplied, by γ. A rotation commutes with that, so it is exact
-    under rotary embeddings: on the same batch and input the layer's largest logit is then the threshold, to rounding. Where
-    queries are normalised, the norm's gain is scaled if heads have their own; if they share it, the module is refused. Other
-    heads keep their bits, and optimisers their state.
+    under rotary embeddings: on the same batch and input the layer's largest logit is then the threshold, to rounding. The input
+    changes where layers below are scaled too. A record and a call in turn, at most as many as there are attention modules,
+    bring the whole batch below it. Where queries are normalised, the norm's gain is scaled if heads have their own; if they
+    share it, the module is refused. Other heads keep their bits, and optimisers their state.
 
     Rows are not found by names. A module other than `torch.nn.MultiheadAttention` and `Attention` is copied with random
     weights and called on a few random tokens, once, on the CPU. Gradients find the rows; a test with scaled rows then proves
@@ -57,7 +59,7 @@ def clip_logits(
         TypeError: an argument of another kind.
         ValueError: a logit that is NaN or infinite, a name or number of heads that the model does not have, or a module whose
             logits its weights do not scale, with the reason: shared gains, parametrisations, packed weights, weights that are
-            frozen, scores that hold positions within the product.
+            frozen, weights that ``FullyShardedDataParallel`` holds, scores that hold positions within the product.
 
     Source:
         Kimi Team, arXiv 2507.20534, section 2.1.
@@ -89,6 +91,7 @@ def clip_logits(
             continue
         gammas[name] = threshold / logits.clamp(min=threshold)
         try:
+            _check_no_flat_shards(model)
             for rows in _rows(module, len(logits)):
                 parameter = _scalable_parameter(module, rows.parameter_name, frozen)
                 row_factors = rows.factors(gammas[name])
@@ -105,6 +108,49 @@ def clip_logits(
         for parameter_id, parameter in parameters.items():
             _scale(parameter, factors[parameter_id])
     return gammas
+
+
+def refusals(model: nn.Module, heads: Mapping[str, int], *, frozen: bool = False) -> dict[str, str]:
+    """Of which modules `clip_logits` could not scale the logits, with the reason; nothing is changed.
+
+    Modules of one kind are alike but for their weights: the rows that make scores are looked for in the first of each.
+
+    Args:
+        model: The model that is to be clipped.
+        heads: The number of heads of each attention module, by its name.
+        frozen: As for `clip_logits`.
+    """
+    modules = _modules(model)
+    reasons: dict[str, str] = {}
+    rows_by_kind: dict[object, tuple[Rows, ...]] = {}
+    reason_by_kind: dict[object, str] = {}
+    for name, count in heads.items():
+        module = _module(modules, name)
+        kind = type(module), *_fingerprint(module, count)
+        if kind in reason_by_kind:
+            reasons[name] = reason_by_kind[kind]
+            continue
+        try:
+            if kind not in rows_by_kind:
+                _check_no_flat_shards(model)
+                rows_by_kind[kind] = _rows(module, count)
+        except ValueError as error:
+            reasons[name] = reason_by_kind[kind] = str(error)
+            continue
+        try:
+            for rows in rows_by_kind[kind]:
+                _scalable_parameter(module, rows.parameter_name, frozen)
+        except ValueError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
+def _check_no_flat_shards(model: nn.Module) -> None:
+    if has_flat_shards(model):
+        raise ValueError(
+            "FullyShardedDataParallel holds the model's weights in one row, whose parts cannot be scaled; shard with "
+            "torch.distributed.fsdp.fully_shard"
+        )
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -150,14 +196,19 @@ def _rows(module: nn.Module, heads: int) -> tuple[Rows, ...]:
     """The rows that make the module's scores, found once for each number of heads, shapes and types of its parts."""
     if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
         raise ValueError("it is on meta, where there are no numbers to scale")
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
-    types = tuple((name, type(part)) for name, part in module.named_modules())
-    fingerprint = (heads, shapes, types)
+    fingerprint = _fingerprint(module, heads)
     entry = _rows_by_module.get(module)
     if entry is None or entry[0] != fingerprint:
         entry = (fingerprint, score_weights(module, heads))
         _rows_by_module[module] = entry
     return entry[1]
+
+
+def _fingerprint(module: nn.Module, heads: int) -> tuple[object, ...]:
+    """Equal for modules with the same heads, shapes and types of parts."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+    types = tuple((name, type(part)) for name, part in module.named_modules())
+    return heads, shapes, types
 
 
 def _scalable_parameter(module: nn.Module, name: str, frozen: bool) -> nn.Parameter:

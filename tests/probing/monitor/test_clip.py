@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.probing import zoo
 from tests.support.probing.logits import largest_logits
 from torch import Tensor, nn
 
@@ -131,6 +132,36 @@ def test_heads_without_a_real_query_have_no_logit_to_clip():
     assert found.factors == {}
 
 
+def test_what_cannot_be_clipped_is_said_before_a_logit_is_too_large():
+    """Qwen 3 has one gain for all its normalised queries. An error in a later step would cost the run."""
+    pytest.importorskip("transformers")
+    model, batch = zoo.fresh("qwen3"), zoo.inputs("qwen3")
+    monitor, before = Monitor(model, batch), copy.deepcopy(model.state_dict())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(2):
+            with monitor.clip(step, 1e9) as found:
+                model(**batch)
+            assert len(found.largest_logits) == 3 and found.factors == {}
+    sentences = [str(each.message) for each in said if "massieu" in str(each.message)]
+    assert len(sentences) == 1
+    names = ", ".join(f"layers.{layer}.self_attn" for layer in range(3))
+    told = f"massieu.Monitor: clip cannot scale the heads of {names}, and raises an error once a logit there is above"
+    assert sentences[0].startswith(told)
+    assert "of layers.0.self_attn: " in sentences[0] and "q_norm, whose numbers all heads share" in sentences[0]
+    with pytest.raises(ValueError, match="q_norm, whose numbers all heads share"), monitor.clip(2, 1e-3):
+        model(**batch)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("error:massieu")
+def test_nothing_is_said_of_what_can_be_clipped():
+    model, batch = zoo.fresh("llama"), zoo.inputs("llama")
+    with Monitor(model, batch).clip(0, 1e9) as found:
+        model(**batch)
+    assert len(found.largest_logits) == 3
+
+
 def test_bad_calls():
     monitor = Monitor(encoder(), BATCHES[0])
     for wrong, error in ((0.0, ValueError), ("high", TypeError)):
@@ -191,7 +222,8 @@ def test_lora_is_clipped_with_the_base_weights_below_it():
     logits = LlamaLogits(base)
     monitor, before = Monitor(model, {"input_ids": ids}), logits.of(ids)
     bound = float(before[0].median())
-    with pytest.raises(ValueError, match=r"q_proj\.base_layer\.weight is frozen"), monitor.clip(0, bound):
+    frozen = r"q_proj\.base_layer\.weight is frozen"
+    with pytest.warns(UserWarning, match=frozen), pytest.raises(ValueError, match=frozen), monitor.clip(0, bound):
         model(input_ids=ids)
     assert torch.equal(logits.of(ids), before)
     with monitor.clip(1, bound, frozen=True) as found:

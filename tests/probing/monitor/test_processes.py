@@ -113,6 +113,37 @@ def test_sharded_training_steps_are_watched_and_clipped(processes: list[Any]):
             assert all(torch.allclose(found[name], expected[name], rtol=1e-5) for name in expected)
 
 
+def test_shares_that_no_tensor_tells_of_have_no_norms(processes: list[Any]):
+    """FullyShardedDataParallel: each process has a share of every gradient, and its norm is not the whole one's."""
+    expected = work.trained_by_one()
+    told = "massieu.Monitor: FullyShardedDataParallel gives each process a share of weights and gradients"
+    for process in processes:
+        records, said, refused = process["flat_shards"]
+        for step, (record, (whole, norm)) in enumerate(zip(records, expected, strict=True)):
+            given = record.pop("massieu/gradient_norm", None)
+            assert given == (pytest.approx(norm, rel=1e-5) if step else None)
+            record.pop("massieu/learning_rate")
+            check_equal(record, whole)
+        assert len([sentence for sentence in said if sentence.startswith(told)]) == 1
+        assert "FullyShardedDataParallel holds the model's weights in one row" in refused
+
+
+@pytest.mark.slow
+def test_compiled_training_of_two_processes_is_watched_and_clipped():
+    """Watched training is bit for bit as without; logits and clipped weights are those of one process that is not compiled."""
+    _, watched, clipped, weights = work.compiled_steps("", work.IDS)
+    for process in run(work.compiled_training, 2, 300):
+        for form in work.COMPILED:
+            (alone,), (trained, found, found_second, found_weights) = process[form]
+            assert all(map(torch.equal, trained, alone)), form
+            # The second step's weights differ by the rounding of two shares' gradients.
+            for expected, logits in ((watched, found), (clipped, found_second)):
+                assert expected.keys() == logits.keys(), form
+                assert all(torch.allclose(logits[name], expected[name], rtol=1e-4) for name in expected), form
+            for weight, other in zip(weights, found_weights, strict=True):
+                torch.testing.assert_close(other, weight, rtol=1e-4, atol=1e-5)
+
+
 def test_sharded_gradients_count_as_a_whole(processes: list[Any]):
     expected = work.explicit_norm(*work.gradients())
     for process in processes:

@@ -56,7 +56,11 @@ def one_process_of_llama() -> dict[str, float]:
 
 
 def found(monitor: Monitor) -> dict[str, float]:
-    record = monitor(0)
+    return found_at(monitor, 0)
+
+
+def found_at(monitor: Monitor, step: int) -> dict[str, float]:
+    record = monitor(step)
     assert record is not None
     return record
 
@@ -228,6 +232,112 @@ def watched_fully_sharded(rank: int, size: int) -> Any:
     return watched_and_clipped(model, share(rank, size))
 
 
+def flat_shards(rank: int, size: int) -> tuple[list[Any], list[str], str]:
+    """Under FullyShardedDataParallel: three records, what was warned of, and what `clip` says."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    inner: Any = plain().train()
+    policy = ModuleWrapPolicy({type(inner.blocks[0])})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = FullyShardedDataParallel(
+            inner, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        own = share(rank, size)
+        monitor = Monitor(model, own, every=1, optimizer=optimizer, norms=True)
+        records = []
+        for step in range(3):
+            model(own).square().mean().backward()
+            norm = model.clip_grad_norm_(1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            records.append(monitor(step, **({"gradient_norm": norm} if step else {})))
+    refused = ""
+    try:
+        with monitor.clip(3, 1.0):
+            model(own)
+    except ValueError as error:
+        refused = str(error)
+    return [dict(each) for each in records], [str(each.message) for each in said], refused
+
+
+def trained_by_one() -> list[tuple[dict[str, float], float]]:
+    """The same in one process: the record of each step, and the gradient norm before it."""
+    model: Any = plain().train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = Monitor(model, IDS, every=1)
+    records = []
+    for step in range(3):
+        model(IDS).square().mean().backward()
+        norm = explicit_norm(*(parameter.grad for parameter in model.parameters() if parameter.grad is not None))
+        optimizer.step()
+        optimizer.zero_grad()
+        records.append((dict(found_at(monitor, step)), norm))
+    return records
+
+
+COMPILED = ("DDP around compiled", "compiled around DDP", "compiled blocks, sharded", "compiled around sharded")
+"""How a model may be compiled and shared between processes."""
+
+
+def compiled_and_shared(form: str) -> tuple[Any, Any]:
+    """A model, and what is called for a training step; both are one where nothing is named."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch._dynamo.reset()
+    model: Any = gpt(fused=True).train()
+    if not form:
+        return model, model
+    if form == "DDP around compiled":
+        return model, DistributedDataParallel(torch.compile(model, backend="aot_eager"))
+    if form == "compiled around DDP":
+        return model, torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    for block in model.blocks:
+        if form == "compiled blocks, sharded":
+            block.compile(backend="aot_eager")
+        fully_shard(block)
+    fully_shard(model)
+    called = torch.compile(model, backend="aot_eager") if form == "compiled around sharded" else model
+    return model, called
+
+
+def whole_weights(model: nn.Module) -> list[Tensor]:
+    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [weight.detach().clone() for weight in weights]
+
+
+def compiled_steps(form: str, own: Tensor, watched: bool = True) -> list[Any]:
+    """Weights after a training step; where it is watched, its logits too, and both of a second step, which is clipped."""
+    model, called = compiled_and_shared(form)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        called(own).square().mean().backward()
+        optimizer.step()
+
+    if not watched:
+        train()
+        return [whole_weights(model)]
+    monitor = Monitor(called, own, every=1)
+    with monitor.watch(0) as seen:
+        train()
+    assert seen.record is not None
+    first = whole_weights(model)
+    with monitor.clip(1, 1.0) as found:
+        train()
+    return [first, seen.record.largest_logits, found.largest_logits, whole_weights(model)]
+
+
+def compiled_training(rank: int, size: int) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Of each form the step alone, and the two steps."""
+    warnings.simplefilter("ignore")  # of PyTorch's on itself, and that the stream is left out
+    own = share(rank, size)
+    return {form: (compiled_steps(form, own, watched=False), compiled_steps(form, own)) for form in COMPILED}
+
+
 def clipped_by_one() -> tuple[dict[str, Tensor], list[Tensor]]:
     model = plain().train()
     with Monitor(model, IDS).clip(0, 1.0) as found:
@@ -274,7 +384,7 @@ WORK: dict[str, Callable[[int, int], Any]] = {
     each.__name__: each
     for each in (
         data_parallel, fully_sharded, fully_sharded_alone, tensor_parallel, uneven_shares, at_different_steps,
-        watched_by_some, clipped, watched_fully_sharded, sharded_gradients,
+        watched_by_some, clipped, watched_fully_sharded, flat_shards, sharded_gradients,
     )
 }  # fmt: skip
 

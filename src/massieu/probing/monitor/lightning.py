@@ -42,12 +42,16 @@ class _Hooks:
         # The other optimisers may step in this batch too; of each the norm is taken as it steps.
         latest = trainer.global_step + len(trainer.optimizers)
         if latest // self._monitor.every != self._last // self._monitor.every:
-            norm = gradient_norm(parameters_of([optimizer]))
-            if norm is not None:
-                self._norms[id(optimizer)] = norm
-            if self._monitor.layer_norms is not None:
-                self._monitor.layer_norms.take(parameters_of([optimizer]), id(optimizer))
+            if self._monitor.norms_are_known:
+                self._take_norms(optimizer)
             self._rates = learning_rates(trainer.optimizers)
+
+    def _take_norms(self, optimizer: Any) -> None:
+        norm = gradient_norm(parameters_of([optimizer]))
+        if norm is not None:
+            self._norms[id(optimizer)] = norm
+        if self._monitor.layer_norms is not None:
+            self._monitor.layer_norms.take(parameters_of([optimizer]), id(optimizer))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Measure where the batch brought a step that is due."""

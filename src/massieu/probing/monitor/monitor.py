@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from massieu.errors import InputError, require_extra
 from massieu.foundation.arguments import described, flag, number, whole_number
 from massieu.foundation.printable import visible
-from massieu.nn import clip_logits
+from massieu.foundation.shards import has_flat_shards
+from massieu.nn.clip_logits import clip_logits, refusals
 from massieu.probing.capture.attention_call import AttentionSite
 from massieu.probing.capture.compiled import CompiledPasses, entry_of, fused_sites, is_compiled
 from massieu.probing.capture.routes import capturing
@@ -174,9 +175,11 @@ class Monitor:
         self._beyond: set[tuple[str, int]] = set()
         self._collapsed: set[str] = set()
         self._unclipped: set[str] = set()
+        self._told_of_refusals: set[bool] = set()  # by `frozen`
         self._untold: set[int] = set()
         self._lost: set[str] = set()
         self._told_of_stream = False
+        self._told_of_shards = False
         with undisturbed(self.model):
             inputs = self._inputs()
             if any(isinstance(value, Tensor) and not value.numel() for value in inputs.values()):
@@ -197,6 +200,11 @@ class Monitor:
     def every(self) -> int:
         """Steps that are multiples of this are due."""
         return self._period.every
+
+    @property
+    def norms_are_known(self) -> bool:
+        """Whether gradients and weights tell of themselves which share of them this process has."""
+        return not has_flat_shards(self.model)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -277,11 +285,12 @@ class Monitor:
 
     @contextmanager
     def clip(self, step: int, bound: float, *, every: int = 1, frozen: bool = False) -> Iterator[Clipping]:
-        """QK-clip within the training loop: at the block's end no logit of its forward passes is above the bound any more.
+        """QK-clip within the training loop: at the block's end the heads whose logits were above the bound are scaled to it.
 
         The block holds a step's forward and backward passes and the optimiser's step. Their largest logits are taken from
         the training step's own forward passes, as `watch` takes them, and of nothing else; then `massieu.nn.clip_logits`
-        scales the heads that were above the bound, as the weights are after the step.
+        scales the heads that were above the bound, as the weights are after the step. A layer above one that was scaled has
+        another input at the next step, whose logits are then taken.
 
         Args:
             step: as in a call.
@@ -293,7 +302,8 @@ class Monitor:
             What holds the largest ``largest_logits`` and the ``factors`` afterwards.
 
         Raises:
-            TypeError, ValueError: as `massieu.nn.clip_logits`, whose refusals come at the first head above the bound.
+            TypeError, ValueError: as `massieu.nn.clip_logits`, whose refusals come at the first head above the bound; a
+                warning after the first block says which they will be.
             InputError: the model is compiled, and does not attend by `scaled_dot_product_attention`.
 
         Source:
@@ -311,6 +321,7 @@ class Monitor:
         with self._watching(reading):
             yield found
         found.largest_logits = reading.over_processes(step)
+        self._name_refusals(found.largest_logits, frozen)
         # A head none of whose queries sees a key has no logit.
         above = {name: largest.clamp(min=0) for name, largest in found.largest_logits.items()}
         unknown = [name for name, largest in above.items() if not bool(largest.isfinite().all())]
@@ -320,6 +331,19 @@ class Monitor:
             self._unclipped.update(new)
             self._warn(
                 f"at step {step} the largest logits of {some(new, 5)} are not finite; nothing is clipped while some are"
+            )
+
+    def _name_refusals(self, largest: Mapping[str, Tensor], frozen: bool) -> None:
+        """Warn once of modules that cannot be clipped, before a logit is so large that it is an error."""
+        if frozen in self._told_of_refusals or not largest:
+            return
+        self._told_of_refusals.add(frozen)
+        reasons = refusals(self.model, {name: len(logits) for name, logits in largest.items()}, frozen=frozen)
+        if reasons:
+            name, reason = next(iter(reasons.items()))
+            self._warn(
+                f"clip cannot scale the heads of {some(reasons, 3)}, and raises an error once a logit there is above the "
+                f"bound; of {name or 'the model'}: {reason}"
             )
 
     @contextmanager
@@ -526,6 +550,13 @@ class Monitor:
         values = self._values(measured.sites)
         for layer, found in measured.stream.items():
             values |= {f"{layer}/{name}": value for name, value in found.means().items()}
+        if not self.norms_are_known and not self._told_of_shards:
+            self._told_of_shards = True
+            self._warn(
+                "FullyShardedDataParallel gives each process a share of weights and gradients, so that their norms are left "
+                "out; record the gradient norm with monitor(step, gradient_norm=norm), where norm is what the model's "
+                "clip_grad_norm_ returned, or shard with torch.distributed.fsdp.fully_shard"
+            )
         values |= self._of_training(beside) | measured.period.numbers() | beside | self._norms_by_layer(beside)
         if (unchanged := self._unchanged.share()) is not None:
             values["unchanged_weights"] = unchanged
@@ -569,7 +600,7 @@ class Monitor:
         norm = beside.get("gradient_norm", math.hypot(*norms.values()) if norms else None)
         # Where no optimiser has stepped since the latest record, the gradients that are left may be the same ones again.
         new = norm is not None or not self._optimizers
-        if norm is None:
+        if norm is None and self.norms_are_known:
             norm = gradient_norm(parameters_of(self._optimizers) if self._optimizers else self.model.parameters())
         if norm is None:
             return learning_rates(self._optimizers)
@@ -589,7 +620,7 @@ class Monitor:
         return names
 
     def _norms_by_layer(self, beside: dict[str, float]) -> dict[str, float]:
-        if self.layer_norms is None:
+        if self.layer_norms is None or not self.norms_are_known:
             return {}
         if self.layer_norms.is_empty:
             self.layer_norms.take(parameters_of(self._optimizers) if self._optimizers else self.model.parameters())
@@ -661,7 +692,7 @@ def _norm_taker(monitor: Monitor, index: int) -> Callable[..., None]:
         if found is None:
             return
         found._steps_since[id(optimizer)] += 1
-        if not found._next_is_due(optimizer):
+        if not found._next_is_due(optimizer) or not found.norms_are_known:
             return
         parameters = parameters_of([optimizer])
         if (norm := gradient_norm(parameters)) is not None:

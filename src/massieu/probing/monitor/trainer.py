@@ -51,8 +51,9 @@ class MonitorTrainerCallback(TrainerCallback):
         In float16 gradients still have the factor of the loss's scale, which is not known here: no norm is taken.
         """
         if (state.global_step + 1) % self._monitor.every == 0:
-            norm = None if args.fp16 or args.max_grad_norm else gradient_norm(model.parameters())
-            if self._monitor.layer_norms is not None and not args.fp16:
+            known = self._monitor.norms_are_known and not args.fp16
+            norm = gradient_norm(model.parameters()) if known and not args.max_grad_norm else None
+            if self._monitor.layer_norms is not None and known:
                 [innermost] = optimizers_of(optimizer)
                 self._monitor.layer_norms.take(model.parameters(), id(innermost))
             self._known = {"learning_rate": optimizer.param_groups[0]["lr"]} | (
