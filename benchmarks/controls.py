@@ -22,7 +22,7 @@ import scipy.stats
 from massieu.papers.experiments.criterion import interval
 from massieu.probing.capture.tokens import is_sampled
 from massieu.probing.sums.comparisons import Arrangement, BesideRandom, with_their_tails
-from massieu.probing.sums.random_heads import RandomHeads
+from massieu.probing.sums.random_heads import RandomHeads, Scale, unscaled
 from massieu.probing.sums.significance import difference_p, other_heads, two_sided_p
 from massieu.probing.sums.unit_errors import ratio_error
 from massieu.probing.sums.units import BlockSums, Estimate, Units
@@ -39,6 +39,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     found = {"facts": facts(rng), "coverage": coverage(rng), "families": families(rng), "power": power(rng)}
     found["sampled"] = sampled_coverage(np.random.default_rng(1))
+    found["scales"] = on_scales(np.random.default_rng(2))
     found["models"] = [models(json.loads(Path(path).read_text())) for path in sys.argv[1:]]
     PATH.write_text(json.dumps(found, indent=1) + "\n")
     for part, rows in found.items():
@@ -307,6 +308,33 @@ def families(rng: np.random.Generator) -> list[Row]:
             for kind, each in p.items():
                 named[kind] += each.min() * len(each) < 0.05
         rows.append({"noise": noise, "design": name} | {kind: count / 2_000 for kind, count in named.items()})
+    return rows
+
+
+SCALES: dict[str, tuple[Scale, float, float]] = {
+    "a share about 0.02": ("share", -4.0, 0.5),
+    "a share about 0.5": ("share", 0.0, 0.5),
+    "a share about 0.98": ("share", 4.0, 0.5),
+    "a share about 0.157 ± 0.001": ("share", -1.68, 0.006),
+    "a positive number about 1": ("positive", 0.0, 0.5),
+}
+"""Where the heads of random models lie on a scale: centre, and width of the heads' part there."""
+
+
+def on_scales(rng: np.random.Generator, runs: int = 2_000) -> list[Row]:
+    """How often any of 12 heads of a random model is named at 5 %, of statistics that are compared on a scale."""
+    rows = []
+    for (name, (scale, centre, width)), noise, relative in product(SCALES.items(), NOISE, (0.2, 1.0)):
+        statistic, named = Statistic("made up", scale=scale, smallest=0.05), 0
+        step = width * (unscaled(np.array(centre + 1e-3), scale) - unscaled(np.array(centre - 1e-3), scale)) / 2e-3
+        for _ in range(runs):
+            model = unscaled(centre + width * random_model(rng, noise, (8, 12, 1)), scale)
+            error = relative * step * np.sqrt(rng.chisquare(5, 12) / 5)
+            value = model[0] + relative * step * rng.standard_normal(12)
+            own = Estimate(value, error, np.ones(12), np.full(12, 5.0))
+            (p,) = with_their_tails([BesideRandom.of(own, model[1:], statistic, Arrangement(12))])
+            named += p.min() * 12 < 0.05
+        rows.append({"numbers": name, "noise": noise, "text": relative, "after": named / runs})
     return rows
 
 

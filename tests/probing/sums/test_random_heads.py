@@ -1,5 +1,6 @@
 """The law of a random head against SciPy's tests and explicit sums of squares, and what it names where nothing was learned."""
 
+import mpmath
 import numpy as np
 import pytest
 import scipy.special
@@ -16,6 +17,7 @@ from massieu.probing.sums.random_heads import (
     scaled,
     scaled_error,
     tail_factor,
+    unscaled,
     with_tails,
 )
 from massieu.probing.sums.units import Estimate
@@ -26,17 +28,57 @@ SHARE = Statistic("asked", scale="number", smallest=0.05)
 
 @given(st.sampled_from(["share", "positive", "number"]), st.floats(2e-6, 1 - 2e-6))
 def test_scales_and_their_errors(scale: Scale, number: float):
+    """Near the centre the chord has the slope of the scale."""
     value, step = np.array(number), 1e-5 * number * (1 - number)
     whole = {"share": scipy.special.logit, "positive": np.log, "number": np.array}[scale](value)
     np.testing.assert_allclose(scaled(value, scale), whole, rtol=1e-9, atol=1e-12)
     slope = (scaled(value + step, scale) - scaled(value - step, scale)) / (2 * step)
-    np.testing.assert_allclose(scaled_error(value, np.array(0.01), scale), 0.01 * slope, rtol=1e-4)
+    for centre in (value, value + step):
+        np.testing.assert_allclose(scaled_error(value, np.array(0.01), centre, scale), 0.01 * slope, rtol=1e-4)
+    np.testing.assert_allclose(unscaled(whole, scale), value, rtol=1e-9)
+
+
+@given(st.sampled_from(["share", "positive", "number"]), st.floats(2e-6, 1 - 2e-6), st.floats(2e-6, 1 - 2e-6))
+def test_a_distance_over_its_error_is_that_of_the_numbers_themselves(scale: Scale, number: float, centre: float):
+    value, middle, error = np.array(number), np.array(centre), np.array(0.01)
+    whole = {"share": mpmath_logit, "positive": mpmath.log, "number": mpmath.mpf}[scale]
+    with mpmath.workdps(60):
+        distance = float(whole(number) - whole(centre))
+    expected = (
+        abs(distance) * 0.01 / abs(number - centre) if number != centre else scaled_error(value, error, value, scale)
+    )
+    np.testing.assert_allclose(scaled_error(value, error, middle, scale), expected, rtol=1e-7)
+
+
+def mpmath_logit(number: float) -> mpmath.mpf:
+    return mpmath.log(mpmath.mpf(number) / (1 - mpmath.mpf(number)))
+
+
+@every_row(
+    "scale, value", [("share", 0.99999), ("share", 1e-5), ("positive", 1e-5), ("positive", 40.0), ("number", 3.0)]
+)
+def test_at_the_ends_of_a_scale_the_text_s_error_is_that_of_the_numbers(scale, value):
+    """Random heads do not differ: the test is Student's of the numbers, however steep the scale is at the value."""
+    statistic, error = Statistic("asked", scale=scale, smallest=0.05), 0.02
+    own = Estimate(np.full(3, value), np.full(3, error), np.ones(3), np.full(3, 4.0))
+    found = BesideRandom.of(own, np.full((8, 3), 0.2), statistic, Arrangement(3)).p_value
+    np.testing.assert_allclose(found, 2 * scipy.stats.t.sf(abs(value - 0.2) / error, 4), rtol=1e-6)
+
+
+def test_a_head_that_saturates_is_far_from_heads_that_attend_alike():
+    """A weight of 0.99999 ± 0.00002 beside random ones of 0.157 ± 0.001: no error reaches from one to the others."""
+    draws = np.random.default_rng(7).normal(0.157, 0.001, (8, 4))
+    own = Estimate(np.full(4, 0.99999), np.full(4, 2e-5), np.ones(4), np.full(4, 4.0))
+    share = Statistic("asked", scale="share", smallest=0.05)
+    compared = BesideRandom.of(own, draws, share, Arrangement(4))
+    # Over √(V + s²) it is farther than over √V + s: 0.84 lies 40,000 of the text's errors away, and 800 of the law's.
+    assert (compared.p_value < 2 * scipy.stats.t.sf(700, 4)).all()
 
 
 def test_numbers_at_the_ends_of_their_scale_stay_finite():
     ends = np.array([0.0, 1.0])
     assert np.isfinite(scaled(ends, "share")).all() and np.isfinite(scaled(ends, "positive")).all()
-    assert np.isfinite(scaled_error(ends, np.zeros(2), "share")).all()
+    assert np.isfinite(scaled_error(ends, np.zeros(2), np.array(0.5), "share")).all()
 
 
 @every_row("draws, clusters, heads", [(8, 1, 1), (8, 12, 1), (2, 3, 4), (5, 1, 6)])
@@ -97,7 +139,19 @@ def test_tails_as_of_a_normal_law_change_little_and_heavy_ones_much():
     assert 1.0 <= normal < 1.35
     assert heavy > 1.8
     assert tail_factor(np.full((3, 5), 0.5)) == 2.0  # of three draws the tails cannot be seen
-    np.testing.assert_allclose(with_tails(np.array(2 * scipy.stats.norm.sf(4.0)), 2.0), 2 * scipy.stats.norm.sf(2.0))
+    four = np.array(2 * scipy.stats.norm.sf(4.0))
+    np.testing.assert_allclose(with_tails(four, 2.0), 2 * scipy.stats.norm.sf(2.0))
+    np.testing.assert_allclose(with_tails(four, 2.0, 0.25), 2 * scipy.stats.norm.sf(4 / np.sqrt(1.75)))
+    np.testing.assert_allclose(with_tails(four, 2.0, 0.0), four)
+
+
+def test_heavy_tails_of_random_heads_widen_their_part_of_the_variance_alone():
+    """The text's error is most of a head's variance: its law's tails, whatever they are, change the p-value little."""
+    draws = 0.001 * np.random.default_rng(8).standard_t(2, (8, 6))
+    own = Estimate(np.full(6, 3.0), np.full(6, 0.5), np.ones(6), np.full(6, 9.0))
+    compared = BesideRandom.of(own, draws, SHARE, Arrangement(6))
+    (found,) = with_their_tails([compared])
+    np.testing.assert_allclose(found, 2 * scipy.stats.t.sf(6, 9), rtol=0.01)
 
 
 @every_row(

@@ -32,15 +32,46 @@ def scaled(values: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndar
     return np.log(np.maximum(values, _LEAST**2)) if scale == "positive" else np.asarray(values, dtype=np.float64)
 
 
+def unscaled(numbers: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndarray, "*shape"]:
+    """The inverse of `scaled`."""
+    if scale == "share":
+        return 1 / (1 + np.exp(-numbers))
+    return np.exp(numbers) if scale == "positive" else numbers
+
+
 def scaled_error(
-    values: Float64[np.ndarray, "*shape"], errors: Float64[np.ndarray, "*shape"], scale: str
+    values: Float64[np.ndarray, "*shape"],
+    errors: Float64[np.ndarray, "*shape"],
+    centre: Float64[np.ndarray, "*#shape"],
+    scale: str,
 ) -> Float64[np.ndarray, "*shape"]:
-    """Standard errors on the scale, to first order, with what rounding alone can make."""
+    """Standard errors on the scale, with what rounding alone can make: by the slope of the chord from the centre to the value.
+
+    A distance on the scale over such an error is the distance of the numbers themselves over theirs. The slope at the value
+    alone would be another one: at the end of a scale, as at a weight of 0.99999, it is so steep that the smallest error seems
+    to span the whole distance to heads of weight 0.2.
+
+    Args:
+        centre: what the values are compared with, not scaled.
+    """
     wide = np.hypot(errors, RESOLUTION * np.abs(values))
     if scale == "share":
-        inside = np.clip(values, _LEAST, 1 - _LEAST)
-        return wide / (inside * (1 - inside))
-    return wide / np.maximum(values, _LEAST**2) if scale == "positive" else wide
+        value, middle = (np.clip(each, _LEAST, 1 - _LEAST) for each in (values, centre))
+        return wide / _logarithmic_mean(value, middle) + wide / _logarithmic_mean(1 - value, 1 - middle)
+    if scale == "positive":
+        return wide / _logarithmic_mean(np.maximum(values, _LEAST**2), np.maximum(centre, _LEAST**2))
+    return wide
+
+
+def _logarithmic_mean(
+    one: Float64[np.ndarray, "*shape"], other: Float64[np.ndarray, "*#shape"]
+) -> Float64[np.ndarray, "*shape"]:
+    """(a − b)/(log a − log b) of two positive numbers; of two that are equal, that number."""
+    change = (one - other) / other
+    # A small change loses its digits in the ratio of the two, and one of nearly −1 those of the ratio.
+    logarithm = np.where(np.abs(change) < 0.5, np.log1p(change), np.log(one / other))
+    with np.errstate(invalid="ignore"):
+        return np.where(change == 0, one, (one - other) / logarithm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +125,12 @@ class RandomHeads:
     def deviation(self) -> Float64[np.ndarray, "*batch"]:
         """Standard deviation of one more random head about the centre."""
         return np.sqrt(self.variances.sum(0))
+
+    def share(self, error: Float64[np.ndarray, "*#batch"]) -> Float64[np.ndarray, "*#batch"]:
+        """How much of the variance of a head's distance from the centre is that of random heads; the rest is the text's."""
+        own, total = np.asarray(error) ** 2, self.variances.sum(0)
+        with np.errstate(invalid="ignore"):
+            return np.where(total + own > 0, total / (total + own), 1.0)
 
     def p_value(
         self,
@@ -160,6 +197,14 @@ def surprise(p_values: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*s
     return -require_extra("scipy.special", "probe").ndtri(np.maximum(p_values, 1e-300) / 2)
 
 
-def with_tails(p_values: Float64[np.ndarray, "*shape"], factor: float) -> Float64[np.ndarray, "*shape"]:
-    """P-values under a law whose tails reach so many times farther than the normal one's."""
-    return 2 * require_extra("scipy.special", "probe").ndtr(-surprise(p_values) / factor)
+def with_tails(
+    p_values: Float64[np.ndarray, "*shape"], factor: float, share: Float64[np.ndarray, "*#shape"] | float = 1.0
+) -> Float64[np.ndarray, "*shape"]:
+    """P-values under a law whose tails reach so many times farther than the normal one's.
+
+    Args:
+        share: of the variance that is the law's, as `RandomHeads.share` has it. The rest is the error over the text, whose
+            tails Student's law knows.
+    """
+    widening = np.sqrt(factor**2 * share + 1 - share)
+    return 2 * require_extra("scipy.special", "probe").ndtr(-surprise(p_values) / widening)
