@@ -47,7 +47,9 @@ def main() -> None:
                 file.flush()
                 print(rows[-1], flush=True)
     for kind in KINDS:
-        of_kind = [(tuple(row["planted"]), [tuple(each) for each in row["named"]]) for row in rows if row["kind"] == kind]
+        of_kind = [
+            (tuple(row["planted"]), [tuple(each) for each in row["named"]]) for row in rows if row["kind"] == kind
+        ]
         found = sum(planted in named for planted, named in of_kind)
         alone = sum(named == [planted] for planted, named in of_kind)
         print(f"{kind}: found in {found} of {len(of_kind)}, alone in {alone}")
@@ -84,7 +86,9 @@ def copied(seed: int) -> tuple[Place, list[Place]]:
     """A trained head in a random decoder, with the embeddings that it reads: in layer 0, the one of the most weight on the
     previous token."""
     trained, model = trained_decoder(seed % TRAINED), random_decoder(seed)
-    weights = massieu.probe(trained, small_text(seed), statistics=["weight_previous"], draws=0).matrix("weight_previous")
+    weights = massieu.probe(trained, small_text(seed), statistics=["weight_previous"], draws=0).matrix(
+        "weight_previous"
+    )
     head = int(weights[0].argmax())
     for name in ("wte", "wpe"):
         getattr(model, name).load_state_dict(getattr(trained, name).state_dict())
