@@ -214,7 +214,12 @@ def facts(rng: np.random.Generator) -> list[Row]:
     )
     for name, noise in EXPERIMENTS.items():
         held = np.mean([low <= noise.mean <= high for low, high in (interval(noise.draw(rng)) for _ in range(2_000))])
-        add(f"an experiment's bootstrap interval over 5 seeds holds the mean, {name}", float(held), float(held), "is told")
+        add(
+            f"an experiment's bootstrap interval over 5 seeds holds the mean, {name}",
+            float(held),
+            float(held),
+            "is told",
+        )
     return rows
 
 
@@ -427,7 +432,9 @@ def planted(runs: list[Row]) -> list[Row]:
     for kind in dict.fromkeys(run["kind"] for run in runs):
         of_kind = [run for run in runs if run["kind"] == kind]
         found = share([run["planted"] in run["named"] for run in of_kind])
-        rows.append({"kind": kind, "found": found, "alone": share([run["named"] == [run["planted"]] for run in of_kind])})
+        rows.append(
+            {"kind": kind, "found": found, "alone": share([run["named"] == [run["planted"]] for run in of_kind])}
+        )
     return rows
 
 

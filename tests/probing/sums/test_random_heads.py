@@ -1,8 +1,10 @@
 """The law of a random head against SciPy's tests and explicit sums of squares, and what it names where nothing was learned."""
 
-import mpmath
+import itertools
+
 import numpy as np
 import pytest
+import scipy.optimize
 import scipy.special
 import scipy.stats
 from hypothesis import given
@@ -28,30 +30,46 @@ SHARE = Statistic("asked", scale="number", smallest=0.05)
 
 @given(st.sampled_from(["share", "positive", "number"]), st.floats(2e-6, 1 - 2e-6))
 def test_scales_and_their_errors(scale: Scale, number: float):
-    """Near the centre the chord has the slope of the scale."""
+    """Near the centre of the law, and where the error is small, the slope is that of the scale."""
     value, step = np.array(number), 1e-5 * number * (1 - number)
     whole = {"share": scipy.special.logit, "positive": np.log, "number": np.array}[scale](value)
     np.testing.assert_allclose(scaled(value, scale), whole, rtol=1e-9, atol=1e-12)
     slope = (scaled(value + step, scale) - scaled(value - step, scale)) / (2 * step)
-    for centre in (value, value + step):
-        np.testing.assert_allclose(scaled_error(value, np.array(0.01), centre, scale), 0.01 * slope, rtol=1e-4)
+    np.testing.assert_allclose(scaled_error(value, np.array(0.01), law_of(whole, 0.3), scale), 0.01 * slope, rtol=1e-4)
     np.testing.assert_allclose(unscaled(whole, scale), value, rtol=1e-9)
 
 
-@given(st.sampled_from(["share", "positive", "number"]), st.floats(2e-6, 1 - 2e-6), st.floats(2e-6, 1 - 2e-6))
-def test_a_distance_over_its_error_is_that_of_the_numbers_themselves(scale: Scale, number: float, centre: float):
-    value, middle, error = np.array(number), np.array(centre), np.array(0.01)
-    whole = {"share": mpmath_logit, "positive": mpmath.log, "number": mpmath.mpf}[scale]
-    with mpmath.workdps(60):
-        distance = float(whole(number) - whole(centre))
-    expected = (
-        abs(distance) * 0.01 / abs(number - centre) if number != centre else scaled_error(value, error, value, scale)
-    )
-    np.testing.assert_allclose(scaled_error(value, error, middle, scale), expected, rtol=1e-7)
+def law_of(centre: float | np.ndarray, deviation: float) -> RandomHeads:
+    """A law with such a mean and standard deviation on its scale."""
+    return RandomHeads(np.asarray(centre), np.asarray([deviation**2]), np.array([7.0]))
 
 
-def mpmath_logit(number: float) -> mpmath.mpf:
-    return mpmath.log(mpmath.mpf(number) / (1 - mpmath.mpf(number)))
+SLOPES = {"share": scipy.special.logit, "positive": np.log}
+
+
+@given(
+    st.sampled_from(list(SLOPES)),
+    st.floats(1e-5, 1 - 1e-5),
+    st.floats(1e-3, 1 - 1e-3),
+    st.floats(-6, -0.5),
+    st.floats(-3, 1),
+)
+def test_the_error_on_a_scale_makes_the_way_to_the_head_least_surprising(scale, number, centre, error, deviation):
+    """Beside SciPy's search for the place up to which the law explains the distance, and from which the error does."""
+    error, deviation, middle = 10**error, 10**deviation, float(SLOPES[scale](centre))
+    distance = float(SLOPES[scale](number)) - middle
+    inverse = {"share": scipy.special.expit, "positive": np.exp}[scale]
+
+    def surprise(part: float) -> float:
+        return (part * distance / deviation) ** 2 + ((number - inverse(middle + part * distance)) / error) ** 2
+
+    parts = itertools.pairwise(np.linspace(0, 1, 41))
+    searched = [scipy.optimize.minimize_scalar(surprise, bounds=part, method="bounded").fun for part in parts]
+    least = min(*searched, surprise(0.0), surprise(1.0))
+    found = scaled_error(np.array(number), np.array(error), law_of(middle, deviation), scale)
+    if least > 1e-4:
+        # The search goes in steps of 1/256: what lies between two of them adds a part of this size to each term.
+        np.testing.assert_allclose(distance**2 / (deviation**2 + found**2), least, rtol=0.02)
 
 
 @every_row(
@@ -71,14 +89,14 @@ def test_a_head_that_saturates_is_far_from_heads_that_attend_alike():
     own = Estimate(np.full(4, 0.99999), np.full(4, 2e-5), np.ones(4), np.full(4, 4.0))
     share = Statistic("asked", scale="share", smallest=0.05)
     compared = BesideRandom.of(own, draws, share, Arrangement(4))
-    # Over √(V + s²) it is farther than over √V + s: 0.84 lies 40,000 of the text's errors away, and 800 of the law's.
-    assert (compared.p_value < 2 * scipy.stats.t.sf(700, 4)).all()
+    # Half of the distance on the scale, 6.5, is 700 deviations of 0.0075 and more, and the other half 300 errors of the text.
+    assert (compared.p_value < 2 * scipy.stats.t.sf(300, 4)).all()
 
 
 def test_numbers_at_the_ends_of_their_scale_stay_finite():
     ends = np.array([0.0, 1.0])
     assert np.isfinite(scaled(ends, "share")).all() and np.isfinite(scaled(ends, "positive")).all()
-    assert np.isfinite(scaled_error(ends, np.zeros(2), np.array(0.5), "share")).all()
+    assert np.isfinite(scaled_error(ends, np.zeros(2), law_of(0.0, 0.1), "share")).all()
 
 
 @every_row("draws, clusters, heads", [(8, 1, 1), (8, 12, 1), (2, 3, 4), (5, 1, 6)])

@@ -13,7 +13,6 @@ from massieu.probing.sums.random_heads import (
     scaled,
     scaled_error,
     tail_factor,
-    unscaled,
     with_tails,
 )
 from massieu.probing.sums.units import Estimate
@@ -74,11 +73,10 @@ class BesideRandom:
         scale, heads = statistic.scale, draws.shape[1]
         numbers = scaled(draws, scale)
         law = RandomHeads.of(arrangement.of(numbers))
-        centre = unscaled(law.centre, scale)
-        value, error = scaled(own.value, scale), scaled_error(own.value, own.standard_error, centre, scale)
+        value, error = scaled(own.value, scale), scaled_error(own.value, own.standard_error, law, scale)
         others = None
         if len(draws) > 2:
-            rounding = scaled_error(draws, np.zeros_like(draws), centre, scale)
+            rounding = scaled_error(draws, np.zeros_like(draws), law, scale)
             others = each_against_the_others(arrangement.of(numbers), arrangement.of(rounding)).reshape(
                 len(draws), heads
             )

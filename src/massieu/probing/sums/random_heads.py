@@ -22,6 +22,7 @@ FEWEST_FOR_TAILS = 4
 UNSEEN_TAILS = 2.0
 _TAIL = 0.0125  # the first step of Holm's procedure over four cards at 5 %
 _LEAST = 1e-6
+_STEPS = 257  # of a search along the way from random heads to a head
 
 
 def scaled(values: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndarray, "*shape"]:
@@ -37,41 +38,6 @@ def unscaled(numbers: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.n
     if scale == "share":
         return 1 / (1 + np.exp(-numbers))
     return np.exp(numbers) if scale == "positive" else numbers
-
-
-def scaled_error(
-    values: Float64[np.ndarray, "*shape"],
-    errors: Float64[np.ndarray, "*shape"],
-    centre: Float64[np.ndarray, "*#shape"],
-    scale: str,
-) -> Float64[np.ndarray, "*shape"]:
-    """Standard errors on the scale, with what rounding alone can make: by the slope of the chord from the centre to the value.
-
-    A distance on the scale over such an error is the distance of the numbers themselves over theirs. The slope at the value
-    alone would be another one: at the end of a scale, as at a weight of 0.99999, it is so steep that the smallest error seems
-    to span the whole distance to heads of weight 0.2.
-
-    Args:
-        centre: what the values are compared with, not scaled.
-    """
-    wide = np.hypot(errors, RESOLUTION * np.abs(values))
-    if scale == "share":
-        value, middle = (np.clip(each, _LEAST, 1 - _LEAST) for each in (values, centre))
-        return wide / _logarithmic_mean(value, middle) + wide / _logarithmic_mean(1 - value, 1 - middle)
-    if scale == "positive":
-        return wide / _logarithmic_mean(np.maximum(values, _LEAST**2), np.maximum(centre, _LEAST**2))
-    return wide
-
-
-def _logarithmic_mean(
-    one: Float64[np.ndarray, "*shape"], other: Float64[np.ndarray, "*#shape"]
-) -> Float64[np.ndarray, "*shape"]:
-    """(a − b)/(log a − log b) of two positive numbers; of two that are equal, that number."""
-    change = (one - other) / other
-    # A small change loses its digits in the ratio of the two, and one of nearly −1 those of the ratio.
-    logarithm = np.where(np.abs(change) < 0.5, np.log1p(change), np.log(one / other))
-    with np.errstate(invalid="ignore"):
-        return np.where(change == 0, one, (one - other) / logarithm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +122,39 @@ class RandomHeads:
         with np.errstate(divide="ignore", invalid="ignore"):
             found = np.where(total > 0, total**2 / spread, freedom)
         return student_p(value - self.centre, np.sqrt(total), np.nan_to_num(found))
+
+
+def scaled_error(
+    values: Float64[np.ndarray, "*shape"], errors: Float64[np.ndarray, "*shape"], law: RandomHeads, scale: str
+) -> Float64[np.ndarray, "*shape"]:
+    """Standard errors over the text on the law's scale, with what rounding alone can make.
+
+    A scale g is steep at its ends: with the slope at a weight of 0.99999, an error of 1e-6 would span the whole distance to
+    heads of weight 0.2. So the way from the law's centre c to the number x is divided at the place that makes it least
+    surprising. The law explains the part up to there, and the error s over the text the rest,
+
+        z² = min over y of (g(y) − c)²/V + (x − y)²/s²,
+
+    and the error e on the scale is the one that gives the same, (g(x) − c)²/(V + e²) = z². Where random heads do not differ,
+    this is the distance of the numbers themselves over s; where the error is small it is s times the slope at x.
+
+    Args:
+        values, errors: as they are, not scaled.
+    """
+    if scale == "number":
+        return np.hypot(errors, RESOLUTION * np.abs(values))
+    inside = unscaled(scaled(values, scale), scale)  # kept away from the ends of the scale
+    wide = np.hypot(errors, RESOLUTION * inside)
+    at_value = wide / (inside * (1 - inside) if scale == "share" else inside)
+    distance, variance = scaled(values, scale) - law.centre, law.variances.sum(0)
+    part = np.linspace(0.0, 1.0, _STEPS).reshape(-1, *(1,) * distance.ndim)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        of_law = np.where(part > 0, (part * distance) ** 2 / variance, 0.0)
+        of_text = ((inside - unscaled(law.centre + part * distance, scale)) / wide) ** 2
+        least = (of_law + of_text).min(0)
+        # So near to the centre, both slopes are one, and the distances have lost their digits.
+        near = (distance == 0) | (least < 1e-6)
+        return np.where(near, at_value, np.sqrt(np.maximum(distance**2 / least - variance, 0.0)))
 
 
 def each_against_the_others(
