@@ -112,6 +112,19 @@ def test_the_table_of_alarms_is_that_of_the_stored_run():
     assert rows == measured
 
 
+@pytest.mark.medium
+def test_the_page_on_controls_has_the_stored_numbers():
+    page = controls_page.PAGE.read_text(encoding="utf-8")
+    stored = json.loads(controls_page.RESULTS.read_text(encoding="utf-8"))
+    assert controls_page.with_tables(page, stored) == page, "run python -m scripts.controls_page"
+    # The rates that the page promises: of random models, of their numbers, and of heads that were planted.
+    _, random_models = stored["models"]
+    assert all(value[2] <= 0.05 for value in random_models.values() if isinstance(value, list))
+    error = np.sqrt(0.05 * 0.95 / 2_000)
+    assert max(row["after"] for part in ("families", "scales") for row in stored[part]) < 0.05 + 3 * error
+    assert all(row["alone"][0] >= 0.95 * row["alone"][1] for row in stored["planted"])
+
+
 def test_a_number_that_was_not_printed_is_seen():
     output = "accuracy 0.938 ± 0.010 (3 seeds), 53 of 60, share 82.9 %, error -4.565, off 7.2"
     right = "0.938 ± 0.010, 0.94, 53 of 60, 83 %, −4.565, `12`, ![9](a.png), [S7](x.md#s7), L^(-1/3)"
