@@ -1,9 +1,12 @@
 """Numbers and pictures of the pages: each number of an example is in its stored output, each picture is made by a script."""
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scripts import controls_page
 from scripts.example_outputs import names, printed
 from scripts.pictures import PICTURES, main
 
