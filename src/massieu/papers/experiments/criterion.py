@@ -18,8 +18,8 @@ LEVEL = 0.95
 FEWEST = 5
 """Seeds of a verdict."""
 INTERVALS = (
-    "An interval is a bootstrap over the seeds and describes these runs: of five seeds it holds the mean in 92 % of cases if "
-    "their numbers are normal, in 82 % if they are lognormal, and in half or fewer if one run in ten diverges."
+    "An interval is a bootstrap over the seeds and describes these runs: of five seeds it holds the mean in nine of ten "
+    "cases if their numbers are normal, in eight of ten if they are lognormal, and in half or fewer if one run in ten diverges."
 )
 """What an interval is, in the sentence that stands wherever intervals are shown; `benchmarks/controls.py` counted the cases."""
 _DRAWS = 20_000
