@@ -1,7 +1,8 @@
 """How often a model that has learned nothing is announced: random models, probed as if they were trained.
 
-`python benchmarks/control_models.py 100 models.json` probes 100 small random models of three kinds, of several shapes, on
-text and on random tokens, in 40 to 400 windows, and counts the runs with a card and with a verdict of each question.
+`python benchmarks/control_models.py 200 models.jsonl` probes 200 small random models of three kinds, of several shapes, on
+text and on random tokens, in 40 to 400 windows, and counts the runs with a card and with a verdict of each question. One line
+is written for each run, and a run that is there is not done again. Half an hour.
 """
 
 import json
@@ -25,15 +26,17 @@ QUESTIONS = ("memory", "conditional_mean", "joint", "uncertainty", "metric", "fl
 
 
 def main() -> None:
-    """Probe so many random models and write what was announced."""
+    """Probe the random models that are missing and write what was announced."""
     number, path = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    runs = []
-    for seed in range(number):
-        started = time.perf_counter()
-        runs.append(announced(*random_run(seed)) | {"seed": seed, "seconds": round(time.perf_counter() - started, 2)})
-        print(runs[-1], flush=True)
-        path.write_text(json.dumps(runs, indent=1) + "\n")
+    done = {json.loads(line)["seed"] for line in path.read_text().splitlines()} if path.exists() else set()
+    with path.open("a") as file:
+        for seed in sorted(set(range(number)) - done):
+            started = time.process_time()
+            run = announced(*random_run(seed)) | {"seed": seed, "seconds": round(time.process_time() - started, 2)}
+            file.write(json.dumps(run) + "\n")
+            file.flush()
+            print(run, flush=True)
 
 
 def random_run(seed: int, questions: bool = True) -> tuple[ProbeResult, bool]:

@@ -1,16 +1,16 @@
 """How often nothing is announced as something: simulations of the probe's errors, controls and tests.
 
-    python benchmarks/controls.py [models.json ...]
+    python benchmarks/controls.py [PART ...] [--models models.jsonl] [--planted planted.jsonl] [--trained trained.json]
 
 Every row is a fact of which the truth is known, because the numbers were drawn: of the simple way that the probe's replaced
-(one draw of a random model, errors from independent windows, the normal law), and of the probe's own. ``models.json`` are the
-runs of `control_models.py`: 60 random models with the simple tests, then 100 with these. Writes
-``benchmarks/controls.json``; `scripts/controls_page.py` makes the tables and the picture of
-``docs/explanation/controls.md`` from it. A few minutes.
+(one draw of a random model, errors from independent windows, the normal law), and of the probe's own. The files are what
+`control_models.py`, `control_planted.py` and `control_trained.py` wrote. What is not asked for stays in
+``benchmarks/controls.json`` as it is, and so do 60 random models that were probed with the simple tests, which are gone.
+`scripts/controls_page.py` makes the tables and the picture of ``docs/explanation/controls.md`` from it. A few minutes.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,7 @@ import scipy.stats
 from massieu.papers.experiments.criterion import interval
 from massieu.probing.capture.tokens import is_sampled
 from massieu.probing.sums.comparisons import Arrangement, BesideRandom, with_their_tails
-from massieu.probing.sums.random_heads import RandomHeads
+from massieu.probing.sums.random_heads import RandomHeads, Scale, unscaled
 from massieu.probing.sums.significance import difference_p, other_heads, two_sided_p
 from massieu.probing.sums.unit_errors import ratio_error
 from massieu.probing.sums.units import BlockSums, Estimate, Units
@@ -35,16 +35,38 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Run every simulation and write what came out."""
-    rng = np.random.default_rng(0)
-    found = {"facts": facts(rng), "coverage": coverage(rng), "families": families(rng), "power": power(rng)}
-    found["sampled"] = sampled_coverage(np.random.default_rng(1))
-    found["models"] = [models(json.loads(Path(path).read_text())) for path in sys.argv[1:]]
+    """Run the simulations that are asked for, all of them unless some are named, and store what came out."""
+    simulations = {
+        "facts": facts,
+        "coverage": coverage,
+        "families": families,
+        "power": power,
+        "sampled": sampled_coverage,
+        "scales": on_scales,
+    }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(simulations))
+    for name in ("models", "planted", "trained"):
+        parser.add_argument(f"--{name}", type=Path)
+    asked = parser.parse_args()
+    found = json.loads(PATH.read_text())
+    files = (asked.models, asked.planted, asked.trained)
+    for part in asked.parts or ([] if any(files) else simulations):
+        found[part] = simulations[part](np.random.default_rng(list(simulations).index(part)))
+        for row in found[part]:
+            print(part, row, flush=True)
+    if asked.models is not None:
+        found["models"][1:] = [models(lines(asked.models))]
+    if asked.planted is not None:
+        found["planted"] = planted(lines(asked.planted))
+    if asked.trained is not None:
+        found["trained"] = json.loads(asked.trained.read_text())
     PATH.write_text(json.dumps(found, indent=1) + "\n")
-    for part, rows in found.items():
-        print(part)
-        for row in rows:
-            print("  ", row)
+
+
+def lines(path: Path) -> list[Row]:
+    """A row for each line of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def autoregressive(rng: np.random.Generator, correlation: float, windows: int, runs: int) -> np.ndarray:
@@ -169,6 +191,17 @@ def facts(rng: np.random.Generator) -> list[Row]:
             after,
             "≤ 0.06",
         )
+    for windows in (4, 16, 64):
+        add(
+            f"a number and its control over {windows} windows each with correlation 0.3: p < 0.05",
+            *control_windows(rng, windows),
+            "≤ 0.06",
+        )
+    add(
+        "“n of m heads differ” where 20 of 100 do, 64 windows with correlation 0.3: share of wrong ones among them",
+        *wrongly_counted(rng),
+        "≤ 0.05",
+    )
     for name, law in STEPS.items():
         add(f"a model of 6 layers of 12 exchangeable heads, “{name}”: any head named", *mismatched(rng, law), "≤ 0.06")
     uniform = rng.standard_normal((500, 12, 12))
@@ -180,9 +213,36 @@ def facts(rng: np.random.Generator) -> list[Row]:
         "> 0.001",
     )
     for name, noise in EXPERIMENTS.items():
-        held = np.mean([low <= noise.mean <= high for low, high in (interval(noise.draw(rng)) for _ in range(1_000))])
-        add(f"an experiment's interval over 5 seeds, {name}", float(held), float(held), "a bootstrap of five")
+        held = np.mean([low <= noise.mean <= high for low, high in (interval(noise.draw(rng)) for _ in range(2_000))])
+        add(
+            f"an experiment's bootstrap interval over 5 seeds holds the mean, {name}",
+            float(held),
+            float(held),
+            "is told",
+        )
     return rows
+
+
+def control_windows(rng: np.random.Generator, windows: int) -> tuple[float, float]:
+    """How often a number differs from a control over other windows that has the same law, as it was and as it is."""
+    sides = [autoregressive(rng, 0.3, windows, 20_000) for _ in range(2)]
+    (value, error), (other, other_error) = (plain_error(each, np.ones_like(each)) for each in sides)
+    one, two = (ratio_error(each, np.ones_like(each), windows) for each in sides)
+    return rate(normal_p(value - other, np.hypot(error, other_error))), rate(difference_p(*one, *two))
+
+
+def wrongly_counted(rng: np.random.Generator, runs: int = 500) -> tuple[float, float]:
+    """The mean share of heads that do not differ among those that are counted, at a false discovery rate of 5 %."""
+    heads, differing, windows = 100, 20, 64
+    series = autoregressive(rng, 0.3, windows, runs * heads)
+    series += 8 * series.mean(0).std() * (np.arange(runs * heads) % heads < differing)
+    value, error = plain_error(series, np.ones_like(series))
+    _, now, degrees = ratio_error(series, np.ones_like(series), windows)
+    shares = []
+    for p in (normal_p(value, error), student_p(value, now, degrees)):
+        named = np.apply_along_axis(scipy.stats.false_discovery_control, 1, p.reshape(runs, heads)) < 0.05
+        shares.append(float((named[:, differing:].sum(1) / np.maximum(named.sum(1), 1)).mean()))
+    return shares[0], shares[1]
 
 
 def stated(rng: np.random.Generator, correlation: float) -> tuple[float, float]:
@@ -222,7 +282,7 @@ def own_p(matrix: np.ndarray) -> np.ndarray:
     return two_sided_p(np.diag(matrix), zeros, mean, deviation, np.full(heads, number), np.full(heads, np.inf))
 
 
-def mismatched(rng: np.random.Generator, law: Callable[..., np.ndarray], runs: int = 400) -> tuple[float, float]:
+def mismatched(rng: np.random.Generator, law: Callable[..., np.ndarray], runs: int = 2_000) -> tuple[float, float]:
     """How often any head is named, against other heads' writes alone and against random models too."""
     layers, heads, named = 6, 12, np.zeros(2)
     for _ in range(runs):
@@ -249,6 +309,7 @@ class Experiment:
 EXPERIMENTS = {
     "normal": Experiment(lambda rng: rng.standard_normal(5), 0.0),
     "lognormal": Experiment(lambda rng: np.exp(rng.standard_normal(5)), float(np.exp(0.5))),
+    "one in ten runs diverges": Experiment(lambda rng: rng.standard_normal(5) + 20 * (rng.random(5) < 0.1), 2.0),
 }
 
 
@@ -310,6 +371,33 @@ def families(rng: np.random.Generator) -> list[Row]:
     return rows
 
 
+SCALES: dict[str, tuple[Scale, float, float]] = {
+    "a share about 0.02": ("share", -4.0, 0.5),
+    "a share about 0.5": ("share", 0.0, 0.5),
+    "a share about 0.98": ("share", 4.0, 0.5),
+    "a share about 0.157 ± 0.001": ("share", -1.68, 0.006),
+    "a positive number about 1": ("positive", 0.0, 0.5),
+}
+"""Where the heads of random models lie on a scale: centre, and width of the heads' part there."""
+
+
+def on_scales(rng: np.random.Generator, runs: int = 2_000) -> list[Row]:
+    """How often any of 12 heads of a random model is named at 5 %, of statistics that are compared on a scale."""
+    rows = []
+    for (name, (scale, centre, width)), noise, relative in product(SCALES.items(), NOISE, (0.2, 1.0)):
+        statistic, named = Statistic("made up", scale=scale, smallest=0.05), 0
+        step = width * (unscaled(np.array(centre + 1e-3), scale) - unscaled(np.array(centre - 1e-3), scale)) / 2e-3
+        for _ in range(runs):
+            model = unscaled(centre + width * random_model(rng, noise, (8, 12, 1)), scale)
+            error = relative * step * np.sqrt(rng.chisquare(5, 12) / 5)
+            value = model[0] + relative * step * rng.standard_normal(12)
+            own = Estimate(value, error, np.ones(12), np.full(12, 5.0))
+            (p,) = with_their_tails([BesideRandom.of(own, model[1:], statistic, Arrangement(12))])
+            named += p.min() * 12 < 0.05
+        rows.append({"numbers": name, "noise": noise, "text": relative, "after": named / runs})
+    return rows
+
+
 def power(rng: np.random.Generator) -> list[Row]:
     """How often the one head that differs is named among 12, by its distance in standard deviations of random heads."""
     rows = []
@@ -336,6 +424,18 @@ def models(runs: list[Row]) -> Row:
     found["tests with q < 0.05"] = round(sum(run["named"] for run in runs) / sum(run["tests"] for run in runs), 4)
     groups = sorted({group for each in asked for group in each})
     return found | {f"question {group}": share([bool(each.get(group)) for each in asked]) for group in groups}
+
+
+def planted(runs: list[Row]) -> list[Row]:
+    """Of each kind of planted head, in how many runs it was named, and in how many it and no other."""
+    rows = []
+    for kind in dict.fromkeys(run["kind"] for run in runs):
+        of_kind = [run for run in runs if run["kind"] == kind]
+        found = share([run["planted"] in run["named"] for run in of_kind])
+        rows.append(
+            {"kind": kind, "found": found, "alone": share([run["named"] == [run["planted"]] for run in of_kind])}
+        )
+    return rows
 
 
 def share(happened: list[bool]) -> list[float]:

@@ -39,7 +39,7 @@ def facts(found: Found) -> str:
     """Facts of which the truth is known, the simple way and here."""
 
     def number(row: Found, name: str) -> str:
-        counted = "p <" in row["fact"] or "named" in row["fact"] or "interval" in row["fact"]
+        counted = any(word in row["fact"] for word in ("p <", "named", "interval", "share of"))
         return share(row[name]) if counted else f"{row[name]:.3g}".replace("-", "−")
 
     head = ["what is drawn", "simple", "here", "meant"]
@@ -84,21 +84,62 @@ def families(found: Found) -> str:
     )
 
 
+def scales(found: Found) -> str:
+    """The same of statistics that are compared by their logit or logarithm, by how large the error over the text is."""
+    known = {(row["numbers"], row["noise"], row["text"]): share(row["after"]) for row in found["scales"]}
+    noises = list(dict.fromkeys(row["noise"] for row in found["scales"]))
+    cells = [
+        [numbers, f"{text:g}", *(known[numbers, noise, text] for noise in noises)]
+        for numbers in dict.fromkeys(row["numbers"] for row in found["scales"])
+        for text in sorted({row["text"] for row in found["scales"]})
+    ]
+    return rows(["random heads have", "error over the text, in deviations of heads", *noises], cells)
+
+
+def counted_of(value: list[Any]) -> str:
+    """How many of how many, with the interval of the probability."""
+    count, number, low, high = value
+    return f"{count} of {number} ({share(low)} to {share(high)})"
+
+
 def models(found: Found) -> str:
     """Random models, probed as if they were trained."""
     before, after = found["models"]
 
     def said(value: Any) -> str:
-        if not isinstance(value, list):
-            return share(value)
-        count, number, low, high = value
-        return f"{count} of {number} ({share(low)} to {share(high)})"
+        return counted_of(value) if isinstance(value, list) else share(value)
 
-    names = [name for name in after if name != "runs"]
-    return rows(
+    table = rows(
         ["announced", "simple", "here"],
-        [[name, *(said(each.get(name, 0.0)) for each in (before, after))] for name in names],
+        [[name, *(said(each.get(name, 0.0)) for each in (before, after))] for name in after if name != "runs"],
     )
+    opening = f"{before['runs']} models were probed with the simple tests, and {after['runs']} with these."
+    return f"{opening}\n\n{table}"
+
+
+def planted(found: Found) -> str:
+    """Heads that were planted."""
+    return rows(
+        ["planted", "found", "found, and no other head"],
+        [[row["kind"], counted_of(row["found"]), counted_of(row["alone"])] for row in found["planted"]],
+    )
+
+
+def trained(found: Found) -> str:
+    """What stays of the findings of trained models."""
+    parts = []
+    for name, model in sorted(found["trained"].items()):
+        windows, announced = (
+            model["tokens"] // model["window"],
+            [row["card"] for row in model["cards"] if row["announced"]],
+        )
+        cards = f" Cards that are announced: {'; '.join(announced)}." if announced else " No card is announced."
+        opening = f"**{name}**, {model['tokens']:,} tokens of Python's help in {windows} windows.{cards}"
+        ordered = sorted(model["statistics"], key=lambda row: (-row["large"], -row["here"], row["statistic"]))
+        counts = ("heads", "simple", "here", "large")
+        cells = [[f"`{row['statistic']}`", *(f"{row[each]}" for each in counts)] for row in ordered]
+        parts.append(f"{opening}\n\n{rows(['statistic', 'heads', 'simple', 'here', 'and large enough'], cells)}")
+    return "\n".join(parts)
 
 
 def table(name: str, value: float, **said: Any) -> polars.DataFrame:
@@ -159,7 +200,9 @@ VERDICTS = {
     "verdict: one head": (1, 1, 1),
     "verdict: untested": (0, 0, 0),
 }
-TABLES = {each.__name__: each for each in (facts, coverage, sampled, families, models, sentences)}
+TABLES = {
+    each.__name__: each for each in (facts, coverage, sampled, families, scales, models, planted, trained, sentences)
+}
 
 
 def with_tables(page: str, found: Found) -> str:

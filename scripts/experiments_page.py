@@ -18,7 +18,7 @@ _PROMPTS = re.compile(r"(<!-- prompts, by the same script -->\n).*?(?=<!-- end o
 _PROMPTS_HEAD = (
     "| task | examples | KL(exact ‖ model), bits | KL(exact ‖ uniform) | other words |\n|---|---|---|---|---|\n"
 )
-_HEAD = "| what | role | mean | 95 % interval | threshold | outcome |\n|---|---|---|---|---|---|\n"
+_HEAD = "| what | role | mean | bootstrap interval | threshold | outcome |\n|---|---|---|---|---|---|\n"
 _OUTCOMES = {"met": "met", "missed": "not met", "open": "open", "described": "–"}
 
 

@@ -1,9 +1,12 @@
 """Numbers and pictures of the pages: each number of an example is in its stored output, each picture is made by a script."""
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scripts import controls_page
 from scripts.example_outputs import names, printed
 from scripts.pictures import PICTURES, main
 
@@ -110,6 +113,19 @@ def test_the_table_of_alarms_is_that_of_the_stored_run():
     for name, early, lead, _, nothing in row.findall(after):
         measured[name] += [early, lead.removesuffix(" steps").replace("-", ""), nothing]
     assert rows == measured
+
+
+@pytest.mark.medium
+def test_the_page_on_controls_has_the_stored_numbers():
+    page = controls_page.PAGE.read_text(encoding="utf-8")
+    stored = json.loads(controls_page.RESULTS.read_text(encoding="utf-8"))
+    assert controls_page.with_tables(page, stored) == page, "run python -m scripts.controls_page"
+    # The rates that the page promises: of random models, of their numbers, and of heads that were planted.
+    _, random_models = stored["models"]
+    assert all(value[2] <= 0.05 for value in random_models.values() if isinstance(value, list))
+    error = np.sqrt(0.05 * 0.95 / 2_000)
+    assert max(row["after"] for part in ("families", "scales") for row in stored[part]) < 0.05 + 3 * error
+    assert all(row["alone"][0] >= 0.95 * row["alone"][1] for row in stored["planted"])
 
 
 def test_a_number_that_was_not_printed_is_seen():

@@ -37,6 +37,13 @@ def page_of(comparison: Comparison) -> str:
     return comparison._page()
 
 
+def test_a_difference_is_counted_for_its_size_too(pair: Comparison):
+    """The page says of what is counted only what holds of it: smallest effects let no tiny difference through."""
+    page = page_of(pair)
+    assert "if its difference is at least its statistic's smallest effect" in page.replace("&#39;", "'")
+    assert "tiny differences" not in page
+
+
 def data_of(page: str) -> dict[str, Any]:
     [text] = re.findall(r'<script type="application/json" id="report-data">(.*?)</script>', page, flags=re.DOTALL)
     return json.loads(text)
@@ -86,7 +93,7 @@ def test_the_changed_head_is_said_in_words(pair: Comparison):
 def test_nothing_that_differs_is_said_too(small: Results):
     page = page_of(beside(small, {"one": 1.0, "other": 1.0}))
     assert "No head of other differs by an effect that matters" in page
-    assert "No head differs significantly." in page
+    assert "No head differs by an effect that matters." in page
 
 
 def test_a_course_is_drawn_in_the_order_of_steps(course: Comparison):

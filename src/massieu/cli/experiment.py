@@ -11,6 +11,7 @@ from rich.text import Text
 from massieu.cli.streams import say
 from massieu.foundation.numbers import counted
 from massieu.foundation.printable import visible
+from massieu.papers.experiments.criterion import INTERVALS
 from massieu.papers.experiments.prompts import PromptReading
 from massieu.papers.experiments.run import RESULTS, load
 from massieu.papers.experiments.study import Study, experiments
@@ -43,13 +44,14 @@ def show(study: Study) -> None:
     console = _console()
     console.print(Text(study.experiment.question, "bold"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("measurement", "role", "mean", "95 % interval", "threshold", "outcome"):
+    for name in ("measurement", "role", "mean", "bootstrap interval", "threshold", "outcome"):
         table.add_column(name, overflow="fold")
     for judgement in study.judgements:
         criterion = judgement.criterion
         outcome = _OUTCOMES[judgement.outcome]
         table.add_row(criterion.title, criterion.role, *judgement.told, criterion.threshold, outcome)
     console.print(table)
+    console.print(INTERVALS, markup=False)
     reason = " (a quick run gives no verdict)" if study.quick else ""
     console.print(f"verdict: {study.verdict}{reason}, from {counted(len(study.runs), 'seed')}", markup=False)
 

@@ -12,9 +12,10 @@ import torch
 from scipy import stats
 from tests.support.rows import some_slow
 
+from massieu.cli.experiment import show
 from massieu.errors import InputError
 from massieu.papers.experiments import run as room
-from massieu.papers.experiments.criterion import Criterion, interval, judge
+from massieu.papers.experiments.criterion import INTERVALS, Criterion, interval, judge
 from massieu.papers.experiments.page import page_of, strip
 from massieu.papers.experiments.run import load, run
 from massieu.papers.experiments.study import Experiment, Study, experiments, find
@@ -61,6 +62,35 @@ def test_the_interval_covers_the_mean_of_gaussian_numbers(number: int, trials: i
     assert abs(covered / trials - 0.93) < 5 * math.sqrt(0.07 * 0.93 / trials)
     plain = percentiles(drawn.normal(size=(trials, number)))
     assert plain < 0.93 - 2 * math.sqrt(0.07 * 0.93 / trials)
+
+
+LAWS = {
+    "normal": (lambda drawn: drawn.standard_normal(5), 0.0, (0.85, 0.95), "nine of ten cases"),
+    "lognormal": (lambda drawn: np.exp(drawn.standard_normal(5)), math.exp(0.5), (0.75, 0.85), "eight of ten"),
+    "one in ten diverges": (
+        lambda drawn: drawn.standard_normal(5) + 20 * (drawn.random(5) < 0.1), 2.0, (0.0, 0.5), "half or fewer"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("law", LAWS)
+def test_intervals_are_called_what_they_are(law: str):
+    """In so many of 300 cases an interval holds the mean as is said wherever intervals are shown."""
+    draw, mean, (least, most), said = LAWS[law]
+    drawn = np.random.default_rng(2)
+    held = np.mean([low <= mean <= high for low, high in (interval(draw(drawn)) for _ in range(300))])
+    assert least - 3 * math.sqrt(least * (1 - least) / 300) < held < most + 3 * math.sqrt(most * (1 - most) / 300)
+    assert said in INTERVALS
+
+
+def test_an_interval_is_shown_as_a_bootstrap(capsys: pytest.CaptureFixture[str]):
+    study = made(GOOD)
+    show(study)
+    printed = " ".join(capsys.readouterr().out.split())
+    for text in (printed, page_of(study)):
+        assert INTERVALS in text
+        assert "95 % interval" not in text
 
 
 def test_an_interval_needs_two_finite_numbers():

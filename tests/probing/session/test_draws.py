@@ -229,8 +229,8 @@ def test_heads_with_other_log_weights_are_apart_and_those_that_share_keys_togeth
 
 @pytest.mark.slow
 def test_few_random_models_are_announced(monkeypatch):
-    """6 small random models, probed as if they were trained: at 5 % each, two with a card happen in 3.3 % of cases."""
+    """20 small random models, probed as if they were trained: at 5 % each, four with a card happen in 1.6 % of cases."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     models = importlib.import_module("control_models")
     draw_by_default(8, monkeypatch)
-    assert sum(bool(models.announced(*models.random_run(seed, questions=False))["cards"]) for seed in range(6)) < 2
+    assert sum(bool(models.announced(*models.random_run(seed, questions=False))["cards"]) for seed in range(20)) < 4

@@ -1,7 +1,10 @@
 """The law of a random head against SciPy's tests and explicit sums of squares, and what it names where nothing was learned."""
 
+import itertools
+
 import numpy as np
 import pytest
+import scipy.optimize
 import scipy.special
 import scipy.stats
 from hypothesis import given
@@ -16,6 +19,7 @@ from massieu.probing.sums.random_heads import (
     scaled,
     scaled_error,
     tail_factor,
+    unscaled,
     with_tails,
 )
 from massieu.probing.sums.units import Estimate
@@ -26,17 +30,73 @@ SHARE = Statistic("asked", scale="number", smallest=0.05)
 
 @given(st.sampled_from(["share", "positive", "number"]), st.floats(2e-6, 1 - 2e-6))
 def test_scales_and_their_errors(scale: Scale, number: float):
+    """Near the centre of the law, and where the error is small, the slope is that of the scale."""
     value, step = np.array(number), 1e-5 * number * (1 - number)
     whole = {"share": scipy.special.logit, "positive": np.log, "number": np.array}[scale](value)
     np.testing.assert_allclose(scaled(value, scale), whole, rtol=1e-9, atol=1e-12)
     slope = (scaled(value + step, scale) - scaled(value - step, scale)) / (2 * step)
-    np.testing.assert_allclose(scaled_error(value, np.array(0.01), scale), 0.01 * slope, rtol=1e-4)
+    np.testing.assert_allclose(scaled_error(value, np.array(0.01), law_of(whole, 0.3), scale), 0.01 * slope, rtol=1e-4)
+    np.testing.assert_allclose(unscaled(whole, scale), value, rtol=1e-9)
+
+
+def law_of(centre: float | np.ndarray, deviation: float) -> RandomHeads:
+    """A law with such a mean and standard deviation on its scale."""
+    return RandomHeads(np.asarray(centre), np.asarray([deviation**2]), np.array([7.0]))
+
+
+SLOPES = {"share": scipy.special.logit, "positive": np.log}
+
+
+@given(
+    st.sampled_from(list(SLOPES)),
+    st.floats(1e-5, 1 - 1e-5),
+    st.floats(1e-3, 1 - 1e-3),
+    st.floats(-6, -0.5),
+    st.floats(-3, 1),
+)
+def test_the_error_on_a_scale_makes_the_way_to_the_head_least_surprising(scale, number, centre, error, deviation):
+    """Beside SciPy's search for the place up to which the law explains the distance, and from which the error does."""
+    error, deviation, middle = 10**error, 10**deviation, float(SLOPES[scale](centre))
+    distance = float(SLOPES[scale](number)) - middle
+    inverse = {"share": scipy.special.expit, "positive": np.exp}[scale]
+
+    def surprise(part: float) -> float:
+        return (part * distance / deviation) ** 2 + ((number - inverse(middle + part * distance)) / error) ** 2
+
+    parts = itertools.pairwise(np.linspace(0, 1, 41))
+    searched = [scipy.optimize.minimize_scalar(surprise, bounds=part, method="bounded").fun for part in parts]
+    least = min(*searched, surprise(0.0), surprise(1.0))
+    found = scaled_error(np.array(number), np.array(error), law_of(middle, deviation), scale)
+    if least > 1e-4:
+        # The search goes in steps of 1/256: what lies between two of them adds a part of this size to each term.
+        np.testing.assert_allclose(distance**2 / (deviation**2 + found**2), least, rtol=0.02)
+
+
+@every_row(
+    "scale, value", [("share", 0.99999), ("share", 1e-5), ("positive", 1e-5), ("positive", 40.0), ("number", 3.0)]
+)
+def test_at_the_ends_of_a_scale_the_text_s_error_is_that_of_the_numbers(scale, value):
+    """Random heads do not differ: the test is Student's of the numbers, however steep the scale is at the value."""
+    statistic, error = Statistic("asked", scale=scale, smallest=0.05), 0.02
+    own = Estimate(np.full(3, value), np.full(3, error), np.ones(3), np.full(3, 4.0))
+    found = BesideRandom.of(own, np.full((8, 3), 0.2), statistic, Arrangement(3)).p_value
+    np.testing.assert_allclose(found, 2 * scipy.stats.t.sf(abs(value - 0.2) / error, 4), rtol=1e-6)
+
+
+def test_a_head_that_saturates_is_far_from_heads_that_attend_alike():
+    """A weight of 0.99999 ± 0.00002 beside random ones of 0.157 ± 0.001: no error reaches from one to the others."""
+    draws = np.random.default_rng(7).normal(0.157, 0.001, (8, 4))
+    own = Estimate(np.full(4, 0.99999), np.full(4, 2e-5), np.ones(4), np.full(4, 4.0))
+    share = Statistic("asked", scale="share", smallest=0.05)
+    compared = BesideRandom.of(own, draws, share, Arrangement(4))
+    # Half of the distance on the scale, 6.5, is 700 deviations of 0.0075 and more, and the other half 300 errors of the text.
+    assert (compared.p_value < 2 * scipy.stats.t.sf(300, 4)).all()
 
 
 def test_numbers_at_the_ends_of_their_scale_stay_finite():
     ends = np.array([0.0, 1.0])
     assert np.isfinite(scaled(ends, "share")).all() and np.isfinite(scaled(ends, "positive")).all()
-    assert np.isfinite(scaled_error(ends, np.zeros(2), "share")).all()
+    assert np.isfinite(scaled_error(ends, np.zeros(2), law_of(0.0, 0.1), "share")).all()
 
 
 @every_row("draws, clusters, heads", [(8, 1, 1), (8, 12, 1), (2, 3, 4), (5, 1, 6)])
@@ -97,7 +157,19 @@ def test_tails_as_of_a_normal_law_change_little_and_heavy_ones_much():
     assert 1.0 <= normal < 1.35
     assert heavy > 1.8
     assert tail_factor(np.full((3, 5), 0.5)) == 2.0  # of three draws the tails cannot be seen
-    np.testing.assert_allclose(with_tails(np.array(2 * scipy.stats.norm.sf(4.0)), 2.0), 2 * scipy.stats.norm.sf(2.0))
+    four = np.array(2 * scipy.stats.norm.sf(4.0))
+    np.testing.assert_allclose(with_tails(four, 2.0), 2 * scipy.stats.norm.sf(2.0))
+    np.testing.assert_allclose(with_tails(four, 2.0, 0.25), 2 * scipy.stats.norm.sf(4 / np.sqrt(1.75)))
+    np.testing.assert_allclose(with_tails(four, 2.0, 0.0), four)
+
+
+def test_heavy_tails_of_random_heads_widen_their_part_of_the_variance_alone():
+    """The text's error is most of a head's variance: its law's tails, whatever they are, change the p-value little."""
+    draws = 0.001 * np.random.default_rng(8).standard_t(2, (8, 6))
+    own = Estimate(np.full(6, 3.0), np.full(6, 0.5), np.ones(6), np.full(6, 9.0))
+    compared = BesideRandom.of(own, draws, SHARE, Arrangement(6))
+    (found,) = with_their_tails([compared])
+    np.testing.assert_allclose(found, 2 * scipy.stats.t.sf(6, 9), rtol=0.01)
 
 
 @every_row(

@@ -17,6 +17,11 @@ Outcome = Literal["met", "missed", "open", "described"]
 LEVEL = 0.95
 FEWEST = 5
 """Seeds of a verdict."""
+INTERVALS = (
+    "An interval is a bootstrap over the seeds and describes these runs: of five seeds it holds the mean in nine of ten "
+    "cases if their numbers are normal, in eight of ten if they are lognormal, and in half or fewer if one run in ten diverges."
+)
+"""What an interval is, in the sentence that stands wherever intervals are shown; `benchmarks/controls.py` counted the cases."""
 _DRAWS = 20_000
 
 
@@ -55,7 +60,7 @@ class Judgement:
 
     Attributes:
         values: The number of each seed.
-        low, high: Ends of the interval of their mean.
+        low, high: Ends of the bootstrap interval of their mean.
         outcome: "met" where the whole interval lies within the threshold, so that nothing is confirmed by being vague; "missed"
             where it lies outside; else, and below `FEWEST` seeds, "open". "described" where there is no threshold.
     """
@@ -92,8 +97,7 @@ def judge(criterion: Criterion, values: Sequence[float]) -> Judgement:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """A bootstrap interval of the mean. It is to hold 95 %; of five Gaussian numbers it holds the mean in 93 % of cases, of
-    five lognormal ones in 85 %, and where one of five runs diverges in fewer than half: it describes the runs that were made.
+    """A bootstrap interval of the mean, nominally of 95 %; `INTERVALS` says in how many cases it holds the mean of five.
 
     Percentiles of the mean of resampled values are too near to each other by √(n/(n − 1)), and by the ratio of Student's t to
     the normal quantile; both are put into the percentiles that are taken (Hesterberg 2015, "expanded percentiles"). With

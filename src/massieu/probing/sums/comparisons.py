@@ -54,11 +54,13 @@ class BesideRandom:
 
     Attributes:
         p_value: of each head; NaN where it was not counted in units of text enough.
+        share: of the variance behind it that is the random heads'; the rest is the error over the text.
         others: p-values of each draw's heads against the other draws, which have learned nothing; None of two draws.
         centre, deviation: mean and standard deviation of one more random head's number.
     """
 
     p_value: Float64[np.ndarray, " heads"]
+    share: Float64[np.ndarray, " heads"]
     others: Float64[np.ndarray, "draws heads"] | None
     centre: Float64[np.ndarray, " heads"]
     deviation: Float64[np.ndarray, " heads"]
@@ -69,17 +71,20 @@ class BesideRandom:
     ) -> "BesideRandom":
         """The model's numbers beside those of the draws, on the statistic's scale."""
         scale, heads = statistic.scale, draws.shape[1]
-        numbers, rounding = scaled(draws, scale), scaled_error(draws, np.zeros_like(draws), scale)
+        numbers = scaled(draws, scale)
         law = RandomHeads.of(arrangement.of(numbers))
-        value, error = scaled(own.value, scale), scaled_error(own.value, own.standard_error, scale)
+        value, error = scaled(own.value, scale), scaled_error(own.value, own.standard_error, law, scale)
         others = None
         if len(draws) > 2:
+            rounding = scaled_error(draws, np.zeros_like(draws), law, scale)
             others = each_against_the_others(arrangement.of(numbers), arrangement.of(rounding)).reshape(
                 len(draws), heads
             )
         raw = RandomHeads.of(arrangement.of(draws))
         p_value = law.p_value(value, error, own.degrees)
-        return cls(p_value, others, *(np.broadcast_to(each, heads) for each in (raw.centre, raw.deviation)))
+        return cls(
+            p_value, law.share(error), others, *(np.broadcast_to(each, heads) for each in (raw.centre, raw.deviation))
+        )
 
 
 def with_their_tails(family: Sequence[BesideRandom]) -> list[Float64[np.ndarray, " heads"]]:
@@ -88,7 +93,7 @@ def with_their_tails(family: Sequence[BesideRandom]) -> list[Float64[np.ndarray,
     # A draw that lacks some site's numbers tells less of the largest; the tails are those of the draws that all sites have.
     draws = min(map(len, known), default=2)
     factor = tail_factor(np.concatenate([each[:draws] for each in known], 1) if known else np.ones((draws, 1)))
-    return [with_tails(each.p_value, factor) for each in family]
+    return [with_tails(each.p_value, factor, each.share) for each in family]
 
 
 def both(

@@ -22,6 +22,7 @@ FEWEST_FOR_TAILS = 4
 UNSEEN_TAILS = 2.0
 _TAIL = 0.0125  # the first step of Holm's procedure over four cards at 5 %
 _LEAST = 1e-6
+_STEPS = 257  # of a search along the way from random heads to a head
 
 
 def scaled(values: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndarray, "*shape"]:
@@ -32,15 +33,11 @@ def scaled(values: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndar
     return np.log(np.maximum(values, _LEAST**2)) if scale == "positive" else np.asarray(values, dtype=np.float64)
 
 
-def scaled_error(
-    values: Float64[np.ndarray, "*shape"], errors: Float64[np.ndarray, "*shape"], scale: str
-) -> Float64[np.ndarray, "*shape"]:
-    """Standard errors on the scale, to first order, with what rounding alone can make."""
-    wide = np.hypot(errors, RESOLUTION * np.abs(values))
+def unscaled(numbers: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndarray, "*shape"]:
+    """The inverse of `scaled`."""
     if scale == "share":
-        inside = np.clip(values, _LEAST, 1 - _LEAST)
-        return wide / (inside * (1 - inside))
-    return wide / np.maximum(values, _LEAST**2) if scale == "positive" else wide
+        return 1 / (1 + np.exp(-numbers))
+    return np.exp(numbers) if scale == "positive" else numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +92,12 @@ class RandomHeads:
         """Standard deviation of one more random head about the centre."""
         return np.sqrt(self.variances.sum(0))
 
+    def share(self, error: Float64[np.ndarray, "*#batch"]) -> Float64[np.ndarray, "*#batch"]:
+        """How much of the variance of a head's distance from the centre is that of random heads; the rest is the text's."""
+        own, total = np.asarray(error) ** 2, self.variances.sum(0)
+        with np.errstate(invalid="ignore"):
+            return np.where(total + own > 0, total / (total + own), 1.0)
+
     def p_value(
         self,
         value: Float64[np.ndarray, "*#batch"],
@@ -119,6 +122,39 @@ class RandomHeads:
         with np.errstate(divide="ignore", invalid="ignore"):
             found = np.where(total > 0, total**2 / spread, freedom)
         return student_p(value - self.centre, np.sqrt(total), np.nan_to_num(found))
+
+
+def scaled_error(
+    values: Float64[np.ndarray, "*shape"], errors: Float64[np.ndarray, "*shape"], law: RandomHeads, scale: str
+) -> Float64[np.ndarray, "*shape"]:
+    """Standard errors over the text on the law's scale, with what rounding alone can make.
+
+    A scale g is steep at its ends: with the slope at a weight of 0.99999, an error of 1e-6 would span the whole distance to
+    heads of weight 0.2. So the way from the law's centre c to the number x is divided at the place that makes it least
+    surprising. The law explains the part up to there, and the error s over the text the rest,
+
+        z² = min over y of (g(y) − c)²/V + (x − y)²/s²,
+
+    and the error e on the scale is the one that gives the same, (g(x) − c)²/(V + e²) = z². Where random heads do not differ,
+    this is the distance of the numbers themselves over s; where the error is small it is s times the slope at x.
+
+    Args:
+        values, errors: as they are, not scaled.
+    """
+    if scale == "number":
+        return np.hypot(errors, RESOLUTION * np.abs(values))
+    inside = unscaled(scaled(values, scale), scale)  # kept away from the ends of the scale
+    wide = np.hypot(errors, RESOLUTION * inside)
+    at_value = wide / (inside * (1 - inside) if scale == "share" else inside)
+    distance, variance = scaled(values, scale) - law.centre, law.variances.sum(0)
+    part = np.linspace(0.0, 1.0, _STEPS).reshape(-1, *(1,) * distance.ndim)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        of_law = np.where(part > 0, (part * distance) ** 2 / variance, 0.0)
+        of_text = ((inside - unscaled(law.centre + part * distance, scale)) / wide) ** 2
+        least = (of_law + of_text).min(0)
+        # So near to the centre, both slopes are one, and the distances have lost their digits.
+        near = (distance == 0) | (least < 1e-6)
+        return np.where(near, at_value, np.sqrt(np.maximum(distance**2 / least - variance, 0.0)))
 
 
 def each_against_the_others(
@@ -160,6 +196,14 @@ def surprise(p_values: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*s
     return -require_extra("scipy.special", "probe").ndtri(np.maximum(p_values, 1e-300) / 2)
 
 
-def with_tails(p_values: Float64[np.ndarray, "*shape"], factor: float) -> Float64[np.ndarray, "*shape"]:
-    """P-values under a law whose tails reach so many times farther than the normal one's."""
-    return 2 * require_extra("scipy.special", "probe").ndtr(-surprise(p_values) / factor)
+def with_tails(
+    p_values: Float64[np.ndarray, "*shape"], factor: float, share: Float64[np.ndarray, "*#shape"] | float = 1.0
+) -> Float64[np.ndarray, "*shape"]:
+    """P-values under a law whose tails reach so many times farther than the normal one's.
+
+    Args:
+        share: of the variance that is the law's, as `RandomHeads.share` has it. The rest is the error over the text, whose
+            tails Student's law knows.
+    """
+    widening = np.sqrt(factor**2 * share + 1 - share)
+    return 2 * require_extra("scipy.special", "probe").ndtr(-surprise(p_values) / widening)
