@@ -103,7 +103,7 @@ def run(asked: Asked, interruption: "Interruption") -> "tuple[Comparison, bool]"
 
 
 def _say_stored(asked: Asked) -> None:
-    from massieu.probing.compare.kept import FOLDER
+    from massieu.probing.compare.stored_results import FOLDER
 
     stored = asked.folder / FOLDER
     if number := sum(1 for each in stored.glob("*/run.json")):

@@ -19,8 +19,8 @@ import massieu
 from massieu.errors import InputError
 from massieu.probing.compare.changes import changes_of
 from massieu.probing.compare.comparison import Comparison
-from massieu.probing.compare.kept import key_of
-from massieu.probing.compare.run import _as_stored, _given, _named
+from massieu.probing.compare.run import _named_model, _with_short_names, _with_stored_settings
+from massieu.probing.compare.stored_results import key_of
 from massieu.probing.data.text import Batch
 from massieu.probing.data.text_digest import TextDigest
 from massieu.probing.replaced.replacement import replacements
@@ -611,7 +611,7 @@ def test_images_are_known_again_by_their_pixels(tmp_path: Path):
 def test_settings_of_a_stored_result_hold_where_none_are_given(pair, settings, given, expected):
     stored = without_sums(pair[0])
     stored.run.settings = settings
-    found = _as_stored(stored, massieu.Text("a.txt", **given))
+    found = _with_stored_settings(stored, massieu.Text("a.txt", **given))
     assert isinstance(found, massieu.Text)
     assert (found.window, found.limit, found.fill_windows, found.bos) == expected
     assert found.paths == ("a.txt",)
@@ -620,18 +620,18 @@ def test_settings_of_a_stored_result_hold_where_none_are_given(pair, settings, g
 def test_columns_of_a_stored_result_make_pairs(pair):
     stored = without_sums(pair[0])
     stored.run.settings = {"max_length": 64, "packing": True, "source": "en", "target": "de"}
-    found = _as_stored(stored, massieu.Text("a.csv"))
+    found = _with_stored_settings(stored, massieu.Text("a.csv"))
     assert isinstance(found, massieu.Pairs)
     assert (found.paths, found.source, found.target, found.window) == (("a.csv",), "en", "de", 64)
     stored.run.settings = {"max_length": 64, "packing": False}
-    batches = _as_stored(stored, massieu.Batches([1]))
+    batches = _with_stored_settings(stored, massieu.Batches([1]))
     assert isinstance(batches, massieu.Batches)
     assert (batches.window, batches.documents) == (64, True)
 
 
 def test_revisions_of_one_model_have_names_of_their_own():
-    given = [_given(massieu.Checkpoint("org/model", revision=each)) for each in ("step1", "step2")]
-    assert [each.name for each in _named(given, None)] == ["model@step1", "model@step2"]
+    given = [_named_model(massieu.Checkpoint("org/model", revision=each)) for each in ("step1", "step2")]
+    assert [each.name for each in _with_short_names(given, None)] == ["model@step1", "model@step2"]
 
 
 @pytest.mark.medium

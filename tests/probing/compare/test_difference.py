@@ -34,7 +34,7 @@ def test_units_of_one_size_are_a_paired_t_test():
 
 def test_independent_estimates_are_a_t_test_with_the_fewer_degrees():
     first, second = drawn(0), drawn(1, units=7)
-    found = independent(*alone(first, DOCUMENTS), *alone(second, DOCUMENTS))
+    found = independent(alone(first, DOCUMENTS), alone(second, DOCUMENTS))
     expected = stats.ttest_ind(second.totals / second.counts, first.totals / first.counts, equal_var=False)
     assert np.allclose(found.value / found.standard_error, expected.statistic, rtol=1e-12)
     np.testing.assert_allclose(found.p_value(), 2 * stats.t.sf(np.abs(expected.statistic), 6), rtol=1e-9)
@@ -93,7 +93,7 @@ def test_one_unit_has_no_error_and_other_units_are_refused():
     found = paired(drawn(0, units=1), drawn(1, units=1))
     assert np.isnan(found.standard_error).all()
     assert np.isnan(found.p_value()).all()
-    one_side = independent(*alone(drawn(0)), *alone(drawn(1, units=1)))
+    one_side = independent(alone(drawn(0)), alone(drawn(1, units=1)))
     assert np.isnan(one_side.p_value()).all()
     with pytest.raises(ValueError, match="different units"):
         paired(drawn(0), drawn(1, units=7))

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import massieu
 from massieu.errors import InputError
 from massieu.probing.capture.tokens import BatchTokens
-from massieu.probing.compare.kept import key_of
+from massieu.probing.compare.stored_results import key_of
 from massieu.probing.data.pair_batches import PairBatches, check_pair_model, decoder_tokens
 from massieu.probing.data.pairs import Pair
 from massieu.probing.run import Measurement
