@@ -296,7 +296,7 @@ class Comparison:
 
     def _record(self) -> dict[str, Any]:
         """The content of ``comparison.json``."""
-        record = {"massieu_version": massieu.__version__}
+        record: dict[str, Any] = {"massieu_version": massieu.__version__}
         record |= {name: getattr(self, name) for name in _STORED_LISTS}
         record["runs"] = [run.to_dict() for run in self.runs]
         record["pairings"] = [vars(pairing) for pairing in self.pairings]

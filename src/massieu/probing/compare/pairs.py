@@ -101,7 +101,7 @@ def check_shapes(first: ProbeResult, second: ProbeResult, names: tuple[str, str]
     )
 
 
-def _size_of(heads: dict[str, int]) -> str:
+def _size_of(heads: dict[str, int | None]) -> str:
     return f"{len(heads)} sites with {sum(filter(None, heads.values()))} heads"
 
 
