@@ -31,13 +31,13 @@ BATCH = {"input_ids": torch.arange(6)[None]}
         (torch.utils.data.DataLoader([BATCH], batch_size=None), massieu.Batches),
     ],
 )
-def test_a_path_names_text_and_every_other_iterable_holds_batches(given, kind):
-    assert type(given_data(given)) is kind
+def test_a_path_names_text_and_every_other_iterable_holds_batches(data, kind):
+    assert type(given_data(data)) is kind
 
 
 def test_an_object_is_taken_as_it_is():
-    for given in (massieu.Text(strings="a"), massieu.Pairs(strings=[("a", "b")]), massieu.Batches([BATCH])):
-        assert given_data(given) is given
+    for data in (massieu.Text(strings="a"), massieu.Pairs(strings=[("a", "b")]), massieu.Batches([BATCH])):
+        assert given_data(data) is data
 
 
 class DataSet:
@@ -122,7 +122,7 @@ def test_prompts_have_a_row_each():
         (massieu.Images([torch.zeros(3, 8, 8)], "photos/"), {"tokenizer": "photos/"}),
     ],
 )
-def test_a_record_names_settings_as_those_that_are_stored_do(data, said):
+def test_a_record_names_settings_as_those_that_are_stored_do(data, settings):
     usual = {"column": None, "packing": True, "source": None, "target": None, "bos": None}
     usual |= {"max_length": None, "max_tokens": None, "generate": None}
-    assert data.settings() == usual | said
+    assert data.settings() == usual | settings

