@@ -552,15 +552,15 @@ def test_a_known_text_is_checked_before_it_is_read():
         def __iter__(self):
             return iter([Batch({"input_ids": ids()}, torch.zeros(WINDOWS, LENGTH, dtype=torch.bool), ("",) * WINDOWS)])
 
-    batches_read: Any = Batches()
+    counted_batches: Any = Batches()
     digest, sharing = TextDigest(), Sharing()
     digest.add({"input_ids": ids()}, WINDOWS)
-    sharing.check(batches_read)
+    sharing.check(counted_batches)
     sharing.know(digest.text(), "base")
-    sharing.check(batches_read)
+    sharing.check(counted_batches)
     sharing.know("sha256:another", "base")
     with pytest.raises(InputError, match="the text is not what base was read on"):
-        sharing.check(batches_read)
+        sharing.check(counted_batches)
 
 
 def test_the_digest_is_of_rows_in_their_order_without_padding():

@@ -305,9 +305,9 @@ def test_bad_input(tmp_path, folder, vit, clip):
         (model, lambda: processor, r"for a tokenizer, and massieu.Images\(images, processor\) for a processor"),
         (language_model(), lambda: images(folder, processor), r"\(BertModel\) reads no images"),
     ]
-    for model_given, data, match in cases:
+    for model_path, data, match in cases:
         with pytest.raises(InputError, match=match):
-            massieu.probe(model_given, data())
+            massieu.probe(model_path, data())
 
 
 @pytest.mark.medium

@@ -124,16 +124,16 @@ def test_a_gaussian_cloud_is_inside_its_null_and_others_are_not():
             torch.eye(8)[torch.randint(3, (64,), generator=drawn)] + 0.05 * torch.randn(64, 8, generator=drawn)
         ),
     }
-    found = {law: measured([draw() for _ in range(12)]) for law, draw in laws.items()}
+    by_law = {law: measured([draw() for _ in range(12)]) for law, draw in laws.items()}
 
     def apart(law: str, name: str) -> float:
-        (own, error, *_), (null, other, *_) = found[law][name], found[law][f"{name}/gaussian"]
+        (own, error, *_), (null, other, *_) = by_law[law][name], by_law[law][f"{name}/gaussian"]
         return (own - null) / np.hypot(error, other)
 
     for name in ("stream_third_cumulant", "stream_fourth_cumulant", "stream_gaussian_distance"):
         assert abs(apart("gaussian", name)) < 4
         assert apart("heavy", name) > 5
-    assert found["clusters"]["stream_clusters"][0] == 3 < found["gaussian"]["stream_clusters"][0]
+    assert by_law["clusters"]["stream_clusters"][0] == 3 < by_law["gaussian"]["stream_clusters"][0]
     assert apart("clusters", "stream_gaussian_distance") > 5 and apart("clusters", "stream_fourth_cumulant") < -4
 
 
@@ -166,10 +166,10 @@ def test_sums_can_be_stored_and_merged():
             group.on_step(step_to(cloud, 3), window(torch.arange(20), number, drawn))
     again.restore(parts[0].state())
     again.merge(parts[1])
-    expected, found = rows_at(whole, 3), rows_at(again, 3)
-    assert expected and expected.keys() == found.keys()
+    expected, restored = rows_at(whole, 3), rows_at(again, 3)
+    assert expected and expected.keys() == restored.keys()
     for name, cell in expected.items():
-        assert cell == pytest.approx(found[name], nan_ok=True)
+        assert cell == pytest.approx(restored[name], nan_ok=True)
 
 
 @pytest.mark.slow

@@ -134,9 +134,9 @@ def test_tokens_that_are_not_finite_are_left_out_and_sums_can_be_stored_and_merg
 
 
 def test_random_directions_are_as_long():
-    vectors_given = torch.randn(5, 9)
-    drawn = random_like(vectors_given, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(drawn.norm(dim=1), vectors_given.norm(dim=1))
+    originals = torch.randn(5, 9)
+    drawn = random_like(originals, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(drawn.norm(dim=1), originals.norm(dim=1))
 
 
 def model(kind: str) -> Any:
