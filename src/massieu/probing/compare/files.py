@@ -16,7 +16,7 @@ VERSION = 1
 
 
 def record_bytes(record: dict[str, Any], files: dict[str, bytes]) -> bytes:
-    """``comparison.json``, with the hashes of the files beside it."""
+    """The bytes of ``comparison.json``, with the hashes of the other files."""
     hashes = {name: folders.digest(content) for name, content in files.items()}
     return json.dumps({"schema_version": VERSION} | record | {"files": hashes}, indent=1, allow_nan=False).encode(
         "ascii"

@@ -310,7 +310,7 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 
 
 def measure_climb(replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator) -> list[Sums]:
-    """All heads of an attention site at some positions of a batch, so many positions at a time that memory is bounded."""
+    """The sums of all heads of an attention site at some positions of a batch, for a bounded number of positions at a time."""
     assert replay.read.residual is not None
     width = replay.read.call.query.shape[1] * len(replay.read.residual) * replay.read.residual.shape[-1]
     # A multiple of CONTROL_SHARE, so that the control queries do not depend on how the positions are split.
@@ -525,7 +525,7 @@ class ClimbGroup(Group):
                 yield RunningRatio(RowPlace.of_site(info), f"{mover}_{part}", results.steps, (kind, index))
 
     def rows(self) -> Iterator[Row]:
-        """Steps and slopes beside those of random directions and of the other heads' writes."""
+        """Steps and slopes, with those along random directions and along the other heads' writes."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
             place = RowPlace.of_site(info)
             steps = RatioParts(results.steps)

@@ -286,7 +286,7 @@ class FeedForwardStatistics:
         for index, part in self.parts.items():
             try:
                 self._measure(index, part, fence)
-            except Exception as error:  # of whatever class a module raises when it is differentiated
+            except Exception as error:  # a module may raise any class when it is differentiated
                 kind = type(error).__name__
                 self.failed[index] = f"the layer cannot be run and differentiated on single tokens ({kind})"
 
@@ -352,7 +352,7 @@ class FeedForwardGroup(Group):
             self.failed[FEED_FORWARD] = next(iter(self.layers.failed.values()))
 
     def rows(self) -> Iterator[Row]:
-        """The statistics of each layer beside their control; the count is of tokens."""
+        """The statistics of each layer with their control; the count is of tokens."""
         for sublayer in self.model.sublayers:
             ratio = self.layers.results.get(sublayer.index)
             if ratio is not None:

@@ -49,7 +49,7 @@ class _Whitened:
 
     @classmethod
     def of(cls, window: HeadWindow) -> "_Whitened | None":
-        """Those of a window; None if queries and keys are not of the same tokens, or too few."""
+        """Whitened queries and keys of a window; None if they are not of the same tokens, or too few."""
         call = window.call
         places = window.tokens(MOST)
         if not window.itself or call.query.shape[2] != call.key.shape[2] or len(places) < _FEWEST * call.key.shape[3]:
@@ -153,7 +153,7 @@ def retrieved_law_distance(window: HeadWindow) -> Sums:
 
 
 class MetricGroup(HeadWindowGroup):
-    """The metric by which a head compares tokens, beside the precision of its keys."""
+    """The metric by which a head compares tokens, compared with the precision of its keys."""
 
     name = METRIC
     register = REGISTER

@@ -314,7 +314,7 @@ class QueryReading:
         return torch.arange(self.call.key.shape[2], device=self.call.key.device)[None]
 
     def _tiles(self) -> Iterator[Int[Tensor, " T"]]:
-        """Places of the call's queries, so many at a time that their weights take bounded memory."""
+        """Places of the call's queries, in pieces whose weights take bounded memory."""
         batch, heads, length, _ = self.call.query.shape
         rows = max(1, TILE // max(1, batch * heads * self.call.key.shape[2]))
         yield from torch.arange(length, device=self.call.query.device).split(rows)

@@ -126,7 +126,7 @@ class RegressionGroup(Group):
         """Why no sublayer has numbers."""
 
     def rows(self) -> Iterator[Row]:
-        """The statistics of each sublayer beside their controls; the count is of tokens."""
+        """The statistics of each sublayer with their controls; the count is of tokens."""
         for sublayer in self.model.sublayers:
             ratio = self.regressions.results.get(sublayer.index)
             if ratio is not None:

@@ -64,7 +64,7 @@ PURPOSE = 200_000
 
 
 class ResidualGroup(RegressionGroup):
-    """What attention adds to the stream, beside the stream itself and the gradient of the heads' log-partitions."""
+    """The update by attention, regressed on the stream itself and on the gradient of the heads' log-partitions."""
 
     name = RESIDUAL
     register = REGISTER

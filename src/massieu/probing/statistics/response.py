@@ -276,5 +276,5 @@ class ResponseGroup(RerunGroup):
     windows = 8
 
     def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, Sums]:
-        """With gradients of a few tokens' states."""
+        """The sums from gradients of a few tokens' states."""
         return responses(self.model.model, self.model.sites, inputs, drawn)

@@ -186,5 +186,5 @@ class SymmetryGroup(RerunGroup):
     windows = 16
 
     def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, Sums]:
-        """In another order, with positions that stay and with positions that move along."""
+        """The sums with the tokens in another order: with positions that stay, and with positions that move along."""
         return permutation_gaps(self.model.model, self.model.sites, inputs, drawn)

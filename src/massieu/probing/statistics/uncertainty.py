@@ -66,7 +66,7 @@ def output_effective_tokens(window: HeadWindow) -> Sums:
     weight_of_others = 1 - weights
     changes = weights * squared_distances.clamp_min(0).sqrt() / weight_of_others.clamp_min(1e-9)
     sum_of_squares = changes.square().sum(-1)
-    # Only rounding remains of the others' weight beside 1, or of a value's distance from an output that is equal to it.
+    # Only rounding remains of the others' weight next to 1, or of a value's distance from an output that is equal to it.
     on_one_token = (weight_of_others < 1e-9).any(-1)
     all_equal = sum_of_squares <= 1e-18 * values.square().sum(-1).mean(-1)[:, None]
     effective = changes.sum(-1).square() / sum_of_squares

@@ -162,7 +162,7 @@ class Replay:
         try:
             stored = self.stored_maps()
             affine = stored[0] if stored is not None else _affine_map(self.read_off(None)[0])
-        except Exception:  # of whatever class the module raises: then there is no such map, and it is replayed itself
+        except Exception:  # the module may raise any class; then there is no such map, and it is replayed itself
             return None
         trial = replace(self, affine=affine)
         return affine if trial.why_not(positions) is None else None
@@ -203,7 +203,7 @@ class Replay:
             gradients = self.pulled_back([slope], positions)
             other_queries = other.own_queries(moved, positions)
             other_gradients = other.pulled_back([slope], positions)
-        except Exception:  # of whatever class the module raises
+        except Exception:  # the module may raise any class
             return False
         pairs = zip([queries, *gradients], [other_queries, *other_gradients], strict=True)
         return all(relative_difference(first, second) <= tolerance(residual.dtype) for first, second in pairs)
@@ -292,7 +292,7 @@ class Replay:
         expected = self.read.call.query[:, :, positions]
         try:
             queries = self.queries(self.read.residual[:, positions], positions)
-        except Exception as error:  # of whatever class the module raises
+        except Exception as error:  # the module may raise any class
             return f"the module cannot be replayed at other states ({type(error).__name__})"
         if queries.shape != expected.shape:
             return "the replayed queries have another shape"
@@ -352,7 +352,7 @@ def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineMap]
         with dense_inside(read.call.module, unrounded=True):
             stored = Replay(capture, read).stored_maps()
             projections = Replay(capture, read).read_off(test) if stored is None else []
-    except Exception as error:  # of whatever class the module raises
+    except Exception as error:  # the module may raise any class
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
     if stored is not None:
         heads = len(stored[0].weight)
@@ -427,7 +427,7 @@ def write_maps(capture: Capture, read: AttentionRead) -> tuple[Float[Tensor, "H 
                 value = _of_every_head(stored[2], heads)
             else:
                 value = _checked_affine_map(Replay(capture, read).read_off(test)[2], test, heads)
-    except Exception as error:  # of whatever class the module raises
+    except Exception as error:  # the module may raise any class
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
     if value is None:
         return "the values are not linear in the stream"
