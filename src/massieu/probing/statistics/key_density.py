@@ -198,7 +198,7 @@ def kernel_density(keys: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
 def sphere_density(keys: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
     """Log density of the scored keys under von Mises–Fisher directions and log-normal lengths.
 
-    It is divided by the density of the whitening's volume, so that it compares with densities of whitened keys.
+    It is multiplied by the whitening's volume, so that it is a density of whitened keys, as the others are.
     """
     dimension = keys.fitted.shape[-1]
     lengths = keys.fitted.norm(dim=-1)
