@@ -17,7 +17,7 @@ BATCH = {"input_ids": torch.arange(6)[None]}
 
 
 @every_row(
-    "given, kind",
+    "data, kind",
     [
         (None, massieu.Text),
         ("notes.md", massieu.Text),
@@ -112,7 +112,7 @@ def test_prompts_have_a_row_each():
 
 
 @every_row(
-    "data, said",
+    "data, settings",
     [
         (massieu.Text(window=8, limit=9, bos=True), {"max_length": 8, "max_tokens": 9, "bos": True}),
         (massieu.Text("a", "words/", column="b"), {"column": "b", "tokenizer": "words/"}),
@@ -123,6 +123,6 @@ def test_prompts_have_a_row_each():
     ],
 )
 def test_a_record_names_settings_as_those_that_are_stored_do(data, settings):
-    usual = {"column": None, "packing": True, "source": None, "target": None, "bos": None}
-    usual |= {"max_length": None, "max_tokens": None, "generate": None}
-    assert data.settings() == usual | settings
+    defaults = {"column": None, "packing": True, "source": None, "target": None, "bos": None}
+    defaults |= {"max_length": None, "max_tokens": None, "generate": None}
+    assert data.settings() == defaults | settings
