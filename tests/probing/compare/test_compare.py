@@ -158,7 +158,7 @@ def test_a_copy_in_bfloat16_is_beside_the_model_itself():
     assert [run.model.dtype for run in comparison.runs] == ["float32", "bfloat16"]
 
 
-def test_what_has_no_test_is_not_named(pair):
+def test_statistics_without_a_test_are_not_named(pair):
     comparison = of(pair)
     for name in ("largest_score", "symmetric_share"):  # depends on the key origin; of the weights alone
         table = heads(comparison, name)
@@ -326,7 +326,7 @@ def test_sums_are_stored_with_the_result_and_may_be_missing(pair, tmp_path: Path
 
 
 @pytest.mark.medium
-def test_what_is_stored_is_what_is_read(pair, tmp_path: Path):
+def test_a_stored_comparison_is_read_back(pair, tmp_path: Path):
     comparison = of(pair)
     assert comparison.save(tmp_path / "new") == tmp_path / "new"
     read = Comparison.load(tmp_path / "new")
@@ -370,7 +370,7 @@ def test_folders_that_are_no_comparison_are_refused(pair, tmp_path: Path):
 
 
 @pytest.mark.medium
-def test_what_is_there_is_not_probed_again(tmp_path: Path):
+def test_stored_results_are_not_measured_again(tmp_path: Path):
     model = made()
     models = [model, sharper(model, 1, 1, 60.0)]
     stages: list[str] = []
@@ -466,7 +466,7 @@ def test_another_setting_in_a_checkpoint_s_folder_is_another_result(tmp_path: Pa
 
 
 @pytest.mark.medium
-def test_an_interrupted_comparison_goes_on_from_what_is_stored(pair, tmp_path: Path):
+def test_an_interrupted_comparison_continues_from_stored_results(pair, tmp_path: Path):
     model = made()
     models = [model, sharper(model, 1, 1, 60.0)]
     how: dict[str, Any] = {"out": tmp_path, "names": ["a", "b"], "statistics": SEVERAL}
@@ -593,7 +593,7 @@ def test_the_digest_is_of_rows_in_their_order_without_padding():
 
 
 @pytest.mark.medium
-def test_images_are_known_again_by_their_pixels(tmp_path: Path):
+def test_images_are_recognised_by_their_pixels(tmp_path: Path):
     image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
     model = made()
     key = key_of(model, massieu.Images([image]), Measurement())

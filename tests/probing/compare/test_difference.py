@@ -68,7 +68,7 @@ def test_the_same_sums_do_not_differ():
 @every_row(
     "correlated, units, spread", [(True, n, 0.0) for n in (4, 16, 64)] + [(False, n, 1.0) for n in (4, 5, 16, 64)]
 )
-def test_models_that_do_not_differ_are_told_apart_in_a_twentieth_of_texts(correlated, units, spread):
+def test_models_that_do_not_differ_are_named_on_a_twentieth_of_texts(correlated, units, spread):
     """4,000 texts: windows with a correlation of 0.3, or documents of lognormal lengths with a mean each."""
     generator = np.random.default_rng(units)
     noise = generator.standard_normal((2, units, 4_000))
@@ -82,7 +82,7 @@ def test_models_that_do_not_differ_are_told_apart_in_a_twentieth_of_texts(correl
     assert (p < 0.05).mean() < 0.06 + 5 * np.sqrt(0.06 * 0.94 / 4_000)
 
 
-def test_what_rounding_alone_can_make_is_not_sure():
+def test_differences_of_rounding_alone_are_not_significant():
     size = np.array([3.0, 3.0])
     difference = Difference(size * np.array([RESOLUTION / 4, 100 * RESOLUTION]), np.zeros(2), np.full(2, 30.0), size)
     assert difference.p_value()[0] > 0.5
@@ -148,7 +148,7 @@ def test_sums_survive_storage_exactly():
             assert np.array_equal(getattr(read.sums[key], part), getattr(sums, part)), (key, part)
 
 
-def test_sums_that_are_none_are_refused():
+def test_invalid_sums_are_refused():
     from massieu.errors import InputError
 
     whole = UnitSums("text", None, {("head", "a", "entropy"): drawn(0)}).to_bytes()

@@ -81,7 +81,7 @@ class DataSet:
         (lambda: massieu.Images([torch.zeros(3, 8, 8)], processor=3), "must be a processor of images or the name of one"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_one_sentence(make: Callable[[], Any], words):
+def test_invalid_data_are_one_sentence(make: Callable[[], Any], words):
     with pytest.raises(InputError, match=words) as error:
         make()
     assert "\n" not in str(error.value)
@@ -94,7 +94,7 @@ def test_a_string_that_is_named_like_a_file_is_text(tmp_path, monkeypatch):
     assert [document.text for document in massieu.Text("notes.md").read()] == ["what stands in the file"]
 
 
-def test_what_is_iterated_over_once_may_be_read_again_and_changed():
+def test_iterators_are_stored_as_lists_that_can_be_read_again():
     text = massieu.Text(strings=(each for each in ("a", "b")))
     for each in (text, replace(text, window=8)):
         assert [[document.text for document in each.read()] for _ in range(2)] == [["a", "b"], ["a", "b"]]

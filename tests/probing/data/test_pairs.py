@@ -244,7 +244,7 @@ def test_parquet_and_values_in_memory_give_their_pairs(tmp_path):
     assert read(strings=iter(PAIRS), source=None, target=None) == PAIRS
 
 
-def test_rows_without_one_side_and_what_is_cut_are_said():
+def test_rows_without_one_side_and_tokens_that_are_cut_are_reported():
     strings = [("the cat", ""), (None, "der"), ("the", "  "), *PAIRS]
     batches = PairBatches(tokenizer(), lambda: pairs(strings), model("bart"), "bart", window=5, batch_size=4)
     tokens = sum(int(batch.inputs[f"{side}attention_mask"].sum()) for batch in batches for side in ("", "decoder_"))

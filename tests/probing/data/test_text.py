@@ -328,7 +328,7 @@ def test_the_tokenizers_setting_decides_on_a_bos_token_and_an_argument_overrides
     assert batches.bos_sentence() == (sentence and f"rows begin {sentence}")
 
 
-def test_a_bos_token_that_is_not_there_cannot_be_asked_for():
+def test_a_missing_bos_token_cannot_be_requested():
     with pytest.raises(InputError, match="bos=True needs a BOS token, and TokenizersBackend has none"):
         _batches(made("t5"), ["the"], window=32, bos=True)
 
@@ -534,7 +534,7 @@ def _broken_at_its_end(folder: Path) -> Path:
     return path
 
 
-def test_of_a_long_text_only_what_a_limit_of_tokens_may_need_is_looked_through(tmp_path):
+def test_a_long_text_is_checked_only_as_far_as_a_limit_of_tokens_may_need(tmp_path):
     path = _broken_at_its_end(tmp_path)
     check_sources([path], limit=300)
     check_sources([path, path], limit=300)

@@ -131,7 +131,7 @@ BAD: dict[str, tuple[str, bytes, str | None, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_in_a_table_is_named(case, tmp_path):
+def test_errors_in_a_table_are_named(case, tmp_path):
     name, content, column, message = BAD[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):

@@ -216,7 +216,7 @@ def test_it_holds_while_a_model_writes():
             assert written[0, length] == model(written[:, :length]).logits[0, -1].argmax()
 
 
-def test_what_cannot_be_replaced_is_named():
+def test_sites_that_cannot_be_replaced_are_named():
     gated = shuffled(Attention("gated"))
     x = torch.randn(2, 5, 16)
     stacked = nn.Sequential(shuffled(Attention()), gated)

@@ -157,7 +157,7 @@ def test_the_statistic_of_every_head():
     ]
 
 
-def test_rules_of_ones_own_and_how_many_windows():
+def test_rules_of_the_users_own_and_their_number_of_windows():
     def doubled(call: Any) -> Tensor:
         return 2 * call.output
 
@@ -217,7 +217,7 @@ def test_windows_are_counted_and_not_the_blocks_of_them():
     assert result.run.replacements[0].windows == 70  # more than a standard error has units
 
 
-def test_what_is_drawn_does_not_depend_on_the_rules_before():
+def test_draws_do_not_depend_on_the_rules_before():
     rules = (["resample(2)"], ["off", "resample(2)"])
     one, other = (probed(writer(), each, seed=5).run.replacements[-1] for each in rules)
     assert one.rule == other.rule and one.value == other.value

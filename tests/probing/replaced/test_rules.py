@@ -217,7 +217,7 @@ def test_the_conditional_mean(kind):
 
 
 @pytest.mark.parametrize("text", ["top_k(2)", "scale(2)", "entmax(1.5)", "joint", "steps(2)", "conditional_mean"])
-def test_what_is_hidden_changes_nothing(text):
+def test_hidden_keys_change_nothing(text):
     """Keys behind a query, and padding: their numbers, and how many they are."""
     for kind in ("causal", "padded"):
         attention_call = call(kind)
@@ -245,7 +245,7 @@ def test_padding_receives_and_gives_no_attention():
 
 
 @pytest.mark.parametrize("text", ["top_k(2)", "window(3)", "scale(2)", "entmax(1.5)", "joint", "steps(2)"])
-def test_what_is_not_a_number_stays_so(text):
+def test_nan_stays_nan(text):
     attention_call = call("biased")
     attention_call.query[0, :, 1] = torch.nan
     output = parse(text)(attention_call)
@@ -310,7 +310,7 @@ def test_means_stand_in_for_outputs():
         rules.Off({})(attention_call)
 
 
-def test_what_a_rule_does_not_know_is_refused():
+def test_calls_that_a_rule_does_not_support_are_refused():
     for text, kind, match in (
         ("conditional_mean", "capped", "does not support soft-capped scores or sinks"),
         ("conditional_mean", "sink", "does not support soft-capped scores or sinks"),

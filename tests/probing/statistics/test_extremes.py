@@ -96,7 +96,7 @@ def test_batches_change_nothing():
 
 
 @pytest.mark.medium
-def test_tokens_are_told(tmp_path):
+def test_places_of_extremes_name_their_tokens(tmp_path):
     from transformers import BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "rivers", "and", "cities"]
@@ -146,7 +146,7 @@ def test_any_split_in_any_order_gives_the_whole():
     assert whole.places.shape == (len(EXTREMES), 2, len(PLACES))
 
 
-def test_what_is_not_finite_is_no_extreme():
+def test_numbers_that_are_not_finite_are_not_extremes():
     query, key = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2)
     query[0, 0, 1] = torch.nan
     found = Extremes(1)

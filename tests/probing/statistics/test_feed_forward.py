@@ -163,7 +163,7 @@ def value(name: str, tokens: SampledTokens) -> float:
     return float(total.sum() / count.sum())
 
 
-def test_a_linear_layer_a_gradient_and_neither_are_told_apart():
+def test_linear_layers_gradients_and_other_layers_differ_in_their_shares():
     generator = torch.Generator().manual_seed(2)
     matrix = torch.randn(10, 10, generator=generator)
     patterns = 2 * torch.randn(30, 10, generator=generator)

@@ -60,7 +60,7 @@ def test_heads_that_are_alike_share_and_tell_nothing():
     )
 
 
-def test_heads_that_take_turns_are_told_from_permuted_ones():
+def test_heads_that_take_turns_have_more_information_than_permuted_ones():
     """Two heads that answer every other token: their responsibilities tell log 2 nats. At other queries they tell less."""
     key = torch.zeros(2, N, D)
     key[:, 0, 0] = 5.0

@@ -120,7 +120,7 @@ def test_the_spheres_density_is_von_mises_fisher_times_log_normal():
         )
 
 
-def test_each_law_is_found_and_a_gaussian_is_none_of_the_others():
+def test_each_law_gains_on_its_own_keys_and_not_on_gaussian_ones():
     wide = 8
     centres = 6 * drawn(1, 3, wide, 1)[0]
     clusters = centres[torch.arange(N) % 3] + drawn(1, N, wide, 2)[0]

@@ -123,7 +123,7 @@ def test_controls_lack_the_property():
     assert torch.equal(shuffled.call.value[0, 0].sort(0).values, before[0, 0].sort(0).values)
 
 
-def test_what_is_not_finite_counts_nowhere():
+def test_numbers_that_are_not_finite_are_left_out():
     key, query = drawn()
     query[0, 1, 5] = torch.nan
     key[0, 2] = torch.inf

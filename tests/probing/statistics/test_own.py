@@ -209,7 +209,7 @@ def two_arguments(reading, more):
     ],
     ids=lambda each: None,
 )
-def test_what_is_no_statistic_is_refused_where_it_is_made(make, message):
+def test_an_invalid_statistic_is_refused_when_it_is_made(make, message):
     with pytest.raises(InputError, match=message):
         make()
 
@@ -226,7 +226,7 @@ def test_what_is_no_statistic_is_refused_where_it_is_made(make, message):
     ],
     ids=["twice", "one name", "a number", "no group", "nothing", "an empty iterator"],
 )
-def test_what_cannot_be_asked_for_is_said_before_the_model_is_read(statistics, message):
+def test_an_unknown_statistic_is_refused_before_the_model_is_read(statistics, message):
     with pytest.raises(InputError, match=message):
         massieu.probe(torch.nn.Linear(2, 2), [torch.ones(1, 2)], statistics=statistics)
 
@@ -329,7 +329,7 @@ def test_a_run_is_gone_on_with_by_the_same_code_alone(tmp_path):
     assert result.table.equals(whole.table)
 
 
-def test_a_digest_tells_code_and_what_it_takes_from_around_it():
+def test_a_digest_depends_on_code_and_on_the_values_that_it_uses():
     def within(number, chosen=(), *, factor=1.0):
         def inside(reading):
             return factor * reading.weight_where(lambda query, key: (query - key).abs() <= number)
@@ -403,7 +403,7 @@ def test_the_command_line_takes_a_function_of_a_file(heads):
     ],
     ids=["no such name", "no function", "no name", "no file", "no Python", "raises"],
 )
-def test_what_a_file_does_not_have_is_one_sentence(heads, name, message):
+def test_a_name_that_a_file_does_not_have_is_one_sentence(heads, name, message):
     (heads.parent / "broken.py").write_text("def (:")
     (heads.parent / "raising.py").write_text("\n{}['x']\n")
     with pytest.raises(InputError, match=re.escape(message)):

@@ -119,7 +119,7 @@ def taking(value: object):
     return mine(function).digest()
 
 
-def test_a_digest_tells_what_a_function_inside_takes_and_what_methods_are_of(monkeypatch):
+def test_a_digest_depends_on_inner_functions_and_on_the_objects_of_methods(monkeypatch):
     before = mine(inside).digest()
     monkeypatch.setitem(globals(), "WIDTH", 8)
     assert mine(inside).digest() != before
@@ -282,7 +282,7 @@ def test_a_share_is_looked_at_where_tokens_are_real():
     assert (values(result, "mine") <= 1).all()
 
 
-def test_what_is_defined_nowhere_is_told():
+def test_a_statistic_that_is_defined_nowhere_is_reported():
     nowhere = mine(lambda reading: torch.nan * reading.log_partition)
     result = massieu.probe(zoo.model("bert"), BERT, statistics=["entropy", nowhere], draws=0)
     assert any("mine has no number: it was defined nowhere" in warning for warning in result.run.warnings)
@@ -388,7 +388,7 @@ def test_two_groups_with_one_statistic_are_refused():
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_may_import_what_stands_beside_it(tmp_path):
+def test_a_file_may_import_its_neighbours(tmp_path):
     (tmp_path / "beside_heads.py").write_text("WIDTH = 3")
     (tmp_path / "importing.py").write_text("from beside_heads import WIDTH\ndef found(reading): return WIDTH")
     (given,) = named([f"{tmp_path}/importing.py:found"])

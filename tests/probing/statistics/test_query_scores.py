@@ -108,7 +108,7 @@ def test_some_of_the_queries_have_the_numbers_that_they_have_among_all(kind):
         torch.testing.assert_close(function(part), function(whole)[:, :, places])
 
 
-def test_what_no_query_sees_may_be_infinite():
+def test_numbers_of_keys_that_no_query_sees_may_be_infinite():
     reading = reading_of(call_of("causal"))
     numbers = reading.expected(lambda query, key: torch.where(key > query, torch.inf, 1.0))
     close(numbers, torch.ones(B, H, N, dtype=torch.float64))

@@ -76,7 +76,7 @@ def sequences(model: Any, batches: Any, monkeypatch: Any, **options: Any) -> tup
 # --- the tokens --------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_said_twice_between_what_rows_begin_and_end_with():
+def test_tokens_are_repeated_between_the_first_and_last_tokens_of_rows():
     repeated = RepeatedTokens.drawn(range(10, 80), [1], [2, 3], None, 0)
     assert isinstance(repeated, RepeatedTokens) and repeated.length == LENGTH
     assert repeated.ids.shape == (SEQUENCES, 1 + 2 * LENGTH + 2)
@@ -97,7 +97,7 @@ def test_they_fit_the_model(words, longest, length):
     assert longest is None or repeated.ids.shape[1] <= longest
 
 
-def test_too_few_words_or_places_are_said():
+def test_too_few_words_or_places_are_a_reason():
     for words, longest in ((3, None), (60, 8)):
         reason = RepeatedTokens.drawn(range(words), [1], [], longest, 0)
         assert reason == "repeated tokens need room for twice 4 tokens and as many words, and there are 3"
@@ -306,7 +306,7 @@ class Pictures(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-def test_where_there_are_no_words_or_no_head_it_is_said():
+def test_a_model_without_words_or_a_head_has_a_reason():
     result = massieu.probe(Pictures().eval(), [{"x": torch.randn(3, 5, 16)}], statistics=["repeated", "entropy"])
     assert [(each.statistic, each.reason) for each in result.run.unavailable if each.of == "model"] == [
         ("repeated", "the model is not given tokens of a vocabulary")

@@ -196,7 +196,7 @@ def test_the_response_of_linear_layers_is_the_one_in_closed_form(causal):
     assert not network.scale.requires_grad or network.scale.grad is None
 
 
-def test_what_a_layer_built_from_its_weights_answers_is_found_and_what_is_not_is_not():
+def test_a_response_built_from_the_weights_is_explained_by_them_and_noise_is_not():
     drawn = torch.Generator().manual_seed(0)
     weights = torch.rand(200, generator=drawn, dtype=torch.float64)
     noise, other = torch.rand(2, 200, generator=drawn, dtype=torch.float64)
@@ -213,7 +213,7 @@ def test_what_a_layer_built_from_its_weights_answers_is_found_and_what_is_not_is
     assert float(explained(weights, other, other)) == pytest.approx(regressed(weights.numpy(), other.numpy()))
 
 
-def test_weights_keep_their_wish_for_gradients_and_get_none():
+def test_weights_keep_requires_grad_and_get_no_gradient():
     network = model("bert")
     network.encoder.layer[0].requires_grad_(False)
     before = [p.requires_grad for p in network.parameters()]

@@ -108,7 +108,7 @@ def test_scales_and_origins_move_nothing():
         np.testing.assert_allclose(split, before, rtol=1e-4)
 
 
-def test_what_cannot_be_known_has_no_number():
+def test_queries_without_a_defined_number_have_none():
     query, key, value = drawn(H, N, D), drawn(H, N, D, 1), drawn(H, N, 5, 2)
     value[0] = 1.0  # all alike: no token changes the output
     query[1, 5] = torch.nan
