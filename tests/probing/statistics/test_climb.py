@@ -366,7 +366,7 @@ def test_an_interruption_between_pieces_keeps_whole_windows_only(monkeypatch):
     monkeypatch.setattr(climb_file, "NUMBERS_PER_PIECE", 1)
     calls, sums = [], Climb.sums
 
-    def interrupted(self: Climb) -> climb_file.Sums:
+    def interrupted(self: Climb) -> climb_file.ClimbSums:
         calls.append(len(calls))
         if len(calls) == 2 + 2 * 3 * len(expected.run.sites):  # the second batch's second piece, after the control's
             signal.raise_signal(signal.SIGINT)
