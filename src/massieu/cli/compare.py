@@ -104,7 +104,7 @@ def run(request: ComparisonRequest, interruption: "Interruption") -> "tuple[Comp
 
 
 def _say_stored(folder: Path) -> None:
-    from massieu.probing.compare.kept import FOLDER
+    from massieu.probing.compare.stored_results import FOLDER
 
     stored = folder / FOLDER
     num_results = len(list(stored.glob("*/run.json")))

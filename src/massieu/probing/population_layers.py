@@ -24,7 +24,7 @@ from massieu.probing.model.model import dummy_inputs, load, model_inputs
 from massieu.probing.model.precision import relative_difference
 from massieu.probing.model.watching import memory
 from massieu.probing.stream.chains import ModuleCall, chain_between, recording
-from massieu.probing.stream.replay import AffineMap, affine_projections, output_maps
+from massieu.probing.stream.replay import HeadProjection, affine_projections, output_maps
 from massieu.probing.stream.wiring import Step, StreamTracer
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -99,7 +99,7 @@ class _ForwardPass:
     steps: list[Step]
     sites: dict[str, SiteInfo]
     calls: list[ModuleCall]
-    projections: dict[int, list[AffineMap] | str]
+    projections: dict[int, list[HeadProjection] | str]
     """By a step's index, `affine_projections` of its attention."""
 
 

@@ -19,8 +19,8 @@ import massieu
 from massieu.errors import InputError
 from massieu.probing.compare.changes import changes_of
 from massieu.probing.compare.comparison import Comparison
-from massieu.probing.compare.kept import key_of
-from massieu.probing.compare.run import _as_stored, _given, _named
+from massieu.probing.compare.run import _named_model, _with_short_names, _with_stored_settings
+from massieu.probing.compare.stored_results import key_of
 from massieu.probing.data.text import Batch
 from massieu.probing.data.text_digest import TextDigest
 from massieu.probing.replaced.replacement import replacements
@@ -121,27 +121,27 @@ def test_paired_errors_are_those_of_an_explicit_computation(pair):
 
 
 def test_the_head_that_was_changed_is_named_and_no_other(pair):
-    found = of(pair)
-    named = found.named().filter(polars.col("scope") == "head")
+    comparison = of(pair)
+    named = comparison.named().filter(polars.col("scope") == "head")
     assert set(named.select("layer", "head").rows()) == {(1, 1)}
     assert set(named["statistic"]) == set(ATTENTION)
-    assert [(each.layer, each.head) for each in found.changed()] == [(1, 1)]
-    assert heads(found).filter(polars.col("layer") < 1)["difference"].abs().max() == 0.0
-    assert found.above({"entropy": 0.0}).select("layer", "head").rows() == [(1, 1)]
-    assert found.above({"entropy": 3.0}).is_empty()
+    assert [(each.layer, each.head) for each in comparison.changed()] == [(1, 1)]
+    assert heads(comparison).filter(polars.col("layer") < 1)["difference"].abs().max() == 0.0
+    assert comparison.above({"entropy": 0.0}).select("layer", "head").rows() == [(1, 1)]
+    assert comparison.above({"entropy": 3.0}).is_empty()
 
 
 @pytest.mark.medium
 def test_a_model_does_not_differ_from_itself():
     model = made()
-    found = compared(model, copy.deepcopy(model), statistics=SEVERAL)
-    assert found.paired
-    assert found.differences["difference"].abs().max() == 0.0
-    assert found.differences["p_value"].min() == 1.0
-    assert found.named().is_empty()
-    assert found.changed() == []
-    gauge = found.differences.filter(polars.col("statistic") == "largest_score")
-    maps = found.differences.filter(polars.col("statistic") == "symmetric_share")
+    comparison = compared(model, copy.deepcopy(model), statistics=SEVERAL)
+    assert comparison.paired
+    assert comparison.differences["difference"].abs().max() == 0.0
+    assert comparison.differences["p_value"].min() == 1.0
+    assert comparison.named().is_empty()
+    assert comparison.changed() == []
+    gauge = comparison.differences.filter(polars.col("statistic") == "largest_score")
+    maps = comparison.differences.filter(polars.col("statistic") == "symmetric_share")
     assert len(gauge) and len(maps) and gauge["p_value"].null_count() == len(gauge)
     assert maps["p_value"].null_count() == len(maps)
 
@@ -149,24 +149,24 @@ def test_a_model_does_not_differ_from_itself():
 @pytest.mark.medium
 def test_a_copy_in_bfloat16_is_beside_the_model_itself():
     model = made()
-    found = compared(model, copy.deepcopy(model).bfloat16(), names=["float32", "bfloat16"])
-    assert found.paired
-    table = heads(found)
+    comparison = compared(model, copy.deepcopy(model).bfloat16(), names=["float32", "bfloat16"])
+    assert comparison.paired
+    table = heads(comparison)
     largest = np.abs(table["difference"].to_numpy()).max()
     # Scores of size below 1 keep 8 bits; the entropy is flat around uniform attention.
     assert 0 < largest < 0.02 * np.log(LENGTH)
-    assert [run.model.dtype for run in found.runs] == ["float32", "bfloat16"]
+    assert [run.model.dtype for run in comparison.runs] == ["float32", "bfloat16"]
 
 
-def test_what_has_no_test_is_not_named(pair):
-    found = of(pair)
+def test_statistics_without_a_test_are_not_named(pair):
+    comparison = of(pair)
     for name in ("largest_score", "symmetric_share"):  # depends on the key origin; of the weights alone
-        table = heads(found, name)
+        table = heads(comparison, name)
         assert table["p_value"].null_count() == table["q_value"].null_count() == len(table) == 8
 
-    found.differences = found.differences.with_columns(polars.lit(0.5).alias("difference"))
-    assert len(found.above({"symmetric_share": 0.4})) == 8  # every larger one counts
-    assert found.above({"symmetric_share": 0.6}).is_empty()
+    comparison.differences = comparison.differences.with_columns(polars.lit(0.5).alias("difference"))
+    assert len(comparison.above({"symmetric_share": 0.4})) == 8  # every larger one counts
+    assert comparison.above({"symmetric_share": 0.6}).is_empty()
 
 
 def test_a_change_counts_in_deviations_over_the_first_models_heads():
@@ -178,9 +178,9 @@ def test_a_change_counts_in_deviations_over_the_first_models_heads():
     extra = table.filter(other).with_columns(first=polars.lit(2.0), q_value=polars.lit(1.0))  # b: 3 and 2, spread √½
     table = polars.concat([table, extra])
     table = table.with_columns((polars.col("q_value") < 0.05).alias("named"))
-    found = changes_of(table, {"a", "b"})
-    assert [(each.head, each.statistic) for each in found] == [(0, "a"), (2, "a")]
-    assert found[0].size == pytest.approx(8 / 2.0)
+    changes = changes_of(table, {"a", "b"})
+    assert [(each.head, each.statistic) for each in changes] == [(0, "a"), (2, "a")]
+    assert changes[0].size == pytest.approx(8 / 2.0)
     assert changes_of(table, {"b"})[0].size == pytest.approx(0.5 / np.sqrt(0.5))
 
 
@@ -188,10 +188,10 @@ def test_a_change_counts_in_deviations_over_the_first_models_heads():
 def test_batch_size_changes_no_verdict():
     model = made()
     results = [massieu.probe(model, batches(size=size), statistics=ATTENTION, draws=0) for size in (3, WINDOWS)]
-    found = Comparison.of(results, ["one", "many"])
-    assert found.paired
-    assert found.named().is_empty()
-    assert (heads(found)["p_value"] > 0.05).all()
+    comparison = Comparison.of(results, ["one", "many"])
+    assert comparison.paired
+    assert comparison.named().is_empty()
+    assert (heads(comparison)["p_value"] > 0.05).all()
 
 
 @pytest.mark.medium
@@ -201,11 +201,11 @@ def test_halves_of_a_text_are_compared_as_independent():
         massieu.probe(model, massieu.Batches(batches(seed), documents=True), statistics=ATTENTION, draws=0)
         for seed in (0, 1)
     )
-    found = Comparison.of([one, other], ["one", "other"])
-    assert not found.paired
-    assert "one model on two texts" in found.pairings[0].sentence
+    comparison = Comparison.of([one, other], ["one", "other"])
+    assert not comparison.paired
+    assert "one model on two texts" in comparison.pairings[0].sentence
     table, errors = (
-        heads(found),
+        heads(comparison),
         [result.heads.filter(result.heads["statistic"] == "entropy") for result in (one, other)],
     )
     expected = np.hypot(*(each["standard_error"].to_numpy() for each in errors))
@@ -240,17 +240,19 @@ def test_documents_are_paired_by_blocks(tmp_path: Path):
     model = made()
     results = []
     for each, size in ((model, 23), (sharper(model, 0, 0, 60.0), 35)):
-        given = [
+        options = [
             {"input_ids": part, "attention_mask": real}
             for part, real in zip(padded.split(size), mask.split(size), strict=True)
         ]
-        results.append(massieu.probe(each, massieu.Batches(given, documents=True), statistics=ATTENTION, draws=0))
-    found = Comparison.of(results, ["a", "b"])
-    assert found.paired
-    assert (heads(found)["degrees"] < 34).all()  # 70 documents in blocks of two, which are not of one length
-    assert (heads(found)["degrees"] > 25).all()
-    assert (0, 0) in found.named().select("layer", "head").rows()
-    assert np.allclose(heads(found)["difference"], heads(found)["second"] - heads(found)["first"], atol=1e-12)
+        results.append(massieu.probe(each, massieu.Batches(options, documents=True), statistics=ATTENTION, draws=0))
+    comparison = Comparison.of(results, ["a", "b"])
+    assert comparison.paired
+    assert (heads(comparison)["degrees"] < 34).all()  # 70 documents in blocks of two, which are not of one length
+    assert (heads(comparison)["degrees"] > 25).all()
+    assert (0, 0) in comparison.named().select("layer", "head").rows()
+    assert np.allclose(
+        heads(comparison)["difference"], heads(comparison)["second"] - heads(comparison)["first"], atol=1e-12
+    )
 
 
 @pytest.mark.medium
@@ -262,33 +264,33 @@ def test_many_models_stand_in_one_table():
         )
         for factor in (1.0, 40.0, 80.0)
     ]
-    found = compared(*course, names=["step10", "step20", "step40"])
-    assert found.steps == [10.0, 20.0, 40.0]
-    assert found.values["model"].unique(maintain_order=True).to_list() == ["step10", "step20", "step40"]
-    assert found.values.columns[:3] == ["model", "step", "scope"]
-    sizes = [found.changed(model=name)[0].difference for name in ("step20", "step40")]
+    comparison = compared(*course, names=["step10", "step20", "step40"])
+    assert comparison.steps == [10.0, 20.0, 40.0]
+    assert comparison.values["model"].unique(maintain_order=True).to_list() == ["step10", "step20", "step40"]
+    assert comparison.values.columns[:3] == ["model", "step", "scope"]
+    sizes = [comparison.changed(model=name)[0].difference for name in ("step20", "step40")]
     assert sizes[1] < sizes[0] < 0
     pair = compared(course[0], course[2], names=["step10", "step40"]).differences
-    assert_frame_equal(found.differences.filter(polars.col("model") == "step40"), pair)
+    assert_frame_equal(comparison.differences.filter(polars.col("model") == "step40"), pair)
 
 
 @pytest.mark.medium
 def test_the_shared_control_is_the_one_that_each_would_have_had():
     model = made()
     other = sharper(model, 0, 2, 5.0)
-    found = compared(model, other, names=["a", "b"])
+    comparison = compared(model, other, names=["a", "b"])
     alone = massieu.probe(other, massieu.Batches(batches(), documents=True), statistics=ATTENTION).heads
-    shared = found.values.filter((polars.col("model") == "b") & (polars.col("scope") == "head"))
+    shared = comparison.values.filter((polars.col("model") == "b") & (polars.col("scope") == "head"))
     assert_frame_equal(shared.select(alone.columns), alone, check_exact=True)
     assert (alone["statistic"] == "entropy/reinitialised").any()
-    assert ["re-initialised control" in run.timing for run in found.runs] == [True, False]
+    assert ["re-initialised control" in run.timing for run in comparison.runs] == [True, False]
 
 
 @pytest.mark.medium
 def test_stored_results_and_models_stand_beside_each_other(pair, tmp_path: Path):
     stored = pair[0].save(tmp_path / "stored")
-    found = compared(stored, sharper(made(), 1, 1, 60.0), names=["a", "b"], statistics=SEVERAL)
-    assert_frame_equal(found.differences, of(pair).differences)
+    comparison = compared(stored, sharper(made(), 1, 1, 60.0), names=["a", "b"], statistics=SEVERAL)
+    assert_frame_equal(comparison.differences, of(pair).differences)
 
 
 def without_sums(result: ProbeResult) -> ProbeResult:
@@ -296,10 +298,10 @@ def without_sums(result: ProbeResult) -> ProbeResult:
 
 
 def test_a_result_without_sums_is_compared_on_the_careful_side(pair):
-    found = of(tuple(map(without_sums, pair)))
-    assert "no sums by unit of the text were stored for a and b" in found.pairings[0].sentence
-    assert (heads(found)["standard_error"] > heads(of(pair))["standard_error"]).all()
-    assert (1, 1) in found.named().select("layer", "head").rows()
+    comparison = of(tuple(map(without_sums, pair)))
+    assert "no sums by unit of the text were stored for a and b" in comparison.pairings[0].sentence
+    assert (heads(comparison)["standard_error"] > heads(of(pair))["standard_error"]).all()
+    assert (1, 1) in comparison.named().select("layer", "head").rows()
 
 
 @pytest.mark.medium
@@ -324,36 +326,36 @@ def test_sums_are_stored_with_the_result_and_may_be_missing(pair, tmp_path: Path
 
 
 @pytest.mark.medium
-def test_what_is_stored_is_what_is_read(pair, tmp_path: Path):
-    found = of(pair)
-    assert found.save(tmp_path / "new") == tmp_path / "new"
+def test_a_stored_comparison_is_read_back(pair, tmp_path: Path):
+    comparison = of(pair)
+    assert comparison.save(tmp_path / "new") == tmp_path / "new"
     read = Comparison.load(tmp_path / "new")
-    assert_frame_equal(read.differences, found.differences)
-    assert_frame_equal(read.values, found.values)
+    assert_frame_equal(read.differences, comparison.differences)
+    assert_frame_equal(read.values, comparison.values)
     for name in ("models", "steps", "runs", "pairings", "notes", "examples", "date"):
-        assert getattr(read, name) == getattr(found, name), name
-    assert read.to_dict() == found.to_dict()
-    assert read.changed() == found.changed()
-    json.dumps(found.to_dict(), allow_nan=False)
+        assert getattr(read, name) == getattr(comparison, name), name
+    assert read.to_dict() == comparison.to_dict()
+    assert read.changed() == comparison.changed()
+    json.dumps(comparison.to_dict(), allow_nan=False)
     assert "layer 1 head 1" in repr(read)
 
 
 @pytest.mark.medium
 def test_folders_that_are_no_comparison_are_refused(pair, tmp_path: Path):
-    found = of(pair)
+    comparison = of(pair)
     with pytest.raises(InputError, match="is missing; a comparison is a folder"):
         Comparison.load(tmp_path / "none")
     with pytest.raises(InputError, match=r"has no comparison\.json"):
         Comparison.load(tmp_path)
-    folder = found.save(tmp_path / "one")
+    folder = comparison.save(tmp_path / "one")
     record = (folder / "comparison.json").read_text()
-    for old, new, said in (
+    for old, new, message in (
         ('"schema_version": 1', '"schema_version": 7', "schema_version 7"),
         ('"steps"', '"stops"', "steps"),
         ('"paired"', '"impaired"', "not the record of a comparison"),
     ):
         (folder / "comparison.json").write_text(record.replace(old, new, 1))
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             Comparison.load(folder)
     (folder / "comparison.json").write_text(record)
     (folder / "values.parquet").write_bytes((folder / "differences.parquet").read_bytes())
@@ -361,33 +363,33 @@ def test_folders_that_are_no_comparison_are_refused(pair, tmp_path: Path):
         Comparison.load(folder)
     pair[0].save(tmp_path / "result")
     with pytest.raises(InputError, match="a folder of its own"):
-        found.save(tmp_path / "result")
+        comparison.save(tmp_path / "result")
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="is a file"):
-        found.save(tmp_path / "file")
+        comparison.save(tmp_path / "file")
 
 
 @pytest.mark.medium
-def test_what_is_there_is_not_probed_again(tmp_path: Path):
+def test_stored_results_are_not_measured_again(tmp_path: Path):
     model = made()
     models = [model, sharper(model, 1, 1, 60.0)]
-    said: list[str] = []
-    first = compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
-    assert {stage.partition(":")[0] for stage in said} == {"a", "b"}
-    said.clear()
-    again = compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
-    assert said == []
+    stages: list[str] = []
+    first = compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: stages.append(state.stage))
+    assert {stage.partition(":")[0] for stage in stages} == {"a", "b"}
+    stages.clear()
+    again = compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: stages.append(state.stage))
+    assert stages == []
     assert_frame_equal(again.differences, first.differences)
     third = sharper(model, 0, 1, 3.0)
-    compared(*models, third, out=tmp_path, names=["a", "b", "c"], progress=lambda state: said.append(state.stage))
-    assert {stage.partition(":")[0] for stage in said} == {"c"}
+    compared(*models, third, out=tmp_path, names=["a", "b", "c"], progress=lambda state: stages.append(state.stage))
+    assert {stage.partition(":")[0] for stage in stages} == {"c"}
     folders = sorted((tmp_path / "models").iterdir())
     assert len(folders) == 3
     shutil.rmtree(folders[0])  # as a process leaves it that was killed before it had stored anything
     folders[0].mkdir()
-    said.clear()
-    compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: said.append(state.stage))
-    assert {stage.partition(":")[0] for stage in said} == {"a"}
+    stages.clear()
+    compared(*models, out=tmp_path, names=["a", "b"], progress=lambda state: stages.append(state.stage))
+    assert {stage.partition(":")[0] for stage in stages} == {"a"}
 
 
 @pytest.mark.medium
@@ -410,10 +412,10 @@ def test_a_disk_that_fills_costs_no_model_s_result(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Directory, "write", write)
     source, target = re.search(r"saved in (\S+) instead; move it to (\S+) and", str(error.value)).groups()  # pyright: ignore[reportOptionalMemberAccess]
     shutil.move(source, target)
-    said: list[str] = []
-    found = compared(*models, out=out, names=["a", "b"], progress=lambda state: said.append(state.stage))
-    assert said == []
-    assert_frame_equal(found.differences, compared(*models, names=["a", "b"]).differences)
+    stages: list[str] = []
+    comparison = compared(*models, out=out, names=["a", "b"], progress=lambda state: stages.append(state.stage))
+    assert stages == []
+    assert_frame_equal(comparison.differences, compared(*models, names=["a", "b"]).differences)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
@@ -430,13 +432,13 @@ def test_links_among_stored_results_are_refused(tmp_path: Path):
 
 def test_another_text_or_option_is_another_result():
     model = made()
-    data, asked = massieu.Batches(batches()), Measurement(ATTENTION)
-    key = key_of(model, data, asked)
+    data, measurement = massieu.Batches(batches()), Measurement(ATTENTION)
+    key = key_of(model, data, measurement)
     assert key == key_of(copy.deepcopy(model), massieu.Batches(batches()), Measurement(ATTENTION, batch_size=3))
     others: list[tuple[Any, massieu.Batches, Measurement]] = [
-        (sharper(model, 0, 0, 1.01), data, asked),
-        (model, massieu.Batches(batches(1)), asked),
-        (model, massieu.Batches(batches(), documents=True), asked),
+        (sharper(model, 0, 0, 1.01), data, measurement),
+        (model, massieu.Batches(batches(1)), measurement),
+        (model, massieu.Batches(batches(), documents=True), measurement),
         (model, data, Measurement(ATTENTION, seed=1)),
         (model, data, Measurement(ATTENTION, draws=0)),
         (model, data, Measurement(ATTENTION, replacements("top_k(2)"))),
@@ -447,7 +449,7 @@ def test_another_text_or_option_is_another_result():
     ]
     assert len({key, *(key_of(*other) for other in others)}) == 1 + len(others)
     with pytest.raises(InputError, match="out needs batches"):
-        key_of(model, massieu.Batches([{"input_ids": object()}]), asked)
+        key_of(model, massieu.Batches([{"input_ids": object()}]), measurement)
 
 
 def test_another_setting_in_a_checkpoint_s_folder_is_another_result(tmp_path: Path):
@@ -458,13 +460,13 @@ def test_another_setting_in_a_checkpoint_s_folder_is_another_result(tmp_path: Pa
     (tmp_path / "tokenizer").mkdir()
     assert key_of(model, data, Measurement()) == key
     assert key_of(massieu.Checkpoint(tmp_path, dtype="bfloat16"), data, Measurement()) != key
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(said | {"num_attention_heads": 1}))
+    configuration = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(configuration | {"num_attention_heads": 1}))
     assert key_of(model, data, Measurement()) != key
 
 
 @pytest.mark.medium
-def test_an_interrupted_comparison_goes_on_from_what_is_stored(pair, tmp_path: Path):
+def test_an_interrupted_comparison_continues_from_stored_results(pair, tmp_path: Path):
     model = made()
     models = [model, sharper(model, 1, 1, 60.0)]
     how: dict[str, Any] = {"out": tmp_path, "names": ["a", "b"], "statistics": SEVERAL}
@@ -475,10 +477,10 @@ def test_an_interrupted_comparison_goes_on_from_what_is_stored(pair, tmp_path: P
 
     with pytest.raises(KeyboardInterrupt):
         compared(*models, **how, progress=end)
-    said: list[str] = []
-    found = compared(*models, **how, progress=lambda state: said.append(state.stage))
-    assert {stage.partition(":")[0] for stage in said} == {"b"}
-    assert_frame_equal(found.differences, of(pair).differences)
+    stages: list[str] = []
+    comparison = compared(*models, **how, progress=lambda state: stages.append(state.stage))
+    assert {stage.partition(":")[0] for stage in stages} == {"b"}
+    assert_frame_equal(comparison.differences, of(pair).differences)
 
 
 def test_models_that_cannot_be_compared(pair):
@@ -521,10 +523,10 @@ def test_bad_calls_are_one_sentence(pair):
         ("no statistic named 'x' was compared", lambda: pair.above({"x": 1.0})),
         ("must be 0 or more, got nan", lambda: pair.above({"entropy": float("nan")})),
     ]
-    for said, call in calls:
+    for message, call in calls:
         with pytest.raises(InputError) as refused:
             call()
-        assert said in str(refused.value), (said, str(refused.value))
+        assert message in str(refused.value), (message, str(refused.value))
 
 
 class _Words:
@@ -550,23 +552,23 @@ def test_a_known_text_is_checked_before_it_is_read():
         def __iter__(self):
             return iter([Batch({"input_ids": ids()}, torch.zeros(WINDOWS, LENGTH, dtype=torch.bool), ("",) * WINDOWS)])
 
-    given: Any = Batches()
+    counted_batches: Any = Batches()
     digest, sharing = TextDigest(), Sharing()
     digest.add({"input_ids": ids()}, WINDOWS)
-    sharing.check(given)
+    sharing.check(counted_batches)
     sharing.know(digest.text(), "base")
-    sharing.check(given)
+    sharing.check(counted_batches)
     sharing.know("sha256:another", "base")
     with pytest.raises(InputError, match="the text is not what base was read on"):
-        sharing.check(given)
+        sharing.check(counted_batches)
 
 
 def test_the_digest_is_of_rows_in_their_order_without_padding():
     def digest(*given: dict[str, Any], rows: Sequence[int | None]) -> str | None:
-        made = TextDigest()
+        text_digest = TextDigest()
         for each, number in zip(given, rows, strict=True):
-            made.add(each, number)
-        return made.text()
+            text_digest.add(each, number)
+        return text_digest.text()
 
     whole = ids()
     mask = torch.ones_like(whole)
@@ -591,7 +593,7 @@ def test_the_digest_is_of_rows_in_their_order_without_padding():
 
 
 @pytest.mark.medium
-def test_images_are_known_again_by_their_pixels(tmp_path: Path):
+def test_images_are_recognised_by_their_pixels(tmp_path: Path):
     image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
     model = made()
     key = key_of(model, massieu.Images([image]), Measurement())
@@ -601,37 +603,37 @@ def test_images_are_known_again_by_their_pixels(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "expected"),
+    ("settings", "user_settings", "expected"),
     [
         ({"max_length": 64, "max_tokens": 9, "packing": False, "bos": True}, {}, (64, 9, False, True)),
         ({"max_length": 64, "max_tokens": 9, "packing": True, "bos": None}, {"window": 32}, (32, 9, True, None)),
         ({"max_length": 64, "max_tokens": 9}, {"limit": 5, "fill_windows": False, "bos": False}, (64, 5, False, False)),
     ],
 )
-def test_settings_of_a_stored_result_hold_where_none_are_given(pair, settings, given, expected):
+def test_settings_of_a_stored_result_hold_where_none_are_given(pair, settings, user_settings, expected):
     stored = without_sums(pair[0])
     stored.run.settings = settings
-    found = _as_stored(stored, massieu.Text("a.txt", **given))
-    assert isinstance(found, massieu.Text)
-    assert (found.window, found.limit, found.fill_windows, found.bos) == expected
-    assert found.paths == ("a.txt",)
+    data = _with_stored_settings(stored, massieu.Text("a.txt", **user_settings))
+    assert isinstance(data, massieu.Text)
+    assert (data.window, data.limit, data.fill_windows, data.bos) == expected
+    assert data.paths == ("a.txt",)
 
 
 def test_columns_of_a_stored_result_make_pairs(pair):
     stored = without_sums(pair[0])
     stored.run.settings = {"max_length": 64, "packing": True, "source": "en", "target": "de"}
-    found = _as_stored(stored, massieu.Text("a.csv"))
-    assert isinstance(found, massieu.Pairs)
-    assert (found.paths, found.source, found.target, found.window) == (("a.csv",), "en", "de", 64)
+    data = _with_stored_settings(stored, massieu.Text("a.csv"))
+    assert isinstance(data, massieu.Pairs)
+    assert (data.paths, data.source, data.target, data.window) == (("a.csv",), "en", "de", 64)
     stored.run.settings = {"max_length": 64, "packing": False}
-    batches = _as_stored(stored, massieu.Batches([1]))
+    batches = _with_stored_settings(stored, massieu.Batches([1]))
     assert isinstance(batches, massieu.Batches)
     assert (batches.window, batches.documents) == (64, True)
 
 
 def test_revisions_of_one_model_have_names_of_their_own():
-    given = [_given(massieu.Checkpoint("org/model", revision=each)) for each in ("step1", "step2")]
-    assert [each.name for each in _named(given, None)] == ["model@step1", "model@step2"]
+    named_models = [_named_model(massieu.Checkpoint("org/model", revision=each)) for each in ("step1", "step2")]
+    assert [each.name for each in _with_short_names(named_models, None)] == ["model@step1", "model@step2"]
 
 
 @pytest.mark.medium
@@ -641,5 +643,5 @@ def test_a_comparison_in_inference_mode_is_the_same_comparison():
     models = (model, sharper(model, 1, 1, 60.0))
     expected = compared(*models, statistics=["climb"])
     with torch.inference_mode():
-        found = compared(*models, statistics=["climb"])
-    assert_frame_equal(found.differences, expected.differences)
+        comparison = compared(*models, statistics=["climb"])
+    assert_frame_equal(comparison.differences, expected.differences)

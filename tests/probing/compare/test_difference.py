@@ -25,19 +25,19 @@ def drawn(seed: int, units: int = UNITS, even: bool = True) -> SiteSums:
 def test_units_of_one_size_are_a_paired_t_test():
     first, second = drawn(0), drawn(1)
     second.totals[:] += 0.7 * first.totals
-    found = paired(first, second, DOCUMENTS)
+    difference = paired(first, second, DOCUMENTS)
     expected = stats.ttest_rel(second.totals / second.counts, first.totals / first.counts)
-    assert np.allclose(found.value / found.standard_error, expected.statistic, rtol=1e-12)
-    assert np.allclose(found.p_value(), expected.pvalue, rtol=1e-9)
-    np.testing.assert_allclose(found.degrees, UNITS - 1, rtol=1e-12)
+    assert np.allclose(difference.value / difference.standard_error, expected.statistic, rtol=1e-12)
+    assert np.allclose(difference.p_value(), expected.pvalue, rtol=1e-9)
+    np.testing.assert_allclose(difference.degrees, UNITS - 1, rtol=1e-12)
 
 
 def test_independent_estimates_are_a_t_test_with_the_fewer_degrees():
     first, second = drawn(0), drawn(1, units=7)
-    found = independent(*alone(first, DOCUMENTS), *alone(second, DOCUMENTS))
+    difference = independent(alone(first, DOCUMENTS), alone(second, DOCUMENTS))
     expected = stats.ttest_ind(second.totals / second.counts, first.totals / first.counts, equal_var=False)
-    assert np.allclose(found.value / found.standard_error, expected.statistic, rtol=1e-12)
-    np.testing.assert_allclose(found.p_value(), 2 * stats.t.sf(np.abs(expected.statistic), 6), rtol=1e-9)
+    assert np.allclose(difference.value / difference.standard_error, expected.statistic, rtol=1e-12)
+    np.testing.assert_allclose(difference.p_value(), 2 * stats.t.sf(np.abs(expected.statistic), 6), rtol=1e-9)
 
 
 def test_a_unit_moves_the_difference_as_its_weight_does():
@@ -58,17 +58,17 @@ def test_a_unit_moves_the_difference_as_its_weight_does():
 
 def test_the_same_sums_do_not_differ():
     sums = drawn(0, even=False)
-    found = paired(sums, sums)
-    assert (found.value == 0).all()
-    assert (found.standard_error == 0).all()
-    assert (found.p_value() == 1).all()
+    difference = paired(sums, sums)
+    assert (difference.value == 0).all()
+    assert (difference.standard_error == 0).all()
+    assert (difference.p_value() == 1).all()
 
 
 @pytest.mark.medium
 @every_row(
     "correlated, units, spread", [(True, n, 0.0) for n in (4, 16, 64)] + [(False, n, 1.0) for n in (4, 5, 16, 64)]
 )
-def test_models_that_do_not_differ_are_told_apart_in_a_twentieth_of_texts(correlated, units, spread):
+def test_models_that_do_not_differ_are_named_on_a_twentieth_of_texts(correlated, units, spread):
     """4,000 texts: windows with a correlation of 0.3, or documents of lognormal lengths with a mean each."""
     generator = np.random.default_rng(units)
     noise = generator.standard_normal((2, units, 4_000))
@@ -82,18 +82,18 @@ def test_models_that_do_not_differ_are_told_apart_in_a_twentieth_of_texts(correl
     assert (p < 0.05).mean() < 0.06 + 5 * np.sqrt(0.06 * 0.94 / 4_000)
 
 
-def test_what_rounding_alone_can_make_is_not_sure():
+def test_differences_of_rounding_alone_are_not_significant():
     size = np.array([3.0, 3.0])
-    found = Difference(size * np.array([RESOLUTION / 4, 100 * RESOLUTION]), np.zeros(2), np.full(2, 30.0), size)
-    assert found.p_value()[0] > 0.5
-    assert found.p_value()[1] < 1e-6
+    difference = Difference(size * np.array([RESOLUTION / 4, 100 * RESOLUTION]), np.zeros(2), np.full(2, 30.0), size)
+    assert difference.p_value()[0] > 0.5
+    assert difference.p_value()[1] < 1e-6
 
 
 def test_one_unit_has_no_error_and_other_units_are_refused():
-    found = paired(drawn(0, units=1), drawn(1, units=1))
-    assert np.isnan(found.standard_error).all()
-    assert np.isnan(found.p_value()).all()
-    one_side = independent(*alone(drawn(0)), *alone(drawn(1, units=1)))
+    difference = paired(drawn(0, units=1), drawn(1, units=1))
+    assert np.isnan(difference.standard_error).all()
+    assert np.isnan(difference.p_value()).all()
+    one_side = independent(alone(drawn(0)), alone(drawn(1, units=1)))
     assert np.isnan(one_side.p_value()).all()
     with pytest.raises(ValueError, match="different units"):
         paired(drawn(0), drawn(1, units=7))
@@ -110,10 +110,10 @@ def test_nan_totals_make_their_head_undefined_and_no_other():
 
 
 def test_student_p_at_its_limits():
-    found = student_p(np.array([0.0, 1.0, 2.0, 2.0]), np.array([0.0, 0.0, 1.0, 1.0]), np.array([3.0, 3.0, 5.0, 0.0]))
-    assert found[:2].tolist() == [1.0, 0.0]
-    assert np.isclose(found[2], 2 * stats.t.sf(2.0, 5), rtol=1e-10)
-    assert np.isnan(found[3])
+    p_values = student_p(np.array([0.0, 1.0, 2.0, 2.0]), np.array([0.0, 0.0, 1.0, 1.0]), np.array([3.0, 3.0, 5.0, 0.0]))
+    assert p_values[:2].tolist() == [1.0, 0.0]
+    assert np.isclose(p_values[2], 2 * stats.t.sf(2.0, 5), rtol=1e-10)
+    assert np.isnan(p_values[3])
     with pytest.raises(ValueError, match="0 or more"):
         student_p(np.ones(1), -np.ones(1), np.ones(1))
 
@@ -140,15 +140,15 @@ def test_sums_survive_storage_exactly():
     wide = drawn(4, even=False)
     sums = {("head", "a", "entropy"): drawn(0), ("head", "b", "entropy"): wide}
     sums["layer", "a attention", "effective_rank_change"] = drawn(5, units=2)
-    kept = UnitSums("text", None, sums)
-    read = UnitSums.from_bytes(kept.to_bytes(), "here")
-    assert (read.text, read.tokenizer, set(read.sums)) == ("text", None, set(kept.sums))
-    for key, sums in kept.sums.items():
+    stored = UnitSums("text", None, sums)
+    read = UnitSums.from_bytes(stored.to_bytes(), "here")
+    assert (read.text, read.tokenizer, set(read.sums)) == ("text", None, set(stored.sums))
+    for key, sums in stored.sums.items():
         for part in ("totals", "counts", "rows"):
             assert np.array_equal(getattr(read.sums[key], part), getattr(sums, part)), (key, part)
 
 
-def test_sums_that_are_none_are_refused():
+def test_invalid_sums_are_refused():
     from massieu.errors import InputError
 
     whole = UnitSums("text", None, {("head", "a", "entropy"): drawn(0)}).to_bytes()

@@ -17,7 +17,7 @@ BATCH = {"input_ids": torch.arange(6)[None]}
 
 
 @every_row(
-    "given, kind",
+    "data, kind",
     [
         (None, massieu.Text),
         ("notes.md", massieu.Text),
@@ -31,13 +31,13 @@ BATCH = {"input_ids": torch.arange(6)[None]}
         (torch.utils.data.DataLoader([BATCH], batch_size=None), massieu.Batches),
     ],
 )
-def test_a_path_names_text_and_every_other_iterable_holds_batches(given, kind):
-    assert type(given_data(given)) is kind
+def test_a_path_names_text_and_every_other_iterable_holds_batches(data, kind):
+    assert type(given_data(data)) is kind
 
 
 def test_an_object_is_taken_as_it_is():
-    for given in (massieu.Text(strings="a"), massieu.Pairs(strings=[("a", "b")]), massieu.Batches([BATCH])):
-        assert given_data(given) is given
+    for data in (massieu.Text(strings="a"), massieu.Pairs(strings=[("a", "b")]), massieu.Batches([BATCH])):
+        assert given_data(data) is data
 
 
 class DataSet:
@@ -81,7 +81,7 @@ class DataSet:
         (lambda: massieu.Images([torch.zeros(3, 8, 8)], processor=3), "must be a processor of images or the name of one"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_one_sentence(make: Callable[[], Any], words):
+def test_invalid_data_are_one_sentence(make: Callable[[], Any], words):
     with pytest.raises(InputError, match=words) as error:
         make()
     assert "\n" not in str(error.value)
@@ -94,7 +94,7 @@ def test_a_string_that_is_named_like_a_file_is_text(tmp_path, monkeypatch):
     assert [document.text for document in massieu.Text("notes.md").read()] == ["what stands in the file"]
 
 
-def test_what_is_iterated_over_once_may_be_read_again_and_changed():
+def test_iterators_are_stored_as_lists_that_can_be_read_again():
     text = massieu.Text(strings=(each for each in ("a", "b")))
     for each in (text, replace(text, window=8)):
         assert [[document.text for document in each.read()] for _ in range(2)] == [["a", "b"], ["a", "b"]]
@@ -112,7 +112,7 @@ def test_prompts_have_a_row_each():
 
 
 @every_row(
-    "data, said",
+    "data, settings",
     [
         (massieu.Text(window=8, limit=9, bos=True), {"max_length": 8, "max_tokens": 9, "bos": True}),
         (massieu.Text("a", "words/", column="b"), {"column": "b", "tokenizer": "words/"}),
@@ -122,7 +122,7 @@ def test_prompts_have_a_row_each():
         (massieu.Images([torch.zeros(3, 8, 8)], "photos/"), {"tokenizer": "photos/"}),
     ],
 )
-def test_a_record_names_settings_as_those_that_are_stored_do(data, said):
-    usual = {"column": None, "packing": True, "source": None, "target": None, "bos": None}
-    usual |= {"max_length": None, "max_tokens": None, "generate": None}
-    assert data.settings() == usual | said
+def test_a_record_names_settings_as_those_that_are_stored_do(data, settings):
+    defaults = {"column": None, "packing": True, "source": None, "target": None, "bos": None}
+    defaults |= {"max_length": None, "max_tokens": None, "generate": None}
+    assert data.settings() == defaults | settings

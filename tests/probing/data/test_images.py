@@ -147,8 +147,8 @@ def test_images_in_memory_are_those_of_files(folder, vit):
     opened = [Image.open(path) for path in paths]
     arrays = [np.asarray(image.convert("RGB")) for image in opened]
     tensors = [torch.from_numpy(array.copy()).permute(2, 0, 1) for array in arrays]
-    for given in (paths, opened, arrays):
-        read = [np.asarray(image.read()) for image in pictures_of(given)[1]]
+    for images in (paths, opened, arrays):
+        read = [np.asarray(image.read()) for image in pictures_of(images)[1]]
         assert all(np.array_equal(one, other) for one, other in zip(read, arrays, strict=True))
     named, other = (
         massieu.probe(model, massieu.Images(part, processor), statistics=["entropy"], draws=0)
@@ -188,8 +188,8 @@ def test_with_texts_both_towers_are_read_and_each_has_its_names(folder, clip):
     result = massieu.probe(clip, massieu.Images(folder, captions=texts), statistics=["attention"])
     processor = CLIPProcessor.from_pretrained(clip)
     opened = [Image.open(path).convert("RGB") for path in in_order(folder)]
-    made = dict(processor(text=texts, images=opened, padding=True, return_tensors="pt"))
-    data = massieu.Batches([made], documents=True)
+    inputs = dict(processor(text=texts, images=opened, padding=True, return_tensors="pt"))
+    data = massieu.Batches([inputs], documents=True)
     same(result, massieu.probe(CLIPModel.from_pretrained(clip).eval(), data, statistics=["attention"]))
     sides = {site.name.split(".")[0]: site.query_tokens for site in result.run.sites}
     assert sides == {"text_model": "text", "vision_model": "image"}
@@ -221,9 +221,9 @@ def llava(tmp_path_factory) -> Path:
 def test_a_decoder_that_reads_images_within_text_is_read_with_its_vision_tower(llava, texts):
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
-    pictures, given = photographs()[:2], texts or ["<image>", "<image>"]
-    found = massieu.probe(str(llava), massieu.Images(pictures, captions=texts), batch_size=2, statistics=["entropy"])
-    inputs = LlavaProcessor.from_pretrained(llava)(images=pictures, text=given, padding=True, return_tensors="pt")
+    pictures, captions = photographs()[:2], texts or ["<image>", "<image>"]
+    result = massieu.probe(str(llava), massieu.Images(pictures, captions=texts), batch_size=2, statistics=["entropy"])
+    inputs = LlavaProcessor.from_pretrained(llava)(images=pictures, text=captions, padding=True, return_tensors="pt")
     model = LlavaForConditionalGeneration.from_pretrained(llava, attn_implementation="eager").eval()
     seen: dict[str, torch.Tensor] = {}
     for name, module in model.model.named_modules():
@@ -236,9 +236,9 @@ def test_a_decoder_that_reads_images_within_text_is_read_with_its_vision_tower(l
     for name, weights in seen.items():
         counted = real if name.startswith("language_model") else torch.ones(2, 10, dtype=torch.bool)
         entropy = torch.special.entr(weights.double()).sum(-1).transpose(1, 2)[counted].mean(0)
-        rows = found.heads.filter((found.heads["site"] == name) & (found.heads["statistic"] == "entropy"))
+        rows = result.heads.filter((result.heads["site"] == name) & (result.heads["statistic"] == "entropy"))
         assert rows["value"].to_list() == pytest.approx(entropy.tolist(), abs=1e-5)
-    tokens = found.details["examples"][0]["tokens"]
+    tokens = result.details["examples"][0]["tokens"]
     assert tokens["image"][:2] == ["[CLS]", "row 1, column 1"] and tokens["text"].count("<image>") == 9
 
 
@@ -305,9 +305,9 @@ def test_bad_input(tmp_path, folder, vit, clip):
         (model, lambda: processor, r"for a tokenizer, and massieu.Images\(images, processor\) for a processor"),
         (language_model(), lambda: images(folder, processor), r"\(BertModel\) reads no images"),
     ]
-    for given, data, match in cases:
+    for model_path, data, match in cases:
         with pytest.raises(InputError, match=match):
-            massieu.probe(given, data())
+            massieu.probe(model_path, data())
 
 
 @pytest.mark.medium

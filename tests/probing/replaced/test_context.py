@@ -74,27 +74,27 @@ def models() -> dict[str, tuple[Any, dict[str, Any]]]:
     }
 
 
-def ran(model: Any, given: dict[str, Any]) -> Tensor:
-    found = model(**given)
-    return found if isinstance(found, Tensor) else found[0]
+def ran(model: Any, inputs: dict[str, Any]) -> Tensor:
+    outputs = model(**inputs)
+    return outputs if isinstance(outputs, Tensor) else outputs[0]
 
 
 @pytest.mark.parametrize("name", list(models()))
 def test_the_models_own_attention_is_its_own(name):
-    model, given = models()[name]
+    model, inputs = models()[name]
     shuffled(model)
     with torch.enable_grad():  # without, PyTorch's encoder takes a path in C++, whose rounding differs
-        stock = ran(model, given)
+        stock = ran(model, inputs)
         with massieu.replaced(model, "identity"):
-            assert torch.equal(ran(model, given), stock)
+            assert torch.equal(ran(model, inputs), stock)
         with massieu.replaced(model, lambda call: call.output.clone()):
-            assert torch.equal(ran(model, given), stock)
+            assert torch.equal(ran(model, inputs), stock)
         with massieu.replaced(model, "scale(1)"):
-            real = MASK.bool() if "attention_mask" in given else slice(None)
-            torch.testing.assert_close(ran(model, given)[real], stock[real], rtol=1e-4, atol=1e-5)
+            real = MASK.bool() if "attention_mask" in inputs else slice(None)
+            torch.testing.assert_close(ran(model, inputs)[real], stock[real], rtol=1e-4, atol=1e-5)
         with massieu.replaced(model, "scale(3)"):
-            assert (ran(model, given) - stock).abs().max() > 1e-3 * stock.abs().max()
-        assert torch.equal(ran(model, given), stock)
+            assert (ran(model, inputs) - stock).abs().max() > 1e-3 * stock.abs().max()
+        assert torch.equal(ran(model, inputs), stock)
 
 
 def _deberta() -> tuple[Any, list[str]]:
@@ -121,40 +121,40 @@ def test_a_scale_multiplies_what_relative_positions_add_to_the_scores(make):
     model, linear_in_the_scores = make()
     shuffled(model)
     with torch.no_grad(), massieu.replaced(model, "scale(1.5)"):
-        found = model(IDS, attention_mask=MASK)[0]
+        output = model(IDS, attention_mask=MASK)[0]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(f"{part}." in f"{name}." for part in linear_in_the_scores):
                 parameter *= 1.5
         expected = model(IDS, attention_mask=MASK)[0]
-    torch.testing.assert_close(found[MASK.bool()], expected[MASK.bool()], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output[MASK.bool()], expected[MASK.bool()], rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_that_is_off_is_its_columns_of_the_projection_left_out():
-    model, given = models()["bert"]
+    model, inputs = models()["bert"]
     shuffled(model)
     site = "encoder.layer.1.attention.self"
     with torch.no_grad():
         with massieu.replaced(model, "off", sites={site: [1, 3]}):
-            found = ran(model, given)
+            output = ran(model, inputs)
         weight = model.encoder.layer[1].attention.output.dense.weight
         weight[:, 8:16] = 0
         weight[:, 24:32] = 0
-        torch.testing.assert_close(found, ran(model, given), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(output, ran(model, inputs), rtol=1e-5, atol=1e-6)
 
 
 def test_heads_that_are_not_named_keep_their_own_bits():
-    model, given = models()["own, reshape"]
+    model, inputs = models()["own, reshape"]
     shuffled(model)
     seen: list[Tensor] = []
     handle = model.out_proj.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].clone()))
     with torch.no_grad():
-        model(**given)
+        model(**inputs)
         with massieu.replaced(model, "off", sites={"": [2]}):
-            model(**given)
+            model(**inputs)
     handle.remove()
-    kept = [0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]
-    assert torch.equal(seen[0][..., kept], seen[1][..., kept]) and not seen[1][..., 8:12].any()
+    other_columns = [0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]
+    assert torch.equal(seen[0][..., other_columns], seen[1][..., other_columns]) and not seen[1][..., 8:12].any()
 
 
 def test_a_head_is_found_by_its_number_in_bfloat16_which_has_no_number_257():
@@ -180,30 +180,30 @@ def test_a_shared_module_has_several_calls():
         calls.append(call.site.name)
         return call.output
 
-    for wanted, expected in (([site], [site]), ([site.partition(" (call ")[0]], 2)):
+    for sites, expected in (([site], [site]), ([site.partition(" (call ")[0]], 2)):
         calls.clear()
-        with torch.no_grad(), massieu.replaced(model, note, sites=wanted):
+        with torch.no_grad(), massieu.replaced(model, note, sites=sites):
             model(IDS)
             model(IDS)  # numbers its calls anew
         assert calls == expected * 2 if isinstance(expected, list) else len(calls) == 2 * expected
 
 
 def test_gradients_pass_through_the_rule():
-    model, given = models()["own, reshape"]
+    model, inputs = models()["own, reshape"]
     shuffled(model.double())
-    given = {"x": given["x"].double()}
+    inputs = {"x": inputs["x"].double()}
     with massieu.replaced(model, "scale(2)"):
-        ran(model, given).square().sum().backward()
+        ran(model, inputs).square().sum().backward()
     grown: Any = model.projections.weight
-    found = grown.grad.clone()
+    gradient = grown.grad.clone()
     model.projections.weight.grad = None
     with torch.no_grad():  # twice the scale is twice the queries
         model.projections.weight[:16] *= 2
         model.projections.bias[:16] *= 2
-    ran(model, given).square().sum().backward()
+    ran(model, inputs).square().sum().backward()
     expected = grown.grad.clone()
     expected[:16] *= 2
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_it_holds_while_a_model_writes():
@@ -216,7 +216,7 @@ def test_it_holds_while_a_model_writes():
             assert written[0, length] == model(written[:, :length]).logits[0, -1].argmax()
 
 
-def test_what_cannot_be_replaced_is_named():
+def test_sites_that_cannot_be_replaced_are_named():
     gated = shuffled(Attention("gated"))
     x = torch.randn(2, 5, 16)
     stacked = nn.Sequential(shuffled(Attention()), gated)
@@ -235,7 +235,7 @@ def test_what_cannot_be_replaced_is_named():
 
 
 def test_bad_calls():
-    model, given = models()["bert"]
+    model, inputs = models()["bert"]
     model.eval()
     before: Any = (
         (3, None, "rule must be the name of a rule, a function of an AttentionCall or a massieu.Replacement, got 3"),
@@ -263,27 +263,27 @@ def test_bad_calls():
     )
     for rule, sites, match in during:
         with pytest.raises(InputError, match=match), massieu.replaced(model, rule, sites=sites):
-            model(**given)
+            model(**inputs)
     match, again = "is being probed already", massieu.replaced(model, "off")
     with massieu.replaced(model, "off"), pytest.raises(InputError, match=match), again:
         pass
 
 
 def test_an_error_in_the_rule_leaves_the_model_as_it_was():
-    model, given = models()["t5"]
+    model, inputs = models()["t5"]
     shuffled(model)
     with torch.no_grad():
-        stock = ran(model, given)
+        stock = ran(model, inputs)
         with pytest.raises(ZeroDivisionError), massieu.replaced(model, lambda call: call.output / (1 // 0)):
-            ran(model, given)
-        assert torch.equal(ran(model, given), stock)
+            ran(model, inputs)
+        assert torch.equal(ran(model, inputs), stock)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_another_thread_does_not_get_the_rule_without_a_word():
-    model, given = models()["bert"]
+    model, inputs = models()["bert"]
     model.eval()
-    thread = threading.Thread(target=lambda: model(**given))
+    thread = threading.Thread(target=lambda: model(**inputs))
     with pytest.raises(InputError, match="another thread used the model"), massieu.replaced(model, "off"):
         _run(thread)
 

@@ -75,8 +75,8 @@ def means(model: Any, projection: nn.Module) -> Tensor:
 
 
 def set_to(projection: nn.Module, head: int, value: Tensor) -> Any:
-    def change(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        changed = given[0].clone()
+    def change(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        changed = arguments[0].clone()
         part = slice(head * SIZE, (head + 1) * SIZE)
         changed[..., part] = value[part].to(changed)
         return (changed,)
@@ -97,15 +97,15 @@ def ratio(rows: list[Tensor]) -> tuple[float, float]:
 @pytest.mark.parametrize("rule", ["off", "off(mean)"])
 def test_loss_without_each_head(rule):
     model = writer()
-    found = probed(model, massieu.Replacement(rule, per="head")).run.replacements
-    assert [(each.layer, each.head) for each in found] == [(layer, head) for layer in (0, 1) for head in range(HEADS)]
+    records = probed(model, massieu.Replacement(rule, per="head")).run.replacements
+    assert [(each.layer, each.head) for each in records] == [(layer, head) for layer in (0, 1) for head in range(HEADS)]
     each: Any
-    for each in found:
+    for each in records:
         projection = model.model.layers[each.layer].self_attn.o_proj
         value = means(model, projection) if rule == "off(mean)" else torch.zeros(HEADS * SIZE)
         stock = [losses(model, row) for row in SAMPLED]
         handle = set_to(projection, each.head, value)
-        changes = [losses(model, row) - own for row, own in zip(SAMPLED, stock, strict=True)]
+        changes = [losses(model, row) - stock_losses for row, stock_losses in zip(SAMPLED, stock, strict=True)]
         handle.remove()
         expected, error = ratio(changes)
         assert each.measure == "loss" and each.windows == len(SAMPLED)
@@ -118,8 +118,8 @@ def test_loss_without_each_head(rule):
 
 def test_a_model_without_a_loss_is_judged_by_its_output():
     model = encoder()
-    found = probed(model, [massieu.Replacement(each, per="site") for each in ("off", "identity")]).run.replacements
-    assert [(each.rule, each.layer, each.measure) for each in found] == [
+    records = probed(model, [massieu.Replacement(each, per="site") for each in ("off", "identity")]).run.replacements
+    assert [(each.rule, each.layer, each.measure) for each in records] == [
         (rule, layer, "output") for rule in ("off", "identity") for layer in (0, 1)
     ]
     projection = model.encoder.layer[1].attention.output.dense
@@ -134,10 +134,10 @@ def test_a_model_without_a_loss_is_judged_by_its_output():
         spread = (stock - stock.mean(0)).square().sum(1).mean()
         changes.append((other - stock).square().sum(1) / spread)
     value, error = ratio(changes)
-    assert found[1].value == pytest.approx(value, rel=1e-4) and found[1].standard_error == pytest.approx(
+    assert records[1].value == pytest.approx(value, rel=1e-4) and records[1].standard_error == pytest.approx(
         error, rel=1e-3
     )
-    assert found[2].value == found[2].standard_error == 0
+    assert records[2].value == records[2].standard_error == 0
 
 
 def test_the_statistic_of_every_head():
@@ -148,18 +148,21 @@ def test_the_statistic_of_every_head():
     assert rows["value"].to_list() == [each.value for each in result.run.replacements]
     assert rows["standard_error"].to_list() == [each.standard_error for each in result.run.replacements]
     assert "loss_without_head" not in Selection.of(None).names
-    beside = massieu.probe(
+    with_other_statistics = massieu.probe(
         model, BATCHES, statistics=["replacement"], replace=massieu.Replacement("joint", windows=2)
     ).run.replacements
-    assert [(each.rule, each.head is None) for each in beside] == [("joint", True), *[("off(mean)", False)] * 2 * HEADS]
+    assert [(each.rule, each.head is None) for each in with_other_statistics] == [
+        ("joint", True),
+        *[("off(mean)", False)] * 2 * HEADS,
+    ]
 
 
-def test_rules_of_ones_own_and_how_many_windows():
+def test_rules_of_the_users_own_and_their_number_of_windows():
     def doubled(call: Any) -> Tensor:
         return 2 * call.output
 
-    found = probed(writer(), massieu.Replacement(doubled, windows=2)).run.replacements
-    assert [(each.rule, each.windows, each.site) for each in found] == [("doubled", 2, None)]
+    records = probed(writer(), massieu.Replacement(doubled, windows=2)).run.replacements
+    assert [(each.rule, each.windows, each.site) for each in records] == [("doubled", 2, None)]
 
 
 def test_changes_that_are_not_finite_are_counted():
@@ -169,12 +172,16 @@ def test_changes_that_are_not_finite_are_counted():
         return output
 
     result = probed(writer(), [" off(mean) ", broken])
-    mean, found = result.run.replacements
+    mean, broken_record = result.run.replacements
     expected = int(MASK[SAMPLED][:, :6].sum())  # predictions from the first six tokens
-    assert mean.rule == "off(mean)" and found.tokens == expected and found.value == pytest.approx(0, abs=1e-6)
+    assert (
+        mean.rule == "off(mean)"
+        and broken_record.tokens == expected
+        and broken_record.value == pytest.approx(0, abs=1e-6)
+    )
     lost = int(MASK[SAMPLED].sum()) - len(SAMPLED) - expected
-    said = f"with attention replaced by broken, {lost} of the tokens' changes are not finite, and are left out"
-    assert result.run.warnings.count(said) == 1
+    warning = f"with attention replaced by broken, {lost} of the tokens' changes are not finite, and are left out"
+    assert result.run.warnings.count(warning) == 1
 
 
 def test_padding_that_is_not_a_number_is_in_no_mean():
@@ -199,18 +206,18 @@ def test_a_rule_that_ends_on_the_way_loses_nothing_else(monkeypatch):
         return call.output
 
     result = probed(writer(), [ends, "off"])
-    said = "attention replaced by ends could not be measured and is left out (no more)"
-    assert [each.rule for each in result.run.replacements] == ["off"] and result.run.warnings.count(said) == 1
+    warning = "attention replaced by ends could not be measured and is left out (no more)"
+    assert [each.rule for each in result.run.replacements] == ["off"] and result.run.warnings.count(warning) == 1
     assert result.run.replacements[0].windows == len(SAMPLED) and len(result.table) > 0
 
 
 def test_windows_are_counted_and_not_the_blocks_of_them():
     ids = torch.randint(1, 40, (700, 3), generator=torch.Generator().manual_seed(1))
-    found = probed(writer(), massieu.Replacement("off", windows=70), [{"input_ids": ids}])
-    assert found.run.replacements[0].windows == 70  # more than a standard error has units
+    result = probed(writer(), massieu.Replacement("off", windows=70), [{"input_ids": ids}])
+    assert result.run.replacements[0].windows == 70  # more than a standard error has units
 
 
-def test_what_is_drawn_does_not_depend_on_the_rules_before():
+def test_draws_do_not_depend_on_the_rules_before():
     rules = (["resample(2)"], ["off", "resample(2)"])
     one, other = (probed(writer(), each, seed=5).run.replacements[-1] for each in rules)
     assert one.rule == other.rule and one.value == other.value
@@ -219,7 +226,7 @@ def test_what_is_drawn_does_not_depend_on_the_rules_before():
 def test_batches_do_not_change_it():
     model = writer()
     whole = [{"input_ids": IDS, "attention_mask": MASK}]
-    one, other = (probed(model, ["off(mean)", "top_k(2)"], given) for given in (BATCHES, whole))
+    one, other = (probed(model, ["off(mean)", "top_k(2)"], data) for data in (BATCHES, whole))
     for a, b in zip(one.run.replacements, other.run.replacements, strict=True):
         assert a.value == pytest.approx(b.value, rel=1e-4, abs=1e-6)
 

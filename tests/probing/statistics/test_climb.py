@@ -63,12 +63,16 @@ class Layer:
     def _project(self, residual):
         block = self.block
         if self.name == "bert":
-            own = block.attention.self
-            return [self._split(m(residual), 4) for m in (own.query, own.key, own.value)]
+            attention = block.attention.self
+            return [self._split(m(residual), 4) for m in (attention.query, attention.key, attention.value)]
         if self.name == "gpt2":
             return [self._split(t, 4) for t in block.attn.c_attn(block.ln_1(residual)).split(48, 2)]
-        x, own = block.input_layernorm(residual), block.self_attn
-        q, k, v = self._split(own.q_proj(x), 4), self._split(own.k_proj(x), 2), self._split(own.v_proj(x), 2)
+        x, attention = block.input_layernorm(residual), block.self_attn
+        q, k, v = (
+            self._split(attention.q_proj(x), 4),
+            self._split(attention.k_proj(x), 2),
+            self._split(attention.v_proj(x), 2),
+        )
         cos, sin = (t[:, None].double() for t in self.rotary)
 
         def turn(t):
@@ -147,15 +151,15 @@ def test_selective_and_common_part_add_up_to_raw_log_z(case):
 
 def test_other_heads_writes(case):
     climb, layer, _ = case
-    found = climb.pairs.value()
+    pairs = climb.pairs.value()
     few = torch.arange(0, 20, CONTROL_SHARE)
     for g in range(4):
         change, slope = layer.change(layer.writes[g])[0, 0], layer.slope(layer.writes[g])[0, 0]
-        assert np.allclose(found[3, g], change[:, few].mean(-1), atol=1e-9)
-        assert np.allclose(found[2, g], (change[:, few] > 0).double().mean(-1))
-        assert np.allclose(found[1, g], slope.mean(-1), rtol=1e-5, atol=1e-7)
+        assert np.allclose(pairs[3, g], change[:, few].mean(-1), atol=1e-9)
+        assert np.allclose(pairs[2, g], (change[:, few] > 0).double().mean(-1))
+        assert np.allclose(pairs[1, g], slope.mean(-1), rtol=1e-5, atol=1e-7)
     mean, deviation, number = climb.mismatched("step_selective")
-    others = np.array([[found[3, g, h] for g in range(4) if g != h] for h in range(4)])
+    others = np.array([[pairs[3, g, h] for g in range(4) if g != h] for h in range(4)])
     assert number == 3
     assert np.allclose(mean, others.mean(1))
     assert np.allclose(deviation, others.std(1, ddof=1))
@@ -179,9 +183,9 @@ def test_attention_update_with_and_without_output_bias(case):
 
 def test_write_norm(case):
     _, layer, reading = case
-    wanted = (layer.writes.norm(dim=-1) / layer.residual.norm(dim=-1)).mean((1, 2))
+    expected_ratio = (layer.writes.norm(dim=-1) / layer.residual.norm(dim=-1)).mean((1, 2))
     rows = {row.place.order: row.estimate.value for row in reading.rows() if row.name == "write_norm_ratio"}
-    assert np.allclose(rows[LAYER], wanted.detach(), atol=1e-10)
+    assert np.allclose(rows[LAYER], expected_ratio.detach(), atol=1e-10)
 
 
 def test_random_control_has_the_length_of_the_write_and_no_preference(case):
@@ -213,12 +217,12 @@ def test_ascent_along_the_heads_own_gradient_always_climbs():
     """S12(a): with W_O W_V = W_QᵀW_K the whole step raises raw log Z of a bare head at every query (convexity)."""
     model = zoo.fresh("bert", num_hidden_layers=2).double()
     block = model.encoder.layer[LAYER].attention
-    own = block.self
+    attention = block.self
     with torch.no_grad():
-        for parameter in (own.query.bias, own.key.bias, own.value.bias, block.output.dense.bias):
+        for parameter in (attention.query.bias, attention.key.bias, attention.value.bias, block.output.dense.bias):
             parameter.zero_()
-        own.value.weight.copy_(own.key.weight)
-        block.output.dense.weight.copy_(own.query.weight.T)
+        attention.value.weight.copy_(attention.key.weight)
+        block.output.dense.weight.copy_(attention.query.weight.T)
     batch = zoo.inputs("bert", rows=1)
     sites = first_look(model, batch).sites
     reading = Reading(model, sites, Options(GROUPS, Units(), 20, climb_queries=20))
@@ -247,8 +251,8 @@ def test_cosines_and_symmetric_shares_from_full_matrices(case):
     for g in range(4):
         for h in range(4):
             write, score = out[g] @ v[g], q[h].T @ k[h]
-            wanted = (write * score).sum() / (write.norm() * score.norm())
-            assert np.isclose(maps.values["write_score_cosine"][g, h], wanted, atol=1e-6)
+            expected_cosine = (write * score).sum() / (write.norm() * score.norm())
+            assert np.isclose(maps.values["write_score_cosine"][g, h], expected_cosine, atol=1e-6)
     for h in range(4):
         score = q[h].T @ k[h]
         symmetric = ((score + score.T) / 2).norm() ** 2 / score.norm() ** 2
@@ -321,8 +325,8 @@ def test_other_architectures_give_numbers_or_a_reason(name):
             assert name == "swin"
             continue
         assert np.isfinite(part(climb, "update", "step_selective")).all()
-        own = np.isfinite(part(climb, "own_write", "step_selective")).all()
-        assert own or "own_write" in unavailable
+        has_own_writes = np.isfinite(part(climb, "own_write", "step_selective")).all()
+        assert has_own_writes or "own_write" in unavailable
         assert info.index in maps_of(reading) or MAPS in unavailable
 
 
@@ -362,7 +366,7 @@ def test_an_interruption_between_pieces_keeps_whole_windows_only(monkeypatch):
     monkeypatch.setattr(climb_file, "NUMBERS_PER_PIECE", 1)
     calls, sums = [], Climb.sums
 
-    def interrupted(self: Climb) -> climb_file.Sums:
+    def interrupted(self: Climb) -> climb_file.ClimbSums:
         calls.append(len(calls))
         if len(calls) == 2 + 2 * 3 * len(expected.run.sites):  # the second batch's second piece, after the control's
             signal.raise_signal(signal.SIGINT)

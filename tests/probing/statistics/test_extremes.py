@@ -45,22 +45,22 @@ def entropies(model: Any) -> Tensor:
     with torch.no_grad():
         p = torch.stack(model(IDS, attention_mask=MASK, output_attentions=True).attentions).double()
     model.set_attn_implementation("sdpa")
-    found = -torch.xlogy(p, p).sum(-1)
-    return found.masked_fill(~MASK.bool()[None, :, None], torch.nan)
+    numbers = -torch.xlogy(p, p).sum(-1)
+    return numbers.masked_fill(~MASK.bool()[None, :, None], torch.nan)
 
 
 @pytest.mark.parametrize("end", ["maximum", "minimum"])
 def test_the_entropy_of_each_head(end):
     model = llama()
     result = massieu.probe(model, batches(3), statistics=["entropy"], draws=0)
-    expected, found = entropies(model).numpy(), result.extremes
-    for row in found.filter(polars.col("statistic") == f"entropy/{end}").rows(named=True):
-        own = expected[row["layer"], :, row["head"]]
-        best = np.nanmax(own) if end == "maximum" else np.nanmin(own)
+    expected, extremes = entropies(model).numpy(), result.extremes
+    for row in extremes.filter(polars.col("statistic") == f"entropy/{end}").rows(named=True):
+        head_entropies = expected[row["layer"], :, row["head"]]
+        best = np.nanmax(head_entropies) if end == "maximum" else np.nanmin(head_entropies)
         assert row["value"] == pytest.approx(best, rel=1e-4, abs=1e-6)
-        assert own[row["window"], row["query"]] == pytest.approx(best, rel=1e-4, abs=1e-6)
+        assert head_entropies[row["window"], row["query"]] == pytest.approx(best, rel=1e-4, abs=1e-6)
         assert 0 <= row["key"] <= row["query"] and MASK[row["window"], row["query"]]
-    assert len(found) == 2 * 2 * HEADS and found["query_token"].is_null().all()  # there is no tokenizer
+    assert len(extremes) == 2 * 2 * HEADS and extremes["query_token"].is_null().all()  # there is no tokenizer
 
 
 def test_the_largest_score_is_that_of_its_key():
@@ -96,7 +96,7 @@ def test_batches_change_nothing():
 
 
 @pytest.mark.medium
-def test_tokens_are_told(tmp_path):
+def test_places_of_extremes_name_their_tokens(tmp_path):
     from transformers import BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "rivers", "and", "cities"]
@@ -146,7 +146,7 @@ def test_any_split_in_any_order_gives_the_whole():
     assert whole.places.shape == (len(EXTREMES), 2, len(PLACES))
 
 
-def test_what_is_not_finite_is_no_extreme():
+def test_numbers_that_are_not_finite_are_not_extremes():
     query, key = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2)
     query[0, 0, 1] = torch.nan
     found = Extremes(1)

@@ -39,36 +39,36 @@ def model(kind: str) -> Any:
         "intermediate_size": 24,
     }
     if kind == "llama":
-        made: Any = LlamaModel(LlamaConfig(**sizes, vocab_size=60))
+        network: Any = LlamaModel(LlamaConfig(**sizes, vocab_size=60))
     elif kind == "bert":
-        made = BertModel(BertConfig(**sizes, vocab_size=60))
+        network = BertModel(BertConfig(**sizes, vocab_size=60))
     elif kind == "moe":
         config = Qwen3MoeConfig(
             **sizes, vocab_size=60, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, num_key_value_heads=2
         )
-        made = Qwen3MoeModel(config)
+        network = Qwen3MoeModel(config)
     else:
-        made = GPT2Model(GPT2Config(vocab_size=60, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=LENGTH))
+        network = GPT2Model(GPT2Config(vocab_size=60, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=LENGTH))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in network.parameters():
             parameter.normal_(std=0.4) if parameter.dim() == 2 else parameter.add_(0.2 * torch.randn_like(parameter))
-    return made.eval()
+    return network.eval()
 
 
 def rows(result: Any, name: str) -> dict[int, tuple[float, float]]:
-    found = result.layers.filter(result.layers["statistic"] == name).rows(named=True)
-    return {r["layer"]: (r["value"], r["standard_error"]) for r in found}
+    table_rows = result.layers.filter(result.layers["statistic"] == name).rows(named=True)
+    return {r["layer"]: (r["value"], r["standard_error"]) for r in table_rows}
 
 
-def parts_of(made: Any, kind: str, layer: int) -> tuple[Any, Any]:
+def parts_of(network: Any, kind: str, layer: int) -> tuple[Any, Any]:
     """The norm in front and the layer behind it, as this architecture names them."""
     if kind == "llama":
-        block = made.layers[layer]
+        block = network.layers[layer]
         return block.post_attention_layernorm, block.mlp
     if kind == "gpt2":
-        block = made.h[layer]
+        block = network.h[layer]
         return block.ln_2, block.mlp
-    block = made.encoder.layer[layer]
+    block = network.encoder.layer[layer]
     return nn.Identity(), lambda z: block.output.dense(block.intermediate(z))
 
 
@@ -84,18 +84,18 @@ def jacobian_norms(mlp: Any, points: Tensor) -> tuple[float, float]:
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_numbers_are_the_explicit_ones(kind, monkeypatch):
-    kept: list[FeedForwardStatistics] = []
+    measured: list[FeedForwardStatistics] = []
     measure = FeedForwardStatistics.measure
     monkeypatch.setattr(
-        FeedForwardStatistics, "measure", lambda self, fence: (kept.append(self), measure(self, fence))[1]
+        FeedForwardStatistics, "measure", lambda self, fence: (measured.append(self), measure(self, fence))[1]
     )
-    made = model(kind)
-    result = massieu.probe(made, BATCHES, statistics=["feed_forward"])
-    found = kept[-1]  # after those of the re-initialised models
+    network = model(kind)
+    result = massieu.probe(network, BATCHES, statistics=["feed_forward"])
+    found = measured[-1]  # after those of the re-initialised models
     assert not found.failed and len(found.parts) == 2
     for layer, (_, tokens) in enumerate(sorted(found._tokens.items())):
         windows = [torch.from_numpy(tokens[number]) for number in sorted(tokens)]
-        norm, mlp = parts_of(made, kind, layer)
+        norm, mlp = parts_of(network, kind, layer)
         streams = torch.cat(windows)
         with torch.no_grad():
             added = mlp(norm(streams[None]))[0].double()
@@ -115,23 +115,23 @@ def test_numbers_are_the_explicit_ones(kind, monkeypatch):
 
 def test_ridge_is_the_penalised_solution_with_the_least_error_on_other_windows():
     generator = torch.Generator().manual_seed(0)
-    given = torch.randn(60, 20, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(60, 20, generator=generator, dtype=torch.float64)
     truth = torch.randn(20, 3, generator=generator, dtype=torch.float64)
-    clean, window = given @ truth, torch.arange(60) // 10 * 2 + 1
-    torch.testing.assert_close(_ridge(given, clean, window), truth, rtol=1e-4, atol=1e-4)
+    clean, window = inputs @ truth, torch.arange(60) // 10 * 2 + 1
+    torch.testing.assert_close(_ridge(inputs, clean, window), truth, rtol=1e-4, atol=1e-4)
     noisy = clean + 4 * torch.randn(60, 3, generator=generator, dtype=torch.float64)
-    penalties = torch.logspace(-8, 4, 25, dtype=torch.float64) * given.square().sum() / 20
+    penalties = torch.logspace(-8, 4, 25, dtype=torch.float64) * inputs.square().sum() / 20
 
     def fitted(rows: Tensor, penalty: Tensor) -> Tensor:
-        x, y = given[rows], noisy[rows]
+        x, y = inputs[rows], noisy[rows]
         return torch.linalg.solve(x.mT @ x + penalty * torch.eye(20, dtype=torch.float64), x.mT @ y)
 
     def error(penalty: Tensor) -> float:
         halves = torch.arange(60) // 10 % 2 == 0, torch.arange(60) // 10 % 2 == 1
-        return sum(float((noisy[b] - given[b] @ fitted(a, penalty)).square().sum()) for a, b in (halves, halves[::-1]))
+        return sum(float((noisy[b] - inputs[b] @ fitted(a, penalty)).square().sum()) for a, b in (halves, halves[::-1]))
 
     best = min(penalties, key=error)
-    torch.testing.assert_close(_ridge(given, noisy, window), fitted(torch.ones(60, dtype=torch.bool), best))
+    torch.testing.assert_close(_ridge(inputs, noisy, window), fitted(torch.ones(60, dtype=torch.bool), best))
 
 
 def test_a_few_huge_tokens_do_not_make_a_map_that_is_worse_than_none():
@@ -163,7 +163,7 @@ def value(name: str, tokens: SampledTokens) -> float:
     return float(total.sum() / count.sum())
 
 
-def test_a_linear_layer_a_gradient_and_neither_are_told_apart():
+def test_linear_layers_gradients_and_other_layers_differ_in_their_shares():
     generator = torch.Generator().manual_seed(2)
     matrix = torch.randn(10, 10, generator=generator)
     patterns = 2 * torch.randn(30, 10, generator=generator)
@@ -253,8 +253,8 @@ def test_a_layer_that_mixes_tokens_and_experts():
     (reason,) = (each.reason for each in result.run.unavailable if each.statistic == "feed_forward")
     assert reason == "no feed-forward layer was seen on the way of the stream"
     result = massieu.probe(model("moe"), BATCHES[:1], statistics=["feed_forward", "entropy"])
-    said = [each.reason for each in result.run.unavailable if each.statistic == "feed_forward"]
-    assert rows(result, "feed_forward_size") or said
+    reasons = [each.reason for each in result.run.unavailable if each.statistic == "feed_forward"]
+    assert rows(result, "feed_forward_size") or reasons
     assert len(result.heads)
 
 

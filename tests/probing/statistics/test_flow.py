@@ -75,21 +75,21 @@ def test_functions_are_the_explicit_ones():
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_the_clouds_are_the_hidden_states_after_each_step(kind):
-    made = model(kind)
-    result = massieu.probe(made, [{"input_ids": IDS}], statistics=["flow"])
+    network = model(kind)
+    result = massieu.probe(network, [{"input_ids": IDS}], statistics=["flow"])
     caught: dict[str, Tensor] = {}
     steps = {}
     for layer in range(1):
         if kind == "llama":
-            steps[f"layers.{layer} feed-forward"] = made.layers[layer]
+            steps[f"layers.{layer} feed-forward"] = network.layers[layer]
         else:
-            steps[f"encoder.layer.{layer}.output.LayerNorm"] = made.encoder.layer[layer]
+            steps[f"encoder.layer.{layer}.output.LayerNorm"] = network.encoder.layer[layer]
     for name, module in steps.items():
         module.register_forward_hook(
             lambda _, __, output, name=name: caught.update({name: output[0] if isinstance(output, tuple) else output})
         )
     with torch.no_grad():
-        made(input_ids=IDS)
+        network(input_ids=IDS)
     rows = result.layers
     for name, states in caught.items():
         here = rows.filter(rows["site"] == name)
@@ -124,16 +124,16 @@ def test_a_gaussian_cloud_is_inside_its_null_and_others_are_not():
             torch.eye(8)[torch.randint(3, (64,), generator=drawn)] + 0.05 * torch.randn(64, 8, generator=drawn)
         ),
     }
-    found = {law: measured([draw() for _ in range(12)]) for law, draw in laws.items()}
+    by_law = {law: measured([draw() for _ in range(12)]) for law, draw in laws.items()}
 
     def apart(law: str, name: str) -> float:
-        (own, error, *_), (null, other, *_) = found[law][name], found[law][f"{name}/gaussian"]
+        (own, error, *_), (null, other, *_) = by_law[law][name], by_law[law][f"{name}/gaussian"]
         return (own - null) / np.hypot(error, other)
 
     for name in ("stream_third_cumulant", "stream_fourth_cumulant", "stream_gaussian_distance"):
         assert abs(apart("gaussian", name)) < 4
         assert apart("heavy", name) > 5
-    assert found["clusters"]["stream_clusters"][0] == 3 < found["gaussian"]["stream_clusters"][0]
+    assert by_law["clusters"]["stream_clusters"][0] == 3 < by_law["gaussian"]["stream_clusters"][0]
     assert apart("clusters", "stream_gaussian_distance") > 5 and apart("clusters", "stream_fourth_cumulant") < -4
 
 
@@ -166,10 +166,10 @@ def test_sums_can_be_stored_and_merged():
             group.on_step(step_to(cloud, 3), window(torch.arange(20), number, drawn))
     again.restore(parts[0].state())
     again.merge(parts[1])
-    expected, found = rows_at(whole, 3), rows_at(again, 3)
-    assert expected and expected.keys() == found.keys()
+    expected, restored = rows_at(whole, 3), rows_at(again, 3)
+    assert expected and expected.keys() == restored.keys()
     for name, cell in expected.items():
-        assert cell == pytest.approx(found[name], nan_ok=True)
+        assert cell == pytest.approx(restored[name], nan_ok=True)
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ def differences(table: polars.DataFrame, name: str) -> np.ndarray:
     )
     apart = joined["value_1"].to_numpy() - joined["value_2"].to_numpy()
     error = joined["standard_error"].cast(polars.Float64).to_numpy()
-    known = np.isfinite(apart) & (error > 0)
-    return apart[known] / (2 * error[known])
+    finite = np.isfinite(apart) & (error > 0)
+    return apart[finite] / (2 * error[finite])
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from massieu.probing.statistics.windowed import permuted_heads
 H, N, D = 3, 20, 4
 
 
-def explicit(given: HeadWindow) -> dict[str, np.ndarray]:
-    call, real = given.call, int(given.real.sum())
-    places = given.queries.tolist()
+def explicit(head_window: HeadWindow) -> dict[str, np.ndarray]:
+    call, real = head_window.call, int(head_window.real.sum())
+    places = head_window.queries.tolist()
     evidence = np.zeros((H, len(places)))
     for head in range(H):
         keys = call.key[0, head * call.key.shape[1] // H, :real].double().numpy()
@@ -35,36 +35,39 @@ def explicit(given: HeadWindow) -> dict[str, np.ndarray]:
 def test_numbers_are_the_explicit_ones(kind):
     heads, real = 1 if kind == "grouped" else H, 15 if kind == "padded" else N
     parts = 2 * drawn(H, N, D), drawn(heads, N, D, 1), drawn(heads, N, 5, 2)
-    given = window(*parts, causal=kind == "causal", real=real)
-    for name, expected in explicit(given).items():
-        np.testing.assert_allclose(mean(JOINT_REGISTER.functions[name](given)), expected, rtol=1e-4, atol=1e-5)
+    head_window = window(*parts, causal=kind == "causal", real=real)
+    for name, expected in explicit(head_window).items():
+        np.testing.assert_allclose(mean(JOINT_REGISTER.functions[name](head_window)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_gap_is_that_of_the_bound():
-    given = window(2 * drawn(H, N, D), drawn(H, N, D, 1), drawn(H, N, 5, 2))
-    key = given.call.key[0].double() - given.call.key[0].double().mean(1, keepdim=True)
-    scores = given.call.scale * given.call.query[0, :, given.queries].double() @ key.mT
+    head_window = window(2 * drawn(H, N, D), drawn(H, N, D, 1), drawn(H, N, 5, 2))
+    key = head_window.call.key[0].double() - head_window.call.key[0].double().mean(1, keepdim=True)
+    scores = head_window.call.scale * head_window.call.query[0, :, head_window.queries].double() @ key.mT
     evidence = scores.logsumexp(-1) - np.log(N)
     mixture = evidence.logsumexp(0) - np.log(H)
     gap = mixture - evidence.mean(0)
-    assert mean(mixture_gap(given)).mean() == pytest.approx(float(gap.mean()), rel=1e-5)
+    assert mean(mixture_gap(head_window)).mean() == pytest.approx(float(gap.mean()), rel=1e-5)
 
 
 def test_heads_that_are_alike_share_and_tell_nothing():
     query, key = drawn(1, N, D).expand(H, N, D), drawn(1, N, D, 1).expand(H, N, D)
-    given = window(query, key, drawn(H, N, 5, 2))
-    assert mean(responsibility(given)) == pytest.approx([1.0] * H)
-    assert np.abs(mean(mixture_gap(given))).max() < 1e-6 and np.abs(mean(gating_information(given))).max() < 1e-6
+    head_window = window(query, key, drawn(H, N, 5, 2))
+    assert mean(responsibility(head_window)) == pytest.approx([1.0] * H)
+    assert (
+        np.abs(mean(mixture_gap(head_window))).max() < 1e-6
+        and np.abs(mean(gating_information(head_window))).max() < 1e-6
+    )
 
 
-def test_heads_that_take_turns_are_told_from_permuted_ones():
+def test_heads_that_take_turns_have_more_information_than_permuted_ones():
     """Two heads that answer every other token: their responsibilities tell log 2 nats. At other queries they tell less."""
     key = torch.zeros(2, N, D)
     key[:, 0, 0] = 5.0
     query = torch.zeros(2, N, D)
     query[0, ::2, 0] = query[1, 1::2, 0] = 40.0
-    given = window(query, key, drawn(2, N, 5), scale=1.0)
-    told, permuted = gating_information(given), permuted_heads(given)
+    head_window = window(query, key, drawn(2, N, 5), scale=1.0)
+    told, permuted = gating_information(head_window), permuted_heads(head_window)
     assert permuted is not None
     assert mean(told).sum() == pytest.approx(np.log(2), abs=0.02)
     assert mean(gating_information(permuted)).sum() < 0.7 * np.log(2)
@@ -74,10 +77,10 @@ def test_heads_that_take_turns_are_told_from_permuted_ones():
 def test_a_query_that_sees_nothing_counts_in_no_head():
     query, key = drawn(H, N, D), drawn(H, N, D, 1)
     query[1, 7] = torch.nan
-    given = window(query, key, drawn(H, N, 5))
+    head_window = window(query, key, drawn(H, N, 5))
     for measure in JOINT_REGISTER.functions.values():
-        total, count = measure(given)
-        assert count.tolist() == [len(given.queries) - 1] * H and total.isfinite().all()
+        total, count = measure(head_window)
+        assert count.tolist() == [len(head_window.queries) - 1] * H and total.isfinite().all()
 
 
 @pytest.mark.medium

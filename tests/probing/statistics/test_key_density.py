@@ -120,26 +120,28 @@ def test_the_spheres_density_is_von_mises_fisher_times_log_normal():
         )
 
 
-def test_each_law_is_found_and_a_gaussian_is_none_of_the_others():
+def test_each_law_gains_on_its_own_keys_and_not_on_gaussian_ones():
     wide = 8
     centres = 6 * drawn(1, 3, wide, 1)[0]
     clusters = centres[torch.arange(N) % 3] + drawn(1, N, wide, 2)[0]
     gaussian = drawn(1, N, wide, 3)[0] @ drawn(1, wide, wide, 4)[0]
     pairs = torch.sinh(2 * drawn(1, N // 2, wide, 5)[0]).repeat(2, 1) + 0.01 * drawn(1, N, wide, 6)[0]
     sphere = torch.nn.functional.normalize(drawn(1, N, wide, 7)[0], dim=1)
-    given = window_of(torch.stack([clusters, gaussian, pairs, sphere]))
-    mixture, kernel, ball = (mean(measure(given)) for measure in (key_mixture_gain, key_kernel_gain, key_sphere_gain))
+    head_window = window_of(torch.stack([clusters, gaussian, pairs, sphere]))
+    mixture, kernel, ball = (
+        mean(measure(head_window)) for measure in (key_mixture_gain, key_kernel_gain, key_sphere_gain)
+    )
     assert mixture[0] > 0.05 and mixture[1] < 0.05
     assert kernel[2] > 0.05 and kernel[1] < 0.05
     assert ball[3] > 0.05 and ball[1] < 0
-    shuffled = shuffled_coordinates(given)
+    shuffled = shuffled_coordinates(head_window)
     assert mean(key_mixture_gain(shuffled))[0] < mixture[0] - 0.05
 
 
 def test_shuffled_coordinates_keep_mean_covariance_and_each_coordinates_law():
     key = drawn(H, N, D) ** 3 @ drawn(H, D, D, 1) + 2
-    given = window_of(key, real=150)
-    moved = shuffled_coordinates(given).call.key[0].double()
+    head_window = window_of(key, real=150)
+    moved = shuffled_coordinates(head_window).call.key[0].double()
     assert torch.equal(moved[:, 150:].float(), key[:, 150:])
     for head in range(H):
         before, after = key[head, :150].double(), moved[head, :150]
@@ -148,7 +150,7 @@ def test_shuffled_coordinates_keep_mean_covariance_and_each_coordinates_law():
         laws = [((part - before.mean(0)) @ axes.mT).sort(0).values for part in (before, after)]
         np.testing.assert_allclose(laws[1], laws[0], atol=1e-4)
         assert not torch.allclose(after, before, atol=0.1)
-    again = shuffled_coordinates(given).call.key[0].double()
+    again = shuffled_coordinates(head_window).call.key[0].double()
     assert torch.equal(again, moved)
 
 

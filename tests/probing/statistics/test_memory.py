@@ -41,17 +41,17 @@ def drawn(key_heads: int = H, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(1, key_heads, N, D, generator=generator), 2 * torch.randn(1, H, N, D, generator=generator)
 
 
-def explicit(given: HeadWindow) -> dict[str, np.ndarray]:
+def explicit(head_window: HeadWindow) -> dict[str, np.ndarray]:
     """Per head, in float64, by loops and full spectra."""
-    query, key = given.call.query[0].double().numpy(), given.call.key[0].double().numpy()
+    query, key = head_window.call.query[0].double().numpy(), head_window.call.key[0].double().numpy()
     key = key.repeat(H // len(key), 0)
-    real = int(given.real.sum())
-    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    real = int(head_window.real.sum())
+    by_name: dict[str, list[float]] = {name: [] for name in NAMES}
     for head in range(H):
         keys = key[head, :real] - key[head, :real].mean(0)
         numbers, slopes = [], []
-        for place in given.queries[:QUERIES].tolist():
-            seen = place + 1 if given.call.is_causal else real
+        for place in head_window.queries[:QUERIES].tolist():
+            seen = place + 1 if head_window.call.is_causal else real
             scores = SCALE * keys[:seen] @ query[head, place]
             p = np.exp(scores - scores.max())
             p /= p.sum()
@@ -62,19 +62,19 @@ def explicit(given: HeadWindow) -> dict[str, np.ndarray]:
         apart = np.linalg.norm(keys[:, None] - keys[None], axis=-1).max()
         w = np.exp(0.5 * SCALE * (keys**2).sum(1))
         w /= w.sum()
-        found["keys_in_use"].append(np.mean(numbers))
-        found["retrieval_slope"].append(np.mean(slopes))
-        found["retrieval_slope_bound"].append(SCALE * apart**2 / 4)
-        found["pattern_weight_evenness"].append(np.exp(-(w * np.log(w)).sum()) / real)
-    return {name: np.array(values) for name, values in found.items()}
+        by_name["keys_in_use"].append(np.mean(numbers))
+        by_name["retrieval_slope"].append(np.mean(slopes))
+        by_name["retrieval_slope_bound"].append(SCALE * apart**2 / 4)
+        by_name["pattern_weight_evenness"].append(np.exp(-(w * np.log(w)).sum()) / real)
+    return {name: np.array(values) for name, values in by_name.items()}
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "grouped", "padded"])
 def test_numbers_are_the_explicit_ones(kind):
     key, query = drawn(2 if kind == "grouped" else H)
-    given = window(key, query, causal=kind == "causal", real=17 if kind == "padded" else N)
-    for name, expected in explicit(given).items():
-        total, count = MEMORY_REGISTER.functions[name](given)
+    head_window = window(key, query, causal=kind == "causal", real=17 if kind == "padded" else N)
+    for name, expected in explicit(head_window).items():
+        total, count = MEMORY_REGISTER.functions[name](head_window)
         # The slope comes of 24 products, whose error falls with the square of the ratio of the two largest eigenvalues.
         np.testing.assert_allclose(total / count, expected, rtol=5e-3 if name == "retrieval_slope" else 1e-5)
         if name == "retrieval_slope":
@@ -98,12 +98,12 @@ def test_heads_of_each_kind():
     query[0, 0, :, 1] = 60.0  # the first key alone
     query[0, 2, :, 2] = 1.0
     key[0, 2, :2, 2] = 100.0  # the first two, alike
-    given = window(key, query, scale=1.0)
-    number, slope = (total / count for total, count in (keys_in_use(given), retrieval_slope(given)))
+    head_window = window(key, query, scale=1.0)
+    number, slope = (total / count for total, count in (keys_in_use(head_window), retrieval_slope(head_window)))
     assert float(number[0]) == 1 and float(slope[0]) < 1e-6
     assert float(number[2]) == 2 and float(slope[2]) == pytest.approx(25, rel=1e-3)
     assert float(number[1]) == pytest.approx(np.ceil(0.9 * N), abs=1)
-    total, count = retrieval_slope_bound(given)
+    total, count = retrieval_slope_bound(head_window)
     assert float((total / count)[1]) == pytest.approx(25, rel=1e-3)
     assert (slope <= total / count * (1 + 1e-5)).all()
     even, _ = pattern_weight_evenness(window(torch.randn(1, H, 1, D).expand(1, H, N, D), query))
@@ -112,24 +112,24 @@ def test_heads_of_each_kind():
 
 def test_controls_lack_the_property():
     key, query = drawn()
-    given = window(key, query)
-    other = other_heads_keys(given)
+    head_window = window(key, query)
+    other = other_heads_keys(head_window)
     assert other is not None and torch.equal(other.call.key[:, 1], key[:, 0])
     assert other_heads_keys(window(key[:, :1], query)) is None
     shuffled, again = shuffled_values(window(key, query, real=17)), shuffled_values(window(key, query, real=17))
-    before = given.call.value
+    before = head_window.call.value
     assert torch.equal(shuffled.call.value, again.call.value) and not torch.equal(shuffled.call.value, before)
     assert torch.equal(shuffled.call.value[:, :, 17:], before[:, :, 17:])
     assert torch.equal(shuffled.call.value[0, 0].sort(0).values, before[0, 0].sort(0).values)
 
 
-def test_what_is_not_finite_counts_nowhere():
+def test_numbers_that_are_not_finite_are_left_out():
     key, query = drawn()
     query[0, 1, 5] = torch.nan
     key[0, 2] = torch.inf
-    given = window(key, query)
+    head_window = window(key, query)
     sums = windowed.WindowStatistics(windowed.registered(MEMORY_REGISTER), H, windowed.Units())
-    sums.update(given, [0])
+    sums.update(head_window, [0])
     value, _, count = sums.ratio.estimate()
     place = NAMES.index("keys_in_use")
     assert count[0, place].tolist() == [QUERIES, QUERIES - 1, 0, QUERIES]
@@ -146,13 +146,13 @@ MASK[2, 12:] = 0
 def model(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "llama":
-        made: Any = LlamaModel(LlamaConfig(**SIZES, vocab_size=40, num_key_value_heads=2))
+        network: Any = LlamaModel(LlamaConfig(**SIZES, vocab_size=40, num_key_value_heads=2))
     else:
-        made = BertModel(BertConfig(**SIZES, vocab_size=40))
+        network = BertModel(BertConfig(**SIZES, vocab_size=40))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in network.parameters():
             parameter.mul_(8) if parameter.dim() == 2 else None
-    return made.eval()
+    return network.eval()
 
 
 @pytest.mark.medium
@@ -160,7 +160,7 @@ def model(kind: str) -> Any:
 def test_batches_change_nothing_and_controls_stand_beside(kind):
     whole = [{"input_ids": IDS, "attention_mask": MASK}]
     apart = [{"input_ids": IDS[i : i + 2], "attention_mask": MASK[i : i + 2]} for i in (0, 2, 4)]
-    one, other = (massieu.probe(model(kind), given, statistics=["memory"]) for given in (whole, apart))
+    one, other = (massieu.probe(model(kind), data, statistics=["memory"]) for data in (whole, apart))
     names = {*one.heads["statistic"]}
     assert {
         *NAMES,

@@ -21,10 +21,10 @@ from massieu.probing.statistics.metric import (
 H, N, D = 3, 40, 4
 
 
-def explicit(given: HeadWindow) -> dict[str, list[float]]:
+def explicit(head_window: HeadWindow) -> dict[str, list[float]]:
     """By inverses and symmetric roots in place of triangular factors."""
-    call, real = given.call, int(given.real.sum())
-    found: dict[str, list[float]] = {name: [] for name in METRIC_REGISTER.functions}
+    call, real = head_window.call, int(head_window.real.sum())
+    numbers: dict[str, list[float]] = {name: [] for name in METRIC_REGISTER.functions}
     for head in range(H):
         keys = call.key[0, head * call.key.shape[1] // H, :real].double()
         query = call.query[0, head, :real].double().numpy()
@@ -32,30 +32,30 @@ def explicit(given: HeadWindow) -> dict[str, list[float]]:
         root = np.real(scipy.linalg.sqrtm(covariance))
         inverse = np.linalg.inv(root)
         k, q = (keys.numpy() - keys.numpy().mean(0)) @ inverse, (query - query.mean(0)) @ root
-        found["precision_cosine"].append((q * k).sum() / np.sqrt((q**2).sum() * (k**2).sum()))
+        numbers["precision_cosine"].append((q * k).sum() / np.sqrt((q**2).sum() * (k**2).sum()))
         slope = q.T @ k
-        found["precision_antisymmetric_share"].append(
+        numbers["precision_antisymmetric_share"].append(
             np.linalg.norm((slope - slope.T) / 2) ** 2 / np.linalg.norm(slope) ** 2
         )
-        places = given.queries.tolist()
-        weights = np.array([weights_of(given, head, place) for place in places])
+        places = head_window.queries.tolist()
+        weights = np.array([weights_of(head_window, head, place) for place in places])
         information = np.mean([(k.T * p) @ k - np.outer(p @ k, p @ k) for p in weights[:QUERIES]], 0)
-        found["fisher_evenness"].append(np.trace(information) ** 2 / D / np.trace(information @ information))
+        numbers["fisher_evenness"].append(np.trace(information) ** 2 / D / np.trace(information @ information))
         retrieved = weights @ k
         spread = np.cov(retrieved.T, bias=True)
         middle = np.real(np.trace(scipy.linalg.sqrtm(spread)))
         square = (retrieved.mean(0) ** 2).sum() + np.trace(spread) + D - 2 * middle
-        found["retrieved_law_distance"].append(np.sqrt(square / D))
-    return found
+        numbers["retrieved_law_distance"].append(np.sqrt(square / D))
+    return numbers
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "grouped", "padded"])
 def test_numbers_are_the_explicit_ones(kind):
     heads, real = 1 if kind == "grouped" else H, 30 if kind == "padded" else N
     key = drawn(heads, N, D, 1) @ drawn(heads, D, D, 3) + 2
-    given = window(2 * drawn(H, N, D) + 1, key, drawn(heads, N, 5, 2), causal=kind == "causal", real=real)
-    for name, expected in explicit(given).items():
-        np.testing.assert_allclose(mean(METRIC_REGISTER.functions[name](given)), expected, rtol=1e-5, atol=1e-6)
+    head_window = window(2 * drawn(H, N, D) + 1, key, drawn(heads, N, 5, 2), causal=kind == "causal", real=real)
+    for name, expected in explicit(head_window).items():
+        np.testing.assert_allclose(mean(METRIC_REGISTER.functions[name](head_window)), expected, rtol=1e-5, atol=1e-6)
 
 
 def with_metric(power: float, scale: float = 1.0) -> HeadWindow:
@@ -99,11 +99,11 @@ def test_how_a_head_splits_its_map_moves_nothing():
 def test_other_sequences_few_tokens_and_numbers_that_are_not_finite_have_no_number():
     query, key = drawn(H, N, D), drawn(H, N, D, 1)
     key[1, 3] = torch.inf
-    given = window(query, key, drawn(H, N, 5))
+    head_window = window(query, key, drawn(H, N, 5))
     for measure in METRIC_REGISTER.functions.values():
-        total, count = measure(given)
+        total, count = measure(head_window)
         assert count.tolist() == [1, 0, 1] and total.isfinite().all()
-        assert measure(replace(given, itself=False))[1].tolist() == [0] * H
+        assert measure(replace(head_window, itself=False))[1].tolist() == [0] * H
         assert measure(window(query, drawn(H, N, D, 1), drawn(H, N, 5), real=7))[1].tolist() == [0] * H
 
 

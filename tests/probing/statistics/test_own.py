@@ -40,9 +40,9 @@ def weights(name: str, batch: dict[str, Tensor]) -> list[Tensor]:
     return [layer["scores"].softmax(-1) for layer in oracle.attention_of(name, batch)]
 
 
-def near(given: Tensor) -> Tensor:
-    places = torch.arange(given.shape[-1])
-    return torch.where((places[:, None] - places).abs() <= 3, given, 0.0).sum(-1)
+def near(ids: Tensor) -> Tensor:
+    places = torch.arange(ids.shape[-1])
+    return torch.where((places[:, None] - places).abs() <= 3, ids, 0.0).sum(-1)
 
 
 def values(result, name: str) -> np.ndarray:
@@ -56,8 +56,8 @@ def explicit(batches, of=near, name="gpt2") -> np.ndarray:
     count: Tensor | int = 0
     for batch in batches:
         real = batch["attention_mask"].bool()[:, None]
-        found = torch.stack([of(layer) for layer in weights(name, batch)])
-        sums = sums + torch.where(real, found, 0.0).sum((1, 3))
+        numbers = torch.stack([of(layer) for layer in weights(name, batch)])
+        sums = sums + torch.where(real, numbers, 0.0).sum((1, 3))
         count = count + real.sum()
     return (sums / count).flatten().numpy()
 
@@ -73,8 +73,8 @@ def test_it_is_in_the_tables_beside_the_packages_own(probed):
     names = {*probed.heads["statistic"]}
     parts = ("first_half", "second_half", "reinitialised", "p_value", "q_value")
     assert {f"nearby/{part}" for part in parts} <= names
-    (said,) = (each for each in probed.run.statistics if each.name == "nearby")
-    assert (said.title, said.question) == ("Nearby", "How much attention goes to the three nearest tokens?")
+    (message,) = (each for each in probed.run.statistics if each.name == "nearby")
+    assert (message.title, message.question) == ("Nearby", "How much attention goes to the three nearest tokens?")
     assert probed.run.settings["statistics"] == ["entropy", "nearby"]
     assert "Σ p_j, |i − j| ≤ 3" in probed._page()
     assert "nearby" not in STATISTICS
@@ -156,11 +156,11 @@ def test_two_runs_may_have_two_functions_of_one_name():
     def half(reading):
         return 0.5 + 0 * reading.log_partition
 
-    found = []
+    numbers = []
     for each in (massieu.statistic(name="mine")(half), massieu.statistic(name="mine")(lambda r: 0 * r.log_partition)):
         result = massieu.probe(zoo.model("bert"), [zoo.inputs("bert")], statistics=[each], draws=0)
-        found.append(values(result, "mine"))
-    assert (found[0] == 0.5).all() and (found[1] == 0).all()
+        numbers.append(values(result, "mine"))
+    assert (numbers[0] == 0.5).all() and (numbers[1] == 0).all()
     with pytest.raises(InputError, match="unknown statistic 'mine'"):
         massieu.probe(zoo.model("bert"), [zoo.inputs("bert")], statistics=["mine"])
 
@@ -170,7 +170,7 @@ def two_arguments(reading, more):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: massieu.statistic(name="entropy")(near), "entropy is the name of one of the package's own statistics"),
         (
@@ -209,13 +209,13 @@ def two_arguments(reading, more):
     ],
     ids=lambda each: None,
 )
-def test_what_is_no_statistic_is_refused_where_it_is_made(make, said):
-    with pytest.raises(InputError, match=said):
+def test_an_invalid_statistic_is_refused_when_it_is_made(make, message):
+    with pytest.raises(InputError, match=message):
         make()
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("statistics", "message"),
     [
         ([nearby, nearby], "two statistics are called nearby; give one of them another name"),
         ([nearby, massieu.statistic(name="nearby")(near)], "two statistics are called nearby"),
@@ -226,9 +226,9 @@ def test_what_is_no_statistic_is_refused_where_it_is_made(make, said):
     ],
     ids=["twice", "one name", "a number", "no group", "nothing", "an empty iterator"],
 )
-def test_what_cannot_be_asked_for_is_said_before_the_model_is_read(given, said):
-    with pytest.raises(InputError, match=said):
-        massieu.probe(torch.nn.Linear(2, 2), [torch.ones(1, 2)], statistics=given)
+def test_an_unknown_statistic_is_refused_before_the_model_is_read(statistics, message):
+    with pytest.raises(InputError, match=message):
+        massieu.probe(torch.nn.Linear(2, 2), [torch.ones(1, 2)], statistics=statistics)
 
 
 def of_reading(function):
@@ -236,7 +236,7 @@ def of_reading(function):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (
             lambda reading: reading.nowhere,
@@ -251,7 +251,7 @@ def of_reading(function):
     ],
     ids=["raises", "a float", "no batch", "no share", "no tensors", "complex", "inside"],
 )
-def test_a_function_that_does_not_work_ends_the_run_with_the_first_batch(function, said):
+def test_a_function_that_does_not_work_ends_the_run_with_the_first_batch(function, message):
     read = []
 
     def batches():
@@ -259,7 +259,7 @@ def test_a_function_that_does_not_work_ends_the_run_with_the_first_batch(functio
             read.append(None)
             yield zoo.inputs("bert")
 
-    with pytest.raises(InputError, match="the statistic mine does not work on the first batch: .*" + said):
+    with pytest.raises(InputError, match="the statistic mine does not work on the first batch: .*" + message):
         massieu.probe(zoo.model("bert"), batches(), statistics=[of_reading(function)], draws=0)
     assert len(read) == 1
 
@@ -303,8 +303,8 @@ def test_every_token_and_a_comparison_have_it():
     rows = result.tokens(1, 2)
     np.testing.assert_allclose(rows["nearby"].mean(), explicit(BATCHES[:2])[4 + 2], rtol=1e-5)
     sharper = zoo.fresh("gpt2", sharpness=8.0)
-    found = massieu.compare(zoo.model("gpt2"), sharper, data=windows(BATCHES), statistics=[nearby], draws=2)
-    differences = found.differences.filter(polars.col("statistic") == "nearby")
+    comparison = massieu.compare(zoo.model("gpt2"), sharper, data=windows(BATCHES), statistics=[nearby], draws=2)
+    differences = comparison.differences.filter(polars.col("statistic") == "nearby")
     assert differences.height == 12 and differences["standard_error"].is_finite().all()
 
 
@@ -329,7 +329,7 @@ def test_a_run_is_gone_on_with_by_the_same_code_alone(tmp_path):
     assert result.table.equals(whole.table)
 
 
-def test_a_digest_tells_code_and_what_it_takes_from_around_it():
+def test_a_digest_depends_on_code_and_on_the_values_that_it_uses():
     def within(number, chosen=(), *, factor=1.0):
         def inside(reading):
             return factor * reading.weight_where(lambda query, key: (query - key).abs() <= number)
@@ -392,7 +392,7 @@ def test_the_command_line_takes_a_function_of_a_file(heads):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("heads.py:absent", "has nothing called absent; its statistics are nearby"),
         ("heads.py:number", "a statistic is a name, a function or what massieu.statistic makes of one, got int 3"),
@@ -403,20 +403,20 @@ def test_the_command_line_takes_a_function_of_a_file(heads):
     ],
     ids=["no such name", "no function", "no name", "no file", "no Python", "raises"],
 )
-def test_what_a_file_does_not_have_is_one_sentence(heads, name, said):
+def test_a_name_that_a_file_does_not_have_is_one_sentence(heads, name, message):
     (heads.parent / "broken.py").write_text("def (:")
     (heads.parent / "raising.py").write_text("\n{}['x']\n")
-    with pytest.raises(InputError, match=re.escape(said)):
+    with pytest.raises(InputError, match=re.escape(message)):
         named([f"{heads.parent}/{name}"])
-    assert_bad(run("statistics", f"{heads.parent}/{name}"), re.escape(said))
+    assert_bad(run("statistics", f"{heads.parent}/{name}"), re.escape(message))
 
 
 @pytest.mark.medium
 def test_the_command_probes_with_it(heads, tmp_path, checkpoint):
     out = tmp_path / "result"
-    given = ["probe", checkpoint, "--statistics", f"entropy,{heads}:nearby", "--out", out]
-    ran = run(*given, "--max-tokens", 200, "--max-length", 20, "--draws", 2)
+    arguments = ["probe", checkpoint, "--statistics", f"entropy,{heads}:nearby", "--out", out]
+    ran = run(*arguments, "--max-tokens", 200, "--max-length", 20, "--draws", 2)
     assert ran.exit_code == 0, ran.output
-    said = json.loads((out / "run.json").read_text())
-    assert said["settings"]["statistics"] == ["entropy", "nearby"]
+    message = json.loads((out / "run.json").read_text())
+    assert message["settings"]["statistics"] == ["entropy", "nearby"]
     assert "nearby" in (out / "report.html").read_text()

@@ -119,7 +119,7 @@ def taking(value: object):
     return mine(function).digest()
 
 
-def test_a_digest_tells_what_a_function_inside_takes_and_what_methods_are_of(monkeypatch):
+def test_a_digest_depends_on_inner_functions_and_on_the_objects_of_methods(monkeypatch):
     before = mine(inside).digest()
     monkeypatch.setitem(globals(), "WIDTH", 8)
     assert mine(inside).digest() != before
@@ -171,8 +171,8 @@ def test_the_code_of_a_statistic_is_told_wherever_it_is_installed(monkeypatch, t
 
 
 def test_moments_may_be_given_by_an_iterator():
-    own = mine(lambda reading: reading.moments.max_weight, moments=iter(["max_weight"]))
-    assert own.moments == ("max_weight",)
+    statistic = mine(lambda reading: reading.moments.max_weight, moments=iter(["max_weight"]))
+    assert statistic.moments == ("max_weight",)
 
 
 def test_the_names_that_are_refused_are_those_of_the_tables():
@@ -216,14 +216,16 @@ def test_controls_of_one_name_are_each_ones_own():
     def size(window):
         return window.call.value[0, :, 0].norm(dim=-1), torch.ones(4)
 
-    own = [massieu.statistic(of="window", name=name, control=scaled(f))(size) for name, f in (("a", 2.0), ("b", 5.0))]
-    result = massieu.probe(zoo.model("gpt2"), massieu.Batches(BATCHES, window=20), statistics=own, draws=2)
+    statistic = [
+        massieu.statistic(of="window", name=name, control=scaled(f))(size) for name, f in (("a", 2.0), ("b", 5.0))
+    ]
+    result = massieu.probe(zoo.model("gpt2"), massieu.Batches(BATCHES, window=20), statistics=statistic, draws=2)
     np.testing.assert_allclose(values(result, "a/control"), 2 * values(result, "a"), rtol=1e-6)
     np.testing.assert_allclose(values(result, "b/control"), 5 * values(result, "b"), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("statistic", "message"),
     [
         (mine(lambda r: r.moments.entropy.mul_(2)), "it changed a tensor that it was given, in place"),
         (mine(lambda r: r.weight_where(lambda q, k: 2 * (q >= k))), "keys are chosen by True and False"),
@@ -253,9 +255,9 @@ def test_controls_of_one_name_are_each_ones_own():
         "some tokens",
     ],
 )
-def test_numbers_that_would_be_wrong_without_a_word_are_refused(own, said):
-    with pytest.raises(InputError, match="does not work on the first batch: .*" + said):
-        massieu.probe(zoo.model("bert"), BERT, statistics=["entropy", own], draws=0)
+def test_numbers_that_would_be_wrong_without_a_word_are_refused(statistic, message):
+    with pytest.raises(InputError, match="does not work on the first batch: .*" + message):
+        massieu.probe(zoo.model("bert"), BERT, statistics=["entropy", statistic], draws=0)
 
 
 def test_each_function_of_a_step_has_tokens_of_its_own():
@@ -265,8 +267,8 @@ def test_each_function_of_a_step_has_tokens_of_its_own():
     def honest(before, after):
         return (after - before).norm(dim=-1)
 
-    own = [massieu.statistic(of="step")(each) for each in (spoiling, honest)]
-    layers = massieu.probe(zoo.model("bert"), BERT, statistics=own, draws=0).layers
+    statistic = [massieu.statistic(of="step")(each) for each in (spoiling, honest)]
+    layers = massieu.probe(zoo.model("bert"), BERT, statistics=statistic, draws=0).layers
     steps = {name: part["value"].to_list() for (name,), part in layers.partition_by("statistic", as_dict=True).items()}
     assert steps["spoiling"] == steps["honest"]
 
@@ -280,7 +282,7 @@ def test_a_share_is_looked_at_where_tokens_are_real():
     assert (values(result, "mine") <= 1).all()
 
 
-def test_what_is_defined_nowhere_is_told():
+def test_a_statistic_that_is_defined_nowhere_is_reported():
     nowhere = mine(lambda reading: torch.nan * reading.log_partition)
     result = massieu.probe(zoo.model("bert"), BERT, statistics=["entropy", nowhere], draws=0)
     assert any("mine has no number: it was defined nowhere" in warning for warning in result.run.warnings)
@@ -299,9 +301,9 @@ def p_value(reading):
 def test_names_of_other_rows_and_of_the_monitors_quantities_are_refused():
     with pytest.raises(InputError, match="p_value is the name of another row of the tables"):
         mine(inside, control=p_value)
-    own = massieu.statistic(name="largest_logit")(inside)
+    statistic = massieu.statistic(name="largest_logit")(inside)
     with pytest.raises(InputError, match="largest_logit is the name of one of the monitor's own quantities"):
-        massieu.Monitor(zoo.model("gpt2"), BATCHES[0], statistics=[own])
+        massieu.Monitor(zoo.model("gpt2"), BATCHES[0], statistics=[statistic])
     with pytest.raises(InputError, match="statistics must be a list of names and functions"):
         massieu.Monitor(zoo.model("gpt2"), BATCHES[0], statistics=inside)  # pyright: ignore[reportArgumentType]
 
@@ -310,9 +312,13 @@ def test_names_of_other_rows_and_of_the_monitors_quantities_are_refused():
 
 
 def group_of(**parts: Any) -> type[massieu.Group]:
-    said = (massieu.probing.Statistic("mine", group="own_group", scope="head"),)
-    given = {"name": "own_group", "statistics": said, "events": frozenset({massieu.probing.Event.CALLS})} | parts
-    return type("Own", (massieu.Group,), given)
+    message = (massieu.probing.Statistic("mine", group="own_group", scope="head"),)
+    attributes = {
+        "name": "own_group",
+        "statistics": message,
+        "events": frozenset({massieu.probing.Event.CALLS}),
+    } | parts
+    return type("Own", (massieu.Group,), attributes)
 
 
 def rows_named(name: str, times: int = 1):
@@ -332,7 +338,7 @@ def failing_rows(self):
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         (rows_named("entropy"), "it has a row of entropy, which is none of its statistics"),
         (rows_named("mine", times=2), "it has two rows of mine at"),
@@ -341,16 +347,16 @@ def failing_rows(self):
     ],
     ids=["another's", "twice", "raises", "nothing"],
 )
-def test_a_group_whose_rows_are_wrong_costs_itself_alone(rows, said):
+def test_a_group_whose_rows_are_wrong_costs_itself_alone(rows, message):
     result = massieu.probe(zoo.model("bert"), BERT, statistics=["entropy", group_of(rows=rows)], draws=0)
     assert len(values(result, "entropy")) == result.run.model.heads
     (lost,) = result.run.unavailable
     assert lost.statistic == "own_group"
-    assert re.search(said, lost.reason)
+    assert re.search(message, lost.reason)
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "message"),
     [
         ({"events": {"calls"}}, "needs events, a frozenset of massieu.probing.Event"),
         ({"name": "two words"}, "needs a name, one word"),
@@ -358,8 +364,8 @@ def test_a_group_whose_rows_are_wrong_costs_itself_alone(rows, said):
     ],
     ids=["events", "name", "statistics"],
 )
-def test_a_group_that_says_too_little_is_refused(parts, said):
-    with pytest.raises(InputError, match=said):
+def test_a_group_that_says_too_little_is_refused(parts, message):
+    with pytest.raises(InputError, match=message):
         massieu.probe(zoo.model("bert"), BERT, statistics=[group_of(**parts)])
 
 
@@ -374,15 +380,15 @@ def test_a_group_that_fails_in_the_first_batch_ends_the_run():
 
 
 def test_two_groups_with_one_statistic_are_refused():
-    said = (massieu.probing.Statistic("mine", group="another", scope="head"),)
+    message = (massieu.probing.Statistic("mine", group="another", scope="head"),)
     with pytest.raises(InputError, match="two statistics are called mine"):
-        massieu.probe(zoo.model("bert"), BERT, statistics=[group_of(), group_of(name="another", statistics=said)])
+        massieu.probe(zoo.model("bert"), BERT, statistics=[group_of(), group_of(name="another", statistics=message)])
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_may_import_what_stands_beside_it(tmp_path):
+def test_a_file_may_import_its_neighbours(tmp_path):
     (tmp_path / "beside_heads.py").write_text("WIDTH = 3")
     (tmp_path / "importing.py").write_text("from beside_heads import WIDTH\ndef found(reading): return WIDTH")
     (given,) = named([f"{tmp_path}/importing.py:found"])

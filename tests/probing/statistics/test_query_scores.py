@@ -69,10 +69,10 @@ PLACES = torch.arange(N)
 APART = (PLACES[:, None] - PLACES).abs()
 
 
-def close(found: Tensor | None, expected: Tensor) -> None:
+def close(numbers: Tensor | None, expected: Tensor) -> None:
     """Weights of float32 scores: rounding is that of a few scores of size 10."""
-    assert found is not None
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    assert numbers is not None
+    torch.testing.assert_close(numbers.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("tile", [1, 10**9], ids=["a query at a time", "all at once"])
@@ -108,7 +108,7 @@ def test_some_of_the_queries_have_the_numbers_that_they_have_among_all(kind):
         torch.testing.assert_close(function(part), function(whole)[:, :, places])
 
 
-def test_what_no_query_sees_may_be_infinite():
+def test_numbers_of_keys_that_no_query_sees_may_be_infinite():
     reading = reading_of(call_of("causal"))
     numbers = reading.expected(lambda query, key: torch.where(key > query, torch.inf, 1.0))
     close(numbers, torch.ones(B, H, N, dtype=torch.float64))
@@ -124,9 +124,9 @@ def test_without_tokens_there_is_no_number():
 def test_half_precision_gives_the_weights_of_its_own_numbers(dtype):
     call = call_of("causal", dtype)
     weights = explicit(call)
-    found = reading_of(call).weight_where(lambda query, key: key == query)
+    numbers = reading_of(call).weight_where(lambda query, key: key == query)
     # Keys are centred in their own precision: a rounding of each entry, times a query of some units.
-    assert float((found - weights.diagonal(dim1=-2, dim2=-1)).abs().max()) < 8 * torch.finfo(dtype).eps
+    assert float((numbers - weights.diagonal(dim1=-2, dim2=-1)).abs().max()) < 8 * torch.finfo(dtype).eps
 
 
 # --- the ten scores of the page --------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def scores() -> dict[str, Any]:
 
 def by_hand(name: str, weights: Tensor, call: AttentionCall) -> Tensor:
     """Each score by loops over single weights; NaN where it is not defined."""
-    found = torch.full((B, H, N), torch.nan, dtype=torch.float64)
+    numbers = torch.full((B, H, N), torch.nan, dtype=torch.float64)
     norms = call.value.double().norm(dim=-1).repeat_interleave(H // HK, 1)
     ids = IDS.tolist()
     for b in range(B):
@@ -155,7 +155,7 @@ def by_hand(name: str, weights: Tensor, call: AttentionCall) -> Tensor:
                 p = weights[b, h, i].tolist()
                 seen = [j for j in range(N) if p[j] > 0]
                 total = sum(p[j] * float(norms[b, h, j]) for j in seen)
-                found[b, h, i] = {
+                numbers[b, h, i] = {
                     "previous_token": lambda i=i, p=p: p[i - 1] if i else 0.0,
                     "induction": lambda i=i, p=p, b=b: sum(p[j] for j in range(1, N) if ids[b][j - 1] == ids[b][i]),
                     "distance": lambda i=i, p=p: sum(p[j] * abs(i - j) for j in range(N)),
@@ -171,7 +171,7 @@ def by_hand(name: str, weights: Tensor, call: AttentionCall) -> Tensor:
                         torch.nan if i + 1 == N else sum(p[j] for j in range(N) if ids[b][j] == ids[b][i + 1])
                     ),
                 }[name]()
-    return found
+    return numbers
 
 
 TEN = (
@@ -184,8 +184,8 @@ TEN = (
 @pytest.mark.parametrize("name", TEN)
 def test_a_published_score_is_what_its_name_says(name, kind, scores):
     call = call_of(kind)
-    found = scores[name](reading_of(call))
-    values, defined = found if isinstance(found, tuple) else (found, torch.ones(B, 1, N, dtype=torch.bool))
+    numbers = scores[name](reading_of(call))
+    values, defined = numbers if isinstance(numbers, tuple) else (numbers, torch.ones(B, 1, N, dtype=torch.bool))
     close(
         torch.where(defined, values, torch.nan).nan_to_num(-1.0), by_hand(name, explicit(call), call).nan_to_num(-1.0)
     )

@@ -27,11 +27,11 @@ def batches(number: int = 2) -> list[dict[str, torch.Tensor]]:
 
 def rows(result) -> dict[tuple[str, int, str], tuple[float, float, float]]:
     """Value, error and count of every row of the heads' table."""
-    found = {}
+    by_row = {}
     for row in result.heads.rows(named=True):
         numbers = (row[name] for name in ("value", "standard_error", "count"))
-        found[row["site"], row["head"], row["statistic"]] = tuple(math.nan if n is None else n for n in numbers)
-    return found
+        by_row[row["site"], row["head"], row["statistic"]] = tuple(math.nan if n is None else n for n in numbers)
+    return by_row
 
 
 def same(expected: dict) -> dict:
@@ -59,22 +59,22 @@ def test_a_quick_run_has_the_attention_statistics_of_a_whole_one_with_their_erro
 
 @pytest.mark.parametrize("name", ATTENTION_REGISTER.functions)
 def test_a_statistic_by_itself_is_what_it_is_among_all(name, whole):
-    found = rows(massieu.probe(small_model(), massieu.Batches(batches(), window=24), statistics=[name], draws=0))
+    by_itself = rows(massieu.probe(small_model(), massieu.Batches(batches(), window=24), statistics=[name], draws=0))
     alone = {key: value for key, value in whole.items() if key[2] == name}
     assert alone or name in ("weight_special", "sink_weight")  # this model has neither
-    assert {key: value for key, value in found.items() if key[2] == name} == same(alone)
-    assert all(key[2].split("/")[0] == name for key in found)
+    assert {key: value for key, value in by_itself.items() if key[2] == name} == same(alone)
+    assert all(key[2].split("/")[0] == name for key in by_itself)
 
 
 def test_only_the_moments_that_are_needed_are_computed(monkeypatch):
-    asked = []
+    requested = []
     compute = massieu.ops.attention_moments
     monkeypatch.setattr(
-        massieu.ops, "attention_moments", lambda *a, **k: (asked.append(k["moments"]), compute(*a, **k))[1]
+        massieu.ops, "attention_moments", lambda *a, **k: (requested.append(k["moments"]), compute(*a, **k))[1]
     )
     monkeypatch.setattr("massieu.probing.session.session.EXAMPLES", 0)
     massieu.probe(small_model(), massieu.Batches(batches(1), window=24), statistics=["largest_weight"], draws=0)
-    assert {*asked} == {("log_partition", "entropy", "max_weight")}
+    assert {*requested} == {("log_partition", "entropy", "max_weight")}
 
 
 def test_a_moment_that_no_statistic_declared_costs_a_second_pass_and_no_number(monkeypatch):
@@ -84,8 +84,8 @@ def test_a_moment_that_no_statistic_declared_costs_a_second_pass_and_no_number(m
     with pytest.warns(
         UserWarning, match=r"the moment 'max_weight' without declaring it: moments=\('max_weight',\) saves"
     ):
-        found = massieu.probe(small_model(), data, **options)
-    assert found.heads.equals(expected.heads) and found.run.unavailable == []
+        result = massieu.probe(small_model(), data, **options)
+    assert result.heads.equals(expected.heads) and result.run.unavailable == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -36,57 +36,57 @@ def vectors(seed: int = 0, count: int = 3) -> Tensor:
     )
 
 
-def products(given: Tensor) -> np.ndarray:
-    flat = given.flatten(2)
+def products(tokens: Tensor) -> np.ndarray:
+    flat = tokens.flatten(2)
     return (flat @ flat.mT).numpy()
 
 
-def explicit_share(given: Tensor, target: int, features: list[int]) -> np.ndarray:
-    flat = given.flatten(2).numpy()
-    found = np.zeros(WINDOWS)
+def explicit_share(tokens: Tensor, target: int, features: list[int]) -> np.ndarray:
+    flat = tokens.flatten(2).numpy()
+    shares = np.zeros(WINDOWS)
     for half in (0, 1):
         fitted = np.concatenate(list(flat[1 - half :: 2]), 1)
         slope = np.linalg.lstsq(fitted[features].T, fitted[target], rcond=None)[0]
         for place in range(half, WINDOWS, 2):
             missed = flat[place, target] - slope @ flat[place, features]
-            found[place] = (flat[place, target] ** 2).sum() - (missed**2).sum()
-    return found
+            shares[place] = (flat[place, target] ** 2).sum() - (missed**2).sum()
+    return shares
 
 
 def test_shares_are_those_of_least_squares_on_the_other_windows():
-    given = vectors()
-    given[:, 0] += 2 * given[:, 1] - given[:, 2]
+    tokens = vectors()
+    tokens[:, 0] += 2 * tokens[:, 1] - tokens[:, 2]
     for features in ([1], [1, 2]):
-        found, whole = explained(products(given), 0, features)
-        np.testing.assert_allclose(found, explicit_share(given, 0, features), rtol=1e-9)
-        np.testing.assert_allclose(whole, given[:, 0].square().sum((1, 2)).numpy())
-    found, _ = gain(products(given), 0, [1], 2)
-    np.testing.assert_allclose(found, explicit_share(given, 0, [1, 2]) - explicit_share(given, 0, [1]), rtol=1e-8)
+        shares, whole = explained(products(tokens), 0, features)
+        np.testing.assert_allclose(shares, explicit_share(tokens, 0, features), rtol=1e-9)
+        np.testing.assert_allclose(whole, tokens[:, 0].square().sum((1, 2)).numpy())
+    shares, _ = gain(products(tokens), 0, [1], 2)
+    np.testing.assert_allclose(shares, explicit_share(tokens, 0, [1, 2]) - explicit_share(tokens, 0, [1]), rtol=1e-8)
 
 
 def test_a_coefficient_is_that_of_all_tokens_together():
-    given = vectors()
-    given[:, 0] += 2 * given[:, 1] - given[:, 2]
-    flat = np.concatenate(list(given.flatten(2).numpy()), 1)
+    tokens = vectors()
+    tokens[:, 0] += 2 * tokens[:, 1] - tokens[:, 2]
+    flat = np.concatenate(list(tokens.flatten(2).numpy()), 1)
     slope = np.linalg.lstsq(flat[1:].T, flat[0], rcond=None)[0]
     for feature, others in ((1, [2]), (2, [1])):
-        total, count = coefficient(products(given), 0, feature, others)
+        total, count = coefficient(products(tokens), 0, feature, others)
         assert total.sum() / count.sum() == pytest.approx(slope[feature - 1], rel=1e-9)
 
 
 def test_windows_that_lean_against_the_rest_have_no_negative_weight():
-    given = vectors()
-    for window, lean in zip(given, torch.linspace(-3, 3, len(given)).tolist(), strict=True):
+    tokens = vectors()
+    for window, lean in zip(tokens, torch.linspace(-3, 3, len(tokens)).tolist(), strict=True):
         window[2] = lean * window[1] + 0.01 * window[2]
-    flat = np.concatenate(list(given.flatten(2).numpy()), 1)
+    flat = np.concatenate(list(tokens.flatten(2).numpy()), 1)
     slope = np.linalg.lstsq(flat[1:].T, flat[0], rcond=None)[0]
-    total, count = coefficient(products(given), 0, 1, [2])
+    total, count = coefficient(products(tokens), 0, 1, [2])
     assert (count >= 0).all() and total.sum() / count.sum() == pytest.approx(slope[0], rel=1e-6)
 
 
 def test_one_window_has_no_share_and_equal_features_are_no_trouble():
-    given = products(vectors())
-    assert np.isnan(explained(given[:1], 0, [1])[0]).all()
+    inner_products = products(vectors())
+    assert np.isnan(explained(inner_products[:1], 0, [1])[0]).all()
     twice = vectors()
     twice[:, 2] = twice[:, 1]
     (with_both, _), (with_one, _) = explained(products(twice), 0, [1, 2]), explained(products(twice), 0, [1])
@@ -102,7 +102,7 @@ def test_a_quadratic_term_is_found_and_no_other(weight):
         other = update, random_like(stream, drawn), random_like(along, drawn)
         group.regressions.collect(0, number, (update, stream, along), other)
     group.finish()
-    found = rows_at(group, 0)
+    numbers = rows_at(group, 0)
     for name, expected in (
         ("update_stream_coefficient", weight),
         ("update_stream_coefficient/random", 0.0),
@@ -110,20 +110,20 @@ def test_a_quadratic_term_is_found_and_no_other(weight):
         ("update_gradient_gain", 0.25 / (weight**2 + 1.25)),
         ("update_gradient_gain/random", 0.0),
     ):
-        value, error, tokens = found[name]
+        value, error, tokens = numbers[name]
         assert abs(value - expected) < 5 * error + 1e-4 and 0 < error < 0.05 and tokens == 640
 
 
 def test_tokens_that_are_not_finite_are_left_out_and_sums_can_be_stored_and_merged():
-    given = vectors(count=3)
-    broken = given.clone()
+    tokens = vectors(count=3)
+    broken = tokens.clone()
     broken[1, 2, 3, 0] = torch.nan
     whole, *parts, again = (begun(ResidualGroup, Units(), 4) for _ in range(4))
     for number, each in enumerate(broken):
         for group in (whole, parts[number % 2]):
             group.regressions.collect(4, number, list(each), list(each))
-    kept = torch.cat([broken[1, :, :3], broken[1, :, 4:]], 1).flatten(1)
-    np.testing.assert_allclose(whole.regressions._products[4][1][0], (kept @ kept.mT).numpy())
+    finite_tokens = torch.cat([broken[1, :, :3], broken[1, :, 4:]], 1).flatten(1)
+    np.testing.assert_allclose(whole.regressions._products[4][1][0], (finite_tokens @ finite_tokens.mT).numpy())
     again.restore(parts[0].state())
     again.merge(parts[1])
     for group in (whole, again):
@@ -134,47 +134,47 @@ def test_tokens_that_are_not_finite_are_left_out_and_sums_can_be_stored_and_merg
 
 
 def test_random_directions_are_as_long():
-    given = torch.randn(5, 9)
-    drawn = random_like(given, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(drawn.norm(dim=1), given.norm(dim=1))
+    originals = torch.randn(5, 9)
+    drawn = random_like(originals, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(drawn.norm(dim=1), originals.norm(dim=1))
 
 
 def model(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "gpt2":
-        made: Any = GPT2Model(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=32))
+        network: Any = GPT2Model(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=32))
     else:
         sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-        made = BertModel(BertConfig(**sizes, intermediate_size=24, vocab_size=40))
+        network = BertModel(BertConfig(**sizes, intermediate_size=24, vocab_size=40))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in network.parameters():
             parameter.mul_(6) if parameter.dim() == 2 else None
-    return made.eval()
+    return network.eval()
 
 
-def probed(made: Any, group: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[int, list[Any]]]:
+def probed(network: Any, group: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[int, list[Any]]]:
     """The result, and by sublayer what was collected: (positions are those of the first sampled windows, in order)."""
-    kept: dict[int, list[Any]] = {}
+    collected: dict[int, list[Any]] = {}
     collect = Regressions.collect
 
     def take(self: Regressions, index: int, number: int | None, own: Any, control: Any) -> None:
-        kept.setdefault(index, []).append((number, own, control))
+        collected.setdefault(index, []).append((number, own, control))
         collect(self, index, number, own, control)
 
     monkeypatch.setattr(regressions.Regressions, "collect", take)
     batches = [{"input_ids": IDS, "attention_mask": MASK}]
-    return massieu.probe(made, batches, statistics=[group]), kept
+    return massieu.probe(network, batches, statistics=[group]), collected
 
 
-def log_partition(made: Any, kind: str, layer: int, stream: Tensor, keys_from: Tensor, row: int) -> Tensor:
+def log_partition(network: Any, kind: str, layer: int, stream: Tensor, keys_from: Tensor, row: int) -> Tensor:
     """Σ over heads and positions of log Z, written from the module's weights; keys are those of ``keys_from``."""
     if kind == "gpt2":
-        block = made.h[layer]
+        block = network.h[layer]
         weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
         queries = (block.ln_1(stream) @ weight + bias)[..., :16]
         keys = (block.ln_1(keys_from) @ weight + bias)[..., 16:32]
     else:
-        block = made.encoder.layer[layer].attention.self
+        block = network.encoder.layer[layer].attention.self
         queries, keys = block.query(stream), block.key(keys_from)
     queries, keys = (part.unflatten(-1, (2, 8)).transpose(0, 1) for part in (queries, keys))
     scores = queries @ keys.mT / 8**0.5
@@ -186,9 +186,9 @@ def log_partition(made: Any, kind: str, layer: int, stream: Tensor, keys_from: T
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_stream_update_and_gradient_are_the_explicit_ones(kind, monkeypatch):
-    made = model(kind)
-    result, kept = probed(made, "residual", monkeypatch)
-    blocks = made.h if kind == "gpt2" else [layer.attention for layer in made.encoder.layer]
+    network = model(kind)
+    result, collected = probed(network, "residual", monkeypatch)
+    blocks = network.h if kind == "gpt2" else [layer.attention for layer in network.encoder.layer]
     written = [block.attn.c_proj if kind == "gpt2" else block.output.dense for block in blocks]
     streams: dict[int, Tensor] = {}
     updates: dict[int, Tensor] = {}
@@ -196,17 +196,19 @@ def test_stream_update_and_gradient_are_the_explicit_ones(kind, monkeypatch):
         block.register_forward_pre_hook(lambda _, given, layer=layer: streams.update({layer: given[0]}))
         projection.register_forward_hook(lambda _, __, output, layer=layer: updates.update({layer: output}))
     with torch.no_grad():
-        made(input_ids=IDS, attention_mask=MASK)
-    assert len(kept) == 2
-    for layer, (_, windows) in enumerate(sorted(kept.items())):
-        for row, (number, own, _) in zip((0, 1, 2, 3), windows, strict=False):
+        network(input_ids=IDS, attention_mask=MASK)
+    assert len(collected) == 2
+    for layer, (_, windows) in enumerate(sorted(collected.items())):
+        for row, (number, model_vectors, _) in zip((0, 1, 2, 3), windows, strict=False):
             stream = streams[layer][row].detach().clone().requires_grad_()
-            value = log_partition(made, kind, layer, stream, streams[layer][row].detach(), row)
+            value = log_partition(network, kind, layer, stream, streams[layer][row].detach(), row)
             slope = torch.autograd.grad(value, stream)[0]
             real = MASK[row].bool()
-            assert number == row and len(own[0]) == int(real.sum())
-            for found, expected in zip(own, (updates[layer][row], streams[layer][row], slope), strict=True):
-                torch.testing.assert_close(found.float(), expected[real].detach(), rtol=1e-3, atol=1e-4)
+            assert number == row and len(model_vectors[0]) == int(real.sum())
+            for vectors_of_row, expected in zip(
+                model_vectors, (updates[layer][row], streams[layer][row], slope), strict=True
+            ):
+                torch.testing.assert_close(vectors_of_row.float(), expected[real].detach(), rtol=1e-3, atol=1e-4)
     names = set(RESIDUAL_REGISTER.functions)
     assert names <= {*result.layers["statistic"]} and {f"{n}/random" for n in names} <= {*result.layers["statistic"]}
     assert {f"{name}/q_value" for name in names} <= {*result.layers["statistic"]}
@@ -216,34 +218,34 @@ def test_a_layer_that_steps_along_its_gradient_is_found_and_a_random_one_is_not(
     tied, free = model("bert"), model("bert")
     with torch.no_grad():
         for layer in tied.encoder.layer:
-            own, out = layer.attention.self, layer.attention.output.dense
-            own.value.weight.copy_(own.key.weight)
-            own.value.bias.copy_(own.key.bias)
-            out.weight.copy_(own.query.weight.T / 8**0.5)
+            attention, out = layer.attention.self, layer.attention.output.dense
+            attention.value.weight.copy_(attention.key.weight)
+            attention.value.bias.copy_(attention.key.bias)
+            out.weight.copy_(attention.query.weight.T / 8**0.5)
             out.bias.zero_()
-    for made, found in ((tied, True), (free, False)):
-        result, _ = probed(made, "residual", monkeypatch)
+    for network, is_gradient in ((tied, True), (free, False)):
+        result, _ = probed(network, "residual", monkeypatch)
         rows = result.layers.filter(result.layers["statistic"] == "update_gradient_gain")
         share = result.layers.filter(result.layers["statistic"] == "update_stream_share")["value"]
         total = np.array(rows["value"].to_list()) + np.array(share.to_list())
-        assert (total > 0.999).all() if found else (np.array(rows["value"].to_list()) < 0.5).all()
-        if found:
+        assert (total > 0.999).all() if is_gradient else (np.array(rows["value"].to_list()) < 0.5).all()
+        if is_gradient:
             names = result.layers["statistic"] == "update_stream_coefficient"
             np.testing.assert_allclose(result.layers.filter(names)["value"].to_numpy(), 0, atol=1e-3)
 
 
 def test_the_reaction_is_the_square_of_the_heads_mean_weights(monkeypatch):
-    made = model("gpt2")
-    result, kept = probed(made, "tap", monkeypatch)
-    eager = GPT2Model(made.config)
-    eager.load_state_dict(made.state_dict())
+    network = model("gpt2")
+    result, collected = probed(network, "tap", monkeypatch)
+    eager = GPT2Model(network.config)
+    eager.load_state_dict(network.state_dict())
     eager.set_attn_implementation("eager")
     with torch.no_grad():
         weights = eager.eval()(input_ids=IDS, attention_mask=MASK, output_attentions=True).attentions
-    for layer, (_, windows) in enumerate(sorted(kept.items())):
-        for row, (_, own, control) in enumerate(windows[:4]):
+    for layer, (_, windows) in enumerate(sorted(collected.items())):
+        for row, (_, model_vectors, control) in enumerate(windows[:4]):
             squares = weights[layer][row].mean(0).square().sum(-1)[MASK[row].bool()].double()
-            update, stream, reaction = own
+            update, stream, reaction = model_vectors
             torch.testing.assert_close(reaction, stream * squares[:, None], rtol=1e-4, atol=1e-5)
             factor = (control[2] / stream)[:, 0]
             torch.testing.assert_close(factor.sort().values, squares.sort().values, rtol=1e-4, atol=1e-5)
@@ -259,14 +261,17 @@ def test_a_reaction_is_found_where_there_is_one(weight):
         squares = torch.rand(40, 1, generator=drawn)
         update = 0.2 * stream + weight * stream * squares + noise
         other = squares[torch.randperm(40, generator=drawn)]
-        own = update, stream, stream * squares
-        group.regressions.collect(0, number, own, (update, stream, stream * other))
+        model_vectors = update, stream, stream * squares
+        group.regressions.collect(0, number, model_vectors, (update, stream, stream * other))
     group.finish()
-    found = rows_at(group, 0)
-    value, error, *_ = found["reaction_coefficient"]
+    numbers = rows_at(group, 0)
+    value, error, *_ = numbers["reaction_coefficient"]
     assert abs(value - weight) < 5 * error
-    (own, own_error, *_), (null, null_error, *_) = found["reaction_gain"], found["reaction_gain/permuted_couplings"]
-    assert (own - null > 5 * np.hypot(own_error, null_error)) == (weight != 0)
+    (model_vectors, own_error, *_), (null, null_error, *_) = (
+        numbers["reaction_gain"],
+        numbers["reaction_gain/permuted_couplings"],
+    )
+    assert (model_vectors - null > 5 * np.hypot(own_error, null_error)) == (weight != 0)
     assert abs(null) < 5 * null_error + 1e-3
 
 
@@ -275,7 +280,7 @@ def test_batches_change_nothing():
     whole = [{"input_ids": IDS[:4], "attention_mask": MASK[:4]}]
     apart = [{"input_ids": IDS[i : i + 2], "attention_mask": MASK[i : i + 2]} for i in (0, 2)]
     groups = ["residual", "tap", "flow"]
-    one, other = (massieu.probe(model("gpt2"), given, statistics=groups).layers for given in (whole, apart))
+    one, other = (massieu.probe(model("gpt2"), data, statistics=groups).layers for data in (whole, apart))
     assert one["statistic"].to_list() == other["statistic"].to_list()
     np.testing.assert_allclose(one["value"].to_numpy(), other["value"].to_numpy(), rtol=1e-2, atol=1e-3)
 

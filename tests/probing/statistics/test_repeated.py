@@ -55,52 +55,52 @@ def llama(**other: Any) -> Any:
 
 
 def rows(result: Any, name: str) -> dict[tuple[str, int], tuple[float, float, float]]:
-    found = result.heads.filter(result.heads["statistic"] == name).rows(named=True)
-    return {(r["site"], r["head"]): (r["value"], r["standard_error"], r["count"]) for r in found}
+    table_rows = result.heads.filter(result.heads["statistic"] == name).rows(named=True)
+    return {(r["site"], r["head"]): (r["value"], r["standard_error"], r["count"]) for r in table_rows}
 
 
 def sequences(model: Any, batches: Any, monkeypatch: Any, **options: Any) -> tuple[Any, RepeatedTokens]:
     """A result, and the tokens that were read for it."""
-    made: list[RepeatedTokens] = []
+    drawn_sequences: list[RepeatedTokens] = []
     draw = RepeatedTokens.drawn
 
     def drawn(*given: Any) -> Any:
-        made.append(draw(*given))  # pyright: ignore[reportArgumentType]
-        return made[-1]
+        drawn_sequences.append(draw(*given))  # pyright: ignore[reportArgumentType]
+        return drawn_sequences[-1]
 
     monkeypatch.setattr(RepeatedTokens, "drawn", drawn)
     result = massieu.probe(model, batches, **{"statistics": ["repeated"], **options})
-    return result, made[0]
+    return result, drawn_sequences[0]
 
 
 # --- the tokens --------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_said_twice_between_what_rows_begin_and_end_with():
-    made = RepeatedTokens.drawn(range(10, 80), [1], [2, 3], None, 0)
-    assert isinstance(made, RepeatedTokens) and made.length == LENGTH
-    assert made.ids.shape == (SEQUENCES, 1 + 2 * LENGTH + 2)
-    first, second = made.ids[:, 1 : 1 + LENGTH], made.ids[:, 1 + LENGTH : 1 + 2 * LENGTH]
+def test_tokens_are_repeated_between_the_first_and_last_tokens_of_rows():
+    repeated = RepeatedTokens.drawn(range(10, 80), [1], [2, 3], None, 0)
+    assert isinstance(repeated, RepeatedTokens) and repeated.length == LENGTH
+    assert repeated.ids.shape == (SEQUENCES, 1 + 2 * LENGTH + 2)
+    first, second = repeated.ids[:, 1 : 1 + LENGTH], repeated.ids[:, 1 + LENGTH : 1 + 2 * LENGTH]
     assert torch.equal(first, second) and int(first.min()) >= 10 and int(first.max()) < 80
     assert all(len(set(row)) == LENGTH for row in first.tolist())
-    assert (made.ids[:, 0] == 1).all() and (made.ids[:, -2:] == torch.tensor([2, 3])).all()
+    assert (repeated.ids[:, 0] == 1).all() and (repeated.ids[:, -2:] == torch.tensor([2, 3])).all()
     again, other = (RepeatedTokens.drawn(range(10, 80), [1], [2, 3], None, seed) for seed in (0, 1))
-    assert torch.equal(again.ids, made.ids) and not torch.equal(other.ids, made.ids)  # pyright: ignore
+    assert torch.equal(again.ids, repeated.ids) and not torch.equal(other.ids, repeated.ids)  # pyright: ignore
 
 
 @pytest.mark.parametrize(
     ("words", "longest", "length"), [(60, None, 50), (7, None, 7), (60, 32, 15), (60, 33, 15), (4, None, 4)]
 )
 def test_they_fit_the_model(words, longest, length):
-    made = RepeatedTokens.drawn(range(words), [1], [2] if longest == 33 else [], longest, 0)
-    assert isinstance(made, RepeatedTokens) and made.length == length
-    assert longest is None or made.ids.shape[1] <= longest
+    repeated = RepeatedTokens.drawn(range(words), [1], [2] if longest == 33 else [], longest, 0)
+    assert isinstance(repeated, RepeatedTokens) and repeated.length == length
+    assert longest is None or repeated.ids.shape[1] <= longest
 
 
-def test_too_few_words_or_places_are_said():
+def test_too_few_words_or_places_are_a_reason():
     for words, longest in ((3, None), (60, 8)):
-        said = RepeatedTokens.drawn(range(words), [1], [], longest, 0)
-        assert said == "repeated tokens need room for twice 4 tokens and as many words, and there are 3"
+        reason = RepeatedTokens.drawn(range(words), [1], [], longest, 0)
+        assert reason == "repeated tokens need room for twice 4 tokens and as many words, and there are 3"
 
 
 # --- circuits built by hand --------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ class _Looking(nn.Module):
 
 
 def test_a_head_that_looks_tokens_up_scores_one_and_a_flat_one_its_share(monkeypatch):
-    result, made = sequences(Circuit(sharp=60.0).eval(), [{"input_ids": IDS}], monkeypatch)
-    assert made.length == LENGTH and made.ids.shape[1] == 2 * LENGTH
+    result, repeated = sequences(Circuit(sharp=60.0).eval(), [{"input_ids": IDS}], monkeypatch)
+    assert repeated.length == LENGTH and repeated.ids.shape[1] == 2 * LENGTH
     previous, induction = (rows(result, name) for name in ("previous_token_weight", "induction_weight"))
     assert previous["first", 0][0] == pytest.approx(1, abs=1e-6) and induction["first", 0][0] < 1e-6
     # The last token of the second time looks up what follows it the first time: the first token, said again.
@@ -190,19 +190,19 @@ def test_weights_are_the_models_own(kind, monkeypatch):
         model = llama()
     ids = IDS.clone()
     ids[:, 0] = 1  # every row begins with it
-    result, made = sequences(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}], monkeypatch)
-    assert made.length == (19 if kind == "gpt2" else 50) and (made.ids[:, 0] == 1).all()
+    result, repeated = sequences(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}], monkeypatch)
+    assert repeated.length == (19 if kind == "gpt2" else 50) and (repeated.ids[:, 0] == 1).all()
     eager = type(model)(model.config)
     eager.load_state_dict(model.state_dict())
     eager.eval().set_attn_implementation("eager")
     with torch.no_grad():
-        attentions = eager(made.ids, output_attentions=True).attentions
+        attentions = eager(repeated.ids, output_attentions=True).attentions
     sites = list(dict.fromkeys(result.heads["site"]))
     for layer, site in enumerate(sites):
-        for name, expected in explicit(attentions[layer], made.ids, made.length).items():
-            found = rows(result, name)
+        for name, expected in explicit(attentions[layer], repeated.ids, repeated.length).items():
+            numbers = rows(result, name)
             for head in range(4):
-                value, error, _ = found[site, head]
+                value, error, _ = numbers[site, head]
                 assert value == pytest.approx(float(expected[:, head].mean()), rel=1e-4, abs=1e-6)
                 spread = float(expected[:, head].std() / SEQUENCES**0.5)
                 assert error == pytest.approx(spread, rel=1e-3, abs=1e-7)
@@ -216,18 +216,18 @@ def test_cross_attention_has_none_and_the_decoders_own_has_one(monkeypatch):
         vocab_size=WORDS, d_model=32, d_kv=8, num_layers=1, num_heads=4, d_ff=48, decoder_start_token_id=0
     )
     model = shuffled(T5Model(config), 0.2)
-    result, made = sequences(model, [{"input_ids": IDS}], monkeypatch)
-    found = rows(result, "induction_weight")
-    assert {site.split(".")[0] for site, _ in found} == {"encoder", "decoder"}
-    assert not any("EncDec" in site for site, _ in found)
+    result, repeated = sequences(model, [{"input_ids": IDS}], monkeypatch)
+    numbers = rows(result, "induction_weight")
+    assert {site.split(".")[0] for site, _ in numbers} == {"encoder", "decoder"}
+    assert not any("EncDec" in site for site, _ in numbers)
     eager = type(model)(model.config)
     eager.load_state_dict(model.state_dict())
     eager.eval().set_attn_implementation("eager")
-    started = torch.cat([torch.zeros(SEQUENCES, 1, dtype=torch.long), made.ids[:, :-1]], 1)
+    started = torch.cat([torch.zeros(SEQUENCES, 1, dtype=torch.long), repeated.ids[:, :-1]], 1)
     with torch.no_grad():
-        weights = eager(input_ids=made.ids, decoder_input_ids=started, output_attentions=True).decoder_attentions[0]
-    expected = explicit(weights, started, made.length)["induction_weight"].mean(0)
-    values = [value for (site, _), (value, _, _) in found.items() if "decoder" in site]
+        weights = eager(input_ids=repeated.ids, decoder_input_ids=started, output_attentions=True).decoder_attentions[0]
+    expected = explicit(weights, started, repeated.length)["induction_weight"].mean(0)
+    values = [value for (site, _), (value, _, _) in numbers.items() if "decoder" in site]
     np.testing.assert_allclose(values, expected.numpy(), rtol=1e-4, atol=1e-6)
     (cross,) = (site for site in result.run.sites if site.kind == "cross")
     assert "not the same made-up tokens" in cross.unavailable["induction_weight"]
@@ -267,7 +267,7 @@ def test_copying_is_the_share_of_all_eigenvalues(kind):
         table = model.model.embed_tokens.weight
     head = model.get_output_embeddings().weight
     result = massieu.probe(model, [{"input_ids": IDS}], statistics=["copying_score"])
-    found = rows(result, "copying_score")
+    numbers = rows(result, "copying_score")
     for layer, (gain, value, output) in enumerate(parts):
         site = list(dict.fromkeys(result.heads["site"]))[layer]
         for h in range(4):
@@ -276,7 +276,7 @@ def test_copying_is_the_share_of_all_eigenvalues(kind):
             words = (head.double() * last.double()) @ step @ table.double().T
             eigenvalues = torch.linalg.eigvals(words.detach())
             expected = float(eigenvalues.real.sum() / eigenvalues.abs().sum())
-            assert found[site, h][0] == pytest.approx(expected, abs=1e-4)
+            assert numbers[site, h][0] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_head_that_writes_what_it_reads_copies():
@@ -287,9 +287,9 @@ def test_a_head_that_writes_what_it_reads_copies():
         for sign, block in zip(signs, model.model.layers, strict=True):
             block.input_layernorm.weight.fill_(1.0)
             block.self_attn.o_proj.weight.copy_(sign * block.self_attn.v_proj.weight.T)
-    found = rows(massieu.probe(model, [{"input_ids": IDS}], statistics=["copying_score"]), "copying_score")
+    numbers = rows(massieu.probe(model, [{"input_ids": IDS}], statistics=["copying_score"]), "copying_score")
     # V WᵀW Vᵀ is symmetric and has no negative eigenvalue.
-    assert [value for value, _, _ in found.values()] == pytest.approx([1.0] * 4 + [-1.0] * 4, abs=1e-5)
+    assert [value for value, _, _ in numbers.values()] == pytest.approx([1.0] * 4 + [-1.0] * 4, abs=1e-5)
 
 
 # --- what it is not measured on ----------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Pictures(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-def test_where_there_are_no_words_or_no_head_it_is_said():
+def test_a_model_without_words_or_a_head_has_a_reason():
     result = massieu.probe(Pictures().eval(), [{"x": torch.randn(3, 5, 16)}], statistics=["repeated", "entropy"])
     assert [(each.statistic, each.reason) for each in result.run.unavailable if each.of == "model"] == [
         ("repeated", "the model is not given tokens of a vocabulary")
@@ -345,14 +345,14 @@ def test_weights_that_are_not_finite_are_in_no_mean(monkeypatch):
 @some_slow("dtype", [torch.bfloat16, torch.float64], 1)
 def test_other_precisions(dtype, monkeypatch):
     single = rows(sequences(llama(), [{"input_ids": IDS}], monkeypatch)[0], "induction_weight")
-    found = rows(sequences(llama().to(dtype), [{"input_ids": IDS}], monkeypatch)[0], "induction_weight")
-    for key, (value, _, _) in found.items():
+    numbers = rows(sequences(llama().to(dtype), [{"input_ids": IDS}], monkeypatch)[0], "induction_weight")
+    for key, (value, _, _) in numbers.items():
         assert value == pytest.approx(single[key][0], abs=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_it_is_opt_in_and_needs_no_control():
     data = [{"input_ids": IDS}]
-    for asked in (None, "quick"):
-        assert not rows(massieu.probe(llama(), data, statistics=asked), "induction_weight")
+    for statistics in (None, "quick"):
+        assert not rows(massieu.probe(llama(), data, statistics=statistics), "induction_weight")
     result = massieu.probe(llama(), data, statistics=["repeated"], draws=0)
     assert rows(result, "induction_weight") and not rows(result, "induction_weight/reinitialised")

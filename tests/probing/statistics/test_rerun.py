@@ -34,20 +34,20 @@ def model(kind: str) -> Any:
 
     torch.manual_seed(0)
     if kind == "bert":
-        made: Any = BertModel(BertConfig(**SIZES, vocab_size=40))
+        network: Any = BertModel(BertConfig(**SIZES, vocab_size=40))
     elif kind == "roberta":
-        made = RobertaModel(RobertaConfig(**SIZES, vocab_size=40, max_position_embeddings=30))
+        network = RobertaModel(RobertaConfig(**SIZES, vocab_size=40, max_position_embeddings=30))
     elif kind == "llama":
-        made = LlamaModel(LlamaConfig(**SIZES, vocab_size=40))
+        network = LlamaModel(LlamaConfig(**SIZES, vocab_size=40))
     else:
-        made = ViTModel(ViTConfig(**SIZES, image_size=(30, 20), patch_size=5))
-    for parameter in made.parameters():
+        network = ViTModel(ViTConfig(**SIZES, image_size=(30, 20), patch_size=5))
+    for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.3)
-    return made.eval()
+    return network.eval()
 
 
-def measured(made: nn.Module, *groups: str, **inputs: Any) -> polars.DataFrame:
-    return massieu.probe(made, [inputs or {"input_ids": IDS}], statistics=groups).layers
+def measured(network: nn.Module, *groups: str, **inputs: Any) -> polars.DataFrame:
+    return massieu.probe(network, [inputs or {"input_ids": IDS}], statistics=groups).layers
 
 
 def values(rows: polars.DataFrame, name: str) -> list[float]:
@@ -55,31 +55,31 @@ def values(rows: polars.DataFrame, name: str) -> list[float]:
 
 
 def test_the_gap_is_that_of_two_passes_of_our_own():
-    made, window = model("llama"), {"input_ids": IDS[:1]}
+    network, window = model("llama"), {"input_ids": IDS[:1]}
     order = symmetry._reordered_text(window, torch.Generator().manual_seed(5)).order  # pyright: ignore[reportPrivateUsage]
     assert order[[0, -1]].tolist() == [0, 23] and sorted(order.tolist()) == list(range(24)) != order.tolist()
     caught: list[Tensor] = []
-    made.layers[1].register_forward_hook(lambda _, __, output: caught.append(output.detach()[0].double()))
+    network.layers[1].register_forward_hook(lambda _, __, output: caught.append(output.detach()[0].double()))
     with torch.no_grad():
         for ids in (IDS[:1], IDS[:1, order]):
-            made(input_ids=ids)
-    own, other = caught[0], caught[1][order.argsort()]
-    found = symmetry.permutation_gaps(made, sites_of(made, window), window, torch.Generator().manual_seed(5))
-    total, count = found[max(found) - 1]  # the last one is the norm
-    assert float(total[0, 0]) == pytest.approx(float((own - other).square().sum()), rel=1e-4)
-    apart = {float((own - own.roll(-shift, 0)).square().sum()) for shift in range(1, 24)}
+            network(input_ids=ids)
+    states, other = caught[0], caught[1][order.argsort()]
+    gaps = symmetry.permutation_gaps(network, sites_of(network, window), window, torch.Generator().manual_seed(5))
+    total, count = gaps[max(gaps) - 1]  # the last one is the norm
+    assert float(total[0, 0]) == pytest.approx(float((states - other).square().sum()), rel=1e-4)
+    apart = {float((states - states.roll(-shift, 0)).square().sum()) for shift in range(1, 24)}
     assert min(abs(float(count[0, 0]) / each - 1) for each in apart) < 1e-4
 
 
-def sites_of(made: nn.Module, inputs: dict[str, Any]) -> Any:
-    return first_look(made, inputs).sites
+def sites_of(network: nn.Module, inputs: dict[str, Any]) -> Any:
+    return first_look(network, inputs).sites
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["roberta", "llama"])
 def test_without_positions_and_masks_the_order_does_not_matter(kind):
-    made = model(kind)
-    with_positions = measured(made, "symmetry")
+    network = model(kind)
+    with_positions = measured(network, "symmetry")
     assert min(values(with_positions, "permutation_gap")[1:]) > 1e-3
     moved = values(with_positions, "permutation_gap/moved_positions")
     assert len(moved) == len(values(with_positions, "permutation_gap")) > 3
@@ -87,34 +87,36 @@ def test_without_positions_and_masks_the_order_does_not_matter(kind):
         assert max(moved) > 1e-3
         return
     assert max(moved) < 1e-9
-    nn.init.zeros_(made.embeddings.position_embeddings.weight)
-    assert max(values(measured(made, "symmetry"), "permutation_gap")) < 1e-9
+    nn.init.zeros_(network.embeddings.position_embeddings.weight)
+    assert max(values(measured(network, "symmetry"), "permutation_gap")) < 1e-9
 
 
 @pytest.mark.medium
 def test_patches_of_an_image_change_places():
-    made = model("vit")
-    rows = measured(made, "symmetry", pixel_values=IMAGES)
+    network = model("vit")
+    rows = measured(network, "symmetry", pixel_values=IMAGES)
     assert min(values(rows, "permutation_gap")[1:]) > 1e-3 and not values(rows, "permutation_gap/moved_positions")
-    nn.init.zeros_(made.embeddings.position_embeddings)
-    rows = measured(made, "symmetry", pixel_values=IMAGES)
+    nn.init.zeros_(network.embeddings.position_embeddings)
+    rows = measured(network, "symmetry", pixel_values=IMAGES)
     assert max(values(rows, "permutation_gap")) < 1e-9
-    changed = symmetry._reordered_images(made, {"pixel_values": IMAGES}, torch.Generator())  # pyright: ignore[reportPrivateUsage]
+    changed = symmetry._reordered_images(network, {"pixel_values": IMAGES}, torch.Generator())  # pyright: ignore[reportPrivateUsage]
     patches = nn.functional.unfold(IMAGES, 5, stride=5)
     assert torch.equal(nn.functional.unfold(changed.inputs["pixel_values"], 5, stride=5), patches[:, :, changed.order])
 
 
 @pytest.mark.medium
 def test_padding_changes_nothing():
-    made, pad = model("roberta"), torch.ones(3, 5, dtype=torch.long)
+    network, pad = model("roberta"), torch.ones(3, 5, dtype=torch.long)
     padded = {
         "input_ids": torch.cat([IDS, pad], 1),
         "attention_mask": torch.cat([torch.ones_like(IDS), torch.zeros_like(pad)], 1),
     }
-    plain, longer = measured(made, "symmetry", "response"), measured(made, "symmetry", "response", **padded)
+    plain, longer = measured(network, "symmetry", "response"), measured(network, "symmetry", "response", **padded)
     assert plain["statistic"].to_list() == longer["statistic"].to_list()
-    kept = ~plain["statistic"].str.contains("q_value|moved")
-    assert longer.filter(kept)["value"].to_numpy() == pytest.approx(plain.filter(kept)["value"].to_numpy(), rel=2e-3)
+    compared = ~plain["statistic"].str.contains("q_value|moved")
+    assert longer.filter(compared)["value"].to_numpy() == pytest.approx(
+        plain.filter(compared)["value"].to_numpy(), rel=2e-3
+    )
 
 
 class Averaging(nn.Module):
@@ -165,19 +167,19 @@ def regressed(outcome: np.ndarray, *given: np.ndarray) -> float:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_response_of_linear_layers_is_the_one_in_closed_form(causal):
-    made = Averaging(3, causal=causal).eval()
+    network = Averaging(3, causal=causal).eval()
     inputs = {"x": torch.randn(1, 24, 16, generator=torch.Generator().manual_seed(2))}
-    weights = torch.softmax(made.layers[0].attention.bias.double(), -1).numpy()
-    found = response_file.responses(made, sites_of(made, inputs), inputs, torch.Generator().manual_seed(3))
+    weights = torch.softmax(network.layers[0].attention.bias.double(), -1).numpy()
+    sums = response_file.responses(network, sites_of(network, inputs), inputs, torch.Generator().manual_seed(3))
     drawn = torch.Generator().manual_seed(3)
     able = [i for i in range(24) if (weights[i] > 0).sum() > response_file.FEWEST]
-    asked = [able[int(n)] for n in torch.randperm(len(able), generator=drawn)[: response_file.RESPONDING_TOKENS]]
+    tokens = [able[int(n)] for n in torch.randperm(len(able), generator=drawn)[: response_file.RESPONDING_TOKENS]]
     expected = np.zeros((3, 5))
     coupling = weights - np.diag(np.diag(weights))
     collective = np.linalg.inv(np.eye(24) - coupling)
     for depth in range(3):
         deep = np.linalg.matrix_power(np.eye(24) + 0.7 * weights, 3 - depth)
-        for token in asked:
+        for token in tokens:
             others = (weights[token] > 0) & (np.arange(24) != token)
             for place, response in ((0, 0.7 * weights), (2, deep)):
                 by = coupling[token, others]
@@ -185,49 +187,53 @@ def test_the_response_of_linear_layers_is_the_one_in_closed_form(causal):
                 more = regressed(response[token, others], by, collective[token, others])
                 expected[depth, place + 1] += more - regressed(response[token, others], by)
             expected[depth, 4] += (deep[token, others] ** 2).sum() / (deep[token] ** 2).sum()
-    assert len(found) == 3
-    for depth, index in enumerate(sorted(found)):
-        total, count = found[index]
-        assert count[:, 0].tolist() == [len(asked)] * 5
+    assert len(sums) == 3
+    for depth, index in enumerate(sorted(sums)):
+        total, count = sums[index]
+        assert count[:, 0].tolist() == [len(tokens)] * 5
         assert total[:, 0].numpy() == pytest.approx(expected[depth], rel=1e-3, abs=1e-5)
-        assert count[:4, 1].tolist() == [len(asked)] * 4 and float(total[0, 1]) < 0.5 * len(asked)
-    assert not made.scale.requires_grad or made.scale.grad is None
+        assert count[:4, 1].tolist() == [len(tokens)] * 4 and float(total[0, 1]) < 0.5 * len(tokens)
+    assert not network.scale.requires_grad or network.scale.grad is None
 
 
-def test_what_a_layer_built_from_its_weights_answers_is_found_and_what_is_not_is_not():
+def test_a_response_built_from_the_weights_is_explained_by_them_and_noise_is_not():
     drawn = torch.Generator().manual_seed(0)
     weights = torch.rand(200, generator=drawn, dtype=torch.float64)
     noise, other = torch.rand(2, 200, generator=drawn, dtype=torch.float64)
-    own = Response(3 * weights + 1, torch.tensor(1.0), weights, other)
-    assert float(by_weights(own, own)) == pytest.approx(1, abs=1e-12)
-    assert float(collective_gain(own, own)) == pytest.approx(0, abs=1e-12)
+    response = Response(3 * weights + 1, torch.tensor(1.0), weights, other)
+    assert float(by_weights(response, response)) == pytest.approx(1, abs=1e-12)
+    assert float(collective_gain(response, response)) == pytest.approx(0, abs=1e-12)
     together = Response(weights + other, torch.tensor(1.0), weights, other)
     assert float(collective_gain(together, together)) == pytest.approx(
         1 - regressed((weights + other).numpy(), weights.numpy())
     )
-    assert float(by_weights(Response(noise, own.itself, weights, other), own)) < 0.05
+    assert float(by_weights(Response(noise, response.itself, weights, other), response)) < 0.05
     assert float(explained(weights, torch.ones_like(weights))) == 0.0
     assert explained(torch.ones_like(weights), weights).isnan()
     assert float(explained(weights, other, other)) == pytest.approx(regressed(weights.numpy(), other.numpy()))
 
 
-def test_weights_keep_their_wish_for_gradients_and_get_none():
-    made = model("bert")
-    made.encoder.layer[0].requires_grad_(False)
-    before = [p.requires_grad for p in made.parameters()]
-    measured(made, "response")
-    assert [p.requires_grad for p in made.parameters()] == before and all(p.grad is None for p in made.parameters())
+def test_weights_keep_requires_grad_and_get_no_gradient():
+    network = model("bert")
+    network.encoder.layer[0].requires_grad_(False)
+    before = [p.requires_grad for p in network.parameters()]
+    measured(network, "response")
+    assert [p.requires_grad for p in network.parameters()] == before and all(
+        p.grad is None for p in network.parameters()
+    )
 
 
 @pytest.mark.medium
 def test_batch_size_moves_nothing_and_frozen_weights_are_read():
-    made = model("llama").requires_grad_(False)
+    network = model("llama").requires_grad_(False)
     groups = ["response", "symmetry"]
-    one = massieu.probe(made, [{"input_ids": IDS}], statistics=groups).layers
-    parts = massieu.probe(made, [{"input_ids": part} for part in IDS.split(2)], statistics=groups).layers
+    one = massieu.probe(network, [{"input_ids": IDS}], statistics=groups).layers
+    parts = massieu.probe(network, [{"input_ids": part} for part in IDS.split(2)], statistics=groups).layers
     assert parts["statistic"].to_list() == one["statistic"].to_list()
-    kept = ~one["statistic"].str.contains("q_value") & (one["value"].abs() > 1e-6)
-    assert parts.filter(kept)["value"].to_numpy() == pytest.approx(one.filter(kept)["value"].to_numpy(), rel=1e-3)
+    compared = ~one["statistic"].str.contains("q_value") & (one["value"].abs() > 1e-6)
+    assert parts.filter(compared)["value"].to_numpy() == pytest.approx(
+        one.filter(compared)["value"].to_numpy(), rel=1e-3
+    )
 
 
 def test_inputs_that_cannot_be_put_in_another_order_say_why():

@@ -65,9 +65,9 @@ def assert_agrees_with_explicit_matrices(name: str, padded: bool) -> None:
     special = marks(batch)
     reading = read(name, [batch], [special])
     for site, layer in enumerate(oracle.attention_of(name, batch)):
-        found = values_of(reading, site)
-        for statistic, wanted in oracle.expected(layer, batch, special).items():
-            assert np.allclose(found[statistic], wanted, atol=1e-5, rtol=1e-5), (statistic, site)
+        values = values_of(reading, site)
+        for statistic, expected in oracle.expected(layer, batch, special).items():
+            assert np.allclose(values[statistic], expected, atol=1e-5, rtol=1e-5), (statistic, site)
 
 
 def test_statistics_agree_with_explicit_matrices():
@@ -174,9 +174,9 @@ def test_the_strongest_keys_of_an_example_have_weights_of_one_at_most():
         torch.empty(1, 24, 4, 16),
     )  # fmt: skip
     right = torch.softmax(3e7 * query.double() @ key.double().mT, -1).topk(3)
-    found = _numbers(call)
-    assert np.allclose(found["top_weights"][..., :3], right.values[0], atol=1e-5)
-    assert (found["top_keys"][..., 0] == right.indices[0, ..., 0].numpy()).all()
+    numbers = _numbers(call)
+    assert np.allclose(numbers["top_weights"][..., :3], right.values[0], atol=1e-5)
+    assert (numbers["top_keys"][..., 0] == right.indices[0, ..., 0].numpy()).all()
 
 
 def test_every_statistic_is_either_headline_or_says_why_not():
@@ -235,8 +235,8 @@ def test_nan_is_reported_and_left_out():
         AttentionSite("a"), torch.nn.Identity(), query, key, key, None, False, 0.5, None, None, torch.empty(1, 8, 2, 4)
     )
     tokens = Tokens(torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.bool))
-    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(8), True), PACKAGE.query_functions)
-    results.update(found, torch.arange(8), 1)
+    result = query_statistics(QueryReading(call, tokens, tokens, torch.arange(8), True), PACKAGE.query_functions)
+    results.update(result, torch.arange(8), 1)
     assert results.broken.counts.tolist() == [0, 1]
     estimate = results.ratio.estimate()
     assert np.isfinite(estimate.value[results.names.index("entropy")]).all()
@@ -254,12 +254,12 @@ def test_learned_sink_takes_its_share_of_z():
         model(**batch, use_cache=False)
     call = calls[0]
     tokens = Tokens(batch["attention_mask"].bool(), torch.zeros(3, 20, dtype=torch.bool))
-    found = query_statistics(QueryReading(call, tokens, tokens, torch.arange(20), True), PACKAGE.query_functions)
+    result = query_statistics(QueryReading(call, tokens, tokens, torch.arange(20), True), PACKAGE.query_functions)
     key = call.key.double().repeat_interleave(2, 1)
     z = (call.query.double() @ key.mT * call.scale).masked_fill(~call.visible(), -torch.inf).exp().sum(-1)
     b = call.sink.double()[:, None].exp()
-    assert torch.allclose(found.values["sink_weight"].double(), b / (b + z), atol=1e-6)
-    assert torch.allclose(found.values["log_partition"].double(), (b + z).log(), atol=1e-5)
+    assert torch.allclose(result.values["sink_weight"].double(), b / (b + z), atol=1e-6)
+    assert torch.allclose(result.values["log_partition"].double(), (b + z).log(), atol=1e-5)
 
 
 def test_selection_of_statistics():
@@ -279,8 +279,8 @@ def test_first_value_against_the_mean_of_all():
     batch = zoo.inputs("llama", padded=True)
     reading = read("llama", [batch], [marks(batch)])
     for site, layer in enumerate(oracle.attention_of("llama", batch)):
-        wanted = oracle.expected(layer, batch, marks(batch))["first_value_norm_ratio"]
-        np.testing.assert_allclose(values_of(reading, site)["first_value_norm_ratio"], wanted, rtol=1e-5)
+        expected = oracle.expected(layer, batch, marks(batch))["first_value_norm_ratio"]
+        np.testing.assert_allclose(values_of(reading, site)["first_value_norm_ratio"], expected, rtol=1e-5)
 
 
 def test_sampled_queries_belong_to_their_window_however_windows_come():
@@ -334,11 +334,11 @@ def test_a_new_statistic_is_in_the_tables_the_page_and_the_lists(own_statistic):
 def statistic_of_the_recipe() -> Iterator[str]:
     """The code that CONTRIBUTING.md shows for a new statistic, run in the file that it names."""
     page = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    found = re.search(r"\*\*a statistic\.\*\*.*?```python\n(.*?)```", page, re.DOTALL)
-    assert found is not None
+    match = re.search(r"\*\*a statistic\.\*\*.*?```python\n(.*?)```", page, re.DOTALL)
+    assert match is not None
     scope = vars(attention_file).copy()
     before = set(STATISTICS)
-    exec(compile(found[1], "CONTRIBUTING.md", "exec"), scope)
+    exec(compile(match[1], "CONTRIBUTING.md", "exec"), scope)
     (name,) = set(STATISTICS) - before
     yield name
     del STATISTICS[name], attention_file.REGISTER.functions[name]
@@ -350,12 +350,12 @@ def test_the_recipe_of_a_statistic_works(statistic_of_the_recipe):
     result = massieu.probe(
         model, massieu.Batches([batch] * 2, window=20), statistics=[statistic_of_the_recipe], draws=2
     )
-    found = result.heads.filter(polars.col("statistic") == statistic_of_the_recipe)["value"].to_numpy()
+    values = result.heads.filter(polars.col("statistic") == statistic_of_the_recipe)["value"].to_numpy()
     expected = []
     for layer in oracle.attention_of("gpt2", batch):
         scores = layer["scores"].double()
         expected.append((scores.amax(-1) - scores.logsumexp(-1)).mean((0, 2)).numpy())
-    np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-5)
+    np.testing.assert_allclose(values, np.concatenate(expected), rtol=1e-5)
     assert f"{statistic_of_the_recipe}/reinitialised" in result.heads["statistic"].to_list()
 
 

@@ -23,18 +23,18 @@ def made(kind: str) -> HeadWindow:
     return window(2 * drawn(H, N, D), drawn(heads, N, D, 1), drawn(heads, N, 5, 2), causal=kind == "causal", real=real)
 
 
-def explicit(given: HeadWindow) -> dict[str, list[float]]:
-    call, real = given.call, int(given.real.sum())
+def explicit(head_window: HeadWindow) -> dict[str, list[float]]:
+    call, real = head_window.call, int(head_window.real.sum())
     found: dict[str, list[float]] = {name: [] for name in UNCERTAINTY_REGISTER.functions}
     for head in range(H):
         own = head * call.key.shape[1] // H
         keys, values = (part[0, own, :real].double().numpy() for part in (call.key, call.value))
-        asked = call.query[0, head, given.queries].double().numpy()
-        steps = call.scale * (asked - asked.mean(0)) / np.sqrt(len(asked))
+        queries = call.query[0, head, head_window.queries].double().numpy()
+        steps = call.scale * (queries - queries.mean(0)) / np.sqrt(len(queries))
         spread = np.sqrt(((values - values.mean(0)) ** 2).sum(1).mean())
         tokens, information, lipschitz = [], [], []
-        for place in given.queries[:QUERIES].tolist():
-            p = weights_of(given, head, place)
+        for place in head_window.queries[:QUERIES].tolist():
+            p = weights_of(head_window, head, place)
             output = p @ values
             changes = []
             for j in range(real):
@@ -52,37 +52,40 @@ def explicit(given: HeadWindow) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "grouped", "padded"])
 def test_numbers_are_the_explicit_ones(kind):
-    given = made(kind)
-    for name, expected in explicit(given).items():
+    head_window = made(kind)
+    for name, expected in explicit(head_window).items():
         # Power iteration finds the norm from below, with an error that falls with the square of the ratio of the two largest.
-        found = mean(UNCERTAINTY_REGISTER.functions[name](given))
+        found = mean(UNCERTAINTY_REGISTER.functions[name](head_window))
         np.testing.assert_allclose(found, expected, rtol=5e-3 if name == "output_lipschitz" else 1e-6)
 
 
 def test_the_lipschitz_constant_bounds_small_steps_and_the_information_is_twice_the_divergence():
-    given = window(drawn(1, N, D), drawn(1, N, D, 1), drawn(1, N, 5, 2))
-    values = given.call.value[0, 0].double().numpy()
-    asked = given.call.query[0, 0, given.queries].double()
+    head_window = window(drawn(1, N, D), drawn(1, N, D, 1), drawn(1, N, 5, 2))
+    values = head_window.call.value[0, 0].double().numpy()
+    queries = head_window.call.query[0, 0, head_window.queries].double()
     spread = np.sqrt(((values - values.mean(0)) ** 2).sum(1).mean())
     largest, twice = [], []
-    for number, place in enumerate(given.queries[:QUERIES].tolist()):
-        p = weights_of(given, 0, place)
+    for number, place in enumerate(head_window.queries[:QUERIES].tolist()):
+        p = weights_of(head_window, 0, place)
         moved = []
-        for step in asked - asked.mean(0):
-            other = given.call.query.clone().double()
+        for step in queries - queries.mean(0):
+            other = head_window.call.query.clone().double()
             other[0, 0, place] += 1e-4 * step
             near = HeadWindow(
-                given.call.__class__(**{**vars(given.call), "query": other}), given.real, given.queries, given.seed
+                head_window.call.__class__(**{**vars(head_window.call), "query": other}),
+                head_window.real,
+                head_window.queries,
+                head_window.seed,
             )
             q = weights_of(near, 0, place)
             moved.append(np.linalg.norm((q - p) @ values) / 1e-4 / spread)
             twice.append(2 * float((p * np.log(p / q)).sum()) / 1e-8)
-        largest.append(np.linalg.norm(moved) / np.sqrt(len(asked)))
+        largest.append(np.linalg.norm(moved) / np.sqrt(len(queries)))
         assert number < QUERIES
     # The root of the mean square over the steps is at most √rank times the worst direction's, and at least it.
-    ratio = np.mean(largest) / float(mean(output_lipschitz(given))[0])
+    ratio = np.mean(largest) / float(mean(output_lipschitz(head_window))[0])
     assert 0.99 < ratio < np.sqrt(D) + 0.01
-    assert np.mean(twice) == pytest.approx(float(mean(query_fisher_information(given))[0]), rel=1e-3)
+    assert np.mean(twice) == pytest.approx(float(mean(query_fisher_information(head_window))[0]), rel=1e-3)
 
 
 def test_one_token_and_all_of_them():
@@ -105,12 +108,12 @@ def test_scales_and_origins_move_nothing():
         np.testing.assert_allclose(split, before, rtol=1e-4)
 
 
-def test_what_cannot_be_known_has_no_number():
+def test_queries_without_a_defined_number_have_none():
     query, key, value = drawn(H, N, D), drawn(H, N, D, 1), drawn(H, N, 5, 2)
     value[0] = 1.0  # all alike: no token changes the output
     query[1, 5] = torch.nan
-    given = window(query, key, value)
-    assert output_effective_tokens(given)[1].tolist() == [0, QUERIES - 1, QUERIES]
+    head_window = window(query, key, value)
+    assert output_effective_tokens(head_window)[1].tolist() == [0, QUERIES - 1, QUERIES]
     alone = window(query[:, :1], key[:, :1], value[:, :1])
     for measure in UNCERTAINTY_REGISTER.functions.values():
         total, count = measure(alone)

@@ -35,7 +35,7 @@ def test_affine_maps_are_the_weights_and_biases_of_the_module():
     read = first_read(model, zoo.inputs("bert"))
     assert read.residual is not None
     with torch.no_grad(), capturing(model, lambda call: None) as capture:
-        found = affine_projections(capture, read)
+        maps = affine_projections(capture, read)
         replay = Replay(capture, read)
         query_map = replay.query_map(torch.arange(5))
         moved = read.residual[:, :5] + torch.randn(read.call.query.shape[1], 1, 5, read.residual.shape[-1])
@@ -43,11 +43,11 @@ def test_affine_maps_are_the_weights_and_biases_of_the_module():
     torch.testing.assert_close(*each)
     module: Any = read.call.module
     heads = read.call.query.shape[1]
-    for (weight, bias), linear in zip(found, (module.query, module.key, module.value), strict=True):
+    for (weight, bias), linear in zip(maps, (module.query, module.key, module.value), strict=True):
         torch.testing.assert_close(weight.flatten(0, 1).float(), linear.weight.detach(), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(bias.flatten().float(), linear.bias.detach(), atol=1e-5, rtol=1e-4)
     assert query_map is not None
-    torch.testing.assert_close(query_map[0], found[0][0].float(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(query_map[0], maps[0][0].float(), atol=1e-5, rtol=1e-4)
     assert query_map[1].shape == (heads, module.query.out_features // heads)
 
 
@@ -105,10 +105,10 @@ def test_a_weight_that_is_nearly_the_map_is_not_taken_for_it():
     layer = nn.Linear(6, 4)
     state = torch.linspace(-1, 1, 6)
     result = layer(state).detach().view(2, 2)
-    found = maps_among_weights(layer, state, [result])
-    assert found is not None
-    assert torch.equal(found[0][0].flatten(0, 1), layer.weight)
-    assert torch.equal(found[0][1].flatten(), layer.bias)
+    maps = maps_among_weights(layer, state, [result])
+    assert maps is not None
+    assert torch.equal(maps[0][0].flatten(0, 1), layer.weight)
+    assert torch.equal(maps[0][1].flatten(), layer.bias)
     assert maps_among_weights(layer, state, [result * (1 + 1e-4)]) is None
     assert maps_among_weights(layer, state, [result, -result]) is None
     assert maps_among_weights(layer.bfloat16(), state.bfloat16(), [result.bfloat16()]) is None
@@ -132,9 +132,9 @@ def test_one_call_serves_all_heads_where_a_linear_layer_begins_the_query(name):
         heads = read.call.query.shape[1]
         moved = residual + torch.randn(heads, *residual.shape, dtype=torch.float64)
         slopes = [torch.randn_like(read.call.query[:, :, positions]) for _ in range(2)]
-        own = together.own_queries(moved, positions)
+        queries = together.own_queries(moved, positions)
         for head in range(heads):
-            torch.testing.assert_close(own[:, head], alone.queries(moved[head], positions)[:, head])
+            torch.testing.assert_close(queries[:, head], alone.queries(moved[head], positions)[:, head])
         gradients = zip(together.pulled_back(slopes, positions), alone.pulled_back(slopes, positions), strict=True)
         for mine, expected in gradients:
             torch.testing.assert_close(mine, expected)

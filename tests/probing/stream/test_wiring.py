@@ -67,10 +67,10 @@ def test_the_stream_is_what_the_blocks_return(name):
         for handle in handles:
             handle.remove()
     last_run = returned[-len(blocks) :]
-    found = [step.after for step in steps]
+    states = [step.after for step in steps]
     assert blocks
     for state in last_run:
-        assert any(f.shape == state.shape and torch.equal(f, state) for f in found)
+        assert any(f.shape == state.shape and torch.equal(f, state) for f in states)
 
 
 @every_row("name", sorted({"bert", "gpt2", "llama", "modernbert", "bart", "t5", "vit"} & zoo.MAKERS.keys()))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import massieu
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
-from massieu.probing.statistics.head_window import HeadWindow, Sums
+from massieu.probing.statistics.head_window import HeadSums, HeadWindow
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
 IDS = torch.randint(1, 40, (4, 40), generator=torch.Generator().manual_seed(0))
@@ -46,7 +46,7 @@ def weights_of(given: HeadWindow, head: int, place: int) -> np.ndarray:
     return np.pad(weights / weights.sum(), (0, real - len(keys)))
 
 
-def mean(found: Sums) -> np.ndarray:
+def mean(found: HeadSums) -> np.ndarray:
     return (found[0] / found[1]).numpy()
 
 

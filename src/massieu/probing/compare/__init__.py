@@ -1,1 +1,1 @@
-"""Two models beside each other, or many: the same text, paired errors, and which heads differ."""
+"""Comparisons of two or more models on one text: paired errors, and which heads differ."""

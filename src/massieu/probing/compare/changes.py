@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     import polars
 
 QUERIES = 96
-"""Tokens of an example window that are kept."""
+"""Tokens of an example window that are stored."""
 SHADES = ("entropy", "selective_log_partition")
+"""Statistics by which the tokens of an example can be shaded; the first that both models have is used."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,12 @@ class Change:
 
 
 def changes_of(table: "polars.DataFrame", headline: set[str]) -> list[Change]:
-    """The named heads, the one that changed most first, each with its largest change."""
+    """The named heads, in the order of how much they changed, each with its largest change.
+
+    Args:
+        table: differences between two models, with a column "named".
+        headline: the statistics that count.
+    """
     polars = require_extra("polars", "probe")
     heads = table.filter((polars.col("scope") == "head") & polars.col("statistic").is_in(sorted(headline)))
     spread = polars.col("first").std().over("statistic")
@@ -55,37 +61,42 @@ def changes_of(table: "polars.DataFrame", headline: set[str]) -> list[Change]:
 
 
 def examples_of(changes: list[Change], first: ProbeResult, second: ProbeResult) -> list[dict[str, Any]]:
-    """For each change, the first example window that both results have of it: tokens, and each model's numbers there."""
-    found = []
+    """For each change, the first example window that both results have: its tokens, and each model's numbers of the head."""
+    examples = []
     sites = {site.name: site for site in first.run.sites}
-    places = [{site.name: str(site.index) for site in result.run.sites} for result in (first, second)]
+    # Examples hold sites by index, which may differ between models whose sites have the same names.
+    first_index = {site.name: str(site.index) for site in first.run.sites}
+    second_index = {site.name: str(site.index) for site in second.run.sites}
+    first_examples = first.details.get("examples") or []
+    second_examples = second.details.get("examples") or []
     for change in changes:
         site = sites[change.site]
-        for one, other in zip(*((result.details.get("examples") or []) for result in (first, second)), strict=False):
-            pair = [
-                example["sites"].get(place.get(change.site), {})
-                for example, place in zip((one, other), places, strict=True)
+        for first_example, second_example in zip(first_examples, second_examples, strict=False):
+            entries = [
+                first_example["sites"].get(first_index.get(change.site), {}),
+                second_example["sites"].get(second_index.get(change.site), {}),
             ]
-            shade = next((name for name in SHADES if all(name in each for each in pair)), None)
-            if shade is None or one["tokens"] != other["tokens"]:
+            shade = next((name for name in SHADES if all(name in entry for entry in entries)), None)
+            tokens = first_example["tokens"]
+            if shade is None or tokens != second_example["tokens"]:
                 continue
-            found.append(
+            examples.append(
                 {
                     "site": change.site,
                     "layer": change.layer,
                     "head": change.head,
-                    "title": one.get("title"),
+                    "title": first_example.get("title"),
                     "shade": shade,
-                    "queries": one["tokens"].get(site.query_tokens or "text", [])[:QUERIES],
-                    "keys": one["tokens"].get(site.key_tokens or "text", []),
-                    "models": [_seen(each, shade, change.head) for each in pair],
+                    "queries": tokens.get(site.query_tokens or "text", [])[:QUERIES],
+                    "keys": tokens.get(site.key_tokens or "text", []),
+                    "models": [_head_numbers(entry, shade, change.head) for entry in entries],
                 }
             )
             break
-    return found
+    return examples
 
 
-def _seen(entry: dict[str, Any], shade: str, head: int) -> dict[str, Any]:
+def _head_numbers(entry: dict[str, Any], shade: str, head: int) -> dict[str, Any]:
     """One model's numbers of a head in a window."""
     parts = {"values": shade, "top_keys": "top_keys", "top_weights": "top_weights"}
     return {name: entry[part][head][:QUERIES] for name, part in parts.items() if part in entry}

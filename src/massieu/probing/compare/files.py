@@ -16,7 +16,7 @@ VERSION = 1
 
 
 def record_bytes(record: dict[str, Any], files: dict[str, bytes]) -> bytes:
-    """``comparison.json``, with the hashes of the files beside it."""
+    """The bytes of ``comparison.json``, with the hashes of the other files."""
     hashes = {name: folders.digest(content) for name, content in files.items()}
     return json.dumps({"schema_version": VERSION} | record | {"files": hashes}, indent=1, allow_nan=False).encode(
         "ascii"
@@ -30,20 +30,20 @@ def read_files(content: folders.Stored) -> tuple[dict[str, Any], list["polars.Da
         InputError: a file is missing, cannot be read, or is not of this comparison.
     """
     where = str(content.where)
-    said = stored.parse(content.record, where)
-    if said.get("schema_version") != VERSION:
-        raise InputError(f"{where} has schema_version {said.get('schema_version')}; this version reads {VERSION}")
-    hashes = stored.hashes_of(said, where) or {}
+    record = stored.parse(content.record, where)
+    if record.get("schema_version") != VERSION:
+        raise InputError(f"{where} has schema_version {record.get('schema_version')}; this version reads {VERSION}")
+    hashes = stored.hashes_of(record, where) or {}
     polars = require_extra("polars", "probe")
     tables = []
     for name in (DIFFERENCES, VALUES):
-        _, table = content.read(name)
-        if hashes.get(name) != folders.digest(table):
+        _, table_bytes = content.read(name)
+        if hashes.get(name) != folders.digest(table_bytes):
             raise folders.MismatchError(
                 f"{content.path(name)} is not the file that {COMPARISON_RECORD} was stored with"
             )
         try:
-            tables.append(polars.read_parquet(io.BytesIO(table)))
+            tables.append(polars.read_parquet(io.BytesIO(table_bytes)))
         except (polars.exceptions.PolarsError, polars.exceptions.PanicException) as error:
             raise InputError(f"{content.path(name)} is not a table: {str(error).splitlines()[0]}") from error
-    return said, tables
+    return record, tables

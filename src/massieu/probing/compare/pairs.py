@@ -1,13 +1,20 @@
-"""Two results beside each other: whether their errors are paired, and a row for each statistic of each head."""
+"""Two results compared: whether their errors are paired, and a row for each statistic of each head."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from massieu.errors import InputError, require_extra
-from massieu.probing.compare.difference import Difference, alone, independent, paired, same_units
+from massieu.probing.compare.difference import (
+    Difference,
+    HeadEstimates,
+    alone,
+    independent,
+    paired,
+    same_units,
+)
 from massieu.probing.result.long_table import schema
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.statistics.registry import SAMPLED
@@ -22,22 +29,22 @@ PLACE = ("scope", "site", "layer", "head", "statistic")
 NUMBERS = ("first", "second", "difference", "standard_error", "degrees", "p_value", "q_value")
 COLUMNS = ("model", *PLACE, *NUMBERS)
 EXACT = "maps"
-"""The group of statistics that are computed from the weights alone: their differences have no error, and no test."""
+"""The group of statistics that are computed from the weights alone: their differences have no error and no test."""
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """Whether errors are paired, and why in a sentence."""
+    """Whether errors are paired, and a sentence that says why."""
 
     paired: bool
     sentence: str
 
 
 def pairing(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> Pairing:
-    """How the errors of two results stand to each other.
+    """Whether the errors of two results can be paired.
 
     Raises:
-        InputError: two different models were read on different texts: what differs may be the text.
+        InputError: two different models were read on different texts, so that the text may be what differs.
     """
     one, other = names
     if any(result.run.settings.get("generate") for result in (first, second)):
@@ -47,51 +54,73 @@ def pairing(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> 
     digests = [None if result.units is None else result.units.text for result in (first, second)]
     if None not in digests and digests[0] == digests[1]:
         return Pairing(True, f"{one} and {other} read the same windows, and their errors are paired")
-    known = {result.run.model.hash for result in (first, second)}
     if None not in digests:
-        if len(known) == 1 and None not in known:
-            said = "are one model on two texts, and their errors are taken as independent"
-            return Pairing(False, f"{one} and {other} {said}")
+        hashes = {result.run.model.hash for result in (first, second)}
+        if len(hashes) == 1 and None not in hashes:
+            return Pairing(
+                False, f"{one} and {other} are one model on two texts, and their errors are taken as independent"
+            )
         raise InputError(
             f"{one} and {other} are two models that read different texts, so what differs may be the text; probe both on "
             "the same text with the same tokenizer, window, limit and fill_windows"
         )
-    lacking = " and ".join(name for name, digest in zip(names, digests, strict=True) if digest is None)
-    if _said_of_text(first) != _said_of_text(second):
+    without_digest = " and ".join(name for name, digest in zip(names, digests, strict=True) if digest is None)
+    if _text_of_record(first) != _text_of_record(second):
         raise InputError(
-            f"{one} and {other} cannot be compared: nothing shows that they read the same text ({lacking}: no digest of it "
-            "was stored), and their records name different texts"
+            f"{one} and {other} cannot be compared: nothing shows that they read the same text ({without_digest}: no digest "
+            "of it was stored), and their records name different texts"
         )
-    said = f"no sums by unit of the text were stored for {lacking}"
-    return Pairing(False, f"{said}, so the errors are taken as independent, which is on the careful side")
+    return Pairing(
+        False,
+        f"no sums by unit of the text were stored for {without_digest}, so the errors are taken as independent, which is "
+        "on the careful side",
+    )
 
 
-def _said_of_text(result: ProbeResult) -> tuple[Any, ...]:
+def _text_of_record(result: ProbeResult) -> tuple[Any, ...]:
+    """The entries of a record by which its text can be recognised without a digest."""
     text = result.run.text
     return text.source, text.max_length, text.packing, text.tokens, text.windows
 
 
 def check_shapes(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> None:
-    """That each head of one has its fellow in the other.
+    """Check that each head of one model has its counterpart in the other.
 
     Raises:
         InputError: the models have different sites or numbers of heads.
     """
-    shapes = [{site.name: site.heads for site in result.run.sites} for result in (first, second)]
-    if shapes[0] == shapes[1]:
+    first_heads = {site.name: site.heads for site in first.run.sites}
+    second_heads = {site.name: site.heads for site in second.run.sites}
+    if first_heads == second_heads:
         return
-    odd = next(site for site in (*shapes[0], *shapes[1]) if shapes[0].get(site) != shapes[1].get(site))
-    each = [f"{heads} heads" if (heads := shape.get(odd)) is not None else "no such site" for shape in shapes]
-    sizes = [f"{len(shape)} sites with {sum(filter(None, shape.values()))} heads" for shape in shapes]
+    site = next(site for site in (*first_heads, *second_heads) if first_heads.get(site) != second_heads.get(site))
     raise InputError(
-        f"{names[0]} ({sizes[0]}) and {names[1]} ({sizes[1]}) have different shapes, so their heads cannot be matched: "
-        f"{odd} has {each[0]} in one and {each[1]} in the other"
+        f"{names[0]} ({_size_of(first_heads)}) and {names[1]} ({_size_of(second_heads)}) have different shapes, so their heads "
+        f"cannot be matched: {site} has {_heads_in_words(first_heads.get(site))} in one and "
+        f"{_heads_in_words(second_heads.get(site))} in the other"
     )
+
+
+def _size_of(heads: dict[str, int | None]) -> str:
+    return f"{len(heads)} sites with {sum(filter(None, heads.values()))} heads"
+
+
+def _heads_in_words(heads: int | None) -> str:
+    return "no such site" if heads is None else f"{heads} heads"
+
+
+@dataclass(frozen=True)
+class _Key:
+    """One statistic at one attention site, or at one sublayer."""
+
+    scope: Literal["head", "layer"]
+    site: str
+    statistic: str
 
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """The heads of one site, or one sublayer, for one statistic."""
+    """The cells of a table for one key: the heads of a site, or a sublayer."""
 
     layer: int | None
     heads: list[int | None]
@@ -99,80 +128,111 @@ class _Cells:
     error: np.ndarray
 
 
-def _cells(frame: "polars.DataFrame") -> dict[tuple[str, str], _Cells]:
-    """By site and statistic, without controls, halves and bins."""
-    own = frame.filter(~frame["statistic"].str.contains("/", literal=True))
-    found = {}
-    for (site, statistic), part in own.partition_by("site", "statistic", as_dict=True, maintain_order=True).items():
-        numbers = (part[name].cast(float).fill_null(np.nan).to_numpy() for name in ("value", "standard_error"))
-        found[str(site), str(statistic)] = _Cells(part["layer"][0], part["head"].to_list(), *numbers)
-    return found
+def _cells(result: ProbeResult) -> dict[_Key, _Cells]:
+    """The cells of both tables, without controls, halves and bins: those of heads first."""
+    cells: dict[_Key, _Cells] = {}
+    tables: tuple[tuple[Literal["head", "layer"], polars.DataFrame], ...] = (
+        ("head", result.heads),
+        ("layer", result.layers),
+    )
+    for scope, table in tables:
+        statistics = table.filter(~table["statistic"].str.contains("/", literal=True))
+        parts = statistics.partition_by("site", "statistic", as_dict=True, maintain_order=True)
+        for (site, statistic), part in parts.items():
+            cells[_Key(scope, str(site), str(statistic))] = _Cells(
+                layer=part["layer"][0],
+                heads=part["head"].to_list(),
+                value=part["value"].cast(float).fill_null(np.nan).to_numpy(),
+                error=part["standard_error"].cast(float).fill_null(np.nan).to_numpy(),
+            )
+    return cells
 
 
 def differences(
-    first: ProbeResult, second: ProbeResult, how: Pairing, names: tuple[str, str]
+    first: ProbeResult, second: ProbeResult, pairing: Pairing, names: tuple[str, str]
 ) -> tuple["polars.DataFrame", list[str]]:
-    """A row for each statistic of each head and sublayer that both results have; and what only one of them has, in words."""
-    said = {each.name: each for result in (first, second) for each in result.run.statistics}
-    untested = {name for name, each in said.items() if each.gauge_dependent or each.group == EXACT}
+    """A row for each statistic of each head and sublayer that both results have, and sentences about what is missing."""
+    statistics = {statistic.name: statistic for result in (first, second) for statistic in result.run.statistics}
+    untested = {name for name, statistic in statistics.items() if statistic.gauge_dependent or statistic.group == EXACT}
     rows: list[dict[str, Any]] = []
+    # Dictionaries without values: they keep the order, and each entry once.
     missing: dict[tuple[str, str], None] = {}
-    unlike: dict[str, None] = {}
-    for scope, (ours, theirs) in (("head", (first.heads, second.heads)), ("layer", (first.layers, second.layers))):
-        one, other = _cells(ours), _cells(theirs)
-        for key in {**one, **other}:
-            if key not in one or key not in other or one[key].heads != other[key].heads:
-                missing[key[1], names[0] if key in one else names[1]] = None
-                continue
-            found, matched = _difference((first, second), (one[key], other[key]), (scope, *key), how)
-            if how.paired and not matched and key[1] not in untested:
-                unlike[key[1]] = None
-            p = np.full(len(one[key].heads), np.nan) if key[1] in untested else found.p_value()
-            rows += _rows(scope, key, one[key], other[key], found, p)
+    unpaired: dict[str, None] = {}
+    first_cells = _cells(first)
+    second_cells = _cells(second)
+    # As in the tables: heads before sublayers, those of the first result before those that only the second has.
+    keys = [key for scope in ("head", "layer") for key in {**first_cells, **second_cells} if key.scope == scope]
+    for key in keys:
+        one = first_cells.get(key)
+        other = second_cells.get(key)
+        if one is None or other is None or one.heads != other.heads:
+            missing[key.statistic, names[1] if one is None else names[0]] = None
+            continue
+        difference, is_paired = _difference((first, second), (one, other), key, pairing)
+        if pairing.paired and not is_paired and key.statistic not in untested:
+            unpaired[key.statistic] = None
+        p_value = np.full(len(one.heads), np.nan) if key.statistic in untested else difference.p_value()
+        rows += _rows(key, one, other, difference, p_value)
     notes = [f"{statistic} was measured in {name} alone" for statistic, name in missing]
-    if unlike:
+    if unpaired:
         notes.append(
-            f"errors are taken as independent for {', '.join(unlike)}: sums by unit are missing, or of different windows"
+            f"errors are taken as independent for {', '.join(unpaired)}: sums by unit are missing, or of different windows"
         )
     return _with_q_values(rows, names[1]), notes
 
 
 def _difference(
-    results: tuple[ProbeResult, ProbeResult], cells: tuple[_Cells, _Cells], key: tuple[str, str, str], how: Pairing
+    results: tuple[ProbeResult, ProbeResult], cells: tuple[_Cells, _Cells], key: _Key, pairing: Pairing
 ) -> tuple[Difference, bool]:
-    """The difference and its error, and whether it is paired."""
-    sums = [None if result.units is None else result.units.sums.get(key) for result in results]
-    sampled = key[0] == "layer" or key[2] in _sampled(results[0])
-    units = Units("document" if results[0].run.text.packing is False else "window", sampled=sampled)
-    if sums[0] is not None and sums[1] is not None and sums[0].totals.shape[1] == len(cells[0].heads):
-        if how.paired and same_units(sums[0], sums[1]):
-            return paired(sums[0], sums[1], units), True
-        return independent(*alone(sums[0], units), *alone(sums[1], units)), False
-    sides = []
-    for result, each in zip(results, cells, strict=True):
+    """The difference and its error, and whether the error is paired."""
+    first, second = results
+    place = (key.scope, key.site, key.statistic)
+    first_sums = None if first.units is None else first.units.sums.get(place)
+    second_sums = None if second.units is None else second.units.sums.get(place)
+    sampled = key.scope == "layer" or key.statistic in _sampled(first)
+    units = Units("document" if first.run.text.packing is False else "window", sampled=sampled)
+    if first_sums is not None and second_sums is not None and first_sums.totals.shape[1] == len(cells[0].heads):
+        if pairing.paired and same_units(first_sums, second_sums):
+            return paired(first_sums, second_sums, units), True
+        return independent(alone(first_sums, units), alone(second_sums, units)), False
+    # Without sums by unit, the errors of the tables, with the degrees of freedom of the whole run.
+    estimates = []
+    for result, side in zip(results, cells, strict=True):
         degrees = (result.run.sample if sampled else result.run.error_unit).degrees or 0.0
-        sides += [each.value, each.error, np.full(len(each.heads), degrees)]
-    return independent(*sides), False
+        estimates.append(HeadEstimates(side.value, side.error, np.full(len(side.heads), degrees)))
+    return independent(*estimates), False
 
 
 def _rows(
-    scope: str, key: tuple[str, str], one: _Cells, other: _Cells, found: Difference, p: np.ndarray
+    key: _Key, one: _Cells, other: _Cells, difference: Difference, p_value: np.ndarray
 ) -> Iterator[dict[str, Any]]:
+    """Rows of the table, without q-values, which need all of them."""
     for place, head in enumerate(one.heads):
-        numbers = (one.value, other.value, other.value - one.value, found.standard_error, found.degrees, p)
-        values = [*(float(each[place]) for each in numbers), np.nan]
-        where: tuple[Any, ...] = (scope, key[0], one.layer, head, key[1])
-        yield dict(zip((*PLACE, *NUMBERS), (*where, *values), strict=True))
+        yield {
+            "scope": key.scope,
+            "site": key.site,
+            "layer": one.layer,
+            "head": head,
+            "statistic": key.statistic,
+            "first": float(one.value[place]),
+            "second": float(other.value[place]),
+            "difference": float(other.value[place] - one.value[place]),
+            "standard_error": float(difference.standard_error[place]),
+            "degrees": float(difference.degrees[place]),
+            "p_value": float(p_value[place]),
+            "q_value": np.nan,
+        }
 
 
 def large(table: "polars.DataFrame", statistics: Iterable[Statistic]) -> np.ndarray:
-    """Which rows differ by the smallest effect of their statistic or more; any difference of one that declares none."""
-    by_name = {each.name: each for each in statistics}
-    numbers = (table[name].fill_null(np.nan).to_list() for name in ("first", "second"))
+    """Rows that differ by the smallest effect of their statistic or more; every row of a statistic without one."""
+    by_name = {statistic.name: statistic for statistic in statistics}
+    first_values = table["first"].fill_null(np.nan).to_list()
+    second_values = table["second"].fill_null(np.nan).to_list()
     return np.array(
         [
             name not in by_name or bool(by_name[name].matters(second, first))
-            for name, first, second in zip(table["statistic"], *numbers, strict=True)
+            for name, first, second in zip(table["statistic"], first_values, second_values, strict=True)
         ],
         dtype=bool,
     )
@@ -181,25 +241,26 @@ def large(table: "polars.DataFrame", statistics: Iterable[Statistic]) -> np.ndar
 def difference_schema() -> dict[str, Any]:
     """The types of the columns of ``differences.parquet``."""
     polars = require_extra("polars", "probe")
-    known = schema()
+    long_table_types = schema()
     texts = dict.fromkeys(("model", "scope"), polars.String)
-    places = {name: known[name] for name in PLACE if name in known}
+    places = {name: long_table_types[name] for name in PLACE if name in long_table_types}
     return texts | places | dict.fromkeys(NUMBERS, polars.Float64)
 
 
 def _with_q_values(rows: list[dict[str, Any]], model: str) -> "polars.DataFrame":
-    """The table; q-values are of all heads, or sublayers, of the model and of all statistics together."""
+    """The table; one family of q-values holds all statistics of all heads of the model, another those of its sublayers."""
     families: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         families.setdefault(row["scope"], []).append(row)
     for family in families.values():
-        for row, q in zip(family, benjamini_hochberg(np.array([row["p_value"] for row in family])), strict=True):
-            row["q_value"] = float(q)
+        q_values = benjamini_hochberg(np.array([row["p_value"] for row in family]))
+        for row, q_value in zip(family, q_values, strict=True):
+            row["q_value"] = float(q_value)
     polars = require_extra("polars", "probe")
     frame = polars.DataFrame([{"model": model} | row for row in rows], schema=difference_schema(), orient="row")
     return frame.with_columns(polars.col(*NUMBERS).fill_nan(None))
 
 
 def _sampled(result: ProbeResult) -> set[str]:
-    """The statistics that were measured on the sampled windows; records of earlier versions say their group alone."""
-    return {each.name for each in result.run.statistics if each.sampled or each.group in SAMPLED}
+    """The statistics that were measured on the sampled windows; in records of earlier versions, only their group shows it."""
+    return {statistic.name for statistic in result.run.statistics if statistic.sampled or statistic.group in SAMPLED}

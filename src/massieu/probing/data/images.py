@@ -106,7 +106,7 @@ def _files(path: Path) -> list[Path]:
         try:
             with pillow.open(file) as image:
                 image.verify()
-        except Exception as error:  # of whatever class the reader of this kind of file raises
+        except Exception as error:  # the reader of this kind of file may raise any class
             raise InputError(f"{file} is no image that can be read ({sentence(error)})") from error
     return files
 
@@ -151,7 +151,7 @@ def processor_of(name: str | PathLike[str], revision: str | None, trust_remote_c
         try:
             with quiet():
                 processor = kind.from_pretrained(checkpoint.place, **options)
-        except Exception as error:  # of whatever class: a missing file, a missing package, code of the checkpoint
+        except Exception as error:  # of any class: a missing file, a missing package, code of the checkpoint
             reasons.append(sentence(error))
             continue
         if hasattr(processor, "image_processor") or hasattr(processor, "preprocess"):
@@ -230,7 +230,7 @@ class ImageBatches:
         try:
             with quiet():
                 inputs = dict(self.processor(**arguments, return_tensors="pt"))
-        except Exception as error:  # of whatever class the processor raises
+        except Exception as error:  # the processor may raise any class
             more = " …" if len(names) > 3 else ""
             raise InputError(
                 f"{type(self.processor).__name__} cannot read {', '.join(names[:3])}{more} ({sentence(error)})"

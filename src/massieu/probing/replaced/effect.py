@@ -206,7 +206,7 @@ class Effects:
         try:
             with replaced(self.loaded.module, target.rule, sites=target.sites):
                 changed, _ = self._values(inputs)
-        except Exception as error:  # of whatever class a rule raises: what was measured of the text is not lost
+        except Exception as error:  # a rule may raise any class; what was measured of the text is not lost
             self.failed[name] = sentence(error)
             return no_change
         total, count = self._difference(changed[: len(real)], stock, real)

@@ -19,7 +19,7 @@ PAIRS = 2**24
 
 
 def settings_of(call: AttentionCall) -> dict[str, Any]:
-    """The arguments of `massieu.ops.attention` beside query, key and value."""
+    """The arguments of `massieu.ops.attention` other than query, key and value."""
     return {
         "log_weight": call.log_weight,
         "scale": call.scale,

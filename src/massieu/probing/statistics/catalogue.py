@@ -38,7 +38,7 @@ class Catalogue:
 
     @property
     def statistics(self) -> Mapping[str, Statistic]:
-        """All of them, by name: the package's first."""
+        """All statistics, by name: the package's first."""
         own = {name: statistic.metadata for name, statistic in self.own.items()}
         of_groups = {statistic.name: statistic for group in self.groups.values() for statistic in group.statistics}
         return STATISTICS | own | of_groups

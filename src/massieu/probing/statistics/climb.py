@@ -283,7 +283,7 @@ class ClimbStatistics(RunningParts):
         self.random = Ratio((2, len(PARTS), heads), units)
         self.pairs = Ratio((len(_PAIRED), heads, heads), units)
 
-    def take(self, pieces: Sequence["Sums"], numbers: Sequence[int] | None = None) -> None:
+    def take(self, pieces: Sequence["ClimbSums"], numbers: Sequence[int] | None = None) -> None:
         """Add what was measured on the pieces of one batch, which are together one row for each of its items.
 
         Args:
@@ -305,12 +305,14 @@ def paired(part: str) -> bool:
     return part in _PAIRED
 
 
-Sums = dict[str, tuple[Tensor, Tensor]]
+ClimbSums = dict[str, tuple[Tensor, Tensor]]
 """Totals and counts of a batch for the running results of a `ClimbStatistics`, by their names."""
 
 
-def measure_climb(replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator) -> list[Sums]:
-    """All heads of an attention site at some positions of a batch, so many positions at a time that memory is bounded."""
+def measure_climb(
+    replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator
+) -> list[ClimbSums]:
+    """The sums of all heads of an attention site at some positions of a batch, for a bounded number of positions at a time."""
     assert replay.read.residual is not None
     width = replay.read.call.query.shape[1] * len(replay.read.residual) * replay.read.residual.shape[-1]
     # A multiple of CONTROL_SHARE, so that the control queries do not depend on how the positions are split.
@@ -354,7 +356,7 @@ class Climb:
         self.update = attention_update(read, step)[:, positions]
         self.control_queries = torch.arange(0, len(positions), CONTROL_SHARE, device=positions.device)
 
-    def sums(self) -> Sums:
+    def sums(self) -> ClimbSums:
         """What these positions add to the running results."""
         gradients = self.replay.pulled_back(self.landscape.slopes(self.call.query), self.positions)
         parts_before = self.landscape.parts(self.call.query)
@@ -374,7 +376,9 @@ class Climb:
         rows = [None if slope is None else torch.cat([slope, next(steps)], dim=1) for slope in slopes]
         return {"steps": _summed(rows, len(MOVERS))} | self._controls(writes, gradients, parts_before)
 
-    def _controls(self, writes: Tensor | None, gradients: Sequence[Tensor], parts_before: tuple[Tensor, ...]) -> Sums:
+    def _controls(
+        self, writes: Tensor | None, gradients: Sequence[Tensor], parts_before: tuple[Tensor, ...]
+    ) -> ClimbSums:
         """Random directions, and what the other heads of the layer write, on the control queries."""
         queries = self.control_queries
         parts_before = tuple(part[:, :, queries] for part in parts_before)
@@ -525,7 +529,7 @@ class ClimbGroup(Group):
                 yield RunningRatio(RowPlace.of_site(info), f"{mover}_{part}", results.steps, (kind, index))
 
     def rows(self) -> Iterator[Row]:
-        """Steps and slopes beside those of random directions and of the other heads' writes."""
+        """Steps and slopes, with those along random directions and along the other heads' writes."""
         for info, results in zip(self.model.sites, self.sites, strict=True):
             place = RowPlace.of_site(info)
             steps = RatioParts(results.steps)

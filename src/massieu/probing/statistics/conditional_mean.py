@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries, no_numbers
+from massieu.probing.statistics.head_window import HeadSums, HeadWindow, WindowMeasure, mean_over_queries, no_numbers
 from massieu.probing.statistics.registry import CONDITIONAL_MEAN, ZHANG, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
@@ -46,7 +46,7 @@ def _pairs(window: HeadWindow) -> tuple[Float[Tensor, "H T D"], Float[Tensor, "H
 
 def _explained_share(
     residuals: Float[Tensor, "H T"], totals: Float[Tensor, "H T"], value: Float[Tensor, "H T Dv"]
-) -> Sums:
+) -> HeadSums:
     """1 − Σ residuals / Σ totals of a window, weighted by its tokens; no number where its values are equal but for rounding.
 
     Args:
@@ -119,7 +119,7 @@ def kernel_errors(key: Float[Tensor, "H T D"], value: Float[Tensor, "H T Dv"]) -
 
 
 @_of_head("Value from key by ridge regression", formula="R² of held-out values", claim="Z4, Z8, E19")
-def value_by_ridge(window: HeadWindow) -> Sums:
+def value_by_ridge(window: HeadWindow) -> HeadSums:
     """How well does a linear function of a token's key predict its value?"""
     key, value, _ = _pairs(window)
     errors = _at_best_setting(ridge_errors(key, value))
@@ -127,7 +127,7 @@ def value_by_ridge(window: HeadWindow) -> Sums:
 
 
 @_of_head("Value from key by kernel regression", formula="R² of held-out values", claim="Z7, Z8, E19")
-def value_by_kernel(window: HeadWindow) -> Sums:
+def value_by_kernel(window: HeadWindow) -> HeadSums:
     """How well do the tokens with nearby keys predict a token's value?"""
     key, value, _ = _pairs(window)
     errors = _at_best_setting(kernel_errors(key, value))
@@ -139,7 +139,7 @@ def value_by_kernel(window: HeadWindow) -> Sums:
     formula="R² of v_i from Σ p_ij v_j, j ≠ i, beside their plain mean",
     claim="Z7, E19",
 )
-def value_by_attention(window: HeadWindow) -> Sums:
+def value_by_attention(window: HeadWindow) -> HeadSums:
     """How well do the head's own weights predict a token's value from the other tokens?"""
     if not window.itself or window.call.query.shape[2] != window.call.key.shape[2]:
         return no_numbers(window)
@@ -163,7 +163,7 @@ def value_by_attention(window: HeadWindow) -> Sums:
     formula="cos(o − v̄, B(q − k̄)), B by ridge regression on half of the tokens, o and v̄ of the others",
     claim="Z4, X1, E19",
 )
-def output_along_conditional_mean(window: HeadWindow) -> Sums:
+def output_along_conditional_mean(window: HeadWindow) -> HeadSums:
     """Does the head's output point along the mean value of keys that are like its query?"""
     key, value, places = _pairs(window)
     query = window.call.query[0, :, window.queries].double()

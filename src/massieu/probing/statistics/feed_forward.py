@@ -44,7 +44,7 @@ PROBES = 2
 DERIVATIVE_TOKENS = 8
 """Of each window."""
 _RIDGES = torch.logspace(-8, 4, 25, dtype=torch.float64)
-Sums = tuple[Float64[Tensor, " windows"], Float64[Tensor, " windows"]]
+WindowSums = tuple[Float64[Tensor, " windows"], Float64[Tensor, " windows"]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class SampledTokens:
     pulled: Float[Tensor, "M D"]
     derivative_window: Int[Tensor, " M"]
 
-    def by_window(self, *values: Float[Tensor, " N"], window: Tensor | None = None) -> Sums:
+    def by_window(self, *values: Float[Tensor, " N"], window: Tensor | None = None) -> WindowSums:
         """Sums of the two values over the tokens of each window.
 
         Args:
@@ -82,7 +82,7 @@ class SampledTokens:
         return total, count
 
 
-FeedForwardMeasure = Callable[[SampledTokens], Sums]
+FeedForwardMeasure = Callable[[SampledTokens], WindowSums]
 REGISTER = Register[FeedForwardMeasure](FEED_FORWARD)
 _of_layer = partial(
     REGISTER.statistic,
@@ -94,13 +94,13 @@ _of_layer = partial(
 
 
 @_of_layer("Size of the feed-forward update", formula="E‖f‖² / E‖x‖²", control=None, scale="positive")
-def feed_forward_size(tokens: SampledTokens) -> Sums:
+def feed_forward_size(tokens: SampledTokens) -> WindowSums:
     """How large is what the layer adds, relative to its input (0: it changes nothing)?"""
     return tokens.by_window(tokens.updates.square().sum(-1), tokens.stream.square().sum(-1))
 
 
 @_of_layer("Direction of the feed-forward update", formula="mean cos(f, x)", control="shuffled_tokens", signed=True)
-def feed_forward_cosine(tokens: SampledTokens) -> Sums:
+def feed_forward_cosine(tokens: SampledTokens) -> WindowSums:
     """Does what the layer adds point along (+) or against (−) the token's own vector?"""
     cosine = torch.cosine_similarity(tokens.updates.double(), tokens.stream.double(), dim=-1)
     return tokens.by_window(cosine, torch.ones_like(cosine))
@@ -112,7 +112,7 @@ def feed_forward_cosine(tokens: SampledTokens) -> Sums:
     control="shuffled_tokens",
     scale="number",
 )
-def feed_forward_linear_share(tokens: SampledTokens) -> Sums:
+def feed_forward_linear_share(tokens: SampledTokens) -> WindowSums:
     """How much of what the layer adds does an affine map explain, on windows that it was not fitted to?"""
     explained = torch.zeros(len(tokens.window), dtype=torch.float64)
     total = torch.zeros(len(tokens.window), dtype=torch.float64)
@@ -138,7 +138,7 @@ def feed_forward_linear_share(tokens: SampledTokens) -> Sums:
     formula="‖(J − Jᵀ)/2‖² / ‖J‖², J = ∂f/∂z, in random directions",
     control="shuffled_tokens",
 )
-def feed_forward_antisymmetric_share(tokens: SampledTokens) -> Sums:
+def feed_forward_antisymmetric_share(tokens: SampledTokens) -> WindowSums:
     """Is what the layer adds the gradient of some function (0), or as antisymmetric as a random map (½)?"""
     # For u of unit covariance, E‖A u‖² = ‖A‖², of A = (J ∓ Jᵀ)/2. The two parts are orthogonal: their squares add up to ‖J‖².
     odd, even = ((tokens.pushed + sign * tokens.pulled).double().square().sum(-1) / 4 for sign in (-1, 1))
@@ -286,7 +286,7 @@ class FeedForwardStatistics:
         for index, part in self.parts.items():
             try:
                 self._measure(index, part, fence)
-            except Exception as error:  # of whatever class a module raises when it is differentiated
+            except Exception as error:  # a module may raise any class when it is differentiated
                 kind = type(error).__name__
                 self.failed[index] = f"the layer cannot be run and differentiated on single tokens ({kind})"
 
@@ -352,7 +352,7 @@ class FeedForwardGroup(Group):
             self.failed[FEED_FORWARD] = next(iter(self.layers.failed.values()))
 
     def rows(self) -> Iterator[Row]:
-        """The statistics of each layer beside their control; the count is of tokens."""
+        """The statistics of each layer with their control; the count is of tokens."""
         for sublayer in self.model.sublayers:
             ratio = self.layers.results.get(sublayer.index)
             if ratio is not None:

@@ -111,7 +111,7 @@ class ModelReading:
 
     @property
     def sampled_units(self) -> Units:
-        """Those of results on the sampled windows alone."""
+        """The units of results that are measured on the sampled windows alone."""
         return replace(self.units, sampled=True)
 
     def site(self, call: AttentionCall) -> SiteInfo:
@@ -152,7 +152,7 @@ class SampledWindow:
 
     @property
     def numbers(self) -> list[int] | None:
-        """As `Ratio.update` takes it."""
+        """The window's number as an argument of `Ratio.update`."""
         return None if self.number is None else [self.number]
 
 
@@ -260,7 +260,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As the tables hold it."""
+        """The row's name in the tables."""
         return f"{self.statistic}/{self.part}" if self.part else self.statistic
 
 
@@ -295,17 +295,17 @@ class RatioParts:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """From the whole text."""
+        """Estimates from the whole text."""
         return self.ratio.estimate()
 
     @cached_property
     def first_half(self) -> Estimate:
-        """From its first half."""
+        """Estimates from its first half."""
         return self.ratio.first_half()
 
     @cached_property
     def second_half(self) -> Estimate:
-        """From its second half."""
+        """Estimates from its second half."""
         return self.ratio.second_half()
 
     @input_door(part=_part_of_the_text)
@@ -455,7 +455,7 @@ class Group(RunningParts):
         """Measure what was collected, once the text was read."""
 
     def rows(self) -> Iterator[Row]:
-        """All numbers."""
+        """All rows of the tables."""
         yield from ()
 
     def ratios(self) -> Iterator[RunningRatio]:

@@ -13,7 +13,7 @@ from massieu.probing.capture.attention_call import AttentionCall, explicit_atten
 
 QUERIES = 16
 """Queries of each sampled window that expensive statistics use."""
-Sums = tuple[Float[Tensor, " H"], Float[Tensor, " H"]]
+HeadSums = tuple[Float[Tensor, " H"], Float[Tensor, " H"]]
 """For each head a total and its divisor; both 0 where there is no number."""
 
 
@@ -77,20 +77,20 @@ class HeadWindow:
         return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, torch.softmax(logits, -1))
 
 
-WindowMeasure = Callable[[HeadWindow], Sums]
+WindowMeasure = Callable[[HeadWindow], HeadSums]
 """A statistic of a window."""
 Control = Callable[[HeadWindow], HeadWindow | None]
 """Makes a window without the property in question; None where that does not exist."""
 
 
-def no_numbers(window: HeadWindow) -> Sums:
+def no_numbers(window: HeadWindow) -> HeadSums:
     """Sums without a number for any head."""
     zeros = torch.zeros(window.call.query.shape[1], dtype=torch.float64)
     return zeros, zeros
 
 
 @input_door(values=floating)
-def mean_over_queries(values: Float[Tensor, "H S"]) -> Sums:
+def mean_over_queries(values: Float[Tensor, "H S"]) -> HeadSums:
     """Sums of the finite values of each head, and how many there are.
 
     Example:

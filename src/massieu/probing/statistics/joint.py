@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import explicit_attention
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries
+from massieu.probing.statistics.head_window import HeadSums, HeadWindow, WindowMeasure, mean_over_queries
 from massieu.probing.statistics.registry import JOINT, SHIM, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
@@ -49,7 +49,7 @@ def _log_responsibilities(window: HeadWindow) -> Float[Tensor, "H S"]:
     unit="nats",
     signed=True,
 )
-def mixture_gap(window: HeadWindow) -> Sums:
+def mixture_gap(window: HeadWindow) -> HeadSums:
     """How far is adding the heads with equal shares from one softmax over all heads (layer average 0: the same)?"""
     log_responsibilities = _log_responsibilities(window)
     log_heads = torch.tensor(float(len(log_responsibilities))).log()
@@ -59,7 +59,7 @@ def mixture_gap(window: HeadWindow) -> Sums:
 @_of_heads(
     "Responsibility of a head", formula="H · E r_a, H the number of heads", control="reinitialised", scale="positive"
 )
-def responsibility(window: HeadWindow) -> Sums:
+def responsibility(window: HeadWindow) -> HeadSums:
     """Would one softmax over all heads of the layer give this head more (above 1) or less than an equal share?"""
     log_responsibilities = _log_responsibilities(window)
     return mean_over_queries(len(log_responsibilities) * log_responsibilities.exp())
@@ -71,7 +71,7 @@ def responsibility(window: HeadWindow) -> Sums:
     unit="nats",
     scale="number",
 )
-def gating_information(window: HeadWindow) -> Sums:
+def gating_information(window: HeadWindow) -> HeadSums:
     """Does the head's share of that softmax depend on the token, or is it the same for all tokens (0)?"""
     log_responsibilities = _log_responsibilities(window)
     responsibilities = log_responsibilities.exp()

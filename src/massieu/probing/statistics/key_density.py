@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.ops.bessel import log_sphere_partition
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, no_numbers
+from massieu.probing.statistics.head_window import HeadSums, HeadWindow, WindowMeasure, no_numbers
 from massieu.probing.statistics.registry import KEY_DENSITY, SHIM, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
@@ -107,7 +107,7 @@ def halves(window: HeadWindow) -> Halves | None:
     return Halves(fitted, scored, white_fitted, white_scored, log_volume)
 
 
-def _gain(window: HeadWindow, law: Callable[[Halves, HeadWindow], Float[Tensor, "H U"]]) -> Sums:
+def _gain(window: HeadWindow, law: Callable[[Halves, HeadWindow], Float[Tensor, "H U"]]) -> HeadSums:
     """Sums over the scored keys of the law's log density less the Gaussian's, per dimension."""
     keys = halves(window)
     if keys is None:
@@ -122,7 +122,7 @@ def _gain(window: HeadWindow, law: Callable[[Halves, HeadWindow], Float[Tensor, 
     formula="held-out log-likelihood of 4 round Gaussians in whitened space − that of one Gaussian",
     claim="S4, E8b",
 )
-def key_mixture_gain(window: HeadWindow) -> Sums:
+def key_mixture_gain(window: HeadWindow) -> HeadSums:
     """Do the head's keys form a few clusters (above 0) rather than one Gaussian cloud?"""
     return _gain(window, mixture_density)
 
@@ -132,7 +132,7 @@ def key_mixture_gain(window: HeadWindow) -> Sums:
     formula="held-out log-likelihood of a Gaussian kernel about every key − that of one Gaussian",
     claim="B6, E8b",
 )
-def key_kernel_gain(window: HeadWindow) -> Sums:
+def key_kernel_gain(window: HeadWindow) -> HeadSums:
     """Do held-out keys lie near single other keys (above 0), as retrieval needs, rather than in one Gaussian cloud?"""
     return _gain(window, kernel_density)
 
@@ -144,7 +144,7 @@ def key_kernel_gain(window: HeadWindow) -> Sums:
     gauge_dependent=True,
     caveat="It depends on the key origin, the centre of the sphere. It does not say how the head uses its keys.",
 )
-def key_sphere_gain(window: HeadWindow) -> Sums:
+def key_sphere_gain(window: HeadWindow) -> HeadSums:
     """Do the head's keys lie near a sphere around the origin, about one direction (above 0), or in a Gaussian cloud?"""
     return _gain(window, sphere_density)
 
@@ -198,7 +198,7 @@ def kernel_density(keys: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
 def sphere_density(keys: Halves, window: HeadWindow) -> Float[Tensor, "H U"]:
     """Log density of the scored keys under von Mises–Fisher directions and log-normal lengths.
 
-    It is divided by the density of the whitening's volume, so that it compares with densities of whitened keys.
+    It is multiplied by the whitening's volume, so that it is a density of whitened keys, as the others are.
     """
     dimension = keys.fitted.shape[-1]
     lengths = keys.fitted.norm(dim=-1)

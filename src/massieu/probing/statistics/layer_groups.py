@@ -1,4 +1,4 @@
-"""Shared by the groups about layers: running ratios by sublayer, and rows of the layers' table beside their controls."""
+"""Shared by the groups about layers: running ratios by sublayer, and rows of the layers' table with their controls."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -48,7 +48,7 @@ class SublayerRatios:
 
 
 class SublayerMeans(SublayerRatios):
-    """A group's running means over windows, each beside its control, at every sublayer."""
+    """A group's running means over windows, each with its control, at every sublayer."""
 
     def __init__(self, statistics: int, units: Units) -> None:
         super().__init__((statistics + 1, 2), units)  # the last one counts windows
@@ -108,7 +108,7 @@ class SublayerGroup(Group):
                     yield RunningRatio(RowPlace.of_sublayer(sublayer), statistic.name, ratio, (place, slice(0, 1)))
 
     def rows(self) -> Iterator[Row]:
-        """The means beside their controls; the count is of windows."""
+        """The means with their controls; the count is of windows."""
         for sublayer in self.model.sublayers:
             if sublayer.index in self.means.sublayers:
                 parts = RatioParts(self.means.sublayers[sublayer.index])

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries
+from massieu.probing.statistics.head_window import HeadSums, HeadWindow, WindowMeasure, mean_over_queries
 from massieu.probing.statistics.registry import BAL, MEMORY, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
@@ -42,7 +42,7 @@ def _weights(window: HeadWindow) -> Float[Tensor, "H S N"]:
 @_of_memory(
     "Keys that hold 90 % of the weight", formula="fewest n with p_(1) + … + p_(n) ≥ 0.9", claim="B5, E15", unit="keys"
 )
-def keys_in_use(window: HeadWindow) -> Sums:
+def keys_in_use(window: HeadWindow) -> HeadSums:
     """How many keys hold most of the weight: does the head retrieve one pattern, a few, or an average of all?"""
     weights = _weights(window)
     held = weights.sort(-1, descending=True).values.cumsum(-1)
@@ -56,7 +56,7 @@ def keys_in_use(window: HeadWindow) -> Sums:
     claim="B5, B12, E15",
     scale="positive",
 )
-def retrieval_slope(window: HeadWindow) -> Sums:
+def retrieval_slope(window: HeadWindow) -> HeadSums:
     """If the head took one more retrieval step from its output, would nearby states converge (below 1)?"""
     keys = _keys(window)
     weights = _weights(window)
@@ -82,7 +82,7 @@ def retrieval_slope(window: HeadWindow) -> Sums:
     headline=False,
     scale="positive",
 )
-def retrieval_slope_bound(window: HeadWindow) -> Sums:
+def retrieval_slope_bound(window: HeadWindow) -> HeadSums:
     """Could a retrieval step over these keys drive states apart at some query (only if above 1)?"""
     keys = _keys(window)
     if keys.shape[1]:
@@ -98,7 +98,7 @@ def retrieval_slope_bound(window: HeadWindow) -> Sums:
     claim="B6, E10",
     control="reinitialised",
 )
-def pattern_weight_evenness(window: HeadWindow) -> Sums:
+def pattern_weight_evenness(window: HeadWindow) -> HeadSums:
     """Read as a mixture of Gaussians centred on its keys, does the head give all of them equal weight (1)?"""
     keys = _keys(window)
     shares = torch.softmax(0.5 * window.call.scale * keys.square().sum(-1), -1)

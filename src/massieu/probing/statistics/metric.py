@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, no_numbers
+from massieu.probing.statistics.head_window import HeadSums, HeadWindow, WindowMeasure, no_numbers
 from massieu.probing.statistics.registry import METRIC, SHIM, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
@@ -49,7 +49,7 @@ class _Whitened:
 
     @classmethod
     def of(cls, window: HeadWindow) -> "_Whitened | None":
-        """Those of a window; None if queries and keys are not of the same tokens, or too few."""
+        """Whitened queries and keys of a window; None if they are not of the same tokens, or too few."""
         call = window.call
         places = window.tokens(MOST)
         if not window.itself or call.query.shape[2] != call.key.shape[2] or len(places) < _FEWEST * call.key.shape[3]:
@@ -72,7 +72,7 @@ def _whiten(key: Float[Tensor, "H N D"], mean: Tensor, factor: Tensor) -> Float[
     return torch.linalg.solve_triangular(factor, (key - mean).mT, upper=False).mT
 
 
-def _one_per_window(values: Float[Tensor, " H"]) -> Sums:
+def _one_per_window(values: Float[Tensor, " H"]) -> HeadSums:
     """Sums of one number for the window, where it is finite."""
     finite = values.isfinite()
     return torch.where(finite, values, 0.0), finite.double()
@@ -84,7 +84,7 @@ def _one_per_window(values: Float[Tensor, " H"]) -> Sums:
     claim="S11, X1, E6",
     signed=True,
 )
-def precision_cosine(window: HeadWindow) -> Sums:
+def precision_cosine(window: HeadWindow) -> HeadSums:
     """Does a token's query equal its own key times the precision of the keys (1), as for a conditional mean?"""
     white = _Whitened.of(window)
     if white is None:
@@ -98,7 +98,7 @@ def precision_cosine(window: HeadWindow) -> Sums:
     formula="‖(B − Bᵀ)/2‖² / ‖B‖², B the regression of queries on keys, whitened",
     claim="S11, E6",
 )
-def precision_antisymmetric_share(window: HeadWindow) -> Sums:
+def precision_antisymmetric_share(window: HeadWindow) -> HeadSums:
     """Is the score of two tokens symmetric (0), or as antisymmetric as a random matrix (½)?"""
     white = _Whitened.of(window)
     if white is None:
@@ -112,7 +112,7 @@ def precision_antisymmetric_share(window: HeadWindow) -> Sums:
     formula="(tr F)² / (D tr F²), F = E Cov_p(k), keys whitened",
     claim="S10, S11, E6",
 )
-def fisher_evenness(window: HeadWindow) -> Sums:
+def fisher_evenness(window: HeadWindow) -> HeadSums:
     """Is the head's Fisher information proportional to the covariance of its keys (1), as the hypothesis says?"""
     white = _Whitened.of(window)
     if white is None:
@@ -134,7 +134,7 @@ def fisher_evenness(window: HeadWindow) -> Sums:
     claim="S11, S13, E6",
     scale="positive",
 )
-def retrieved_law_distance(window: HeadWindow) -> Sums:
+def retrieved_law_distance(window: HeadWindow) -> HeadSums:
     """Are the keys that the head retrieves distributed as its keys are (0), or all one point (1)?"""
     white = _Whitened.of(window)
     if white is None:
@@ -153,7 +153,7 @@ def retrieved_law_distance(window: HeadWindow) -> Sums:
 
 
 class MetricGroup(HeadWindowGroup):
-    """The metric by which a head compares tokens, beside the precision of its keys."""
+    """The metric by which a head compares tokens, compared with the precision of its keys."""
 
     name = METRIC
     register = REGISTER

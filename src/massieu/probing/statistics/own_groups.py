@@ -12,7 +12,7 @@ from massieu.foundation.arguments import described
 from massieu.foundation.threads import one_thread
 from massieu.probing.model.unexpected import OwnFunctionError, calling_own
 from massieu.probing.statistics.group import SampledWindow
-from massieu.probing.statistics.head_window import HeadWindow, Sums
+from massieu.probing.statistics.head_window import HeadSums, HeadWindow
 from massieu.probing.statistics.layer_groups import SublayerGroup
 from massieu.probing.statistics.own import Function, OwnStatistic
 from massieu.probing.statistics.query_means import SHARE_ROUNDING
@@ -36,7 +36,7 @@ class OwnWindows(HeadWindowGroup):
 def _window_function(statistic: OwnStatistic) -> WindowFunction:
     """The user's function and its control, whose results are checked at every call."""
 
-    def measure(window: HeadWindow) -> Sums:
+    def measure(window: HeadWindow) -> HeadSums:
         with calling_own(statistic.function, _shared(window)):
             returned = statistic.function(window)
         return checked_sums(returned, window.call.query.shape[1], statistic.metadata.scale == "share")
@@ -62,7 +62,7 @@ def _shared(window: HeadWindow) -> list[Tensor | None]:
     return [call.query, call.key, call.value, call.output, call.log_weight, window.real, window.queries]
 
 
-def checked_sums(returned: object, heads: int, share: bool = False) -> Sums:
+def checked_sums(returned: object, heads: int, share: bool = False) -> HeadSums:
     """The result of a user's function of a window, in float64.
 
     Raises:

@@ -89,7 +89,7 @@ def names_with_controls(functions: Functions) -> tuple[str, ...]:
 
 
 def query_statistics(reading: QueryReading, functions: Functions, fence: Fence = nullcontext) -> QueryResult:
-    """The per-query statistics of one attention call that have a meaning there, each beside its own control."""
+    """The per-query statistics of one attention call that have a meaning there, each with its own control."""
     result = QueryResult({}, reading.valid, {}, reading.visible, reading.real & ~reading.valid)
     for name, function in functions.items():
         if reading.call.grade == "scores" and function.needs_scores:

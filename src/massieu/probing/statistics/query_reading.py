@@ -48,8 +48,8 @@ class QueryReading:
         queries, keys: the tokens asked about and those attended to (the same for self-attention).
         positions: where in the sequence the call's queries are.
         itself: the sequence attends to itself, so that "diagonal" and "previous" mean something.
-        names: the moments that are computed at once; another one costs a second pass over the scores.
-        cut: the keys are a cache of the latest tokens, as while a model with a window writes. Then positions are those in
+        moment_names: the moments that are computed at once; another one costs a second pass over the scores.
+        truncated: the keys are a cache of the latest tokens, as while a model with a window writes. Then positions are those in
             the cache, and the first token of the document is no longer a key.
     """
 
@@ -58,8 +58,8 @@ class QueryReading:
     keys: Tokens
     positions: Int[Tensor, " L"]
     itself: bool
-    names: tuple[str, ...] = NAMES[:-1]
-    cut: bool = False
+    moment_names: tuple[str, ...] = NAMES[:-1]
+    truncated: bool = False
 
     @cached_property
     def _centre(self) -> Float[Tensor, "B Hk 1 D"] | None:
@@ -87,7 +87,7 @@ class QueryReading:
     @cached_property
     def moments(self) -> "_Moments":
         """Moments of the scores of the centred keys."""
-        return _Moments(self.call, self.key, self.names)
+        return _Moments(self.call, self.key, self.moment_names)
 
     @cached_property
     def max_score(self) -> Float[Tensor, "B H L"]:
@@ -182,7 +182,7 @@ class QueryReading:
 
     def weight_at_first(self) -> Float[Tensor, "B H L"]:
         """Attention of every query on the first real token of its document; NaN where that is no longer a key."""
-        if self.cut:
+        if self.truncated:
             return torch.full_like(self.log_partition, torch.nan)
         first = self.keys.first_of_document(self.positions)
         if first.shape[1] == 1:
@@ -306,7 +306,7 @@ class QueryReading:
         return torch.arange(self.call.key.shape[2], device=self.call.key.device)[None]
 
     def _tiles(self) -> Iterator[Int[Tensor, " T"]]:
-        """Places of the call's queries, so many at a time that their weights take bounded memory."""
+        """Places of the call's queries, in pieces whose weights take bounded memory."""
         batch, heads, length, _ = self.call.query.shape
         rows = max(1, TILE // max(1, batch * heads * self.call.key.shape[2]))
         yield from torch.arange(length, device=self.call.query.device).split(rows)

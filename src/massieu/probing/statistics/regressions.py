@@ -24,8 +24,8 @@ from massieu.probing.sums.running import State
 from massieu.probing.sums.units import Units
 
 Products = Float64[np.ndarray, "windows vectors vectors"]
-Sums = tuple[Float64[np.ndarray, " windows"], Float64[np.ndarray, " windows"]]
-RegressionMeasure = Callable[[Products], Sums]
+WindowSums = tuple[Float64[np.ndarray, " windows"], Float64[np.ndarray, " windows"]]
+RegressionMeasure = Callable[[Products], WindowSums]
 """A statistic of such inner products: for each window a total, and what it is to be divided by."""
 
 
@@ -126,7 +126,7 @@ class RegressionGroup(Group):
         """Why no sublayer has numbers."""
 
     def rows(self) -> Iterator[Row]:
-        """The statistics of each sublayer beside their controls; the count is of tokens."""
+        """The statistics of each sublayer with their controls; the count is of tokens."""
         for sublayer in self.model.sublayers:
             ratio = self.regressions.results.get(sublayer.index)
             if ratio is not None:
@@ -136,7 +136,7 @@ class RegressionGroup(Group):
                 yield from rows_beside_control(RowPlace.of_sublayer(sublayer), RatioParts(ratio), statistics, counts)
 
 
-def explained(products: Products, target: int, features: Sequence[int]) -> Sums:
+def explained(products: Products, target: int, features: Sequence[int]) -> WindowSums:
     """For each window, the explained and the total square of the target; their ratio is R² about 0.
 
     The even windows are scored with coefficients that are fitted on the odd ones, and the other way round.
@@ -158,14 +158,14 @@ def explained(products: Products, target: int, features: Sequence[int]) -> Sums:
     return explained_squares, target_squares
 
 
-def gain(products: Products, target: int, features: Sequence[int], extra: int) -> Sums:
+def gain(products: Products, target: int, features: Sequence[int], extra: int) -> WindowSums:
     """How much more of the target's square is explained with one extra feature."""
     explained_with_extra, target_squares = explained(products, target, [*features, extra])
     explained_without, _ = explained(products, target, features)
     return explained_with_extra - explained_without, target_squares
 
 
-def coefficient(products: Products, target: int, feature: int, others: Sequence[int]) -> Sums:
+def coefficient(products: Products, target: int, feature: int, others: Sequence[int]) -> WindowSums:
     """The coefficient of a feature in a regression of the target on it and the others.
 
     It is the product of the target with the feature's residual, over the residual's square (Frisch–Waugh–Lovell): the

@@ -194,7 +194,7 @@ class RepeatedTokens:
         try:
             with torch.no_grad():
                 run(model, model_inputs(model, self.inputs(slice(1), masked)))
-        except Exception:  # of whatever class the model raises
+        except Exception:  # the model may raise any class
             return False
         return True
 

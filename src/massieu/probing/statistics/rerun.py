@@ -20,7 +20,7 @@ FEWEST = 8
 """Tokens that must be able to change their places, or that a token must see besides itself."""
 PURPOSE = 300_000
 """Of the random numbers."""
-Sums = tuple[Float[Tensor, "statistics 2"], Float[Tensor, "statistics 2"]]
+ControlledSums = tuple[Float[Tensor, "statistics 2"], Float[Tensor, "statistics 2"]]
 """Totals and what they are divided by, of the model and of the control."""
 
 
@@ -40,7 +40,7 @@ class RerunGroup(SublayerGroup):
     _unsuitable: str | None = None
 
     @abstractmethod
-    def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, Sums]:
+    def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, ControlledSums]:
         """The sums of one window at every sublayer.
 
         Args:

@@ -14,7 +14,7 @@ from massieu.probing.statistics.regressions import (
     Products,
     RegressionGroup,
     RegressionMeasure,
-    Sums,
+    WindowSums,
     coefficient,
     explained,
     gain,
@@ -40,13 +40,13 @@ _of_update = partial(
     formula="coefficient a of Δ ≈ a x + b g",
     signed=True,
 )
-def update_stream_coefficient(products: Products) -> Sums:
+def update_stream_coefficient(products: Products) -> WindowSums:
     """Does the layer subtract part of the state itself (below 0), as a quadratic term in the energy would?"""
     return coefficient(products, UPDATE, STREAM, [GRADIENT])
 
 
 @_of_update("Share of the update along the residual stream", formula="held-out R² of Δ ≈ a x", signed=True)
-def update_stream_share(products: Products) -> Sums:
+def update_stream_share(products: Products) -> WindowSums:
     """How much of what the layer adds is a multiple of the state itself, with one coefficient for all tokens?"""
     return explained(products, UPDATE, [STREAM])
 
@@ -54,7 +54,7 @@ def update_stream_share(products: Products) -> Sums:
 @_of_update(
     "Gain from the gradient of log Z", formula="held-out R² of Δ ≈ a x + b g, less that of a x alone", signed=True
 )
-def update_gradient_gain(products: Products) -> Sums:
+def update_gradient_gain(products: Products) -> WindowSums:
     """How much more of the update does the gradient of the heads' log-partitions explain?"""
     return gain(products, UPDATE, [STREAM], GRADIENT)
 
@@ -64,7 +64,7 @@ PURPOSE = 200_000
 
 
 class ResidualGroup(RegressionGroup):
-    """What attention adds to the stream, beside the stream itself and the gradient of the heads' log-partitions."""
+    """The update by attention, regressed on the stream itself and on the gradient of the heads' log-partitions."""
 
     name = RESIDUAL
     register = REGISTER

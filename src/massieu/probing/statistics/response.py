@@ -21,7 +21,14 @@ from massieu.probing.model.forward import run
 from massieu.probing.model.packed import dense_inside
 from massieu.probing.statistics.layer_groups import has_own_control
 from massieu.probing.statistics.registry import BAL, RESPONSE, STATISTICS, Register
-from massieu.probing.statistics.rerun import FEWEST, RerunGroup, Sums, UnsuitableInputsError, watching, without_padding
+from massieu.probing.statistics.rerun import (
+    FEWEST,
+    ControlledSums,
+    RerunGroup,
+    UnsuitableInputsError,
+    watching,
+    without_padding,
+)
 from massieu.probing.statistics.windowed import HeadWindow
 from massieu.probing.stream.wiring import Step
 
@@ -122,7 +129,7 @@ def deep_response_to_others(response: Response, compared: Response) -> Tensor:
 
 def responses(
     model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any], drawn: torch.Generator
-) -> dict[int, Sums]:
+) -> dict[int, ControlledSums]:
     """The sums of the statistics at every attention step of the stream.
 
     Raises:
@@ -146,7 +153,7 @@ def responses(
         run(model, {name: _as_leaf(value) for name, value in inputs.items()})
     if not steps:
         raise UnsuitableInputsError("no attention layer was seen that adds to a stream of the tokens that it reads")
-    sums: dict[int, Sums] = {}
+    sums: dict[int, ControlledSums] = {}
     for in_decoder in {step.in_decoder for step in steps}:
         stack = [step for step in steps if step.in_decoder == in_decoder]
         sums |= _stack_responses(stack, last_states[in_decoder], drawn)
@@ -178,10 +185,10 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(required)
 
 
-def _stack_responses(steps: Sequence[Step], last: Tensor, drawn: torch.Generator) -> dict[int, Sums]:
+def _stack_responses(steps: Sequence[Step], last: Tensor, drawn: torch.Generator) -> dict[int, ControlledSums]:
     """The sums of one stack of layers whose last state is ``last``."""
     steps = [step for step in steps if step.after.shape == last.shape]
-    sums_of_layers: dict[int, Sums] = {}
+    sums_of_layers: dict[int, ControlledSums] = {}
     if not steps:
         return sums_of_layers
     # A few tokens that see enough others, and for each a random direction on which its output is projected.
@@ -275,6 +282,6 @@ class ResponseGroup(RerunGroup):
     register = REGISTER
     windows = 8
 
-    def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, Sums]:
-        """With gradients of a few tokens' states."""
+    def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, ControlledSums]:
+        """The sums from gradients of a few tokens' states."""
         return responses(self.model.model, self.model.sites, inputs, drawn)

@@ -20,7 +20,14 @@ from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import output_tensor, run
 from massieu.probing.model.precision import relative_difference, tolerance
 from massieu.probing.statistics.registry import SYMMETRY, ZHANG, Register
-from massieu.probing.statistics.rerun import FEWEST, RerunGroup, Sums, UnsuitableInputsError, watching, without_padding
+from massieu.probing.statistics.rerun import (
+    FEWEST,
+    ControlledSums,
+    RerunGroup,
+    UnsuitableInputsError,
+    watching,
+    without_padding,
+)
 from massieu.probing.stream.wiring import Step
 
 _POSITIONS = "position_ids"
@@ -72,7 +79,7 @@ class Reordered:
 
 def permutation_gaps(
     model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any], drawn: torch.Generator
-) -> dict[int, Sums]:
+) -> dict[int, ControlledSums]:
     """The sums of the permutation gap at every sublayer.
 
     Raises:
@@ -95,7 +102,7 @@ def permutation_gaps(
     # One and the same shift pairs each token with another one.
     shift = int(torch.randint(1, len(reordered.order), (), generator=drawn))
     other_token = torch.arange(len(reordered.order)).roll(shift)
-    sums: dict[int, Sums] = {}
+    sums: dict[int, ControlledSums] = {}
     for index, layer_states in states.items():
         total, count = torch.zeros(2, 1, 2, dtype=torch.float64)
         first = reordered.in_first_order(layer_states, moved=False)
@@ -185,6 +192,6 @@ class SymmetryGroup(RerunGroup):
     register = REGISTER
     windows = 16
 
-    def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, Sums]:
-        """In another order, with positions that stay and with positions that move along."""
+    def measured(self, inputs: dict[str, Any], drawn: torch.Generator) -> dict[int, ControlledSums]:
+        """The sums with the tokens in another order: with positions that stay, and with positions that move along."""
         return permutation_gaps(self.model.model, self.model.sites, inputs, drawn)

@@ -20,7 +20,7 @@ from massieu.probing.statistics.regressions import (
     Products,
     RegressionGroup,
     RegressionMeasure,
-    Sums,
+    WindowSums,
     coefficient,
     explained,
     gain,
@@ -42,19 +42,19 @@ _of_update = partial(
 
 
 @_of_update("Gain from the reaction term", formula="held-out R² of f ≈ a m + b m Σ_j J_ij², less that of a m alone")
-def reaction_gain(products: Products) -> Sums:
+def reaction_gain(products: Products) -> WindowSums:
     """How much more of the feed-forward update does the Onsager reaction, from squared attention weights, explain?"""
     return gain(products, UPDATE, [STREAM], REACTION)
 
 
 @_of_update("Coefficient of the reaction term", formula="b of f ≈ a m + b m Σ_j J_ij²")
-def reaction_coefficient(products: Products) -> Sums:
+def reaction_coefficient(products: Products) -> WindowSums:
     """Does the feed-forward update subtract the reaction (below 0), as the TAP mean field does?"""
     return coefficient(products, UPDATE, REACTION, [STREAM])
 
 
 @_of_update("Share of the feed-forward update along the state", formula="held-out R² of f ≈ a m", control=None)
-def feed_forward_stream_share(products: Products) -> Sums:
+def feed_forward_stream_share(products: Products) -> WindowSums:
     """How much of the feed-forward update is a multiple of the state itself, with one coefficient for all tokens?"""
     return explained(products, UPDATE, [STREAM])
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.probing.statistics.head_window import HeadWindow, Sums, WindowMeasure, mean_over_queries
+from massieu.probing.statistics.head_window import HeadSums, HeadWindow, WindowMeasure, mean_over_queries
 from massieu.probing.statistics.registry import OWN, UNCERTAINTY, Register
 from massieu.probing.statistics.windowed import HeadWindowGroup
 
@@ -46,7 +46,7 @@ def _parts(
     return weights, values, along
 
 
-def _where_seen(weights: Float[Tensor, "H S N"], values: Float[Tensor, "H S"]) -> Sums:
+def _where_seen(weights: Float[Tensor, "H S N"], values: Float[Tensor, "H S"]) -> HeadSums:
     """Sums over the queries that see a key."""
     return mean_over_queries(torch.where(weights.sum(-1) > 0, values, torch.nan))
 
@@ -57,7 +57,7 @@ def _where_seen(weights: Float[Tensor, "H S N"], values: Float[Tensor, "H S"]) -
     claim="S15, N15, N25",
     unit="tokens",
 )
-def output_effective_tokens(window: HeadWindow) -> Sums:
+def output_effective_tokens(window: HeadWindow) -> HeadSums:
     """On how many tokens does the head's output depend, measured by leaving out one at a time?"""
     weights, values, _ = _parts(window)
     output = weights @ values
@@ -66,7 +66,7 @@ def output_effective_tokens(window: HeadWindow) -> Sums:
     weight_of_others = 1 - weights
     changes = weights * squared_distances.clamp_min(0).sqrt() / weight_of_others.clamp_min(1e-9)
     sum_of_squares = changes.square().sum(-1)
-    # Only rounding remains of the others' weight beside 1, or of a value's distance from an output that is equal to it.
+    # Only rounding remains of the others' weight next to 1, or of a value's distance from an output that is equal to it.
     on_one_token = (weight_of_others < 1e-9).any(-1)
     all_equal = sum_of_squares <= 1e-18 * values.square().sum(-1).mean(-1)[:, None]
     effective = changes.sum(-1).square() / sum_of_squares
@@ -74,7 +74,7 @@ def output_effective_tokens(window: HeadWindow) -> Sums:
 
 
 @_of_output("Fisher information along the queries", formula="E Var_p(β k·δ), δ = q' − q̄", claim="S10, N26", unit="nats")
-def query_fisher_information(window: HeadWindow) -> Sums:
+def query_fisher_information(window: HeadWindow) -> HeadSums:
     """How much do the weights change when the query moves by as much as queries differ (twice a KL divergence)?"""
     weights, _, along = _parts(window)
     mean = weights @ along
@@ -84,7 +84,7 @@ def query_fisher_information(window: HeadWindow) -> Sums:
 @_of_output(
     "Local Lipschitz constant", formula="‖β Cov_p(v, k) Cov(q)^½‖₂ / (E‖v − v̄‖²)^½", claim="S10, N26", scale="positive"
 )
-def output_lipschitz(window: HeadWindow) -> Sums:
+def output_lipschitz(window: HeadWindow) -> HeadSums:
     """How far does the output move, relative to the values' spread, for one spread of the query in the worst direction?"""
     weights, values, along = _parts(window)
     start = torch.randn(along.shape[-1], generator=window.generator(), dtype=torch.float64).to(along)

@@ -95,7 +95,7 @@ class ValuesGroup(Group):
                 self.missing(info.site.name, VALUES, "the layout of its values is not known")
 
     def on_call(self, call: AttentionCall, tokens: CallTokens) -> None:
-        """The norm of the first token's value beside the others', in each row."""
+        """The norm of the first token's value relative to the others', in each row."""
         name = first_value_norm_ratio.__name__
         if self.is_missing(tokens.info.site.name, VALUES) or not self.measures(name):
             return
@@ -110,7 +110,7 @@ class ValuesGroup(Group):
             self.first_value[tokens.info.index].update(total, count, numbers)
 
     def on_step(self, step: Step, window: SampledWindow) -> None:
-        """The norm of each head's write beside the stream's."""
+        """The norm of each head's write relative to the stream's."""
         name = write_norm_ratio.__name__
         if step.read is None or not self.measures(name):
             return

@@ -1,4 +1,4 @@
-"""Groups that are measured head by head on the sampled windows, each statistic beside a control of its own.
+"""Groups that are measured head by head on the sampled windows, each statistic with a control of its own.
 
 A statistic is a function of a `HeadWindow`, one window of one attention site. It returns for each head a sum and the divisor
 of that sum, so that the windows' sums make a mean with a standard error. Its control is the same function of another window,

@@ -54,7 +54,7 @@ def _repeated(value: Tensor, copies: int) -> Tensor:
     return value.repeat(copies, *([1] * (value.dim() - 1)))
 
 
-class AffineMap(NamedTuple):
+class HeadProjection(NamedTuple):
     """An affine map of a module's input to each of its heads."""
 
     weight: Float[Tensor, "H Dh D"]
@@ -76,7 +76,7 @@ class Replay:
 
     capture: Capture
     read: AttentionRead
-    affine: AffineMap | None = None
+    affine: HeadProjection | None = None
     whole: bool = False
     linear: nn.Linear | None = None
 
@@ -153,7 +153,7 @@ class Replay:
         """The attention module's input at points of the residual stream."""
         return residual if self.read.norm is None else self.read.norm(residual)
 
-    def query_map(self, positions: Int[Tensor, " S"]) -> AffineMap | None:
+    def query_map(self, positions: Int[Tensor, " S"]) -> HeadProjection | None:
         """The query as an affine function of the module's input, if it is the same one at every position.
 
         It is found among the module's weights, or read off with basis vectors, and checked on the queries that the module
@@ -161,8 +161,8 @@ class Replay:
         """
         try:
             stored = self.stored_maps()
-            affine = stored[0] if stored is not None else _affine_map(self.read_off(None)[0])
-        except Exception:  # of whatever class the module raises: then there is no such map, and it is replayed itself
+            affine = stored[0] if stored is not None else _projection_from(self.read_off(None)[0])
+        except Exception:  # the module may raise any class; then there is no such map, and it is replayed itself
             return None
         trial = replace(self, affine=affine)
         return affine if trial.why_not(positions) is None else None
@@ -183,7 +183,7 @@ class Replay:
             if type(linear) is nn.Linear and linear.weight.shape == (heads * size, self.read.state.shape[-1]):
                 weight = dense_weight(linear).detach().to(call.query.dtype).unflatten(0, (heads, size))
                 bias = weight.new_zeros(heads, size) if linear.bias is None else linear.bias.detach().view(heads, size)
-                trial = replace(self, affine=AffineMap(weight, bias), linear=linear)
+                trial = replace(self, affine=HeadProjection(weight, bias), linear=linear)
                 if trial._agrees_with(self, two_positions):
                     return trial
         return self
@@ -203,12 +203,12 @@ class Replay:
             gradients = self.pulled_back([slope], positions)
             other_queries = other.own_queries(moved, positions)
             other_gradients = other.pulled_back([slope], positions)
-        except Exception:  # of whatever class the module raises
+        except Exception:  # the module may raise any class
             return False
         pairs = zip([queries, *gradients], [other_queries, *other_gradients], strict=True)
         return all(relative_difference(first, second) <= tolerance(residual.dtype) for first, second in pairs)
 
-    def stored_maps(self) -> list[AffineMap] | None:
+    def stored_maps(self) -> list[HeadProjection] | None:
         """Query, key and value of a sequence of one token as maps among the module's weights; None if they are not there.
 
         Raises:
@@ -219,7 +219,7 @@ class Replay:
         state = torch.randn(1, 1, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
         results = one.projections(state, torch.zeros(1, dtype=torch.long, device=state.device))
         maps = maps_among_weights(self.read.call.module, state[0, 0], [result[0, :, 0] for result in results])
-        return None if maps is None else [AffineMap(weight, bias) for weight, bias in maps]
+        return None if maps is None else [HeadProjection(weight, bias) for weight, bias in maps]
 
     def _of_one_token(self) -> "Replay":
         """A replay of sequences of one token, without the norm in front."""
@@ -292,7 +292,7 @@ class Replay:
         expected = self.read.call.query[:, :, positions]
         try:
             queries = self.queries(self.read.residual[:, positions], positions)
-        except Exception as error:  # of whatever class the module raises
+        except Exception as error:  # the module may raise any class
             return f"the module cannot be replayed at other states ({type(error).__name__})"
         if queries.shape != expected.shape:
             return "the replayed queries have another shape"
@@ -338,7 +338,7 @@ def norm_gain(norm: nn.Module | None, size: int, like: Tensor) -> Float[Tensor, 
         return ((norm(signs[None, None])[0, 0] - offset) * signs).double()
 
 
-def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineMap] | str:
+def affine_projections(capture: Capture, read: AttentionRead) -> list[HeadProjection] | str:
     """Query, key and value as affine maps of the attention module's input, or one sentence that says why they are not.
 
     They are found among the module's weights (`maps_among_weights`), or else read off the module: zero, every basis vector
@@ -352,43 +352,45 @@ def affine_projections(capture: Capture, read: AttentionRead) -> list[AffineMap]
         with dense_inside(read.call.module, unrounded=True):
             stored = Replay(capture, read).stored_maps()
             projections = Replay(capture, read).read_off(test) if stored is None else []
-    except Exception as error:  # of whatever class the module raises
+    except Exception as error:  # the module may raise any class
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
     if stored is not None:
         heads = len(stored[0].weight)
         return [_of_every_head(affine, heads) for affine in stored]
     heads = projections[0].shape[1]
-    maps: list[AffineMap] = []
+    maps: list[HeadProjection] = []
     for result in projections:
-        affine = _checked_affine_map(result, test, heads)
+        affine = _checked_projection(result, test, heads)
         if affine is None:
             return "queries, keys or values are not linear in the stream (normalised queries and keys)"
         maps.append(affine)
     return maps
 
 
-def _affine_map(values: Float[Tensor, "R H Dh"]) -> AffineMap:
+def _projection_from(values: Float[Tensor, "R H Dh"]) -> HeadProjection:
     """The affine map with these values at zero and at every basis vector."""
-    return AffineMap((values[1:] - values[0]).permute(1, 2, 0).contiguous(), values[0].contiguous())
+    return HeadProjection((values[1:] - values[0]).permute(1, 2, 0).contiguous(), values[0].contiguous())
 
 
-def _checked_affine_map(result: Float[Tensor, "R Hk Dh"], test: Float[Tensor, "1 1 D"], heads: int) -> AffineMap | None:
+def _checked_projection(
+    result: Float[Tensor, "R Hk Dh"], test: Float[Tensor, "1 1 D"], heads: int
+) -> HeadProjection | None:
     """The map from one result of `Replay.read_off`, for this many heads; None if it does not hold at the test vector."""
     values = result.double().repeat_interleave(heads // result.shape[1], 1)  # (D + 2, heads, size of a head)
     linear = values[1:-1] - values[0]
     expected = torch.einsum("d,dhk->hk", test[0, 0].double(), linear) + values[0]
     if not relative_difference(expected, values[-1]) <= tolerance(test.dtype):
         return None
-    return AffineMap(linear.permute(1, 2, 0).cpu(), values[0].cpu())
+    return HeadProjection(linear.permute(1, 2, 0).cpu(), values[0].cpu())
 
 
-def _of_every_head(affine: AffineMap, heads: int) -> AffineMap:
+def _of_every_head(affine: HeadProjection, heads: int) -> HeadProjection:
     """A copy in float64 for every query head: grouped heads are repeated."""
     weight, bias = (part.to("cpu", torch.float64, copy=True) for part in affine)
     if len(weight) == heads:
-        return AffineMap(weight, bias)
+        return HeadProjection(weight, bias)
     group = heads // len(weight)
-    return AffineMap(weight.repeat_interleave(group, 0), bias.repeat_interleave(group, 0))
+    return HeadProjection(weight.repeat_interleave(group, 0), bias.repeat_interleave(group, 0))
 
 
 def why_no_writes(read: AttentionRead) -> str | None:
@@ -426,8 +428,8 @@ def write_maps(capture: Capture, read: AttentionRead) -> tuple[Float[Tensor, "H 
             if stored is not None:
                 value = _of_every_head(stored[2], heads)
             else:
-                value = _checked_affine_map(Replay(capture, read).read_off(test)[2], test, heads)
-    except Exception as error:  # of whatever class the module raises
+                value = _checked_projection(Replay(capture, read).read_off(test)[2], test, heads)
+    except Exception as error:  # the module may raise any class
         return f"the module cannot be replayed on single tokens ({type(error).__name__})"
     if value is None:
         return "the values are not linear in the stream"

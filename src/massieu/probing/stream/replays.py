@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from massieu.probing.capture.capture import Capture
 from massieu.probing.capture.sites import SiteInfo
-from massieu.probing.stream.replay import AffineMap, Replay
+from massieu.probing.stream.replay import HeadProjection, Replay
 from massieu.probing.stream.wiring import Step
 
 NO_ORDER = (
@@ -48,7 +48,7 @@ class _Way:
     reason: str | None
     checked: bool = False
     whole: bool = False
-    affine: AffineMap | None = None
+    affine: HeadProjection | None = None
     linear: nn.Linear | None = None
 
 

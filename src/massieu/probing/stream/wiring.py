@@ -323,6 +323,7 @@ class StreamTracer(TorchFunctionMode):
         if kwargs.get("alpha", 1) != 1 or len(operands) < 2 or sum(on_stream) != 1:
             result = func(*args, **kwargs)
             if any(place in self._carriers for place in operands) and isinstance(result, Tensor):
+                self._carriers.add(result, None)
                 self._add_to_carrier(args[0] if operands[1] in self._carriers else args[1], result)
             return result
         before, update = (args[0], args[1]) if on_stream[0] else (args[1], args[0])
@@ -338,7 +339,6 @@ class StreamTracer(TorchFunctionMode):
 
     def _add_to_carrier(self, addend: Tensor, result: Tensor) -> None:
         """Something was added to the projection's result on its way to the stream: its bias, or another update."""
-        self._carriers.add(result, None)
         read = self._pending
         if read is not None and read.bias is None and addend.dim() == 1 and result.dim() == 3:
             self._pending = replace(read, bias=addend, update=read.batch_first(result))
