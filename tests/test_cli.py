@@ -396,7 +396,7 @@ def test_the_version():
 
 
 def test_describe_draws_tables(monkeypatch):
-    found = {
+    result = {
         "model": {"name": "a [b]model[/b]", "revision": None, "hidden_size": 48},
         "route": "by [hand]",
         "sites": [
@@ -416,7 +416,7 @@ def test_describe_draws_tables(monkeypatch):
         "unavailable": ["climb: [no] projection"],
         "warnings": ["1 module was not seen"],
     }
-    monkeypatch.setattr(run_module, "describe", lambda model, **_: SimpleNamespace(to_dict=lambda: found))
+    monkeypatch.setattr(run_module, "describe", lambda model, **_: SimpleNamespace(to_dict=lambda: result))
     ran = run("describe", "some/model")
     assert ran.exit_code == 0, ran.output
     for shown in (
@@ -434,7 +434,7 @@ def test_describe_draws_tables(monkeypatch):
     assert "1 module was not seen" in ran.stderr
     assert "\x1b" not in ran.output
     plain = run("describe", "some/model", "--json")
-    assert plain.exit_code == 0 and json.loads(plain.stdout) == found
+    assert plain.exit_code == 0 and json.loads(plain.stdout) == result
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(**SMALL)).eval()
     batches = [{"input_ids": torch.randint(99, (10, 16))}]
-    folder, places = tmp_path_factory.mktemp("stored"), []
+    folder = tmp_path_factory.mktemp("stored")
+    places = []
     for name in ("base", "tuned"):
         result = probe(model, massieu.Batches(batches, documents=True), statistics=["entropy", "weight_first"])
         places.append(result.save(folder / name))
@@ -133,9 +134,9 @@ def test_revisions_are_read_one_after_the_other(checkpoint: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     first, second, moved = done.stdout.split("END OF COMMAND\n")[:3]
     assert "step1: reading" in first and "step10: reading" in first
-    found = Comparison.load(tmp_path / "out")
-    assert (found.models, found.steps) == (["step1", "step10"], [1.0, 10.0])
-    assert set(found.named().filter(found.named()["scope"] == "head")["layer"]) == {1}
+    comparison = Comparison.load(tmp_path / "out")
+    assert (comparison.models, comparison.steps) == (["step1", "step10"], [1.0, 10.0])
+    assert set(comparison.named().filter(comparison.named()["scope"] == "head")["layer"]) == {1}
     assert "reading" not in second
     assert "step1: reading" not in moved and "step10: reading" in moved
 
@@ -164,7 +165,8 @@ def test_numbers_that_are_none_end_with_3(tmp_path: Path):
 
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(**SMALL)).eval()
-    batches, places = [{"input_ids": torch.randint(99, (4, 16))}], []
+    batches = [{"input_ids": torch.randint(99, (4, 16))}]
+    places = []
     for name in ("whole", "broken"):
         places.append(probe(model, batches, statistics=["entropy"]).save(tmp_path / name))
         with torch.no_grad():

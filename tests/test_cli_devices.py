@@ -63,14 +63,14 @@ def broken(monkeypatch, damage):
 
 @pytest.mark.medium
 def test_every_backend_is_measured(surveyed: Survey, stages: list[str]):
-    found = surveyed
+    result = surveyed
     assert len(stages) == 7
-    assert found.ok
-    assert found.complete
+    assert result.ok
+    assert result.complete
     missing = {True: set(), False: {"log_partition"}}
     names = ["SDPA", "fused", "blocks", "reference"]
-    assert [(row.dtype, row.name) for row in found.rows] == [(dtype, name) for dtype in DTYPES for name in names]
-    for row in found.rows:
+    assert [(row.dtype, row.name) for row in result.rows] == [(dtype, name) for dtype in DTYPES for name in names]
+    for row in result.rows:
         assert set(row.errors) == set(PARTS[:2] if row.name == "blocks" else PARTS) - missing[row.own]
         assert (row.share is None) == (row.name in ("SDPA", "blocks"))
         assert (row.forward_ratio, row.mebibytes) == (0.5 if row.own else 1.0, None)
@@ -81,15 +81,15 @@ def test_every_backend_is_measured(surveyed: Survey, stages: list[str]):
 
 @pytest.mark.medium
 def test_what_auto_takes(surveyed: Survey):
-    found = {(each.kind, each.dtype): each for each in surveyed.choices}
-    assert len(found) == 7 * 4
-    for (kind, dtype), each in found.items():
+    result = {(each.kind, each.dtype): each for each in surveyed.choices}
+    assert len(result) == 7 * 4
+    for (kind, dtype), each in result.items():
         capped = kind == "soft-capped"
         assert (each.training, each.inference) == (("reference", "blocks") if capped else ("fused", "fused")), (
             kind,
             dtype,
         )
-    assert found["soft-capped", "bfloat16"].refused == {
+    assert result["soft-capped", "bfloat16"].refused == {
         "fused": "it has no soft cap",
         **dict.fromkeys(("cudnn", "flash", "efficient", "flex"), "it runs on CUDA, got cpu"),
         "blocks": "it has no derivative, which may be needed here",
@@ -155,8 +155,8 @@ def test_interrupted(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(room, "_measure", stop)
-    found = survey("cpu", True)
-    assert (len(found.choices), found.rows, found.complete) == (28, (), False)
+    result = survey("cpu", True)
+    assert (len(result.choices), result.rows, result.complete) == (28, (), False)
     ran = run("devices", "--quick", "--device", "cpu")
     assert ran.exit_code == 130
     assert "soft-capped" in ran.stdout

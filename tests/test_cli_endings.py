@@ -63,7 +63,8 @@ def test_with_something_to_keep_the_first_signal_waits():
 
 
 def test_while_libraries_are_loaded_a_signal_waits_for_them():
-    asked, loaded = Interruption(), []
+    asked = Interruption()
+    loaded = []
 
     def load() -> None:
         with asked.loading():
@@ -198,7 +199,8 @@ def test_the_exit_status_is_the_signals_wherever_it_came(tmp_path, number):
 @posix
 def test_an_ending_writes_what_was_measured(tmp_path, checkpoint):
     """SIGHUP here; Ctrl-C is pressed in `tests/probing/test_probe.py`, and SIGTERM sent before a run is resumed."""
-    text, out = tmp_path / "long.txt", tmp_path / "out"
+    text = tmp_path / "long.txt"
+    out = tmp_path / "out"
     text.write_text("The cat sat on the mat, and the dog did not. " * 50_000)
     command = [
         *COMMAND,
@@ -238,7 +240,8 @@ def test_an_ending_writes_what_was_measured(tmp_path, checkpoint):
     [(signal.SIGINT, 0.3), (signal.SIGTERM, 1.0), (signal.SIGKILL, 2.0), (signal.SIGINT, 3.0), (signal.SIGTERM, 4.0)],
 )
 def test_an_ending_at_any_moment_leaves_no_half_result_and_no_traceback(tmp_path, checkpoint, number, seconds):
-    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text = tmp_path / "text.txt"
+    out = tmp_path / "out"
     text.write_text("The cat sat on the mat, and the dog did not. " * 400)
     command = [*COMMAND, "probe", str(checkpoint), "--text", str(text), "--out", str(out), *QUICKLY]
     with subprocess.Popen(
@@ -359,7 +362,8 @@ def test_no_room_is_found_before_the_model_is_read(probed, tmp_path):
 
 def test_a_second_run_with_the_same_folder_is_told_before_the_model_is_read(probed, tmp_path, monkeypatch):
     monkeypatch.setattr("massieu.storage.folder._MOMENT", 0.1)
-    ready, enough = threading.Event(), threading.Event()
+    ready = threading.Event()
+    enough = threading.Event()
 
     def other() -> None:
         with locked(tmp_path):
@@ -381,7 +385,8 @@ def test_a_second_run_with_the_same_folder_is_told_before_the_model_is_read(prob
 def test_what_cannot_be_saved_in_its_place_is_saved_elsewhere(probed, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    save, out = probed.result.save, tmp_path / "out"
+    save = probed.result.save
+    out = tmp_path / "out"
 
     def full(folder: Path, format: str) -> Path:
         if folder == out:

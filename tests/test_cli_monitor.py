@@ -44,7 +44,8 @@ def test_a_page_for_a_device_goes_to_the_device(tmp_path: Path):
 
 
 def test_a_page_keeps_its_mode_and_a_link_its_target(tmp_path: Path):
-    page, link = tmp_path / "inner" / "page.html", tmp_path / "link.html"
+    page = tmp_path / "inner" / "page.html"
+    link = tmp_path / "link.html"
     page.parent.mkdir()
     page.write_text("old")
     page.chmod(0o600)
@@ -155,7 +156,8 @@ def test_jinja_and_plotly_are_asked_for_by_name(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.medium
 def test_the_command_loads_no_torch(tmp_path: Path):
-    run, healthy = _written(tmp_path / "run.jsonl", 5), _written(tmp_path / "healthy.jsonl")
+    run = _written(tmp_path / "run.jsonl", 5)
+    healthy = _written(tmp_path / "healthy.jsonl")
     code = (
         "import sys; from massieu.cli.commands import app; app(sys.argv[1:], standalone_mode=False); "
         "print([name for name in ('torch', 'transformers', 'polars') if name in sys.modules])"

@@ -56,17 +56,17 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChromiumDriver]
     from selenium import webdriver
     from selenium.common.exceptions import NoSuchDriverException
 
-    found = needs.browser()
-    assert found is not None
-    edge = found.kind == "edge"
+    browser = needs.browser()
+    assert browser is not None
+    edge = browser.kind == "edge"
     options = webdriver.EdgeOptions() if edge else webdriver.ChromeOptions()
-    options.binary_location = found.program
+    options.binary_location = browser.program
     for flag in FLAGS:
         options.add_argument(flag)
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
     logs = "ms:loggingPrefs" if edge else "goog:loggingPrefs"
     options.set_capability(logs, {"browser": "ALL", "performance": "ALL"})
-    service = (webdriver.EdgeService if edge else webdriver.ChromeService)(found.driver)
+    service = (webdriver.EdgeService if edge else webdriver.ChromeService)(browser.driver)
     try:
         browser = (webdriver.Edge if edge else webdriver.Chrome)(options=options, service=service)
     except NoSuchDriverException:

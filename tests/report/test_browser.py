@@ -50,10 +50,12 @@ def test_every_page_is_drawn_quietly_and_fits_its_width(
 
 @pytest.mark.slow
 def test_selector_and_toggle_change_the_map(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
-    page, result = open_page("encoder", NARROW), results["encoder"]
+    page = open_page("encoder", NARROW)
+    result = results["encoder"]
     assert_map_shows(page, result, values_of(result, "weight_first"))
     page.choose("#statistic", "own_write_sharpens")
-    value, control = values_of(result, "own_write_sharpens"), values_of(result, "own_write_sharpens/mismatched")
+    value = values_of(result, "own_write_sharpens")
+    control = values_of(result, "own_write_sharpens/mismatched")
     assert_map_shows(page, result, value)
     assert page.text("#about-title") == "Sharpened by the head's own write (share)"
     inside = sum(q >= 0.05 for q in values_of(result, "own_write_sharpens/q_value").values())
@@ -98,7 +100,8 @@ def test_a_click_and_the_select_boxes_open_a_head(open_page: Callable[..., Page]
 
 @pytest.mark.slow
 def test_tokens_tell_their_strongest_keys(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
-    page, details = open_page("encoder", NARROW), results["encoder"].details
+    page = open_page("encoder", NARROW)
+    details = results["encoder"].details
     page.choose("#site", 3)
     page.choose("#head", 6)
     page.show("#tokens")
@@ -132,7 +135,8 @@ def test_tokens_tell_their_strongest_keys(open_page: Callable[..., Page], result
 
 @pytest.mark.slow
 def test_keys_of_cross_attention_are_another_text(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
-    page, run = open_page("encoder_decoder"), results["encoder_decoder"].run
+    page = open_page("encoder_decoder")
+    run = results["encoder_decoder"].run
     (cross, *_) = [site.index for site in run.sites if site.kind == "cross"]
     page.choose("#site", cross)
     assert "wonderful" in page.text("#tokens")

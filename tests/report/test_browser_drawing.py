@@ -49,7 +49,8 @@ def test_the_bars_at_both_ends_of_a_distribution_are_open(encoder_page: Page) ->
 
 @pytest.mark.slow
 def test_depth_is_drawn_in_order_with_its_control(encoder_page: Page, results: dict[str, Results]) -> None:
-    page, layers = encoder_page, results["encoder"].layers
+    page = encoder_page
+    layers = results["encoder"].layers
     assert page.run("document.querySelectorAll('.depth .js-plotly-plot').length") == 3
     for place, name in ((0, "pairwise_distance_log_ratio"), (2, "effective_rank_change")):
         control = layers.filter(polars.col("statistic") == f"{name}/reinitialised")["value"].to_list()

@@ -41,8 +41,10 @@ def test_the_address_names_what_is_shown_and_the_back_button_returns(open_page: 
 def test_an_address_says_the_difference_and_the_site_of_a_layer_that_has_several(
     open_page: Callable[..., Page], results: dict[str, Results]
 ) -> None:
-    page, result = open_page("encoder", address="#statistic=entropy&show=difference"), results["encoder"]
-    value, control = values_of(result, "entropy"), values_of(result, "entropy/reinitialised")
+    page = open_page("encoder", address="#statistic=entropy&show=difference")
+    result = results["encoder"]
+    value = values_of(result, "entropy")
+    control = values_of(result, "entropy/reinitialised")
     assert_map_shows(page, result, {cell: value[cell] - control[cell] for cell in value}, size=5)
     page, (*_, last) = open_page("encoder_decoder"), results["encoder_decoder"].run.sites
     page.choose("#site", last.index)
@@ -81,7 +83,8 @@ def test_an_address_that_names_what_is_not_there_is_told_so(open_page: Callable[
 @pytest.mark.slow
 def test_the_map_is_walked_by_keyboard(open_page: Callable[..., Page], results: dict[str, Results]) -> None:
     kind = "encoder_decoder"  # layers of several kinds lie below one another
-    page, run = open_page(kind, address="#statistic=entropy"), results[kind].run
+    page = open_page(kind, address="#statistic=entropy")
+    run = results[kind].run
     page.run("document.getElementById('difference').focus()")
     for _ in range(3):
         if page.run("document.activeElement.id") != "map":
@@ -103,7 +106,8 @@ def test_the_map_is_walked_by_keyboard(open_page: Callable[..., Page], results: 
     assert page.run(f"[{outline}.x0, {outline}.x1]") == [0.5, 1.5]
     assert "head=1" not in address_of(page)
     press(Keys.END, Keys.PAGE_DOWN, Keys.ENTER).perform()
-    last, heads = run.sites[-1], run.sites[-1].heads
+    last = run.sites[-1]
+    heads = run.sites[-1].heads
     assert page.text("#head-title").endswith(f"head {heads - 1}")
     assert last.name in page.text("#head-site")
     assert page.run("document.activeElement.id") == "head-title"
@@ -115,7 +119,8 @@ def test_the_map_is_walked_by_keyboard(open_page: Callable[..., Page], results: 
 def test_each_kind_of_attention_has_its_own_colours(
     open_page: Callable[..., Page], results: dict[str, Results]
 ) -> None:
-    page, result = open_page("encoder_decoder", address="#statistic=entropy"), results["encoder_decoder"]
+    page = open_page("encoder_decoder", address="#statistic=entropy")
+    result = results["encoder_decoder"]
     kinds = {}
     values = values_of(result, "entropy")
     for site in result.run.sites:

@@ -98,8 +98,8 @@ def test_alarms_are_listed_by_episode_and_marked():
     ringing = {100: ["massieu/loss"], 200: ["massieu/loss", "massieu/entropy_min"], 500: ["massieu/loss"]}
     page = curves.render([replace(run, alarms=ringing)])
     rows = re.findall(r'<th scope="row"><code>(.*?)</code></th>(.*?)</tr>', page)
-    found = [(key, *re.findall(r'<td data-label="[^"]*">(.*?)</td>', cells)) for key, cells in rows]
-    assert found == [
+    result = [(key, *re.findall(r'<td data-label="[^"]*">(.*?)</td>', cells)) for key, cells in rows]
+    assert result == [
         ("massieu/loss", "100", "200", "2", "9"),
         ("massieu/entropy_min", "200", "200", "1", "0.600"),
         ("massieu/loss", "500", "500", "1", "9"),

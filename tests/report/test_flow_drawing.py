@@ -25,7 +25,7 @@ def heights(path: str) -> list[float]:
 
 
 def paths(html: str, mark: str) -> list[str]:
-    return [found[0] for found in re.findall(r'<path d="([^"]*)"([^>]*)>', html) if mark in found[1]]
+    return [path for path, attributes in re.findall(r'<path d="([^"]*)"([^>]*)>', html) if mark in attributes]
 
 
 def test_a_number_is_a_line_with_its_band_and_its_null():

@@ -43,7 +43,8 @@ def test_the_figure_has_the_same_numbers(results: dict[str, Results]) -> None:
 
 
 def test_bad_names(results: dict[str, Results]) -> None:
-    one, pair = results["encoder"], results["encoder_decoder"]
+    one = results["encoder"]
+    pair = results["encoder_decoder"]
     with pytest.raises(InputError, match=r"no statistic 'entropi'; it has entropy"):
         matrix_of(one.run, one.heads, "entropi")
     with pytest.raises(InputError, match=r"attention must be one of '.*', '.*'; none was named"):

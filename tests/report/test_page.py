@@ -159,7 +159,8 @@ def test_hostile_strings_stay_text(parsed: dict[str, Parsed]) -> None:
 
 
 def packed_numbers_are_those_of_the_table(kind: str, parsed: dict[str, Parsed], results: dict) -> None:
-    page, heads = parsed[kind], results[kind].heads
+    page = parsed[kind]
+    heads = results[kind].heads
     data = page.data()
     order = {site["name"]: site["first"] for site in data["sites"]}
     assert set(data["columns"]) == set(heads["statistic"])
@@ -187,7 +188,8 @@ def test_packed_numbers_are_those_of_the_table(kind: str, parsed: dict[str, Pars
 
 
 def test_examples_and_histograms_are_those_of_the_details(parsed: dict[str, Parsed], results: dict) -> None:
-    page, details = parsed["encoder_decoder"], results["encoder_decoder"].details
+    page = parsed["encoder_decoder"]
+    details = results["encoder_decoder"].details
     data = page.data()
     for example, packed in zip(details["examples"], data["examples"], strict=True):
         assert packed["raw"] == example["tokens"]
@@ -207,7 +209,8 @@ def test_examples_and_histograms_are_those_of_the_details(parsed: dict[str, Pars
 
 
 def test_first_screen_holds_strip_and_cards(parsed: dict[str, Parsed], results: dict) -> None:
-    text, run = parsed["encoder"].text, results["encoder"].run
+    text = parsed["encoder"].text
+    run = results["encoder"].run
     for finding in run.findings:
         for part in ("title", "sentence", "control", "caveat", "unit"):
             assert getattr(finding, part) in text

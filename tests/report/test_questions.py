@@ -13,7 +13,8 @@ from massieu.report.page import render
 from massieu.report.questions import QUESTIONS, questions_of
 from massieu.storage.record import Statistic
 
-LAYERS, HEADS = 2, 4
+LAYERS = 2
+HEADS = 4
 CELLS = LAYERS * HEADS
 
 

@@ -146,8 +146,8 @@ def test_colour_scales_hit_their_ends_and_are_monotone_in_lightness() -> None:
 )
 def test_arrays_are_written_as_their_numbers_are(values, digits):
     """An array at once, and its numbers one by one: the same decimals, but for ties that a product may round the other way."""
-    found = json_value(values.reshape(1, -1), digits)[0]
-    for one, number in zip(found, values.tolist(), strict=True):
+    result = json_value(values.reshape(1, -1), digits)[0]
+    for one, number in zip(result, values.tolist(), strict=True):
         expected = json_value(number, digits)
         if one != expected:
             assert one is not None and expected is not None

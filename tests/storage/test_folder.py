@@ -47,13 +47,13 @@ def reserved(folder: Path, room: int = 10) -> AbstractContextManager[None]:
 
 def stored_texts(stored: folders.Stored) -> dict[str, str]:
     """Every file that the record lists, if it is the one that the record means."""
-    found = {}
+    result = {}
     for name, hash in json.loads(stored.record)["files"].items():
         content = stored.files.path.joinpath(name).read_bytes() if stored.has(name) else b""
         if folders.digest(content) != hash:
             raise folders.MismatchError(f"{name} is another")
-        found[name] = content.decode()
-    return found
+        result[name] = content.decode()
+    return result
 
 
 def load(folder: Path) -> dict[str, str]:
@@ -119,11 +119,11 @@ def _step(survived: int, where: str) -> Callable[[pytest.MonkeyPatch], list[str]
             def step(*given: Any, **named: Any) -> Any:
                 if len(done) == survived and where == "before":
                     raise Crash
-                found = function(*given, **named)
+                result = function(*given, **named)
                 if len(done) == survived:
                     raise Crash
                 done.append(name)
-                return found
+                return result
 
             return step
 
@@ -171,7 +171,8 @@ def test_killed_at_any_moment_the_folder_reads_as_one_or_the_other(tmp_path, cop
 @pytest.mark.parametrize("failing", range(4))
 def test_what_a_save_could_not_remove_the_next_one_does(tmp_path, monkeypatch, function, failing):
     save(tmp_path, files("first") | {"tokens/part": b"p"})
-    whole, calls = getattr(os, function), []
+    whole = getattr(os, function)
+    calls = []
 
     def fails_once(*given: Any, **named: Any) -> None:
         calls.append(given)
@@ -268,7 +269,8 @@ def test_a_stale_file_that_was_changed_or_linked_stays(tmp_path):
 @pytest.mark.parametrize("place", [RECORD, "one", "tokens", folders.STORE, locking.LOCK, "the save", "the save/one"])
 def test_no_link_in_a_result_is_followed(tmp_path, place):
     """Nothing behind it is read, written or removed."""
-    folder, outside = tmp_path / "theirs", tmp_path / "outside"
+    folder = tmp_path / "theirs"
+    outside = tmp_path / "outside"
     save(folder, files("first") | {"tokens/part-1": b"rows"})
     if place.startswith("the save"):
         (content,) = (folder / folders.STORE).iterdir()
@@ -297,8 +299,8 @@ def test_no_link_in_a_result_is_followed(tmp_path, place):
 
 
 def _tree(path: Path) -> dict[str, bytes]:
-    found = [path, *path.rglob("*")] if path.is_dir() else [path]
-    return {str(each): each.read_bytes() for each in found if each.is_file()}
+    paths = [path, *path.rglob("*")] if path.is_dir() else [path]
+    return {str(each): each.read_bytes() for each in paths if each.is_file()}
 
 
 @pytest.mark.parametrize("name", ["../mine", "/mine", "a/b/c", "", "tokens/..", ".massieu/x", "a\\b", "c:mine"])
@@ -334,7 +336,8 @@ class lock_of_another_thread:  # noqa: N801 - used as a context
     """A lock that somebody else has."""
 
     def __init__(self, folder: Path) -> None:
-        self.taken, self.enough = threading.Event(), threading.Event()
+        self.taken = threading.Event()
+        self.enough = threading.Event()
         self.thread = threading.Thread(target=self._hold, args=(folder,))
 
     def _hold(self, folder: Path) -> None:

