@@ -114,7 +114,7 @@ def test_sharded_training_steps_are_watched_and_clipped(processes: list[Any]):
 
 
 def test_shares_that_no_tensor_tells_of_have_no_norms(processes: list[Any]):
-    """FullyShardedDataParallel: each process has a share of every gradient, and its norm is not the whole one's."""
+    """FullyShardedDataParallel: a process's share of the gradients has another norm; training goes on as in one process."""
     expected = work.trained_by_one()
     told = "massieu.Monitor: FullyShardedDataParallel gives each process a share of weights and gradients"
     for process in processes:
@@ -123,7 +123,7 @@ def test_shares_that_no_tensor_tells_of_have_no_norms(processes: list[Any]):
             given = record.pop("massieu/gradient_norm", None)
             assert given == (pytest.approx(norm, rel=1e-5) if step else None)
             record.pop("massieu/learning_rate")
-            check_equal(record, whole)
+            check_equal(record, {key: value for key, value in whole.items() if key != "massieu/gradient_norm"})
         assert len([sentence for sentence in said if sentence.startswith(told)]) == 1
         assert "FullyShardedDataParallel holds the model's weights in one row" in refused
 

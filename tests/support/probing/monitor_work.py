@@ -251,9 +251,10 @@ def flat_shards(rank: int, size: int) -> tuple[list[Any], list[str], str]:
         for step in range(3):
             model(own).square().mean().backward()
             norm = model.clip_grad_norm_(1e9)
+            # Before the optimiser's step, which must change the shares and not what a forward pass has gathered.
+            records.append(monitor(step, **({"gradient_norm": norm} if step else {})))
             optimizer.step()
             optimizer.zero_grad()
-            records.append(monitor(step, **({"gradient_norm": norm} if step else {})))
     refused = ""
     try:
         with monitor.clip(3, 1.0):
@@ -264,7 +265,7 @@ def flat_shards(rank: int, size: int) -> tuple[list[Any], list[str], str]:
 
 
 def trained_by_one() -> list[tuple[dict[str, float], float]]:
-    """The same in one process: the record of each step, and the gradient norm before it."""
+    """The records in one process, each with the norm of all gradients."""
     model: Any = plain().train()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = Monitor(model, IDS, every=1)
@@ -272,9 +273,9 @@ def trained_by_one() -> list[tuple[dict[str, float], float]]:
     for step in range(3):
         model(IDS).square().mean().backward()
         norm = explicit_norm(*(parameter.grad for parameter in model.parameters() if parameter.grad is not None))
+        records.append((dict(found_at(monitor, step)), norm))
         optimizer.step()
         optimizer.zero_grad()
-        records.append((dict(found_at(monitor, step)), norm))
     return records
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from massieu.errors import InputError
+from massieu.foundation.shards import has_flat_shards
 from massieu.probing.data.text_digest import TextDigest
 from massieu.probing.monitor.period import ToldPeriod, together
 from massieu.probing.monitor.quantities import SiteNumbers, StreamNumbers, joined
@@ -156,7 +157,19 @@ def head_shard(module: nn.Module) -> int:
 
 
 def resharded(modules: Sequence[nn.Module]) -> None:
-    """Give back what FSDP2 gathered for a forward pass that no backward pass follows."""
+    """Give back what FSDP1 or FSDP2 gathered for a forward pass that no backward pass follows."""
     for module in modules:
         if callable(reshard := getattr(module, "reshard", None)) and hasattr(module, "unshard"):
             reshard()
+    if not has_flat_shards(modules[0]):
+        return
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    # The outermost keeps its weights for the backward pass. An optimiser's step would change these, and not the shares.
+    for module in modules:
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        handle = module._handle  # of the module's own weights, where it has some
+        if handle is not None and handle.uses_sharded_strategy:
+            _reshard(module, handle, True)
