@@ -2,7 +2,7 @@
 
 `python benchmarks/control_models.py 200 models.jsonl` probes 200 small random models of three kinds, of several shapes, on
 text and on random tokens, in 40 to 400 windows, and counts the runs with a card and with a verdict of each question. One line
-is written for each run, and a run that is there is not done again. Half an hour.
+is written for each run, and a run that is there is not done again. Ten minutes.
 """
 
 import json

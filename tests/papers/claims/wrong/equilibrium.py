@@ -11,7 +11,7 @@ from massieu.papers.claims.shim import equilibrium, expansion, finite_keys, prec
 from massieu.population import Renormalisation, TraceRenormalisation
 
 _ALIGNMENT, _EXPANSION, _MEAN = precision.precision_alignment, bridges.expansion, Atoms._mean
-_MATRIX, _SIZE = Renormalisation.matrix, TraceRenormalisation._size
+_MATRIX, _FACTOR = Renormalisation.matrix, TraceRenormalisation._factor
 
 
 def _with_its_own_inverse(score: Any, covariance: Any, *, power: float = -1.0, **keywords: Any) -> Any:
@@ -48,7 +48,7 @@ WRONG = {
         "matrix",
         lambda self, covariance: torch.eye(len(covariance), dtype=covariance.dtype),
     ),
-    "S13: a trace not held": ("S13", TraceRenormalisation, "_size", lambda self, own: 1.1 * _SIZE(self, own)),
+    "S13: a trace not held": ("S13", TraceRenormalisation, "_factor", lambda self, own: 1.1 * _FACTOR(self, own)),
     "S13: LayerNorm that keeps the mean": (
         "S13",
         equilibrium.activations,
