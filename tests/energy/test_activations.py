@@ -147,8 +147,11 @@ def test_what_is_not_known_of_a_measure_is_said():
     gaussian = MeasureActivation.of("reference", measures.Gaussian.create(torch.zeros(3, dtype=F64), variance))
     torch.testing.assert_close(gaussian.lipschitz, constant(3.0))
     assert MeasureActivation.of("reference", measures.Spin.create(dim=3)).lipschitz == 1
-    with pytest.raises(measures.MissingFormError, match="mean of Sphere is not known"):
-        _ = MeasureActivation.of("reference", measures.Sphere.create(dim=3)).lipschitz
+    sphere = measures.Sphere.create(2.0, dim=3)
+    largest = torch.linalg.matrix_norm(sphere.fisher(torch.zeros(3)), ord=2)
+    torch.testing.assert_close(MeasureActivation.of("reference", sphere).lipschitz, largest)
+    with pytest.raises(measures.MissingFormError, match="mean of Bernoulli is not known"):
+        _ = MeasureActivation.of("reference", measures.Bernoulli.create(torch.full((3,), 0.5))).lipschitz
     sparse = MeasureActivation.of("hidden", SparseAtoms.create(torch.eye(3)))
     with pytest.raises(measures.MissingFormError, match="conjugate of SparseAtoms"):
         sparse.conjugate(torch.ones(3) / 3)

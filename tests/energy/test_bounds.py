@@ -257,9 +257,9 @@ REFUSED = {
         "identity",
     ),
     "a reference without a constant": (
-        lambda: bounds.lipschitz(HopfieldEnergy.create(draw(4, 3), reference=measures.Sphere.create(dim=3))),
+        lambda: bounds.lipschitz(HopfieldEnergy.create(draw(4, 3), reference=measures.Bernoulli.create(torch.full((3,), 0.5)))),
         TypeError,
-        "Sphere",
+        "Bernoulli",
     ),
     "method": (lambda: bounds.diameter(HopfieldEnergy.create(draw(4, 3)), method="fast"), ValueError, "fast"),
     "steps": (lambda: smallest_move(constant(1.0), 0), ValueError, "0"),

@@ -54,9 +54,9 @@ def test_maps(name):
 @every_row("name", CASES)
 def test_a_map_is_the_gradient_of_its_lagrangian_and_its_parameters_train(name):
     module = Activation(CASES[name][0]).double()
-    x = X.clone().requires_grad_()
+    x = (X[..., :3] if name == "Sphere" else X).clone().requires_grad_()
     (gradient,) = torch.autograd.grad(module.lagrangian(x).sum(), x)
-    torch.testing.assert_close(gradient, module(X), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradient, module(x.detach()), rtol=1e-10, atol=1e-10)
     named = dict(module.named_parameters())
     assert list(named) == PARAMETERS[name]
     check_derivatives(
