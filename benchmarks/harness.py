@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
 Work = Callable[[], object]
@@ -123,6 +124,19 @@ def print_peak(prepare: Callable[[float], Work]) -> None:
 def peak() -> int:
     """Highest resident set of this process so far, bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def allocated(work: Work) -> float:
+    """The most mebibytes that PyTorch has allocated at a time while the work was done, beyond those before it.
+
+    The resident set is no measure of it: what the allocator keeps of freed tensors differs by half from run to run.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return float(sizes.max()) / 2**20
 
 
 def run_fresh(script: Path, *arguments: str) -> tuple[float, float]:

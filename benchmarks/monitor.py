@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import harness
 import massieu
@@ -191,8 +190,7 @@ def peaks(name: str, rounds: int) -> harness.Comparison:
 def print_peak(name: str, side: int) -> None:
     """What a fresh process runs: seconds of the work, and the highest number of mebibytes that PyTorch has allocated in it.
 
-    The resident set is no measure here: what the allocator keeps of freed tensors differs by half from run to run. Models are
-    made and looked at before, since that happens once in a training run.
+    Models are made and looked at before, since that happens once in a training run.
     """
     module, ids = loaded(name)
     module.eval()
@@ -202,12 +200,7 @@ def print_peak(name: str, side: int) -> None:
     start = time.process_time()
     work()
     seconds = time.process_time() - start
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        work()
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    print(seconds, sizes.max() / 2**20)
+    print(seconds, harness.allocated(work))
 
 
 def main() -> None:

@@ -1,18 +1,20 @@
-"""What a probe costs beside the model's own forward pass, and how its memory grows with the text.
+"""What a probe costs beside the model's own forward pass, in time and memory, and how its memory grows with the text.
 
     python benchmarks/probe.py
 
-Time: all default statistics against the model's own forward pass (its stock SDPA attention) on the same batches, in
-turn, as ratios of CPU time on one thread (`benchmarks/harness.py`). Memory: peak of a fresh process that probes 1, 4
-and 16 times the same text. Results go to ``benchmarks/results/probe.json``.
+Each row is a whole probe of one text, first look, tables and tests included, beside the model's own forward passes (its stock
+SDPA attention) over the same batches. The two take turns in one process; times are processor times on one thread. What a run
+pays once, whatever the text's length, weighs less in a longer text: so two lengths are there. Memory is what PyTorch has
+allocated at most beyond the model, a batch of eight windows at a time, and the peak of the resident set of processes that read
+1, 4 and 16 times the same text. Rows are written as they are done. About forty minutes.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -23,98 +25,145 @@ from massieu.probing.data.documents import reference_documents
 from massieu.probing.data.text import TextBatches
 from massieu.probing.model.model import load_model
 
-RESULTS = Path(__file__).parent / "results" / "probe.json"
-BATCH_TOKENS = 2048
+BATCH_SIZE = 8
+MEMORY_WINDOWS = 16
+Batches = list[dict[str, torch.Tensor]]
 
 
-def text_batches(tokenizer, length: int, tokens: int) -> list[dict[str, torch.Tensor]]:
-    """Full windows of the reference text, 2048 tokens a batch."""
-    batches = TextBatches(
-        tokenizer, reference_documents, window=length, limit=tokens, batch_size=BATCH_TOKENS // length
-    )
-    return [dict(batch.inputs) for batch in batches]
+@dataclass(frozen=True)
+class Kind:
+    """What is measured, and how much it may cost: ratios to the forward passes."""
+
+    title: str
+    options: dict[str, object]
+    time_bars: dict[int, float]
+    memory_bar: float
 
 
-def gpt2_small(tokenizer) -> torch.nn.Module:
-    """The shape of GPT-2 small with random weights: 12 layers, 12 heads, width 768."""
+KINDS = [
+    Kind("quick", {"statistics": "quick"}, {64: 1.2, 256: 1.2}, 1.1),
+    Kind("attention with errors and eight draws", {"statistics": ["attention"]}, {64: 1.45, 256: 1.3}, 1.2),
+    Kind("all default statistics with eight draws", {}, {64: 1.85, 256: 1.7}, 1.35),
+]
+"""The bars of time are for texts of so many windows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a text."""
+
+    model: str
+    windows: int
+    length: int
+    rounds: int
+
+
+CASES = [Case("MiniLM", 64, 512, 3), Case("MiniLM", 256, 512, 1), Case("GPT-2 small, random weights", 64, 512, 1)]
+
+
+def made(case: Case) -> tuple[torch.nn.Module, Batches]:
+    """The model, and full windows of the reference text."""
+    loaded = load_model()
+    assert loaded.tokenizer is not None
+    limit = case.windows * case.length
+    text = TextBatches(loaded.tokenizer, reference_documents, window=case.length, limit=limit, batch_size=BATCH_SIZE)
+    batches = [dict(batch.inputs) for batch in text]
+    if case.model == "MiniLM":
+        return loaded.module, batches
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0)
-    return transformers.GPT2Model(config).eval()
+    config = transformers.GPT2Config(vocab_size=len(loaded.tokenizer), bos_token_id=0, eos_token_id=0, use_cache=False)
+    return transformers.GPT2Model(config).eval(), batches
 
 
-def forward(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> None:
-    options = {"use_cache": False} if hasattr(model.config, "n_positions") else {}
+def forward(model: torch.nn.Module, batches: Batches) -> None:
+    """The model's own passes over the text."""
     with torch.no_grad():
         for batch in batches:
-            model(**batch, **options)
+            model(**batch)
 
 
-def measure_time(rounds: int) -> list[dict]:
-    """Probe time over forward time, the two in turn."""
-    loaded = load_model()
-    rows = []
-    cases = [("MiniLM", 256, 64_000), ("MiniLM", 512, 64_000), ("GPT-2 small, random weights", 512, 20_000)]
-    for name, length, tokens in cases:
-        model = loaded.module if name == "MiniLM" else gpt2_small(loaded.tokenizer)
-        batches = text_batches(loaded.tokenizer, length, tokens)
-        timing = harness.compare_times(
-            lambda m=model, b=batches: forward(m, b),
-            lambda m=model, b=batches, n=length: massieu.probe(m, massieu.Batches(b, window=n)),
-            rounds=rounds,
-            warm_up=1,
-        )
-        row = {"model": name, "length": length, "tokens": sum(b["input_ids"].numel() for b in batches), "bar": 2.0}
-        rows.append(row | asdict(timing))
-        print(
-            f"{name:30} {length:5} tokens a window: {timing.ratio:.2f}× the forward pass {timing.interval}", flush=True
-        )
-    return rows
+def probed(model: torch.nn.Module, batches: Batches, kind: Kind) -> None:
+    """A whole probe of the text."""
+    window = batches[0]["input_ids"].shape[1]
+    massieu.probe(model, massieu.Batches(batches, window=window), batch_size=BATCH_SIZE, **kind.options)
 
 
-def measure_memory() -> list[dict]:
+def beside_forward(case: Case, kind: Kind) -> harness.Comparison:
+    """Time over the whole text, and memory over its first windows."""
+    model, batches = made(case)
+    few = batches[: MEMORY_WINDOWS // BATCH_SIZE]
+    forward(model, few)
+    probed(model, few, kind)  # what a process pays once is no matter of the text
+    timing = harness.compare_times(
+        lambda: forward(model, batches), lambda: probed(model, batches, kind), case.rounds, warm_up=0
+    )
+    reference = harness.allocated(lambda: forward(model, few))
+    ours = harness.allocated(lambda: probed(model, few, kind))
+    return harness.Comparison(
+        name=f"{kind.title}, {case.model}, {case.windows} windows of {case.length}",
+        reference="the model's own forward passes",
+        reference_seconds=timing.reference_seconds,
+        seconds=timing.seconds,
+        time_ratio=timing.ratio,
+        time_interval=timing.interval,
+        time_bar=kind.time_bars[case.windows],
+        reference_mebibytes=reference,
+        mebibytes=ours,
+        memory_ratio=ours / reference,
+        memory_bar=kind.memory_bar,
+        rounds=case.rounds,
+    )
+
+
+def growth() -> list[dict[str, float]]:
+    """Peaks of fresh processes that read the same text several times over."""
     rows = []
     for times in (1, 4, 16):
-        found = subprocess.run(
-            [sys.executable, __file__, "--peak", str(times)], capture_output=True, text=True, check=True
-        )
+        command = [sys.executable, __file__, "--peak", str(times)]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
         rows.append(json.loads(found.stdout.splitlines()[-1]))
-        print(f"text × {times:2}: peak {rows[-1]['peak_mib']:.0f} MiB over {rows[-1]['tokens']} tokens", flush=True)
     return rows
 
 
-def peak(times: int) -> None:
-    """In a process of its own: probe the same text several times over, streamed."""
+def print_peak(times: int) -> None:
+    """What a fresh process runs: probe the same text several times over, streamed."""
     loaded = load_model()
+    assert loaded.tokenizer is not None
 
     def documents():
         for _ in range(times):
             yield from reference_documents()
 
-    batches = TextBatches(loaded.tokenizer, documents, window=256, limit=16_000 * times, batch_size=8)
-    result = massieu.probe(loaded.module, (b.inputs for b in batches))
-    print(json.dumps({"times": times, "tokens": result.run.text.tokens, "peak_mib": harness.peak() / 2**20}))
+    batches = TextBatches(loaded.tokenizer, documents, window=256, limit=16_000 * times, batch_size=BATCH_SIZE)
+    result = massieu.probe(loaded.module, (batch.inputs for batch in batches))
+    print(json.dumps({"tokens": result.run.text.tokens, "peak_mib": harness.peak() / 2**20}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args()
-    if options.peak:
-        peak(options.peak)
+    parser.add_argument("--only", metavar="PART", help="print only rows with this in their name, write nothing")
+    arguments = parser.parse_args()
+    if arguments.peak:
+        print_peak(arguments.peak)
         return
-    RESULTS.parent.mkdir(exist_ok=True)
     torch.set_num_threads(1)
-    memory = measure_memory()  # first: a child process reports its parent's peak where that is larger
-    result = {
-        "command": "python benchmarks/probe.py",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": 1,
-        "time": measure_time(options.rounds),
-        "memory": memory,
+    works: dict[str, Callable[[], harness.Comparison]] = {
+        f"{case.model}, {case.windows} windows: {kind.title}": lambda c=case, k=kind: beside_forward(c, k)
+        for case in CASES
+        for kind in KINDS
+        if arguments.only is None or arguments.only in f"{case.model}, {case.windows} windows: {kind.title}"
     }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    # First: a child process reports its parent's peak where that is larger.
+    memory = growth() if arguments.only is None else []
+    rows: list[harness.Comparison] = []
+    for name in harness.steps(works):
+        row = works[name]()
+        rows.append(row)
+        if arguments.only is None:
+            harness.write("probe", rows, memory=memory)
+        else:
+            print(row, row.met, flush=True)
 
 
 if __name__ == "__main__":

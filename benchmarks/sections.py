@@ -58,26 +58,7 @@ def half_precision(content: Json) -> str:
 
 def probe(content: Json) -> str:
     peaks = [[f"{row['tokens']:,}", memory(row["peak_mib"])] for row in content["memory"]]
-    return "\n".join(
-        [comparisons.compared(_probe_rows(content)), table(["tokens of text", "peak resident memory"], peaks)]
-    )
-
-
-def _probe_rows(content: Json) -> list[Json]:
-    """As comparisons."""
-    return [
-        {
-            "name": f"all default statistics, {row['model']}, {row['tokens']:,} tokens in windows of {row['length']}",
-            "reference": "the model's own forward pass",
-            "reference_seconds": row["reference_seconds"],
-            "seconds": row["seconds"],
-            "time_ratio": row["ratio"],
-            "time_interval": row["interval"],
-            "time_bar": row["bar"],
-            **dict.fromkeys(("reference_mebibytes", "mebibytes", "memory_ratio", "memory_bar")),
-        }
-        for row in content["time"]
-    ]
+    return f"{comparisons.section(content)}\n{table(['tokens of text', 'peak resident memory'], peaks)}"
 
 
 def monitor(content: Json) -> str:
@@ -266,7 +247,7 @@ def verdicts(name: str, content: Json) -> list[Verdict]:
     if name == "implicit":
         grown = [(f"memory of {row['moves']} moves", row["growth"] <= row["bar"]) for row in content["memory"]]
         return grown + [(f"{row['name']}, {row['dtype']}", row["error"] <= row["bar"]) for row in content["accuracy"]]
-    rows = _probe_rows(content) if name == "probe" else content.get("rows", [])
+    rows = content.get("rows", [])
     right: dict[str, bool] = {}
     for row in content.get("accuracy", []) if name == "on_cuda" else []:
         what = f"errors of {row['function']} by {row['backend']}, {row['dtype']}"
