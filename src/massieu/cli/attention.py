@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from massieu.cli.output import check_picture
 from massieu.cli.streams import say, show
 from massieu.errors import InputError
-from massieu.report.encode import plain
+from massieu.report.encode import encodable
 from massieu.storage.writing import write_whole
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class HeadPicture:
                 "weights": site.of_head(self.head)[0].tolist(),
                 "picture": str(self.path),
             }
-            show(dumps(plain(found), ensure_ascii=False, allow_nan=False))
+            show(dumps(encodable(found), ensure_ascii=False, allow_nan=False))
             return
         show(f"{result.model}, {site.name}: layer {self.layer}, head {self.head}")
         show_weights(site.strongest(self.count), with_head=False)
