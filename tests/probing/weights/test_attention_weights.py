@@ -229,7 +229,7 @@ def test_the_model_is_left_as_it_was():
             massieu.attention_weights(model, {"input_ids": IDS}, layers=layers)
         except InputError:
             assert layers == 7
-    with pytest.raises(InputError, match="GB, more than max_bytes"):
+    with pytest.raises(InputError, match="bytes, more than max_bytes"):
         massieu.attention_weights(model, {"input_ids": IDS}, max_bytes=100)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.config._attn_implementation == "sdpa"
@@ -260,7 +260,9 @@ def test_the_model_is_left_as_it_was_after_an_error_within_it():
 
 def test_no_more_is_held_than_allowed():
     model, batch = zoo.model("gpt2"), {"input_ids": IDS}
-    with pytest.raises(InputError, match=r"the weights of 12 heads on 12 queries and 12 keys take 0\.0 GB"):
+    with pytest.raises(
+        InputError, match=r"the weights of 12 heads on 12 queries and 12 keys, with what is held, take 6,912 bytes"
+    ):
         massieu.attention_weights(model, batch, max_bytes=12 * 12 * 12 * 4 - 1)
     massieu.attention_weights(model, batch, max_bytes=12 * 12 * 12 * 4)
 
@@ -358,3 +360,30 @@ def test_what_a_result_refuses(row):
 def test_a_list_of_one_prompt():
     with pytest.raises(InputError, match="a prompt is given as a text by itself, got a list of one text"):
         massieu.attention_weights(zoo.model("gpt2"), ["a cat"])
+
+
+def test_a_long_encoder_does_not_count_for_a_short_decoder():
+    model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval()
+    inputs = torch.randn(1, 50, 8), torch.randn(1, 2, 8)
+    needed = 2 * 4 * (50 * 50 + 2 * 2 + 2 * 50)  # two heads, float32; encoder, decoder, and one on the other
+    assert len(massieu.attention_weights(model, inputs, max_bytes=needed)) == 3
+    with pytest.raises(InputError, match=f"take {needed:,} bytes, more than max_bytes={needed - 1:,}"):
+        massieu.attention_weights(model, inputs, max_bytes=needed - 1)
+
+
+class WithSpareAttention(nn.Module):
+    """Of its two attention modules one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.spare = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x, x, x)[0]
+
+
+def test_attention_that_was_not_seen_is_named():
+    result = massieu.attention_weights(WithSpareAttention().eval(), torch.randn(1, 5, 8))
+    assert [site.name for site in result] == ["used"]
+    assert result.refused == {"spare": "it looks like attention, and was not seen attending"}

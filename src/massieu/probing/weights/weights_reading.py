@@ -72,7 +72,8 @@ class WeightsReading:
             batch = with_target(module, named_inputs(module, inputs))
         check_ids(module, batch)
         look = first_look(module, batch)
-        return cls(module, name, tokenizer, model_inputs(module, batch), look.sites, look.refused)
+        unseen = dict.fromkeys(look.silent, "it looks like attention, and was not seen attending")
+        return cls(module, name, tokenizer, model_inputs(module, batch), look.sites, unseen | look.refused)
 
     def chosen(self, layers: Sequence[int] | None, heads: Sequence[int] | None) -> dict[AttentionSite, tuple[int, ...]]:
         """The heads of each site that is asked for.
