@@ -211,7 +211,7 @@ def numbers_of(name: str, given: int | Iterable[int] | None) -> list[int] | None
         raise InputError(f"{name} must be a whole number or a list of them, got {described(given)}")
     found: list[int] = []
     for number in several:
-        if not isinstance(number, Integral) or isinstance(number, bool) or number < 0:
+        if not isinstance(number, Integral) or isinstance(number, bool) or int(number) < 0:
             raise InputError(f"{name} must be whole numbers from 0, got {described(number)}")
         found.append(int(number))
     if not found:
