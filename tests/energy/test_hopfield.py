@@ -41,7 +41,7 @@ def test_the_scale_that_is_named_is_enough():
 def test_patterns_that_no_scale_retrieves():
     patterns = torch.tensor([[1.0, 0.0], [3.0, 0.1], [0.0, 1.0]])  # 1·3 > 1·1
     with pytest.warns(
-        OverlapWarning, match="1 of 3 patterns have a larger product with another one than with themselves"
+        OverlapWarning, match="1 of 3 patterns have at least as large a product with another one as with themselves"
     ):
         memory = HopfieldEnergy.create(patterns, scale=100.0)
     assert not torch.allclose(memory.retrieve(patterns[0]).state, patterns[0], atol=0.5)
@@ -51,6 +51,22 @@ def test_patterns_that_no_scale_retrieves():
         HopfieldEnergy.create(measures.Atoms.create(patterns), scale=100.0)
         HopfieldEnergy.create(patterns.clone().requires_grad_(), scale=100.0)
         HopfieldEnergy.create(torch.eye(3).repeat(2, 1), scale=100.0)  # equal patterns are one pattern
+
+
+def test_patterns_that_are_stored_twice_still_overlap_with_others():
+    """The first two differ in one of 64 signs, which at scale ½ is a separation of 2·½ below log 19."""
+    patterns = torch.sign(draw(10, 64))
+    patterns[1] = patterns[0]
+    patterns[1, 0] *= -1
+    with pytest.warns(OverlapWarning, match="4 of 20 patterns overlap too much"):
+        HopfieldEnergy.create(patterns.repeat(2, 1), scale=0.5)
+
+
+def test_a_pattern_as_long_as_its_shadow_on_another():
+    patterns = torch.tensor([[1.0, 0.0], [1.0, 1.0]])  # both products with the first are 1
+    with pytest.warns(OverlapWarning, match="1 of 2 patterns have at least as large a product"):
+        memory = HopfieldEnergy.create(patterns, scale=1000.0)
+    assert not torch.allclose(memory.retrieve(patterns[0]).state, patterns[0], atol=0.4)
 
 
 # --- against NumPy ---------------------------------------------------------------------------------------------------

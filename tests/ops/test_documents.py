@@ -359,6 +359,35 @@ def test_each_document_has_an_offset(name: str, options: str) -> None:
     torch.testing.assert_close(total, matrix, rtol=1e-10, atol=1e-10)
 
 
+HIDDEN_BY_OFFSETS_ALONE: dict[str, tuple[list[int], list[int], Any, dict[str, Any]]] = {
+    "one document, lower right": ([2], [4], "lower_right", {"is_causal": True, "window": 2}),
+    "one document, behind": ([8], [3], [-5], {"is_causal": True, "query_offset": 5}),
+    "two documents": ([4, 1], [0, 2], [0, -4], {"window": (3, 4), "query_offset": -1}),
+    "no query sees past the window": ([3, 2], [9, 2], "lower_right", {"window": 4}),
+}
+"""Bands that would hide no key of the whole row, if the documents had no offsets."""
+
+
+@pytest.mark.parametrize("name", HIDDEN_BY_OFFSETS_ALONE)
+def test_a_band_that_hides_keys_through_the_offsets_alone(name: str) -> None:
+    lengths, key_lengths, given_offsets, given = HIDDEN_BY_OFFSETS_ALONE[name]
+    documents = ops.Documents.of_lengths(lengths, key_lengths, query_offsets=given_offsets)
+    shapes = [(1, 2, sum(lengths), 6), (1, 2, sum(key_lengths), 6), (1, 2, sum(key_lengths), 5)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    offsets = iter([documents.query_offset(number) for number in range(len(documents))])
+
+    def one(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        own = given | {"query_offset": given.get("query_offset", 0) + next(offsets)}
+        return explicit.attention(query, key, value, **own)
+
+    wanted = per_document(documents, one, *leaves)
+    compare(ops.attention(*leaves, documents=documents, **given), wanted, leaves)
+    # Keys of a document receive 1 in all from each of its queries that sees a key.
+    seeing = documents.sums((wanted[1] != -torch.inf).double()).sum(-1)
+    received = ops.attention_received(*leaves[:2], documents=documents, **given).total
+    torch.testing.assert_close(received.sum(-1), seeing, rtol=1e-12, atol=1e-12)
+
+
 def test_offsets_of_documents_that_are_wrong() -> None:
     with pytest.raises(ValueError, match="query_offsets must be one a document, got 1 for 2 documents"):
         ops.Documents.of_lengths([1, 2], query_offsets=[0])

@@ -60,8 +60,7 @@ class HeadPicture:
             return
         show(f"{result.model}, {site.name}: layer {self.layer}, head {self.head}")
         show_weights(site.strongest(self.count), with_head=False)
-        for name, reason in result.refused.items():
-            say(f"warning: the attention of {name} is not read: {reason}")
+        _say_refused(result.refused)
         show(f"picture: {self.path}")
 
 
@@ -71,7 +70,7 @@ def head_of(given: str) -> tuple[int, int]:
     Raises:
         InputError: it is something else.
     """
-    found = re.fullmatch(r"(\d+)\.(\d+)", given.strip())
+    found = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", given.strip())
     if found is None:
         raise InputError(f"a head is LAYER.HEAD, counted from 0, such as 5.1; got {given!r}")
     return int(found[1]), int(found[2])
@@ -87,24 +86,33 @@ def show_summary(found: "PromptSummary") -> None:
         ", the largest of each head; tokens that see one key, and weights on the first token, are left out",
         bold="Weights",
     )
-    show_weights(found.weights, with_head=True)
-    _show_heads("Mean weight on the first token", ", of the tokens behind it", found.on_first)
-    _show_heads("Mean distance to the keys", ", in tokens", found.distance)
+    several = found.has_several_sites
+    show_weights(found.weights, with_head=True, with_site=several)
+    _show_heads("Mean weight on the first token", ", of the tokens behind it", found.on_first, several)
+    _show_heads("Mean distance to the keys", ", in tokens", found.distance, several)
+    _say_refused(found.refused)
 
 
-def show_weights(weights: "Sequence[StrongWeight]", *, with_head: bool) -> None:
+def _say_refused(refused: dict[str, str]) -> None:
+    for name, reason in refused.items():
+        say(f"warning: the attention of {name} is not read: {reason}")
+
+
+def show_weights(weights: "Sequence[StrongWeight]", *, with_head: bool, with_site: bool = False) -> None:
     """A line for each weight: what attends to what, and what uniform attention would give."""
     for each in weights:
         head = f"{each.layer}.{each.head}".ljust(8) if with_head else ""
         tokens = f"{_shown(each.query_token)} {each.query} → {_shown(each.key_token)} {each.key}"
-        show(f"  {head}{each.weight:.3f}  {tokens}  (uniform: {1 / each.visible:.3f})")
+        site = f"  {each.site}" if with_site else ""
+        show(f"  {head}{each.weight:.3f}  {tokens}  (uniform: {1 / each.visible:.3f}){site}")
 
 
-def _show_heads(title: str, meaning: str, rows: "Iterable[HeadNumber]") -> None:
+def _show_heads(title: str, meaning: str, rows: "Iterable[HeadNumber]", with_site: bool) -> None:
     show()
     show(meaning, bold=title)
     for row in rows:
-        show(f"  {f'{row.layer}.{row.head}'.ljust(8)}{row.value:.3f}")
+        site = f"  {row.site}" if with_site else ""
+        show(f"  {f'{row.layer}.{row.head}'.ljust(8)}{row.value:.3f}{site}")
 
 
 def _shown(token: str | None) -> str:

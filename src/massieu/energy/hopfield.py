@@ -211,19 +211,19 @@ def _warn_of_overlap(patterns: Float[Tensor, "*batch N d"], scale: Float[Tensor,
     points = promoted(patterns)
     products = points @ points.mT
     own = products.diagonal(0, -2, -1)
-    others = products.masked_fill(torch.eye(number, dtype=torch.bool), -torch.inf).amax(-1)
-    separation = own - others
-    # Equal patterns have one product up to rounding, and retrieving either retrieves the other.
+    # Equal patterns are one up to rounding: retrieving either retrieves the other.
     rounding = 4 * size * torch.finfo(points.dtype).eps * own.abs().amax()
-    is_covered = separation < -rounding
+    is_equal = own.unsqueeze(-1) + own.unsqueeze(-2) - 2 * products <= 4 * rounding
+    others = products.masked_fill(is_equal, -torch.inf).amax(-1)
+    separation = own - others
+    is_covered = separation <= rounding
     needed = math.log(number - 1)
     is_blurred = scale.unsqueeze(-1) * separation < needed
-    is_blurred = is_blurred & (separation > rounding)
     of_all = f"of {separation.numel():,} patterns"
     if bool(is_covered.any()):
         warnings.warn(
-            f"{int(is_covered.sum()):,} {of_all} have a larger product with another one than with themselves, so that no scale "
-            "retrieves them; normalise the patterns, or use HopfieldEnergy.euclidean",
+            f"{int(is_covered.sum()):,} {of_all} have at least as large a product with another one as with themselves, so that "
+            "no scale retrieves them; normalise the patterns, or use HopfieldEnergy.euclidean",
             OverlapWarning,
             stacklevel=4,
         )

@@ -276,6 +276,11 @@ def check_problem(
     if softcap is not None:
         softcap = float(number("softcap", softcap, above=0))
         check_fits("softcap", softcap, dtype)
+    if documents is not None and documents.query_offsets:
+        # What the band hides in a document depends on its offset, so that only there can it be simplified.
+        fields = _fields_of_any_band(band)
+    else:
+        fields = band_fields(band, layout.length, layout.keys)
     if sink_value is not None:
         if sink is None or value is None:
             raise ValueError("sink_value needs a sink and values of the keys: give sink and value too")
@@ -291,7 +296,7 @@ def check_problem(
         sink=_layout_sink(sink, dtype, query, layout),
         sink_value=sink_value,
         documents=None if documents is None else documents.constant(),
-        **band_fields(band, layout.length, layout.keys),
+        **fields,
     )
 
 
@@ -331,10 +336,17 @@ def band_fields(band: "Band", length: int, keys: int) -> dict[str, Any]:
         low, high = band
         # The last query's low end is beyond key 0: some key is hidden before a query.
         if low is not None and length - 1 + low > 0:
-            return {"is_causal": False, "offset": 0, "window": band}
+            return _fields_of_any_band(band)
         if high < keys - 1:
-            return {"is_causal": True, "offset": high, "window": None}
-    return {"is_causal": False, "offset": 0, "window": None}
+            return _fields_of_any_band((None, high))
+    return _fields_of_any_band(None)
+
+
+def _fields_of_any_band(band: "Band") -> dict[str, Any]:
+    """A band as `is_causal`, `offset` and `window` of an `AttentionProblem`, as it is."""
+    if band is not None and band[0] is None:
+        return {"is_causal": True, "offset": band[1], "window": None}
+    return {"is_causal": False, "offset": 0, "window": band}
 
 
 def check_alike(mixed: bool = False, /, **tensors: Any) -> None:

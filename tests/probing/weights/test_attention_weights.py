@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.probing import zoo
@@ -228,7 +229,7 @@ def test_the_model_is_left_as_it_was():
             massieu.attention_weights(model, {"input_ids": IDS}, layers=layers)
         except InputError:
             assert layers == 7
-    with pytest.raises(InputError, match="GB, more than max_bytes"):
+    with pytest.raises(InputError, match="bytes, more than max_bytes"):
         massieu.attention_weights(model, {"input_ids": IDS}, max_bytes=100)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.config._attn_implementation == "sdpa"
@@ -259,7 +260,9 @@ def test_the_model_is_left_as_it_was_after_an_error_within_it():
 
 def test_no_more_is_held_than_allowed():
     model, batch = zoo.model("gpt2"), {"input_ids": IDS}
-    with pytest.raises(InputError, match=r"the weights of 12 heads on 12 queries and 12 keys take 0\.0 GB"):
+    with pytest.raises(
+        InputError, match=r"the weights of 12 heads on 12 queries and 12 keys, with what is held, take 6,912 bytes"
+    ):
         massieu.attention_weights(model, batch, max_bytes=12 * 12 * 12 * 4 - 1)
     massieu.attention_weights(model, batch, max_bytes=12 * 12 * 12 * 4)
 
@@ -307,3 +310,80 @@ def test_a_picture(tmp_path):
         result.plot()
     with pytest.raises(InputError, match="there are no weights of layer 0; there are those of layers"):
         result.plot(0, 0)
+
+
+def test_nan_is_said_and_other_weights_are_still_ranked():
+    """One token's embedding is NaN: in the first layer, queries before it are as they were."""
+    model = zoo.fresh("gpt2")
+    ids = torch.arange(3, 9)[None]
+    sound = massieu.attention_weights(model, ids)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = torch.nan  # the token at place 4
+    with pytest.warns(UserWarning, match=r"attention weights of h\.0\.attn and 2 more are NaN; .*NaN first in wte"):
+        broken = massieu.attention_weights(model, ids)
+    kept = sound["h.0.attn"].weights[:, :, 1:4, :].flatten().topk(3).values.tolist()
+    assert [each.weight for each in broken["h.0.attn"].strongest(3)] == pytest.approx(kept, rel=1e-6)
+    of_heads = sound["h.0.attn"].weights[0, :, 1:4].flatten(1).amax(-1).tolist()
+    found = broken["h.0.attn"].strongest_of_each_head()
+    assert [each.weight for each in found] == pytest.approx(of_heads, rel=1e-6)
+    assert len(broken.strongest(3)) == 3
+
+
+def test_numbers_of_other_libraries_name_layers_and_heads():
+    model, batch = zoo.model("gpt2"), zoo.inputs("gpt2")
+    expected = massieu.attention_weights(model, batch, layers=1, heads=[0, 2]).sites[0].weights
+    found = massieu.attention_weights(model, batch, layers=np.int64(1), heads=np.array([0, 2]))
+    assert torch.equal(found.sites[0].weights, expected)
+    found = massieu.attention_weights(model, batch, layers=torch.tensor(1), heads=torch.tensor([0, 2]))
+    assert torch.equal(found.sites[0].weights, expected)
+
+
+BAD_READINGS = {
+    "head": (
+        lambda result: result.sites[0].of_head(9),
+        r"no weights of head 9 of h\.0\.attn; there are \[0, 1, 2, 3\]",
+    ),
+    "site": (lambda result: result.of_head(0, 0, "nope"), r"layer 0 has no attention site 'nope'; it has h\.0\.attn"),
+    "number": (lambda result: result.strongest(2.5), "count must be a whole number, got 2.5"),
+    "negative": (lambda result: result.strongest(-1), "count must be a whole number, at least 0"),
+    "of a site": (lambda result: result.sites[0].strongest(-1), "count must be a whole number, at least 0"),
+}
+
+
+@pytest.mark.parametrize("row", BAD_READINGS)
+def test_what_a_result_refuses(row):
+    call, sentence = BAD_READINGS[row]
+    with pytest.raises(InputError, match=sentence):
+        call(massieu.attention_weights(zoo.model("gpt2"), zoo.inputs("gpt2")))
+
+
+def test_a_list_of_one_prompt():
+    with pytest.raises(InputError, match="a prompt is given as a text by itself, got a list of one text"):
+        massieu.attention_weights(zoo.model("gpt2"), ["a cat"])
+
+
+def test_a_long_encoder_does_not_count_for_a_short_decoder():
+    model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval()
+    inputs = torch.randn(1, 50, 8), torch.randn(1, 2, 8)
+    needed = 2 * 4 * (50 * 50 + 2 * 2 + 2 * 50)  # two heads, float32; encoder, decoder, and one on the other
+    assert len(massieu.attention_weights(model, inputs, max_bytes=needed)) == 3
+    with pytest.raises(InputError, match=f"take {needed:,} bytes, more than max_bytes={needed - 1:,}"):
+        massieu.attention_weights(model, inputs, max_bytes=needed - 1)
+
+
+class WithSpareAttention(nn.Module):
+    """Of its two attention modules one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.spare = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x, x, x)[0]
+
+
+def test_attention_that_was_not_seen_is_named():
+    result = massieu.attention_weights(WithSpareAttention().eval(), torch.randn(1, 5, 8))
+    assert [site.name for site in result] == ["used"]
+    assert result.refused == {"spare": "it looks like attention, and was not seen attending"}

@@ -135,6 +135,7 @@ def test_a_probe_of_one_prompt(checkpoint, tmp_path):
 
 REFUSED = {
     "no head": (("attention", "gpt2", "a b", "--head", "five"), "a head is LAYER.HEAD, counted from 0, such as 5.1"),
+    "long head": (("attention", "gpt2", "a b", "--head", "0." + "9" * 5000), "a head is LAYER.HEAD"),
     "ending": (("attention", "gpt2", "a b", "--head", "5.1", "--out", "head.txt"), "ends in .png, .svg, .pdf"),
     "no weight": (("attention", "gpt2", "a b", "--head", "5.1", "--top", "0"), "--top must be at least 1, got 0"),
     "a file": (("probe", "gpt2", __file__), "is a file or folder; to read it, put --text before it"),
@@ -149,3 +150,22 @@ def test_what_the_commands_refuse(row):
     ran = run(*arguments)
     assert ran.exit_code == 2
     assert sentence in ran.output
+
+
+def test_half_a_character(checkpoint):
+    with pytest.raises(InputError, match=r"holds half a character \(a surrogate\)"):
+        massieu.attention_weights(checkpoint, "a\ud800")
+
+
+def test_an_encoder_and_a_decoder_name_their_sites(tmp_path, tokenizer):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": len(tokenizer)}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ran = run("probe", tmp_path, PROMPT)
+    assert ran.exit_code == 0, ran.output
+    for site in ("encoder.block.0.layer.0.SelfAttention", "decoder.block.0.layer.1.EncDecAttention"):
+        assert f"  {site}\n" in ran.output

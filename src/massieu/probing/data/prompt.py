@@ -22,7 +22,8 @@ def prompt_batch(tokenizer: Any, prompt: Any) -> dict[str, Tensor]:
         prompt: a text; or messages, after which the model's answer follows, unless the last one is the answer.
 
     Raises:
-        InputError: the prompt has no token; messages, and the tokenizer has no chat template that takes them.
+        InputError: the prompt has no token, or is no Unicode text; messages, and the tokenizer has no chat template that
+            takes them.
     """
     if is_messages(prompt):
         answer_follows = prompt[-1].get("role") != "assistant"
@@ -31,9 +32,16 @@ def prompt_batch(tokenizer: Any, prompt: Any) -> dict[str, Tensor]:
         text = prompt
     if not text.strip():
         raise InputError(f"the prompt is empty: {text!r}; give at least one word")
+    if not _is_unicode(text):
+        raise InputError(f"the prompt {text!r} holds half a character (a surrogate), which no tokenizer reads")
     # A template writes all special tokens itself. `verbose` would warn that a text is longer than the model reads.
     ids = tokenizer(text, add_special_tokens=not is_messages(prompt), truncation=False, verbose=False)["input_ids"]
     if not ids:
         raise InputError(f"the tokenizer makes no token of the prompt {text!r}; give another one")
     input_ids = torch.tensor([ids])
     return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no surrogates, which an argument that is not in the terminal's encoding is given as."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,5 +1,6 @@
 """`attention_weights`: the exact attention weights of any model that the probe can read, on a prompt or a batch."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 
 from massieu.errors import InputError
 from massieu.foundation.doors import count, input_door
-from massieu.probing.capture.attention_call import AttentionCall
+from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
+from massieu.probing.capture.sites import SiteInfo, stack_of
 from massieu.probing.model.given import Model
 from massieu.probing.weights.site_weights import SiteAttention
 from massieu.probing.weights.weights_reading import WeightsReading, check_inputs, numbers_of
@@ -65,7 +67,7 @@ def attention_weights(
     check_inputs(inputs)
     reading = WeightsReading.create(model, inputs, tokenizer)
     chosen = reading.chosen(wanted_layers, wanted_heads)
-    limit = _Limit(max_bytes, sum(map(len, chosen.values())))
+    limit = _Limit(max_bytes, reading.sites, chosen)
     sites: list[SiteAttention] = []
     reading.read(chosen, sites.append, limit.check)
     return AttentionWeightsResult(reading.name, tuple(sites), reading.refused, reading.layers_by_stack())
@@ -74,23 +76,29 @@ def attention_weights(
 class _Limit:
     """Raises before more bytes of weights are held than are allowed."""
 
-    def __init__(self, max_bytes: int, heads: int) -> None:
+    def __init__(self, max_bytes: int, sites: list[SiteInfo], chosen: dict[AttentionSite, tuple[int, ...]]) -> None:
         self.max_bytes = max_bytes
-        self.heads_left = heads
+        # Sites of one stack and kind have one length; an encoder's may be much longer than its decoder's.
+        self.length_of = {info.site: (stack_of(info.block), info.kind) for info in sites}
+        self.heads_left = Counter[tuple[str, str]]()
+        for site, heads in chosen.items():
+            self.heads_left[self.length_of[site]] += len(heads)
         self.held = 0
 
     def check(self, call: AttentionCall, heads: tuple[int, ...]) -> None:
         """Raises:
-        InputError: these weights, and those of the heads that follow if they are as large, would be too many.
+        InputError: these weights, and those of the heads of this kind in this stack that follow, would be too many.
         """
         batch, _, length, _ = call.query.shape
         size = torch.promote_types(call.query.dtype, torch.float32).itemsize
         of_head = batch * length * call.key.shape[2] * size
-        needed = self.held + of_head * self.heads_left
+        alike = self.length_of[call.site]
+        needed = self.held + of_head * self.heads_left[alike]
         if needed > self.max_bytes:
             raise InputError(
-                f"the weights of {self.heads_left} heads on {length:,} queries and {call.key.shape[2]:,} keys take "
-                f"{needed / 1e9:,.1f} GB, more than max_bytes={self.max_bytes:,}; name fewer layers or heads, or allow more"
+                f"the weights of {self.heads_left[alike]} heads on {length:,} queries and {call.key.shape[2]:,} keys, with "
+                f"what is held, take {needed:,} bytes, more than max_bytes={self.max_bytes:,}; name fewer layers or heads, or "
+                "allow more"
             )
         self.held += of_head * len(heads)
-        self.heads_left -= len(heads)
+        self.heads_left[alike] -= len(heads)

@@ -35,6 +35,8 @@ class PromptSummary:
         model: what the model is called.
         tokens: in the prompt, special ones included.
         heads: of all attention sites.
+        refused: modules whose attention could not be read, with the reason.
+        has_several_sites: a layer's number does not name its attention module, as of an encoder and a decoder.
         weights: the largest weight of a head, on another token than the first.
         on_first: mean weight on the first token.
         distance: mean distance in tokens between query and key.
@@ -43,6 +45,8 @@ class PromptSummary:
     model: str
     tokens: int
     heads: int
+    refused: dict[str, str]
+    has_several_sites: bool
     weights: list[StrongWeight]
     on_first: list[HeadNumber]
     distance: list[HeadNumber]
@@ -66,6 +70,8 @@ def summarise_prompt(model: Model, prompt: Any, tokenizer: Any = None) -> Prompt
         model=reading.name,
         tokens=reading.inputs["input_ids"].shape[1],
         heads=sum(info.heads for info in reading.sites),
+        refused=reading.refused,
+        has_several_sites=len({info.layer for info in reading.sites}) < len(reading.sites),
         weights=heapq.nlargest(RANKED, weights, key=lambda each: each.weight),
         on_first=heapq.nlargest(RANKED, on_first, key=lambda each: each.value),
         distance=heapq.nlargest(RANKED, distance, key=lambda each: each.value),

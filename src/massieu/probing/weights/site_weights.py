@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from massieu.errors import InputError
+from massieu.foundation.arguments import whole_number
+from massieu.foundation.doors import input_door
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,22 @@ class SiteAttention:
     visible: Int[Tensor, "B H L"] = field(repr=False)
 
     def of_head(self, head: int) -> Float[Tensor, "B L N"]:
-        """The weights of one head, by its number in the module."""
+        """The weights of one head, by its number in the module.
+
+        Raises:
+            InputError: there are no weights of this head.
+        """
+        if head not in self.heads:
+            raise InputError(f"there are no weights of head {head} of {self.name}; there are {list(self.heads)}")
         return self.weights[:, self.heads.index(head)]
 
     def chooses(self) -> Bool[Tensor, "B H L"]:
         """Queries that are no padding and see two keys or more; with one key the weight is 1 whatever the head does."""
         return (self.visible >= 2) & self.query_real[:, None]
+
+    def has_nan(self) -> Bool[Tensor, "B H L"]:
+        """Queries that are no padding, and of which some weight is NaN."""
+        return self.weights.isnan().any(-1) & self.query_real[:, None]
 
     def mean_distance(self) -> Float[Tensor, " H"]:
         """Mean over queries of Σ_j p_j |i − j|, in tokens, of each head; a learned sink is left out of p.
@@ -101,8 +116,9 @@ class SiteAttention:
             counted = counted & (torch.arange(self.weights.shape[2]) != first[:, None])[:, None]
         return torch.where(counted, weights, 0.0).sum((0, 2)) / counted.sum((0, 2))
 
+    @input_door(count=partial(whole_number, least=0))
     def strongest(self, count: int, *, first: bool = True) -> list[StrongWeight]:
-        """The largest weights of queries with two keys or more, the largest first.
+        """The largest weights of queries with two keys or more, the largest first; weights that are NaN are left out.
 
         Args:
             first: whether weights on the first real token of each sequence are among them.
@@ -121,7 +137,8 @@ class SiteAttention:
 
     def _ranked(self, first: bool) -> Float[Tensor, "B H L N"]:
         """The weights, −∞ where one is not ranked."""
-        sizes = self.weights.masked_fill(~self.chooses()[..., None] | ~self.key_real[:, None, None], -torch.inf)
+        is_left_out = ~self.chooses()[..., None] | ~self.key_real[:, None, None] | self.weights.isnan()
+        sizes = self.weights.masked_fill(is_left_out, -torch.inf)
         if first:
             return sizes
         begins = torch.nn.functional.one_hot(self.key_real.int().argmax(1), self.key_real.shape[1]).bool()

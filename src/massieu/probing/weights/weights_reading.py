@@ -1,8 +1,10 @@
 """A model and one prompt or batch, of which the wanted attention weights are read, one site after the other."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,10 +18,11 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo, stack_of
 from massieu.probing.capture.tokens import BatchTokens
 from massieu.probing.checks.check import check_evaluating, check_readable, first_look
+from massieu.probing.checks.nonfinite import in_batch
 from massieu.probing.data.prompt import is_messages, prompt_batch
 from massieu.probing.data.text import token_strings
 from massieu.probing.data.token_names import frames_of, token_names
-from massieu.probing.model.forward import named_inputs, run
+from massieu.probing.model.forward import named_inputs, real_mask, run
 from massieu.probing.model.given import Checkpoint, Model, given_model
 from massieu.probing.model.model import load_model, load_tokenizer, longest, model_inputs, readable_trunk, with_target
 from massieu.probing.model.tokenizers import check_ids, check_tokenizer
@@ -69,7 +72,8 @@ class WeightsReading:
             batch = with_target(module, named_inputs(module, inputs))
         check_ids(module, batch)
         look = first_look(module, batch)
-        return cls(module, name, tokenizer, model_inputs(module, batch), look.sites, look.refused)
+        unseen = dict.fromkeys(look.silent, "it looks like attention, and was not seen attending")
+        return cls(module, name, tokenizer, model_inputs(module, batch), look.sites, unseen | look.refused)
 
     def chosen(self, layers: Sequence[int] | None, heads: Sequence[int] | None) -> dict[AttentionSite, tuple[int, ...]]:
         """The heads of each site that is asked for.
@@ -106,10 +110,14 @@ class WeightsReading:
 
         Args:
             before: is told of each chosen call before its weights are formed, and may refuse it.
+
+        Warns:
+            UserWarning: weights are NaN, with the place in the model where that begins.
         """
         sites = {info.site: info for info in self.sites}
         audio = frames_of(self.module, self.inputs)
         tokens = BatchTokens(self.inputs, frames=None if audio is None else audio.real)
+        sites_with_nan: list[str] = []
 
         def observe(call: AttentionCall) -> None:
             info = sites.get(call.site)
@@ -121,10 +129,21 @@ class WeightsReading:
                 cast_call = replace(call, query=query, key=key)
                 with without_autocast(query.device):
                     before(cast_call, chosen[call.site])
-                    receive(self._site_attention(info, cast_call, chosen[call.site], tokens))
+                    site = self._site_attention(info, cast_call, chosen[call.site], tokens)
+                    if bool(site.has_nan().any()):
+                        sites_with_nan.append(site.name)
+                    receive(site)
 
         with torch.no_grad(), capturing(self.module, observe):
             run(self.module, self.inputs)
+        if sites_with_nan:
+            self._warn_of_nan(sites_with_nan)
+
+    def _warn_of_nan(self, names: Sequence[str]) -> None:
+        trouble = in_batch(self.module, self.inputs, real_mask(self.inputs, decoder=False), "this batch")
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        reason = "" if trouble is None else f"; {trouble.sentence}"
+        warnings.warn(f"attention weights of {names[0]}{others} are NaN{reason}", stacklevel=3)
 
     def _site_attention(
         self, info: SiteInfo, call: AttentionCall, heads: tuple[int, ...], tokens: BatchTokens
@@ -173,6 +192,8 @@ def check_inputs(inputs: Any) -> None:
             "attention is about a prompt or a batch; give a text, a list of messages, or a batch of tensors"
         )
     if isinstance(inputs, list | tuple) and inputs and all(isinstance(each, str) for each in inputs):
+        if len(inputs) == 1:
+            raise InputError("a prompt is given as a text by itself, got a list of one text")
         raise InputError(f"one prompt is read at a time, got {len(inputs)} texts; call it for each of them")
 
 
@@ -184,16 +205,18 @@ def numbers_of(name: str, given: int | Iterable[int] | None) -> list[int] | None
     """
     if given is None:
         return None
-    several = [given] if isinstance(given, int) else given
+    values = given.tolist() if isinstance(given, Tensor) else given
+    several = [values] if isinstance(values, Integral) else values
     if not isinstance(several, Iterable) or isinstance(several, str | bytes):
         raise InputError(f"{name} must be a whole number or a list of them, got {described(given)}")
-    found = list(dict.fromkeys(several))
+    found: list[int] = []
+    for number in several:
+        if not isinstance(number, Integral) or isinstance(number, bool) or int(number) < 0:
+            raise InputError(f"{name} must be whole numbers from 0, got {described(number)}")
+        found.append(int(number))
     if not found:
         raise InputError(f"{name} must name at least one; leave it out for all")
-    for number in found:
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise InputError(f"{name} must be whole numbers from 0, got {described(number)}")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def weights_of_heads(call: AttentionCall, heads: Sequence[int]) -> tuple[Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -11,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.errors import InputError
+from massieu.foundation.arguments import whole_number
+from massieu.foundation.doors import input_door
 from massieu.probing.weights.site_weights import SiteAttention, StrongWeight
 from massieu.report.weights import draw_weights
 
@@ -59,15 +62,16 @@ class AttentionWeightsResult:
         """The site of one head, as `of_head` takes it."""
         here = [each for each in self.sites if each.layer == layer and (site is None or each.name == site)]
         if not here:
+            of_layer = [each.name for each in self.sites if each.layer == layer]
+            if of_layer:
+                raise InputError(f"layer {layer} has no attention site {site!r}; it has {', '.join(of_layer)}")
             layers = sorted({each.layer for each in self.sites})
-            where = "" if site is None else f" at {site}"
-            raise InputError(f"there are no weights of layer {layer}{where}; there are those of layers {layers}")
+            raise InputError(f"there are no weights of layer {layer}; there are those of layers {layers}")
         if len(here) > 1:
             raise InputError(
                 f"layer {layer} has {len(here)} attention sites; name one with site=: {', '.join(e.name for e in here)}"
             )
-        if head not in here[0].heads:
-            raise InputError(f"there are no weights of head {head} of {here[0].name}; there are {list(here[0].heads)}")
+        here[0].of_head(head)  # raises where there are none
         return here[0]
 
     def mean_distance(self) -> dict[str, Float[Tensor, " H"]]:
@@ -125,10 +129,11 @@ class AttentionWeightsResult:
             raise InputError(f"rollout needs all {self.layers_of[chosen[0].stack]} layers, and has {layers}")
         return chosen
 
+    @input_door(count=partial(whole_number, least=0))
     def strongest(self, count: int = 10, *, first: bool = True) -> list[StrongWeight]:
         """The largest weights of all heads, the largest first, with their tokens.
 
-        Queries that see a single key are left out, as their weight is 1 whatever a head does.
+        Queries that see a single key are left out, as their weight is 1 whatever a head does, and so are weights of NaN.
 
         Args:
             first: whether weights on the first token of a sequence are among them; in many models they are the largest.
