@@ -19,7 +19,7 @@ from massieu.probing.capture.layout import BatchLayout, batch_layout
 from massieu.probing.capture.sites import FirstPass, SiteInfo, find_sites, first_pass, inside
 from massieu.probing.capture.tokens import real_tokens
 from massieu.probing.checks.nonfinite import at_real
-from massieu.probing.model.checkpoint import some
+from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import decoder_given, output_tensor, real_mask, run, run_first
 from massieu.probing.model.model import READABLE, model_inputs
 from massieu.probing.model.precision import coarsest, computed_in, relative_difference, tolerance
@@ -199,12 +199,12 @@ def _why_nothing_was_read(model: nn.Module, refused: dict[str, str]) -> str:
     name, silent = type(model).__name__, silent_attention(model, set())
     if refused:
         reasons = [f"{each or 'the module itself'} ({reason})" for each, reason in refused.items()]
-        return f"none of the attention of {name} can be read: {some(reasons)}"
+        return f"none of the attention of {name} can be read: {shortened(reasons)}"
     if not silent:
         return f"{name} has no attention to read; massieu reads transformers such as {READABLE}"
     return (
-        f"{name} has modules that are called attention ({some(silent)}), but none was seen attending: no scores of queries and "
-        "keys went through a softmax to values"
+        f"{name} has modules that are called attention ({shortened(silent)}), but none was seen attending: no scores of "
+        "queries and keys went through a softmax to values"
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo, first_pass, inside
-from massieu.probing.model.checkpoint import some, weights_are
+from massieu.probing.model.checkpoint import shortened, weights_are
 from massieu.probing.model.forward import output_tensor
 from massieu.probing.model.model import LoadedModel, model_inputs
 
@@ -55,7 +55,7 @@ def check_weights(loaded: LoadedModel, sites: Iterable[SiteInfo], inputs: dict[s
     if unused:
         warnings.append(
             f"the checkpoint has {len(unused):,} weights in layers like those measured that the model does not use, as if "
-            f"its config.json were of another model: {some(unused)}"
+            f"its config.json were of another model: {shortened(unused)}"
         )
     return warnings
 
@@ -134,10 +134,12 @@ def _why_not(loaded: LoadedModel, names: list[str]) -> str:
     absent = [name for name in names if name not in loaded.reshaped]
     parts = []
     if absent:
-        parts.append(f"{weights_are(absent)} missing from its files ({some(absent)})")
+        parts.append(f"{weights_are(absent)} missing from its files ({shortened(absent)})")
     if shapes:
         found, needed = loaded.reshaped[shapes[0]]
-        parts.append(f"{weights_are(shapes)} of another shape there ({some(shapes)}; the first {found}, not {needed})")
+        parts.append(
+            f"{weights_are(shapes)} of another shape there ({shortened(shapes)}; the first {found}, not {needed})"
+        )
     clue = _clue(absent, loaded.unexpected)
     return (
         f"{loaded.name} cannot be measured: {' and '.join(parts)}, so random numbers would stand in their place"
@@ -157,7 +159,7 @@ def _clue(missing: Collection[str], unexpected: Collection[str]) -> str | None:
         return f"its files have them without {shorter!r} in front: add that to the names"
     if len(unexpected) < len(missing):
         return None
-    return f"its files have {len(unexpected):,} weights that the model does not know ({some(unexpected)})"
+    return f"its files have {len(unexpected):,} weights that the model does not know ({shortened(unexpected)})"
 
 
 def _prefix(names: Collection[str], longer: Collection[str]) -> str | None:

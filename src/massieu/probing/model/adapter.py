@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from massieu.errors import InputError, MissingExtraError, require_extra
-from massieu.probing.model.checkpoint import ADAPTER, CheckpointFiles, find_checkpoint, sentence, some
+from massieu.probing.model.checkpoint import ADAPTER, CheckpointFiles, find_checkpoint, sentence, shortened
 from massieu.probing.model.unwrap import unwrapped
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -51,8 +51,8 @@ class Adapter:
         found = {name for name in _names(self.file) if name in expected or not _is_embedding(name)}
         if expected != found:
             gone, strange = sorted(expected - found), sorted(found - expected)
-            parts = [f"lacks {some(gone)}"] if gone else []
-            parts += [f"has {some(strange)}, which the model has no place for"] if strange else []
+            parts = [f"lacks {shortened(gone)}"] if gone else []
+            parts += [f"has {shortened(strange)}, which the model has no place for"] if strange else []
             raise InputError(f"the adapter {self.folder} does not fit its base model: it {' and '.join(parts)}")
         return unwrapped(model)
 

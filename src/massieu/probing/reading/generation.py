@@ -20,7 +20,7 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens, Tokens
 from massieu.probing.checks.nonfinite import in_call
-from massieu.probing.model.checkpoint import some
+from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import uncompiled
 from massieu.probing.model.model import model_inputs, table_of_positions
 from massieu.probing.model.seeding import OwnGenerator
@@ -65,7 +65,7 @@ def check_causal(sites: Sequence[SiteInfo], inputs: dict[str, Any], name: str) -
     other = [info.site.name for info in sites if info.kind != "causal"]
     if other and inputs["input_ids"].shape[1] > 1:
         raise InputError(
-            f"{name} attends to later tokens too ({some(other)}), so it cannot generate text token by token"
+            f"{name} attends to later tokens too ({shortened(other)}), so it cannot generate text token by token"
         )
 
 

@@ -19,7 +19,7 @@ from massieu.probing.checks.weights import check_weights
 from massieu.probing.data.text import Batch, TextBatches, token_strings
 from massieu.probing.data.text_digest import TextDigest
 from massieu.probing.data.token_names import token_names
-from massieu.probing.model.checkpoint import some
+from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import named_inputs
 from massieu.probing.model.model import LoadedModel, model_inputs, with_target
 from massieu.probing.model.tokenizers import check_ids
@@ -271,7 +271,7 @@ class Session(SessionRecord):
         if look.silent:
             self.warnings.append(
                 f"{len(look.silent)} modules look like attention but were not seen attending, so they are not in the "
-                f"result: {some(look.silent, 5)}"
+                f"result: {shortened(look.silent, 5)}"
             )
         self.warnings += [f"the attention of {name} is not read: {reason}" for name, reason in look.refused.items()]
         read = self.options, look.layout, look.refused
