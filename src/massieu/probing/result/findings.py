@@ -295,7 +295,8 @@ def _sink(heads: _Lookup, half_degrees: float) -> _Card:
         if norm[2]:
             sentence += f"; the first token's value has {_text(norm)} times the mean norm"
         verb = "puts more than half of its" if len(mostly) == 1 else "put more than half of their"
-        sentence += f". {len(mostly)} of {counted(len(places), 'head')}{heads.without(name)} {verb} attention on the first token."
+        share_of_heads = f"{len(mostly)} of {counted(len(places), 'head')}{heads.without(name)}"
+        sentence += f". {share_of_heads} {verb} attention on the first token."
         return Finding(
             "sink", title, sentence, *strongest.cell[:2], "of the attention",
             f"Heads of its layer that have learned nothing put {_law(strongest.nulls[0])} there.",
