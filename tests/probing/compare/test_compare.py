@@ -556,9 +556,9 @@ def test_a_known_text_is_checked_before_it_is_read():
     digest, sharing = TextDigest(), Sharing()
     digest.add({"input_ids": ids()}, WINDOWS)
     sharing.check(counted_batches)
-    sharing.know(digest.text(), "base")
+    sharing.expect_text(digest.text(), "base")
     sharing.check(counted_batches)
-    sharing.know("sha256:another", "base")
+    sharing.expect_text("sha256:another", "base")
     with pytest.raises(InputError, match="the text is not what base was read on"):
         sharing.check(counted_batches)
 

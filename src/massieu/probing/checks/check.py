@@ -19,7 +19,7 @@ from massieu.probing.capture.layout import BatchLayout, batch_layout
 from massieu.probing.capture.sites import FirstPass, SiteInfo, find_sites, first_pass, inside
 from massieu.probing.capture.tokens import real_tokens
 from massieu.probing.checks.nonfinite import at_real
-from massieu.probing.model.checkpoint import some
+from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import decoder_given, output_tensor, real_mask, run, run_first
 from massieu.probing.model.model import READABLE, model_inputs
 from massieu.probing.model.precision import coarsest, computed_in, relative_difference, tolerance
@@ -70,8 +70,8 @@ def check_readable(model: nn.Module) -> None:
         InputError: nothing in it looks like attention.
     """
     files = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    known = any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
-    if not known and not silent_attention(model, set()):
+    uses_interface = any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+    if not uses_interface and not silent_attention(model, set()):
         raise InputError(_why_nothing_was_read(model, {}))
 
 
@@ -111,18 +111,16 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
                 f"the output of {type(model).__name__} is random: two passes over the same batch differ by {again:.1e} "
                 "(relative); turn off what draws at random, such as dropout or sampling, to probe it"
             )
-        given = (
-            f"; its attention was given {', '.join(sorted(seen.unexplained))}, which is not known"
-            if seen.unexplained
-            else ""
-        )
+        clue = ""
+        if seen.unexplained:
+            clue = f"; its attention was given {', '.join(sorted(seen.unexplained))}, which is not known"
         raise InputError(
             f"self-check failed at {check.site}: attention recomputed from what was captured differs from the model's own "
-            f"by {check.error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong{given}"
+            f"by {check.error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong{clue}"
         )
-    known = {call.site.module_name for call in seen.calls} | set(seen.refused)
+    attending = {call.site.module_name for call in seen.calls} | set(seen.refused)
     layout = batch_layout(model, prepared, seen.sequences)
-    silent = silent_attention(model, known)
+    silent = silent_attention(model, attending)
     return FirstLook(sites, check, sorted(seen.unexplained), silent, seen.refused, layout)
 
 
@@ -140,15 +138,16 @@ class _CallErrors:
 
 
 def _errors(call: AttentionCall, inputs: dict[str, Any]) -> _CallErrors:
-    found = {}
+    """The self-check's error of one call, for either side that its tokens may be of."""
+    errors = {}
     for decoder in {False, decoder_given(inputs)}:
         real = real_tokens(call, inputs, decoder=decoder)
         if real is None:  # every query's output is the model's own, padding or not
             real = torch.ones(call.query.shape[0], call.query.shape[2], dtype=torch.bool, device=call.query.device)
         error = self_check_error(call, real)
         # Where the model's numbers are finite and ours are not, it is misread, not broken.
-        found[decoder] = float("inf") if error != error and _finite(call, real) else error
-    return _CallErrors(found, computed_in(call.query, call.key, call.value, call.output))
+        errors[decoder] = float("inf") if error != error and _finite(call, real) else error
+    return _CallErrors(errors, computed_in(call.query, call.key, call.value, call.output))
 
 
 def _self_check(
@@ -196,26 +195,30 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _why_nothing_was_read(model: nn.Module, refused: dict[str, str]) -> str:
-    name, silent = type(model).__name__, silent_attention(model, set())
+    name = type(model).__name__
+    silent = silent_attention(model, set())
     if refused:
-        reasons = [f"{each or 'the module itself'} ({reason})" for each, reason in refused.items()]
-        return f"none of the attention of {name} can be read: {some(reasons)}"
+        reasons = [f"{module or 'the module itself'} ({reason})" for module, reason in refused.items()]
+        return f"none of the attention of {name} can be read: {shortened(reasons)}"
     if not silent:
         return f"{name} has no attention to read; massieu reads transformers such as {READABLE}"
     return (
-        f"{name} has modules that are called attention ({some(silent)}), but none was seen attending: no scores of queries and "
-        "keys went through a softmax to values"
+        f"{name} has modules that are called attention ({shortened(silent)}), but none was seen attending: no scores of "
+        "queries and keys went through a softmax to values"
     )
 
 
 def silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
     """Innermost modules that are called attention and were not seen attending."""
-    kinds = {
-        n: getattr(m, "original_name", type(m).__name__) for n, m in model.named_modules()
-    }  # also of scripted ones
-    names = [n for n, kind in kinds.items() if kind.endswith("Attention")]
-    inner = [n for n in names if not any(o != n and inside(o, n) for o in names)]
-    return [n or "itself" for n in inner if not any(inside(f, n) or inside(n, f) for f in fired)]
+    # A scripted module has the name of its class as `original_name`.
+    classes = {name: getattr(module, "original_name", type(module).__name__) for name, module in model.named_modules()}
+    names = [name for name, class_name in classes.items() if class_name.endswith("Attention")]
+    innermost = [name for name in names if not any(other != name and inside(other, name) for other in names)]
+    return [
+        name or "itself"
+        for name in innermost
+        if not any(inside(attending, name) or inside(name, attending) for attending in fired)
+    ]
 
 
 def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: int = 64) -> float:
@@ -235,17 +238,21 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
     if call.sink_logits is not None:
         sink = call.sink_logits.double().unsqueeze(-1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
-    whole = torch.softmax(scores, dim=-1)
-    weights, of_sink = whole[..., : call.key.shape[2]], whole[..., call.key.shape[2] :]
-    known = real[:2][:, picked] & visible.any(-1).all(1).expand(call.query.shape[0], -1)
+    # The sink takes its share of the weight, and stands behind the keys.
+    num_keys = call.key.shape[2]
+    distribution = torch.softmax(scores, dim=-1)
+    weights = distribution[..., :num_keys]
+    sink_weight = distribution[..., num_keys:]
+    # (B, L): real queries that see a key in every head; without one, ours is NaN and the model's is arbitrary.
+    compared = real[:2][:, picked] & visible.any(-1).all(1).expand(call.query.shape[0], -1)
     if call.output.shape[-1]:
         value = call.value.double().repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
         if call.no_distribution and call.weights is not None:
             weights = call.weights.double()
         output = weights @ value
         if call.sink_value is not None:
-            output = output + of_sink * call.sink_value.double()
-        return relative_difference(call.output.double()[known], output.transpose(1, 2)[known])
+            output = output + sink_weight * call.sink_value.double()
+        return relative_difference(call.output.double()[compared], output.transpose(1, 2)[compared])
     if call.weights is None:
         return float("inf")  # nothing of the model's to compare with
-    return relative_difference(call.weights.double().transpose(1, 2)[known], weights.transpose(1, 2)[known])
+    return relative_difference(call.weights.double().transpose(1, 2)[compared], weights.transpose(1, 2)[compared])

@@ -44,13 +44,13 @@ def _kind_of_few_bits(tensor: Tensor) -> str | None:
 
 def in_weights(model: nn.Module) -> Trouble | None:
     """The weights that are not finite. Buffers may hold infinities, as masks do, but no NaN."""
-    kinds = [(name, kind_of(tensor), buffer) for name, tensor, buffer in weights(model)]
-    kinds.sort(key=lambda each: each[2])  # buffers behind parameters
-    found = [(name, what) for name, what, buffer in kinds if what and (what == "NaN" or not buffer)]
-    if not found:
+    kinds = [(name, kind_of(tensor), is_buffer) for name, tensor, is_buffer in weights(model)]
+    kinds.sort(key=lambda entry: entry[2])  # parameters first, then buffers
+    broken = [(name, what) for name, what, is_buffer in kinds if what and (what == "NaN" or not is_buffer)]
+    if not broken:
         return None
-    first, what = found[0]
-    others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    first, what = broken[0]
+    others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
     return Trouble(f"the model is broken: {what} in the weight {first}{others}", what, first)
 
 
@@ -66,19 +66,20 @@ def in_batch(model: nn.Module, inputs: dict[str, Any], real: Tensor | None, batc
         what = kind_of(value) if isinstance(value, Tensor) else None
         if what:
             return Trouble(f"the input is broken: {what} in {name!r} of {batch}", what, name)
-    found: list[tuple[str, str]] = []
+    broken: list[tuple[str, str]] = []
     names = {module: name for name, module in model.named_modules()}
 
+    # A module's hook runs after those of the modules inside it, so the innermost one is named.
     def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        if not found:
+        if not broken:
             kinds = (kind_of(at_real(tensor, real)) for tensor in tensors_of(output))
-            found.extend((names[module] or type(module).__name__, what) for what in kinds if what)
+            broken.extend((names[module] or type(module).__name__, what) for what in kinds if what)
 
     with torch.no_grad(), hooked(names, after=look):
         run(model, inputs)
-    if not found:
+    if not broken:
         return None
-    first, what = found[0]
+    first, what = broken[0]
     dtype = dtype_of(model)
     half = dtype in (torch.float16, torch.bfloat16)
     cause = f"; {str(dtype).removeprefix('torch.')} may overflow where float32 does not" if half else ""
@@ -87,15 +88,19 @@ def in_batch(model: nn.Module, inputs: dict[str, Any], real: Tensor | None, batc
 
 def in_call(call: AttentionCall, queries: Bool[Tensor, "B L"], keys: Bool[Tensor, "B N"]) -> bool:
     """Whether one attention call has numbers that are not finite, padding and queries that see no key left out."""
-    asked = (call.query.transpose(1, 2), call.output)
-    attended = (call.key.transpose(1, 2), call.value.transpose(1, 2))
-    if call.grade == "scores" and call.log_weight is not None:  # it holds the scores
-        asked = (*asked, torch.where(call.log_weight.isneginf(), 0.0, call.log_weight).transpose(1, 2))
-    if all(kind_of(tensor) is None for tensor in (*asked, *attended)):
+    # (B, tokens, …), so that real tokens can be taken out of all of them alike.
+    of_queries = [call.query.transpose(1, 2), call.output]
+    of_keys = [call.key.transpose(1, 2), call.value.transpose(1, 2)]
+    if call.grade == "scores" and call.log_weight is not None:
+        # The log-weights hold the scores here; −∞ in them hides a key and is no trouble.
+        scores = torch.where(call.log_weight.isneginf(), 0.0, call.log_weight)
+        of_queries.append(scores.transpose(1, 2))
+    if all(kind_of(tensor) is None for tensor in (*of_queries, *of_keys)):
         return False
     queries = queries & call.visible().any(-1).all(1)
-    known = [kind_of(at_real(tensor, queries)) for tensor in asked]
-    return any(known) or any(kind_of(at_real(tensor, keys)) for tensor in attended)
+    kinds = [kind_of(at_real(tensor, queries)) for tensor in of_queries]
+    kinds += [kind_of(at_real(tensor, keys)) for tensor in of_keys]
+    return any(kinds)
 
 
 def at_real(tensor: Tensor, real: Tensor | None) -> Tensor:
@@ -133,14 +138,16 @@ class FirstTrouble:
     def merge(self, other: "FirstTrouble") -> None:
         """Keep what comes first in the text."""
         if other.trouble is not None and (self.trouble is None or other.window < self.window):
-            self.trouble, self.window = other.trouble, other.window
+            self.trouble = other.trouble
+            self.window = other.window
 
     def state(self) -> State:
-        """What is known of it."""
-        found = self.trouble
-        return {"found": None if found is None else [found.sentence, found.what, found.first], "window": self.window}
+        """The trouble as a list of its fields, or None, and its window."""
+        trouble = self.trouble
+        entries = None if trouble is None else [trouble.sentence, trouble.what, trouble.first]
+        return {"found": entries, "window": self.window}
 
     def restore(self, state: State) -> None:
-        """Go on from what another knew."""
+        """Replace this trouble by that of a stored state."""
         self.trouble = None if state["found"] is None else Trouble(*state["found"])
         self.window = state["window"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo, first_pass, inside
-from massieu.probing.model.checkpoint import some, weights_are
+from massieu.probing.model.checkpoint import shortened, weights_are
 from massieu.probing.model.forward import output_tensor
 from massieu.probing.model.model import LoadedModel, model_inputs
 
@@ -22,7 +22,7 @@ _CONSTANTS = re.compile(r"(masked_bias|inv_freq|position_ids|num_batches_tracked
 
 
 def check_weights(loaded: LoadedModel, sites: Iterable[SiteInfo], inputs: dict[str, Any]) -> list[str]:
-    """That nothing measured depends on weights that the checkpoint does not have in the model's shape.
+    """Check that nothing measured depends on weights that the checkpoint does not have in the model's shape.
 
     Such weights are random numbers. One in a layer that holds attention matters. Any other is given other values, and
     matters where this changes an attention's queries, keys or values or the last hidden states: a pooler's does not.
@@ -31,9 +31,9 @@ def check_weights(loaded: LoadedModel, sites: Iterable[SiteInfo], inputs: dict[s
         Warnings: what is doubtful about the checkpoint, and weights in such layers that the model does not use.
 
     Raises:
-        InputError: it does depend on some; they are named.
+        InputError: something measured depends on such weights; they are named.
     """
-    layers = {found.group() for info in sites if (found := _LAYER.match(info.site.module_name))}
+    layers = {match.group() for info in sites if (match := _LAYER.match(info.site.module_name))}
     random = [name for name in (*loaded.missing, *loaded.reshaped) if not _is_computed(loaded.module, name)]
     needed = {name for name in random if any(inside(name, layer) for layer in layers)}
     outside: dict[str, list[str]] = defaultdict(list)
@@ -55,15 +55,15 @@ def check_weights(loaded: LoadedModel, sites: Iterable[SiteInfo], inputs: dict[s
     if unused:
         warnings.append(
             f"the checkpoint has {len(unused):,} weights in layers like those measured that the model does not use, as if "
-            f"its config.json were of another model: {some(unused)}"
+            f"its config.json were of another model: {shortened(unused)}"
         )
     return warnings
 
 
 def _generic(name: str) -> str | None:
     """The layer that a weight is in, whichever number it has; None where it is in none."""
-    found = _LAYER.match(name)
-    return re.sub(r"\d+", "#", found.group()) if found else None
+    match = _LAYER.match(name)
+    return re.sub(r"\d+", "#", match.group()) if match else None
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor | None:
@@ -83,19 +83,19 @@ def _is_computed(model: nn.Module, name: str) -> bool:
 
 def _matters(model: nn.Module, names: list[str], inputs: dict[str, Any]) -> bool:
     """Whether other values of these weights change anything that is measured on these inputs."""
-    tensors = [_tensor(model, name) for name in names]
-    if any(tensor is None for tensor in tensors):
-        return True  # not found under its name, so nothing can be said for it
-    known = [tensor for tensor in tensors if tensor is not None]
+    tensors = [tensor for name in names if (tensor := _tensor(model, name)) is not None]
+    if len(tensors) < len(names):
+        return True  # a weight that the model does not have under its name cannot be tried
     before = _measured(model, inputs)
-    with _other_values(known):
+    with _other_values(tensors):
         after = _measured(model, inputs)
     return len(before) != len(after) or any(not _same(a, b) for a, b in zip(before, after, strict=True))
 
 
 @contextmanager
 def _other_values(tensors: list[Tensor]) -> Iterator[None]:
-    kept = [tensor.detach().clone() for tensor in tensors]
+    """Random values in place of the tensors' own inside; the own ones are put back, errors or not."""
+    own_values = [tensor.detach().clone() for tensor in tensors]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in tensors:
@@ -103,11 +103,12 @@ def _other_values(tensors: list[Tensor]) -> Iterator[None]:
         try:
             yield
         finally:
-            for tensor, values in zip(tensors, kept, strict=True):
+            for tensor, values in zip(tensors, own_values, strict=True):
                 tensor.copy_(values)
 
 
 def _measured(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """The queries, keys and values of every attention call, then the last hidden states."""
     seen = first_pass(model, model_inputs(model, inputs, items=2), look=_tensors_of)
     last = getattr(seen.output, "last_hidden_state", None)
     last = output_tensor(model, seen.output) if last is None else last
@@ -115,7 +116,7 @@ def _measured(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 def _tensors_of(call: AttentionCall) -> list[Tensor]:
-    """What an attention call was given, and its scores where they are known apart from queries and keys alone."""
+    """A call's queries, keys and values; also its scores, where they do not follow from queries and keys."""
     tensors = [call.query, call.key, call.value]
     if call.grade == "scores" and call.log_weight is not None:
         tensors.append(call.log_weight)
@@ -134,19 +135,19 @@ def _why_not(loaded: LoadedModel, names: list[str]) -> str:
     absent = [name for name in names if name not in loaded.reshaped]
     parts = []
     if absent:
-        parts.append(f"{weights_are(absent)} missing from its files ({some(absent)})")
+        parts.append(f"{weights_are(absent)} missing from its files ({shortened(absent)})")
     if shapes:
-        found, needed = loaded.reshaped[shapes[0]]
-        parts.append(f"{weights_are(shapes)} of another shape there ({some(shapes)}; the first {found}, not {needed})")
+        in_files, in_model = loaded.reshaped[shapes[0]]
+        parts.append(
+            f"{weights_are(shapes)} of another shape there ({shortened(shapes)}; the first {in_files}, not {in_model})"
+        )
+    problem = f"{loaded.name} cannot be measured: {' and '.join(parts)}, so random numbers would stand in their place"
     clue = _clue(absent, loaded.unexpected)
-    return (
-        f"{loaded.name} cannot be measured: {' and '.join(parts)}, so random numbers would stand in their place"
-        f"{f'; {clue}' if clue else ''}"
-    )
+    return f"{problem}; {clue}" if clue else problem
 
 
 def _clue(missing: Collection[str], unexpected: Collection[str]) -> str | None:
-    """What the checkpoint has in their place: the same names behind a prefix, without one, or other names."""
+    """What the checkpoint has in place of missing weights: their names with or without a prefix, or other names."""
     if not missing or not unexpected:
         return None
     longer = _prefix(missing, unexpected)
@@ -157,15 +158,18 @@ def _clue(missing: Collection[str], unexpected: Collection[str]) -> str | None:
         return f"its files have them without {shorter!r} in front: add that to the names"
     if len(unexpected) < len(missing):
         return None
-    return f"its files have {len(unexpected):,} weights that the model does not know ({some(unexpected)})"
+    return f"its files have {len(unexpected):,} weights that the model does not know ({shortened(unexpected)})"
 
 
 def _prefix(names: Collection[str], longer: Collection[str]) -> str | None:
     """What most of the longer names have in front of one of the names."""
     wanted = set(names)
-    found = Counter[str]()
+    counts = Counter[str]()
     for name in longer:
-        places = [i + 1 for i, character in enumerate(name) if character == "."]
-        found.update(name[:place] for place in places if name[place:] in wanted)
-    best = found.most_common(1)
-    return best[0][0] if best and 2 * best[0][1] >= min(len(names), len(longer)) else None
+        ends = [i + 1 for i, character in enumerate(name) if character == "."]
+        counts.update(name[:end] for end in ends if name[end:] in wanted)
+    if not counts:
+        return None
+    prefix, count = counts.most_common(1)[0]
+    # A prefix explains the checkpoint where at least half of the names have it.
+    return prefix if 2 * count >= min(len(names), len(longer)) else None

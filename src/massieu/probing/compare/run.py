@@ -162,7 +162,7 @@ def _measured(
 
 def _share_text_of(result: ProbeResult, name: str, sharing: Sharing) -> None:
     """From here on, every model must read the text of this result."""
-    sharing.know(None if result.units is None else result.units.text, name)
+    sharing.expect_text(None if result.units is None else result.units.text, name)
 
 
 def is_result(model: str | os.PathLike[str]) -> bool:

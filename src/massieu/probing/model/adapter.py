@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from massieu.errors import InputError, MissingExtraError, require_extra
-from massieu.probing.model.checkpoint import ADAPTER, CheckpointFiles, find_checkpoint, sentence, some
+from massieu.probing.model.checkpoint import ADAPTER, CheckpointFiles, find_checkpoint, sentence, shortened
 from massieu.probing.model.unwrap import unwrapped
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -48,11 +48,15 @@ class Adapter:
         peft: Any = require_extra("peft", "peft")
         model = peft.PeftModel.from_pretrained(module, str(self.folder))
         expected = set(peft.get_peft_model_state_dict(model, save_embedding_layers=False))
-        found = {name for name in _names(self.file) if name in expected or not _is_embedding(name)}
-        if expected != found:
-            gone, strange = sorted(expected - found), sorted(found - expected)
-            parts = [f"lacks {some(gone)}"] if gone else []
-            parts += [f"has {some(strange)}, which the model has no place for"] if strange else []
+        in_file = {name for name in _names(self.file) if name in expected or not _is_embedding(name)}
+        if expected != in_file:
+            missing = sorted(expected - in_file)
+            unexpected = sorted(in_file - expected)
+            parts = []
+            if missing:
+                parts.append(f"lacks {shortened(missing)}")
+            if unexpected:
+                parts.append(f"has {shortened(unexpected)}, which the model has no place for")
             raise InputError(f"the adapter {self.folder} does not fit its base model: it {' and '.join(parts)}")
         return unwrapped(model)
 
@@ -90,22 +94,24 @@ def find_adapter(checkpoint: CheckpointFiles, base: CheckpointFiles | None = Non
     if file is None:
         raise InputError(f"{folder} holds an adapter ({ADAPTER}) without its weights ({' or '.join(_FILES)})")
     try:
-        said = json.loads((folder / ADAPTER).read_text())
-        task, mapping = said.get("task_type"), said.get("auto_mapping")
+        settings = json.loads((folder / ADAPTER).read_text())
+        task = settings.get("task_type")
+        mapping = settings.get("auto_mapping")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{folder / ADAPTER} cannot be read: {sentence(error)}") from error
-    base = _base_of(folder, said) if base is None else base
-    own = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    return Adapter(folder, file, base, own or _CLASSES.get(task, "AutoModel"))
+    if base is None:
+        base = _base_of(folder, settings)
+    base_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    return Adapter(folder, file, base, base_class or _CLASSES.get(task, "AutoModel"))
 
 
-def _base_of(folder: Path, said: dict[str, Any]) -> CheckpointFiles:
+def _base_of(folder: Path, settings: dict[str, Any]) -> CheckpointFiles:
     """The model that an adapter's files name."""
-    name = said.get("base_model_name_or_path")
+    name = settings.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise InputError(f"{folder / ADAPTER} does not say by base_model_name_or_path which model it belongs to")
     try:
-        return find_checkpoint(name, said.get("revision"))
+        return find_checkpoint(name, settings.get("revision"))
     except InputError as error:
         raise InputError(f"the base model of the adapter {folder} is not there: {error}") from error
 

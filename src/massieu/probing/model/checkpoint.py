@@ -98,7 +98,9 @@ def _in_folder(folder: Path) -> CheckpointFiles:
         return CheckpointFiles(folder, tuple(sorted(folder.glob("adapter_model.*"))), "adapter", adapter=True)
     found = [] if files else sorted(folder.glob("*.gguf"))
     if len(found) > 1:
-        raise InputError(f"{folder} holds {len(found)} GGUF files ({some(f.name for f in found)}); name one of them")
+        raise InputError(
+            f"{folder} holds {len(found)} GGUF files ({shortened(f.name for f in found)}); name one of them"
+        )
     if found:
         return _gguf(found[0])
     if not (folder / "config.json").is_file():
@@ -126,7 +128,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     gone = [file.name for file in files if not file.is_file()]
     if gone:
         raise InputError(
-            f"{len(gone)} of the {len(files)} files with the weights of {index.parent} are missing: {some(gone)}"
+            f"{len(gone)} of the {len(files)} files with the weights of {index.parent} are missing: {shortened(gone)}"
         )
     return files
 
@@ -269,7 +271,7 @@ def sentence(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def some(names: Iterable[str], shown: int = 3) -> str:
+def shortened(names: Iterable[str], shown: int = 3) -> str:
     """The first names of a list, and how many there are beside them."""
     listed = list(names)
     return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")

@@ -37,24 +37,31 @@ def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
         InputError: the batch is no tensor, tuple or mapping, has no tensor in it, or the forward has no such arguments.
     """
     name = type(module).__name__
-    given = (batch,) if isinstance(batch, Tensor) else tuple(batch) if isinstance(batch, tuple | list) else ()
+    arguments: tuple[Any, ...] = ()
+    if isinstance(batch, Tensor):
+        arguments = (batch,)
+    elif isinstance(batch, tuple | list):
+        arguments = tuple(batch)
     keywords = dict(batch) if isinstance(batch, Mapping) else {}
-    if not any(isinstance(value, Tensor) for value in (*given, *keywords.values())):
+    if not any(isinstance(value, Tensor) for value in (*arguments, *keywords.values())):
         raise InputError(
             f"a batch must be a tensor, a tuple of tensors or a mapping of names to tensors, got {_described(batch)}"
         )
-    for value in (*given, *keywords.values()):
+    for value in (*arguments, *keywords.values()):
         if isinstance(value, Tensor):
             _check_readable(module, value)
     signature = inspect.signature(module.forward)
     try:
-        bound = signature.bind(*given, **keywords)
+        bound = signature.bind(*arguments, **keywords)
     except TypeError as error:
         raise InputError(f"the forward of {name} does not take the batch {_described(batch)}: {error}") from error
-    kinds = [signature.parameters[each].kind for each in bound.arguments]
-    if not given or all(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds):
-        return dict(bound.arguments) if given else keywords
-    return {f"{_BY_PLACE}{place}": value for place, value in enumerate(given)}
+    if not arguments:
+        return keywords
+    kinds = [signature.parameters[name].kind for name in bound.arguments]
+    if all(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds):
+        return dict(bound.arguments)
+    # An argument without a usable name, as of *args, is kept by its place.
+    return {f"{_BY_PLACE}{place}": value for place, value in enumerate(arguments)}
 
 
 def separable(inputs: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from massieu.probing.model.checkpoint import quiet, sentence, some
+from massieu.probing.model.checkpoint import quiet, sentence, shortened
 from massieu.probing.model.forward import device_of, dtype_of
 from massieu.probing.model.offload import moved, placed_like
 from massieu.probing.model.seeding import OwnGenerator
@@ -47,7 +47,7 @@ def reinitialised(
         return None, f"a freshly initialised copy of {type(module).__name__} cannot be made ({sentence(error)})"
     if not missed:
         return fresh.eval(), None
-    named = f"{len(missed)} weights that no reset_parameters or _init_weights reaches ({some(missed)})"
+    named = f"{len(missed)} weights that no reset_parameters or _init_weights reaches ({shortened(missed)})"
     if depends:
         return None, f"what it shows would depend on {named}"
     learned = module.state_dict()

@@ -21,7 +21,7 @@ from massieu.probing.model.checkpoint import (
     find_checkpoint,
     quiet,
     sentence,
-    some,
+    shortened,
     stored_dtype,
     weights_are,
 )
@@ -93,7 +93,7 @@ class LoadedModel:
     def _listed(self, names: Collection[str], what: str) -> str | None:
         if not self.from_files:
             return None
-        return f"{weights_are(names)} {what}: {some(names)}" if names else "none"
+        return f"{weights_are(names)} {what}: {shortened(names)}" if names else "none"
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +192,7 @@ def load_model(
     own = _names_in(whole, module)
     random = sorted(set(report["missing_keys"]) - {f"{whole.base_model_prefix}.{name}" for name in module.state_dict()})
     if head and random:
-        raise InputError(f"{shown} does not generate text: its files have no language head ({some(random)})")
+        raise InputError(f"{shown} does not generate text: its files have no language head ({shortened(random)})")
     files = tuple(dict.fromkeys((*given.files, *checkpoint.files)))
     if device_map is None:
         whole_module.to(target)
@@ -347,7 +347,7 @@ def readable_trunk(module: nn.Module) -> nn.Module:
     unread = [name for name, entry in entries.items() if _is_packed(name, entry)]
     if unread:
         raise InputError(
-            f"{kind} has packed weights that cannot be read ({some(unread)}), as quantize_dynamic of "
+            f"{kind} has packed weights that cannot be read ({shortened(unread)}), as quantize_dynamic of "
             "torch makes them; give the model before quantisation"
         )
     check_loaded(trunk, kind)
@@ -363,7 +363,7 @@ def check_loaded(module: nn.Module, kind: str) -> None:
     empty = [n for n, tensor in tensors if _is_empty(tensor) and n.rpartition(".")[0] not in fetched]
     if empty:
         raise InputError(
-            f"{kind} is on the meta device or lazy, so it has no weights to read ({some(empty)}); load them first"
+            f"{kind} is on the meta device or lazy, so it has no weights to read ({shortened(empty)}); load them first"
         )
 
 

@@ -48,11 +48,11 @@ def packed_linears(module: nn.Module) -> list[nn.Module]:
 
 def described(model: nn.Module) -> str | None:
     """How many of a model's modules have packed weights, and of which kinds, in words; None where there are none."""
-    found = packed_linears(model)
-    if not found:
+    linears = packed_linears(model)
+    if not linears:
         return None
-    kinds = sorted({type(each.weight).__name__ for each in found})
-    return f"{len(found)} matrices held in fewer bits ({', '.join(kinds)})"
+    kinds = sorted({type(linear.weight).__name__ for linear in linears})
+    return f"{len(linears)} matrices held in fewer bits ({', '.join(kinds)})"
 
 
 def numbers_in(model: nn.Module) -> int:
@@ -67,7 +67,8 @@ def dense_weight(module: Any) -> Float[Tensor, "Out In"]:
     if type(module.weight).__name__ not in _BITSANDBYTES:
         return plain(module.weight).detach()
     # Their layout depends on the device and on what was called before; what the module makes of basis vectors does not.
-    bias, module.bias = module.bias, None
+    bias = module.bias
+    module.bias = None
     try:
         with torch.no_grad():
             basis = torch.eye(module.in_features, device=module.weight.device)
@@ -80,8 +81,8 @@ def projection_of(module: Any, source: Tensor, result: Tensor) -> Float[Tensor, 
     """The matrix of a linear module with packed weights, where it gives about what the module gave."""
     with torch.no_grad():
         weight = dense_weight(module).to(source.dtype)
-        found = nn.functional.linear(source, weight, module.bias)
-        close = float((found - result).norm()) <= _CLOSE * float(result.norm())
+        recomputed = nn.functional.linear(source, weight, module.bias)
+        close = float((recomputed - result).norm()) <= _CLOSE * float(result.norm())
     return weight if close else None
 
 
@@ -93,22 +94,24 @@ def dense_inside(module: nn.Module, *, unrounded: bool = False) -> Iterator[None
         unrounded: also those that round what they multiply, which is no linear map. Else these keep their own forward, which
             has a first derivative.
     """
-    changed: list[Any] = [each for each in packed_linears(module) if unrounded or not _rounds(each)]
-    own = [vars(each).get("forward") for each in changed]
+    linears: list[Any] = [linear for linear in packed_linears(module) if unrounded or not _rounds(linear)]
+    # Another library may have set a forward on the instance, which has to be there again afterwards.
+    own_forwards = [vars(linear).get("forward") for linear in linears]
     try:
-        for each in changed:
-            each.forward = partial(_linear, dense_weight(each), each.bias)
+        for linear in linears:
+            linear.forward = partial(_linear, dense_weight(linear), linear.bias)
         yield
     finally:
-        for each, forward in zip(changed, own, strict=True):
-            vars(each).pop("forward", None)
+        for linear, forward in zip(linears, own_forwards, strict=True):
+            vars(linear).pop("forward", None)
             if forward is not None:
-                each.forward = forward
+                linear.forward = forward
 
 
 def _rounds(module: Any) -> bool:
     return type(module.weight).__name__ == "Int8Params"
 
 
-def _linear(weight: Tensor, bias: Tensor | None, given: Tensor) -> Tensor:
-    return nn.functional.linear(given, weight.to(given.dtype), None if bias is None else bias.to(given.dtype))
+def _linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
+    """A linear map in the input's dtype."""
+    return nn.functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))

@@ -56,7 +56,9 @@ def shifted_labels(model: Any, labels: Int[Tensor, "B T"], name: str) -> Int[Ten
 
 
 def _behind_start(config: Any, labels: Tensor, name: str) -> Tensor:
-    start, padding = (getattr(config, f"{each}_token_id", None) for each in ("decoder_start", "pad"))
+    """The labels moved by one token, behind the start token: what a decoder reads to predict them."""
+    start = getattr(config, "decoder_start_token_id", None)
+    padding = getattr(config, "pad_token_id", None)
     if start is None:
         raise InputError(
             f"the configuration of {name} names no decoder_start_token_id, so it is not known what its decoder reads "

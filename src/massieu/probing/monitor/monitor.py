@@ -25,7 +25,7 @@ from massieu.probing.capture.compiled import CompiledPasses, entry_of, fused_sit
 from massieu.probing.capture.routes import capturing
 from massieu.probing.checks.check import FirstLook, first_look
 from massieu.probing.checks.padding import PaddingCheck
-from massieu.probing.model.checkpoint import some
+from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import device_of, named_inputs, run
 from massieu.probing.model.model import check_loaded, model_inputs
 from massieu.probing.model.unwrap import unwrapped
@@ -330,7 +330,7 @@ class Monitor:
         elif new := [name for name in unknown if name not in self._unclipped]:
             self._unclipped.update(new)
             self._warn(
-                f"at step {step} the largest logits of {some(new, 5)} are not finite; nothing is clipped while some are"
+                f"at step {step} the largest logits of {shortened(new, 5)} are not finite; nothing is clipped while some are"
             )
 
     def _name_refusals(self, largest: Mapping[str, Tensor], frozen: bool) -> None:
@@ -342,7 +342,7 @@ class Monitor:
         if reasons:
             name, reason = next(iter(reasons.items()))
             self._warn(
-                f"clip cannot scale the heads of {some(reasons, 3)}, and raises an error once a logit there is above the "
+                f"clip cannot scale the heads of {shortened(reasons, 3)}, and raises an error once a logit there is above the "
                 f"bound; of {name or 'the model'}: {reason}"
             )
 
@@ -472,7 +472,7 @@ class Monitor:
         if self._look.silent:
             self._warn(
                 f"{len(self._look.silent)} modules look like attention but were not seen attending, so they are not "
-                f"measured: {some(self._look.silent, 5)}"
+                f"measured: {shortened(self._look.silent, 5)}"
             )
 
     def _warn_of_padding(self, inputs: dict[str, Any]) -> None:
@@ -635,7 +635,7 @@ class Monitor:
             self._on_nan(record)
             return
         broken = {site.place: np.flatnonzero(site.broken).tolist() for site in measured.sites}
-        what = trouble(measured.sites, broken) if any(broken.values()) else f"not finite: {some(lost, 5)}"
+        what = trouble(measured.sites, broken) if any(broken.values()) else f"not finite: {shortened(lost, 5)}"
         raise FloatingPointError(f"at step {measured.step}, {what}")
 
     def _name_trouble(self, measured: MonitorSums) -> None:
@@ -664,7 +664,7 @@ class Monitor:
         self._collapsed.update(layers)
         if layers:
             self._warn(
-                f"at step {measured.step}, the tokens of a row are one point up to rounding behind {some(layers, 5)}; its "
+                f"at step {measured.step}, the tokens of a row are one point up to rounding behind {shortened(layers, 5)}; its "
                 "effective rank is recorded as 1"
             )
 

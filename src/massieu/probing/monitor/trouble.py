@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
-from massieu.probing.model.checkpoint import some
+from massieu.probing.model.checkpoint import shortened
 from massieu.probing.monitor.quantities import SiteNumbers
 
 SHOWN = 5
@@ -24,7 +24,7 @@ def trouble(sites: Sequence[SiteNumbers], broken: Mapping[str, Collection[int]])
         places = [site.place for site in group]
         if heads:
             groups.append(f"{places[0]} to {places[-1]} {heads}" if len(places) > 1 else f"{places[0]} {heads}")
-    return f"{said}; not finite either: {some(groups, SHOWN)}" if groups else said
+    return f"{said}; not finite either: {shortened(groups, SHOWN)}" if groups else said
 
 
 def _heads(site: SiteNumbers, broken: Mapping[str, Collection[int]]) -> str:

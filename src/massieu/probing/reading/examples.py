@@ -33,11 +33,13 @@ def example_length(heads: int, length: int, recorded: int = 0) -> int:
         length: of the window.
         recorded: tokens that earlier examples recorded.
     """
-    fits = _NUMBERS // max(1, heads * (2 + 2 * STRONGEST)) - recorded
-    wished = min(length, LONGEST)
+    # A token has two numbers of each head (selective log Z, entropy), and so many strongest keys with their weights.
+    numbers_per_token = heads * (2 + 2 * STRONGEST)
+    remaining = _NUMBERS // max(1, numbers_per_token) - recorded
+    wanted = min(length, LONGEST)
     if recorded:
-        return wished if fits >= wished else 0
-    return min(length, max(_FEWEST, min(wished, fits)))
+        return wanted if remaining >= wanted else 0
+    return min(length, max(_FEWEST, min(wanted, remaining)))
 
 
 @dataclass
@@ -84,7 +86,7 @@ class ExampleWindows(list[ExampleWindow]):
     """The windows that were recorded, in the order of the text."""
 
     def merge(self, other: "ExampleWindows") -> None:
-        """Add those that another process has recorded."""
+        """Add the windows that another process has recorded."""
         self[:] = sorted([*self, *other], key=lambda window: window.number)
 
     def state(self) -> State:
@@ -92,7 +94,7 @@ class ExampleWindows(list[ExampleWindow]):
         return {str(place): vars(window).copy() for place, window in enumerate(self)}
 
     def restore(self, state: State) -> None:
-        """Go on from such records in place of one's own."""
+        """Replace all windows by those of a stored state."""
         self[:] = [ExampleWindow(**window) for window in state.values()]
 
 
@@ -131,32 +133,38 @@ class Examples(Group):
 def _numbers(call: AttentionCall) -> dict[str, np.ndarray]:
     """What is recorded of the queries of one window: (H, L), or (H, L, strongest keys).
 
-    NaN where there is none, as for a query that sees no key, or where scores are not known apart from log-weights.
+    NaN where a number is undefined: for a query that sees no key, or where scores are not known apart from log-weights.
     """
-    everything = Tokens(torch.ones(1, call.key.shape[2], dtype=torch.bool, device=call.key.device), None)
+    # One window has no padding: every token is real.
+    all_real = Tokens(torch.ones(1, call.key.shape[2], dtype=torch.bool, device=call.key.device), None)
     queries = torch.arange(call.query.shape[2], device=call.query.device)
-    reading = QueryReading(call, everything, everything, queries, False, moments_of(["selective_log_partition"]))
-    blind = reading.log_partition == -torch.inf
-    selective = reading.selective_log_partition().masked_fill(blind, torch.nan)
+    reading = QueryReading(call, all_real, all_real, queries, False, moments_of(["selective_log_partition"]))
+    # log Z of no key at all is −∞.
+    sees_no_key = reading.log_partition == -torch.inf
+    selective = reading.selective_log_partition().masked_fill(sees_no_key, torch.nan)
     if call.grade == "scores":
         selective = torch.full_like(selective, torch.nan)
     keys, weights = _strongest(call)
-    found = {
+    numbers = {
         "selective_log_partition": selective,
-        "entropy": reading.moments.entropy.masked_fill(blind, torch.nan),
+        "entropy": reading.moments.entropy.masked_fill(sees_no_key, torch.nan),
         "top_keys": keys,
         "top_weights": weights,
     }
-    return {name: values[0].cpu().numpy() for name, values in found.items()}
+    # The batch has one row, which the page does not need: (1, H, L, …) → (H, L, …).
+    return {name: values[0].cpu().numpy() for name, values in numbers.items()}
 
 
 def _strongest(call: AttentionCall) -> tuple[Int[Tensor, "B H L K"], Float[Tensor, "B H L K"]]:
-    """The keys with the largest weights of each query, and these; so many queries at once as memory allows."""
-    at_once = max(1, _SCORES // (call.query.shape[1] * call.key.shape[2]))
-    parts = []
-    for positions in torch.arange(call.query.shape[2], device=call.query.device).split(at_once):
-        scores, weight = explicit_attention(call.at(positions))
-        weights = torch.softmax(scores + weight, -1)  # of the same scores: another log Z has another rounding
-        parts.append(weights.topk(min(STRONGEST, weights.shape[-1]), dim=-1))
-    keys, weights = (torch.cat(found, dim=2) for found in zip(*((p.indices, p.values) for p in parts), strict=True))
+    """The keys with the largest weights of each query, and these weights."""
+    _, heads, num_queries, _ = call.query.shape
+    queries_per_tile = max(1, _SCORES // (heads * call.key.shape[2]))
+    tiles = []
+    for positions in torch.arange(num_queries, device=call.query.device).split(queries_per_tile):
+        scores, log_weights = explicit_attention(call.at(positions))
+        # A softmax of these very scores: weights by the recorded log Z would be rounded otherwise.
+        weights = torch.softmax(scores + log_weights, -1)
+        tiles.append(weights.topk(min(STRONGEST, weights.shape[-1]), dim=-1))
+    keys = torch.cat([tile.indices for tile in tiles], dim=2)
+    weights = torch.cat([tile.values for tile in tiles], dim=2)
     return keys, weights

@@ -20,7 +20,7 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens, Tokens
 from massieu.probing.checks.nonfinite import in_call
-from massieu.probing.model.checkpoint import some
+from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import uncompiled
 from massieu.probing.model.model import model_inputs, table_of_positions
 from massieu.probing.model.seeding import OwnGenerator
@@ -65,19 +65,19 @@ def check_causal(sites: Sequence[SiteInfo], inputs: dict[str, Any], name: str) -
     other = [info.site.name for info in sites if info.kind != "causal"]
     if other and inputs["input_ids"].shape[1] > 1:
         raise InputError(
-            f"{name} attends to later tokens too ({some(other)}), so it cannot generate text token by token"
+            f"{name} attends to later tokens too ({shortened(other)}), so it cannot generate text token by token"
         )
 
 
 def check_room(model: nn.Module, prompt: int, most: int) -> None:
-    """That a model has positions for a prompt and what it writes; of the last new token, which nothing comes of, none is read.
+    """Check that a model has positions for a prompt and the tokens that it writes, but for the last, which it never reads.
 
     Raises:
         InputError: its table of positions has fewer rows.
     """
     positions = table_of_positions(model)
     if positions is not None and prompt + most - 1 > positions:
-        room = max(positions - prompt + 1, 0)  # nothing is read of the last one
+        room = max(positions - prompt + 1, 0)  # the last new token needs no position
         raise InputError(
             f"{type(model).__name__} has {positions} positions: after a prompt of {prompt} tokens there is room for {room} new "
             f"ones, and continue_for is {most}; write fewer, or give shorter prompts (window)"
@@ -104,7 +104,8 @@ class GeneratingReading(Reading):
         refused: Collection[str] = (),
     ) -> None:
         super().__init__(model, sites, replace(options, groups=frozenset({ATTENTION})), layout, refused)
-        self.whole, self.most = whole, most
+        self.whole = whole
+        self.most = most
         self.new_tokens = 0
         self._passes: list[list[QueryResult]] = [[] for _ in sites]
         self._real = self._special = self._going = torch.zeros(0, 0, dtype=torch.bool)
@@ -129,7 +130,9 @@ class GeneratingReading(Reading):
         check_room(self.model, int(real.sum(dim=1).max()), self.most)
         marks = torch.zeros_like(real) if special is None else special.to(real.device)
         ids, self._real, self._special = (_left_padded(value, real) for value in (ids, real, marks))
-        self._windows, self._rows, self._pass = windows, len(ids), 0
+        self._windows = windows
+        self._rows = len(ids)
+        self._pass = 0
         self._numbers = numbers
         self._tokens = BatchTokens({"input_ids": ids, "attention_mask": self._real.long()}, None)
         self._going = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
@@ -145,8 +148,10 @@ class GeneratingReading(Reading):
         self.seconds["forward"] -= inside
 
     def _write(self, ids: Int[Tensor, "B L"]) -> None:
-        config = self.whole.generation_config
-        padding = config.pad_token_id if config.pad_token_id is not None else (*self._ends, 0)[0]
+        padding = self.whole.generation_config.pad_token_id
+        if padding is None:
+            padding = self._ends[0] if self._ends else 0
+        # Far apart for each batch's first window, so that no two batches draw from one seed.
         seed = self.options.seed + (self._windows[0] << 20)
         with torch.no_grad(), capturing(self.model, self._on_attention) as capture, OwnGenerator(seed), uncompiled():
 
@@ -185,30 +190,35 @@ class GeneratingReading(Reading):
         if info is None or call.repeated:
             return
         call = call.at(torch.tensor([call.query.shape[2] - 1], device=call.query.device))
+        # A cache may have room behind the query's own key, which is the last one that any row sees.
         place = int(call.visible().any(0).any(0)[0].nonzero().max())
         keys = self._keys(place, call.key.shape[2])
-        asked = Tokens(self._going[:, None], None)
-        self.broken = self.broken or in_call(call, asked.real, keys.real)
+        queries = Tokens(self._going[:, None], None)
+        self.broken = self.broken or in_call(call, queries.real, keys.real)
         position = torch.tensor([place], device=call.query.device)
         cut = place + 1 < self._real.shape[1]
-        found = self._statistics(call, asked, keys, position, True, cut)
+        result = self._statistics(call, queries, keys, position, True, cut)
         if cut:
-            for name in _CUT & found.values.keys():
-                del found.values[name]
+            for name in _CUT & result.values.keys():
+                del result.values[name]
                 for group in self._wanting(Event.QUERIES):
                     group.missing(info.site.name, name, "its cache holds the latest tokens alone")
-        self._passes[info.index].append(found)
+        self._passes[info.index].append(result)
 
     def _keys(self, place: int, length: int) -> Tokens:
-        """The tokens behind the keys of a pass, of which the query's own is at ``place``; a cache may have room for more."""
+        """The tokens of a pass's ``length`` keys, (B, length): the query's own at ``place``, then the cache's free room."""
         seen = min(place + 1, self._real.shape[1])
-        later = torch.zeros(len(self._real), length - seen, dtype=torch.bool, device=self._real.device)
-        return Tokens(*(torch.cat([known[:, -seen:], later], 1) for known in (self._real, self._special)))
+        free = torch.zeros(len(self._real), length - seen, dtype=torch.bool, device=self._real.device)
+        real = torch.cat([self._real[:, -seen:], free], 1)
+        special = torch.cat([self._special[:, -seen:], free], 1)
+        return Tokens(real, special)
 
     def _add(self, info: SiteInfo, passes: list[QueryResult]) -> None:
+        """Add the queries of all passes at one site, joined along the queries' dimension, to the groups."""
+        # A statistic that some pass has not (its cache was cut, or it failed) is left out of all.
         names = [name for name in passes[0].values if all(name in each.values for each in passes)]
         defined = {name for name in names if name in passes[0].defined}
-        found = QueryResult(
+        result = QueryResult(
             values={name: torch.cat([each.values[name] for each in passes], -1) for name in names},
             valid=torch.cat([each.valid for each in passes], -1),
             defined={name: torch.cat([each.defined[name] for each in passes], -1) for name in defined},
@@ -216,7 +226,7 @@ class GeneratingReading(Reading):
             broken=torch.cat([each.broken for each in passes], -1),
         )
         numbers = None if self._numbers is None else self._numbers.rows
-        queries = CallQueries(info, found, self._rows, numbers)
+        queries = CallQueries(info, result, self._rows, numbers)
         for group in self._wanting(Event.QUERIES):
             self._deliver(group, group.on_queries, queries)
 
@@ -224,7 +234,11 @@ class GeneratingReading(Reading):
 def _ends(whole: Any) -> tuple[int, ...]:
     """The tokens that end a text."""
     ends = whole.generation_config.eos_token_id
-    return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
+    if ends is None:
+        return ()
+    if isinstance(ends, list | tuple):
+        return tuple(ends)
+    return (int(ends),)
 
 
 def _left_padded(values: Tensor, real: Bool[Tensor, "B L"]) -> Tensor:

@@ -41,6 +41,9 @@ class Options:
     catalogue: Catalogue = PACKAGE
 
     def of_attention(self) -> Functions:
-        """The attention's statistics to compute, the entropy always: it tells how many units an error has."""
-        known, wanted = self.catalogue.query_functions, self.statistics
-        return {name: known[name] for name in known if wanted is None or name in wanted or name == "entropy"}
+        """The attention's statistics to compute; always the entropy, from which the number of error units is read."""
+        functions = self.catalogue.query_functions
+        if self.statistics is None:
+            return dict(functions)
+        wanted = self.statistics | {"entropy"}
+        return {name: function for name, function in functions.items() if name in wanted}

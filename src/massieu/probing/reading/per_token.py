@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 PER_TOKEN = "the per-token table"
 """Its name among what could not be computed."""
-_PART, _NAME = "part-{:08d}-{:03d}.parquet", re.compile(r"part-(\d{8,})-(\d{3,})\.parquet")
+_PART = "part-{:08d}-{:03d}.parquet"
+"""A part's name: the batch of its first row, and its number among the parts of that batch."""
+_NAME = re.compile(r"part-(\d{8,})-(\d{3,})\.parquet")
 AT_ONCE = 200_000
 """Rows that are held in memory before they are written."""
 LARGE = 10e9
@@ -55,45 +57,50 @@ _MANY = 1_000  # tokens, in what is said of the size
 
 
 def check_per_token(asked: object, selection: Selection) -> tuple[str, ...]:
-    """The statistics that have a column, in the order of registration; none where no table is wanted.
+    """The statistics that have a column, in the order of registration; empty where no table is wanted.
 
     Args:
         asked: False, True for all that are measured, or names of statistics of the attention.
         selection: what the run measures.
 
     Raises:
-        InputError: it is none of these, or names what is not measured query by query.
+        InputError: ``asked`` is something else, or names a statistic that is not measured query by query.
     """
     if asked is False or asked is None:
         return ()
-    can = [name for name in selection.catalogue.query_functions if name in selection.names]
+    available = [name for name in selection.catalogue.query_functions if name in selection.names]
     if asked is not True and (isinstance(asked, str) or not isinstance(asked, Sequence) or not asked):
-        given = "an empty list" if isinstance(asked, list | tuple) else described(asked)
-        raise InputError(f"per_token must be True or a list of names of statistics, got {given}")
-    if not can:
+        description = "an empty list" if isinstance(asked, list | tuple) else described(asked)
+        raise InputError(f"per_token must be True or a list of names of statistics, got {description}")
+    if not available:
         raise InputError(
             "per_token needs statistics of the attention, and none is measured; name some of them in statistics"
         )
-    names: Any = can if asked is True else asked
-    if others := [name for name in names if name not in can]:
+    names: Any = available if asked is True else asked
+    unavailable = [name for name in names if name not in available]
+    if unavailable:
         raise InputError(
-            f"per_token has one value for each query of the statistics {', '.join(can)}; {others[0]!r} is not among them"
+            f"per_token has one value for each query of the statistics {', '.join(available)}; {unavailable[0]!r} is not "
+            "among them"
         )
-    return tuple(name for name in can if name in names)
+    return tuple(name for name in available if name in names)
 
 
 def expected_size(heads: int, statistics: int, tokens: int | None) -> tuple[str, float]:
-    """What the table will take, in words, and in bytes where the number of tokens is known, else 0.
+    """The size of the table: in words, and in bytes; 0 bytes where the number of tokens is unknown.
 
     Example:
         >>> expected_size(heads=270, statistics=2, tokens=10_000)[0]
         'per-token values: 270 rows for each token, up to 38 MB'
     """
-    each = heads * (4 * statistics + _KEY_BYTES)
-    size = each * (_MANY if tokens is None else tokens)
-    per = f" for each {_MANY:,} tokens" if tokens is None else ""
-    said = f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 1):,.0f} MB"
-    return f"per-token values: {heads:,} rows for each token, up to {said}{per}", 0.0 if tokens is None else size
+    # A value is a float32: four bytes.
+    bytes_per_token = heads * (4 * statistics + _KEY_BYTES)
+    size = bytes_per_token * (_MANY if tokens is None else tokens)
+    in_words = f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 1):,.0f} MB"
+    sentence = f"per-token values: {heads:,} rows for each token, up to {in_words}"
+    if tokens is None:
+        return f"{sentence} for each {_MANY:,} tokens", 0.0
+    return sentence, size
 
 
 class TokenWriter:
@@ -101,8 +108,8 @@ class TokenWriter:
 
     Attributes:
         batch: number of the batch that is being read.
-        silent: rows are left out: what is read is not this process's own, or was read before.
-        share: number of this process and of all: it reads, and writes, one batch in so many.
+        silent: writes nothing: the batch is another process's, or its rows were written in an earlier run.
+        share: this process's number, and the number of processes, which take the batches in turn.
         hashes: of the parts that are written, by name. They are stored with the running sums.
     """
 
@@ -114,7 +121,10 @@ class TokenWriter:
         share: tuple[int, int] = (0, 1),
         hashes: dict[str, str] | None = None,
     ) -> None:
-        self.folder, self.names, self.tokenizer, self.share = folder, tuple(names), tokenizer, share
+        self.folder = folder
+        self.names = tuple(names)
+        self.tokenizer = tokenizer
+        self.share = share
         self.hashes = {} if hashes is None else hashes
         self.batch = 0
         self.silent = False
@@ -125,31 +135,34 @@ class TokenWriter:
         require_extra("polars", "probe")
 
     def begin(self, start: int) -> int:
-        """Remove what this process has written from a batch on, earlier or in another run; returns the rows that stay.
+        """Remove this process's parts that begin at batch ``start`` or later; returns the rows of the parts that stay.
 
         Raises:
-            InputError: they cannot be removed or counted, what stays was changed since it was written, or something else
-                has the name of a part.
+            InputError: parts cannot be removed or counted, one that stays was changed since it was written, or another
+                file has the name of a part.
         """
         with explaining(f"cannot write to the folder {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             rank, processes = self.share
-            own = [path for path in _parts_in(self.folder) if _first_batch(path) % processes == rank]
-            if other := next((path for path in own if not _is_part(path)), None):
-                raise InputError(f"{other} is in the way: it holds no per-token rows; move it, or name another folder")
-            kept = [path for path in own if _first_batch(path) < start]
-            for path in own:
-                if path not in kept:
+            parts = [path for path in _parts_in(self.folder) if _first_batch(path) % processes == rank]
+            foreign = next((path for path in parts if not _is_part(path)), None)
+            if foreign is not None:
+                raise InputError(
+                    f"{foreign} is in the way: it holds no per-token rows; move it, or name another folder"
+                )
+            earlier = [path for path in parts if _first_batch(path) < start]
+            for path in parts:
+                if path not in earlier:
                     path.unlink(missing_ok=True)
-            for path in kept:
+            for path in earlier:
                 if folders.digest_of(path) != self.hashes.get(path.name):
                     raise InputError(
                         f"cannot resume: {path} is not as it was when the running sums were stored; begin without resume"
                     )
-        return sum(map(_rows_in, kept))
+        return sum(map(_rows_in, earlier))
 
-    def add(self, info: SiteInfo, found: QueryResult, places: Places, real: Bool[Tensor, "B L"], length: int) -> int:
-        """The queries of one call that are no padding: a row for each, of each head; returns how many.
+    def add(self, info: SiteInfo, result: QueryResult, places: Places, real: Bool[Tensor, "B L"], length: int) -> int:
+        """Write a row for each head and each query of a call that is not padding; returns the number of rows.
 
         Args:
             length: of the call's sequences, of which the queries may be a sample.
@@ -158,58 +171,74 @@ class TokenWriter:
             return 0
         if not self._frames:
             self._first = self.batch
+        # One entry for each query that is not padding: its sequence in the call, and its place among the queries read.
         sequence, query = real.nonzero(as_tuple=True)
-        each = max(len(real) // places.rows, 1)  # sequences that an item was cut into
+        tokens = len(sequence)
+        if not tokens:
+            return 0
+        # A window may be cut into several sequences (local attention), which follow each other in the call.
+        sequences_per_window = max(len(real) // places.rows, 1)
         positions = places.positions.to(query.device)[query]
-        windows = torch.tensor(list(places.windows), device=query.device)[sequence // each]
+        windows = torch.tensor(list(places.windows), device=query.device)[sequence // sequences_per_window]
+        positions_in_window = (sequence % sequences_per_window) * length + positions
         ids = None if places.query_ids is None else places.query_ids.to(query.device)[sequence, positions]
-        heads, tokens = found.valid.shape[1], len(sequence)
-        keys = self._keys(windows, (sequence % each) * length + positions, ids)
-        at_once = max(1, AT_ONCE // max(tokens, 1))
-        for first in range(0, heads if tokens else 0, at_once):
-            some = slice(first, min(first + at_once, heads))
-            values = {name: self._column(found, name, (sequence, some, query)) for name in self.names}
-            self._hold(keys, info, range(heads)[some], values)
+        keys = self._keys(windows, positions_in_window, ids)
+        num_heads = result.valid.shape[1]
+        # So many heads together that about AT_ONCE rows are held.
+        heads_per_chunk = max(1, AT_ONCE // tokens)
+        for first in range(0, num_heads, heads_per_chunk):
+            heads = slice(first, min(first + heads_per_chunk, num_heads))
+            values = {name: self._column(result, name, (sequence, heads, query)) for name in self.names}
+            self._hold(keys, info, range(num_heads)[heads], values)
             if self._held >= AT_ONCE:
                 self.flush()
                 self._first = self.batch
-        return heads * tokens
+        return num_heads * tokens
 
     def _keys(self, windows: Tensor, positions: Tensor, ids: Tensor | None) -> "polars.DataFrame":
+        """The columns that all heads share, a row for each token."""
         polars = require_extra("polars", "probe")
-        numbers = None if ids is None else ids.cpu().numpy()
-        token = polars.Series([None] * len(windows), dtype=polars.String)
-        if numbers is not None and self.tokenizer is not None:
-            different, place = np.unique(numbers, return_inverse=True)
-            strings = token_strings(self.tokenizer, different.tolist())
-            valid = [each.encode("utf-8", "replace").decode() for each in strings]  # a token need not be Unicode
-            token = polars.Series(valid, dtype=polars.String).gather(place)
-        unknown = polars.Series([None] * len(windows), dtype=polars.Int64)
+        token_ids = polars.Series([None] * len(windows), dtype=polars.Int64)
+        tokens = polars.Series([None] * len(windows), dtype=polars.String)
+        if ids is not None:
+            numbers = ids.cpu().numpy()
+            token_ids = polars.Series(numbers, dtype=polars.Int64)
+            if self.tokenizer is not None:
+                # Each different token is decoded once.
+                distinct, place = np.unique(numbers, return_inverse=True)
+                strings = token_strings(self.tokenizer, distinct.tolist())
+                # A token need not be valid Unicode.
+                valid = [string.encode("utf-8", "replace").decode() for string in strings]
+                tokens = polars.Series(valid, dtype=polars.String).gather(place)
         return polars.DataFrame(
             {
                 "window": polars.Series(windows.cpu().numpy(), dtype=polars.Int64),
                 "position": polars.Series(positions.cpu().numpy(), dtype=polars.Int64),
-                "token_id": unknown if numbers is None else polars.Series(numbers, dtype=polars.Int64),
-                "token": token,
+                "token_id": token_ids,
+                "token": tokens,
             }
         )
 
     def _column(
-        self, found: QueryResult, name: str, place: tuple[Tensor, slice, Tensor]
+        self, result: QueryResult, name: str, place: tuple[Tensor, slice, Tensor]
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Values, (heads, tokens), and where there is none. NaN marks queries whose scores are not finite."""
-        if name not in found.values:
+        """Values, (heads, tokens), and where the statistic is undefined; NaN for queries whose scores are not finite."""
+        if name not in result.values:
             return None
-        sequence, some, query = place
+        sequence, heads, query = place
 
-        def chosen(each: Tensor) -> Tensor:
-            return each[:, some].expand(len(found.valid), -1, -1)[sequence, :, query].mT
+        def chosen(numbers: Tensor) -> Tensor:
+            # (1 or B, H, L) → (tokens, heads) → (heads, tokens)
+            return numbers[:, heads].expand(len(result.valid), -1, -1)[sequence, :, query].mT
 
-        usable, broken = chosen(found.defined.get(name, found.valid)), chosen(found.broken)
-        values = torch.where(usable, chosen(found.values[name]).float(), torch.nan)
-        return values.cpu().numpy(), (~usable & ~broken).cpu().numpy()
+        usable = chosen(result.defined.get(name, result.valid))
+        broken = chosen(result.broken)
+        values = torch.where(usable, chosen(result.values[name]).float(), torch.nan)
+        undefined = ~usable & ~broken
+        return values.cpu().numpy(), undefined.cpu().numpy()
 
     def _hold(self, keys: "polars.DataFrame", info: SiteInfo, heads: range, values: Mapping[str, Any]) -> None:
+        """Hold the rows of some heads: all tokens of the first head, then those of the next."""
         polars = require_extra("polars", "probe")
         rows = polars.concat([keys] * len(heads))
         head = np.repeat(np.arange(heads.start, heads.stop, dtype=np.int32), len(keys))
@@ -222,20 +251,21 @@ class TokenWriter:
             if column is None:
                 columns.append(polars.lit(None, dtype=polars.Float32).alias(name))
             else:
-                value, missing = (polars.Series(np.ascontiguousarray(each).reshape(-1)) for each in column)
-                columns.append(polars.when(missing).then(None).otherwise(value).cast(polars.Float32).alias(name))
+                value, undefined = (polars.Series(np.ascontiguousarray(array).reshape(-1)) for array in column)
+                columns.append(polars.when(undefined).then(None).otherwise(value).cast(polars.Float32).alias(name))
         self._frames.append(rows.with_columns(columns))
         self._held += len(rows)
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the rows that are held, as a new part."""
         if not self._frames:
             return
-        rows, content = require_extra("polars", "probe").concat(self._frames), io.BytesIO()
+        rows = require_extra("polars", "probe").concat(self._frames)
+        content = io.BytesIO()
         self.discard()
         rows.write_parquet(content, compression="zstd", row_group_size=AT_ONCE // 4)
-        batch, number = self._latest
-        self._latest = (self._first, number + 1 if batch == self._first else 0)
+        latest_batch, number = self._latest
+        self._latest = (self._first, number + 1 if latest_batch == self._first else 0)
         path = self.folder / _PART.format(*self._latest)
         with replacing(path) as aside:
             aside.write_bytes(content.getbuffer())
@@ -243,10 +273,11 @@ class TokenWriter:
 
     def discard(self) -> None:
         """Forget what is held."""
-        self._frames, self._held = [], 0
+        self._frames = []
+        self._held = 0
 
     def give_up(self) -> None:
-        """Forget what is held and remove what was written, so that it takes no room from the result."""
+        """Forget what is held and remove what was written, so that the result has the room on the disk."""
         self.discard()
         if not self.silent:
             self.silent = True
@@ -268,7 +299,9 @@ class TokenRows(Group):
 
     def __init__(self, writer: TokenWriter) -> None:
         super().__init__()
-        self.writer, self.count, self.files = writer, 0, writer.hashes
+        self.writer = writer
+        self.count = 0
+        self.files = writer.hashes
 
     def on_queries(self, queries: CallQueries) -> None:
         """Write the numbers of a call's queries."""
@@ -329,20 +362,22 @@ class TokenTable:
 
     @classmethod
     def stored_in(cls, stored: "folders.Stored", hashes: Mapping[str, str]) -> "TokenTable | None":
-        """Those that a result was stored with; None where it was stored without, or they were removed.
+        """The parts that a result was stored with; None where it was stored without, or all were removed.
 
         Raises:
             MismatchError: some of them are missing.
         """
-        own = {name.removeprefix(f"{TOKENS}/"): each for name, each in hashes.items() if name.startswith(f"{TOKENS}/")}
-        own = {name: each for name, each in own.items() if _NAME.fullmatch(name)}
-        there = [name for name in own if stored.has(f"{TOKENS}/{name}")]
-        if not there:
+        prefix = f"{TOKENS}/"
+        in_folder = {name.removeprefix(prefix): each for name, each in hashes.items() if name.startswith(prefix)}
+        part_hashes = {name: each for name, each in in_folder.items() if _NAME.fullmatch(name)}
+        present = [name for name in part_hashes if stored.has(f"{TOKENS}/{name}")]
+        if not present:
             return None
         folder = stored.path(TOKENS)
-        if missing := sorted(own.keys() - set(there)):
+        missing = sorted(part_hashes.keys() - set(present))
+        if missing:
             raise folders.MismatchError(f"{folder / missing[0]} is missing; restore it, or remove {folder}")
-        return cls(folder, tuple(sorted(own)), own, saved=stored.top.path / TOKENS)
+        return cls(folder, tuple(sorted(part_hashes)), part_hashes, saved=stored.top.path / TOKENS)
 
     @property
     def paths(self) -> list[Path]:
@@ -353,7 +388,9 @@ class TokenTable:
 
     def size(self) -> tuple[int, int]:
         """Rows and bytes."""
-        return sum(map(_rows_in, self.paths)), sum(path.stat().st_size for path in self.paths)
+        rows = sum(map(_rows_in, self.paths))
+        size = sum(path.stat().st_size for path in self.paths)
+        return rows, size
 
     def parts(self) -> dict[str, Path]:
         """The parts by the names that a result's files have."""
@@ -366,11 +403,11 @@ class TokenTable:
             InputError: one cannot be read, or is not what it was stored as.
         """
         assert self._checked
-        found = {}
+        digests = {}
         for name, path in self.parts().items():
             with explaining(f"{path} cannot be read"):
-                found[name] = folders.digest_of(path)
-        return found
+                digests[name] = folders.digest_of(path)
+        return digests
 
     def saved_in(self, folder: Path) -> "TokenTable":
         """The same parts once they were also stored with a result in a folder."""
@@ -379,10 +416,10 @@ class TokenTable:
 
     @cached_property
     def _checked(self) -> bool:
-        """That the parts are those that the result was stored with.
+        """True once the parts were compared with the hashes that the result was stored with.
 
         Raises:
-            InputError: one is not.
+            InputError: a part has another hash.
         """
         for path in self.paths:
             with explaining(f"{path} cannot be read"):
@@ -423,12 +460,13 @@ def _parts_in(folder: Path) -> list[Path]:
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a file is a parquet file with the columns of per-token rows. Its end alone is read, which names them."""
+    """Whether a file is a parquet file with the columns of per-token rows; only its end is read, which names them."""
     if path.stat().st_size < 2 * _END:
         return False
     with path.open("rb") as file:
         file.seek(-_END, os.SEEK_END)
-        length, magic = int.from_bytes(file.read(4), "little"), file.read(4)
+        length = int.from_bytes(file.read(4), "little")
+        magic = file.read(4)
         if magic != b"PAR1" or length > path.stat().st_size - _END:
             return False
         file.seek(-_END - length, os.SEEK_END)

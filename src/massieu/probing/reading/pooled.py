@@ -1,8 +1,8 @@
-"""Which tokens are real of a sequence that a model makes of the text inside, and whose length is another (Funnel's pooling).
+"""The real tokens of a sequence that a model makes inside, with another length than the text's (Funnel's pooling).
 
-The batch's mask does not fit such a sequence, and the layer that makes it shows the padding of what it attends to, not of its
-queries. Passes before the one that is read show the rest: a later layer whose keys these tokens are, or else which queries
-change with what stands at padding.
+The batch's mask does not fit such a sequence, and the layer that makes it shows the padding of its keys, not of its queries.
+The padding of the queries is found in passes before the one that is read. A later layer has these tokens as its keys, and
+shows their padding. Where none does, queries that depend on the token at padding are padding themselves.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,20 @@ from massieu.probing.model.precision import tolerance
 
 
 class PooledLengths:
-    """Looks ahead in the batches of one model, if it has sequences of lengths that masks do not tell."""
+    """Finds the real tokens of a model's inner sequences by passes ahead, where no mask has their length."""
 
     def __init__(self, model: nn.Module, sites: Sequence[SiteInfo]) -> None:
-        self._model, self._sites = model, {info.site: info for info in sites}
-        # Queries of another length than their keys belong to no decoder here: these have masks of their own.
+        self._model = model
+        self._sites = {info.site: info for info in sites}
+        # Cross-attention outside a decoder means pooled queries; a decoder's tokens have a mask of their own.
         self._needed = any(info.kind == "cross" and not info.in_decoder for info in sites)
 
     def look_ahead(self, tokens: BatchTokens) -> None:
-        """Tell the tokens of a batch what their own pass would show too late, or not at all."""
+        """Give the tokens of a batch the real ones of each inner sequence, before the pass that is read."""
         mask = tokens.mask(decoder=False)
         if not self._needed or mask is None or bool(mask.all()):
             return
+        # Once every sequence of a padded batch has a mask that fits, later batches need no pass ahead.
         ahead = replace(tokens, by_length={}, unknown=set())
         seen = self._pass(ahead, ahead.inputs)
         if not ahead.unknown:
@@ -54,8 +56,10 @@ class PooledLengths:
                 return
             real = tokens.of(call, decoder=info.in_decoder, cross=info.kind == "cross").real
             side = Side(info.in_decoder, call.query.shape[2])
-            told = None if side in tokens.unknown else real
-            seen.append(_SeenQueries(side, call.query.double().mean((1, 3)), told, call.query.dtype))
+            known_real = None if side in tokens.unknown else real
+            # The mean over heads and features, (B, L): one number a token is enough to see whether it changes.
+            token_means = call.query.double().mean((1, 3))
+            seen.append(_SeenQueries(side, token_means, known_real, call.query.dtype))
 
         with torch.no_grad(), capturing(self._model, look):
             run(self._model, inputs)
@@ -64,37 +68,49 @@ class PooledLengths:
 
 @dataclass(frozen=True, eq=False)
 class _SeenQueries:
-    """Each token's mean query number of one call, and which tokens are real where that was told."""
+    """The queries of one call, each by the mean of its numbers.
+
+    Attributes:
+        real: which tokens are real; None where no mask has their length.
+        dtype: of the queries, by which a change is told from rounding.
+    """
 
     side: Side
-    numbers: Float[Tensor, "B L"]
+    means: Float[Tensor, "B L"]
     real: Bool[Tensor, "B L"] | None
     dtype: torch.dtype
 
     def changed(self, other: "_SeenQueries") -> Bool[Tensor, "B L"]:
-        size = self.numbers.abs().amax()
-        return (self.numbers - other.numbers).abs() > tolerance(self.dtype) * size
+        """Which queries differ from another pass's by more than rounding."""
+        size = self.means.abs().amax()
+        return (self.means - other.means).abs() > tolerance(self.dtype) * size
 
 
 def _with_other_padding(inputs: dict[str, Any], mask: Bool[Tensor, "B L"]) -> dict[str, Any] | None:
-    """The same batch with another token in place of padding; None where it is not given as tokens."""
+    """The same batch with a real token in place of padding; None where the batch has no token to put there."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.shape != mask.shape or not bool(mask.any()):
         return None
-    padding, real = ids[~mask], ids[mask]
-    others = real[~torch.isin(real, padding)]
-    return None if not len(others) else {**inputs, "input_ids": torch.where(mask, ids, others[0])}
+    padding_ids = ids[~mask]
+    real_ids = ids[mask]
+    other_ids = real_ids[~torch.isin(real_ids, padding_ids)]
+    if not len(other_ids):
+        return None
+    return {**inputs, "input_ids": torch.where(mask, ids, other_ids[0])}
 
 
 def _unchanged(
     seen: list[_SeenQueries], again: list[_SeenQueries], missing: set[Side]
 ) -> dict[Side, Bool[Tensor, "B L"]]:
-    """Queries of these lengths that do not depend on padding; of none where real tokens of a call before them do too."""
-    found: dict[Side, Tensor] = {}
+    """The queries of the missing sequences that do not depend on padding, by the first call that has them.
+
+    Calls behind one whose real tokens depend on padding say nothing: there the model mixes padding into the text.
+    """
+    real: dict[Side, Tensor] = {}
     for before, after in zip(seen, again, strict=True):
         changed = before.changed(after)
         if before.real is not None and bool((changed & before.real).any()):
-            return found
+            return real
         if before.side in missing:
-            found.setdefault(before.side, ~changed)
-    return found
+            real.setdefault(before.side, ~changed)
+    return real

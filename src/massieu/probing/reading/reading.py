@@ -107,12 +107,16 @@ class Reading(RunningParts):
             tell: is told what takes long.
             one_window: no more is read than one window, so that nothing of the weights is kept for others.
         """
-        self.model, self.refused = model, refused
-        self.sites, self.layout, self.options = sites, layout, options
+        self.model = model
+        self.refused = refused
+        self.sites = sites
+        self.layout = layout
+        self.options = options
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
         groups = groups_of(options.groups, options.catalogue.groups)
-        followed = any(group.events & _OF_THE_STREAM for group in groups)
-        self.tracer = StreamTracer(model, sites, self._on_step) if followed else None
+        # The stream is followed only for groups that need its steps, since that costs time in every pass.
+        follows_stream = any(group.events & _OF_THE_STREAM for group in groups)
+        self.tracer = StreamTracer(model, sites, self._on_step) if follows_stream else None
         self.sublayers: list[Sublayer] = [] if self.tracer is None else self.tracer.sublayers
         self.seconds: dict[str, float] = defaultdict(float)
         self.sampled_windows = 0
@@ -123,7 +127,7 @@ class Reading(RunningParts):
         self._trouble = FirstTrouble()
         self._functions = options.of_attention()
         self._one_window = one_window
-        self._told = ModelReading(
+        self._model_reading = ModelReading(
             model, sites, self.sublayers, options.units, options.max_length, options.seed, options.query_sample,
             options.climb_queries, options.statistics, {} if inputs is None else inputs, source,
             self._functions, options.catalogue.own,
@@ -146,7 +150,7 @@ class Reading(RunningParts):
     def add_group(self, group: Group) -> None:
         """Read for one group more."""
         self.groups[group.name] = group
-        self._deliver(group, group.begin, self._told)
+        self._deliver(group, group.begin, self._model_reading)
 
     # Forward passes ----------------------------------------------------------------------------------------------------
 
@@ -171,15 +175,19 @@ class Reading(RunningParts):
             target_special: special tokens of ``decoder_input_ids``.
             alone: the inputs of one row alone; None where rows cannot be told apart.
         """
-        self._windows, self._numbers = windows, numbers
+        self._windows = windows
+        self._numbers = numbers
         prepared = model_inputs(self.model, inputs)
+        # The decoder's tokens were made of the text's where the batch gives none of its own.
         follows = decoder_given(prepared) and not decoder_given(inputs)
         audio = frames_of(self.model, prepared)
-        self._tokens = BatchTokens(prepared, special, follows, target_special, None if audio is None else audio.real)
+        real_frames = None if audio is None else audio.real
+        self._tokens = BatchTokens(prepared, special, follows, target_special, real_frames)
         self._rows = self.layout.rows(self.model, prepared)
         self._chosen.clear()
         self._sampled = [self._window(row, alone) for row in sampled]
         self.broken = False
+        # Groups measure inside the forward pass; their seconds are subtracted from those of the pass.
         before = sum(self.seconds.values())
         with self._timed("forward"):
             self._pooled.look_ahead(self._tokens)
@@ -201,11 +209,12 @@ class Reading(RunningParts):
                 self._deliver(group, group.on_window, window)
 
     def _following(self) -> AbstractContextManager[object]:
-        """Inside, the stream is followed: in the first pass, which shows its steps, and where a group wants them."""
+        """Follows the stream inside: in the first pass, which finds its steps, and wherever a group wants them."""
         if self.tracer is None:
             return nullcontext()
+        is_first_pass = not self.sublayers
         wanted = self._sampled and self._wanting(Event.STEPS, Event.WEIGHTS)
-        return self.tracer.watching() if wanted or not self.sublayers else nullcontext()
+        return self.tracer.watching() if wanted or is_first_pass else nullcontext()
 
     def finish(self) -> None:
         """Let every group measure what it has kept, once the text was read."""
@@ -241,20 +250,21 @@ class Reading(RunningParts):
             self.seconds[part] += time.perf_counter() - started
 
     def _look_for_trouble(self, output: Tensor) -> None:
-        """Where the batch has numbers that are not finite, find out where they begin; once."""
+        """Find where numbers that are not finite begin, in the first batch that has any."""
         if self.trouble is not None:
             return
         inputs = self._tokens.inputs
         real = self._tokens.mask(decoder=decoder_given(inputs))
         if real is not None and self.sites[-1].tokens_first:
             real = real.mT
+        # Padding may be infinite without harm: the output is looked at again at real tokens alone.
         if self.broken or (kind_of(output) and kind_of(at_real(output, real))):
             first = self._windows[0]
             windows = f"window {first}" if self._rows == 1 else f"windows {first} to {first + self._rows - 1}"
-            found = in_batch(self.model, inputs, real, windows) or Trouble(
-                f"the model's numbers break down in {windows}", "NaN", "attention"
-            )
-            self._trouble = FirstTrouble(found, first)
+            trouble = in_batch(self.model, inputs, real, windows)
+            if trouble is None:
+                trouble = Trouble(f"the model's numbers break down in {windows}", "NaN", "attention")
+            self._trouble = FirstTrouble(trouble, first)
 
     @property
     def trouble(self) -> Trouble | None:
@@ -266,11 +276,13 @@ class Reading(RunningParts):
     def _positions(self, row: int, step: Step, *, cloud: bool) -> Tensor:
         """Sampled positions of a row in a step's stream: real tokens for replays, no two the same for clouds."""
         length = step.before.shape[1]
-        place = (row, length, step.in_decoder, cloud)
-        if place not in self._chosen:
-            generator, most = self._random(row, _CLOUD if cloud else _REPLAY), self.options.climb_queries
-            self._chosen[place] = self._tokens.positions(row, length, most, step.in_decoder, cloud, generator)
-        return self._chosen[place]
+        key = (row, length, step.in_decoder, cloud)
+        # Drawn once for each stream, so that all its steps are measured at the same tokens.
+        if key not in self._chosen:
+            generator = self._random(row, _CLOUD if cloud else _REPLAY)
+            most = self.options.climb_queries
+            self._chosen[key] = self._tokens.positions(row, length, most, step.in_decoder, cloud, generator)
+        return self._chosen[key]
 
     def _random(self, row: int, purpose: int) -> torch.Generator:
         """Random numbers that belong to a row's window and one purpose."""
@@ -283,16 +295,16 @@ class Reading(RunningParts):
         wanted = frozenset(events)
         return [group for group in self.groups.values() if group.events & wanted and group.name not in group.failed]
 
-    def _deliver(self, group: Group, told: Callable[..., None], *event: Any) -> None:
-        """Tell a group of an event. What fails costs the group its numbers; the reading goes on.
+    def _deliver(self, group: Group, method: Callable[..., None], *event: Any) -> None:
+        """Call a group's method with an event. An error in it costs the group its numbers; the reading goes on.
 
-        Whatever is wrong with the input or the capture itself still ends it.
+        An error of the input or of the capture still ends the reading.
         """
         if group.name in group.failed:
             return
-        own = group.name in self.options.catalogue.groups
-        with self._timed(group.name), fenced(group.failed, group.name), calling_own() if own else nullcontext():
-            told(*event)
+        is_users = group.name in self.options.catalogue.groups
+        with self._timed(group.name), fenced(group.failed, group.name), calling_own() if is_users else nullcontext():
+            method(*event)
 
     @property
     def failed(self) -> dict[str, str]:
@@ -302,15 +314,15 @@ class Reading(RunningParts):
     def left_out(self) -> frozenset[str]:
         """Names of the statistics that could not be computed."""
         failed = self.failed
-        known = self.options.catalogue.statistics
-        return frozenset(name for name, each in known.items() if name in failed or each.group in failed)
+        statistics = self.options.catalogue.statistics
+        return frozenset(name for name, each in statistics.items() if name in failed or each.group in failed)
 
     def unavailable(self, info: SiteInfo) -> dict[str, str]:
         """Groups and statistics that one site does not have, with the reason."""
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for group in self.groups.values():
-            found |= group.missing_at(info.site.name)
-        return found
+            reasons |= group.missing_at(info.site.name)
+        return reasons
 
     def rows(self) -> Iterator[Row]:
         """All that was measured."""
@@ -318,24 +330,24 @@ class Reading(RunningParts):
             if group.name in group.failed:
                 continue
             if group.name in self.options.catalogue.groups:
-                yield from self._own_rows(group)
+                yield from self._rows_of_users(group)
             else:
                 yield from group.rows()
 
-    def _own_rows(self, group: Group) -> list[Row]:
-        """The rows of a group of the user's own; none where they fail, or are not of its statistics."""
-        found: list[Row] = []
+    def _rows_of_users(self, group: Group) -> list[Row]:
+        """The rows of a group that the user wrote; none where making them fails or they are not of its statistics."""
+        rows: list[Row] = []
         with fenced(group.failed, group.name), calling_own(group.rows):
-            found = list(group.rows())
-            names = {said.name for said in group.statistics}
+            rows = list(group.rows())
+            names = {statistic.name for statistic in group.statistics}
             seen: set[tuple[RowPlace, str]] = set()
-            for row in found:
+            for row in rows:
                 if row.statistic not in names:
                     raise OwnFunctionError(f"it has a row of {row.statistic}, which is none of its statistics")
                 if (row.place, row.name) in seen:
                     raise OwnFunctionError(f"it has two rows of {row.name} at {row.place.name}")
                 seen.add((row.place, row.name))
-        return [] if group.name in group.failed else found
+        return [] if group.name in group.failed else rows
 
     def ratios(self) -> Iterator[RunningRatio]:
         """All running ratios by which two results may be paired."""
@@ -357,7 +369,7 @@ class Reading(RunningParts):
         return info
 
     def _on_attention(self, call: AttentionCall) -> None:
-        # What is computed here is no part of the model, and no function mode is to see it.
+        # The statistics are no part of the model: neither the tracer nor another function mode may see their operations.
         with torch._C.DisableTorchFunction() if self.tracer is None else self.tracer.unobserved():
             self._read_attention(call)
 
@@ -365,7 +377,7 @@ class Reading(RunningParts):
         info = self.site_of(call)
         if info is None:
             return
-        if call.repeated:  # the same weights on other values: everything about the weights is known
+        if call.repeated:  # the same weights applied to other values; these weights were already read
             self.broken = self.broken or kind_of(call.value) is not None
             return
         if self.tracer is not None:
@@ -383,7 +395,7 @@ class Reading(RunningParts):
         self._read_queries(call, tokens)
 
     def _read_queries(self, call: AttentionCall, tokens: CallTokens) -> None:
-        """The per-query statistics of a call; of each row at most so many queries as are to be sampled."""
+        """The per-query statistics of a call, at no more than ``query_sample`` queries of each row."""
         groups = self._wanting(Event.QUERIES)
         if not groups:
             return
@@ -398,47 +410,55 @@ class Reading(RunningParts):
 
     def _query_parts(self, call: AttentionCall, tokens: CallTokens) -> Iterator["_QueryPart"]:
         """All queries, or a sample of each row's."""
-        sample, length = self.options.query_sample, call.query.shape[2]
-        # Of something that the items share, as positions, there is one row.
-        rows = 1 if call.query.shape[0] % tokens.rows else tokens.rows
+        sample = self.options.query_sample
+        sequences, _, length, _ = call.query.shape
+        # A call over something that all rows share, such as relative positions, has a single row.
+        rows = 1 if sequences % tokens.rows else tokens.rows
         if sample is None or sample >= length:
             yield _QueryPart(slice(None), torch.arange(length), range(rows))
             return
-        items = call.query.shape[0] // rows
-        for row in range(rows):  # drawn window by window
+        sequences_per_row = sequences // rows
+        # Each row draws from its own window's generator, so that the batch size changes no sample.
+        for row in range(rows):
             drawn = torch.randperm(length, generator=self._random(row, _QUERIES))
-            item = slice(row * items, (row + 1) * items)
+            item = slice(row * sequences_per_row, (row + 1) * sequences_per_row)
             yield _QueryPart(item, drawn[:sample].sort().values, range(row, row + 1))
 
     def _queries(self, call: AttentionCall, tokens: CallTokens, read: "_QueryPart") -> CallQueries:
         """The numbers of queries that are read together."""
-        item, rows = read.item, read.rows
-        length, chosen = call.query.shape[2], slice(rows.start, rows.stop)
+        item = read.item
+        rows = slice(read.rows.start, read.rows.stop)
+        num_rows = len(read.rows)
+        length = call.query.shape[2]
         positions = read.positions.to(call.query.device)
         part = call.rows(item).at(positions) if len(positions) < length else call
-        asked, attended = _part(tokens.queries, item, positions), _part(tokens.keys, item, slice(None))
-        found = self._statistics(part, asked, attended, positions, tokens.info.itself)
-        ids = (each.ids if each.ids is None else each.ids[item] for each in (tokens.queries, tokens.keys))
-        places = Places(positions, tokens.windows[chosen], len(rows), *ids)
-        numbers = None if tokens.numbers is None else tokens.numbers[chosen]
-        return CallQueries(tokens.info, found, len(rows), numbers, places, part, asked.real, length)
+        queries = _part(tokens.queries, item, positions)
+        keys = _part(tokens.keys, item, slice(None))
+        result = self._statistics(part, queries, keys, positions, tokens.info.itself)
+        # Places count positions in the whole sequence, so they take the ids of all its tokens.
+        query_ids = None if tokens.queries.ids is None else tokens.queries.ids[item]
+        key_ids = None if tokens.keys.ids is None else tokens.keys.ids[item]
+        places = Places(positions, tokens.windows[rows], num_rows, query_ids, key_ids)
+        numbers = None if tokens.numbers is None else tokens.numbers[rows]
+        return CallQueries(tokens.info, result, num_rows, numbers, places, part, queries.real, length)
 
     def _statistics(
         self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor, itself: bool, cut: bool = False
     ) -> QueryResult:
-        """The per-query statistics that are wanted; one that fails is lost to every group that would take it.
+        """The per-query statistics that are wanted; one that fails is left out of every group that uses it.
 
         Args:
-            cut: the first tokens are no keys any more.
+            cut: the first tokens are no longer among the keys.
         """
-        before, failed = self.failed, dict[str, str]()
-        functions = {name: each for name, each in self._functions.items() if name not in before}
+        failed_before = self.failed
+        failed: dict[str, str] = {}
+        functions = {name: function for name, function in self._functions.items() if name not in failed_before}
         with self._timed("queries"):
             reading = QueryReading(call, queries, keys, positions, itself, moments_read(functions), cut)
-            found = query_statistics(reading, functions, partial(fenced, failed))
+            result = query_statistics(reading, functions, partial(fenced, failed))
         for group in self._wanting(Event.QUERIES):
             group.failed |= failed
-        return found
+        return result
 
     def _on_step(self, step: Step) -> None:
         if step.before.dim() != 3 or step.before.shape[0] != self._rows:
@@ -458,7 +478,8 @@ class Reading(RunningParts):
         return Replays(self.sites, keep=not self._one_window)
 
     def _weights(self, read: AttentionRead) -> SiteWeights:
-        info, capture = self.by_site[read.call.site], self._capture
+        info = self.by_site[read.call.site]
+        capture = self._capture
         assert capture is not None
 
         def maps() -> HeadMaps | str:

@@ -15,7 +15,7 @@ from massieu.probing.capture.capture import Capture
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import inside
 from massieu.probing.checks.check import silent_attention
-from massieu.probing.model.checkpoint import some
+from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import uncompiled
 from massieu.probing.model.unwrap import unwrapped
 from massieu.probing.model.watching import hooked
@@ -217,5 +217,5 @@ class _Replacing:
             not_replaced = [name for name in self.heads_by_site if name not in self.replaced_names]
             missed = {name: refused.get(name.partition(" (call ")[0], not_seen) for name in not_replaced}
         if missed:
-            reasons = some([f"{name} ({reason})" for name, reason in missed.items()])
+            reasons = shortened([f"{name} ({reason})" for name, reason in missed.items()])
             raise InputError(f"attention cannot be replaced: {reasons}")

@@ -33,9 +33,12 @@ class TableBuilder:
         standard_error: Real[np.ndarray, "heads"] | float | None,
         count: Real[np.ndarray, "heads"] | float,
     ) -> None:
-        """Add a row for each head of a site, or for a single number one row without a head.
+        """Add a row for each head of a site; for a single number, one row without a head.
 
-        One error (None: there is none) or count stands for all heads.
+        Args:
+            value: of each head, or a single number.
+            standard_error: of each head, or one for all; None where there is none.
+            count: of each head, or one for all.
 
         Raises:
             ValueError: the lengths differ.
@@ -43,10 +46,11 @@ class TableBuilder:
         values = np.asarray(value, dtype=np.float64)
         if values.ndim > 1:
             raise ValueError(f"values must have shape (heads,), got {values.shape}")
-        given = (values, np.nan if standard_error is None else standard_error, np.rint(count).astype(np.int64))
-        columns = (np.broadcast_to(part, values.shape).ravel().tolist() for part in given)
+        errors = np.nan if standard_error is None else standard_error
+        counts = np.rint(count).astype(np.int64)
+        columns = (np.broadcast_to(column, values.shape).ravel().tolist() for column in (values, errors, counts))
         heads = range(len(values)) if values.ndim else [None]
-        self._rows += [(site, layer, head, statistic, *row) for head, *row in zip(heads, *columns, strict=True)]
+        self._rows += [(site, layer, head, statistic, *numbers) for head, *numbers in zip(heads, *columns, strict=True)]
 
     def frame(self) -> "polars.DataFrame":
         """The table, rows in the order in which they were added.
@@ -55,8 +59,8 @@ class TableBuilder:
             MissingExtraError: polars is not installed.
         """
         polars = require_extra("polars", "probe")
-        found = polars.DataFrame(self._rows, schema=schema(), orient="row")
-        return found.with_columns(polars.col("value", "standard_error").fill_nan(None))
+        table = polars.DataFrame(self._rows, schema=schema(), orient="row")
+        return table.with_columns(polars.col("value", "standard_error").fill_nan(None))
 
 
 def schema() -> dict[str, Any]:
@@ -70,7 +74,7 @@ def read_table(name: str, content: bytes, folder: Path) -> "polars.DataFrame":
     """A stored table; ``name`` and ``folder`` are for the message.
 
     Raises:
-        InputError: it is none.
+        InputError: the content is not a table of a result.
         MissingExtraError: polars is not installed.
     """
     polars = require_extra("polars", "probe")

@@ -131,13 +131,13 @@ class ProbeResult:
             "site": polars.String, "head": polars.Int32, "statistic": polars.String, "window": polars.Int64,
             "query": polars.Int64, "key": polars.Int64, "query_token": polars.String, "key_token": polars.String,
         }  # fmt: skip
-        found = polars.DataFrame(self.details.get("extremes", []), schema=places)
+        extremes = polars.DataFrame(self.details.get("extremes", []), schema=places)
         values = self.heads.select("site", "layer", "head", "statistic", "value")
-        return values.join(found, on=["site", "head", "statistic"], how="inner", maintain_order="left")
+        return values.join(extremes, on=["site", "head", "statistic"], how="inner", maintain_order="left")
 
     @property
     def questions(self) -> list[Question]:
-        """What the papers ask: for each such group that was measured, its numbers beside their control and a verdict."""
+        """The papers' questions: for each group that answers one, its numbers, their control and a verdict."""
         return questions_of(self.run, self.heads, self.layers)
 
     @property
@@ -152,7 +152,7 @@ class ProbeResult:
 
     @property
     def trouble(self) -> str | None:
-        """Why numbers are missing or cannot be trusted, in one sentence, where the model's own numbers are not finite."""
+        """Where the model's own numbers are not finite, in one sentence; None where all are finite."""
         return self.run.trouble and self.run.trouble.sentence
 
     # --- storing ---------------------------------------------------------------------------------------------------
@@ -185,17 +185,18 @@ class ProbeResult:
         files[DETAILS] = details_bytes(self.details)
         if self.units is not None:
             files[UNITS] = self.units.to_bytes()
-        parts = {} if self._token_table is None else self._token_table.parts()
+        token_parts = {} if self._token_table is None else self._token_table.parts()
         try:
             files[PAGE] = self._page().encode("utf-8", "replace")
         except Exception as error:
             # The measurement took long; the page can be drawn again.
-            folders.save(folder, RECORD, self._with_record(files), parts)
+            folders.save(folder, RECORD, self._with_record(files), token_parts)
             error.add_note(f"(all but the page was saved in {folder})")
             raise
-        saved = None if self._token_table is None else self._token_table.saved_in(folder)
-        folders.save(folder, RECORD, self._with_record(files), parts)
-        self._token_table = saved
+        # Made before the save, because it reads the parts; kept after it, because only then are they in the folder.
+        saved_table = None if self._token_table is None else self._token_table.saved_in(folder)
+        folders.save(folder, RECORD, self._with_record(files), token_parts)
+        self._token_table = saved_table
         return folder
 
     @classmethod
@@ -213,15 +214,16 @@ class ProbeResult:
         """
         folder = check_name(folder)
         if not os.path.isdir(folder):
-            raise InputError(f"{folder} is {'a file' if os.path.lexists(folder) else 'missing'}; a result is a folder")
-        loaded, other = folders.read(folder, RECORD, cls._read)
-        if other is not None:
+            problem = "a file" if os.path.lexists(folder) else "missing"
+            raise InputError(f"{folder} is {problem}; a result is a folder")
+        result, foreign_file = folders.read(folder, RECORD, cls._read)
+        if foreign_file is not None:
             warnings.warn(
-                f"{visible(str(folder / other))} is not the file that this result was stored with; move it away, and put "
-                f"the result's own in its place with: massieu report {visible(str(folder))}",
+                f"{visible(str(folder / foreign_file))} is not the file that this result was stored with; move it away, "
+                f"and put the result's own in its place with: massieu report {visible(str(folder))}",
                 stacklevel=2,
             )
-        return loaded
+        return result
 
     @classmethod
     def redraw(cls, folder: str | os.PathLike[str]) -> Path:
@@ -235,53 +237,63 @@ class ProbeResult:
             MissingExtraError: what draws the page is not installed.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what does not fit is in the way of the save, which says so
+            # A file of another result is in the way of the save below, which raises an error that names it.
+            warnings.simplefilter("ignore")
             cls.load(folder)
-            with locked(folder := Path(folder), wait=folders.PATIENCE):
+            folder = Path(folder)
+            # Loaded again under the lock: another process may have saved in between.
+            with locked(folder, wait=folders.PATIENCE):
                 result = cls.load(folder)
-                folders.read(folder, RECORD, lambda stored: result._save_page(folder, stored))
+                folders.read(folder, RECORD, lambda content: result._save_page(folder, content))
         return folder / PAGE
 
-    def _save_page(self, folder: Path, stored: folders.Stored) -> None:
+    def _save_page(self, folder: Path, content: folders.Stored) -> None:
         """Save a result once more, with its page drawn again."""
-        _, hashes = read_record(stored.record, str(stored.where))
+        _, hashes = read_record(content.record, str(content.where))
         if hashes is None:
             raise InputError(
                 f"{folder} was stored by a version of massieu that kept no hashes, so nothing in it is replaced; "
                 "write its page elsewhere with ProbeResult.load(folder).report(path)"
             )
         page = self._page().encode("utf-8", "replace")
-        others = {name: hash for name, hash in hashes.items() if name != PAGE and stored.has(name)}
-        record = record_bytes(self.run, others | {PAGE: folders.digest(page)})
-        linked = {name: stored.path(name) for name in others}
+        other_hashes = {name: hash for name, hash in hashes.items() if name != PAGE and content.has(name)}
+        record = record_bytes(self.run, other_hashes | {PAGE: folders.digest(page)})
+        linked = {name: content.path(name) for name in other_hashes}
         folders.save(folder, RECORD, {RECORD: record, PAGE: page}, linked)
 
     @classmethod
     def _read(cls, content: folders.Stored) -> tuple["ProbeResult", str | None]:
-        """What is stored, and the first file in the folder that has the place of one of its own."""
-        run, hashes = read_record(content.record, str(content.where))
+        """The stored result, and the name of a file of another result that stands in the place of one of its own."""
+        run, stored_hashes = read_record(content.record, str(content.where))
+        hashes = {} if stored_hashes is None else stored_hashes
 
         def file(*names: str) -> tuple[str, bytes]:
-            listed = [each for each in names if each in (hashes or ())]
-            name, found = content.read(*(listed or names))
-            if hashes is not None and hashes.get(name) != folders.digest(found):
+            listed = [name for name in names if name in hashes]
+            name, data = content.read(*(listed or names))
+            # A result that was stored without hashes is read unchecked.
+            if stored_hashes is not None and hashes.get(name) != folders.digest(data):
                 raise folders.MismatchError(
                     f"{content.path(name)} is not the file that {RECORD} was stored with: it was changed, or it is of "
                     "another run"
                 )
-            return name, found
+            return name, data
 
         folder = content.files.path
         details, heads, layers = read_numbers(file, folder)
         stored.check_together(run, details, heads, str(folder))
-        kept = UNITS in (hashes or ()) and content.has(UNITS)  # only comparisons need it
-        units = UnitSums.from_bytes(file(UNITS)[1], str(folder / UNITS)) if kept else None
-        tokens = TokenTable.stored_in(content, hashes or {})
-        return cls(run, details, heads, layers, units, tokens), content.other_published(hashes or {})
+        units = None
+        # Only comparisons need the sums: a result without their file is whole otherwise.
+        if UNITS in hashes and content.has(UNITS):
+            _, data = file(UNITS)
+            units = UnitSums.from_bytes(data, str(folder / UNITS))
+        token_table = TokenTable.stored_in(content, hashes)
+        return cls(run, details, heads, layers, units, token_table), content.other_published(hashes)
 
     def _with_record(self, files: dict[str, bytes]) -> dict[str, bytes]:
-        hashes = {name: folders.digest(each) for name, each in files.items()}
-        hashes |= {} if self._token_table is None else self._token_table.digests()
+        """The files, and the record with their hashes and those of the per-token rows."""
+        hashes = {name: folders.digest(content) for name, content in files.items()}
+        if self._token_table is not None:
+            hashes |= self._token_table.digests()
         return files | {RECORD: record_bytes(self.run, hashes)}
 
     # --- looking ---------------------------------------------------------------------------------------------------
@@ -299,7 +311,8 @@ class ProbeResult:
         page = self._page()
         if path is None:
             return Fragment.framed(page)
-        write_whole(path := Path(path), page, "the page")
+        path = Path(path)
+        write_whole(path, page, "the page")
         return path
 
     @input_door(statistic=text, error=flag, attention=text)
@@ -383,10 +396,13 @@ class ProbeResult:
         return Fragment(figures.head_html(self.run, self.details, self.heads, layer, head))
 
     def __repr__(self) -> str:
-        lines = ["ProbeResult" + ("" if self.complete else " (interrupted: incomplete)")]
+        lines = ["ProbeResult" if self.complete else "ProbeResult (interrupted: incomplete)"]
         if self.trouble:
             lines.append(f"  {self.trouble}")
-        model, text, unit, check = self.run.model, self.run.text, self.run.error_unit, self.run.self_check
+        model = self.run.model
+        text = self.run.text
+        unit = self.run.error_unit
+        check = self.run.self_check
         if model.name is not None:
             lines.append(f"  model: {model.name}, {model.layers} layers, {model.heads} heads in all")
         if text.source is not None:
@@ -404,11 +420,11 @@ class ProbeResult:
         from massieu.report import figures
 
         measured = [name for name in self.heads["statistic"].unique(maintain_order=True) if "/" not in name]
-        wished = [finding.statistic for finding in self.findings] + ["selective_log_partition", *measured]
-        drawn = next((name for name in wished if name in measured), None)
-        if drawn is None:
+        preferred = [*(finding.statistic for finding in self.findings), "selective_log_partition", *measured]
+        statistic = next((name for name in preferred if name in measured), None)
+        if statistic is None:
             return f"<pre>{escape(repr(self))}</pre>"
-        return figures.head_map_html(self.run, self.heads, drawn)
+        return figures.head_map_html(self.run, self.heads, statistic)
 
     def _page(self) -> str:
         from massieu.report import page

@@ -38,29 +38,38 @@ def record_bytes(run: RunRecord, hashes: dict[str, str]) -> bytes:
 
 
 def read_record(content: bytes, where: str) -> tuple[RunRecord, dict[str, str] | None]:
-    """A result's record, and the hashes of the files beside it; None where it was stored without.
+    """A result's record, and the hashes of its files by name; None where the record has no hashes.
 
     Raises:
-        InputError: it is none, or of another version of massieu; ``where`` is the file's name.
+        InputError: not a record, or written by another version of massieu; ``where`` is the file's name.
     """
-    found = stored.parse(content, where)
-    version = found.get("schema_version")
+    value = stored.parse(content, where)
+    version = value.get("schema_version")
     if version != SCHEMA_VERSION:
         raise InputError(f"{where} has schema_version {version}; this version of massieu reads {SCHEMA_VERSION}")
-    hashes = stored.hashes_of(found, where)
-    return stored.run_of(found, where), hashes
+    hashes = stored.hashes_of(value, where)
+    return stored.run_of(value, where), hashes
 
 
 def read_numbers(
     file: Callable[..., tuple[str, bytes]], folder: Path
 ) -> tuple[dict[str, Any], "polars.DataFrame", "polars.DataFrame"]:
-    """The details, the heads and the layers; ``file`` gives the name and the bytes of the first file there is of some names.
+    """The details, the table of heads and the table of layers.
+
+    Args:
+        file: of several names, the first that there is a file of, with the file's bytes.
+        folder: of the files, for messages.
 
     Raises:
-        InputError: one of them is none; the message names it in ``folder``.
+        InputError: a file does not hold what its name says; the message names it.
         MissingExtraError: polars is not installed.
     """
-    details = stored.parse(file(DETAILS)[1], str(folder / DETAILS))
+    _, content = file(DETAILS)
+    details = stored.parse(content, str(folder / DETAILS))
     stored.check_details(details, str(folder / DETAILS))
-    heads, layers = (read_table(*file(*(f"{name}.{ending}" for ending in FORMATS)), folder) for name in TABLES)
+    tables = []
+    for table in TABLES:
+        name, content = file(*(f"{table}.{ending}" for ending in FORMATS))
+        tables.append(read_table(name, content, folder))
+    heads, layers = tables
     return details, heads, layers

@@ -29,10 +29,10 @@ MOST_KEYS = 2**31
 
 
 def parse(content: bytes, where: str) -> dict[str, Any]:
-    """A JSON object without numbers or nesting that nothing could be done with.
+    """The JSON object in a file, with finite numbers and a bounded depth.
 
     Raises:
-        InputError: it is none; ``where`` is the file's name.
+        InputError: not a JSON object, or one with such numbers or too deep; ``where`` is the file's name.
     """
     try:
         value = json.loads(content.decode("utf-8"), parse_constant=_no_number)
@@ -51,7 +51,8 @@ def _no_number(name: str) -> None:
 
 
 def _check_plain(value: Any, where: str) -> None:
-    """Depth and size of everything; without recursion."""
+    """Check the depth and the size of all numbers."""
+    # Without recursion: a file may be nested more deeply than Python's stack.
     waiting = [(value, 1)]
     while waiting:
         container, depth = waiting.pop()
@@ -82,8 +83,9 @@ _KINDS: dict[type, tuple[str, set[type]]] = {
 
 
 def _typed(value: Any, kind: Any, where: str) -> Any:
-    """A value of JSON as what a type says: a kind above, a list, an object, a pair, an `Entry`, or any of these or null."""
-    base, inner = get_origin(kind) or kind, get_args(kind)
+    """A JSON value, checked against a type: one of `_KINDS`, a pair, an `Entry`, any value, or one of these or None."""
+    base = get_origin(kind) or kind
+    inner = get_args(kind)
     if base is UnionType:
         return None if value is None else _typed(value, inner[0], where)
     if base is tuple:
@@ -94,9 +96,9 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
         return value
     if is_dataclass(base):
         return _entry(base, _typed(value, dict, where), where)
-    said, kinds = _KINDS[base]
+    description, kinds = _KINDS[base]
     if type(value) not in kinds or (base is int and not 0 <= value <= LARGEST):
-        raise InputError(f"{where} must be {said}, not {_short(value)}")
+        raise InputError(f"{where} must be {description}, not {_short(value)}")
     if base is list and inner:
         return [_typed(item, inner[0], f"{where}[{place}]") for place, item in enumerate(value)]
     if base is dict and inner:
@@ -105,16 +107,17 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
 
 
 def _entry(kind: Any, value: dict[str, Any], where: str) -> Any:
-    """An entry's fields from an object; null stands for a default where there is one."""
-    made, hints = {}, get_type_hints(kind)
-    known = {each.name: "needed" in each.metadata for each in fields(kind) if each.init}
-    for name, must in known.items():
-        if name not in value and must:
+    """An entry made of an object; where a field with a default is null or absent, it has its default."""
+    hints = get_type_hints(kind)
+    is_needed = {each.name: "needed" in each.metadata for each in fields(kind) if each.init}
+    arguments = {}
+    for name, needed in is_needed.items():
+        if name not in value and needed:
             raise InputError(f"{where} lacks {name!r}")
-        if must or value.get(name) is not None:
-            made[name] = _typed(value[name], hints[name], _below(where, name))
-    entry = kind(**made)
-    entry.others = {name: item for name, item in value.items() if name not in known}
+        if needed or value.get(name) is not None:
+            arguments[name] = _typed(value[name], hints[name], _below(where, name))
+    entry = kind(**arguments)
+    entry.others = {name: item for name, item in value.items() if name not in is_needed}
     return entry
 
 
@@ -132,26 +135,28 @@ def _short(value: Any) -> str:
 
 
 def run_of(value: dict[str, Any], where: str) -> RunRecord:
-    """The record of a run, every entry what the page and the result take it for.
+    """The record of a run, with every entry checked against the type of its field.
 
     Raises:
-        InputError: an entry is not; ``where`` is the file's name.
+        InputError: an entry has another type, or two sites one index; ``where`` is the file's name.
     """
     run = _typed(value, RunRecord, f"{where}:")
     indices = [site.index for site in run.sites if site.index is not None]
-    twice = next((index for index in indices if indices.count(index) > 1), None)
-    if twice is not None:
-        raise InputError(f"{where}: two attention sites have the index {twice}")
+    repeated = next((index for index in indices if indices.count(index) > 1), None)
+    if repeated is not None:
+        raise InputError(f"{where}: two attention sites have the index {repeated}")
     return run
 
 
 def hashes_of(value: dict[str, Any], where: str) -> dict[str, str] | None:
-    """Take the hashes of the files beside a record out of it; None where it was stored without.
+    """Remove the hashes of the other files from a record and return them; None where it has none.
 
     Raises:
-        InputError: they are none; ``where`` is the file's name.
+        InputError: the entry does not hold hashes by name; ``where`` is the file's name.
     """
-    return None if "files" not in value else _typed(value.pop("files"), dict[str, str], f"{where}: files")
+    if "files" not in value:
+        return None
+    return _typed(value.pop("files"), dict[str, str], f"{where}: files")
 
 
 # --- details.json ----------------------------------------------------------------------------------------------------
@@ -190,12 +195,13 @@ class _Details(Entry):
 
 
 def _rows(value: Any, where: str) -> None:
+    """Check that a value is a list of lists, at least one."""
     if type(value) is not list or not value or any(type(row) is not list for row in value):
         raise InputError(f"{where} must be a list of lists, not {_short(value)}")
 
 
 def _matrix(value: Any, where: str) -> None:
-    """Rows of numbers, all of one length; null where a number is undefined."""
+    """Check rows of numbers, all of one length; an undefined number is null."""
     _rows(value, where)
     for place, row in enumerate(value):
         if not set(map(type, row)) <= {int, float, type(None)}:
@@ -205,6 +211,7 @@ def _matrix(value: Any, where: str) -> None:
 
 
 def _histogram(value: Any, where: str) -> None:
+    """Check that a histogram has a count of each head for each bin."""
     histogram = _typed(value, _Histogram, where)
     bins = len(histogram.edges) - 1
     for site, counts in histogram.counts.items():
@@ -215,7 +222,7 @@ def _histogram(value: Any, where: str) -> None:
 
 
 def _strongest(value: Any, where: str) -> None:
-    """For each head and query some keys, the strongest first."""
+    """Check lists of numbers, one for each head and query: the strongest keys first, or their weights."""
     _rows(value, where)
     for head in value:
         for row in head:
@@ -228,17 +235,19 @@ _STRONGEST = ("top_keys", "top_weights")
 
 
 def _shown(value: Any, where: str) -> None:
-    """One attention site in an example: numbers of each head and query."""
+    """Check one attention site in an example: numbers of each head and query."""
     for name, item in _typed(value, dict, where).items():
         if name in (*_SHADES, *_STRONGEST):
             (_matrix if name in _SHADES else _strongest)(item, _below(where, name))
-    keys, weights = (value.get(name) for name in _STRONGEST)
+    keys = value.get("top_keys")
+    weights = value.get("top_weights")
     shapes = [[len(row) for row in value[name]] for name in (*_SHADES, *_STRONGEST) if name in value]
     if any(shape != shapes[0] for shape in shapes) or (keys is None) != (weights is None):
         raise InputError(f"{where}: {', '.join((*_SHADES, *_STRONGEST))} must be of the same heads and queries")
-    for head, its_weights in zip(keys or (), weights or (), strict=True):
-        for row, shares in zip(head, its_weights, strict=True):
-            if len(row) != len(shares) or any(key is not None and not _is_key(key) for key in row):
+    for keys_of_head, weights_of_head in zip(keys or (), weights or (), strict=True):
+        for query_keys, query_weights in zip(keys_of_head, weights_of_head, strict=True):
+            positions_only = all(key is None or _is_key(key) for key in query_keys)
+            if len(query_keys) != len(query_weights) or not positions_only:
                 raise InputError(f"{where}.top_keys must hold a key's place for each of its top_weights")
 
 
@@ -247,51 +256,53 @@ def _is_key(key: Any) -> bool:
 
 
 def check_details(details: dict[str, Any], where: str) -> None:
-    """That histograms and examples have the shapes that the page takes for granted.
+    """Check that histograms and examples have the shapes that the page needs.
 
     Raises:
-        InputError: one has not; ``where`` is the file's name.
+        InputError: one has another shape; ``where`` is the file's name.
     """
-    found = _typed(details, _Details, f"{where}:")
-    for name, histogram in found.histograms.items():
+    typed_details = _typed(details, _Details, f"{where}:")
+    for name, histogram in typed_details.histograms.items():
         _histogram(histogram, _below(f"{where}: histograms", name))
-    for place, example in enumerate(found.examples):
+    for place, example in enumerate(typed_details.examples):
         for name, shown in example.sites.items():
             _shown(shown, _below(f"{where}: examples[{place}].sites", name))
 
 
 def check_together(run: RunRecord, details: dict[str, Any], heads: "polars.DataFrame", where: str) -> None:
-    """That the record, the details and the heads' table mean the same heads.
+    """Check that the record, the details and the heads' table mean the same heads.
 
     Raises:
         InputError: a site has another layer or other numbers of heads in two of them; ``where`` is the folder's name.
     """
-    measured = {
-        site: head + 1 for site, head in heads.group_by("site").max().select("site", "head").rows() if head is not None
-    }
-    for site, number in measured.items():
+    last_heads = heads.group_by("site").max().select("site", "head").rows()
+    heads_in_table = {site: head + 1 for site, head in last_heads if head is not None}
+    for site, number in heads_in_table.items():
         if number > MOST_HEADS:
             raise InputError(f"{where}: the heads' table has {number} heads at {_short(site)}, more than any model has")
     layers = dict(heads.select("site", "layer").unique().rows())
     for place, site in enumerate(run.sites):
-        if (layer := layers.get(site.name, site.layer)) != site.layer:
+        layer = layers.get(site.name, site.layer)
+        if layer != site.layer:
             raise InputError(
                 f"{where}: run.json says layer {site.layer} of {_short(site.name)}, the heads' table {layer}"
             )
-        said = site.heads
-        number = measured.get(site.name, said)
-        if said is not None and (said != number or said > MOST_HEADS):
-            raise InputError(f"{where}: run.json says {said} heads at {_short(site.name)}, the heads' table {number}")
+        recorded = site.heads
+        number = heads_in_table.get(site.name, recorded)
+        if recorded is not None and (recorded != number or recorded > MOST_HEADS):
+            raise InputError(
+                f"{where}: run.json says {recorded} heads at {_short(site.name)}, the heads' table {number}"
+            )
         index = str(place if site.index is None else site.index)
-        for part, shape in _parts(details, index):
-            if len(shape) != (number or 0):
+        for part, by_head in _parts(details, index):
+            if len(by_head) != (number or 0):
                 raise InputError(
-                    f"{where}: details.json has {len(shape)} heads at {_short(site.name)} ({part}), not {number}"
+                    f"{where}: details.json has {len(by_head)} heads at {_short(site.name)} ({part}), not {number}"
                 )
 
 
 def _parts(details: dict[str, Any], index: str) -> Iterator[tuple[str, list[Any]]]:
-    """Everything that the details hold of a site, by head."""
+    """Each entry of the details about one site, in words, and its list with an item for each head."""
     for name, histogram in (details.get("histograms") or {}).items():
         if index in histogram["counts"]:
             yield f"the histogram of {_short(name)}", histogram["counts"][index]

@@ -18,14 +18,16 @@ from massieu.probing.sums.units import Estimate
 from massieu.storage.record import Statistic
 
 Null = tuple[np.ndarray, np.ndarray]
-"""Of a control: its values, and the p-values against it."""
+"""A control's values, and the p-values against it."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Test:
+    """The heads of a site (or a sublayer) beside random ones and beside controls of their own."""
+
     place: RowPlace
-    own: Estimate
-    compared: BesideRandom | None
+    estimate: Estimate
+    random: BesideRandom | None
     nulls: Sequence[Null]
 
 
@@ -40,16 +42,19 @@ class Tests:
         self,
         name: str,
         place: RowPlace,
-        own: Estimate,
-        compared: BesideRandom | None,
+        estimate: Estimate,
+        random: BesideRandom | None,
         nulls: Sequence[Null],
     ) -> None:
-        """A site (or a sublayer) beside what it is compared with, if there is anything."""
-        if compared is not None or nulls:
-            self._tests.setdefault(name, []).append(_Test(place, own, compared, nulls))
+        """Add a test of a site (or a sublayer), unless there is nothing to compare it with."""
+        if random is not None or nulls:
+            self._tests.setdefault(name, []).append(_Test(place, estimate, random, nulls))
 
     def results(self) -> Iterator[tuple[RowPlace, str, np.ndarray, np.ndarray]]:
-        """Place, statistic, p-values and q-values; the statistics that answer one question are one family."""
+        """Place, statistic, p-values and q-values of each test that has a p-value.
+
+        The q-values are of a family of tests: one statistic at all places, or all statistics that answer one question.
+        """
         families: dict[str, list[tuple[str, _Test, np.ndarray]]] = {}
         for name, tests in self._tests.items():
             group = self._statistics[name].group
@@ -64,25 +69,28 @@ class Tests:
 
 
 def _p_values(tests: Sequence[_Test]) -> list[np.ndarray]:
-    """Of one statistic, site by site: against its own controls and against random models, whichever there are."""
-    random = iter(with_their_tails([test.compared for test in tests if test.compared is not None]))
-    found = []
+    """The p-values of one statistic, site by site, against its own controls and random models, whichever there are."""
+    # The tails of the random models' law are estimated over all sites together, so these p-values are made at once.
+    random_p_values = iter(with_their_tails([test.random for test in tests if test.random is not None]))
+    p_values = []
     for test in tests:
         nulls = list(test.nulls)
-        if test.compared is not None:
-            nulls.append((test.compared.centre, next(random)))
-        found.append(both(test.own.value, nulls))
-    return found
+        if test.random is not None:
+            nulls.append((test.random.centre, next(random_p_values)))
+        p_values.append(both(test.estimate.value, nulls))
+    return p_values
 
 
-def _law(compared: BesideRandom, count: np.ndarray) -> Estimate:
+def _law(random: BesideRandom, count: np.ndarray) -> Estimate:
     """The control's row: mean and standard deviation of one more random head's number."""
-    return Estimate(compared.centre, compared.deviation, count)
+    return Estimate(random.centre, random.deviation, count)
 
 
 def arrangement_of(info: SiteInfo) -> Arrangement:
     """Which heads of a site may be exchanged for each other."""
-    return Arrangement(info.key_heads if info.heads % info.key_heads == 0 else info.heads, info.apart)
+    # Heads that share a key head form a cluster; where they do not divide evenly, each head is its own.
+    clusters = info.key_heads if info.heads % info.key_heads == 0 else info.heads
+    return Arrangement(clusters, info.apart)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,26 +108,26 @@ class Tables:
         wanted: Mapping[str, Statistic],
         arrangements: Mapping[str, Arrangement],
     ) -> "Tables":
-        """Every row that is wanted, with what it is compared with and the p- and q-values.
+        """Every row of a wanted statistic that has a number, with its controls, p-values and q-values.
 
         Args:
             draws: the re-initialised control.
-            wanted: the statistics that are, by name.
+            wanted: statistics by name; rows of others are left out.
             arrangements: by an attention site's name, which of its heads may be exchanged.
         """
-        found = cls(TableBuilder(), TableBuilder())
-        known = [row for row in rows if row.statistic in wanted and np.any(row.estimate.count > 0)]
-        for row in sorted(known, key=lambda row: (row.place.scope, row.place.order)):
-            found._add(row.place, row.name, row.estimate)
+        tables = cls(TableBuilder(), TableBuilder())
+        measured = [row for row in rows if row.statistic in wanted and np.any(row.estimate.count > 0)]
+        for row in sorted(measured, key=lambda row: (row.place.scope, row.place.order)):
+            tables._add(row.place, row.name, row.estimate)
         for scope in ("head", "layer"):
-            found._add_tests([row for row in known if row.place.scope == scope], wanted, draws, arrangements)
-        return found
+            tables._add_tests([row for row in measured if row.place.scope == scope], wanted, draws, arrangements)
+        return tables
 
-    def _add(self, place: RowPlace, name: str, found: Estimate) -> None:
+    def _add(self, place: RowPlace, name: str, estimate: Estimate) -> None:
         if place.scope == "head":
-            self.heads.add(place.name, place.layer, name, found.value, found.standard_error, found.count)
+            self.heads.add(place.name, place.layer, name, estimate.value, estimate.standard_error, estimate.count)
         else:
-            value, error, count = (float(each[0]) for each in found)
+            value, error, count = (float(numbers[0]) for numbers in estimate)
             self.layers.add(place.name, place.layer, name, value, error, count)
 
     def _add_tests(
@@ -129,7 +137,7 @@ class Tables:
         draws: RandomModels | None,
         arrangements: Mapping[str, Arrangement],
     ) -> None:
-        """Test statistics against controls of their own and against random models; q-values over all of one scope."""
+        """Add p- and q-values of the rows of one scope, against controls of their own and random models."""
         tests = Tests(statistics)
         controls = {(row.place, row.statistic): row for row in rows if row.part == statistics[row.statistic].control}
         for row in rows:
@@ -137,57 +145,68 @@ class Tables:
             if row.part or statistic.control is None or statistic.gauge_dependent:
                 continue
             control = controls.get((row.place, row.statistic))
-            numbers, compared = _of_random_models(draws, row), None
+            nulls = [] if control is None else [_null(row, control)]
+            random = None
+            numbers = _of_random_models(draws, row)
             if numbers is not None:
                 arrangement = arrangements.get(row.place.name, Arrangement(1))
-                compared = BesideRandom.of(row.estimate, numbers, statistic, arrangement)
-                self._add(row.place, f"{row.statistic}/reinitialised", _law(compared, row.estimate.count))
-            tests.add(
-                row.statistic, row.place, row.estimate, compared, [] if control is None else [_null(row, control)]
-            )
-        for place, name, p, q in tests.results():
-            for part, found in (("p_value", p), ("q_value", q)):
-                nothing = np.full_like(found, np.nan)
-                self._add(place, f"{name}/{part}", Estimate(found, nothing, np.isfinite(found).astype(float)))
+                random = BesideRandom.of(row.estimate, numbers, statistic, arrangement)
+                self._add(row.place, f"{row.statistic}/reinitialised", _law(random, row.estimate.count))
+            tests.add(row.statistic, row.place, row.estimate, random, nulls)
+        for place, name, p_values, q_values in tests.results():
+            self._add(place, f"{name}/p_value", _without_error(p_values))
+            self._add(place, f"{name}/q_value", _without_error(q_values))
+
+
+def _without_error(values: np.ndarray) -> Estimate:
+    """Numbers that have no standard error; each finite one counts as one entry."""
+    return Estimate(values, np.full_like(values, np.nan), np.isfinite(values).astype(float))
 
 
 def _of_random_models(draws: RandomModels | None, row: Row) -> np.ndarray | None:
+    """A row's statistic in each random model, (draws, heads); None where fewer than two models have it."""
     if draws is None:
         return None
-    of = draws.of_head if row.place.scope == "head" else draws.of_layer
-    return of(row.place.name, row.statistic)
+    if row.place.scope == "head":
+        return draws.of_head(row.place.name, row.statistic)
+    return draws.of_layer(row.place.name, row.statistic)
 
 
-def _null(own: Row, control: Row) -> Null:
+def _null(row: Row, control: Row) -> Null:
     """A control's values, and the p-values against it."""
     if control.p_value is not None:
         return control.estimate.value, control.p_value
-    left, right = own.estimate, control.estimate
+    left = row.estimate
+    right = control.estimate
     p = difference_p(left.value, left.standard_error, left.degrees, right.value, right.standard_error, right.degrees)
     return right.value, p
 
 
 def values(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, np.ndarray]]]:
-    """The numbers by scope, place and statistic: those that the law of random models is made of."""
-    found: dict[str, dict[str, dict[str, np.ndarray]]] = {"head": {}, "layer": {}}
+    """The numbers by scope, place and statistic, of which the law of random models is made."""
+    by_scope: dict[str, dict[str, dict[str, np.ndarray]]] = {"head": {}, "layer": {}}
     for row in rows:
         if not row.part and np.isfinite(row.estimate.value).any():
             numbers = np.array(row.estimate.value, dtype=np.float64)
-            found[row.place.scope].setdefault(row.place.name, {})[row.statistic] = numbers
-    return found
+            by_scope[row.place.scope].setdefault(row.place.name, {})[row.statistic] = numbers
+    return by_scope
 
 
 def unit_sums(ratios: Iterable[RunningRatio], wanted: frozenset[str]) -> dict[Key, SiteSums]:
     """The sums of the statistics that are wanted and were measured."""
-    found: dict[Key, SiteSums] = {}
+    sums: dict[Key, SiteSums] = {}
     for place, name, ratio, index in ratios:
-        if name in wanted:
-            found |= _kept((place.scope, place.name, name), ratio, index)
-    return found
+        if name not in wanted:
+            continue
+        site_sums = _sums_at(ratio, index)
+        if (site_sums.counts > 0).any():
+            sums[place.scope, place.name, name] = site_sums
+    return sums
 
 
-def _kept(key: Key, ratio: Ratio, index: Any) -> dict[Key, SiteSums]:
+def _sums_at(ratio: Ratio, index: Any) -> SiteSums:
+    """A copy of the sums of all blocks, (blocks, …), at one index of what stands behind the blocks."""
     totals, counts, rows = block_sums(ratio)
-    place = (slice(None), *(index if isinstance(index, tuple) else (index,)))
-    kept = SiteSums(totals[place].copy(), counts[place].copy(), rows.copy())
-    return {key: kept} if (kept.counts > 0).any() else {}
+    trailing = index if isinstance(index, tuple) else (index,)
+    entries = (slice(None), *trailing)
+    return SiteSums(totals[entries].copy(), counts[entries].copy(), rows.copy())

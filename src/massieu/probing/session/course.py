@@ -29,7 +29,8 @@ RUNNING = "running"
 """The folder in a result's folder where running sums are stored."""
 STORE_EVERY = 5.0
 """Minutes."""
-_FILE, _NAME = "share-{}-of-{}.safetensors", re.compile(r"share-\d+-of-(\d+)\.safetensors")
+_FILE = "share-{}-of-{}.safetensors"
+_NAME = re.compile(r"share-\d+-of-(\d+)\.safetensors")
 PATIENCE = timedelta(days=30)
 """How long the slowest process is waited for: only one that has died ends the wait."""
 
@@ -86,8 +87,8 @@ class Course:
     _kept: bool = False
     _latest: float = field(default_factory=time.monotonic)
 
-    def takes(self, batch: int) -> bool:
-        """Whether this process reads a batch."""
+    def owns(self, batch: int) -> bool:
+        """Whether this process reads a batch: the processes take them in turn."""
         return batch >= self.start and batch % self.processes == self.rank
 
     def found(self) -> bool:
@@ -128,7 +129,8 @@ class Course:
             with explaining(f"{path} cannot be read"):
                 stored = unpacked(path.read_bytes(), str(path))
             self._check(stored, path)
-            self.start, self._stored = stored["batches"], stored
+            self.start = stored["batches"]
+            self._stored = stored
             with _belonging(path):
                 session.restore(stored["session"])
         elif self.rank:
@@ -147,8 +149,8 @@ class Course:
                 what = f"{name} (by its digest)" if name.startswith("model") else name
                 raise InputError(f"cannot resume: {path} is of a run with another {what}: {other!r}, not {mine!r}")
 
-    def pass_by(self, session: Resumable, inputs: dict[str, Any]) -> None:
-        """Take note of a batch.
+    def advance(self, session: Resumable, inputs: dict[str, Any]) -> None:
+        """Add a batch to the digest of the text, and compare it with the stored one at the place to resume at.
 
         Raises:
             InputError: the text up to here is not what the stored sums were read from.
@@ -177,7 +179,8 @@ class Course:
 
     def store(self, session: Resumable, now: bool = False) -> None:
         """Store the running sums, if it is time to; a failure is noted, and the reading goes on."""
-        path, due = self._path(), now or time.monotonic() - self._latest >= 60 * self.every
+        path = self._path()
+        due = now or time.monotonic() - self._latest >= 60 * self.every
         if path is None or not due or session.batches <= self.start:
             return
         state = {"settings": self.settings, "batches": session.batches, "digest": self.digest}
@@ -196,8 +199,8 @@ class Course:
             session.warnings += [note] if note not in session.warnings else []
         self._latest = time.monotonic()
 
-    def note(self, error: Exception) -> None:
-        """Say with what ends a reading where its sums are."""
+    def add_resume_hint(self, error: Exception) -> None:
+        """Add a note to an error that ends the reading: where its running sums are stored."""
         if self.folder is not None and (self._kept or self.start):
             error.add_note(f"(running sums are stored in {self.folder}, to be resumed)")
 
@@ -257,14 +260,17 @@ def course_for(distributed: bool, folder: Path | None, resume: bool, every: floa
         raise InputError(f"{place} is a file; running sums need a folder")
     if place is not None:
         _check_ours(place)
-    rank, processes, group = 0, 1, None
+    rank = 0
+    processes = 1
+    group = None
     if distributed:
         if not (dist.is_available() and dist.is_initialized()):
             raise InputError(
                 "distributed=True needs an initialised process group (torch.distributed.init_process_group); on the "
                 "command line, torchrun makes one"
             )
-        rank, processes = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        processes = dist.get_world_size()
         # Made before the work: a process that has died is then noticed by its connection, which cannot be made later.
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=PATIENCE)
     settings = settings | {"processes": processes}

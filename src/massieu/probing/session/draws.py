@@ -81,10 +81,16 @@ class Draws:
         source: Source | None,
         matters: Callable[[nn.Module], bool] = lambda _: True,
     ) -> None:
-        self.model, self.sites, self.layout, self.refused = model, reading.sites, reading.layout, reading.refused
+        self.model = model
+        self.sites = reading.sites
+        self.layout = reading.layout
+        self.refused = reading.refused
         self.sublayers: list[Sublayer] = reading.sublayers
         self.options = _options_of(reading.options)
-        self.number, self.matters, self.inputs, self.source = reading.options.draws, matters, inputs, source
+        self.number = reading.options.draws
+        self.matters = matters
+        self.inputs = inputs
+        self.source = source
         self.read: dict[int, Drawn] = {}
         self.windows: list[ControlWindow] = []
         self.missing: str | None = None
@@ -117,8 +123,16 @@ class Draws:
         with self._fresh(seed_of(self.options.seed, draw)) as fresh:
             if fresh is None:
                 return
-            given = self.options, self.layout, self.refused, self.inputs, self.source
-            reading = Reading(fresh, self.sites, *given, one_window=True)
+            reading = Reading(
+                fresh,
+                self.sites,
+                self.options,
+                self.layout,
+                self.refused,
+                self.inputs,
+                self.source,
+                one_window=True,
+            )
             special, target = window.special
             places = RowNumbers(range(len(window.rows)), {window.row: 0})
             alone = (lambda _: window.inputs) if self.layout.separable else None
@@ -128,7 +142,7 @@ class Draws:
 
     @contextmanager
     def _fresh(self, seed: int) -> Iterator[nn.Module | None]:
-        """A model with fresh weights, which has none any more afterwards: the next draw needs the memory."""
+        """A model with fresh weights, whose memory is freed on leaving, since the next draw needs it."""
         if self._blueprint is None:
             self._blueprint = blueprint_of(self.model)
             if isinstance(self._blueprint, str) and is_pretrained(self.model):
@@ -142,11 +156,12 @@ class Draws:
             finally:
                 weights.forget()
             return
-        fresh, said = reinitialised(self.model, seed, self.matters)
-        if said is not None:
-            self._say(f"the re-initialised control {'is left out: ' if fresh is None else ''}{said}")
+        fresh, remark = reinitialised(self.model, seed, self.matters)
+        if remark is not None:
+            left_out = "is left out: " if fresh is None else ""
+            self._say(f"the re-initialised control {left_out}{remark}")
         if fresh is None:
-            self.missing = said
+            self.missing = remark
         try:
             yield fresh
         finally:
@@ -157,16 +172,18 @@ class Draws:
         self.warnings += [sentence] if sentence not in self.warnings else []
 
     def _shown(self, reading: Reading) -> Drawn:
-        found = Drawn(failed=dict(reading.failed), trouble=reading.trouble and reading.trouble.sentence)
+        """The numbers of one draw's reading; without those of sublayers where these differ from the model's."""
+        drawn = Drawn(failed=dict(reading.failed), trouble=reading.trouble and reading.trouble.sentence)
         left_out = reading.left_out()
         numbers = values(row for row in reading.rows() if row.statistic not in left_out)
-        found.heads = numbers["head"]
-        steps = [(each.name, each.kind) for each in reading.sublayers]
-        if steps != [(each.name, each.kind) for each in self.sublayers]:
-            found.failed["sublayers"] = "the steps of the stream are others than the model's"
-            return found
-        found.layers = numbers["layer"]
-        return found
+        drawn.heads = numbers["head"]
+        drawn_steps = [(sublayer.name, sublayer.kind) for sublayer in reading.sublayers]
+        model_steps = [(sublayer.name, sublayer.kind) for sublayer in self.sublayers]
+        if drawn_steps != model_steps:
+            drawn.failed["sublayers"] = "the steps of the stream are others than the model's"
+            return drawn
+        drawn.layers = numbers["layer"]
+        return drawn
 
     # What they have shown ----------------------------------------------------------------------------------------------
 
@@ -209,5 +226,6 @@ def _options_of(options: Options) -> Options:
 
 
 def _stacked(numbers: list[Float64[np.ndarray, " heads"] | None]) -> Float64[np.ndarray, "draws heads"] | None:
-    found = [each for each in numbers if each is not None and np.isfinite(each).all()]
-    return np.stack(found) if len(found) > 1 else None
+    """The draws whose numbers are all finite, (draws, heads); None of fewer than two."""
+    complete = [draw for draw in numbers if draw is not None and np.isfinite(draw).all()]
+    return np.stack(complete) if len(complete) > 1 else None

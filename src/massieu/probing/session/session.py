@@ -19,7 +19,7 @@ from massieu.probing.checks.weights import check_weights
 from massieu.probing.data.text import Batch, TextBatches, token_strings
 from massieu.probing.data.text_digest import TextDigest
 from massieu.probing.data.token_names import token_names
-from massieu.probing.model.checkpoint import some
+from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import named_inputs
 from massieu.probing.model.model import LoadedModel, model_inputs, with_target
 from massieu.probing.model.tokenizers import check_ids
@@ -107,7 +107,7 @@ class Session(SessionRecord):
                 self.course.store(self)
                 self.tell(ProbeProgress("reading", max(self.tokens, self.passed), self.max_tokens, self.windows))
         except Exception as error:
-            self.course.note(error)
+            self.course.add_resume_hint(error)
             raise
         if not self.begun and interrupted.is_set():
             raise KeyboardInterrupt
@@ -141,8 +141,8 @@ class Session(SessionRecord):
         empty = self.state() if first else {}
         rows = self.reading.layout.rows(module, inputs)
         self.digest.add(inputs, rows if self.reading.layout.separable else None)
-        # What is found once, as the wiring, is found in the first batch: every process reads it, and a resumed one again.
-        if first or self.course.takes(self.batches):
+        # The model's wiring is found in the first batch, so every process reads it, and a resumed run reads it again.
+        if first or self.course.owns(self.batches):
             self._measure(batch, inputs, special, rows)
         if first:
             self._check_own_functions()
@@ -150,7 +150,7 @@ class Session(SessionRecord):
             self._go_on_with_rows()
         self._keep_for_draws(inputs, special, rows)
         self._take_draws()
-        self.course.pass_by(self, inputs)
+        self.course.advance(self, inputs)
         sampled = sum(is_sampled(self.windows + row) for row in range(rows))
         self.recorded += sampled > 0
         self.batches += 1
@@ -158,10 +158,10 @@ class Session(SessionRecord):
         self.passed += BatchTokens(inputs).counted() or 0
 
     def _check_own_functions(self) -> None:
-        """That the user's own functions work on the first batch, before much is read.
+        """Check that the user's own functions work on the first batch, before much is read.
 
         Raises:
-            InputError: one does not.
+            InputError: one of them failed.
         """
         failed = self.reading.failed
         for name in (*self.options.catalogue.own, *self.options.catalogue.groups):
@@ -196,15 +196,17 @@ class Session(SessionRecord):
         return {"tokens": self.tokens, "read": self.read, "reading": self.reading.state(), "draws": draws}
 
     def restore(self, state: State) -> None:
-        """Go on from such a state in place of one's own."""
-        self.tokens, self.read = state["tokens"], state["read"]
+        """Replace all that was measured by a stored state."""
+        self.tokens = state["tokens"]
+        self.read = state["read"]
         self.reading.restore(state["reading"])
         if self.draws is not None:
             self.draws.restore(state["draws"])
 
     def add(self, state: State) -> None:
         """Add what another process has measured on other windows."""
-        self.tokens, self.read = self.tokens + state["tokens"], self.read + state["read"]
+        self.tokens += state["tokens"]
+        self.read += state["read"]
         self.reading.add(state["reading"])
         if self.draws is not None:
             self.draws.add(state["draws"])
@@ -213,20 +215,24 @@ class Session(SessionRecord):
 
     def _begin_rows(self) -> None:
         """Make ready to write per-token rows, and say how many bytes they may take."""
-        names, course = self.options.per_token, self.course
+        names = self.options.per_token
+        course = self.course
         if not names:
             return
         if course.folder is None:
             self.rows_kept = TemporaryFolder()
-        self.rows_in = Path(self.rows_kept.path if self.rows_kept else course.folder or "", TOKENS)
+            self.rows_in = self.rows_kept.path / TOKENS
+        else:
+            self.rows_in = course.folder / TOKENS
         heads = sum(info.heads for info in self.reading.sites)
-        said, size = expected_size(heads, len(names), self.max_tokens)
-        self.tell(ProbeProgress(said))
+        size_in_words, size = expected_size(heads, len(names), self.max_tokens)
+        self.tell(ProbeProgress(size_in_words))
         if size > LARGE:
             self.warnings.append(
-                f"{said}; name fewer statistics in per_token, or read fewer tokens, for a smaller table"
+                f"{size_in_words}; name fewer statistics in per_token, or read fewer tokens, for a smaller table"
             )
-        self.writer = writer = TokenWriter(self.rows_in, names, self.given.tokenizer, (course.rank, course.processes))
+        writer = TokenWriter(self.rows_in, names, self.given.tokenizer, (course.rank, course.processes))
+        self.writer = writer
         self.token_rows = TokenRows(writer)
         self.reading.add_group(self.token_rows)
         # A batch that is read for the wiring alone leaves no rows.
@@ -244,14 +250,16 @@ class Session(SessionRecord):
         Raises:
             InputError: the rows are not those of the stored sums.
         """
-        writer, rows, course = self.writer, self.token_rows, self.course
-        if writer is None or rows is None or not writer.silent:
+        writer = self.writer
+        token_rows = self.token_rows
+        if writer is None or token_rows is None or not writer.silent:
             return
-        kept, writer.silent = writer.begin(course.start), False
-        if kept != rows.count and PER_TOKEN not in rows.failed:
+        remaining = writer.begin(self.course.start)
+        writer.silent = False
+        if remaining != token_rows.count and PER_TOKEN not in token_rows.failed:
             raise InputError(
-                f"cannot resume: {self.rows_in} holds {kept:,} per-token rows, and the stored sums are of "
-                f"{rows.count:,}; begin without resume"
+                f"cannot resume: {self.rows_in} holds {remaining:,} per-token rows, and the stored sums are of "
+                f"{token_rows.count:,}; begin without resume"
             )
 
     def begin(self, inputs: dict[str, Any]) -> None:
@@ -271,7 +279,7 @@ class Session(SessionRecord):
         if look.silent:
             self.warnings.append(
                 f"{len(look.silent)} modules look like attention but were not seen attending, so they are not in the "
-                f"result: {some(look.silent, 5)}"
+                f"result: {shortened(look.silent, 5)}"
             )
         self.warnings += [f"the attention of {name} is not read: {reason}" for name, reason in look.refused.items()]
         read = self.options, look.layout, look.refused
@@ -325,15 +333,19 @@ class Session(SessionRecord):
         return effects.complete
 
     def _compares(self) -> bool:
-        """Whether any statistic that is wanted is compared with a control."""
-        names, known = self.options.statistics, self.options.catalogue.statistics
-        wanted = (each for name, each in known.items() if names is None or name in names)
-        return any(each.control is not None and each.group in self.options.groups for each in wanted)
+        """Whether any wanted statistic is compared with a control."""
+        names = self.options.statistics
+        statistics = self.options.catalogue.statistics.values()
+        wanted = [statistic for statistic in statistics if names is None or statistic.name in names]
+        return any(statistic.control is not None and statistic.group in self.options.groups for statistic in wanted)
 
     def _begin_draws(self, inputs: dict[str, Any]) -> None:
-        module, sites = self.loaded.module, self.reading.sites
-        if self.sharing is not None and (shared := self.sharing.draws(module, self.options)) is not None:
-            self.draws, self.draws_shared = shared, True
+        module = self.loaded.module
+        sites = self.reading.sites
+        shared = None if self.sharing is None else self.sharing.draws(module, self.options)
+        if shared is not None:
+            self.draws = shared
+            self.draws_shared = True
             return
         self.draws = Draws(module, self.reading, inputs, self.source, lambda copied: shows_nan(copied, sites, inputs))
 
@@ -359,15 +371,18 @@ class Session(SessionRecord):
     def _example(
         self, batch: Any, inputs: dict[str, Any], row: int, recorded: Sequence[ExampleWindow]
     ) -> ExampleWindow | None:
+        """The example window of a batch's row, with its tokens' names; None where no further example is worth it."""
         names: dict[str, list[str]] = {}
         tokenizer = self.given.tokenizer
         if tokenizer is not None and isinstance(inputs.get("input_ids"), Tensor):
-            read = BatchTokens(model_inputs(self.loaded.module, inputs))
+            batch_tokens = BatchTokens(model_inputs(self.loaded.module, inputs))
             for side in ("text", "decoder"):
-                ids, mask = read.ids(decoder=side == "decoder"), read.mask(decoder=side == "decoder")
+                ids = batch_tokens.ids(decoder=side == "decoder")
+                mask = batch_tokens.mask(decoder=side == "decoder")
                 if ids is not None:
-                    kept = ids[row] if mask is None else ids[row][mask[row]]
-                    names[side] = token_strings(tokenizer, kept.tolist())
+                    real_ids = ids[row] if mask is None else ids[row][mask[row]]
+                    names[side] = token_strings(tokenizer, real_ids.tolist())
+        # Learned prompts and prefixes stand before the text as tokens that have no name of their own.
         learned = [f"[virtual {number}]" for number in range(1, prompt_tokens(self.loaded.module) + 1)]
         names |= {side: [*learned, *tokens] for side, tokens in names.items() if side == "text"}
         for prefix in {info.prefix for info in self.reading.sites} - {0}:
@@ -375,7 +390,9 @@ class Session(SessionRecord):
             names |= {behind_prefix(side, prefix): [*virtual, *tokens] for side, tokens in names.items()}
         others = token_names(self.loaded.module, inputs, row)
         if "text" in names and len(others.get("image", [])) == inputs["input_ids"].shape[1]:
-            names, others = {}, {}  # a site's tokens are known by their number, which would be both
+            # A site's tokens are recognised by their number, and this number would fit text and image alike.
+            names = {}
+            others = {}
         names = others | names
         title = f"window {self.windows + row}"
         if isinstance(batch, Batch) and batch.names[row]:
@@ -383,4 +400,6 @@ class Session(SessionRecord):
         window = max(map(len, names.values())) if names else LONGEST
         heads = sum(site.heads for site in self.reading.sites)
         length = example_length(heads, window, sum(example.recorded for example in recorded))
-        return ExampleWindow(title, names, length, row, self.windows + row) if length else None
+        if not length:
+            return None
+        return ExampleWindow(title, names, length, row, self.windows + row)

@@ -95,12 +95,13 @@ class SessionRecord:
         wanted = wanted - reading.left_out()
         tokens, token_rows = self._token_table()
         arrangements = {info.site.name: arrangement_of(info) for info in reading.sites}
-        known = self.options.catalogue.statistics
+        statistics = self.options.catalogue.statistics
         rows = list(reading.rows())
-        wanted = wanted - reading.left_out()  # the rows of a group of the user's own may fail too
-        self._tell_of_nothing(rows)
-        tables = Tables.of(rows, self.draws, {name: known[name] for name in wanted}, arrangements)
-        heads, layers = tables.heads.frame(), tables.layers.frame()
+        wanted = wanted - reading.left_out()  # making the rows of a user's group may have failed just now
+        self._warn_of_empty_statistics(rows)
+        tables = Tables.of(rows, self.draws, {name: statistics[name] for name in wanted}, arrangements)
+        heads = tables.heads.frame()
+        layers = tables.layers.frame()
         run = record.RunRecord(
             massieu_version=massieu.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -128,7 +129,7 @@ class SessionRecord:
                 max((group.sampled_queries for group in reading.groups.values()), default=0),
                 self._sample_degrees(),
             ),
-            statistics=[each for each in known.values() if each.name in wanted],
+            statistics=[statistic for statistic in statistics.values() if statistic.name in wanted],
             findings=findings(heads, layers, self._half_degrees()),
             warnings=self.all_warnings(),
             unavailable=self._unavailable(),
@@ -144,63 +145,75 @@ class SessionRecord:
             run=run, details=self._details(), heads=heads, layers=layers, units=units, token_table=tokens
         )
 
-    def _tell_of_nothing(self, rows: Sequence[Row]) -> None:
+    def _warn_of_empty_statistics(self, rows: Sequence[Row]) -> None:
         """Warn of statistics of the user's own that have no number anywhere."""
-        having = {row.statistic for row in rows if np.any(row.estimate.count > 0)}
+        measured = {row.statistic for row in rows if np.any(row.estimate.count > 0)}
         for name in self.options.catalogue.own:
-            if name not in having and name not in self.reading.failed:
+            if name not in measured and name not in self.reading.failed:
                 self.warnings.append(f"{name} has no number: it was defined nowhere in what was read")
 
     def _token_table(self) -> tuple[TokenTable | None, record.PerTokenRecord | None]:
-        """The rows of all processes; none where they were not wanted, or some could not be computed or written."""
-        kept, said = self.token_rows, None
-        if self.rows_in is None or kept is None or {PER_TOKEN, ATTENTION} & self.reading.failed.keys():
+        """The rows of all processes; None where they were not wanted, or some could not be computed or written."""
+        written = self.token_rows
+        if self.rows_in is None or written is None or {PER_TOKEN, ATTENTION} & self.reading.failed.keys():
             return None, None
         table = TokenTable.found_in(self.rows_in, self.rows_kept)
+        problem = None
         try:
             rows, size = table.size()
         except (InputError, OSError) as error:
-            rows, size, said = 0, 0, str(error)
-        if rows != kept.count:
-            kept.failed[PER_TOKEN] = said or f"{self.rows_in} holds {rows:,} rows of {kept.count:,}"
+            rows = 0
+            size = 0
+            problem = str(error)
+        if rows != written.count:
+            written.failed[PER_TOKEN] = problem or f"{self.rows_in} holds {rows:,} rows of {written.count:,}"
             return None, None
         return table, record.PerTokenRecord(list(self.options.per_token), rows, size)
 
     def route(self) -> str:
         """How attention was read, in words."""
         sites = self.reading.sites
-        own = " and ".join(stock_implementations(self.loaded.module))
+        implementations = " and ".join(stock_implementations(self.loaded.module))
         words = {
-            "interface": f"transformers attention interface; output computed by the model's own {own} attention",
+            "interface": f"transformers attention interface; output computed by the model's own {implementations} attention",
             "tap": "scores followed to their softmax in the model's own code",
             "ops": "told by massieu's own attention",
         }
-        by = Counter(info.route for info in sites)
-        said = [words[route] for route in words if by[route]]
-        if len(by) > 1:
-            said = [f"{words[route]} ({by[route]} sites)" for route in words if by[route]]
-        only = sum(info.grade == "scores" for info in sites)
-        return "; ".join(said) + (f"; of {only} of {len(sites)} sites the scores alone" if only else "")
+        sites_by_route = Counter(info.route for info in sites)
+        clauses = [words[route] for route in words if sites_by_route[route]]
+        if len(sites_by_route) > 1:
+            clauses = [f"{words[route]} ({sites_by_route[route]} sites)" for route in words if sites_by_route[route]]
+        scores_alone = sum(info.grade == "scores" for info in sites)
+        if scores_alone:
+            clauses.append(f"of {scores_alone} of {len(sites)} sites the scores alone")
+        return "; ".join(clauses)
 
     def model_record(self) -> record.ModelRecord:
         """The model as ``run.json`` describes it."""
         sites = self.reading.sites
-        described = self.loaded.describe()
-        described.layers = len({(s.block, s.layer) for s in sites})
-        described.heads = sum(s.heads for s in sites)
-        return described
+        model = self.loaded.describe()
+        model.layers = len({(site.block, site.layer) for site in sites})
+        model.heads = sum(site.heads for site in sites)
+        return model
 
     def _text(self) -> record.TextRecord:
         batches = self.given.batches
         report = batches.report if isinstance(batches, TextBatches | PairBatches | ImageBatches) else None
-        counted = {"tokens": self.tokens, "windows": self.read}
         source = self.given.source
         if isinstance(self.reading, GeneratingReading):
             source = f"{self.reading.new_tokens:,} tokens that the model wrote after prompts from {source}"
-        asked = {"source": source, "max_length": self.given.max_length, "packing": self.given.packing}
-        found = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
-        bos = batches.bos_sentence() if isinstance(batches, TextBatches) else None
-        return record.TextRecord(**asked, **counted, **found, bos=bos, window=self.given.window)
+        # What the reader of the text has counted, where there is one.
+        counts = {name: getattr(report, name, None) for name in ("documents", "dropped", "unknown_share")}
+        return record.TextRecord(
+            source=source,
+            max_length=self.given.max_length,
+            packing=self.given.packing,
+            tokens=self.tokens,
+            windows=self.read,
+            **counts,
+            bos=batches.bos_sentence() if isinstance(batches, TextBatches) else None,
+            window=self.given.window,
+        )
 
     def _error_unit(self) -> record.ErrorUnitRecord:
         ratio = next((each.ratio for each in self._ratios(sampled=False)), None)
@@ -217,13 +230,16 @@ class SessionRecord:
         return list({id(each.ratio): each.ratio for each in self._ratios(sampled=True)}.values())
 
     def _sample_degrees(self) -> float | None:
-        return max((found for each in self._sampled() if (found := _degrees(each.estimate()))), default=None)
+        """The most degrees of freedom that an error over the sampled windows has."""
+        degrees = [_degrees(ratio.estimate()) for ratio in self._sampled()]
+        return max((number for number in degrees if number), default=None)
 
     def _half_degrees(self) -> tuple[float, float]:
-        """Of errors over half the text, and over half the sample."""
+        """Degrees of freedom of errors over half the text, and over half the sample; 0 where there are none."""
         ratio = next((each.ratio for each in self._ratios(sampled=False)), None)
-        whole = None if ratio is None else _degrees(ratio.second_half())
-        return whole or 0.0, max((_degrees(each.second_half()) or 0.0 for each in self._sampled()), default=0.0)
+        half_text = None if ratio is None else _degrees(ratio.second_half())
+        half_sample = max((_degrees(each.second_half()) or 0.0 for each in self._sampled()), default=0.0)
+        return half_text or 0.0, half_sample
 
     def site_record(self, info: SiteInfo) -> record.SiteRecord:
         """A site as ``run.json`` describes it."""
@@ -246,8 +262,9 @@ class SessionRecord:
     def _side(self, info: SiteInfo) -> str:
         """Whether a site attends to the patches of an image rather than to a text: it has as many tokens as patches."""
         for example in self._examples():
-            patches, found = example.tokens.get("image"), example.sites.get(str(info.index))
-            if patches is not None and found is not None and found["entropy"].shape[1] == len(patches):
+            patches = example.tokens.get("image")
+            numbers = example.sites.get(str(info.index))
+            if patches is not None and numbers is not None and numbers["entropy"].shape[1] == len(patches):
                 return "image"
         return "text"
 
@@ -271,11 +288,14 @@ class SessionRecord:
 
     def _unavailable(self) -> list[record.UnavailableRecord]:
         """What could not be computed at all, in the model or in its re-initialised copy, with the reason."""
-        own = self.reading.failed
-        control = {} if self.draws is None else {n: why for n, why in self.draws.failed().items() if n not in own}
-        parts = {"model": own, "re-initialised control": control}
-        failed = [(of, part, why) for of, each in parts.items() for part, why in each.items()]
-        return [record.UnavailableRecord(*each) for each in failed]
+        in_model = self.reading.failed
+        in_draws = {} if self.draws is None else self.draws.failed()
+        # What failed in the model has no number to compare: that it failed in the control as well is not repeated.
+        in_control = {name: reason for name, reason in in_draws.items() if name not in in_model}
+        return [
+            *(record.UnavailableRecord("model", name, reason) for name, reason in in_model.items()),
+            *(record.UnavailableRecord("re-initialised control", name, reason) for name, reason in in_control.items()),
+        ]
 
     def all_warnings(self) -> list[str]:
         """Sentences for the terminal and the page."""
@@ -317,15 +337,16 @@ class SessionRecord:
         return details | {"extremes": [self._with_tokens(each) for each in details["extremes"]]}
 
     def _with_tokens(self, extreme: dict[str, Any]) -> dict[str, Any]:
-        """Where an extreme stands, with the tokens in place of their numbers; None where they are not known."""
-        tokenizer, words = self.given.tokenizer, {}
+        """An extreme with the strings of its two tokens in place of their numbers; None where a token is unknown."""
+        tokenizer = self.given.tokenizer
+        words = {}
         for token in ("query_token", "key_token"):
-            known = tokenizer is not None and extreme[token] >= 0
-            words[token] = token_strings(tokenizer, [extreme[token]])[0] if known else None
+            is_known = tokenizer is not None and extreme[token] >= 0
+            words[token] = token_strings(tokenizer, [extreme[token]])[0] if is_known else None
         return extreme | words
 
 
-def _degrees(found: Estimate) -> float | None:
-    """Of the entry whose error has most; None where none has any."""
-    most = float(np.max(found.degrees, initial=0.0))
+def _degrees(estimate: Estimate) -> float | None:
+    """The most degrees of freedom that an entry's error has; None where no entry has an error."""
+    most = float(np.max(estimate.degrees, initial=0.0))
     return most or None

@@ -25,16 +25,22 @@ class Sharing:
 
     def __init__(self) -> None:
         self._text: str | None = None
-        self._known_from = ""
+        self._text_source = ""
         self._tokenizer: tuple[Any, str] | None = None
         self._draws: tuple[tuple[Any, ...], Draws] | None = None
 
-    def know(self, text: str | None, name: str) -> None:
-        """From here on the rows that are to be read have this digest: that of a result which is there already."""
-        self._text, self._known_from = text, name
+    def expect_text(self, digest: str | None, source: str) -> None:
+        """Require the rows that are read from now on to have the digest of a stored result's text.
+
+        Args:
+            digest: None where the result has none, and nothing is checked.
+            source: the result's name, for messages.
+        """
+        self._text = digest
+        self._text_source = source
 
     def tokenizer(self, own: Any, name: str) -> Any:
-        """The first probe's tokenizer, once it is sure that its tokens mean the same to this model.
+        """The first probe's tokenizer, once it was checked that its tokens mean the same to this model.
 
         Raises:
             InputError: the model's own has other tokens, or gives them other numbers.
@@ -42,22 +48,22 @@ class Sharing:
         if self._tokenizer is None:
             self._tokenizer = own, name
         shared, first = self._tokenizer
-        mine, theirs = own.get_vocab(), shared.get_vocab()
-        small, large = sorted((mine, theirs), key=len)
-        if any(
-            large.get(token) != identifier for token, identifier in small.items()
-        ):  # some tokens may have been added
+        own_vocabulary = own.get_vocab()
+        shared_vocabulary = shared.get_vocab()
+        # One may have added tokens: it is enough that all tokens of the smaller vocabulary have the same numbers.
+        small, large = sorted((own_vocabulary, shared_vocabulary), key=len)
+        if any(large.get(token) != identifier for token, identifier in small.items()):
             raise InputError(
-                f"{first} and {name} have different tokenizers ({len(theirs):,} and {len(mine):,} tokens), so no text is the "
-                "same windows to both; models are compared that read the same tokens"
+                f"{first} and {name} have different tokenizers ({len(shared_vocabulary):,} and {len(own_vocabulary):,} "
+                "tokens), so no text is the same windows to both; models are compared that read the same tokens"
             )
         return shared
 
     def check(self, batches: TextBatches | PairBatches) -> None:
-        """Where the digest is known: that these batches are the same rows.
+        """Check that these batches are the rows of the expected text, if one is expected.
 
         Raises:
-            InputError: they are not.
+            InputError: the rows are others.
         """
         if self._text is None:
             return
@@ -66,13 +72,15 @@ class Sharing:
             digest.add(batch.inputs, len(batch.names))
         if digest.text() != self._text:
             raise InputError(
-                f"the text is not what {self._known_from} was read on; give the same text, window, limit and fill_windows"
+                f"the text is not what {self._text_source} was read on; give the same text, window, limit and fill_windows"
             )
 
     def draws(self, model: nn.Module, options: Options) -> Draws | None:
         """The control of a model of the same shape that was read with the same options."""
-        shape = _shape(model, options)
-        return self._draws[1] if self._draws is not None and shape == self._draws[0] else None
+        if self._draws is None:
+            return None
+        shape, draws = self._draws
+        return draws if shape == _shape(model, options) else None
 
     def keep_draws(self, model: nn.Module, options: Options, draws: Draws | None) -> None:
         """Keep a control that has read its windows, for the probes after this one."""
@@ -86,6 +94,6 @@ def _shape(model: nn.Module, options: Options) -> tuple[Any, ...] | None:
     if not is_pretrained(model):
         return None
     config: Any = model.config
-    said = {name: value for name, value in config.to_dict().items() if name not in _OF_THE_FILE}
-    weights = [(name, tuple(each.shape), each.dtype, each.device) for name, each in model.state_dict().items()]
-    return type(model), json.dumps(said, sort_keys=True, default=str), weights, options
+    settings = {name: value for name, value in config.to_dict().items() if name not in _OF_THE_FILE}
+    weights = [(name, tuple(weight.shape), weight.dtype, weight.device) for name, weight in model.state_dict().items()]
+    return type(model), json.dumps(settings, sort_keys=True, default=str), weights, options

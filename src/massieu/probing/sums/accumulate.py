@@ -78,23 +78,26 @@ class Ratio:
         Raises:
             ValueError: the shapes do not fit, a count is negative or NaN, or a number is negative or missing.
         """
-        totals, counts = (_numbers(name, given) for name, given in (("total", total), ("count", count)))
+        totals = _numbers("total", total)
+        counts = _numbers("count", count)
         check_shape("total", totals, ("rows", *self.shape))
         _check_expands("count", counts, totals)
         if len(counts) != len(totals):
             raise ValueError(f"count must have a row for each of total's {len(totals)}, got {len(counts)}")
-        totals, counts = totals.numpy(), counts.numpy()
+        totals = totals.numpy()
+        counts = counts.numpy()
         if not (counts >= 0).all():
             raise ValueError("count must hold numbers ≥ 0")
+        # (rows, 2, *shape): total and count; a total where nothing is counted stays 0, because it may be NaN.
         pairs = np.zeros((len(totals), 2, *self.shape))
         np.copyto(pairs[:, 0], totals, where=counts > 0)
         pairs[:, 1] = counts
         # A row that counts nowhere is no unit; on a sample of the text's rows it must not take a place in the order.
-        kept = np.asarray(counts.any(axis=tuple(range(1, counts.ndim))))
+        counting = np.asarray(counts.any(axis=tuple(range(1, counts.ndim))))
         places = None if numbers is None else _places(numbers)
-        if places is not None and places.shape != kept.shape:
-            raise ValueError(f"numbers must hold one for each of {len(kept)} rows, got shape {places.shape}")
-        self._sums.add(pairs[kept], None if places is None else places[kept])
+        if places is not None and places.shape != counting.shape:
+            raise ValueError(f"numbers must hold one for each of {len(counting)} rows, got shape {places.shape}")
+        self._sums.add(pairs[counting], None if places is None else places[counting])
 
     def merge(self, other: "Ratio") -> None:
         """Add what ``other`` has seen: other rows of the same text. ``other`` is not changed.
@@ -150,9 +153,9 @@ def block_sums(
     ratio: Ratio,
 ) -> tuple[Float64[np.ndarray, "blocks *shape"], Float64[np.ndarray, "blocks *shape"], Int64[np.ndarray, " blocks"]]:
     """Totals, counts and number of rows of each block of consecutive rows, in both modes of `Units`."""
-    kept = ratio._sums
-    totals, counts = np.moveaxis(kept.sums[: len(kept.rows)], 1, 0)
-    return totals, counts, kept.rows
+    blocks = ratio._sums
+    totals, counts = np.moveaxis(blocks.sums[: len(blocks.rows)], 1, 0)
+    return totals, counts, blocks.rows
 
 
 class Histogram:
@@ -196,10 +199,11 @@ class Histogram:
         first, last = self.edges[[0, -1]]
         places = ((numbers - first) * (bins / (last - first))).floor_().clamp_(0, bins - 1)
         places += bins * torch.arange(heads, device=numbers.device)[:, None]
-        nowhere = heads * bins
-        places = torch.where(mask & ~numbers.isnan(), places, nowhere).long()
-        counted = torch.bincount(places.flatten(), minlength=nowhere + 1)[:nowhere]
-        self.counts += counted.reshape(heads, bins).cpu().numpy()
+        # What is not counted goes into one bin behind all others, which is dropped.
+        dropped = heads * bins
+        places = torch.where(mask & ~numbers.isnan(), places, dropped).long()
+        counts = torch.bincount(places.flatten(), minlength=dropped + 1)[:dropped]
+        self.counts += counts.reshape(heads, bins).cpu().numpy()
 
     def merge(self, other: "Histogram") -> None:
         """Add what ``other`` has counted; exact, and in any order. ``other`` is not changed.
@@ -231,15 +235,15 @@ class Tally:
         self.counts: Int64[np.ndarray, "*shape"] = np.zeros(shape, dtype=np.int64)
 
     def update(self, counts: Integer[np.ndarray | Tensor, "*shape"]) -> None:
-        """Add so many.
+        """Add counts.
 
         Raises:
             ValueError: the shape does not fit.
         """
-        more = _tensor(counts).cpu().numpy()
-        if more.shape != self.counts.shape:
-            raise ValueError(f"counts must have shape {self.counts.shape}, got {more.shape}")
-        self.counts += more
+        added = _tensor(counts).cpu().numpy()
+        if added.shape != self.counts.shape:
+            raise ValueError(f"counts must have shape {self.counts.shape}, got {added.shape}")
+        self.counts += added
 
     def merge(self, other: "Tally") -> None:
         """Add what ``other`` has counted; exact, and in any order. ``other`` is not changed."""
@@ -284,11 +288,13 @@ class Spread:
             ValueError: the shapes do not fit.
         """
         numbers, mask = _values_and_mask(values, valid, self.shape)
-        over = (0, -1)
-        count = mask.sum(over, dtype=torch.float64)
-        mean = torch.where(mask, numbers, 0.0).sum(over) / count.clamp_min(1.0)
+        rows_and_entries = (0, -1)
+        count = mask.sum(rows_and_entries, dtype=torch.float64)
+        mean = torch.where(mask, numbers, 0.0).sum(rows_and_entries) / count.clamp_min(1.0)
+        # Deviations from this batch's mean, not squares: Σx² − n·x̄² loses the digits of a small spread.
         deviations = torch.where(mask, numbers - mean[..., None], 0.0)
-        self._add(*(part.cpu().numpy() for part in (count, mean, deviations.square_().sum(over))))
+        squares = deviations.square_().sum(rows_and_entries)
+        self._add(count.cpu().numpy(), mean.cpu().numpy(), squares.cpu().numpy())
 
     def merge(self, other: "Spread") -> None:
         """Add what ``other`` has seen; in any order. ``other`` is not changed.
@@ -306,9 +312,9 @@ class Spread:
 
     def restore(self, state: State) -> None:
         """Go on from such sums in place of one's own."""
-        self._count, self._mean, self._squares = (
-            fitting(state[name], self.shape) for name in ("count", "mean", "squares")
-        )
+        self._count = fitting(state["count"], self.shape)
+        self._mean = fitting(state["mean"], self.shape)
+        self._squares = fitting(state["squares"], self.shape)
 
     def value(self) -> Float64[np.ndarray, "*shape"]:
         """√(Σ (x − x̄)² / (n − 1)); NaN where fewer than two entries were seen."""
@@ -319,12 +325,13 @@ class Spread:
         return self._count.copy()
 
     def _add(self, count: np.ndarray, mean: np.ndarray, squares: np.ndarray) -> None:
-        both = self._count + count
-        share = count / np.maximum(both, 1.0)
+        """Merge another set of entries: Σ² = Σ₁² + Σ₂² + δ² n₁ n₂ / (n₁ + n₂), with δ the difference of the means."""
+        total = self._count + count
+        share = count / np.maximum(total, 1.0)
         step = mean - self._mean
         self._squares = self._squares + squares + step**2 * self._count * share
         self._mean = self._mean + step * share
-        self._count = both
+        self._count = total
 
 
 def _numbers(name: str, value: Any) -> Tensor:

@@ -45,7 +45,10 @@ class Arrangement:
 
     def of(self, numbers: Float64[np.ndarray, "draws heads"]) -> Float64[np.ndarray, "draws clusters group *batch"]:
         """The heads' numbers in the form that `RandomHeads` takes."""
-        return numbers[:, None, None] if self.alone else numbers.reshape(len(numbers), self.clusters, -1)
+        if self.alone:
+            # One cluster of one head; the heads stand behind it as a batch of their own laws.
+            return numbers[:, None, None]
+        return numbers.reshape(len(numbers), self.clusters, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,30 +73,39 @@ class BesideRandom:
         cls, own: Estimate, draws: Float64[np.ndarray, "draws heads"], statistic: Statistic, arrangement: Arrangement
     ) -> "BesideRandom":
         """The model's numbers beside those of the draws, on the statistic's scale."""
-        scale, heads = statistic.scale, draws.shape[1]
+        scale = statistic.scale
+        heads = draws.shape[1]
         numbers = scaled(draws, scale)
         law = RandomHeads.of(arrangement.of(numbers))
-        value, error = scaled(own.value, scale), scaled_error(own.value, own.standard_error, law, scale)
+        value = scaled(own.value, scale)
+        error = scaled_error(own.value, own.standard_error, law, scale)
         others = None
         if len(draws) > 2:
             rounding = scaled_error(draws, np.zeros_like(draws), law, scale)
-            others = each_against_the_others(arrangement.of(numbers), arrangement.of(rounding)).reshape(
-                len(draws), heads
-            )
-        raw = RandomHeads.of(arrangement.of(draws))
-        p_value = law.p_value(value, error, own.degrees)
+            p_values = each_against_the_others(arrangement.of(numbers), arrangement.of(rounding))
+            others = p_values.reshape(len(draws), heads)
+        # The table shows mean and deviation as they are, not on the scale on which heads are compared.
+        raw_law = RandomHeads.of(arrangement.of(draws))
         return cls(
-            p_value, law.share(error), others, *(np.broadcast_to(each, heads) for each in (raw.centre, raw.deviation))
+            p_value=law.p_value(value, error, own.degrees),
+            share=law.share(error),
+            others=others,
+            centre=np.broadcast_to(raw_law.centre, heads),
+            deviation=np.broadcast_to(raw_law.deviation, heads),
         )
 
 
 def with_their_tails(family: Sequence[BesideRandom]) -> list[Float64[np.ndarray, " heads"]]:
     """The p-values of all heads of one statistic, under a law whose tails are as heavy as those of the draws."""
-    known = [each.others for each in family if each.others is not None]
-    # A draw that lacks some site's numbers tells less of the largest; the tails are those of the draws that all sites have.
-    draws = min(map(len, known), default=2)
-    factor = tail_factor(np.concatenate([each[:draws] for each in known], 1) if known else np.ones((draws, 1)))
-    return [with_tails(each.p_value, factor, each.share) for each in family]
+    draw_p_values = [site.others for site in family if site.others is not None]
+    # Only draws that all sites have: one that lacks a site's heads would have a smaller maximum for want of heads.
+    draws = min(map(len, draw_p_values), default=2)
+    if draw_p_values:
+        of_all_sites = np.concatenate([p_values[:draws] for p_values in draw_p_values], 1)
+    else:
+        of_all_sites = np.ones((draws, 1))
+    factor = tail_factor(of_all_sites)
+    return [with_tails(site.p_value, factor, site.share) for site in family]
 
 
 def both(
@@ -107,4 +119,7 @@ def both(
     """
     signs = np.stack([np.sign(value - centre) for centre, _ in nulls])
     p_values = np.stack([p for _, p in nulls])
-    return np.where((signs == signs[0]).all(0) | np.isnan(p_values).any(0), p_values.max(0), 1.0)
+    same_direction = (signs == signs[0]).all(0)
+    # A NaN among the p-values is their maximum, and must not be hidden by the 1.
+    undefined = np.isnan(p_values).any(0)
+    return np.where(same_direction | undefined, p_values.max(0), 1.0)

@@ -48,10 +48,12 @@ class Units:
             raise ValueError(f"capacity must be an even number of blocks, 2 or more, got {self.capacity}")
 
     def windows(self, rows: int) -> int | None:
-        """How many windows of one text so many rows stand for; None where rows are independent."""
+        """The number of windows in the text that these rows are of, or are sampled from; None where rows are independent."""
         if self.mode == "document":
             return None
-        return max(rows, round((rows - SAMPLE_LEAST) / SAMPLE_SHARE)) if self.sampled else rows
+        if not self.sampled:
+            return rows
+        return max(rows, round((rows - SAMPLE_LEAST) / SAMPLE_SHARE))
 
 
 WINDOWS = Units()
@@ -92,14 +94,15 @@ class RowOrder:
         Raises:
             ValueError: some rows came with numbers and some without, or a number is negative.
         """
-        given = numbers is not None
-        if self.numbered not in (None, given):
+        have_numbers = numbers is not None
+        if self.numbered not in (None, have_numbers):
             raise ValueError("either all rows or none must have numbers")
         if numbers is None:
             numbers = np.arange(self.following, self.following + rows)
         elif numbers.min() < 0:
             raise ValueError(f"numbers of rows must be ≥ 0, got {numbers.min()}")
-        self.numbered, self.following = given, max(self.following, int(numbers.max()) + 1)
+        self.numbered = have_numbers
+        self.following = max(self.following, int(numbers.max()) + 1)
         return numbers
 
     def follows(self, other: "RowOrder") -> bool:
@@ -113,15 +116,17 @@ class RowOrder:
         return other.numbered is False
 
     def merge(self, other: "RowOrder", first: int) -> None:
-        """Take note of another's rows, whose numbers begin at ``first``."""
+        """Count another's rows as seen; their numbers begin at ``first``."""
         self.following = max(self.following, first + other.following)
-        self.numbered = other.numbered if self.numbered is None else self.numbered
+        if self.numbered is None:
+            self.numbered = other.numbered
 
     def state(self) -> State:
         return {"following": self.following, "numbered": self.numbered}
 
     def restore(self, state: State) -> None:
-        self.following, self.numbered = state["following"], state["numbered"]
+        self.following = state["following"]
+        self.numbered = state["numbered"]
 
 
 class BlockSums:
@@ -132,7 +137,8 @@ class BlockSums:
     """
 
     def __init__(self, shape: tuple[int, ...], units: Units) -> None:
-        self.units, self.capacity = units, units.capacity
+        self.units = units
+        self.capacity = units.capacity
         self.order = RowOrder()
         self.size = 1  # rows in a full block
         self.rows = np.zeros(0, dtype=np.int64)  # rows in each block, up to the last one with any
@@ -143,9 +149,11 @@ class BlockSums:
             return
         numbers = self.order.take(len(pairs), numbers)
         ascending = np.argsort(numbers, kind="stable")
-        numbers, pairs = numbers[ascending], pairs[ascending]
+        numbers = numbers[ascending]
+        pairs = pairs[ascending]
         while numbers[-1] // self.size >= self.capacity:
             self.coarsen()
+        # Rows of one block stand together now; each run of them is summed at once.
         blocks = numbers // self.size
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
         self.reach(blocks[-1] + 1)
@@ -158,7 +166,8 @@ class BlockSums:
 
     def coarsen(self) -> None:
         """Merge neighbouring blocks pairwise; an odd one at the end becomes a partial block."""
-        used, starts = len(self.rows), np.arange(0, len(self.rows), 2)
+        used = len(self.rows)
+        starts = np.arange(0, used, 2)
         if used:
             merged = np.add.reduceat(self.sums[:used], starts, axis=0)
             self.sums[:used] = 0.0
@@ -200,19 +209,23 @@ class BlockSums:
         sums = np.zeros_like(self.sums)
         sums[: len(rows)] = fitting(state["sums"], (len(rows), *sums.shape[1:]))
         self.order.restore(state["order"])
-        self.size, self.rows, self.sums = state["size"], rows, sums
+        self.size = state["size"]
+        self.rows = rows
+        self.sums = sums
 
     def estimate(self, part: slice = slice(None)) -> Estimate:
         """Of all blocks, or of some."""
         totals, counts = np.moveaxis(self.sums[: len(self.rows)][part], 1, 0)
-        whole, rows = int(self.rows.sum()), int(self.rows[part].sum())
-        windows = self.units.windows(whole)
-        # A part of the rows is as large a part of the text.
-        value, error, degrees = ratio_error(totals, counts, windows and windows * rows // whole)
+        all_rows = int(self.rows.sum())
+        rows = int(self.rows[part].sum())
+        windows = self.units.windows(all_rows)
+        # A part of the rows stands for as large a part of the text.
+        windows_of_part = windows and windows * rows // all_rows
+        value, error, degrees = ratio_error(totals, counts, windows_of_part)
         return Estimate(value, error, counts.sum(0), degrees)
 
     def halves(self) -> tuple[slice, slice]:
-        """Two parts of the text that know nothing of each other: alternate documents, or both ends of one text."""
+        """Two independent parts of the text: alternate documents, or both ends of one text."""
         blocks = len(self.rows)
         if self.units.mode == "document":
             return slice(0, None, 2), slice(1, None, 2)
@@ -222,5 +235,7 @@ class BlockSums:
 
     def error_unit(self) -> tuple[str, int]:
         """What a block is, in words, and how many there are."""
-        one = "document" if self.units.mode == "document" and self.rows.sum() >= MINIMUM_DOCUMENTS else "window"
-        return one if self.size == 1 else f"block of {self.size} consecutive {one}s", int((self.rows > 0).sum())
+        has_documents = self.units.mode == "document" and self.rows.sum() >= MINIMUM_DOCUMENTS
+        row = "document" if has_documents else "window"
+        unit = row if self.size == 1 else f"block of {self.size} consecutive {row}s"
+        return unit, int((self.rows > 0).sum())
