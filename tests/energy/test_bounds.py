@@ -257,7 +257,9 @@ REFUSED = {
         "identity",
     ),
     "a reference without a constant": (
-        lambda: bounds.lipschitz(HopfieldEnergy.create(draw(4, 3), reference=measures.Bernoulli.create(torch.full((3,), 0.5)))),
+        lambda: bounds.lipschitz(
+            HopfieldEnergy.create(draw(4, 3), reference=measures.Bernoulli.create(torch.full((3,), 0.5)))
+        ),
         TypeError,
         "Bernoulli",
     ),
