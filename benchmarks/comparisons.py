@@ -79,7 +79,7 @@ def _miss(row: Json) -> str:
         for kind, high, bar in _limits(row)
         if high > bar
     ]
-    line = f"* **{row['name']}**, compared with {row['reference']}: {'; '.join(over)}."
+    line = f"* **{row['name']}**, compared with {row['reference']}: {'. Also: '.join(over)}."
     if row.get("counted_seconds") is not None:
         share = ratio(row["counted_seconds"] / row["reference_seconds"])
         line += f" The count is {duration(row['counted_seconds'])}, {share} of the reference's time."
