@@ -347,6 +347,8 @@ BAD_READINGS = {
     "number": (lambda result: result.strongest(2.5), "count must be a whole number, got 2.5"),
     "negative": (lambda result: result.strongest(-1), "count must be a whole number, at least 0"),
     "of a site": (lambda result: result.sites[0].strongest(-1), "count must be a whole number, at least 0"),
+    "a row by a name": (lambda result: result.plot(0, 0, row="a"), "row must be a whole number, got 'a'"),
+    "a row beyond": (lambda result: result.plot(0, 0, row=99), r"row must be a number from 0 to \d+, got 99"),
 }
 
 

@@ -141,6 +141,7 @@ class AttentionWeightsResult:
         found = (weight for site in self.sites for weight in site.strongest(count, first=first))
         return heapq.nlargest(count, found, key=lambda each: each.weight)
 
+    @input_door(row=partial(whole_number, least=0))
     def plot(
         self,
         layer: int | None = None,
@@ -171,29 +172,9 @@ class AttentionWeightsResult:
             layer, head = self.sites[0].layer, self.sites[0].heads[0]
         place = self.site_of(layer, head, site)
         rows = len(place.weights)
-        if not 0 <= row < rows:
+        if row >= rows:
             raise InputError(f"row must be a number from 0 to {rows - 1}, got {row!r}")
         query_tokens = None if place.query_tokens is None else place.query_tokens[row]
         key_tokens = None if place.key_tokens is None else place.key_tokens[row]
         title = f"{PurePath(self.model).name}: layer {layer}, head {head}"
         return draw_weights(place.of_head(head)[row].numpy(), query_tokens, key_tokens, title, ax)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names, tokens and weights as JSON can hold them."""
-        return {
-            "model": self.model,
-            "refused": self.refused,
-            "sites": [
-                {
-                    "name": site.name,
-                    "layer": site.layer,
-                    "kind": site.kind,
-                    "heads": list(site.heads),
-                    "query_tokens": site.query_tokens,
-                    "key_tokens": site.key_tokens,
-                    "weights": site.weights.tolist(),
-                    "sink": None if site.sink is None else site.sink.tolist(),
-                }
-                for site in self.sites
-            ],
-        }
