@@ -19,6 +19,7 @@ from massieu.probing.model.blueprint import blueprint_of
 from massieu.probing.model.drawn import Blueprint, DrawnWeights
 from massieu.probing.model.fresh import reinitialised
 from massieu.probing.model.seeding import seed_of
+from massieu.probing.reading.reading import Reading
 from massieu.probing.session import draws as control
 from massieu.probing.session import session_record
 from massieu.probing.session.session_record import NO_CONTROL
@@ -139,6 +140,21 @@ def test_no_draw_keeps_weights_for_the_next(monkeypatch):
     monkeypatch.setattr(Blueprint, "draw", watched)
     massieu.probe(gpt2(), batches(6, 4), statistics=["entropy"], draws=5)
     assert len(made) == 5
+
+
+def test_controls_that_a_draw_leaves_out_change_none_of_its_numbers(whole, monkeypatch):
+    def with_controls(*arguments: Any, is_draw: bool) -> Any:
+        assert is_draw
+        return Reading(*arguments)
+
+    monkeypatch.setattr(control, "Reading", with_controls)
+    complete = massieu.probe(gpt2(), batches(6, 4), statistics=STATISTICS, draws=8)
+    law, complete_law = numbers(whole), numbers(complete)
+    assert law.keys() == complete_law.keys()
+    for key, pair in law.items():
+        np.testing.assert_allclose(
+            np.array(pair, float), np.array(complete_law[key], float), rtol=1e-5, err_msg=str(key)
+        )
 
 
 @pytest.mark.medium

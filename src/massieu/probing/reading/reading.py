@@ -96,7 +96,7 @@ class Reading(RunningParts):
         inputs: Mapping[str, Any] | None = None,
         source: Source | None = None,
         tell: Callable[[str], None] = lambda _: None,
-        one_window: bool = False,
+        is_draw: bool = False,
     ) -> None:
         """Make ready to read, and begin the groups that the options name.
 
@@ -105,7 +105,8 @@ class Reading(RunningParts):
             inputs: the first batch.
             source: where the text comes from, for groups that make up one of their own.
             tell: is told what takes long.
-            one_window: no more is read than one window, so that nothing of the weights is kept for others.
+            is_draw: the model is a draw of the re-initialised control. It reads one window, so that nothing of the
+                weights is kept for others, and only the groups' own numbers are asked.
         """
         self.model = model
         self.refused = refused
@@ -126,11 +127,11 @@ class Reading(RunningParts):
         self.broken = False  # the current batch has numbers that are not finite
         self._trouble = FirstTrouble()
         self._functions = options.of_attention()
-        self._one_window = one_window
+        self._is_draw = is_draw
         self._model_reading = ModelReading(
             model, sites, self.sublayers, options.units, options.max_length, options.seed, options.query_sample,
             options.climb_queries, options.statistics, {} if inputs is None else inputs, source,
-            self._functions, options.catalogue.own,
+            self._functions, options.catalogue.own, is_draw,
         )  # fmt: skip
         self._weighed: set[str] = set()  # sites whose weights were handed out
         self._pooled = PooledLengths(model, sites)
@@ -475,7 +476,7 @@ class Reading(RunningParts):
 
     @cached_property
     def _replays(self) -> Replays:
-        return Replays(self.sites, keep=not self._one_window)
+        return Replays(self.sites, keep=not self._is_draw)
 
     def _weights(self, read: AttentionRead) -> SiteWeights:
         info = self.by_site[read.call.site]

@@ -131,7 +131,7 @@ class Draws:
                 self.refused,
                 self.inputs,
                 self.source,
-                one_window=True,
+                is_draw=True,
             )
             special, target = window.special
             places = RowNumbers(range(len(window.rows)), {window.row: 0})

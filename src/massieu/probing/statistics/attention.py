@@ -4,12 +4,13 @@ Each function is a statistic. It returns a number for each query (B, H, L), or a
 or None where the statistic has no meaning. Its metadata stands above it; its docstring is the question that it answers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from massieu.probing.capture.attention_call import AttentionCall
@@ -225,7 +226,7 @@ class AttentionGroup(Group):
         functions = model.query_functions
         names = names_with_controls(functions)
         self.sites = [AttentionStatistics(names, info.heads, model.units, model.max_length) for info in model.sites]
-        self.extremes = [Extremes(info.heads) for info in model.sites]
+        self.extremes = [] if model.is_draw else [Extremes(info.heads) for info in model.sites]
         of_scores = sorted(name for name, function in functions.items() if function.needs_scores)
         for info in model.sites:
             if info.grade == "scores":  # scores are known only together with log-weights
@@ -245,12 +246,12 @@ class AttentionGroup(Group):
         places = queries.places
         positions = None if places is None else places.positions
         self.sites[index].update(queries.result, positions, queries.rows, queries.numbers)
-        if places is not None and queries.call is not None:
+        if self.extremes and places is not None and queries.call is not None:
             self.extremes[index].update(queries.result, queries.call, places)
 
     def rows(self) -> Iterator[Row]:
         """Each statistic's mean, its halves and control, spreads, means in bins, and extremes."""
-        for info, results, extremes in zip(self.model.sites, self.sites, self.extremes, strict=True):
+        for info, results in zip(self.model.sites, self.sites, strict=True):
             place = RowPlace.of_site(info)
             parts = RatioParts(results.ratio)
             for index, name in enumerate(results.names):
@@ -264,10 +265,8 @@ class AttentionGroup(Group):
                 yield Row(place, name, "spread", Estimate(value, np.full_like(value, np.nan), spread.count()))
             yield from _bins(place, results)
             counts = dict(zip(results.names, parts.estimate.count, strict=True))
-            for row, (name, end) in enumerate(EXTREMES):
-                if name in counts:
-                    value = extremes.value(row)
-                    yield Row(place, name, end, Estimate(value, np.full_like(value, np.nan), counts[name]))
+            if self.extremes:
+                yield from _extreme_rows(place, self.extremes[info.index], counts)
 
     def ratios(self) -> Iterator[RunningRatio]:
         """The means."""
@@ -306,3 +305,13 @@ def _bins(place: RowPlace, results: AttentionStatistics) -> Iterator[Row]:
     for name, ratio, index in results.bins():
         statistic_name, _, part = name.partition("/")
         yield Row(place, statistic_name, part, parts[id(ratio)].at(index))
+
+
+def _extreme_rows(
+    place: RowPlace, extremes: Extremes, counts: Mapping[str, Float64[np.ndarray, " heads"]]
+) -> Iterator[Row]:
+    """The largest and the smallest value of each statistic that has a count and is among `EXTREMES`."""
+    for row, (name, end) in enumerate(EXTREMES):
+        if name in counts:
+            value = extremes.value(row)
+            yield Row(place, name, end, Estimate(value, np.full_like(value, np.nan), counts[name]))

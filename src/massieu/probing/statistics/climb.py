@@ -310,9 +310,13 @@ ClimbSums = dict[str, tuple[Tensor, Tensor]]
 
 
 def measure_climb(
-    replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator
+    replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator | None
 ) -> list[ClimbSums]:
-    """The sums of all heads of an attention site at some positions of a batch, for a bounded number of positions at a time."""
+    """The sums of all heads of an attention site at some positions of a batch, for a bounded number of positions at a time.
+
+    Args:
+        generator: of random directions, with which heads are compared; without one no controls are measured.
+    """
     assert replay.read.residual is not None
     width = replay.read.call.query.shape[1] * len(replay.read.residual) * replay.read.residual.shape[-1]
     # A multiple of CONTROL_SHARE, so that the control queries do not depend on how the positions are split.
@@ -343,7 +347,9 @@ class Climb:
         control_queries: indices, among the positions, of the queries on which controls run.
     """
 
-    def __init__(self, replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator) -> None:
+    def __init__(
+        self, replay: Replay, step: Step, positions: Int[Tensor, " S"], generator: torch.Generator | None
+    ) -> None:
         read = replay.read
         assert read.residual is not None
         self.replay = replay
@@ -374,7 +380,10 @@ class Climb:
         parts_after = self.landscape.parts(torch.cat(moved, dim=2), slice(None), len(moved))
         steps = iter(_step_parts(parts_after, parts_before, len(moved)))
         rows = [None if slope is None else torch.cat([slope, next(steps)], dim=1) for slope in slopes]
-        return {"steps": _summed(rows, len(MOVERS))} | self._controls(writes, gradients, parts_before)
+        sums = {"steps": _summed(rows, len(MOVERS))}
+        if self.generator is not None:
+            sums |= self._controls(writes, gradients, parts_before)
+        return sums
 
     def _controls(
         self, writes: Tensor | None, gradients: Sequence[Tensor], parts_before: tuple[Tensor, ...]
@@ -517,7 +526,7 @@ class ClimbGroup(Group):
         reason = why_no_writes(replay.read)
         if reason is not None:
             self.missing(info.site.name, "own_write", reason)
-        generator = window.drawn(PURPOSE + info.index)
+        generator = None if self.model.is_draw else window.drawn(PURPOSE + info.index)
         self.sites[info.index].take(measure_climb(replay, item, positions, generator), window.numbers)
         if info.index == 0:
             self.sampled_queries += len(positions)
@@ -539,6 +548,8 @@ class ClimbGroup(Group):
                 estimate = steps.tested((kind, index))
                 yield from rows_of(place, name, steps, (kind, index))
                 if not np.any(estimate.count > 0):
+                    continue
+                if self.model.is_draw:
                     continue
                 # Both updates are compared with one random direction, as long as the update with its bias.
                 yield Row(place, name, "random", random.at((min(kind, 1), index)))

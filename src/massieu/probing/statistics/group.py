@@ -88,6 +88,8 @@ class ModelReading:
         source: where the text comes from; None where that is not known.
         query_functions: the statistics of queries that are computed for groups that name `Event.QUERIES`, by name.
         own: functions of the user's own, by name.
+        is_draw: the model is a draw of the re-initialised control. Of a draw only a group's own numbers are read, so that
+            a group may leave out its controls, halves and places.
     """
 
     model: nn.Module
@@ -103,6 +105,7 @@ class ModelReading:
     source: Source | None = None
     query_functions: Functions = field(default_factory=dict)
     own: Mapping[str, OwnStatistic] = field(default_factory=dict)
+    is_draw: bool = False
 
     @cached_property
     def one_item(self) -> dict[str, Any]:

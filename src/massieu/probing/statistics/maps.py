@@ -1,6 +1,6 @@
 """What a head's weights say: is W_O W_V a gradient step on the head's own log Z (S3.2, E2), is the score symmetric (S11)?
 
-Each function is a statistic of the maps of one site. It returns a number for each head, or a matrix: entry (g, h) is of head
+Each function is a statistic of the maps of some heads. It returns a number for each head, or a matrix: entry (g, h) is of head
 g's write and head h's score. The diagonal is the head's own number, the rest is the control. Norms and products of the D × D
 maps are taken through Dh × Dh matrices, without forming the maps:
 ⟨O V, QᵀK⟩ = ⟨Q O, K Vᵀ⟩, ‖O V‖² = ⟨OᵀO, V Vᵀ⟩, ‖QᵀK‖² = ⟨Q Qᵀ, K Kᵀ⟩ and ⟨M, Mᵀ⟩ = tr((K Qᵀ)²).
@@ -28,7 +28,7 @@ REGISTER = Register[Callable[[HeadMaps], Tensor]](MAPS)
 _of_maps = partial(REGISTER.statistic, paper=SHIM)
 
 
-def _dot(left: Float[Tensor, "H A B"], right: Float[Tensor, "H A B"]) -> Float[Tensor, " H"]:
+def _dot(left: Float[Tensor, "*H A B"], right: Float[Tensor, "*H A B"]) -> Float[Tensor, "*H"]:
     """The inner product ⟨A, B⟩ = Σ A_ij B_ij of each head's matrices."""
     return (left * right).sum((-2, -1))
 
@@ -42,12 +42,13 @@ def _dot(left: Float[Tensor, "H A B"], right: Float[Tensor, "H A B"]) -> Float[T
     control="mismatched",
     signed=True,
 )
-def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "H H"]:
+def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "*batch H H"]:
     """Do the head's weights make its write a gradient step on its own log Z (1 if they do)?"""
     write_norm = _dot(maps.output.mT @ maps.output, maps.value @ maps.value.mT).sqrt()
-    query_output = torch.einsum("hkd,gdv->ghkv", maps.query, maps.output)
-    key_value = torch.einsum("hkd,gvd->ghkv", maps.key, maps.value)
-    return (query_output * key_value).sum((-2, -1)) / (write_norm[:, None] * maps.score_norm[None])
+    query_output = torch.einsum("...hkd,...gdv->...ghkv", maps.query, maps.output)
+    key_value = torch.einsum("...hkd,...gvd->...ghkv", maps.key, maps.value)
+    norms = write_norm[..., :, None] * maps.score_norm[..., None, :]
+    return (query_output * key_value).sum((-2, -1)) / norms
 
 
 @_of_maps(
@@ -57,11 +58,10 @@ def write_score_cosine(maps: HeadMaps) -> Float64[Tensor, "H H"]:
     caveat="One half for a random matrix.",
     control=None,
 )
-def symmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
+def symmetric_share(maps: HeadMaps) -> Float64[Tensor, "*batch H"]:
     """How much of the score is symmetric in query and key token, as a similarity is?"""
     # ‖(M + Mᵀ)/2‖² = (‖M‖² + ⟨M, Mᵀ⟩)/2.
-    cross = maps.key @ maps.query.mT
-    return 0.5 * (1 + _dot(cross, cross.mT) / maps.score_norm.square())
+    return 0.5 * (1 + maps.score_symmetry / maps.score_norm.square())
 
 
 @_of_maps(
@@ -71,7 +71,7 @@ def symmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
     caveat="One half for a random matrix.",
     control=None,
 )
-def antisymmetric_share(maps: HeadMaps) -> Float64[Tensor, " H"]:
+def antisymmetric_share(maps: HeadMaps) -> Float64[Tensor, "*batch H"]:
     """How much of the score changes sign when query and key token are exchanged?"""
     return 1 - symmetric_share(maps)
 
@@ -89,12 +89,18 @@ class MapStatistics:
     rotation_deviation: float
 
 
-def map_statistics(maps: HeadMaps, fence: Fence = nullcontext) -> MapStatistics:
-    """Every statistic of the weights of a site; the fence leaves out a statistic that fails."""
+def map_statistics(maps: HeadMaps, fence: Fence = nullcontext, own_only: bool = False) -> MapStatistics:
+    """Every statistic of the weights of a site; the fence leaves out a statistic that fails.
+
+    Args:
+        own_only: no head is compared with another one: each statistic is one number for each head.
+    """
+    measured = maps.apart() if own_only else maps
     values = {}
     for name, measure in REGISTER.functions.items():
         with fence(name):
-            values[name] = measure(maps)
+            numbers = measure(measured)
+            values[name] = numbers.flatten() if own_only else numbers
     return MapStatistics(values, 1.0 / maps.query.shape[-1])
 
 
@@ -121,7 +127,7 @@ class MapsGroup(Group):
         if isinstance(maps, str):
             self.missing(weights.info.site.name, MAPS, maps)
         else:
-            self.by_site[weights.info.index] = map_statistics(maps, self.fence)
+            self.by_site[weights.info.index] = map_statistics(maps, self.fence, own_only=self.model.is_draw)
 
     def rows(self) -> Iterator[Row]:
         """Exact numbers; a head's write with another head's score is the control."""

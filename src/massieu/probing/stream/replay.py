@@ -309,18 +309,29 @@ class HeadMaps:
     For rotary models they are the maps at offset zero.
 
     Attributes:
-        score_norm: ‖W_QᵀW_K‖, by which several statistics are divided.
+        score_norm: ‖M‖ of M = W_QᵀW_K, by which several statistics are divided.
+        score_symmetry: ⟨M, Mᵀ⟩.
     """
 
-    query: Float[Tensor, "H Dh D"]
-    key: Float[Tensor, "H Dh D"]
-    value: Float[Tensor, "H Dv D"]
-    output: Float[Tensor, "H D Dv"]
+    query: Float[Tensor, "*batch H Dh D"]
+    key: Float[Tensor, "*batch H Dh D"]
+    value: Float[Tensor, "*batch H Dv D"]
+    output: Float[Tensor, "*batch H D Dv"]
+
+    def apart(self) -> "HeadMaps":
+        """Each head for itself: a batch of heads, (H, 1, …)."""
+        return HeadMaps(*(maps.unsqueeze(-3) for maps in (self.query, self.key, self.value, self.output)))
 
     @cached_property
-    def score_norm(self) -> Float64[Tensor, " H"]:
+    def score_norm(self) -> Float64[Tensor, "*batch H"]:
         # ‖QᵀK‖² = ⟨Q Qᵀ, K Kᵀ⟩: no D × D matrix is formed.
         return ((self.query @ self.query.mT) * (self.key @ self.key.mT)).sum((-2, -1)).sqrt()
+
+    @cached_property
+    def score_symmetry(self) -> Float64[Tensor, "*batch H"]:
+        # ⟨M, Mᵀ⟩ = tr((K Qᵀ)²).
+        cross = self.key @ self.query.mT
+        return (cross * cross.mT).sum((-2, -1))
 
 
 def norm_gain(norm: nn.Module | None, size: int, like: Tensor) -> Float[Tensor, " D"]:
