@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.support.command_line import (
     ENVIRONMENT,
     FILES,
@@ -28,7 +29,7 @@ from massieu.cli.commands import app
 from massieu.errors import InputError, MissingExtraError, require_extra
 from massieu.probing import run as run_module
 from massieu.probing.result import result as result_module
-from massieu.probing.statistics.registry import GROUPS, STATISTICS
+from massieu.probing.statistics.registry import GROUPS, OPT_IN, STATISTICS
 
 __all__ = ["checkpoint", "probed"]  # fixtures
 
@@ -307,9 +308,9 @@ def test_a_folder_without_text(tmp_path):
     assert_bad(run("probe", "--out", tmp_path / "out", "--text", tmp_path), r"holds no text; .* \.txt .* \.parquet")
 
 
-def test_an_unknown_statistic_lists_the_known(tmp_path, text):
-    ran = run("probe", "--out", tmp_path / "out", "--text", text, "--statistics", "entropy,temper")
-    assert_bad(ran, r"'temper'.*known.*selective_log_partition.*effective_rank_change")
+def test_a_misspelt_statistic_is_answered_with_those_like_it(tmp_path, text):
+    ran = run("probe", "--out", tmp_path / "out", "--text", text, "--statistics", "entropy,largest_wieght")
+    assert_bad(ran, r"'largest_wieght'; did you mean largest_weight\b.*'massieu statistics' lists them")
 
 
 def test_an_output_folder_that_cannot_be(probed, tmp_path):
@@ -324,7 +325,7 @@ def test_an_output_folder_that_cannot_be(probed, tmp_path):
 
 
 def test_a_device_that_is_not_there(tmp_path, checkpoint, text):
-    for device in ("cuda:99", "abacus"):
+    for device in ("cuda:99", "abacus", *([] if torch.accelerator.is_available() else ["gpu"])):
         ran = run("probe", checkpoint, "--text", text, "--out", tmp_path / "out", "--device", device)
         assert_bad(ran, re.escape(repr(device)))
 
@@ -365,7 +366,10 @@ def test_statistics_are_a_line_each_with_group_and_meaning():
     for statistic, line in zip(STATISTICS.values(), lines, strict=False):
         assert line.split() == [statistic.name, statistic.group, *statistic.question.split()]
     assert lines[len(STATISTICS) :] == [
-        "", f"{len(STATISTICS)} statistics; 'massieu statistics NAME' explains one, or all of a group"
+        "", f"{len(STATISTICS)} statistics; 'massieu statistics NAME' explains one, or all of a group",
+        "groups that are measured only where they are named: " + ", ".join(
+            sorted({each.group for each in STATISTICS.values() if each.group in OPT_IN})
+        ),
     ]  # fmt: skip
 
 
@@ -388,7 +392,7 @@ def test_a_statistic_is_told_in_full_by_its_name_or_its_group():
     one = run("statistics", "entropy").stdout
     assert STATISTICS["entropy"].formula in one
     assert STATISTICS["log_partition"].formula not in one
-    assert_bad(run("statistics", "entropy", "temper"), "unknown statistic 'temper'; known are .*entropy")
+    assert_bad(run("statistics", "entropy", "temper"), "unknown statistic 'temper'; 'massieu statistics' lists them")
 
 
 def test_the_version():
@@ -443,9 +447,54 @@ def test_describe_draws_tables(monkeypatch):
 def test_help_is_plain_and_short(command):
     ran = run(*command, "--help")
     assert ran.exit_code == 0
-    whole = re.sub(r"PATH \.\.\.|NAME,\.\.\.|\[ARGS\]\.\.\.|\[(ID|NAME)\]\.\.\.", "", ran.stdout)
+    whole = re.sub(r"PATH \.\.\.|NAME,\.\.\.|\[ARGS\]\.\.\.|(ID|NAME) \.\.\.", "", ran.stdout)
     assert "..." not in whole
     assert "\x1b" not in ran.stdout
+    assert not re.search(r"<(str|int|float|bool|path)>|list\[|\{", ran.stdout)  # no types of Python
+
+
+def test_the_help_of_a_probe_has_its_options_under_headings():
+    shown = run("probe", "--help").stdout
+    assert shown.splitlines()[0].endswith("probe [OPTIONS] [MODEL] [PROMPT]")
+    lines = [line for line in shown.splitlines() if re.match(r"\w[\w ]*:$|  --", line)]
+    sections: dict[str, list[str]] = {}
+    heading = ""
+    for line in lines:
+        if line.endswith(":") and not line.startswith(" "):
+            heading = line[:-1]
+            sections[heading] = []
+        else:
+            sections[heading].append(line.split()[0])
+    assert list(sections) == ["Arguments", "Model", "What is read", "What is measured", "Output", "Options"]
+    assert {"--device", "--dtype", "--tokenizer"} <= set(sections["Model"])
+    assert {"--text", "--max-tokens", "--images"} <= set(sections["What is read"])
+    assert {"--statistics", "--draws", "--replace", "--seed"} <= set(sections["What is measured"])
+    assert {"--out", "--json", "--resume"} <= set(sections["Output"])
+    assert not sections["Options"]  # --help alone, which begins with -h
+
+
+def test_the_help_names_the_groups_that_are_measured_by_default():
+    shown = " ".join(run("probe", "--help").stdout.split())
+    *groups, last = [name for name in GROUPS if name not in OPT_IN]
+    assert f"[default: the groups {', '.join(groups)} and {last}]" in shown
+
+
+@pytest.mark.parametrize(("given", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_short_names_of_precisions(probed, tmp_path, given, dtype):
+    assert run("probe", "--out", tmp_path, "--dtype", given).exit_code == 0
+    assert probed.model.dtype == dtype
+
+
+def test_a_probe_as_json(probed, tmp_path):
+    ran = run("probe", "--out", tmp_path, "--json")
+    assert ran.exit_code == 0
+    summary = json.loads(ran.stdout)
+    assert (summary["model"], summary["tokens"], summary["windows"]) == ("a model", 12345, 48)
+    assert [finding["statistic"] for finding in summary["findings"]] == ["weight_first", "entropy"]
+    assert summary["questions"][0]["answers"] == [
+        "Slope: median 2.01 (0.500 to 5.38); mismatched keys 1.35; above its control in places"
+    ]
+    assert (summary["folder"], summary["warnings"]) == (str(tmp_path), ["2 queries had NaN"])
 
 
 @pytest.mark.parametrize(

@@ -212,3 +212,27 @@ def test_an_interrupted_command_goes_on(checkpoint: Path, tmp_path: Path):
     assert again.exit_code == 0, again.stderr
     assert f"{checkpoint.name}: reading" not in again.stderr
     assert "other: reading" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--quick"], {"statistics": "quick"}),
+        (["--quick", "--statistics", "entropy"], {"statistics": ["entropy"], "draws": 0}),
+        (["--draws", "3"], {"draws": 3}),
+    ],
+    ids=["quick", "quick and named", "draws"],
+)
+def test_a_quick_comparison_has_no_controls(monkeypatch, tmp_path, arguments, options):
+    class Reached(Exception):
+        """The command has made its request."""
+
+    def run(request: Any, interruption: Any) -> Any:
+        data = request.options.pop("data")
+        assert isinstance(data, massieu.Text)
+        assert request.options == options
+        raise Reached
+
+    monkeypatch.setattr("massieu.cli.compare.run", run)
+    ran = _run("a", "b", "--out", tmp_path, *arguments)
+    assert isinstance(ran.exception, Reached), ran.output

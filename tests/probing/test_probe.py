@@ -264,7 +264,7 @@ def test_unreadable_models_are_named_before_any_text_is_read(tmp_path):
     ("arguments", "words"),
     [
         ({"model": "no/such/folder"}, "cannot load the model"),
-        ({"statistics": ["entropie"]}, "unknown statistic 'entropie'; known are"),
+        ({"statistics": ["entropie"]}, "unknown statistic 'entropie'; did you mean entropy"),
         ({"model": massieu.Checkpoint(device="cuda:7")}, "device 'cuda:7' is not there"),
         ({"data": massieu.Text(window=100_000)}, "more than the 512 positions"),
         ({"data": "no-such-file.txt"}, "no-such-file.txt"),

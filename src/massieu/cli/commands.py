@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import nullcontext
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,9 @@ from massieu.cli import inputs, terminal
 from massieu.cli import options as take
 from massieu.cli.experiment_command import experiment
 from massieu.cli.options import (
+    MEASURED,
+    OUTPUT,
+    Command,
     Device,
     DeviceMap,
     Dtype,
@@ -80,7 +84,6 @@ app = typer.Typer(
     cls=_Commands,
     help="Look into transformers, watch them train, and check the theory of attention as probability.",
     epilog="'massieu COMMAND --help' shows the options and examples of a command.",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -126,7 +129,7 @@ def probe(
     source: take.Source = None,
     target: take.Target = None,
     out: Annotated[
-        Path | None, option("DIR", f"Folder for the page and the tables. [default: {RESULTS}/<model>]")
+        Path | None, option("DIR", f"Folder for the page and the tables. [default: {RESULTS}/<model>]", heading=OUTPUT)
     ] = None,
     max_length: take.MaxLength = None,
     max_tokens: take.MaxTokens = None,
@@ -145,14 +148,17 @@ def probe(
     quick: take.Quick = False,
     draws: take.Draws = None,
     per_token: take.PerToken = None,
-    seed: Annotated[int, option("N", "Random seed of samples and controls.")] = 0,
+    seed: Annotated[int, option("N", "Random seed of samples and controls.", heading=MEASURED)] = 0,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     tokenizer: take.Tokenizer = None,
-    format: Annotated[take.TableFormat, option(None, "File format of the tables.")] = take.TableFormat.PARQUET,
+    format: Annotated[
+        take.TableFormat, option(None, "File format of the tables.", heading=OUTPUT)
+    ] = take.TableFormat.PARQUET,
     resume: take.Resume = False,
     store_every: take.StoreEvery = 5.0,
     chat: take.Chat = False,
+    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
 ) -> None:
     """Measure a model's attention on text; writes an HTML page. With a PROMPT, print its largest numbers."""
     loading: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype, "revision": revision}
@@ -167,9 +173,14 @@ def probe(
             from massieu.cli.attention import show_summary
             from massieu.probing.model.given import Checkpoint
             from massieu.probing.weights.prompt_summary import summarise_prompt
+            from massieu.report.encode import encodable
 
         checkpoint = Checkpoint(model, trust_remote_code=trust_remote_code, **loading)
-        show_summary(summarise_prompt(checkpoint, inputs.given_prompt(prompt, chat), tokenizer))
+        summary = summarise_prompt(checkpoint, inputs.given_prompt(prompt, chat), tokenizer)
+        if json:
+            show(dumps(encodable(asdict(summary)), indent=1, ensure_ascii=False, allow_nan=False))
+        else:
+            show_summary(summary)
         return
     if is_distributed() and text is not None and "-" in text:
         raise InputError("--text - works with one process only, but torchrun started several; give files instead")
@@ -199,7 +210,7 @@ def probe(
             bos=bos,
             generate=generate,
         )
-        with process_group(), terminal.progress_shown() if is_rank_zero() else nullcontext() as show:
+        with process_group(), terminal.progress_shown() if is_rank_zero() else nullcontext() as progress:
             result = run_probe(
                 Checkpoint(model, trust_remote_code=trust_remote_code, **loading),
                 data,
@@ -209,13 +220,17 @@ def probe(
                 query_sample=query_sample,
                 batch_size=batch_size,
                 seed=seed,
-                run=Run(running, resume=resume, store_every=store_every, distributed=is_distributed(), progress=show),
+                run=Run(
+                    running, resume=resume, store_every=store_every, distributed=is_distributed(), progress=progress
+                ),
             )
         if is_rank_zero():
             save_or_elsewhere(lambda place: result.save(place, format=format.value), folder)
         if is_rank_zero() and result.complete:
             forget(running)
-    if is_rank_zero():
+    if is_rank_zero() and json:
+        show(dumps(terminal.summary_of(result, folder), indent=1, ensure_ascii=False, allow_nan=False))
+    elif is_rank_zero():
         terminal.summarise(result, folder)
     _end_probe(result, context.obj, resumable=not replace)
 
@@ -251,29 +266,40 @@ def compare(
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL ...", help="Two or more models, or folders of stored results.")
     ],
-    revisions: Annotated[str | None, option("R,...", "Compare revisions of one MODEL from the hub.")] = None,
-    text: Annotated[list[str] | None, option("PATH ...", "Files or folders, as for 'massieu probe'.")] = None,
+    revisions: Annotated[
+        str | None, option("R,...", "Compare revisions of one MODEL from the hub.", heading=take.MODEL)
+    ] = None,
+    text: Annotated[
+        list[str] | None, option("PATH ...", "Files or folders, as for 'massieu probe'.", heading=take.DATA)
+    ] = None,
     column: take.Column = None,
     source: take.Source = None,
     target: take.Target = None,
     out: Annotated[
         Path | None,
-        option("DIR", f"Folder for the page, the tables and the results. [default: {RESULTS}/<first>-<last>]"),
+        option(
+            "DIR",
+            f"Folder for the page, the tables and the results. [default: {RESULTS}/<first>-<last>]",
+            heading=OUTPUT,
+        ),
     ] = None,
     max_length: take.MaxLength = None,
     max_tokens: take.MaxTokens = None,
-    batch_size: Annotated[int | None, option("N", "Windows per batch. [default: 8]")] = None,
+    batch_size: Annotated[int | None, option("N", "Windows per batch. [default: 8]", heading=take.DATA)] = None,
     no_packing: take.NoPacking = False,
     bos: take.Bos = None,
     device: Device = None,
     dtype: Dtype = None,
     statistics: take.Statistics = None,
+    quick: take.Quick = False,
     draws: take.Draws = None,
-    seed: Annotated[int | None, option("N", "Random seed of samples and controls. [default: 0]")] = None,
+    seed: Annotated[
+        int | None, option("N", "Random seed of samples and controls. [default: 0]", heading=MEASURED)
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     tokenizer: take.Tokenizer = None,
     fail_above: take.FailAbove = None,
-    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
+    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
 ) -> None:
     """Compare models on the same text, head by head."""
     from massieu.cli.compare import ComparisonRequest, limits_of, run
@@ -296,7 +322,7 @@ def compare(
             no_packing=no_packing,
             bos=bos,
         )
-    chosen_options = {"statistics": chosen, "draws": draws, "seed": seed, "batch_size": batch_size}
+    chosen_options = {"seed": seed, "batch_size": batch_size} | inputs.statistics_options(chosen, quick, draws)
     options = {"data": data} | {name: value for name, value in chosen_options.items() if value is not None}
     ends = [short_name(name) if names is None else name for name in ((names or models)[0], (names or models)[-1])]
     folder = RESULTS / "-".join(ends) if out is None else out
@@ -312,9 +338,10 @@ def compare(
 
 
 @app.command(
+    cls=Command,
     epilog="\b\nExamples:\n"
     "  massieu attention gpt2 'The cat sat on the mat' --head 5.1\n"
-    "  massieu attention ./checkpoint 'Why is the sky blue?' --chat --head 3.0 --out sky.svg"
+    "  massieu attention ./checkpoint 'Why is the sky blue?' --chat --head 3.0 --out sky.svg",
 )
 def attention(
     context: typer.Context,
@@ -324,7 +351,11 @@ def attention(
     site: take.Site = None,
     out: Annotated[
         Path | None,
-        option("PATH", f"File of the picture: .png, .svg or .pdf [{RESULTS}/<model>/attention-<head>.png]."),
+        option(
+            "PATH",
+            f"File of the picture: .png, .svg or .pdf. [default: {RESULTS}/<model>/attention-<head>.png]",
+            heading=OUTPUT,
+        ),
     ] = None,
     top: take.Top = 10,
     chat: take.Chat = False,
@@ -334,7 +365,7 @@ def attention(
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     tokenizer: take.Tokenizer = None,
-    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
+    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
 ) -> None:
     """Draw the attention weights of one head on a prompt."""
     from massieu.cli.attention import HeadPicture, head_of
@@ -352,7 +383,7 @@ def attention(
     HeadPicture(layer, number, site, path, top, json).make(checkpoint, inputs.given_prompt(prompt, chat), tokenizer)
 
 
-@app.command(epilog="\b\nExamples:\n  massieu describe gpt2\n  massieu describe ./checkpoint")
+@app.command(cls=Command, epilog="\b\nExamples:\n  massieu describe gpt2\n  massieu describe ./checkpoint")
 def describe(
     context: typer.Context,
     model: Model = None,
@@ -361,7 +392,7 @@ def describe(
     dtype: Dtype = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
+    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
 ) -> None:
     """List the attention layers of a model and its heads."""
     with context.obj.loading():
@@ -376,7 +407,7 @@ def describe(
         terminal.show_description(description)
 
 
-@app.command(epilog=f"\b\nExample:\n  massieu report {RESULTS}/gpt2")
+@app.command(cls=Command, epilog=f"\b\nExample:\n  massieu report {RESULTS}/gpt2")
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A folder that 'massieu probe' has written.")],
 ) -> None:
@@ -387,9 +418,10 @@ def report(
 
 
 @app.command(
+    cls=Command,
     epilog="\b\nExamples:\n"
     "  massieu monitor run.jsonl\n"
-    "  massieu monitor run.jsonl other.jsonl --reference healthy.jsonl"
+    "  massieu monitor run.jsonl other.jsonl --reference healthy.jsonl",
 )
 def monitor(
     runs: take.Runs,
@@ -403,10 +435,11 @@ def monitor(
 
 
 @app.command(
+    cls=Command,
     epilog="\b\nExamples:\n"
     "  massieu statistics\n"
     "  massieu statistics entropy maps\n"
-    "  massieu probe gpt2 --statistics entropy,maps"
+    "  massieu probe gpt2 --statistics entropy,maps",
 )
 def statistics(
     names: take.Names = None,
@@ -424,11 +457,12 @@ def statistics(
 
 
 @app.command(
+    cls=Command,
     epilog="\b\nExamples:\n"
     "  massieu verify\n"
     "  massieu verify S7 B3\n"
     "  massieu verify S15 --set N=1024 --seed 3\n"
-    "  massieu verify --html claims.html"
+    "  massieu verify --html claims.html",
 )
 def verify(
     context: typer.Context,
@@ -464,7 +498,8 @@ def verify(
 
 
 @app.command(
-    epilog="\b\nExamples:\n  massieu devices\n  massieu devices --device cuda:1 --quick\n  massieu devices --json"
+    cls=Command,
+    epilog="\b\nExamples:\n  massieu devices\n  massieu devices --device cuda:1 --quick\n  massieu devices --json",
 )
 def devices(
     context: typer.Context,
@@ -472,7 +507,7 @@ def devices(
     quick: Annotated[
         bool, option(None, "Small sizes: checks the errors within seconds; timings mean little.", "--quick")
     ] = False,
-    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json")] = False,
+    json: Annotated[bool, option(None, "Print a JSON object instead.", "--json", heading=OUTPUT)] = False,
 ) -> None:
     """Test which attention kernels run here, and how fast."""
     with context.obj.loading():
@@ -493,5 +528,6 @@ def devices(
 
 
 app.command(
-    epilog="\b\nExamples:\n  massieu experiment list\n  massieu experiment precision\n  massieu experiment sink --quick"
+    cls=Command,
+    epilog="\b\nExamples:\n  massieu experiment list\n  massieu experiment precision\n  massieu experiment sink --quick",
 )(experiment)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand
 
 if TYPE_CHECKING:
     from massieu.probing.statistics.catalogue import Named
@@ -15,7 +15,48 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "all-MiniLM-L6-v2"
 
 
-class TextCommand(TyperCommand):
+# The headings under which a command's help shows its options; those without one are shown last, under "Options".
+MODEL = "Model"
+DATA = "What is read"
+MEASURED = "What is measured"
+OUTPUT = "Output"
+
+
+class Command(TyperCommand):
+    """A command whose help names arguments by their words, and shows options under the headings of this file."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = [self.options_metavar] if self.options_metavar else []
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, TyperArgument):
+                word = _word(parameter)
+                pieces.append(word if parameter.required else f"[{word}]")
+        return pieces
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], MODEL: [], DATA: [], MEASURED: [], OUTPUT: []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            name, help = record
+            if isinstance(parameter, TyperArgument):
+                sections["Arguments"].append((_word(parameter), help))
+            else:
+                heading = getattr(parameter, "rich_help_panel", None) or "Options"
+                sections.setdefault(heading, []).append((name, help))
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def _word(argument: TyperArgument) -> str:
+    """What stands for an argument in the help, such as MODEL."""
+    return argument.metavar or (argument.name or "").upper()
+
+
+class TextCommand(Command):
     """A command whose ``--text`` takes several paths, as a shell passes them for ``*.md``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -37,19 +78,31 @@ def _one_path_each(arguments: Iterable[str]) -> Iterator[str]:
         yield argument
 
 
-def option(metavar: str | None, help: str, *names: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help)
+def option(metavar: str | None, help: str, *names: str, heading: str | None = None) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=heading)
 
 
 _MODEL = "Folder of a model, a .gguf file, or a name on the Hugging Face hub. [default: the MiniLM sentence encoder]"
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
-Device = Annotated[str | None, option("D", "cpu, cuda, cuda:1 and so on. [default: a GPU if there is one]")]
-Dtype = Annotated[str | None, option("T", "Precision: float32, bfloat16, float16 or float64. [default: float32]")]
-Revision = Annotated[str | None, option("R", "Branch, tag or commit of the model on the hub.")]
-DeviceMap = Annotated[
-    str | None, option("MAP", "auto spreads a large model's layers over devices; use it without --device.")
+Device = Annotated[
+    str | None, option("D", "cpu, gpu, cuda:1 and so on. [default: a GPU if there is one]", heading=MODEL)
 ]
-TrustRemoteCode = Annotated[bool, option(None, "Run the Python code that comes with the model.", "--trust-remote-code")]
+Dtype = Annotated[
+    str | None,
+    option(
+        "T",
+        "Precision: float32, bfloat16, float16 or float64, or fp32, bf16 and so on. [default: float32]",
+        heading=MODEL,
+    ),
+]
+Revision = Annotated[str | None, option("R", "Branch, tag or commit of the model on the hub.", heading=MODEL)]
+DeviceMap = Annotated[
+    str | None,
+    option("MAP", "auto spreads a large model's layers over devices; use it without --device.", heading=MODEL),
+]
+TrustRemoteCode = Annotated[
+    bool, option(None, "Run the Python code that comes with the model.", "--trust-remote-code", heading=MODEL)
+]
 
 # --- a probe's measurements --------------------------------------------------------------------------------------------
 
@@ -74,43 +127,61 @@ _RULES = "Replace the attention and measure how the output changes, for example 
 _PER_TOKEN = "Also write these statistics for every token to DIR/tokens; 'all' for all attention statistics."
 _BOS = "Begin each window with the BOS token, or without it. [default: as the tokenizer is set]"
 _RESUME = "Continue an interrupted run from what it stored in DIR."
-QuerySample = Annotated[int | None, option("N", _SAMPLE)]
+QuerySample = Annotated[int | None, option("N", _SAMPLE, heading=MEASURED)]
 NoPacking = Annotated[
-    bool, option(None, "One document per window instead of filling windows with several.", "--no-packing")
+    bool, option(None, "One document per window instead of filling windows with several.", "--no-packing", heading=DATA)
 ]
 Tokenizer = Annotated[
-    str | None, option("NAME", "Tokenizer: a folder or a name on the hub. [default: the model's own]")
+    str | None, option("NAME", "Tokenizer: a folder or a name on the hub. [default: the model's own]", heading=MODEL)
 ]
-Bos = Annotated[bool | None, option(None, _BOS, "--bos/--no-bos")]
-Generate = Annotated[int | None, option("N", "Let the model generate N tokens after each document, and measure those.")]
+Bos = Annotated[bool | None, option(None, _BOS, "--bos/--no-bos", heading=DATA)]
+Generate = Annotated[
+    int | None, option("N", "Let the model generate N tokens after each document, and measure those.", heading=DATA)
+]
 _FILES = "Text to read: files (.txt .md .rst .py .jsonl .json .csv .tsv .parquet, also .gz), folders, or - for standard input."
-Text = Annotated[list[str] | None, option("PATH ...", _FILES)]
-MaxLength = Annotated[int | None, option("N", "Tokens per window. [default: 256, or the model's positions if fewer]")]
-MaxTokens = Annotated[int | None, option("N", "Stop after this many tokens.")]
-BatchSize = Annotated[int, option("N", "Windows per batch.")]
-Images = Annotated[
-    list[str] | None, option("PATH", "For image models: an image file or a folder of images; repeatable.")
+Text = Annotated[list[str] | None, option("PATH ...", _FILES, heading=DATA)]
+MaxLength = Annotated[
+    int | None, option("N", "Tokens per window. [default: 256, or the model's positions if fewer]", heading=DATA)
 ]
-Column = Annotated[str | None, option("NAME", "Table column or JSON field that holds the text. [default: text]")]
-Source = Annotated[str | None, option("NAME", "For encoder–decoder models: column that the encoder reads.")]
-Target = Annotated[str | None, option("NAME", "For encoder–decoder models: column that the decoder reads.")]
-Replace = Annotated[list[str] | None, option("RULE", _RULES)]
-ReplacePer = Annotated[Per, option(None, "Replace all attention at once, or one layer's (site) or one head at a time.")]
-ReplaceWindows = Annotated[int, option("N", "Number of sampled windows for --replace.")]
-Quick = Annotated[bool, option(None, "No controls; the attention statistics only, or those that are named.", "--quick")]
+MaxTokens = Annotated[int | None, option("N", "Stop after this many tokens.", heading=DATA)]
+BatchSize = Annotated[int, option("N", "Windows per batch.", heading=DATA)]
+Images = Annotated[
+    list[str] | None, option("PATH", "For image models: an image file or a folder of images; repeatable.", heading=DATA)
+]
+Column = Annotated[
+    str | None, option("NAME", "Table column or JSON field that holds the text. [default: text]", heading=DATA)
+]
+Source = Annotated[
+    str | None, option("NAME", "For encoder–decoder models: column that the encoder reads.", heading=DATA)
+]
+Target = Annotated[
+    str | None, option("NAME", "For encoder–decoder models: column that the decoder reads.", heading=DATA)
+]
+Replace = Annotated[list[str] | None, option("RULE", _RULES, heading=MEASURED)]
+ReplacePer = Annotated[
+    Per, option(None, "Replace all attention at once, or one layer's (site) or one head at a time.", heading=MEASURED)
+]
+ReplaceWindows = Annotated[int, option("N", "Number of sampled windows for --replace.", heading=MEASURED)]
+Quick = Annotated[
+    bool,
+    option(None, "No controls; the attention statistics only, or those that are named.", "--quick", heading=MEASURED),
+]
 Draws = Annotated[
-    int | None, option("N", "Re-initialised models that heads are compared with; 0 for none. [default: 8]")
+    int | None,
+    option("N", "Re-initialised models that heads are compared with; 0 for none. [default: 8]", heading=MEASURED),
 ]
 Statistics = Annotated[
     list[str] | None,
     option(
         "NAME,...",
-        "Only these: names or groups that 'massieu statistics' lists, or your own, FILE.py:NAME. [default: all]",
+        "Only these: names or groups that 'massieu statistics' lists, or your own, FILE.py:NAME. "
+        "[default: the groups attention, values, climb, maps and expansion]",
+        heading=MEASURED,
     ),
 ]
-PerToken = Annotated[str | None, option("NAME,...", _PER_TOKEN)]
-Resume = Annotated[bool, option(None, _RESUME, "--resume")]
-StoreEvery = Annotated[float, option("MINUTES", "How often intermediate results are stored in DIR.")]
+PerToken = Annotated[str | None, option("NAME,...", _PER_TOKEN, heading=MEASURED)]
+Resume = Annotated[bool, option(None, _RESUME, "--resume", heading=OUTPUT)]
+StoreEvery = Annotated[float, option("MINUTES", "How often intermediate results are stored in DIR.", heading=OUTPUT)]
 
 # --- options of single commands -------------------------------------------------------------------------------------
 
@@ -120,11 +191,11 @@ _REFERENCE = "A run that went well: it shares the plots, in grey."
 _EVERY_ROW = "Show every check of the named claims, not only the worst of each kind."
 _CLAIMS = "Claims to show in detail, such as S7. [default: a list of all]"
 _NAMES = "Statistics or groups to explain. [default: a list of all]"
-FailAbove = Annotated[str | None, option("NAME=X,...", _FAIL_ABOVE)]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN.jsonl", help=_RUNS)]
+FailAbove = Annotated[str | None, option("NAME=X,...", _FAIL_ABOVE, heading=OUTPUT)]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN.jsonl ...", help=_RUNS)]
 Reference = Annotated[Path | None, option("PATH", _REFERENCE)]
-Claims = Annotated[list[str] | None, typer.Argument(metavar="ID", help=_CLAIMS)]
-Names = Annotated[list[str] | None, typer.Argument(metavar="NAME", help=_NAMES)]
+Claims = Annotated[list[str] | None, typer.Argument(metavar="ID ...", help=_CLAIMS)]
+Names = Annotated[list[str] | None, typer.Argument(metavar="NAME ...", help=_NAMES)]
 _PROMPT = (
     "Text to read by itself, in place of --text: prints the largest numbers of this one prompt, and writes nothing."
 )
@@ -132,13 +203,13 @@ _CHAT = "Read the prompt as a user's message, written by the tokenizer's chat te
 _HEAD = "Layer and head, counted from 0, such as 5.1."
 _SITE = "Attention module, where a layer has several; 'massieu describe' lists them."
 _TOP = "How many of the head's largest weights are printed."
-OnePrompt = Annotated[str | None, typer.Argument(metavar="[PROMPT]", help=_PROMPT, show_default=False)]
+OnePrompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help=_PROMPT, show_default=False)]
 NamedModel = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL.partition(" [")[0] + ".")]
 ThePrompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text to read.")]
-Head = Annotated[str, option("LAYER.HEAD", _HEAD, "--head")]
-Site = Annotated[str | None, option("NAME", _SITE)]
-Top = Annotated[int, option("N", _TOP)]
-Chat = Annotated[bool, option(None, _CHAT, "--chat")]
+Head = Annotated[str, option("LAYER.HEAD", _HEAD, "--head", heading=MEASURED)]
+Site = Annotated[str | None, option("NAME", _SITE, heading=MEASURED)]
+Top = Annotated[int, option("N", _TOP, heading=OUTPUT)]
+Chat = Annotated[bool, option(None, _CHAT, "--chat", heading=DATA)]
 EveryRow = Annotated[bool, option(None, _EVERY_ROW, "--all")]
 
 

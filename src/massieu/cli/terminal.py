@@ -6,6 +6,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,33 @@ def summarise(result: "ProbeResult", folder: Path) -> None:
     show(f"page: {folder / 'report.html'}")
 
 
+def summary_of(result: "ProbeResult", folder: Path) -> dict[str, Any]:
+    """What `summarise` prints, as an object for JSON; every number of the probe is in the tables of the folder."""
+    from massieu.report.encode import encodable
+
+    text = result.run.text
+    return {
+        "model": result.run.model.name,
+        "tokens": text.tokens,
+        "windows": text.windows,
+        "source": text.source,
+        "complete": result.complete,
+        "trouble": result.trouble,
+        "findings": [encodable(asdict(finding)) for finding in result.findings if finding.statistic is not None],
+        "questions": [
+            {"question": card.question, "answers": [str(answer) for answer in card.answers]}
+            for card in result.questions
+        ],
+        "warnings": list(result.run.warnings),
+        "folder": str(folder),
+    }
+
+
 def list_statistics(statistics: "Iterable[Statistic]") -> None:
     """Print a line for each statistic: its name, group and question, which goes below in a narrow terminal."""
+    from massieu.probing.statistics.registry import OPT_IN
+
+    statistics = list(statistics)
     rows = [(statistic.name, statistic.group, statistic.question) for statistic in statistics]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     longest = sum(widths) + max(len(question) for *_, question in rows) + 4
@@ -82,6 +108,8 @@ def list_statistics(statistics: "Iterable[Statistic]") -> None:
             show(start, bold=name.ljust(widths[0]))
             show(textwrap.fill(question, room - 4, initial_indent="    ", subsequent_indent="    "))
     show(f"\n{len(rows)} statistics; 'massieu statistics NAME' explains one, or all of a group")
+    opt_in = sorted({statistic.group for statistic in statistics if statistic.group in OPT_IN})
+    show(f"groups that are measured only where they are named: {', '.join(opt_in)}")
 
 
 def show_statistic(statistic: "Statistic") -> None:

@@ -14,6 +14,7 @@ from massieu.foundation.arguments import described, flag
 from massieu.foundation.doors import any_of, check_fields, path, text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64"}
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Checkpoint:
         name: a folder (of a model, or of an adapter to one), a GGUF file or a name on the hub; None is the MiniLM sentence
             encoder.
         revision: a branch, tag or commit on the hub.
-        dtype: "float32", "bfloat16", "float16" or "float64"; None is float32.
-        device: where the model runs, such as "cpu" or "cuda:1"; None is a GPU where there is one.
+        dtype: "float32", "bfloat16", "float16" or "float64", or "fp32", "bf16", "fp16"; None is float32.
+        device: where the model runs, such as "cpu", "cuda:1" or "gpu"; None is a GPU where there is one.
         device_map: in place of ``device``, for a model that is larger than one: "auto" spreads its layers over the devices,
             main memory and the disk; needs `accelerate`. A mapping from names of modules to devices is taken too.
         adapter: the folder of a PEFT adapter, which is put on the model ``name``.
@@ -64,6 +65,7 @@ class Checkpoint:
             adapter=path,
             trust_remote_code=flag,
         )
+        object.__setattr__(self, "dtype", _SHORT_NAMES.get(self.dtype or "", self.dtype))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InputError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         if self.device is not None and self.device_map is not None:

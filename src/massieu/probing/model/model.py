@@ -113,6 +113,13 @@ class AnnouncedModel:
 def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "gpu":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            raise InputError(
+                "device 'gpu' is not there: PyTorch sees no GPU; leave the option out to use the processor"
+            )
+        return accelerator
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:

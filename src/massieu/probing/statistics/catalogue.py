@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from massieu.errors import InputError
@@ -128,9 +129,10 @@ def _members(name: str) -> list[str]:
     """The package's statistics with this name, or of the group with this name."""
     members = [statistic.name for statistic in STATISTICS.values() if name in (statistic.name, statistic.group)]
     if not members:
-        known_names = ", ".join([*GROUPS, *STATISTICS])
+        near = get_close_matches(name, [*GROUPS, *STATISTICS], n=3)
+        suggestion = f"did you mean {' or '.join(near)}? " if near else ""
         raise InputError(
-            f"unknown statistic {name!r}; known are the groups and statistics: {known_names}; one of your own is given as a "
+            f"unknown statistic {name!r}; {suggestion}'massieu statistics' lists them, and one of your own is given as a "
             "function, on the command line as FILE.py:NAME"
         )
     return members
