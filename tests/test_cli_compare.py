@@ -224,15 +224,15 @@ def test_an_interrupted_command_goes_on(checkpoint: Path, tmp_path: Path):
     ids=["quick", "quick and named", "draws"],
 )
 def test_a_quick_comparison_has_no_controls(monkeypatch, tmp_path, arguments, options):
-    class Reached(Exception):
+    class ReachedError(Exception):
         """The command has made its request."""
 
     def run(request: Any, interruption: Any) -> Any:
         data = request.options.pop("data")
         assert isinstance(data, massieu.Text)
         assert request.options == options
-        raise Reached
+        raise ReachedError
 
     monkeypatch.setattr("massieu.cli.compare.run", run)
     ran = _run("a", "b", "--out", tmp_path, *arguments)
-    assert isinstance(ran.exception, Reached), ran.output
+    assert isinstance(ran.exception, ReachedError), ran.output
