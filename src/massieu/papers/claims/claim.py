@@ -90,7 +90,8 @@ class Check:
     @property
     def strain(self) -> float:
         """How much of the bound is used: 1 at the bound, above 1 where it fails, 0 where no ratio is defined."""
-        used, allowed = self.measured, self.bound
+        used = self.measured
+        allowed = self.bound
         if self.comparison == "≥":
             used, allowed = allowed, used
         if used > 0 and allowed > 0:
@@ -251,7 +252,8 @@ def close(name: str, actual: Tensor | float, expected: Tensor | float, tolerance
 
     The default tolerance is for two exact ways to one number in float64; `QUADRATURE` and its kin are for the others.
     """
-    left, right = _double(actual), _double(expected)
+    left = _double(actual)
+    right = _double(expected)
     _same_shape(name, left, right)
     error = torch.where(left == right, 0.0, (left - right).abs() / (1 + right.abs()))
     return Check(name, error.max().item(), "≤", tolerance, _compared(left, right))
@@ -277,7 +279,9 @@ def near_in_standard_errors(
         degrees_of_freedom: Of the standard error, where it comes from draws as well.
         skewness: Of the estimate, for one that is divided by a standard error from the same draws.
     """
-    left, right, error = _double(estimate), _double(expected), _double(standard_error)
+    left = _double(estimate)
+    right = _double(expected)
+    error = _double(standard_error)
     _same_shape(name, left, right)
     _same_shape(name, left, error)
     detail = f"{left.item():.5g} ± {error.item():.2g} against {right.item():.5g}" if left.numel() == 1 else ""

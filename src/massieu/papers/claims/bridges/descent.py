@@ -27,7 +27,8 @@ _ROUNDING = 1e-12
 def ascent_and_contraction_are_descent(layers: int = 12, draws: int = 30, seed: int = 0) -> Iterator[Check]:
     normal = normal_draws(seed)
     for name, memory in _memories(normal).items():
-        batch, width = memory.batch_shape, memory.event_shape[0]
+        batch = memory.batch_shape
+        width = memory.event_shape[0]
         scale = normal(*batch).exp()
         energy = HopfieldEnergy.create(memory, scale=scale)
         state = normal(*batch, draws, width)
@@ -37,7 +38,8 @@ def ascent_and_contraction_are_descent(layers: int = 12, draws: int = 30, seed: 
 
 
 def _memories(normal: Normal) -> dict[str, Measure]:
-    width, zeros = 4, torch.zeros(4, dtype=torch.float64)
+    width = 4
+    zeros = torch.zeros(4, dtype=torch.float64)
     masked = normal(3, 7)
     masked[:, ::2] = -torch.inf
     return {
@@ -54,7 +56,8 @@ def _memories(normal: Normal) -> dict[str, Measure]:
 def _layers(name: str, energy: HopfieldEnergy, state: Tensor, rate: float, layers: int) -> Iterator[Check]:
     scale = energy.scale.reshape(*energy.scale.shape, *[1] * (state.ndim - energy.scale.ndim))
     damping = rate / (1 + rate)
-    apart, margins = [], []
+    apart = []
+    margins = []
     for _ in range(layers):
         after = (state + rate * energy.memory.mean(scale * state)) / (1 + rate)
         # A Gaussian memory of large covariance drives the state away: rounding grows with it.

@@ -44,7 +44,9 @@ def dual_link_scores(draws: int = 20, seed: int = 0) -> Iterator[Check]:
 
 def _kernel_of_divergence(member: Member) -> Iterator[Check]:
     """Every pair of parameters: the divergence and A* are summed over points."""
-    name, measure, eta = member.name, member.measure, member.eta
+    name = member.name
+    measure = member.measure
+    eta = member.eta
     tolerance = CLOSED_FORM if name in _SUMMED_EXACTLY else QUADRATURE
     log_share = member.log_share(eta)
     share = log_share.exp()
@@ -78,7 +80,8 @@ def _weights(kernel: Atoms, eta: Tensor) -> Tensor:
 
 
 def _mahalanobis(normal: Normal, draws: int) -> Iterator[Check]:
-    location, root = normal(3), normal(3, 3)
+    location = normal(3)
+    root = normal(3, 3)
     covariance = torch.eye(3).double() + root @ root.T
     eta = 0.5 * normal(draws, 3)
     keys = location + eta @ covariance
@@ -92,7 +95,8 @@ def _mahalanobis(normal: Normal, draws: int) -> Iterator[Check]:
 
 def _links(normal: Normal, draws: int) -> Iterator[Check]:
     eta = normal(draws, 4)
-    half, one = torch.full((4,), 0.5).double(), torch.ones(4).double()
+    half = torch.full((4,), 0.5).double()
+    one = torch.ones(4).double()
     links: dict[str, tuple[Measure, Callable[[Tensor], Tensor]]] = {
         "Bernoulli: ∇A and σ": (Bernoulli.create(half), torch.sigmoid),
         "Poisson: ∇A and exp": (Poisson.create(one), torch.exp),

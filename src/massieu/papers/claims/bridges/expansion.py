@@ -39,7 +39,8 @@ def exact_gain(draws: int = 200, dimensions: int = 3, seed: int = 0) -> Iterator
 
 def _measures(normal: Normal, width: int) -> dict[str, tuple[Measure, float, tuple[float, ...]]]:
     """With the size of the points and the steps after which A is still finite."""
-    zeros, every = torch.zeros(width, dtype=torch.float64), (0.1, 1.0, 20.0)
+    zeros = torch.zeros(width, dtype=torch.float64)
+    every = (0.1, 1.0, 20.0)
     parts = [Gaussian.create(zeros + sign, torch.full_like(zeros, 0.2)) for sign in (-1, 1)]
     return {
         "keys": (Atoms.create(normal(9, width), normal(9)), 1.0, every),

@@ -41,7 +41,8 @@ def _tokens() -> GaussianTokens:
 def precision_matching(keys: int = 20_000, repetitions: int = 30, seed: int = 0) -> Iterator[Check]:
     check_at_least(1000, keys=keys)
     check_at_least(20, repetitions=repetitions)
-    normal, law = normal_draws(seed), _tokens()
+    normal = normal_draws(seed)
+    law = _tokens()
     half = 0.5 * law.score
     skew = torch.tensor([[0.2, 0.5], [-0.4, 0.3]], dtype=torch.float64)
     limits = {"M = Σ⁻¹": (law.score, law.conditional_mean(_QUERY))}
@@ -66,7 +67,8 @@ def precision_matching(keys: int = 20_000, repetitions: int = 30, seed: int = 0)
 def best_temperature(keys: int = 4000, repetitions: int = 1000, seed: int = 0) -> Iterator[Check]:
     check_at_least(100, keys=keys)
     check_at_least(100, repetitions=repetitions)
-    normal, law = normal_draws(seed), _tokens()
+    normal = normal_draws(seed)
+    law = _tokens()
     for share in (0.5, 1.0):
         yield from _simulated_error(normal, law, share, keys, repetitions)
     yield from _bias_of_few_keys(normal, 20 * repetitions)
@@ -127,7 +129,9 @@ def _necessity(law: GaussianTokens, other: Tensor) -> Iterator[Check]:
 
 def _denoising(normal: Normal, keys: int, repetitions: int) -> Iterator[Check]:
     covariance = torch.tensor([[1.0, 0.4], [0.4, 0.6]], dtype=torch.float64)
-    noise, origin, identity = 0.5, torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    noise = 0.5
+    origin = torch.zeros(2, dtype=torch.float64)
+    identity = torch.eye(2, dtype=torch.float64)
     # E[x | x̃] from the precisions of prior and noise.
     best = torch.linalg.inv(torch.linalg.inv(covariance) + identity / noise) @ _QUERY / noise
     for name, context in (("noisy context", covariance + noise * identity), ("clean context", covariance)):
@@ -139,7 +143,8 @@ def _denoising(normal: Normal, keys: int, repetitions: int) -> Iterator[Check]:
 
 
 def _simulated_error(normal: Normal, law: GaussianTokens, share: float, keys: int, repetitions: int) -> Iterator[Check]:
-    logit, truth = share * law.score @ (_QUERY - law.key_mean), law.conditional_mean(_QUERY)
+    logit = share * law.score @ (_QUERY - law.key_mean)
+    truth = law.conditional_mean(_QUERY)
     output = torch.cat(list(_outputs(normal, law, logit, keys, repetitions)))
     error = (output - truth).square().sum(-1)
     expected = law.error(_QUERY, share, keys)
@@ -148,10 +153,14 @@ def _simulated_error(normal: Normal, law: GaussianTokens, share: float, keys: in
 
 def _bias_of_few_keys(normal: Normal, repetitions: int, keys: int = 150, share: float = 0.5) -> Iterator[Check]:
     """Values equal to keys, both N(0, 1): with s²b in place of (2s − s²)b the formula is off."""
-    one, origin = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    law, query = GaussianTokens.create(origin, origin, one, one, one), torch.tensor([1.4], dtype=torch.float64)
-    x, eta = query.item(), share * query.item()
-    smoothing, growth = (x - eta) ** 2, math.exp(eta**2)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    origin = torch.zeros(1, dtype=torch.float64)
+    law = GaussianTokens.create(origin, origin, one, one, one)
+    query = torch.tensor([1.4], dtype=torch.float64)
+    x = query.item()
+    eta = share * query.item()
+    smoothing = (x - eta) ** 2
+    growth = math.exp(eta**2)
     full = growth * (1 + (2 * share - share**2) * x**2)
     found = keys * (law.error(query, share, keys) - smoothing)
     yield close("values = keys: the 1/L part of the formula, times L", found, full)

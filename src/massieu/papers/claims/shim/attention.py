@@ -32,7 +32,9 @@ def attention_is_a_gradient(atoms: int = 12, dimensions: int = 4, draws: int = 2
     check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     beta = dimensions**-0.5
-    keys, values, log_weight = normal(atoms, dimensions), normal(atoms, dimensions), normal(atoms)
+    keys = normal(atoms, dimensions)
+    values = normal(atoms, dimensions)
+    log_weight = normal(atoms)
     query = normal(draws, dimensions)
     measure = Atoms.create(keys, log_weight)
 
@@ -81,7 +83,8 @@ def _weight_matrices(normal: Normal, tokens: Tensor) -> Iterator[Check]:
     head = (width + 1) // 2
     beta = head**-0.5
     # Entries of size 1/√width keep scores of size 1.
-    to_query, to_key = normal(head, width) * width**-0.5, normal(head, width) * width**-0.5
+    to_query = normal(head, width) * width**-0.5
+    to_key = normal(head, width) * width**-0.5
     stream = normal(1, width)
 
     def log_partition(stream: Tensor) -> Tensor:
@@ -118,7 +121,9 @@ def _self_attention(tokens: Tensor, beta: float) -> Iterator[Check]:
 def _biases_and_masks(normal: Normal, tokens: Tensor, beta: float) -> Iterator[Check]:
     """Extension 4: query biases, position biases, masks and padding are weights of the measure."""
     count, width = tokens.shape
-    query, query_bias, key_bias = normal(width), normal(width), normal(width)
+    query = normal(width)
+    query_bias = normal(width)
+    key_bias = normal(width)
     direct = torch.softmax(beta * (tokens + key_bias) @ (query + query_bias), -1)
     weighted = Atoms.create(tokens, beta * tokens @ query_bias)
     identity = torch.eye(count, dtype=tokens.dtype)
@@ -136,7 +141,8 @@ def _biases_and_masks(normal: Normal, tokens: Tensor, beta: float) -> Iterator[C
     yield close("causal mask and linear bias as log w, and softmax over the past", masked.mean(beta * tokens), expected)
 
     visible = position < count - 1
-    padded, short = Atoms.create(tokens, visible), Atoms.create(tokens[:-1])
+    padded = Atoms.create(tokens, visible)
+    short = Atoms.create(tokens[:-1])
     yield close("padding w = 0 and no padding: log Z", padded.log_partition(query), short.log_partition(query))
     nothing = Atoms.create(tokens, torch.zeros(count, dtype=torch.bool))
     yield close("no visible key: log Z and −∞", nothing.log_partition(query), -torch.inf)
@@ -159,7 +165,8 @@ def distance_is_a_weight(atoms: int = 12, dimensions: int = 4, draws: int = 100,
     normal = normal_draws(seed)
     root = normal(dimensions, dimensions) * dimensions**-0.5
     metric = root @ root.T + 0.5 * torch.eye(dimensions, dtype=root.dtype)
-    keys, query = normal(atoms, dimensions), normal(draws, dimensions)
+    keys = normal(atoms, dimensions)
+    query = normal(draws, dimensions)
     identity = torch.eye(atoms, dtype=keys.dtype)
 
     def kernel(keys: Tensor) -> Tensor:
@@ -205,11 +212,16 @@ def key_origin_is_a_gauge(atoms: int = 12, dimensions: int = 4, draws: int = 100
     check_at_least(2, atoms=atoms)
     normal = normal_draws(seed)
     beta = dimensions**-0.5
-    keys, log_weight = normal(atoms, dimensions), normal(atoms)
-    bias, query, step = normal(dimensions), normal(draws, dimensions), normal(draws, dimensions)
-    measure, shifted = Atoms.create(keys, log_weight), Atoms.create(keys + bias, log_weight)
+    keys = normal(atoms, dimensions)
+    log_weight = normal(atoms)
+    bias = normal(dimensions)
+    query = normal(draws, dimensions)
+    step = normal(draws, dimensions)
+    measure = Atoms.create(keys, log_weight)
+    shifted = Atoms.create(keys + bias, log_weight)
     share = torch.softmax(log_weight, -1)
-    eta, common = beta * query, share @ keys
+    eta = beta * query
+    common = share @ keys
 
     def selective(measure: Measure, keys: Tensor, query: Tensor) -> Tensor:
         return measure.log_partition(beta * query) - log_weight.logsumexp(-1) - beta * query @ keys.T @ share
@@ -250,7 +262,8 @@ def key_origin_is_a_gauge(atoms: int = 12, dimensions: int = 4, draws: int = 100
 
 def _sign_is_free(measure: Atoms, beta: float, query: Tensor, direction: Tensor) -> Iterator[Check]:
     """For a step along ∇S, a key bias makes log Z fall by one nat; S rises under either (it is convex)."""
-    eta, other = beta * query, beta * (query + direction)
+    eta = beta * query
+    other = beta * (query + direction)
     change = measure.log_partition(other) - measure.log_partition(eta)
     bias = -(1 + change).unsqueeze(-1) * direction / (beta * direction.square().sum(-1, keepdim=True))
     each = Atoms.create(measure.points + bias.unsqueeze(-2), measure.log_weight.expand(len(query), -1))

@@ -38,12 +38,18 @@ def _adaboost(normal: Normal, examples: int, learners: int, rounds: int) -> Iter
     """Noisy ±1 learners; the first two examples are the same point with both labels, so that no learner is perfect."""
     labels = torch.sign(normal(examples))
     votes = labels.unsqueeze(-1) * torch.sign(normal(examples, learners) + 0.4)
-    labels[:2], votes[1] = torch.tensor([1.0, -1.0]), votes[0]
+    labels[:2] = torch.tensor([1.0, -1.0])
+    votes[1] = votes[0]
     zero = torch.zeros(learners, dtype=torch.float64)
     start = boosting(labels, torch.zeros_like(labels), votes)
     measure: Measure = start
-    weights, step = torch.full_like(labels, 1 / examples), zero
-    edges, ratios, expected, product, errors = [], [], [], [1.0], []
+    weights = torch.full_like(labels, 1 / examples)
+    step = zero
+    edges = []
+    ratios = []
+    expected = []
+    product = [1.0]
+    errors = []
     for _ in range(rounds):
         wrong = weights @ (votes != labels.unsqueeze(-1)).double()
         chosen = int((0.5 - wrong).abs().argmax())
@@ -51,7 +57,8 @@ def _adaboost(normal: Normal, examples: int, learners: int, rounds: int) -> Iter
         alpha = zero.clone()
         alpha[chosen] = 0.5 * math.log((1 - error) / error)
         ratios.append(measure.log_partition(alpha).exp() / measure.log_partition(zero).exp())
-        measure, step = measure.tilt(alpha), step + alpha
+        measure = measure.tilt(alpha)
+        step = step + alpha
         weights = weights * torch.exp(-labels * (votes @ alpha))
         weights = weights / weights.sum()
         edges.append(measure.mean(zero)[chosen])
@@ -68,7 +75,8 @@ def _adaboost(normal: Normal, examples: int, learners: int, rounds: int) -> Iter
     loss = torch.exp(-labels * (votes @ step))
     yield close("A(Σ α) and the log of the exponential loss", start.log_partition(step), loss.sum().log())
     yield close("mean exponential loss and the product of the ratios", loss.mean(), product[-1])
-    again, probe = boosting(labels, votes @ step, votes), 0.1 * normal(5, learners)
+    again = boosting(labels, votes @ step, votes)
+    probe = 0.1 * normal(5, learners)
     yield close("boosting from F and the tilts: ∇A anywhere", again.mean(probe), measure.mean(probe))
     slack = torch.tensor(product[1:], dtype=torch.float64) - torch.stack(errors)
     yield at_least("product of the ratios less the training error", slack, -1e-12)
@@ -76,7 +84,8 @@ def _adaboost(normal: Normal, examples: int, learners: int, rounds: int) -> Iter
 
 def _totally_corrective(normal: Normal, examples: int, learners: int) -> Iterator[Check]:
     """Real-valued learners whose edges are 0 for some positive weights, so that the least loss is attained."""
-    labels, logits = torch.sign(normal(examples)), 0.5 * normal(examples)
+    labels = torch.sign(normal(examples))
+    logits = 0.5 * normal(examples)
     feasible = torch.softmax(0.3 * normal(examples), -1)
     gains = normal(examples, learners) * learners**-0.5
     gains = gains - feasible @ gains

@@ -95,7 +95,8 @@ def _positive(normal: Normal, count: int) -> Tensor:
 
 
 def _atoms(normal: Normal, draws: int) -> Member:
-    points, log_weight = normal(12, 3), normal(12)
+    points = normal(12, 3)
+    log_weight = normal(12)
     return Member("atoms", Atoms.create(points, log_weight), normal(draws, 3), points, log_weight)
 
 
@@ -105,7 +106,8 @@ def _constant(normal: Normal, draws: int) -> Member:
 
 
 def _gaussian(normal: Normal, draws: int) -> Member:
-    location, root = normal(2), torch.diag(_positive(normal, 2))
+    location = normal(2)
+    root = torch.diag(_positive(normal, 2))
     root[1, 0] = 0.5 * normal(1)
     # Whitened, the trapezoid rule of step ½ has an error of e^(−2π²/0.25); the ends leave room for the tilt.
     line = torch.arange(-20.0, 20.0, 0.5, dtype=torch.float64)
@@ -118,7 +120,9 @@ def _gaussian(normal: Normal, draws: int) -> Member:
 
 
 def _mixture(normal: Normal, draws: int) -> Member:
-    log_weight, location, deviation = torch.log_softmax(normal(3), -1), normal(3), _positive(normal, 3)
+    log_weight = torch.log_softmax(normal(3), -1)
+    location = normal(3)
+    deviation = _positive(normal, 3)
     measure = mixture(log_weight, Gaussian.create(location[:, None], deviation.square()[:, None]))
     points, volume = quadrature(-60.0, 60.0)
     white = (points[:, None] - location) / deviation
@@ -150,7 +154,8 @@ def _sphere(normal: Normal, draws: int) -> Member:
 
 
 def _uniform(normal: Normal, draws: int) -> Member:
-    low, width = normal(1), _positive(normal, 1)
+    low = normal(1)
+    width = _positive(normal, 1)
     points, volume = quadrature(low.item(), (low + width).item(), panels=10)
     log_density = -width.log().expand(len(points))
     return Member(
@@ -159,7 +164,8 @@ def _uniform(normal: Normal, draws: int) -> Member:
 
 
 def _bernoulli(normal: Normal, draws: int) -> Member:
-    probability, bits = torch.sigmoid(normal(3)), (1 + spin_states(3)) / 2
+    probability = torch.sigmoid(normal(3))
+    bits = (1 + spin_states(3)) / 2
     log_density = torch.where(bits == 1, probability, 1 - probability).log().sum(-1)
     return Member("Bernoulli", Bernoulli.create(probability), 2 * normal(draws, 3), bits, log_density)
 
@@ -200,7 +206,8 @@ def _laplace(normal: Normal, draws: int) -> Member:
 
 
 def _gamma(normal: Normal, draws: int) -> Member:
-    shape, scale = 0.8 + normal(1).abs(), _positive(normal, 1)
+    shape = 0.8 + normal(1).abs()
+    scale = _positive(normal, 1)
     # In log x the integrand is smooth; it falls like x^shape to the left.
     logarithm, log_step = quadrature(-_TAIL / 0.8, math.log(8 * _TAIL / _LEAST_SLACK))
     points = scale * logarithm.exp()

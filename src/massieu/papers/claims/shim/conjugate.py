@@ -90,7 +90,9 @@ def conjugate_prior_as_a_measure(draws: int = 10, observations: int = 8, seed: i
 
 
 def _integrals(case: _Case) -> Iterator[Check]:
-    name, prior, chi = case.name, case.prior, case.chi
+    name = case.name
+    prior = case.prior
+    chi = case.chi
     share = case.exponents().softmax(-1)
     log_mass = case.exponents().logsumexp(-1)
     yield close(f"{name}: B and log ∫ e^(χη − νA₀) dη", prior.log_partition(chi), log_mass, QUADRATURE)
@@ -113,12 +115,15 @@ def _integrals(case: _Case) -> Iterator[Check]:
 
 def _evidence(case: _Case) -> Iterator[Check]:
     """One prior, the observations one after the other."""
-    chi, strength = case.chi[0], case.strength
+    chi = case.chi[0]
+    strength = case.strength
     total = torch.zeros(1, dtype=torch.float64)
-    later_chi, later_strength = chi, strength
+    later_chi = chi
+    later_strength = strength
     for observation in case.observations:
         total = total + case.log_predictive(observation, later_chi, later_strength)
-        later_chi, later_strength = later_chi + observation, later_strength + 1
+        later_chi = later_chi + observation
+        later_strength = later_strength + 1
     evidence = case.prior.evidence(chi, case.observations)
     yield close(f"{case.name}: evidence and the product of predictives", evidence, total.squeeze(-1))
     updated, posterior = case.prior.update(chi, case.observations)
@@ -212,7 +217,8 @@ def _poisson(normal: Normal, draws: int, observations: int) -> _Case:
 
 
 def _gaussian(normal: Normal, draws: int, observations: int) -> _Case:
-    strength, variance = _strength(normal), torch.exp(0.3 * torch.tanh(normal(1)))
+    strength = _strength(normal)
+    variance = torch.exp(0.3 * torch.tanh(normal(1)))
     chi = normal(draws, 1)
     eta, volume = quadrature(-60.0, 60.0)
     precision = strength * variance
@@ -242,7 +248,8 @@ def _exponential(normal: Normal, draws: int, observations: int) -> _Case:
 
 
 def _gamma(normal: Normal, draws: int, observations: int) -> _Case:
-    shape, rate = 0.8 + normal(1).abs(), torch.exp(0.3 * torch.tanh(normal(1)))
+    shape = 0.8 + normal(1).abs()
+    rate = torch.exp(0.3 * torch.tanh(normal(1)))
     return _below_a_rate("gamma", Gamma.create(shape, 1 / rate), shape, rate, normal, draws, observations)
 
 

@@ -116,7 +116,8 @@ def _kinds(query: Tensor, key: Tensor) -> Iterator[Check]:
 def _on_a_sphere(normal: Normal, atoms: int, dimensions: int, samples: int) -> Iterator[Check]:
     """Cosine scores over a temperature: keys on a sphere, seen at κ = 1/temperature."""
     temperature = 0.5
-    query, key = F.normalize(normal(atoms, dimensions), dim=-1), F.normalize(normal(atoms, dimensions), dim=-1)
+    query = F.normalize(normal(atoms, dimensions), dim=-1)
+    key = F.normalize(normal(atoms, dimensions), dim=-1)
     found = info_nce(query, key, temperature=temperature)
     eta = query / temperature
     wanted = (Atoms.create(key).log_partition(eta) - (eta * key).sum(-1)).mean()
@@ -127,7 +128,8 @@ def _on_a_sphere(normal: Normal, atoms: int, dimensions: int, samples: int) -> I
     many = F.normalize(normal(samples, dimensions), dim=-1)
     sphere = Sphere.create(torch.ones((), dtype=many.dtype), dim=dimensions)
     ratio = Atoms.create(many).log_partition(eta[0]).exp() / samples
-    z, second = sphere.log_partition(eta[0]).exp(), sphere.log_partition(2 * eta[0]).exp()
+    z = sphere.log_partition(eta[0]).exp()
+    second = sphere.log_partition(2 * eta[0]).exp()
     error = ((second - z * z) / samples).sqrt()
     yield near_in_standard_errors("Z/N of keys drawn from the sphere and the sphere's Z at κ", ratio, z, error)
 

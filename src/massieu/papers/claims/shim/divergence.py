@@ -24,15 +24,16 @@ from massieu.papers.claims.shim.catalogue import Member, library
 def bregman_is_kl(draws: int = 20, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, draws=draws)
     for member in library(normal_draws(seed), draws):
-        measure, name, first = member.measure, member.name, member.eta
-        second, third = first.roll(1, 0), first.flip(0)
+        measure = member.measure
+        name = member.name
+        first = member.eta
+        second = first.roll(1, 0)
+        third = first.flip(0)
         # A sum over atoms is exact, one over a quadrature's nodes is not.
         tolerance = CLOSED_FORM if isinstance(member.log_volume, float) else QUADRATURE
-        bregman, forward, reverse = (
-            _bregman(measure, first, second),
-            _kl(member, first, second),
-            _kl(member, second, first),
-        )
+        bregman = _bregman(measure, first, second)
+        forward = _kl(member, first, second)
+        reverse = _kl(member, second, first)
         yield close(f"{name}: B_A(η₁, η₂) and KL(p₂ ‖ p₁)", bregman, reverse, tolerance)
         yield close(f"{name}: B_A*(ū₁, ū₂) and KL(p₁ ‖ p₂)", _dual(measure, first, second), forward, tolerance)
         yield close(f"{name}: kl(η₁, η₂) and KL(p₁ ‖ p₂)", measure.kl(first, second), forward, tolerance)
@@ -46,7 +47,8 @@ def bregman_is_kl(draws: int = 20, seed: int = 0) -> Iterator[Check]:
 
 def _kl(member: Member, eta_p: Tensor, eta_q: Tensor) -> Tensor:
     """Σ p log(p/q), from the masses alone."""
-    log_p, log_q = member.log_share(eta_p), member.log_share(eta_q)
+    log_p = member.log_share(eta_p)
+    log_q = member.log_share(eta_q)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 

@@ -65,10 +65,13 @@ def mean_map_modulo_a_subspace(atoms: int = 6, dimensions: int = 8, draws: int =
     rank = min(atoms, dimensions) - 1
     span = torch.linalg.qr(normal(dimensions, rank))[0]
     keys = normal(dimensions) + normal(atoms, rank) @ span.T
-    eta, other = 0.5 * normal(draws, dimensions), normal(draws, dimensions)
-    along, across = other @ span @ span.T, other - other @ span @ span.T
+    eta = 0.5 * normal(draws, dimensions)
+    other = normal(draws, dimensions)
+    along = other @ span @ span.T
+    across = other - other @ span @ span.T
     member = _atoms(keys, normal(atoms), eta)
-    measure, mean = member.measure, member.mean(eta)
+    measure = member.measure
+    mean = member.mean(eta)
 
     moved = (measure.mean(eta + across) - measure.mean(eta)).norm(dim=-1) / across.norm(dim=-1)
     yield as_published(at_least("‖∇A(η) − ∇A(η′)‖/‖η − η′‖, η ≠ η′", moved, 1e-6))
@@ -108,9 +111,12 @@ def conjugate_is_entropy(atoms: int = 12, dimensions: int = 3, draws: int = 10, 
         value = conjugate(member.measure, member.mean(member.eta))
         yield close(f"{member.name}: A*(ū) and E log dp/dh", value, ratio, QUADRATURE)
 
-    eta, other = 0.5 * normal(draws, dimensions), normal(draws, dimensions)
+    eta = 0.5 * normal(draws, dimensions)
+    other = normal(draws, dimensions)
     member = _atoms(normal(atoms, dimensions), normal(atoms), eta)
-    measure, mean, log_weight = member.measure, member.mean(eta), member.log_density
+    measure = member.measure
+    mean = member.mean(eta)
+    log_weight = member.log_density
     weights = member.log_share(eta).exp()
     value = conjugate(measure, mean)
     entropy = -(weights * weights.log()).sum(-1)
@@ -123,7 +129,8 @@ def conjugate_is_entropy(atoms: int = 12, dimensions: int = 3, draws: int = 10, 
     yield from _least_relative_entropy(member, weights, normal(draws, atoms))
     yield from _ends(member, other)
 
-    location, factor = normal(dimensions), normal(dimensions, dimensions)
+    location = normal(dimensions)
+    factor = normal(dimensions, dimensions)
     covariance = torch.eye(dimensions).double() + factor @ factor.T / dimensions
     apart = other - location
     distance = 0.5 * (apart * torch.linalg.solve(covariance, apart.T).T).sum(-1)
@@ -197,7 +204,8 @@ def duality_and_inverse(atoms: int = 12, dimensions: int = 3, draws: int = 10, s
     # Near the origin the mean stays well inside the hull, where differences are possible.
     eta = 0.2 * normal(draws, dimensions)
     member = _atoms(normal(atoms, dimensions), 0.3 * normal(atoms), eta)
-    measure, mean = member.measure, member.mean(eta)
+    measure = member.measure
+    mean = member.mean(eta)
     inverse = torch.linalg.inv(member.covariance(eta))
     # The smaller the covariance, the faster the inverse map changes over the differences' step.
     tolerance = GRADIENT_BY_DIFFERENCES * (1 + inverse.abs().max().item())
@@ -239,9 +247,12 @@ def fisher_is_centred(atoms: int = 12, dimensions: int = 4, draws: int = 20, see
     check_at_least(2, atoms=atoms)
     normal = normal_draws(seed)
     beta = dimensions**-0.5
-    eta, direction = normal(draws, dimensions), normal(draws, dimensions)
+    eta = normal(draws, dimensions)
+    direction = normal(draws, dimensions)
     member = _atoms(normal(atoms, dimensions), normal(atoms), eta)
-    measure, mean, keys = member.measure, member.mean(eta), member.points
+    measure = member.measure
+    mean = member.mean(eta)
+    keys = member.points
     weights = member.log_share(eta).exp()
     second = differences(lambda point: differences(measure.log_partition, point, 1e-4), eta, 1e-4)
     uncentred = (weights.unsqueeze(-1) * keys).mT @ keys
@@ -273,7 +284,8 @@ def fisher_is_centred(atoms: int = 12, dimensions: int = 4, draws: int = 20, see
 
 def _affine_approximation(member: Member, step: Tensor, normal: Normal) -> Iterator[Check]:
     """|κ₃(a, b, b)| ≤ max|a·(x − ū)| Var(b·x) ≤ D·D²/4 for unit vectors, D the diameter of the points (Popoviciu)."""
-    measure, eta = member.measure, member.eta
+    measure = member.measure
+    eta = member.eta
     affine = member.mean(eta) + (member.covariance(eta) @ step.unsqueeze(-1)).squeeze(-1)
     remainder = (measure.mean(eta + step) - affine).norm(dim=-1)
     largest = torch.cdist(member.points, member.points).max() ** 3 / 4

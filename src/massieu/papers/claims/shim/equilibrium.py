@@ -52,7 +52,8 @@ def gaussian_equilibrium(
     check_at_least(200, repetitions=repetitions)
     check_at_least(20, layers=layers)
     normal = normal_draws(seed)
-    sigma, location = _covariance(normal, dimensions), normal(dimensions)
+    sigma = _covariance(normal, dimensions)
+    location = normal(dimensions)
     yield from _items(normal, location, sigma)
     yield from _any_gaussian(normal, location, sigma)
     yield from _finitely_many_keys(normal, repetitions)
@@ -96,10 +97,8 @@ def _items(normal: Normal, location: Tensor, sigma: Tensor) -> Iterator[Check]:
 def _any_gaussian(normal: Normal, location: Tensor, sigma: Tensor) -> Iterator[Check]:
     """Carriers that do not commute: the law comes back, its particles do not."""
     identity = torch.eye(len(sigma), dtype=torch.float64)
-    hidden, keys = (
-        Gaussian.create(normal(len(sigma)), _covariance(normal, len(sigma))),
-        Gaussian.create(location, sigma),
-    )
+    hidden = Gaussian.create(normal(len(sigma)), _covariance(normal, len(sigma)))
+    keys = Gaussian.create(location, sigma)
     again = Renormalisation.create(hidden.location, hidden.covariance).gaussian(after_layer(hidden, keys, 0.5))
     yield close("any Gaussian: covariance after RN", again.covariance, hidden.covariance, _ROUNDING)
     turn = whitened_map(hidden, keys, 0.5)
@@ -126,7 +125,8 @@ def _finitely_many_keys(normal: Normal, repetitions: int) -> Iterator[Check]:
 def _one_number(layers: int) -> Iterator[Check]:
     """C ← c(1 + γC)C(1 + γC) with tr C held: from diag(1.2, 1, .8) to diag(3, 0, 0)."""
     start = torch.tensor([1.2, 1.0, 0.8], dtype=torch.float64)
-    law, recursion = Gaussian.create(torch.zeros(3, dtype=torch.float64), torch.diag(start)), start
+    law = Gaussian.create(torch.zeros(3, dtype=torch.float64), torch.diag(start))
+    recursion = start
     renormalise = TraceRenormalisation.create(3.0)
     for _ in range(layers):
         law = renormalise.gaussian(after_layer(law, law, 0.5))
@@ -191,7 +191,8 @@ def _harmonics() -> Iterator[Check]:
     radius = (1 - nodes.square()).sqrt()
     ring = torch.stack([angle.cos(), angle.sin()], -1)
     grid = torch.cat([radius[:, None, None] * ring, nodes[:, None, None].expand(24, 48, 1)], -1)
-    meridian, size = grid[:, 0], 1e-5
+    meridian = grid[:, 0]
+    size = 1e-5
     for order in (1, 2, 3):
         for beta in (0.5, 4.0):
             found = []

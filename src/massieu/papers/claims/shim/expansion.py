@@ -71,7 +71,8 @@ def _measures(normal: Normal, width: int) -> dict[str, Measure]:
 
 def _expands(name: str, normal: Normal, measure: Measure, step: float, pairs: int) -> Iterator[Check]:
     x, y = normal(2, pairs, *measure.event_shape)
-    level, mean = measure.log_partition(x), measure.mean(x)
+    level = measure.log_partition(x)
+    mean = measure.mean(x)
     gain = measure.log_partition(x + step * mean) - level
     above = (gain - step * mean.square().sum(-1)) / (1 + gain.abs())
     yield at_least(f"{name}: A(T(η)) − A(η) − γ‖∇A‖², relative", above, -_ROUNDING)
@@ -108,7 +109,8 @@ def _population(normal: Normal, width: int) -> Iterator[Check]:
 
 def _attention_entropy(normal: Normal) -> Iterator[Check]:
     """Eight keys, five layers: attention sharpens while every point's volume grows."""
-    keys, state = Atoms.create(normal(8, 3)), 0.5 * normal(16, 3)
+    keys = Atoms.create(normal(8, 3))
+    state = 0.5 * normal(16, 3)
     small = 1e-5
     ascended = (keys.entropy(state + sign * small * keys.mean(state)) for sign in (1, -1))
     slope = (next(ascended) - next(ascended)) / (2 * small)
@@ -140,15 +142,18 @@ def _diameter(tokens: Tensor) -> Tensor:
 
 def _other_values(normal: Normal, width: int) -> Iterator[Check]:
     """Values −k: points approach and A falls. Any values Wk: two close ones part as δᵀ W Cov_p δ says."""
-    keys, points = Atoms.create(normal(9, width)), normal(50, width)
+    keys = Atoms.create(normal(9, width))
+    points = normal(50, width)
     centred = keys.points - keys.points.mean(0)
-    keys, slope = Atoms.create(centred), Atoms.create(centred).mean(points)
+    keys = Atoms.create(centred)
+    slope = Atoms.create(centred).mean(points)
     fall = keys.log_partition(points - 0.01 * slope) - keys.log_partition(points)
     yield at_most("values −k, γ = 0.01: change of A", fall, 0.0)
     other = points.roll(1, 0)
     closer = (points - other - 0.01 * (slope - slope.roll(1, 0))).norm(dim=-1) - (points - other).norm(dim=-1)
     yield at_most("values −k, γ = 0.01: change of distances", closer, 0.0)
-    values, direction = normal(width, width), torch.nn.functional.normalize(normal(50, width), dim=-1)
+    values = normal(width, width)
+    direction = torch.nn.functional.normalize(normal(50, width), dim=-1)
     size = 1e-4
     left, right = (keys.mean(points + sign * 0.5 * size * direction) @ values.T for sign in (1, -1))
     parting = (direction * (left - right)).sum(-1) / size

@@ -59,7 +59,8 @@ def measure_generates_family(draws: int = 20, seed: int = 0) -> Iterator[Check]:
 
     def gaps(member: Member) -> Tensor:
         """(1 − t)A(a) + tA(b) − A((1 − t)a + tb) in units of A; inside the domain, which is convex, or it raises."""
-        start, end = member.eta, member.eta.flip(0)
+        start = member.eta
+        end = member.eta.flip(0)
         chord = torch.lerp(member.measure.log_partition(start), member.measure.log_partition(end), share[:, 0])
         return (chord - member.measure.log_partition(torch.lerp(start, end, share))) / (1 + chord.abs())
 
@@ -97,7 +98,8 @@ def _laplace_sign(members: list[Member]) -> Iterator[Check]:
 
 def _minimal(atoms: Member) -> Iterator[Check]:
     """Strictly convex in every direction in which the points differ, linear across."""
-    start, end = atoms.eta, atoms.eta.flip(0)
+    start = atoms.eta
+    end = atoms.eta.flip(0)
     middle = atoms.measure.log_partition(0.5 * (start + end))
     gap = 0.5 * (atoms.measure.log_partition(start) + atoms.measure.log_partition(end)) - middle
     surplus = gap - atoms.least_curvature(start, end) / 8
@@ -116,7 +118,8 @@ def _domains(excess: Tensor) -> Iterator[Check]:
     """Where Z is infinite: an error, and A without bound on the way there."""
     rate = torch.tensor([2.5], dtype=torch.float64)
     beyond = rate + excess
-    exponential, laplace = Exponential.create(rate), Laplace.create(1 / rate)
+    exponential = Exponential.create(rate)
+    laplace = Laplace.create(1 / rate)
     gamma = Gamma.create(torch.tensor([1.5], dtype=torch.float64), 1 / rate)
     pairs = [(exponential, rate), (exponential, beyond), (gamma, rate), (gamma, beyond)]
     pairs += [(laplace, sign * eta) for sign in (1, -1) for eta in (rate, beyond)]
@@ -135,7 +138,8 @@ def _domains(excess: Tensor) -> Iterator[Check]:
     infinite = ConjugatePrior.create(Bernoulli.create(torch.tensor([0.5], dtype=torch.float64)), strength)
     zero = torch.zeros(1, dtype=torch.float64)
     yield all_raise("Z(0) = ∞: A(0) of a conjugate prior", DomainError, lambda: infinite.log_partition(zero))
-    start, end = torch.tensor([[0.5], [1.5]], dtype=torch.float64), torch.tensor([[2.0], [0.7]], dtype=torch.float64)
+    start = torch.tensor([[0.5], [1.5]], dtype=torch.float64)
+    end = torch.tensor([[2.0], [0.7]], dtype=torch.float64)
     beta = [torch.lgamma(chi) + torch.lgamma(strength - chi) for chi in (start, end)]
     rise = infinite.log_partition(end) - infinite.log_partition(start)
     yield close("Z(0) = ∞: A(η + t) − A(η) and log E_{p_η} e^{tx}", rise, (beta[1] - beta[0])[:, 0], QUADRATURE)
@@ -158,7 +162,9 @@ def library_of_measures(draws: int = 10, samples: int = 20_000, seed: int = 0) -
     # The parameters are drawn from the stream of `seed` itself.
     generator = torch.Generator().manual_seed(seed + 1)
     for member in library(normal, draws):
-        name, measure, eta = member.name, member.measure, member.eta
+        name = member.name
+        measure = member.measure
+        eta = member.eta
         yield close(
             f"{name}: A and log ∫ e^x·η h(dx)", measure.log_partition(eta), member.log_partition(eta), QUADRATURE
         )
@@ -173,7 +179,8 @@ def library_of_measures(draws: int = 10, samples: int = 20_000, seed: int = 0) -
 
 def _tilted_density(member: Member) -> Iterator[Check]:
     """log p_η at the points, as the measure has it and as x·η + log h(x) − A."""
-    draws, (nodes, width) = len(member.eta), member.points.shape
+    draws = len(member.eta)
+    nodes, width = member.points.shape
     points = member.points[:, None].expand(nodes, draws, width)
     log_prob = member.measure.log_prob(member.eta, points).T
     expected = member.eta @ member.points.T + member.log_density - member.log_partition(member.eta)[:, None]
@@ -183,7 +190,8 @@ def _tilted_density(member: Member) -> Iterator[Check]:
 def _sampler(member: Member, samples: int, generator: torch.Generator) -> Iterator[Check]:
     """Mean and covariance of draws, with the standard errors that p_η has itself."""
     eta = member.eta[:2]
-    mean, share = member.mean(eta), member.log_share(eta).exp()
+    mean = member.mean(eta)
+    share = member.log_share(eta).exp()
     drawn = member.measure.sample(eta, (samples,), generator=generator)
     if len(member.points) == 1:
         yield close(f"{member.name}: draws and the point", drawn, member.points.expand_as(drawn))
@@ -208,7 +216,9 @@ def _sampler(member: Member, samples: int, generator: torch.Generator) -> Iterat
 
 def _coordinates(normal: Normal) -> Iterator[Check]:
     """Products of measures on the line: A adds."""
-    first, second, eta = torch.exp(0.3 * normal(3)), torch.exp(0.3 * normal(3)), torch.tanh(normal(3)) / 3
+    first = torch.exp(0.3 * normal(3))
+    second = torch.exp(0.3 * normal(3))
+    eta = torch.tanh(normal(3)) / 3
     makers = [
         lambda a, b: Bernoulli.create(a / (a + b)),
         lambda a, b: Spin.create(a - b),
@@ -252,9 +262,12 @@ def member_generates_family(draws: int = 10, seed: int = 0) -> Iterator[Check]:
     at_zero = torch.cat([member.measure.tilt(start).log_partition(0 * eta) for member, start, eta in tilted])
     yield close("A_h(0) and 0, every measure", at_zero, 0.0)
 
-    twice, once = [], []
+    twice = []
+    once = []
     for member in members:
-        first, second, eta = member.eta[0] / 3, member.eta[1] / 3, member.eta / 3
+        first = member.eta[0] / 3
+        second = member.eta[1] / 3
+        eta = member.eta / 3
         twice.append(member.measure.tilt(first).tilt(second).log_partition(eta))
         once.append(member.measure.tilt(first + second).log_partition(eta))
     yield close("tilted by η, then by η′, and by η + η′, every measure", torch.cat(twice), torch.cat(once), 1e-12)
@@ -265,7 +278,9 @@ def member_generates_family(draws: int = 10, seed: int = 0) -> Iterator[Check]:
 def _shifted_parameters(normal: Normal, draws: int) -> Iterator[Check]:
     """The rows of S2 whose tilted law has the form of h."""
     a, b = (torch.exp(0.3 * torch.tanh(normal(3))) for _ in range(2))
-    root, tilt, eta = normal(3, 3), torch.tanh(normal(3)) / 3, torch.tanh(normal(draws, 3)) / 3
+    root = normal(3, 3)
+    tilt = torch.tanh(normal(3)) / 3
+    eta = torch.tanh(normal(draws, 3)) / 3
     covariance = root @ root.T
     odds = a * tilt.exp()
     pairs: dict[str, tuple[Measure, Measure]] = {
@@ -288,7 +303,8 @@ def _shifted_parameters(normal: Normal, draws: int) -> Iterator[Check]:
 
 def _second_statistic(rise: Tensor) -> Iterator[Check]:
     """Members of families with a second statistic: x² (Gaussian) and log x (gamma)."""
-    first, second = torch.tensor([0.7], dtype=torch.float64), torch.tensor([-0.4], dtype=torch.float64)
+    first = torch.tensor([0.7], dtype=torch.float64)
+    second = torch.tensor([-0.4], dtype=torch.float64)
 
     def gaussian(eta: Tensor) -> Tensor:
         return (-(eta**2) / (4 * second) + 0.5 * torch.log(-math.pi / second)).squeeze(-1)
@@ -297,12 +313,14 @@ def _second_statistic(rise: Tensor) -> Iterator[Check]:
     expected = gaussian(first + rise) - gaussian(first)
     yield close("u₂ = x²: A_h(η) and A₀(η₁ + η, η₂) − A₀(η₁, η₂)", measure.log_partition(rise), expected)
 
-    first, second = torch.tensor([-1.5], dtype=torch.float64), torch.tensor([0.6], dtype=torch.float64)
+    first = torch.tensor([-1.5], dtype=torch.float64)
+    second = torch.tensor([0.6], dtype=torch.float64)
 
     def gamma(eta: Tensor) -> Tensor:
         return (torch.lgamma(second + 1) - (second + 1) * torch.log(-eta)).squeeze(-1)
 
-    measure, inside = Gamma.create(second + 1, -1 / first), -first - rise.exp()
+    measure = Gamma.create(second + 1, -1 / first)
+    inside = -first - rise.exp()
     expected = gamma(first + inside) - gamma(first)
     yield close("u₂ = log x: A_h(η) and A₀(η₁ + η, η₂) − A₀(η₁, η₂)", measure.log_partition(inside), expected)
     calls = (measure.log_partition, measure.mean, measure.tilt(first).log_partition)
@@ -328,9 +346,11 @@ def _second_statistic(rise: Tensor) -> Iterator[Check]:
 def gaussian_measure(dimensions: int = 3, draws: int = 50, samples: int = 200_000, seed: int = 0) -> Iterator[Check]:
     check_at_least(1000, samples=samples)
     normal = normal_draws(seed)
-    location, root = normal(dimensions), normal(dimensions, dimensions) * dimensions**-0.5
+    location = normal(dimensions)
+    root = normal(dimensions, dimensions) * dimensions**-0.5
     line = normal(dimensions, 1)
-    eta, direction = normal(draws, dimensions), normal(draws, dimensions)
+    eta = normal(draws, dimensions)
+    direction = normal(draws, dimensions)
     full = Gaussian.create(location, root @ root.T)
     for name, measure, factor in (
         ("Σ of full rank", full, root),

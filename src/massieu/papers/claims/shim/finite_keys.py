@@ -36,7 +36,8 @@ class _Errors(NamedTuple):
 
     def entries(self) -> dict[str, Tensor]:
         """The different numbers among them, by name."""
-        (first, second), ((a, b), (_, c)) = self.bias, self.covariance
+        first, second = self.bias
+        ((a, b), (_, c)) = self.covariance
         bias = {"N·bias, first coordinate": first, "N·bias, second": second}
         covariance = {"N·Cov, first coordinate": a, "N·Cov, both": b, "N·Cov, second": c}
         return {**bias, **covariance, "N·(E log Ẑ − log Z)": self.log_bias}
@@ -94,10 +95,12 @@ def _simulate(
     """Attention less m, and log Ẑ − log Z, of fresh keys in every repetition."""
     normal = normal_draws(seed)
     law = Gaussian.create(_LOCATION, _COVARIANCE)
-    mean, log_partition = law.mean(_ETA), law.log_partition(_ETA) + math.log(keys)
+    mean = law.mean(_ETA)
+    log_partition = law.log_partition(_ETA) + math.log(keys)
     root = torch.linalg.cholesky(_COVARIANCE)
     block = max(1, _NUMBERS_IN_A_BLOCK // (2 * keys))
-    deviations, log_ratios = [], []
+    deviations = []
+    log_ratios = []
     for start in range(0, repetitions, block):
         count = min(block, repetitions - start)
         measure = Atoms.create(_LOCATION + normal(count, keys, 2) @ root.T)
@@ -110,7 +113,8 @@ def _simulate(
 def _estimate(keys: int, deviation: Tensor, log_ratio: Tensor) -> tuple[_Errors, _Errors]:
     """The errors from their repetitions, and the standard errors of these."""
     count = len(deviation)
-    bias, log_bias = deviation.mean(0), log_ratio.mean()
+    bias = deviation.mean(0)
+    log_bias = log_ratio.mean()
     apart = deviation - bias
     products = apart.unsqueeze(-1) * apart.unsqueeze(-2)
     covariance = products.mean(0)
@@ -129,7 +133,8 @@ def _exact(keys: int) -> _Errors:
     u = torch.arange(-40.0, 40.0, step, dtype=torch.float64).exp()
     share, weight, along = _one_key()
     exponent = -u[:, None] / keys * weight
-    kept, change = exponent.exp(), torch.expm1(exponent)
+    kept = exponent.exp()
+    change = torch.expm1(exponent)
     # Below e^−600 nothing is left of φ, unless its exponent is 0.
     log_phi = torch.log1p(change @ share).clamp_min(-600)
     # E[wx] = 0, so that e^{−tw} − 1 may stand for e^{−tw}: no digits are lost at small t.
@@ -174,8 +179,10 @@ def _expansion() -> tuple[_Errors, _Errors]:
     of its pairings at order N^{−n/2}, and triples one order later.
     """
     square = torch.outer(_SHIFT, _SHIFT)
-    second, third = _power(2), _power(3)
-    variance, skewness = second - 1, third - 3 * second + 2
+    second = _power(2)
+    third = _power(3)
+    variance = second - 1
+    skewness = third - 3 * second + 2
     covariance = second * (_COVARIANCE + square)
     with_d = third * (_COVARIANCE + 4 * square) - covariance
     limit = _Errors(-second * _SHIFT, covariance, torch.tensor(-0.5 * variance, dtype=torch.float64))

@@ -36,7 +36,9 @@ def feed_forward_layer(units: int = 12, dimensions: int = 5, draws: int = 40_000
     check_at_least(2, units=units, dimensions=dimensions)
     check_at_least(400, draws=draws)
     normal = normal_draws(seed)
-    keys, values, state = normal(units, dimensions), normal(units, dimensions), normal(20, dimensions)
+    keys = normal(units, dimensions)
+    values = normal(units, dimensions)
+    state = normal(20, dimensions)
     # A relu whose units are all silent has no Jacobian to speak of: of x and −x one has half of the units active.
     silent = (state @ keys.T < 0).double().mean(-1, keepdim=True) > 0.5
     state = torch.where(silent, -state, state)
@@ -107,10 +109,12 @@ def residual_and_quadratic_term(
     check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     memory = Atoms.create(normal(atoms, dimensions), normal(atoms))
-    energy, state = HopfieldEnergy.create(memory, scale=1.0), normal(draws, dimensions)
+    energy = HopfieldEnergy.create(memory, scale=1.0)
+    state = normal(draws, dimensions)
     for rate in (0.1, 1.0, 7.0):
         ascent = state + rate * memory.mean(state)
-        shrunk, damping = ascent / (1 + rate), rate / (1 + rate)
+        shrunk = ascent / (1 + rate)
+        damping = rate / (1 + rate)
         name = f"γ = {rate}: (ξ + γ∇A)/(1 + γ) and ξ − γ′∇E"
         yield close(name, shrunk, state + damping * energy.force(state), _ROUNDING)
         yield close(f"γ = {rate}: and the damped step", shrunk, energy.step(state, damping=damping), _ROUNDING)
@@ -135,7 +139,8 @@ def _on_the_sphere(memory: Atoms, state: Tensor, rate: float) -> Iterator[Check]
 def _along_the_sphere(memory: Atoms, state: Tensor) -> Iterator[Check]:
     norm = activations.RMSNorm.create(eps=0.0)
     start = norm(state)
-    gradient, square = memory.mean(start), start.square().sum(-1, keepdim=True)
+    gradient = memory.mean(start)
+    square = start.square().sum(-1, keepdim=True)
     tangential = gradient - (start * gradient).sum(-1, keepdim=True) / square * start
     small = 1e-6
     slope = (norm(start + small * gradient) - norm(start - small * gradient)) / (2 * small)

@@ -35,7 +35,8 @@ def heads_as_a_mixture(
     # One head, or one token, leaves nothing to weigh.
     check_at_least(2, heads=heads, tokens=tokens)
     normal = normal_draws(seed)
-    log_share, eta = torch.log_softmax(normal(heads), -1), normal(draws, dimensions)
+    log_share = torch.log_softmax(normal(heads), -1)
+    eta = normal(draws, dimensions)
     projections = normal(heads, dimensions, dimensions) * dimensions**-0.5
     keys = normal(tokens, dimensions) @ projections.mT
     own = torch.full((heads, tokens), -math.log(tokens), dtype=torch.float64)
@@ -84,8 +85,10 @@ def _gaps(mixed: Mixture, eta: Tensor, parts: Float[Tensor, "draws heads"], norm
 
 
 def _gaussians(log_share: Tensor, eta: Tensor, normal: Normal) -> Iterator[Check]:
-    heads, dimensions = len(log_share), eta.shape[-1]
-    share, location = log_share.exp(), normal(heads, dimensions)
+    heads = len(log_share)
+    dimensions = eta.shape[-1]
+    share = log_share.exp()
+    location = normal(heads, dimensions)
     root = normal(heads, dimensions, dimensions) * dimensions**-0.5
     mixed = mixture(log_share, Gaussian.create(location, root @ root.mT))
     covariance = torch.einsum("a,aij->ij", share, root @ root.mT)
@@ -134,8 +137,10 @@ def attention_with_a_background(
     atoms: int = 8, dimensions: int = 4, draws: int = 20, concentration: float = 1.5, seed: int = 0
 ) -> Iterator[Check]:
     normal = normal_draws(seed)
-    log_weight, eta = 0.5 * normal(atoms), normal(draws, dimensions)
-    keys, location = normal(atoms, dimensions), normal(dimensions)
+    log_weight = 0.5 * normal(atoms)
+    eta = normal(draws, dimensions)
+    keys = normal(atoms, dimensions)
+    location = normal(dimensions)
     factor = normal(dimensions, dimensions) * dimensions**-0.5
     covariance = torch.eye(dimensions).double() + factor @ factor.T
     measure = Atoms.create(keys, log_weight)
@@ -143,7 +148,8 @@ def attention_with_a_background(
     mixed = hybrid(measure, background, concentration)
 
     scores = eta @ keys.T + log_weight
-    attended, moved = scores.softmax(-1) @ keys, location + eta @ covariance
+    attended = scores.softmax(-1) @ keys
+    moved = location + eta @ covariance
     exponent = math.log(concentration) + eta @ location + 0.5 * ((eta @ covariance) * eta).sum(-1)
     both = torch.stack([scores.logsumexp(-1), exponent], -1)
     share = both.softmax(-1)[:, 1:]

@@ -14,7 +14,8 @@ from massieu.papers.claims.registry import claim
 from massieu.population import AttentionLayer, Composition, FeedForward
 
 _SIZES = [16, 32, 64, 128, 256, 512]
-_LAYERS, _STEP = 3, 0.5
+_LAYERS = 3
+_STEP = 0.5
 _LOGIT = 0.25
 """Standard deviation of the logits before the first layer."""
 
@@ -76,7 +77,10 @@ def _drawn(normal: Normal) -> _Weights:
     The relative error of attention is √(e^s/N) at logits of the variance s: without a bound on s some laws need more
     particles than there are.
     """
-    score, write, mean, root = normal(2, 2), normal(2, 2), normal(2), normal(2, 2) / 2**0.5
+    score = normal(2, 2)
+    write = normal(2, 2)
+    mean = normal(2)
+    root = normal(2, 2) / 2**0.5
     covariance = root @ root.T
     second_moment = covariance + torch.outer(mean, mean)
     variance = (score @ covariance @ score.T @ second_moment).trace()
@@ -93,7 +97,8 @@ def _closure(weights: _Weights, normal: Normal, particles: int) -> Iterator[Chec
     yield close("mean behind the layer and m + γV(m + CBᵀm)", after.location, moved)
     spread = after.fisher(torch.zeros(2).double())
     yield close("covariance behind it and (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ", spread, matrix @ covariance @ matrix.T)
-    state, keys = 0.5 * normal(3, 2), mean + normal(particles, 2) @ root.T
+    state = 0.5 * normal(3, 2)
+    keys = mean + normal(particles, 2) @ root.T
     sampled = AttentionLayer.from_score(score, write, step_size=_STEP, population=keys)(state)
     share = torch.softmax(state @ score @ keys.T, -1)
     values = keys @ write.T
@@ -108,7 +113,8 @@ def _closure(weights: _Weights, normal: Normal, particles: int) -> Iterator[Chec
 def _errors(layers: Composition, weights: _Weights, normal: Normal, repetitions: int) -> Tensor:
     """Distance of the particles' mean and covariance from the recursion's, by size and repetition."""
     last = layers.gaussian(weights.law)
-    mean, covariance = last.location, last.fisher(torch.zeros(2).double())
+    mean = last.location
+    covariance = last.fisher(torch.zeros(2).double())
     errors = []
     for size in _SIZES:
         cloud = layers(weights.mean + normal(repetitions, size, 2) @ weights.root.T)

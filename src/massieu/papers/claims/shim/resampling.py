@@ -23,7 +23,9 @@ from massieu.papers.claims.oracles import differences
 from massieu.papers.claims.registry import claim
 from massieu.population import Flow, ResampledLayer, doubly_stochastic_attention
 
-_GENEALOGIES, _GENERATIONS, _LINES = 200, 2, 40
+_GENEALOGIES = 200
+_GENERATIONS = 2
+_LINES = 40
 
 
 @claim(
@@ -42,7 +44,9 @@ def attention_is_the_mean_of_resampling(
     check_at_least(2, tokens=tokens, dimensions=dimensions, resamples=resamples)
     normal = normal_draws(seed)
     beta = dimensions**-0.5
-    query, key, value = normal(tokens, dimensions), normal(tokens, dimensions), normal(tokens, dimensions)
+    query = normal(tokens, dimensions)
+    key = normal(tokens, dimensions)
+    value = normal(tokens, dimensions)
     p = torch.softmax(beta * query @ key.T, -1)
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (tensor[None, None] for tensor in (query, key, value))
@@ -54,7 +58,8 @@ def attention_is_the_mean_of_resampling(
     own = slope[torch.arange(tokens), :, :] / beta
     yield close("β⁻¹ ∂out/∂q and Cov_P(k)", own, _covariance(p, key), GRADIENT_BY_DIFFERENCES)
 
-    size, perplexity = drawn.effective_size[0, 0], torch.exp(-(p * p.log()).sum(-1))
+    size = drawn.effective_size[0, 0]
+    perplexity = torch.exp(-(p * p.log()).sum(-1))
     yield close("effective sample size and 1/Σⱼ Pᵢⱼ²", size, 1 / (p * p).sum(-1))
     yield at_least("effective sample size and 1", size, 1 - 1e-12)
     yield at_most("effective sample size less the perplexity exp H(Pᵢ)", size - perplexity, 1e-12)
@@ -79,7 +84,9 @@ def _covariance(p: Tensor, value: Tensor) -> Tensor:
 
 def _moments(sample: Tensor, p: Tensor, value: Tensor) -> Iterator[Check]:
     """Mean and covariance of the draws (queries, draws, d), in standard errors that P itself gives."""
-    count, mean, covariance = sample.shape[1], p @ value, _covariance(p, value)
+    count = sample.shape[1]
+    mean = p @ value
+    covariance = _covariance(p, value)
     error = (covariance.diagonal(dim1=1, dim2=2) / count).sqrt()
     yield near_in_standard_errors("mean of the draws and Σⱼ Pᵢⱼvⱼ", sample.mean(1), mean, error)
     centred = value - mean.unsqueeze(1)
@@ -97,7 +104,8 @@ def _increment(
     change = 0.5 * normal(*query.shape)
     k = key[None, None]
     before, after = (log_partition(q[None, None], k)[0, 0] for q in (query, query + change))
-    p, weight = torch.softmax(beta * query @ key.T, -1), torch.exp(beta * change @ key.T)
+    p = torch.softmax(beta * query @ key.T, -1)
+    weight = torch.exp(beta * change @ key.T)
     expected = (p * weight).sum(-1)
     yield close("log Z(q + δ) − log Z(q) and log E_P exp(βk·δ)", after - before, expected.log())
     drawn = resample_attention(query[None, None], k, k, generator=generator, draws=resamples).indices[0, 0]
@@ -111,7 +119,8 @@ def _self_normalised(normal: Normal, dimensions: int, keys: int = 200, sets: int
     eta = normal(dimensions)
     eta = 0.5 * eta / eta.norm()
     square = eta.square().sum()
-    partitions, biases = [], []
+    partitions = []
+    biases = []
     block = max(1, 2_000_000 // (keys * dimensions))
     for first in range(0, sets, block):
         drawn = normal(min(block, sets - first), keys, dimensions)
@@ -122,7 +131,8 @@ def _self_normalised(normal: Normal, dimensions: int, keys: int = 200, sets: int
         output, _ = attention(eta.expand(len(drawn), 1, 1, -1), batch, batch, scale=1.0)
         partitions.append(weight.mean(1))
         biases.append(output[:, 0, 0] - eta - linear)
-    partition, bias = torch.cat(partitions), torch.cat(biases)
+    partition = torch.cat(partitions)
+    bias = torch.cat(biases)
     error = (torch.expm1(square) / (keys * sets)).sqrt()
     yield near_in_standard_errors("keys from N(0, I): mean of Ẑ/Z and 1", partition.mean(), 1.0, error)
     expected = -square.exp() * eta / keys
