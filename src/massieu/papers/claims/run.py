@@ -29,7 +29,7 @@ class Verification(Sequence[Claim]):
     """The claims that were checked, in order; a sequence of `Claim`.
 
     Attributes:
-        claims: The result of each.
+        claims: The result of each claim.
         complete: False when the run was interrupted: the later claims are missing.
     """
 

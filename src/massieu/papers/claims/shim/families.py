@@ -236,7 +236,7 @@ def _coordinates(normal: Normal) -> Iterator[Check]:
     first = torch.exp(0.3 * normal(3))
     second = torch.exp(0.3 * normal(3))
     eta = torch.tanh(normal(3)) / 3
-    makers: list[Callable[[Tensor, Tensor], Measure]] = [
+    makers = [
         lambda a, b: Bernoulli.create(a / (a + b)),
         lambda a, b: Spin.create(a - b),
         lambda a, b: Poisson.create(a),
