@@ -32,7 +32,7 @@ def test_one_key_is_its_own_output():
 def test_the_weighted_points_have_the_known_moments():
     # Masses, means and variances of h itself, from the textbook.
     members = {member.name: member for member in library(normal_draws(0), 2)}
-    known = {
+    moments_of_measures = {
         "exponential": lambda m: (1 / m.rate, 1 / m.rate**2),
         "gamma": lambda m: (m.shape * m.scale, m.shape * m.scale**2),
         "Laplace": lambda m: (torch.zeros(1), 2 * m.scale**2),
@@ -42,7 +42,7 @@ def test_the_weighted_points_have_the_known_moments():
         "circle": lambda m: (torch.zeros(2), m.radius**2 / 2 * torch.eye(2).double()),
         "Rademacher": lambda m: (torch.zeros(3), torch.eye(3).double()),
     }
-    for name, moments in known.items():
+    for name, moments in moments_of_measures.items():
         member = members[name]
         zero = torch.zeros_like(member.eta[:1])
         mean, variance = moments(member.measure)

@@ -33,7 +33,7 @@ def _run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["verify", *map(str, arguments)])
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
+# --- what is printed -------------------------------------------------------------------------------------------------
 
 
 def test_all_claims_in_a_table():
@@ -83,7 +83,7 @@ def test_a_claim_says_where_its_code_is(tmp_path, monkeypatch):
     assert f"{here}:{line}" in re.sub(r"\s+", "", _run("S1").stdout)
 
 
-def test_a_published_form_that_happens_to_hold_is_told():
+def test_a_published_form_that_happens_to_hold_is_named():
     def body() -> Iterator[Check]:
         yield close("true", 1.0, 1.0)
         yield as_published(close("printed", 1.0, 1.0))
@@ -95,18 +95,18 @@ def test_a_published_form_that_happens_to_hold_is_told():
 
 
 @pytest.mark.parametrize(
-    ("standing", "outcome", "told", "summary"),
+    ("standing", "outcome", "heading", "summary"),
     [
         ("ambiguous", "ambiguous", "; ambiguous: the other reading fails, as it should", "1 reading is ambiguous."),
         ("assumption", "an assumption", "; an assumption: what is assumed fails, as", "1 statement is an assumption."),
     ],
 )
-def test_what_is_not_asserted_is_not_called_wrong(standing, outcome, told, summary):
+def test_what_is_not_asserted_is_not_called_wrong(standing, outcome, heading, summary):
     registry._REGISTERED.clear()
     register("S7", as_printed, status="quoted", published="It seems.", standing=standing, corrected="It is.")
     assert verify("S7")[0].published_verdict == standing
     assert re.search(rf"S7 +Title of S7 +holds +{outcome}", _run().stdout)
-    assert told in _run("S7").stdout
+    assert heading in _run("S7").stdout
     assert verify().summary == f"1 claim holds. {summary}"
     assert "wrong" not in _run().stdout + _run("S7").stdout
 
@@ -160,16 +160,19 @@ def test_parameters_and_seed_are_printed():
 def test_only_a_quotation_is_what_the_paper_says(status, tmp_path):
     register("Z7", as_printed, status=status, standing="ambiguous", published="A falsehood.", corrected="The truth.")
     page = tmp_path / "claims.html"
-    told = [_run().stdout, _run("Z7", "--html", page).stdout, _run("Z7", "--json").stdout, page.read_text()]
-    assert all("paper says" not in text.lower() for text in told)
-    assert "A falsehood." in told[1]
+    overview = _run().stdout
+    in_full = _run("Z7", "--html", page).stdout
+    json_text = _run("Z7", "--json").stdout
+    page_text = page.read_text()
+    assert all("paper says" not in text.lower() for text in (overview, in_full, json_text, page_text))
+    assert "A falsehood." in in_full
     if status == "reconstructed":
-        assert all(
-            "as published" not in text.lower() and "the printed form" not in text for text in (*told[:2], told[3])
-        )
-        assert "wrong" not in told[0]
-        assert "reconstructed as" in told[1]
-        assert "Reconstructed as" in told[3]
+        for text in (overview, in_full, page_text):
+            assert "as published" not in text.lower()
+            assert "the printed form" not in text
+        assert "wrong" not in overview
+        assert "reconstructed as" in in_full
+        assert "Reconstructed as" in page_text
 
 
 def test_several_claims_in_full_end_with_the_count():

@@ -27,8 +27,9 @@ def test_the_distance_is_a_quantile(numbers: int, degrees: float):
 
 
 def test_skewness_allows_more_and_says_where_it_is_too_much():
-    plain, skewed = allowed_distance(), allowed_distance(skewness=0.05)
-    assert skewed.distance > plain.distance
+    symmetric = allowed_distance()
+    skewed = allowed_distance(skewness=0.05)
+    assert skewed.distance > symmetric.distance
     # Cramér's factor: the two tails are as improbable.
     expected = stats.norm.sf(skewed.distance) * 2 * math.exp(0.05 * skewed.distance**3 / 3)
     assert skewed.false_alarm == pytest.approx(expected, rel=1e-9)

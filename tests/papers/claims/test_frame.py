@@ -104,8 +104,8 @@ def test_differences_give_gradient_and_hessian():
 
 def test_quadrature_and_enumeration():
     shift = torch.tensor([0.0, 500.0], dtype=torch.float64)[:, None]  # overflows without the maximum taken out
-    found = log_integral(lambda x: shift - x**2 / 2, -12.0, 12.0)
-    torch.testing.assert_close(found, shift[:, 0] + math.log(2 * math.pi) / 2, rtol=1e-13, atol=0)
+    log_integrals = log_integral(lambda x: shift - x**2 / 2, -12.0, 12.0)
+    torch.testing.assert_close(log_integrals, shift[:, 0] + math.log(2 * math.pi) / 2, rtol=1e-13, atol=0)
     assert sorted(map(tuple, spin_states(2).tolist())) == [(-1, -1), (-1, 1), (1, -1), (1, 1)]
 
 
@@ -219,9 +219,9 @@ def test_a_claim_that_could_not_be_checked_says_nothing_of_what_was_published():
     [("7", 7), ("2e5", 200_000), ("200_000", 200_000), ("3.0", 3), (" 12 ", 12), (5, 5), (2**53 + 1, 2**53 + 1)],
 )
 def test_a_whole_number_is_read(text, value):
-    found = register("S15", noise).read({"N": text})
-    assert found == {"N": value, "width": 1.0, "seed": 0}
-    assert type(found["N"]) is int
+    parameters = register("S15", noise).read({"N": text})
+    assert parameters == {"N": value, "width": 1.0, "seed": 0}
+    assert type(parameters["N"]) is int
 
 
 def test_a_number_is_read():

@@ -30,24 +30,24 @@ def test_the_interval_has_the_error_of_the_slope():
     # Var log|x| of a normal number is π²/8, and the slope is linear in the six means.
     position = torch.tensor(SIZES, dtype=torch.float64).log()
     error = (math.pi**2 / 8 / 400 / (position - position.mean()).square().sum()).sqrt().item()
-    found = rate(SIZES, errors(-0.5))
-    assert found.half_width == pytest.approx(stats.t.isf(1e-7, found.degrees_of_freedom) * error, rel=0.1)
+    estimate = rate(SIZES, errors(-0.5))
+    assert estimate.half_width == pytest.approx(stats.t.isf(1e-7, estimate.degrees_of_freedom) * error, rel=0.1)
     # Repetitions that spread alike: nearly six times as many degrees of freedom, less for the ends' greater weights.
-    assert 3 * 399 < found.degrees_of_freedom < 6 * 399
+    assert 3 * 399 < estimate.degrees_of_freedom < 6 * 399
 
 
 def test_the_slope_lies_within_its_error():
     # In standard errors its square has the mean 1 over seeds: 200 of them, five standard errors of a mean of χ²₁.
-    found = [rate(SIZES, errors(-0.5, 60, seed)) for seed in range(200)]
-    quantile = stats.t.isf(1e-7, found[0].degrees_of_freedom)
-    squares = [(quantile * (each.slope + 0.5) / each.half_width) ** 2 for each in found]
+    estimates = [rate(SIZES, errors(-0.5, 60, seed)) for seed in range(200)]
+    quantile = stats.t.isf(1e-7, estimates[0].degrees_of_freedom)
+    squares = [(quantile * (estimate.slope + 0.5) / estimate.half_width) ** 2 for estimate in estimates]
     assert sum(squares) / 200 == pytest.approx(1.0, abs=5 * math.sqrt(2 / 200))
 
 
 def test_heavy_tails_do_not_move_the_slope():
     # |x|³ of normal numbers has squares of infinitely many digits to average: its logarithm is three times log|x|.
-    found = rate(SIZES, errors(0.0).pow(3) * torch.tensor(SIZES, dtype=torch.float64)[:, None] ** -0.5)
-    assert abs(found.slope + 0.5) < found.half_width
+    estimate = rate(SIZES, errors(0.0).pow(3) * torch.tensor(SIZES, dtype=torch.float64)[:, None] ** -0.5)
+    assert abs(estimate.slope + 0.5) < estimate.half_width
 
 
 def test_another_exponent_and_a_useless_interval_fail():

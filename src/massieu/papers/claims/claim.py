@@ -1,4 +1,4 @@
-"""A claim, checked: the statement, its source, and rows of numbers beside the bounds they must meet.
+"""A claim and its checks: the statement, its source, and rows of numbers beside the bounds they must meet.
 
 A row is a `Check`. Its bound comes from theory, never from the output: 1e-10·(1 + |b|) for closed forms in float64, a
 quantile of the normal or Student's law for Monte Carlo, the order of the remainder for finite differences. The functions
@@ -26,18 +26,18 @@ Status = Literal["quoted", "reconstructed", "derived", "abstract only"]
 Comparison = Literal["≤", "≥", "|z| ≤"]
 Verdict = Literal["holds", "fails", "could not be checked"]
 Standing = Literal["asserted", "ambiguous", "assumption"]
-"""How the source has the form that is not true: it asserts it; it can be read so; it assumes it."""
+"""How the source has the form that is not true: it asserts that form; it can be read so; it assumes it."""
 
 PublishedVerdict = Literal["none", "holds", "fails", "ambiguous", "assumption", "could not be checked"]
 
-_HEADINGS = {
+_PUBLISHED_HEADINGS = {
     "quoted": "the paper says",
     "abstract only": "the abstract says",
     "reconstructed": "reconstructed as",
     "derived": "as published",
 }
-_STANDINGS = {"asserted": "", "ambiguous": "ambiguous: ", "assumption": "an assumption: "}
-_NAMES = {"asserted": "the printed form", "ambiguous": "the other reading", "assumption": "what is assumed"}
+_STANDING_PREFIXES = {"asserted": "", "ambiguous": "ambiguous: ", "assumption": "an assumption: "}
+_PUBLISHED_NAMES = {"asserted": "the printed form", "ambiguous": "the other reading", "assumption": "what is assumed"}
 
 CLOSED_FORM = 1e-10
 """Allowed difference of two exact ways to one number in float64, relative to 1 + |the number|."""
@@ -59,13 +59,13 @@ class Check:
     Attributes:
         name: What is compared, in words and symbols, after the case it is compared in and a colon, where there are
             several: "keys, γ = 0.5: A and its bound". The same in every run.
-        measured: The number; one that is not a number meets no bound.
-        comparison: How it must lie to the bound; "|z| ≤" where it is a distance in standard errors.
+        measured: The number; NaN meets no bound.
+        comparison: How the number must lie to the bound; "|z| ≤" for a distance in standard errors.
         bound: From theory.
-        detail: The numbers behind it, such as "0.1224335 against 0.1224335".
+        detail: The numbers that were compared, such as "0.1224335 against 0.1224335".
         form: "published" for a row of the printed form, or of the reading, that is false; "corrected" for all others.
         false_alarm: Probability that draws fail the check though what it checks is true; 0 where nothing is left to chance.
-        basis: How that is known, in a few words; empty where nothing is left to chance.
+        basis: The law that gives this probability, in a few words; empty where nothing is left to chance.
     """
 
     name: str
@@ -80,22 +80,51 @@ class Check:
     @property
     def holds(self) -> bool:
         """Whether the number meets its bound."""
-        return self.measured >= self.bound if self.comparison == "≥" else self.measured <= self.bound
+        if self.comparison == "≥":
+            return self.measured >= self.bound
+        return self.measured <= self.bound
+
+    @property
+    def verdict(self) -> Literal["holds", "fails"]:
+        """The same in a word."""
+        if self.holds:
+            return "holds"
+        return "fails"
 
     @property
     def kind(self) -> str:
-        """What is compared, without the case and with # for numbers: checks of one kind are shown as one row."""
-        return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", self.name.rpartition(": ")[2])
+        """The name without its case and with # for numbers: checks of one kind are shown as one row."""
+        compared_things = self.name.rpartition(": ")[2]
+        return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", compared_things)
 
     @property
     def strain(self) -> float:
-        """How much of the bound is used: 1 at the bound, above 1 where it fails, 0 where no ratio is defined."""
-        used, allowed = self.measured, self.bound
+        """Share of the bound that is used: 1 at the bound, above 1 where it fails, 0 where no ratio is defined."""
         if self.comparison == "≥":
-            used, allowed = allowed, used
-        if used > 0 and allowed > 0:
-            return used / allowed
-        return 0.0 if self.holds else math.inf
+            smaller = self.bound
+            larger = self.measured
+        else:
+            smaller = self.measured
+            larger = self.bound
+        if smaller > 0 and larger > 0:
+            return smaller / larger
+        if self.holds:
+            return 0.0
+        return math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """The check as a dictionary of strings and numbers."""
+        return {
+            "name": self.name,
+            "form": self.form,
+            "measured": self.measured,
+            "comparison": self.comparison,
+            "bound": self.bound,
+            "verdict": self.verdict,
+            "detail": self.detail,
+            "false_alarm": self.false_alarm,
+            "basis": self.basis,
+        }
 
 
 @dataclass(frozen=True)
@@ -140,18 +169,22 @@ class Claim:
     @property
     def worst(self) -> Check | None:
         """The check of the true form that comes closest to its bound, or lies farthest beyond it; None without checks."""
-        true_form = [check for check in self.checks if check.form == "corrected"]
-        return max(true_form, key=lambda check: check.strain, default=None)
+        corrected_checks = [check for check in self.checks if check.form == "corrected"]
+        return max(corrected_checks, key=lambda check: check.strain, default=None)
 
     @property
     def measured(self) -> float:
         """The number of the worst check; NaN without checks."""
-        return math.nan if self.worst is None else self.worst.measured
+        if self.worst is None:
+            return math.nan
+        return self.worst.measured
 
     @property
     def bound(self) -> float:
         """The bound of the worst check; NaN without checks."""
-        return math.nan if self.worst is None else self.worst.bound
+        if self.worst is None:
+            return math.nan
+        return self.worst.bound
 
     @property
     def false_alarm(self) -> float:
@@ -167,34 +200,43 @@ class Claim:
 
     @property
     def published_verdict(self) -> PublishedVerdict:
-        """What became of the form that is not true: "holds" or "fails" only where the source asserts it; "none" without one."""
+        """Verdict on the form that is not true: "holds" or "fails" only if the source asserts it; "none" without one."""
         if self.published is None:
             return "none"
         if self.reason is not None:
             return "could not be checked"
-        return _verdict(self.checks, "published") if self.standing == "asserted" else self.standing
+        if self.standing != "asserted":
+            return self.standing
+        return _verdict(self.checks, "published")
 
     @property
     def published_name(self) -> str:
-        """What that form is called: only what is asserted is called printed."""
-        return "the reconstructed form" if self.status == "reconstructed" else _NAMES[self.standing]
+        """Name of the form that is not true: only what is asserted is called printed."""
+        if self.status == "reconstructed":
+            return "the reconstructed form"
+        return _PUBLISHED_NAMES[self.standing]
 
     @property
     def published_heading(self) -> str:
-        """What introduces it: only a quotation is what the paper says."""
-        return _HEADINGS[self.status]
+        """Words that introduce the form that is not true: only a quotation is what the paper says."""
+        return _PUBLISHED_HEADINGS[self.status]
 
     @property
     def outcome(self) -> str:
-        """What became of that form, in words; empty where there is none or nothing was checked."""
+        """Verdict on the form that is not true, in words; empty where there is none or nothing was checked."""
         if self.published is None or self.reason is not None:
             return ""
-        rows = _verdict(self.checks, "published")
-        expected = "as it should" if rows == "fails" else "with these settings"
-        return f"{_STANDINGS[self.standing]}{self.published_name} {rows}, {expected}"
+        verdict = _verdict(self.checks, "published")
+        remark = "with these settings"
+        if verdict == "fails":
+            remark = "as it should"
+        return f"{_STANDING_PREFIXES[self.standing]}{self.published_name} {verdict}, {remark}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The claim as plain values."""
+        """The claim as a dictionary of strings, numbers and lists."""
+        comparison = None
+        if self.worst is not None:
+            comparison = self.worst.comparison
         return {
             "id": self.id,
             "title": self.title,
@@ -204,33 +246,22 @@ class Claim:
             "published": self.published,
             "corrected": self.corrected,
             "measured": self.measured,
-            "comparison": None if self.worst is None else self.worst.comparison,
+            "comparison": comparison,
             "bound": self.bound,
             "verdict": self.verdict,
             "published_verdict": self.published_verdict,
             "reason": self.reason,
             "false_alarm": self.false_alarm,
-            "checks": [
-                {
-                    "name": check.name,
-                    "form": check.form,
-                    "measured": check.measured,
-                    "comparison": check.comparison,
-                    "bound": check.bound,
-                    "verdict": "holds" if check.holds else "fails",
-                    "detail": check.detail,
-                    "false_alarm": check.false_alarm,
-                    "basis": check.basis,
-                }
-                for check in self.checks
-            ],
+            "checks": [check.to_dict() for check in self.checks],
             "parameters": self.parameters,
             "seconds": self.seconds,
         }
 
 
-def _verdict(checks: tuple[Check, ...], form: str) -> Verdict:
-    return "holds" if all(check.holds for check in checks if check.form == form) else "fails"
+def _verdict(checks: tuple[Check, ...], form: str) -> Literal["holds", "fails"]:
+    if all(check.holds for check in checks if check.form == form):
+        return "holds"
+    return "fails"
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -251,10 +282,13 @@ def close(name: str, actual: Tensor | float, expected: Tensor | float, tolerance
 
     The default tolerance is for two exact ways to one number in float64; `QUADRATURE` and its kin are for the others.
     """
-    left, right = _double(actual), _double(expected)
-    _same_shape(name, left, right)
-    error = torch.where(left == right, 0.0, (left - right).abs() / (1 + right.abs()))
-    return Check(name, error.max().item(), "≤", tolerance, _compared(left, right))
+    actual_values = _double(actual)
+    expected_values = _double(expected)
+    _check_same_shape(name, actual_values, expected_values)
+    relative_error = (actual_values - expected_values).abs() / (1 + expected_values.abs())
+    # Of equal infinities the difference is NaN.
+    error = torch.where(actual_values == expected_values, 0.0, relative_error)
+    return Check(name, error.max().item(), "≤", tolerance, _compared(actual_values, expected_values))
 
 
 def near_in_standard_errors(
@@ -267,7 +301,7 @@ def near_in_standard_errors(
     degrees_of_freedom: float = math.inf,
     skewness: float = 0.0,
 ) -> Check:
-    """A Monte Carlo estimate lies as near to its expectation, in every entry, as its standard error says.
+    """Every entry of a Monte Carlo estimate lies as near to its expectation as its standard error says.
 
     The bound is the distance that chance exceeds with the probability `FALSE_ALARM`: see
     `massieu.papers.claims.false_alarms`. `mean_of_draws` is for the mean of independent draws.
@@ -277,22 +311,27 @@ def near_in_standard_errors(
         degrees_of_freedom: Of the standard error, where it comes from draws as well.
         skewness: Of the estimate, for one that is divided by a standard error from the same draws.
     """
-    left, right, error = _double(estimate), _double(expected), _double(standard_error)
-    _same_shape(name, left, right)
-    _same_shape(name, left, error)
-    detail = f"{left.item():.5g} ± {error.item():.2g} against {right.item():.5g}" if left.numel() == 1 else ""
-    allowed = allowed_distance(left.numel(), degrees_of_freedom, skewness)
-    difference = (left - right).abs() - _double(bias)
-    # A NaN stays one, and meets no bound.
-    distance = (difference.clamp_min(0) / error).max().item()
-    basis = _basis(left.numel(), degrees_of_freedom, skewness)
+    estimates = _double(estimate)
+    expectations = _double(expected)
+    errors = _double(standard_error)
+    _check_same_shape(name, estimates, expectations)
+    _check_same_shape(name, estimates, errors)
+    count = estimates.numel()
+    detail = ""
+    if count == 1:
+        detail = f"{estimates.item():.5g} ± {errors.item():.2g} against {expectations.item():.5g}"
+    allowed = allowed_distance(count, degrees_of_freedom, skewness)
+    difference = (estimates - expectations).abs() - _double(bias)
+    # A NaN stays NaN through clamp_min and max, and meets no bound.
+    distance = (difference.clamp_min(0) / errors).max().item()
+    basis = _basis(count, degrees_of_freedom, skewness)
     return Check(name, distance, "|z| ≤", allowed.distance, detail, false_alarm=allowed.false_alarm, basis=basis)
 
 
 def mean_of_draws(
     name: str, draws: Float[Tensor, "draws *event"], expected: Tensor | float, bias: Tensor | float = 0.0
 ) -> Check:
-    """The mean of independent draws lies as near to its expectation, in every entry, as their own spread says.
+    """Every entry of the mean of independent draws lies as near to its expectation as the draws' spread says.
 
     `bias` is how far the draws' own expectation may lie from what is expected.
     """
@@ -307,41 +346,44 @@ def mean_of_draws(
 
 def not_below(name: str, draws: Float[Tensor, "draws"], least: float) -> Check:
     """The mean of independent draws lies at `least` or above it, but for the error of that mean."""
-    both_sides = mean_of_draws(name, draws, least)
+    two_sided = mean_of_draws(name, draws, least)
     sample = _double(draws)
-    distance = (sample.mean() - least) / (sample.std() / math.sqrt(len(sample)))
-    return replace(both_sides, measured=distance.item(), comparison="≥", bound=-both_sides.bound)
+    error = sample.std() / math.sqrt(len(sample))
+    distance = (sample.mean() - least) / error
+    return replace(two_sided, measured=distance.item(), comparison="≥", bound=-two_sided.bound)
 
 
 def differs(name: str, draws: Float[Tensor, "draws *event"], value: float, expected: Tensor | float) -> Check:
-    """The mean of independent draws lies farther from a value, in one entry at least, than chance brings it.
+    """At least one entry of the mean of independent draws lies farther from a value than chance brings it.
 
     Args:
-        expected: What the mean is expected to be: it says how often draws lie nearer to the value all the same.
+        expected: Expectation of the mean: from it follows how often draws lie nearer to the value all the same.
     """
-    nearer = mean_of_draws(name, draws, value)
+    near_check = mean_of_draws(name, draws, value)
     sample = _double(draws)
     error = sample.std(0) / math.sqrt(len(sample))
+    # The check fails if chance moves the mean from its expectation back to within the bound of the value.
     effect = ((_double(expected) - value) / error).abs().max().item()
-    false_alarm = 0.5 * math.erfc((effect - nearer.bound) / math.sqrt(2))
-    basis = f"normal law, {effect - nearer.bound:.1f} standard errors from its mean"
-    return replace(nearer, comparison="≥", false_alarm=false_alarm, basis=basis)
+    margin = effect - near_check.bound
+    false_alarm = 0.5 * math.erfc(margin / math.sqrt(2))
+    basis = f"normal law, {margin:.1f} standard errors from its mean"
+    return replace(near_check, comparison="≥", false_alarm=false_alarm, basis=basis)
 
 
 def all_raise(name: str, error: type[Exception], *calls: Callable[[], object]) -> Check:
     """Every call raises `error`; any other exception passes through. Measured: the calls that raised nothing."""
-    accepted = 0
+    raised = 0
     for call in calls:
         try:
             call()
         except error:
-            continue
-        accepted += 1
-    return Check(name, float(accepted), "≤", 0.0, f"{len(calls) - accepted} of {len(calls)} raised {error.__name__}")
+            raised += 1
+    accepted = len(calls) - raised
+    return Check(name, float(accepted), "≤", 0.0, f"{raised} of {len(calls)} raised {error.__name__}")
 
 
 def as_published(check: Check) -> Check:
-    """The check as a row of the form, or of the reading, that is false: it is meant to fail."""
+    """The check as a row of the form, or of the reading, that is false: such a row is meant to fail."""
     return replace(check, form="published")
 
 
@@ -349,26 +391,24 @@ def _double(value: Tensor | float) -> Float[Tensor, "..."]:
     return torch.as_tensor(value, dtype=torch.float64).detach()
 
 
-def _same_shape(name: str, left: Tensor, right: Tensor) -> None:
+def _check_same_shape(name: str, values: Tensor, others: Tensor) -> None:
     # A single number may stand for all entries; any other broadcast is a mistake.
-    if left.shape != right.shape and right.ndim:
-        raise ValueError(f"{name}: shapes {tuple(left.shape)} and {tuple(right.shape)} differ")
+    if values.shape != others.shape and others.ndim:
+        raise ValueError(f"{name}: shapes {tuple(values.shape)} and {tuple(others.shape)} differ")
 
 
-def _compared(left: Tensor, right: Tensor) -> str:
-    if left.numel() == 1 and right.numel() == 1:
-        return f"{left.item():.7g} against {right.item():.7g}"
-    return f"{left.numel()} numbers"
+def _compared(actual: Tensor, expected: Tensor) -> str:
+    if actual.numel() == 1 and expected.numel() == 1:
+        return f"{actual.item():.7g} against {expected.item():.7g}"
+    return f"{actual.numel()} numbers"
 
 
 def _basis(numbers: int, degrees_of_freedom: float, skewness: float) -> str:
-    """What a bound in standard errors is a quantile of."""
-    law = (
-        "normal law"
-        if math.isinf(degrees_of_freedom)
-        else f"Student's law, {degrees_of_freedom:.0f} degrees of freedom"
-    )
-    parts = [law]
+    """The law of which a bound in standard errors is a quantile, in words."""
+    if math.isinf(degrees_of_freedom):
+        parts = ["normal law"]
+    else:
+        parts = [f"Student's law, {degrees_of_freedom:.0f} degrees of freedom"]
     if numbers > 1:
         parts.append(f"{numbers} numbers")
     if skewness > 0:

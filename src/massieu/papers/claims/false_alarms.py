@@ -32,7 +32,7 @@ def allowed_distance(numbers: int = 1, degrees_of_freedom: float = math.inf, ske
 
     Student's law for a standard error that comes from the draws, the normal law for one that is known; Bonferroni's
     inequality for several numbers; and Cramér's factor exp(|γ|z³/3) for the tail of a mean of skewed draws that is divided
-    by its own standard error. Where no distance is as improbable, it is the most improbable one.
+    by its own standard error. If no distance is that improbable, the most improbable one is returned.
 
     Args:
         numbers: How many estimates there are.
@@ -41,8 +41,12 @@ def allowed_distance(numbers: int = 1, degrees_of_freedom: float = math.inf, ske
     """
     distance = torch.arange(1, round(_FARTHEST / _STEP) + 1, dtype=torch.float64) * _STEP
     log_tail = _log_tail(distance, degrees_of_freedom) + math.log(numbers) + abs(skewness) * distance**3 / 3
-    enough = (log_tail <= math.log(FALSE_ALARM)).nonzero()
-    index = int(enough[0]) if len(enough) else int(log_tail.argmin())
+    improbable = (log_tail <= math.log(FALSE_ALARM)).nonzero()
+    if len(improbable):
+        index = int(improbable[0])
+    else:
+        # Cramér's factor grows faster than the tail falls: it is too large for such a distance.
+        index = int(log_tail.argmin())
     return Allowed(distance[index].item(), math.exp(log_tail[index].item()))
 
 
@@ -74,10 +78,13 @@ def _log_tail(distance: Tensor, degrees_of_freedom: float) -> Tensor:
         return math.log(2) + torch.special.log_ndtr(-distance)
     # With T = √ν·tan a the density of the angle a is proportional to cos^(ν − 1) a.
     angle = torch.cat([(distance / math.sqrt(degrees_of_freedom)).atan(), distance.new_tensor([math.pi / 2])])
+    # One panel of nodes between each angle and the next, shape (distances, nodes).
     node, log_weight = quadrature(0.0, 1.0, panels=1)
     width = angle.diff().unsqueeze(-1)
     log_cosine = (angle[:-1, None] + width * node).cos().log()
     log_panel = ((degrees_of_freedom - 1) * log_cosine + width.log() + log_weight).logsumexp(-1)
+    # ∫ cos^(ν − 1) a da from 0 to π/2 is half of the normaliser: the panels cover one of two equal tails.
     half = degrees_of_freedom / 2
-    log_whole = math.log(math.pi) / 2 - math.log(2) + math.lgamma(half) - math.lgamma(half + 0.5)
-    return log_panel.flip(0).logcumsumexp(0).flip(0) - log_whole
+    log_half_integral = math.log(math.pi) / 2 - math.log(2) + math.lgamma(half) - math.lgamma(half + 0.5)
+    # Tails are sums of the panels from a distance outwards.
+    return log_panel.flip(0).logcumsumexp(0).flip(0) - log_half_integral

@@ -17,12 +17,14 @@ def differences(
     Hessian to about 1e-6.
     """
     columns = []
-    for index in range(point.shape[-1]):
-        size = step * (1 + point[..., index].abs())
+    for coordinate in range(point.shape[-1]):
+        size = step * (1 + point[..., coordinate].abs())
         shift = torch.zeros_like(point)
-        shift[..., index] = size
-        change = function(point + shift) - function(point - shift)
-        columns.append(change / (2 * size).reshape((*size.shape, *[1] * (change.ndim - size.ndim))))
+        shift[..., coordinate] = size
+        change = function(point + shift) - function(point - shift)  # (*lead, *out)
+        out_dims = (1,) * (change.ndim - size.ndim)
+        width = (2 * size).reshape(size.shape + out_dims)
+        columns.append(change / width)
     return torch.stack(columns, -1)
 
 
@@ -31,11 +33,12 @@ def quadrature(low: float, high: float, panels: int = 200) -> tuple[Float[Tensor
 
     Exact to rounding where the integrand is smooth on the scale of a panel; put a kink on the edge of a panel.
     """
-    nodes, weights = (torch.from_numpy(part) for part in leggauss(16))
+    nodes, weights = map(torch.from_numpy, leggauss(16))  # on [−1, 1]
     width = (high - low) / panels
     starts = low + width * torch.arange(panels, dtype=torch.float64)
     points = (starts[:, None] + width * (nodes + 1) / 2).flatten()
-    return points, (width / 2 * weights).log().repeat(panels)
+    log_weights = (width / 2 * weights).log().repeat(panels)
+    return points, log_weights
 
 
 def log_integral(
@@ -51,5 +54,6 @@ def log_integral(
 
 def spin_states(dimension: int) -> Float[Tensor, "states dimension"]:
     """All 2^dimension vectors of ±1."""
-    bits = torch.arange(2**dimension)[:, None] >> torch.arange(dimension)
-    return 1.0 - 2.0 * (bits & 1).double()
+    # Row by row the binary digits of 0, 1, 2, …; a digit of 1 is the spin −1.
+    digits = torch.arange(2**dimension)[:, None] >> torch.arange(dimension) & 1
+    return 1.0 - 2.0 * digits.double()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,10 +22,9 @@ def write_page(claims: Sequence[Claim], summary: str, path: Path) -> Path:
         InputError: it cannot be written there.
         MissingExtraError: jinja2 is not installed.
     """
-    words = ("published_heading", "published_name", "outcome")
     now = datetime.now(UTC)
     page = template("claims.html.j2").render(
-        claims=[claim.to_dict() | {word: getattr(claim, word) for word in words} for claim in claims],
+        claims=[_fields(claim) for claim in claims],
         summary=summary,
         made={
             "massieu": massieu.__version__,
@@ -37,3 +37,12 @@ def write_page(claims: Sequence[Claim], summary: str, path: Path) -> Path:
     )
     write_whole(path, page, "the page")
     return path
+
+
+def _fields(claim: Claim) -> dict[str, Any]:
+    """What the template reads of a claim."""
+    return claim.to_dict() | {
+        "published_heading": claim.published_heading,
+        "published_name": claim.published_name,
+        "outcome": claim.outcome,
+    }

@@ -19,11 +19,17 @@ RATE = 0.1
 
 
 class Rate(NamedTuple):
-    """A power law's exponent."""
+    """A power law's exponent, with an interval.
+
+    Attributes:
+        slope: The exponent.
+        half_width: Half the width of the interval about the slope.
+        false_alarm: Probability that the interval misses the slope of the expected log errors.
+        degrees_of_freedom: Of Student's law, from which the interval comes.
+    """
 
     slope: float
     half_width: float
-    """Of the interval that misses the slope of the expected log errors with the probability `false_alarm`."""
     false_alarm: float
     degrees_of_freedom: float
 
@@ -31,8 +37,8 @@ class Rate(NamedTuple):
 def rate(sizes: list[int], errors: Float[Tensor, "sizes repetitions"]) -> Rate:
     """Least-squares slope of mean log error against log size, and Student's interval about it.
 
-    Logarithms: the mean of squares is made by its largest few where tails are heavy, and has no interval then. The slope
-    is a contrast, so that what is skewed alike at every size cancels. Welch and Satterthwaite's degrees of freedom.
+    Why logarithms: where tails are heavy, a few draws make the mean of squares, which then has no interval. The slope is
+    a contrast: a bias that is the same at every size cancels. Degrees of freedom are those of Welch and Satterthwaite.
 
     Args:
         sizes: At least five octaves apart in all.
@@ -47,28 +53,32 @@ def rate(sizes: list[int], errors: Float[Tensor, "sizes repetitions"]) -> Rate:
     weight = _contrast(sizes)
     log_error = errors.double().log()
     repetitions = errors.shape[1]
-    parts = weight.square() * log_error.var(-1) / repetitions
-    variance = parts.sum().item()
-    degrees_of_freedom = (repetitions - 1) * variance**2 / parts.square().sum().item()
-    allowed = allowed_distance(1, degrees_of_freedom)
     slope = (weight @ log_error.mean(-1)).item()
-    return Rate(slope, allowed.distance * math.sqrt(variance), allowed.false_alarm, degrees_of_freedom)
+    # The slope is a sum over independent sizes: so is its variance.
+    variances = weight.square() * log_error.var(-1) / repetitions
+    variance = variances.sum().item()
+    degrees_of_freedom = (repetitions - 1) * variance**2 / variances.square().sum().item()
+    allowed = allowed_distance(1, degrees_of_freedom)
+    half_width = allowed.distance * math.sqrt(variance)
+    return Rate(slope, half_width, allowed.false_alarm, degrees_of_freedom)
 
 
-def has_rate(name: str, found: Rate, exponent: float) -> Check:
+def has_rate(name: str, estimate: Rate, exponent: float) -> Check:
     """The slope's interval comes within `RATE` of the predicted exponent.
 
     Raises:
         InputError: the interval is wider than that to either side, and would agree with anything.
     """
-    if found.half_width > RATE:
+    slope = estimate.slope
+    half_width = estimate.half_width
+    if half_width > RATE:
         raise InputError(
-            f"the repetitions tell the slope of {name!r} to ±{found.half_width:.2g} only, and ±{RATE} is needed; take more"
+            f"the repetitions tell the slope of {name!r} to ±{half_width:.2g} only, and ±{RATE} is needed; take more"
         )
-    distance = max(abs(found.slope - exponent) - found.half_width, 0.0)
-    detail = f"slope {found.slope:.3f} ± {found.half_width:.3f} against {exponent:g}"
-    basis = f"slope, Student's law, {found.degrees_of_freedom:.0f} degrees of freedom"
-    return Check(name, distance, "≤", RATE, detail, false_alarm=found.false_alarm, basis=basis)
+    distance = max(abs(slope - exponent) - half_width, 0.0)
+    detail = f"slope {slope:.3f} ± {half_width:.3f} against {exponent:g}"
+    basis = f"slope, Student's law, {estimate.degrees_of_freedom:.0f} degrees of freedom"
+    return Check(name, distance, "≤", RATE, detail, false_alarm=estimate.false_alarm, basis=basis)
 
 
 def has_exact_rate(name: str, sizes: list[int], errors: Float[Tensor, "sizes *cases"], exponent: float) -> Check:
@@ -86,6 +96,6 @@ def _contrast(sizes: list[int]) -> Float[Tensor, "sizes"]:
     """The weights whose sum with log errors is the least-squares slope."""
     if max(sizes) < 2**_LEAST_OCTAVES * min(sizes):
         raise ValueError(f"sizes must span {_LEAST_OCTAVES} octaves, got {min(sizes)} to {max(sizes)}")
-    position = torch.tensor(sizes, dtype=torch.float64).log()
-    position = position - position.mean()
-    return position / position.square().sum()
+    log_size = torch.tensor(sizes, dtype=torch.float64).log()
+    deviation = log_size - log_size.mean()
+    return deviation / deviation.square().sum()

@@ -41,12 +41,14 @@ class ClaimFunction:
     @property
     def parameters(self) -> dict[str, Setting]:
         """The parameters with their defaults; an int is a whole number, at least 1 (a seed: at least 0)."""
-        return {name: entry.default for name, entry in inspect.signature(self.body).parameters.items()}
+        signature = inspect.signature(self.body)
+        return {name: parameter.default for name, parameter in signature.parameters.items()}
 
     @property
     def code(self) -> tuple[Path, int]:
-        """The file of the function that checks it, and the line where the function begins."""
-        return Path(self.body.__code__.co_filename), self.body.__code__.co_firstlineno
+        """The file of the function that checks the claim, and the line where the function begins."""
+        code = self.body.__code__
+        return Path(code.co_filename), code.co_firstlineno
 
     def __call__(self, **settings: Setting | str) -> Claim:
         """Check the claim.
@@ -70,33 +72,46 @@ class ClaimFunction:
         return replace(self._result((), parameters, seconds), reason=reason)
 
     def _result(self, checks: tuple[Check, ...], parameters: Mapping[str, Setting], seconds: float) -> Claim:
-        stated = (self.id, self.title, self.statement, self.source, self.status)
-        return Claim(*stated, self.published, self.standing, self.corrected, checks, dict(parameters), seconds)
+        return Claim(
+            id=self.id,
+            title=self.title,
+            statement=self.statement,
+            source=self.source,
+            status=self.status,
+            published=self.published,
+            standing=self.standing,
+            corrected=self.corrected,
+            checks=checks,
+            parameters=dict(parameters),
+            seconds=seconds,
+        )
 
     def read(self, settings: Mapping[str, Setting | str]) -> dict[str, Setting]:
-        """The claim's parameters with these in place of the defaults.
+        """The claim's parameters, with these settings in place of the defaults.
 
         Raises:
             InputError: there is no such parameter, or its value cannot be read.
         """
-        return self.parameters | {name: self._read(name, value) for name, value in settings.items()}
+        values = {name: self._read(name, value) for name, value in settings.items()}
+        return self.parameters | values
 
     def _read(self, name: str, value: Setting | str) -> Setting:
-        """A setting as a number of the parameter's kind."""
-        known = self.parameters
-        if name not in known:
-            listed = ", ".join(f"{name}={default}" for name, default in known.items())
-            raise InputError(
-                f"claim {self.id} has no parameter {name!r}; it has {listed}"
-                if known
-                else f"claim {self.id} has no parameter {name!r}; it has none"
-            )
-        whole = isinstance(known[name], int)
-        least = 0 if name == "seed" else 1 if whole else -math.inf
-        number = _number(value, whole)
-        if number is None or number < least:
-            needed = f"a whole number, at least {least}" if whole else "a finite number"
-            raise InputError(f"{name} of claim {self.id} must be {needed}, got {value!r}")
+        """A setting as a whole number or a float, whichever the parameter is."""
+        defaults = self.parameters
+        if name not in defaults:
+            listed = ", ".join(f"{name}={default}" for name, default in defaults.items()) or "none"
+            raise InputError(f"claim {self.id} has no parameter {name!r}; it has {listed}")
+        if isinstance(defaults[name], int):
+            number = _whole_number(value)
+            least = 1
+            if name == "seed":
+                least = 0
+            if number is None or number < least:
+                raise InputError(f"{name} of claim {self.id} must be a whole number, at least {least}, got {value!r}")
+            return number
+        number = _finite_number(value)
+        if number is None:
+            raise InputError(f"{name} of claim {self.id} must be a finite number, got {value!r}")
         return number
 
 
@@ -122,8 +137,8 @@ def claim(
         statement: What is true, in a few sentences.
         source: Paper with section or equation, or where it is derived.
         status: Whether the source is quoted, reconstructed, known by its abstract only, or derived.
-        published: What the source says, where that is not what is true or may be read so: the function then checks the
-            form, or the reading, that is false too, in rows made with `as_published`.
+        published: What the source says, if that is not true or can be read as something that is not. The function then
+            also checks the false form, or the false reading, in rows made with `as_published`.
         standing: Only what the source asserts in its own words and meaning counts as wrong. What is a matter of reading,
             hedged, or in another text of the author is "ambiguous": `published` says which reading does what. What the
             source assumes is an "assumption".
@@ -141,17 +156,22 @@ def claim(
         raise ValueError(f"claim {id} is {status}: a source that was not read asserts nothing")
 
     def register(body: Body) -> ClaimFunction:
-        if (taken := _REGISTERED.get(id)) is not None:
-            raise ValueError(f"claim {id} is registered twice: in {taken.body.__module__} and {body.__module__}")
-        for parameter in inspect.signature(body, eval_str=True).parameters.values():
-            if parameter.annotation not in (int, float) or type(parameter.default) is not parameter.annotation:
-                raise TypeError(
-                    f"claim {id}: parameter {parameter.name} needs an int or float as annotation and default"
-                )
-        _REGISTERED[id] = ClaimFunction(id, title, statement, source, status, published, standing, corrected, body)
-        return _REGISTERED[id]
+        if id in _REGISTERED:
+            earlier = _REGISTERED[id].body
+            raise ValueError(f"claim {id} is registered twice: in {earlier.__module__} and {body.__module__}")
+        _check_parameters(id, body)
+        entry = ClaimFunction(id, title, statement, source, status, published, standing, corrected, body)
+        _REGISTERED[id] = entry
+        return entry
 
     return register
+
+
+def _check_parameters(id: str, body: Body) -> None:
+    """Raise unless every parameter of a claim is an int or float with a default."""
+    for parameter in inspect.signature(body, eval_str=True).parameters.values():
+        if parameter.annotation not in (int, float) or type(parameter.default) is not parameter.annotation:
+            raise TypeError(f"claim {id}: parameter {parameter.name} needs an int or float as annotation and default")
 
 
 def claims() -> dict[str, ClaimFunction]:
@@ -166,12 +186,15 @@ def find(id: str) -> ClaimFunction:
     Raises:
         InputError: there is none; the message lists those near it.
     """
-    known = {entry.id.lower(): entry for entry in claims().values()}
-    if (found := known.get(id.strip().lower())) is not None:
-        return found
-    near = [known[name].id for name in get_close_matches(id.strip().lower(), known, n=5, cutoff=0.5)]
-    listed = f"near it are {', '.join(sorted(near, key=_order))}" if near else f"known are {', '.join(claims())}"
-    raise InputError(f"there is no claim {id!r}; {listed}")
+    lower_case = id.strip().lower()
+    by_lower_case = {entry.id.lower(): entry for entry in claims().values()}
+    if lower_case in by_lower_case:
+        return by_lower_case[lower_case]
+    matches = get_close_matches(lower_case, by_lower_case, n=5, cutoff=0.5)
+    if not matches:
+        raise InputError(f"there is no claim {id!r}; known are {', '.join(claims())}")
+    near_ids = sorted((by_lower_case[name].id for name in matches), key=_order)
+    raise InputError(f"there is no claim {id!r}; near it are {', '.join(near_ids)}")
 
 
 def read_settings(assignments: Iterable[str]) -> dict[str, str]:
@@ -193,16 +216,18 @@ def read_settings(assignments: Iterable[str]) -> dict[str, str]:
 
 @cache
 def _load() -> None:
-    """Import every module of the packages beside this file, which registers their claims."""
-    for package in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}."):
-        if package.ispkg:
-            path = importlib.import_module(package.name).__path__
-            for module in pkgutil.walk_packages(path, f"{package.name}."):
-                importlib.import_module(module.name)
+    """Import every module of the packages beside this file: each registers its claims when it is imported."""
+    folder = str(Path(__file__).parent)
+    for package in pkgutil.iter_modules([folder], f"{__package__}."):
+        if not package.ispkg:
+            continue
+        path = importlib.import_module(package.name).__path__
+        for module in pkgutil.walk_packages(path, f"{package.name}."):
+            importlib.import_module(module.name)
 
 
 def _order(id: str) -> tuple[int, int, str]:
-    """Where the claim stands in reading order."""
+    """Sort key of a claim's place in reading order."""
     parts = re.fullmatch(rf"([{_FAMILIES}])([1-9]\d*)([a-z]?)", id)
     if parts is None:
         raise ValueError(
@@ -212,12 +237,25 @@ def _order(id: str) -> tuple[int, int, str]:
     return _FAMILIES.index(family), int(number), suffix
 
 
-def _number(value: Setting | str, whole: bool) -> Setting | None:
-    """The value as a finite number, whole if need be ("2e5" is); None if it is none."""
+def _finite_number(value: Setting | str) -> float | None:
+    """The value as a float; None if it is no finite number."""
     try:
-        number = int(value) if whole and re.fullmatch(r"[+-]?[\d_]+", str(value)) else float(value)
-        if not math.isfinite(number) or (whole and number != int(number)):
-            return None
+        number = float(value)
     except (ValueError, OverflowError):  # no number, or larger than any float
         return None
-    return int(number) if whole else number
+    if not math.isfinite(number):
+        return None
+    return number
+
+
+def _whole_number(value: Setting | str) -> int | None:
+    """The value as an int, "2e5" included; None if it is no whole number."""
+    number = _finite_number(value)
+    if number is None:
+        return None
+    if re.fullmatch(r"[+-]?[\d_]+", str(value)):
+        # Digits are read exactly: a float has only 53 bits.
+        return int(value)
+    if number != int(number):
+        return None
+    return int(number)

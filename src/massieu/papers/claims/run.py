@@ -1,4 +1,4 @@
-"""Checking claims: `verify` runs them one by one and keeps what came out."""
+"""Checking claims: `verify` runs them one by one and returns their results."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -29,7 +29,7 @@ class Verification(Sequence[Claim]):
     """The claims that were checked, in order; a sequence of `Claim`.
 
     Attributes:
-        claims: What came out of each.
+        claims: The result of each claim.
         complete: False when the run was interrupted: the later claims are missing.
     """
 
@@ -49,36 +49,50 @@ class Verification(Sequence[Claim]):
     @property
     def ok(self) -> bool:
         """Whether every claim was checked and holds."""
-        return self.complete and all(claim.verdict == "holds" for claim in self.claims)
+        all_hold = all(claim.verdict == "holds" for claim in self.claims)
+        return self.complete and all_hold
 
     @property
     def summary(self) -> str:
-        """How many claims hold, and what became of what was printed, in sentences."""
-        failing = [claim.id for claim in self.claims if claim.verdict == "fails"]
-        unchecked = [claim.id for claim in self.claims if claim.verdict == "could not be checked"]
-        holding = len(self) - len(failing) - len(unchecked)
-        parts = [f"{holding} of {_hold(len(self), 'claim')}" if failing or unchecked else _hold(holding, "claim")]
-        if failing:
-            parts.append(f"{_fail(len(failing))} ({', '.join(failing)})")
-        if unchecked:
-            parts.append(f"{len(unchecked)} could not be checked ({', '.join(unchecked)})")
-        sentences = [f"{', '.join(parts)}."]
-        verdicts = Counter(claim.published_verdict for claim in self.claims)
-        if wrong := verdicts["fails"]:
-            shown = "its check shows" if wrong == 1 else "each check shows"
-            sentences.append(
-                f"{_are(wrong, 'formula')} wrong as printed; {shown} the printed form failing and the corrected one holding."
-            )
-        readings = [f"{_are(verdicts['ambiguous'], 'reading')} ambiguous"] * bool(verdicts["ambiguous"])
-        if assumed := verdicts["assumption"]:
-            readings.append(f"{_are(assumed, 'statement')} {'an assumption' if assumed == 1 else 'assumptions'}")
-        if readings:
-            sentences.append(f"{', '.join(readings)}.")
-        if right := [claim.id for claim in self.claims if claim.published_verdict == "holds"]:
-            sentences.append(f"With these settings the printed form holds too: {', '.join(right)}.")
+        """Sentences that count the claims that hold, and the published forms that do not."""
+        sentences = [self._verdicts_sentence(), *self._published_sentences()]
         if not self.complete:
             sentences.append("Interrupted before the end.")
         return " ".join(sentences)
+
+    def _verdicts_sentence(self) -> str:
+        failing = [claim.id for claim in self.claims if claim.verdict == "fails"]
+        unchecked = [claim.id for claim in self.claims if claim.verdict == "could not be checked"]
+        num_holding = len(self) - len(failing) - len(unchecked)
+        parts = [f"{counted(len(self), 'claim')} {_agreeing(len(self), 'holds', 'hold')}"]
+        if failing or unchecked:
+            parts[0] = f"{num_holding} of {parts[0]}"
+        if failing:
+            parts.append(f"{len(failing)} {_agreeing(len(failing), 'fails', 'fail')} ({', '.join(failing)})")
+        if unchecked:
+            parts.append(f"{len(unchecked)} could not be checked ({', '.join(unchecked)})")
+        return f"{', '.join(parts)}."
+
+    def _published_sentences(self) -> Iterator[str]:
+        counts = Counter(claim.published_verdict for claim in self.claims)
+        num_wrong = counts["fails"]
+        if num_wrong:
+            subject = f"{counted(num_wrong, 'formula')} {_agreeing(num_wrong, 'is', 'are')}"
+            checks = _agreeing(num_wrong, "its check", "each check")
+            yield f"{subject} wrong as printed; {checks} shows the printed form failing and the corrected one holding."
+        readings = []
+        num_ambiguous = counts["ambiguous"]
+        if num_ambiguous:
+            readings.append(f"{counted(num_ambiguous, 'reading')} {_agreeing(num_ambiguous, 'is', 'are')} ambiguous")
+        num_assumed = counts["assumption"]
+        if num_assumed:
+            predicate = _agreeing(num_assumed, "is an assumption", "are assumptions")
+            readings.append(f"{counted(num_assumed, 'statement')} {predicate}")
+        if readings:
+            yield f"{', '.join(readings)}."
+        holding = [claim.id for claim in self.claims if claim.published_verdict == "holds"]
+        if holding:
+            yield f"With these settings the printed form holds too: {', '.join(holding)}."
 
     def __repr__(self) -> str:
         return f"Verification({self.summary.rstrip('.')})"
@@ -145,68 +159,80 @@ def verify(
         )
     if seed is not None and settings and "seed" in settings:
         raise InputError(f"the seed is set twice: to {seed} and to {settings['seed']}")
-    named = [ids] if isinstance(ids, str) else [] if ids is None else list(ids)
-    for name in named:
-        if not isinstance(name, str):
-            raise InputError(f"ids must be names of claims, got {described(name)}")
-    chosen = list(claims().values()) if ids is None else [find(name) for name in named]
-    chosen = list(dict.fromkeys(chosen))
-    if not chosen:
+    entries = _chosen(ids)
+    if not entries:
         raise InputError("no claim was named in ids; leave it out to check all of them")
-    wanted = [entry.read(_with_seed(entry, settings or {}, seed)) for entry in chosen]
-    done: list[Claim] = []
+    # Every setting is read before the first claim runs, so that a mistake costs no time.
+    parameters = [entry.read(_with_seed(entry, settings or {}, seed)) for entry in entries]
+    results: list[Claim] = []
     try:
-        for entry, parameters in zip(chosen, wanted, strict=True):
+        for entry, values in zip(entries, parameters, strict=True):
             with one_thread(), warnings.catch_warnings():
                 # Claims also try memories that do not retrieve what they hold.
                 warnings.simplefilter("ignore", OverlapWarning)
-                done.append(_check(entry, parameters))
+                result = _check(entry, values)
+            results.append(result)
             if progress is not None:
-                progress(done[-1], len(done), len(chosen))
+                progress(result, len(results), len(entries))
     except KeyboardInterrupt:
-        return Verification(tuple(done), complete=False)
-    return Verification(tuple(done))
+        return Verification(tuple(results), complete=False)
+    return Verification(tuple(results))
+
+
+def _chosen(ids: Iterable[str] | str | None) -> list[ClaimFunction]:
+    """The claims of these numbers, each once; all claims for None.
+
+    Raises:
+        InputError: a number is unknown, or no string.
+    """
+    if ids is None:
+        return list(claims().values())
+    if isinstance(ids, str):
+        ids = [ids]
+    names = list(ids)
+    for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"ids must be names of claims, got {described(name)}")
+    return list(dict.fromkeys(find(name) for name in names))
 
 
 def _with_seed(
     entry: ClaimFunction, settings: Mapping[str, Setting | str], seed: int | None
 ) -> dict[str, Setting | str]:
-    return dict(settings) if seed is None or "seed" not in entry.parameters else {**settings, "seed": seed}
+    if seed is None or "seed" not in entry.parameters:
+        return dict(settings)
+    return {**settings, "seed": seed}
 
 
 def _check(entry: ClaimFunction, parameters: Mapping[str, Setting]) -> Claim:
     """The claim with these parameters, or why it could not be checked with them.
 
     Raises:
-        InputError: it refuses a setting that is not its own.
+        InputError: the claim refuses a setting that is not its default.
     """
     changed = {name: value for name, value in parameters.items() if value != entry.parameters[name] and name != "seed"}
     started = time.perf_counter()
     try:
         return entry(**parameters)
     except Exception as error:
-        # One of its own settings cannot be the user's mistake: with those the sentence is about what was drawn.
+        # A default cannot be the user's mistake: then the error is about what was drawn.
         if changed and isinstance(error, InputError):
             raise
         return entry.not_checked(_reason(error), parameters, time.perf_counter() - started)
 
 
 def _reason(error: Exception) -> str:
-    """What stopped a claim, and where: for its reader, and for whoever mends it."""
+    """The error that stopped a claim, and the line of the package where it was raised, in a sentence."""
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
-    last = (own_frames or frames)[-1]
+    package_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
+    last_frame = (package_frames or frames)[-1]
     message = " ".join(str(error).split()) or "no message"
-    return f"{type(error).__name__}: {message.rstrip('.')} ({Path(last.filename).name}:{last.lineno})."
+    place = f"{Path(last_frame.filename).name}:{last_frame.lineno}"
+    return f"{type(error).__name__}: {message.rstrip('.')} ({place})."
 
 
-def _hold(number: int, thing: str) -> str:
-    return f"{counted(number, thing)} {'holds' if number == 1 else 'hold'}"
-
-
-def _fail(number: int) -> str:
-    return f"{number} {'fails' if number == 1 else 'fail'}"
-
-
-def _are(number: int, thing: str) -> str:
-    return f"{counted(number, thing)} {'is' if number == 1 else 'are'}"
+def _agreeing(count: int, singular: str, plural: str) -> str:
+    """The word that agrees with a count."""
+    if count == 1:
+        return singular
+    return plural

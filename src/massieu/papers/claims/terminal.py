@@ -29,8 +29,16 @@ _OUTCOMES = {
 
 
 def show(result: Verification, *, in_full: bool, every_row: bool = False) -> None:
-    """Print the claims to standard output: one line each, or in full, then with every row or the worst of each kind."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    """Print the claims to standard output.
+
+    Args:
+        in_full: Print each claim in full; otherwise a line for each.
+        every_row: In full, every check; otherwise the worst check of each kind.
+    """
+    width = WIDTH
+    if sys.stdout.isatty():
+        width = None  # the terminal's own
+    console = Console(width=width, highlight=False)
     if in_full:
         for claim in result:
             console.print(_in_full(claim, every_row))
@@ -47,100 +55,133 @@ def say_progress(claim: Claim, done: int, total: int) -> None:
 
 
 def _overview(claims: Iterable[Claim]) -> Table:
+    """A table with a row for each claim."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("claim", "topic", "verdict", "published form"):
         table.add_column(name, no_wrap=True, overflow="ellipsis")
     for claim in claims:
         outcome = _OUTCOMES[claim.published_verdict]
-        table.add_row(Text(claim.id, "bold"), Text(claim.title), _verdict(claim.verdict), outcome)
+        table.add_row(Text(claim.id, "bold"), Text(claim.title), _coloured(claim.verdict), outcome)
     return table
 
 
 def _in_full(claim: Claim, every_row: bool) -> RenderableType:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column()
-    facts.add_row("what is true" if claim.published else "statement", Text(claim.statement))
-    if claim.published is not None:
-        facts.add_row(claim.published_heading, Text(claim.published))
-    if claim.corrected is not None:
-        facts.add_row(
-            "corrected" if claim.published_verdict in ("fails", "holds") else "precisely", Text(claim.corrected)
-        )
-    facts.add_row("source", Text(f"{claim.source} ({claim.status})"))
-    if claim.parameters:
-        facts.add_row("parameters", Text(", ".join(f"{name}={value}" for name, value in claim.parameters.items())))
-    facts.add_row("code", Text(_place(claim), overflow="fold"))
-    facts.add_row("seconds", number(claim.seconds))
-    heading = Text.assemble((claim.id, "bold"), f"  {claim.title}  ", _verdict(claim.verdict))
+    """Heading, facts and checks of a claim."""
+    heading = Text.assemble((claim.id, "bold"), f"  {claim.title}  ", _coloured(claim.verdict))
     if claim.reason is not None:
-        facts.add_row("not checked", Text(claim.reason))
-        return Group(heading, Padding(facts, (1, 2, 1, 2)))
-
-    table = _table("check", "numbers", "measured", "bound", "verdict") if every_row else _worst_rows()
-    for form in ("corrected", "published"):
-        rows = [check for check in claim.checks if check.form == form]
-        if rows and form == "published":
-            table.add_section()
-            table.add_row(Text(f"{claim.published_name}:", "dim"))
-        if every_row:
-            _add_every(table, rows)
-        else:
-            _add_worst(table, rows)
+        return Group(heading, Padding(_facts(claim), (1, 2, 1, 2)))
     if claim.outcome:
         heading.append(f"; {claim.outcome}")
-    parts = [heading, Padding(facts, (1, 2, 0, 2)), Padding(table, (0, 1))]
+    if every_row:
+        table = _table_of_all_checks(claim)
+    else:
+        table = _table_of_worst_checks(claim)
+    parts = [heading, Padding(_facts(claim), (1, 2, 0, 2)), Padding(table, (0, 1))]
     if not every_row and len(table.rows) < len(claim.checks):
-        parts.append(
-            Text(f"   {len(claim.checks)} checks; 'massieu verify {claim.id} --all' shows all of them\n", "dim")
-        )
+        hint = f"   {len(claim.checks)} checks; 'massieu verify {claim.id} --all' shows all of them\n"
+        parts.append(Text(hint, "dim"))
     return Group(*parts)
 
 
+def _facts(claim: Claim) -> Table:
+    """What the claim states, where it comes from, and how it was checked: a name and a text in each row."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    if claim.published is None:
+        facts.add_row("statement", Text(claim.statement))
+    else:
+        facts.add_row("what is true", Text(claim.statement))
+        facts.add_row(claim.published_heading, Text(claim.published))
+    if claim.corrected is not None:
+        label = "precisely"
+        if claim.published_verdict in ("fails", "holds"):
+            label = "corrected"
+        facts.add_row(label, Text(claim.corrected))
+    facts.add_row("source", Text(f"{claim.source} ({claim.status})"))
+    if claim.parameters:
+        parameters = ", ".join(f"{name}={value}" for name, value in claim.parameters.items())
+        facts.add_row("parameters", Text(parameters))
+    facts.add_row("code", Text(_place(claim), overflow="fold"))
+    facts.add_row("seconds", number(claim.seconds))
+    if claim.reason is not None:
+        facts.add_row("not checked", Text(claim.reason))
+    return facts
+
+
 def _place(claim: Claim) -> str:
-    """FILE:LINE of the claim's function, as editors open it: from here, where the file lies below this folder."""
+    """FILE:LINE of the claim's function, as editors open it; relative if the file lies below the current folder."""
     path, line = find(claim.id).code
-    here = Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+    current_folder = Path.cwd()
+    if path.is_relative_to(current_folder):
+        path = path.relative_to(current_folder)
+    return f"{path}:{line}"
 
 
-def _add_every(table: Table, checks: Iterable[Check]) -> None:
-    for check in checks:
-        verdict = _verdict("holds" if check.holds else "fails", expected=check.form == "corrected")
-        table.add_row(Text(check.name), Text(check.detail), *_measured(check), verdict)
-
-
-def _add_worst(table: Table, checks: Iterable[Check]) -> None:
-    """One row for the checks that compare the same thing: how many, and the one nearest to its bound, or beyond it."""
-    kinds: dict[tuple[str, str], list[Check]] = {}
-    for check in checks:
-        kinds.setdefault((check.kind, check.comparison), []).append(check)
-    for alike in kinds.values():
-        worst = max(alike, key=lambda check: check.strain)
-        if worst.form == "published":
-            # These are meant to fail: the one that comes nearest to holding is the one to look at.
-            worst = min(alike, key=lambda check: check.strain)
-        verdict = _verdict("holds" if worst.holds else "fails", expected=worst.form == "corrected")
-        table.add_row(Text(worst.name), str(len(alike)), *_measured(worst), verdict)
-
-
-def _worst_rows() -> Table:
-    return _table("check (the worst of its kind)", "of", "measured", "bound", "verdict")
-
-
-def _table(*columns: str) -> Table:
-    """Words wrap in the first columns, numbers and verdicts never."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in columns:
-        wraps = name.startswith("check") or name == "numbers"
-        table.add_column(name, no_wrap=not wraps, justify="right" if name in ("measured", "of") else "left")
+def _table_of_all_checks(claim: Claim) -> Table:
+    table = _empty_table("check", "numbers", "measured", "bound", "verdict")
+    for form in ("corrected", "published"):
+        checks = [check for check in claim.checks if check.form == form]
+        _add_published_heading(table, claim, checks)
+        for check in checks:
+            table.add_row(Text(check.name), Text(check.detail), *_number_cells(check), _verdict_cell(check))
     return table
 
 
-def _measured(check: Check) -> Sequence[str]:
+def _table_of_worst_checks(claim: Claim) -> Table:
+    """A table with one row for the checks of each kind: how many there are, and the worst of them."""
+    table = _empty_table("check (the worst of its kind)", "of", "measured", "bound", "verdict")
+    for form in ("corrected", "published"):
+        checks = [check for check in claim.checks if check.form == form]
+        _add_published_heading(table, claim, checks)
+        kinds: dict[tuple[str, str], list[Check]] = {}
+        for check in checks:
+            kinds.setdefault((check.kind, check.comparison), []).append(check)
+        for same_kind in kinds.values():
+            worst = _worst(same_kind)
+            table.add_row(Text(worst.name), str(len(same_kind)), *_number_cells(worst), _verdict_cell(worst))
+    return table
+
+
+def _worst(checks: Sequence[Check]) -> Check:
+    """The check that comes nearest to its bound, or lies farthest beyond it."""
+    if checks[0].form == "published":
+        # These are meant to fail: the one that comes nearest to holding is the one to look at.
+        return min(checks, key=lambda check: check.strain)
+    return max(checks, key=lambda check: check.strain)
+
+
+def _add_published_heading(table: Table, claim: Claim, checks: Sequence[Check]) -> None:
+    """Set the checks of the published form apart from those above."""
+    if checks and checks[0].form == "published":
+        table.add_section()
+        table.add_row(Text(f"{claim.published_name}:", "dim"))
+
+
+def _empty_table(*columns: str) -> Table:
+    """A table whose words wrap; numbers and verdicts never do."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        wraps = name.startswith("check") or name == "numbers"
+        justify = "left"
+        if name in ("measured", "of"):
+            justify = "right"
+        table.add_column(name, no_wrap=not wraps, justify=justify)
+    return table
+
+
+def _number_cells(check: Check) -> Sequence[str]:
     return number(check.measured), f"{check.comparison} {bound(check.bound)}"
 
 
-def _verdict(verdict: Verdict, expected: bool = True) -> Text:
-    """A form that is meant to fail is not alarming when it does."""
-    return Text(verdict, "" if not expected else "green" if verdict == "holds" else "bold red")
+def _verdict_cell(check: Check) -> Text:
+    """The verdict, without colour for the published form: that it fails is not alarming."""
+    if check.form == "published":
+        return Text(check.verdict)
+    return _coloured(check.verdict)
+
+
+def _coloured(verdict: Verdict) -> Text:
+    if verdict == "holds":
+        return Text(verdict, "green")
+    return Text(verdict, "bold red")

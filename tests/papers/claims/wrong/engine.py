@@ -9,8 +9,10 @@ def scaled(function, factor):
     """The same with every result a little too large."""
 
     def call(*arguments, **options):
-        found = function(*arguments, **options)
-        return tuple(factor * part for part in found) if isinstance(found, tuple) else factor * found
+        result = function(*arguments, **options)
+        if isinstance(result, tuple):
+            return tuple(factor * part for part in result)
+        return factor * result
 
     return call
 

@@ -10,8 +10,11 @@ from massieu.papers.claims.bridges import expansion as bridges
 from massieu.papers.claims.shim import equilibrium, expansion, finite_keys, precision
 from massieu.population import Renormalisation, TraceRenormalisation
 
-_ALIGNMENT, _EXPANSION, _MEAN = precision.precision_alignment, bridges.expansion, Atoms._mean
-_MATRIX, _FACTOR = Renormalisation.matrix, TraceRenormalisation._factor
+_ALIGNMENT = precision.precision_alignment
+_EXPANSION = bridges.expansion
+_MEAN = Atoms._mean
+_FACTOR = TraceRenormalisation._factor
+_RATE = finite_keys.rate
 
 
 def _with_its_own_inverse(score: Any, covariance: Any, *, power: float = -1.0, **keywords: Any) -> Any:
@@ -19,13 +22,14 @@ def _with_its_own_inverse(score: Any, covariance: Any, *, power: float = -1.0, *
 
 
 def _a_triangular_root(self: Renormalisation, covariance: torch.Tensor) -> torch.Tensor:
-    own, wanted = torch.linalg.cholesky(covariance), torch.linalg.cholesky(self.covariance)
-    return wanted @ torch.linalg.inv(own)
+    root = torch.linalg.cholesky(covariance)
+    target_root = torch.linalg.cholesky(self.covariance)
+    return target_root @ torch.linalg.inv(root)
 
 
 def _half_of_the_divergence(*arguments: Any) -> Any:
-    found = _EXPANSION(*arguments)
-    return found._replace(bregman=found.bregman / 2)
+    result = _EXPANSION(*arguments)
+    return result._replace(bregman=result.bregman / 2)
 
 
 def _one_more_order(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +52,12 @@ WRONG = {
         "matrix",
         lambda self, covariance: torch.eye(len(covariance), dtype=covariance.dtype),
     ),
-    "S13: a trace not held": ("S13", TraceRenormalisation, "_factor", lambda self, own: 1.1 * _FACTOR(self, own)),
+    "S13: a trace not held": (
+        "S13",
+        TraceRenormalisation,
+        "_factor",
+        lambda self, covariance: 1.1 * _FACTOR(self, covariance),
+    ),
     "S13: LayerNorm that keeps the mean": (
         "S13",
         equilibrium.activations,
@@ -76,4 +85,3 @@ WRONG = {
         lambda *arguments: torch.ones((), dtype=torch.float64),
     ),
 }
-_RATE = finite_keys.rate

@@ -7,7 +7,9 @@ from massieu.measures import Atoms, ConjugatePrior, Gaussian, Laplace, Spin, boo
 from massieu.measures.mixture import Mixture
 from massieu.papers.claims.shim import boosting as boosting_claims
 
-_MEAN, _LAPLACE, _PRIOR = Atoms._mean, Laplace._cumulant, ConjugatePrior._cumulant
+_MEAN = Atoms._mean
+_LAPLACE = Laplace._cumulant
+_PRIOR = ConjugatePrior._cumulant
 _HEADS = Mixture.lower_bound
 
 

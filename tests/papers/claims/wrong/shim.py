@@ -18,7 +18,9 @@ def _swapped(self, eta, delta):
     return _KL(Spin(self.field + delta), eta, -delta)
 
 
-_SAMPLE, _KL, _MEAN = Gaussian._sample, Spin._kl, Atoms._mean
+_SAMPLE = Gaussian._sample
+_KL = Spin._kl
+_MEAN = Atoms._mean
 
 WRONG = {
     "S1: no domain": ("S1", Exponential, "_in_domain", lambda self, eta: None),

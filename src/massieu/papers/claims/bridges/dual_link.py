@@ -1,6 +1,6 @@
 """X8: scores with link-transformed keys are divergences."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from massieu.papers.claims.registry import claim
 from massieu.papers.claims.shim.catalogue import Member, library
 
 _SUMMED_EXACTLY = ("atoms", "point mass", "Bernoulli", "Rademacher", "Poisson", "categorical")
-"""Members whose weighted points are the measure itself."""
+"""Members that are sums of point masses: sums over their points have no error of quadrature."""
 
 
 @claim(
@@ -43,61 +43,66 @@ def dual_link_scores(draws: int = 20, seed: int = 0) -> Iterator[Check]:
 
 
 def _kernel_of_divergence(member: Member) -> Iterator[Check]:
-    """Every pair of parameters: the divergence and A* are summed over points."""
-    name, measure, eta = member.name, member.measure, member.eta
-    tolerance = CLOSED_FORM if name in _SUMMED_EXACTLY else QUADRATURE
+    """Every pair of parameters η and η′; KL and A* are sums over the measure's points."""
+    name = member.name
+    measure = member.measure
+    eta = member.eta
+    tolerance = QUADRATURE
+    if name in _SUMMED_EXACTLY:
+        tolerance = CLOSED_FORM
     log_share = member.log_share(eta)
     share = log_share.exp()
-    # Rows are queries, columns keys.
+    # Rows are queries η, columns keys η′.
     divergence = (share * log_share).sum(-1) - log_share @ share.T
     conjugate = (share * (log_share - member.log_density - member.log_volume)).sum(-1)
     log_partition = member.log_partition(eta).unsqueeze(-1)
     scores = eta @ measure.mean(eta).T
     expected = log_partition - divergence + conjugate
     yield close(f"{name}: η·∇A(η′) and A(η) − KL + A*", scores, expected, tolerance)
-    biased = torch.softmax(conjugate - divergence, -1)
-    yield close(
-        f"{name}: weights of keys ∇A(η′) and those ∝ e^(A* − KL)",
-        _weights(Atoms.create(measure.mean(eta)), eta),
-        biased,
-        tolerance,
-    )
+
+    weights = _weights(Atoms.create(measure.mean(eta)), eta)
+    with_bias = torch.softmax(conjugate - divergence, -1)
+    yield close(f"{name}: weights of keys ∇A(η′) and those ∝ e^(A* − KL)", weights, with_bias, tolerance)
     kernel = divergence_kernel(measure, eta)
-    smoothed = torch.softmax(-divergence, -1)
-    yield close(f"{name}: weights with A* subtracted and those ∝ e^(−KL)", _weights(kernel, eta), smoothed, tolerance)
-    evidence = (log_partition - divergence).logsumexp(-1)
-    yield close(f"{name}: log-partition and A + log Σ e^(−KL)", kernel.log_partition(eta), evidence, tolerance)
+    without_bias = torch.softmax(-divergence, -1)
+    weights = _weights(kernel, eta)
+    yield close(f"{name}: weights with A* subtracted and those ∝ e^(−KL)", weights, without_bias, tolerance)
+    expected = (log_partition - divergence).logsumexp(-1)
+    yield close(f"{name}: log-partition and A + log Σ e^(−KL)", kernel.log_partition(eta), expected, tolerance)
     if name == "atoms":
-        yield at_least(
-            "atoms: weights with and without A*, largest difference", (biased - smoothed).abs().max(), 1e4 * CLOSED_FORM
-        )
+        difference = (with_bias - without_bias).abs().max()
+        yield at_least("atoms: weights with and without A*, largest difference", difference, 1e4 * CLOSED_FORM)
 
 
 def _weights(kernel: Atoms, eta: Tensor) -> Tensor:
+    """Attention weights: the expectation of the identity's rows."""
     return kernel.expectation(eta, torch.eye(len(eta), dtype=torch.float64))
 
 
 def _mahalanobis(normal: Normal, draws: int) -> Iterator[Check]:
-    location, root = normal(3), normal(3, 3)
+    """For a Gaussian the divergence is half of Mahalanobis's squared distance of the keys."""
+    location = normal(3)
+    root = normal(3, 3)
     covariance = torch.eye(3).double() + root @ root.T
     eta = 0.5 * normal(draws, 3)
     keys = location + eta @ covariance
-    apart = keys.unsqueeze(-2) - keys
-    distance = (apart * torch.linalg.solve(covariance, apart.mT).mT).sum(-1)
+    difference = keys.unsqueeze(-2) - keys
+    squared_distance = (difference * torch.linalg.solve(covariance, difference.mT).mT).sum(-1)
     kernel = divergence_kernel(Gaussian.create(location, covariance), eta)
     yield close("Gaussian: keys ∇A(η′) and μ + Ση′", kernel.points, keys)
-    expected = torch.softmax(-0.5 * distance, -1)
+    expected = torch.softmax(-0.5 * squared_distance, -1)
     yield close("Gaussian: weights and those ∝ e^(−½ Mahalanobis²)", _weights(kernel, eta), expected)
 
 
 def _links(normal: Normal, draws: int) -> Iterator[Check]:
+    """∇A of each family is the link function that is usual for it."""
     eta = normal(draws, 4)
-    half, one = torch.full((4,), 0.5).double(), torch.ones(4).double()
-    links: dict[str, tuple[Measure, Callable[[Tensor], Tensor]]] = {
-        "Bernoulli: ∇A and σ": (Bernoulli.create(half), torch.sigmoid),
-        "Poisson: ∇A and exp": (Poisson.create(one), torch.exp),
-        "spins: ∇A and tanh": (Spin.create(0 * one), torch.tanh),
-        "categorical: ∇A and softmax": (Categorical.create(half / 2), lambda eta: eta.softmax(-1)),
-    }
-    for name, (measure, link) in links.items():
-        yield close(name, divergence_kernel(measure, eta).points, link(eta))
+    ones = torch.ones(4).double()
+
+    def keys(measure: Measure) -> Tensor:
+        return divergence_kernel(measure, eta).points
+
+    yield close("Bernoulli: ∇A and σ", keys(Bernoulli.create(0.5 * ones)), eta.sigmoid())
+    yield close("Poisson: ∇A and exp", keys(Poisson.create(ones)), eta.exp())
+    yield close("spins: ∇A and tanh", keys(Spin.create(0 * ones)), eta.tanh())
+    yield close("categorical: ∇A and softmax", keys(Categorical.create(0.25 * ones)), eta.softmax(-1))

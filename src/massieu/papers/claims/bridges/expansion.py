@@ -1,6 +1,7 @@
 """X6, X7: the exact gain of a step, and how fast the Gaussian equilibrium is left."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from numpy.polynomial.hermite_e import HermiteE, hermegauss
@@ -27,44 +28,58 @@ _STEP = 0.5
 def exact_gain(draws: int = 200, dimensions: int = 3, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, draws=draws, dimensions=dimensions)
     normal = normal_draws(seed)
-    for name, (measure, size, steps) in _measures(normal, dimensions).items():
-        points = size * normal(draws, dimensions)
-        for step in steps:
-            found = expansion(measure, points, step)
-            yield from _equalities(f"{name}, γ = {step:g}", measure, points, step, found.gain, found.margin)
-            yield at_least(f"{name}, γ = {step:g}: the divergence", found.bregman, -_ROUNDING)
-            relative = (found.gain - found.first_order - found.bregman).abs() / (1 + found.gain.abs())
+    for name, case in _cases(normal, dimensions).items():
+        points = case.size * normal(draws, dimensions)
+        for step in case.steps:
+            result = expansion(case.measure, points, step)
+            yield from _equalities(f"{name}, γ = {step:g}", case.measure, points, step, result.gain, result.margin)
+            yield at_least(f"{name}, γ = {step:g}: the divergence", result.bregman, -_ROUNDING)
+            difference = (result.gain - result.first_order - result.bregman).abs()
+            relative = difference / (1 + result.gain.abs())
             yield at_most(f"{name}, γ = {step:g}: gain − γ‖∇A‖² − KL, relative", relative, _ROUNDING)
 
 
-def _measures(normal: Normal, width: int) -> dict[str, tuple[Measure, float, tuple[float, ...]]]:
-    """With the size of the points and the steps after which A is still finite."""
-    zeros, every = torch.zeros(width, dtype=torch.float64), (0.1, 1.0, 20.0)
+class _Case(NamedTuple):
+    """A measure, with the size of the points and the steps after which A is still finite."""
+
+    measure: Measure
+    size: float = 1.0
+    steps: tuple[float, ...] = (0.1, 1.0, 20.0)
+
+
+def _cases(normal: Normal, width: int) -> dict[str, _Case]:
+    zeros = torch.zeros(width, dtype=torch.float64)
     parts = [Gaussian.create(zeros + sign, torch.full_like(zeros, 0.2)) for sign in (-1, 1)]
     return {
-        "keys": (Atoms.create(normal(9, width), normal(9)), 1.0, every),
-        "Gaussian": (Gaussian.create(normal(width), normal(width).square()), 1.0, every),
-        "sphere": (Sphere.create(torch.tensor(1.5, dtype=torch.float64), dim=width), 1.0, every),
-        "spins": (Spin.create(dim=width), 1.0, every),
-        "bits": (Bernoulli.create(torch.sigmoid(normal(width))), 1.0, every),
-        "two Gaussians": (mixture(normal(2), parts), 1.0, every),
-        "Poisson": (Poisson.create(torch.ones_like(zeros)), 0.5, (0.1, 1.0)),
-        "Laplace": (Laplace.create(0.5 + zeros), 0.1, (0.1, 0.5)),
+        "keys": _Case(Atoms.create(normal(9, width), normal(9))),
+        "Gaussian": _Case(Gaussian.create(normal(width), normal(width).square())),
+        "sphere": _Case(Sphere.create(torch.tensor(1.5, dtype=torch.float64), dim=width)),
+        "spins": _Case(Spin.create(dim=width)),
+        "bits": _Case(Bernoulli.create(torch.sigmoid(normal(width)))),
+        "two Gaussians": _Case(mixture(normal(2), parts)),
+        "Poisson": _Case(Poisson.create(torch.ones_like(zeros)), size=0.5, steps=(0.1, 1.0)),
+        "Laplace": _Case(Laplace.create(0.5 + zeros), size=0.1, steps=(0.1, 0.5)),
     }
 
 
 def _equalities(
     name: str, measure: Measure, points: Tensor, step: float, gain: Tensor, margin: Tensor
 ) -> Iterator[Check]:
-    """From A and ∇A alone, without what `expansion` returns."""
+    """The gain and the margin of `expansion`, computed from A and ∇A alone."""
     mean = measure.mean(points)
     after = points + step * mean
-    level = measure.log_partition(after) - measure.log_partition(points)
-    bregman = level - (mean * (after - points)).sum(-1)
+    rise = measure.log_partition(after) - measure.log_partition(points)
+    bregman = rise - (mean * (after - points)).sum(-1)
     yield close(f"{name}: gain and γ‖∇A‖² + B_A", gain, step * mean.square().sum(-1) + bregman, _ROUNDING)
-    pairs = [(x.unsqueeze(1) - x.unsqueeze(0)).square().sum(-1) for x in (after, points, mean)]
-    apart = (pairs[0] - pairs[1] - step**2 * pairs[2] - margin).abs() / (1 + pairs[0])
-    yield at_most(f"{name}: ‖T(x) − T(y)‖² and its three terms, relative", apart, _ROUNDING)
+    distance_after = _squared_distances(after)
+    difference = distance_after - _squared_distances(points) - step**2 * _squared_distances(mean) - margin
+    relative = difference.abs() / (1 + distance_after)
+    yield at_most(f"{name}: ‖T(x) − T(y)‖² and its three terms, relative", relative, _ROUNDING)
+
+
+def _squared_distances(points: Tensor) -> Tensor:
+    """Of all pairs of points (n, d): shape (n, n)."""
+    return (points.unsqueeze(1) - points.unsqueeze(0)).square().sum(-1)
 
 
 @claim(
@@ -95,23 +110,27 @@ def instability_of_the_equilibrium(seed: int = 0) -> Iterator[Check]:
 
 def _by_moments(order: int, variance: float) -> Tensor:
     """d/dε of κ_n of whitened T(z) = (1 + γb)z + γεb^(n−1)z^(n−1)/(n − 1)!, by exact Gauss–Hermite sums."""
-    nodes, weights = (torch.from_numpy(part) for part in hermegauss(20))
-    hermite = torch.from_numpy(HermiteE.basis(order)(nodes.numpy()))
-    slope = torch.from_numpy(HermiteE.basis(order).deriv()(nodes.numpy()))
+    nodes, weights = map(torch.from_numpy, hermegauss(20))
+    polynomial = HermiteE.basis(order)
+    hermite = torch.from_numpy(polynomial(nodes.numpy()))
+    derivative = torch.from_numpy(polynomial.deriv()(nodes.numpy()))
     factorial = torch.arange(1, order + 1, dtype=torch.float64).prod()
     stretch = 1 + _STEP * variance
-    # He_n is orthogonal to what has a lower degree, so κ_n's slope is that of E He_n(T/stretch).
-    density = (weights * hermite**2).sum() / factorial
-    moved = order / factorial * (weights * slope * nodes ** (order - 1)).sum()
-    return (density + _STEP * variance ** (order - 1) / stretch * moved) / density
+    # He_n is orthogonal to polynomials of lower degree, so κ_n's derivative is that of E He_n(T/stretch): one part from
+    # the density φ(1 + εHe_n/n!), one from the map.
+    by_density = (weights * hermite**2).sum() / factorial
+    by_map = order / factorial * (weights * derivative * nodes ** (order - 1)).sum()
+    return (by_density + _STEP * variance ** (order - 1) / stretch * by_map) / by_density
 
 
 def _iterated(seed: int) -> Iterator[Check]:
     """A cloud of near-Gaussian quantiles under five layers and whitening: its skewness only grows."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
     quantiles = normal.icdf((torch.arange(400, dtype=torch.float64) + 0.5) / 400)
-    tilt = 0.001 + 0.001 * torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    cloud = quantiles + tilt * (quantiles.square() - 1)
+    generator = torch.Generator().manual_seed(seed)
+    # A small multiple of He_2(z) = z² − 1 makes the cloud a little skewed.
+    coefficient = 0.001 + 0.001 * torch.rand((), dtype=torch.float64, generator=generator)
+    cloud = quantiles + coefficient * (quantiles.square() - 1)
     skewness = []
     for _ in range(6):
         cloud = (cloud - cloud.mean()) / cloud.std(correction=0)

@@ -34,20 +34,23 @@ def low_pass_filter() -> Iterator[Check]:
 
 
 def _asymptotics(degree: Tensor, dimension: int) -> Iterator[Check]:
+    """ρ_n falls with n; its leading terms at large and at small β."""
     name = f"d = {dimension}"
-    found = sphere_multipliers(_DEGREE, dimension, torch.tensor([0.1, 1.0, 30.0, 1e3]).double())
-    yield at_most(f"{name}: ρ_n − ρ_(n−1)", found.diff(dim=-1), 0.0)
-    slope = degree * (degree + dimension - 2)
-    # The next order is half a square of the first, and a term of the size of d times it.
-    scale = 1e6 * (dimension + slope[-1].item())
-    large = (1 - sphere_multipliers(_DEGREE, dimension, scale)) * 2 * scale
-    yield close(f"{name}: 2β(1 − ρ_n) at large β, and n(n+d−2)", large, slope, 1e-5)
-    small = 1e-3
+    multipliers = sphere_multipliers(_DEGREE, dimension, torch.tensor([0.1, 1.0, 30.0, 1e3]).double())
+    yield at_most(f"{name}: ρ_n − ρ_(n−1)", multipliers.diff(dim=-1), 0.0)
+
+    eigenvalue = degree * (degree + dimension - 2)
+    # The next order is half a square of the first, and a term of the size of d times the first.
+    large_scale = 1e6 * (dimension + eigenvalue[-1].item())
+    loss = (1 - sphere_multipliers(_DEGREE, dimension, large_scale)) * 2 * large_scale
+    yield close(f"{name}: 2β(1 − ρ_n) at large β, and n(n+d−2)", loss, eigenvalue, 1e-5)
+
+    small_scale = 1e-3
     half = torch.tensor(dimension / 2, dtype=torch.float64)
-    leading = degree * math.log(small / 2) + torch.lgamma(half) - torch.lgamma(half + degree)
+    log_leading = degree * math.log(small_scale / 2) + torch.lgamma(half) - torch.lgamma(half + degree)
     # In logarithms: lgamma(2048) has a rounding of 2e-12. Relative next order: below β²/(2d).
-    ratio = sphere_multipliers(_DEGREE, dimension, small).log() - leading
-    yield at_most(f"{name}: |log ρ_n − log of its leading term| at β = 10⁻³", ratio.abs(), small**2)
+    log_ratio = sphere_multipliers(_DEGREE, dimension, small_scale).log() - log_leading
+    yield at_most(f"{name}: |log ρ_n − log of its leading term| at β = 10⁻³", log_ratio.abs(), small_scale**2)
 
 
 def _known_numbers() -> Iterator[Check]:
@@ -61,40 +64,40 @@ def _known_numbers() -> Iterator[Check]:
 def _kernels() -> Iterator[Check]:
     """e^{βt}/Λ is the sum of its harmonics (Rayleigh's expansion)."""
     cosine = torch.linspace(-1, 1, 41, dtype=torch.float64)
+    scale = 3.0
     for dimension in (2, 3, 8):
-        square = torch.tensor(9.0, dtype=torch.float64)
-        expected = torch.exp(3.0 * cosine - log_sphere_partition(square, dimension))
-        found = spherical_kernel(cosine, sphere_multipliers(50, dimension, 3.0), dimension)
-        yield close(f"d = {dimension}: Σ N(n, d) ρ_n P_n(t) and e^(βt)/Λ", found, expected)
+        squared_scale = torch.tensor(scale**2, dtype=torch.float64)
+        expected = torch.exp(scale * cosine - log_sphere_partition(squared_scale, dimension))
+        kernel = spherical_kernel(cosine, sphere_multipliers(50, dimension, scale), dimension)
+        yield close(f"d = {dimension}: Σ N(n, d) ρ_n P_n(t) and e^(βt)/Λ", kernel, expected)
 
 
 def _on_the_circle(count: int = 128, scale: float = 3.0) -> Iterator[Check]:
     """A regular grid of the circle stands for all of it: averages over it are exact for frequencies below `count`."""
     angle = 2 * math.pi * torch.arange(count, dtype=torch.float64) / count
     key = torch.stack([angle.cos(), angle.sin()], -1)
-    parts = torch.stack([0.4 + 0 * angle, angle.cos(), (2 * angle + 1).sin(), (3 * angle).cos()], -1)
-    value = parts.sum(-1)
-    output = ops.attention(key[None, None], key[None, None], value[None, None, :, None], scale=scale).output.flatten()
-    yield close("circle: softmax attention and Σ ρ_n f_n", output, (sphere_multipliers(3, 2, scale) * parts).sum(-1))
+    # Harmonics f_n of the degrees 0 to 3, shape (count, 4), and f, their sum.
+    harmonics = torch.stack([0.4 + 0 * angle, angle.cos(), (2 * angle + 1).sin(), (3 * angle).cos()], -1)
+    value = harmonics.sum(-1)
+    heads = key[None, None]
+    output = ops.attention(heads, heads, value[None, None, :, None], scale=scale).output.flatten()
+    multipliers = sphere_multipliers(3, 2, scale)
+    yield close("circle: softmax attention and Σ ρ_n f_n", output, (multipliers * harmonics).sum(-1))
 
     gram = torch.exp(scale * key @ key.T)
-    left = []
+    regression_errors = []
     for ridge in (1.0, 1e-2, 1e-4):
         system = gram + count * ridge * torch.eye(count, dtype=torch.float64)
         regression = gram @ torch.linalg.solve(system, value)
-        limit = (ridge_multipliers(3, 2, scale, ridge) * parts).sum(-1)
-        yield close(f"circle, λ = {ridge:g}: kernel ridge regression and ΣΛρ_n/(Λρ_n + λ) f_n", regression, limit)
-        left.append((regression - value).square().mean().sqrt())
-    floor = (output - value).square().mean().sqrt()
-    yield at_least("circle: softmax's error over conditional mean attention's at λ = 10⁻⁴", floor / left[-1], 1000.0)
+        expected = (ridge_multipliers(3, 2, scale, ridge) * harmonics).sum(-1)
+        yield close(f"circle, λ = {ridge:g}: kernel ridge regression and ΣΛρ_n/(Λρ_n + λ) f_n", regression, expected)
+        regression_errors.append((regression - value).square().mean().sqrt())
+    softmax_error = (output - value).square().mean().sqrt()
+    ratio = softmax_error / regression_errors[-1]
+    yield at_least("circle: softmax's error over conditional mean attention's at λ = 10⁻⁴", ratio, 1000.0)
 
-    multipliers = sphere_multipliers(3, 2, scale)
     for cut_off in (1, 3):
         kernel = spherical_kernel(key @ key.T, multipliers * deconvolution(multipliers, cut_off), 2)
-        kept = parts[:, : cut_off + 1].sum(-1)
-        yield close(
-            f"circle: divided by ρ_n up to degree {cut_off}, and those parts of f",
-            kernel @ value / count,
-            kept,
-            CLOSED_FORM,
-        )
+        expected = harmonics[:, : cut_off + 1].sum(-1)
+        name = f"circle: divided by ρ_n up to degree {cut_off}, and those parts of f"
+        yield close(name, kernel @ value / count, expected, CLOSED_FORM)

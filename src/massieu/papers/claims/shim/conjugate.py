@@ -44,7 +44,8 @@ class _Case:
         slope: A₀′ at the nodes.
         observations: Draws of the likelihood, shape (n, 1).
         log_predictive: log p(x | χ, ν) in closed form.
-        closed: B and E[η] in closed form at `chi`, for the rows of the table.
+        closed_b: B at `chi` in closed form, shape (draws, 1); None where there is none.
+        closed_mean: E[η] at `chi` in closed form, shape (draws, 1); None where there is none.
     """
 
     name: str
@@ -57,13 +58,15 @@ class _Case:
     slope: Float[Tensor, "nodes"]
     observations: Float[Tensor, "n 1"]
     log_predictive: Callable[[Tensor, Tensor, Tensor], Tensor]
-    closed: tuple[Tensor, Tensor] | None = None
+    closed_b: Float[Tensor, "draws 1"] | None = None
+    closed_mean: Float[Tensor, "draws 1"] | None = None
 
     @property
     def prior(self) -> ConjugatePrior:
         return ConjugatePrior.create(self.likelihood, self.strength)
 
     def exponents(self) -> Float[Tensor, "draws nodes"]:
+        """χη − νA₀(η), with the log-weights of the nodes."""
         return self.chi * self.eta - self.strength * self.log_partition + self.log_volume
 
 
@@ -82,53 +85,72 @@ def conjugate_prior_as_a_measure(draws: int = 10, observations: int = 8, seed: i
     normal = normal_draws(seed)
     for case in _cases(normal, draws, observations):
         yield from _integrals(case)
+        yield from _closed_forms(case)
         yield from _evidence(case)
     strength = torch.tensor([2.0], dtype=torch.float64)
     prior = ConjugatePrior.create(Bernoulli.create(0.25 * strength), strength)
-    outside = [lambda: prior.mean(0 * strength), lambda: prior.mean(strength), lambda: prior.mean(-strength)]
-    yield all_raise("Bernoulli: χ must lie between 0 and ν", DomainError, *outside)
+    yield all_raise(
+        "Bernoulli: χ must lie between 0 and ν",
+        DomainError,
+        lambda: prior.mean(0 * strength),
+        lambda: prior.mean(strength),
+        lambda: prior.mean(-strength),
+    )
 
 
 def _integrals(case: _Case) -> Iterator[Check]:
-    name, prior, chi = case.name, case.prior, case.chi
-    share = case.exponents().softmax(-1)
+    """B and expectations under the prior, against integrals over η."""
+    name = case.name
+    prior = case.prior
+    chi = case.chi
+    probability = case.exponents().softmax(-1)
     log_mass = case.exponents().logsumexp(-1)
     yield close(f"{name}: B and log ∫ e^(χη − νA₀) dη", prior.log_partition(chi), log_mass, QUADRATURE)
-    yield close(f"{name}: ∇B and ∫ η p(η | χ, ν) dη", prior.mean(chi).squeeze(-1), share @ case.eta, QUADRATURE)
+    mean = prior.mean(chi).squeeze(-1)
+    yield close(f"{name}: ∇B and ∫ η p(η | χ, ν) dη", mean, probability @ case.eta, QUADRATURE)
     expected = (chi / case.strength).squeeze(-1)
-    yield close(f"{name}: E ∇A₀(η) and χ/ν", share @ case.slope, expected, _STATIONARITY)
+    yield close(f"{name}: E ∇A₀(η) and χ/ν", probability @ case.slope, expected, _STATIONARITY)
 
     def log_partition(strength: Tensor) -> Tensor:
         return ConjugatePrior.create(case.likelihood, strength).log_partition(chi)
 
-    slope = -differences(log_partition, case.strength).squeeze(-1)
-    yield close(f"{name}: −∂B/∂ν and E A₀(η)", slope, share @ case.log_partition, GRADIENT_BY_DIFFERENCES)
-    if case.closed is not None:
-        value, mean = case.closed
-        yield close(f"{name}: B and its closed form", prior.log_partition(chi), value.squeeze(-1))
-        yield close(f"{name}: ∇B and its closed form", prior.mean(chi), mean)
-        slope = differences(prior.log_partition, chi)
-        yield close(f"{name}: differences of B and the closed form of E[η]", slope, mean, GRADIENT_BY_DIFFERENCES)
+    derivative = -differences(log_partition, case.strength).squeeze(-1)
+    expected = probability @ case.log_partition
+    yield close(f"{name}: −∂B/∂ν and E A₀(η)", derivative, expected, GRADIENT_BY_DIFFERENCES)
+
+
+def _closed_forms(case: _Case) -> Iterator[Check]:
+    """B and ∇B against the table's closed forms, for the likelihoods that have one."""
+    if case.closed_b is None or case.closed_mean is None:
+        return
+    name = case.name
+    prior = case.prior
+    mean = case.closed_mean
+    yield close(f"{name}: B and its closed form", prior.log_partition(case.chi), case.closed_b.squeeze(-1))
+    yield close(f"{name}: ∇B and its closed form", prior.mean(case.chi), mean)
+    gradient = differences(prior.log_partition, case.chi)
+    yield close(f"{name}: differences of B and the closed form of E[η]", gradient, mean, GRADIENT_BY_DIFFERENCES)
 
 
 def _evidence(case: _Case) -> Iterator[Check]:
-    """One prior, the observations one after the other."""
-    chi, strength = case.chi[0], case.strength
-    total = torch.zeros(1, dtype=torch.float64)
-    later_chi, later_strength = chi, strength
+    """The evidence of all observations, and the product of predictives, one observation after the other."""
+    chi = case.chi[0]
+    strength = case.strength
+    log_product = torch.zeros(1, dtype=torch.float64)
     for observation in case.observations:
-        total = total + case.log_predictive(observation, later_chi, later_strength)
-        later_chi, later_strength = later_chi + observation, later_strength + 1
-    evidence = case.prior.evidence(chi, case.observations)
-    yield close(f"{case.name}: evidence and the product of predictives", evidence, total.squeeze(-1))
-    updated, posterior = case.prior.update(chi, case.observations)
-    yield close(f"{case.name}: χ + Σx and what update returns", updated, later_chi)
-    yield close(f"{case.name}: ν + n and the strength update returns", posterior.strength, later_strength)
+        log_product = log_product + case.log_predictive(observation, chi, strength)
+        chi = chi + observation
+        strength = strength + 1
+    evidence = case.prior.evidence(case.chi[0], case.observations)
+    yield close(f"{case.name}: evidence and the product of predictives", evidence, log_product.squeeze(-1))
+    updated_chi, posterior = case.prior.update(case.chi[0], case.observations)
+    yield close(f"{case.name}: χ + Σx and what update returns", updated_chi, chi)
+    yield close(f"{case.name}: ν + n and the strength update returns", posterior.strength, strength)
 
 
 def _cases(normal: Normal, draws: int, observations: int) -> list[_Case]:
-    chosen = [_bernoulli, _spin, _poisson, _gaussian, _exponential, _gamma]
-    return [case(normal, draws, observations) for case in chosen]
+    makers = (_bernoulli, _spin, _poisson, _gaussian, _exponential, _gamma)
+    return [make(normal, draws, observations) for make in makers]
 
 
 def _strength(normal: Normal) -> Tensor:
@@ -140,7 +162,7 @@ def _share(normal: Normal, draws: int) -> Tensor:
     return 0.15 + 0.7 * torch.sigmoid(normal(draws, 1))
 
 
-def _full(value: float) -> Tensor:
+def _vector(value: float) -> Float[Tensor, "1"]:
     return torch.tensor([value], dtype=torch.float64)
 
 
@@ -149,40 +171,41 @@ def _bernoulli(normal: Normal, draws: int, observations: int) -> _Case:
     strength = _strength(normal)
     chi = strength * _share(normal, draws)
     # Less than e^−50 of the integral lies beyond.
-    eta, volume = quadrature(-250.0, 250.0, panels=500)
+    eta, log_volume = quadrature(-250.0, 250.0, panels=500)
     rest = strength - chi
-    value = chi.lgamma() + rest.lgamma() - strength.lgamma() + strength * math.log(2)
     return _Case(
-        "Bernoulli",
-        Bernoulli.create(_full(0.5)),
-        strength,
-        chi,
-        eta,
-        volume,
-        F.softplus(eta) - math.log(2),
-        torch.sigmoid(eta),
-        (normal(observations, 1) > 0).double(),
-        lambda x, chi, strength: (torch.where(x == 1, chi, strength - chi) / strength).log(),
-        (value, chi.digamma() - rest.digamma()),
+        name="Bernoulli",
+        likelihood=Bernoulli.create(_vector(0.5)),
+        strength=strength,
+        chi=chi,
+        eta=eta,
+        log_volume=log_volume,
+        log_partition=F.softplus(eta) - math.log(2),
+        slope=torch.sigmoid(eta),
+        observations=(normal(observations, 1) > 0).double(),
+        log_predictive=lambda x, chi, strength: (torch.where(x == 1, chi, strength - chi) / strength).log(),
+        closed_b=chi.lgamma() + rest.lgamma() - strength.lgamma() + strength * math.log(2),
+        closed_mean=chi.digamma() - rest.digamma(),
     )
 
 
 def _spin(normal: Normal, draws: int, observations: int) -> _Case:
+    """Fair signs: A₀ = log cosh η."""
     strength = _strength(normal)
     chi = strength * (2 * _share(normal, draws) - 1)
-    eta, volume = quadrature(-150.0, 150.0, panels=500)
-    log_cosh = eta.abs() + F.softplus(-2 * eta.abs()) - math.log(2)
+    eta, log_volume = quadrature(-150.0, 150.0, panels=500)
     return _Case(
-        "spin",
-        Spin.create(_full(0.0)),
-        strength,
-        chi,
-        eta,
-        volume,
-        log_cosh,
-        eta.tanh(),
-        torch.sign(normal(observations, 1)),
-        lambda x, chi, strength: (0.5 * (1 + x * chi / strength)).log(),
+        name="spin",
+        likelihood=Spin.create(_vector(0.0)),
+        strength=strength,
+        chi=chi,
+        eta=eta,
+        log_volume=log_volume,
+        # log cosh η without overflow.
+        log_partition=eta.abs() + F.softplus(-2 * eta.abs()) - math.log(2),
+        slope=eta.tanh(),
+        observations=torch.sign(normal(observations, 1)),
+        log_predictive=lambda x, chi, strength: (0.5 * (1 + x * chi / strength)).log(),
     )
 
 
@@ -190,31 +213,34 @@ def _poisson(normal: Normal, draws: int, observations: int) -> _Case:
     """h₀(x) = e^−1/x!: A₀ = e^η − 1."""
     strength = _strength(normal)
     chi = 0.3 + normal(draws, 1).abs()
-    eta, volume = quadrature(-200.0, 8.0, panels=400)
+    eta, log_volume = quadrature(-200.0, 8.0, panels=400)
 
     def log_predictive(x: Tensor, chi: Tensor, strength: Tensor) -> Tensor:
         coefficient = (chi + x).lgamma() - chi.lgamma() - (x + 1).lgamma()
         return coefficient + chi * strength.log() - (chi + x) * (strength + 1).log()
 
     return _Case(
-        "Poisson",
-        Poisson.create(_full(1.0)),
-        strength,
-        chi,
-        eta,
-        volume,
-        eta.expm1(),
-        eta.exp(),
-        normal(observations, 1).mul(2).abs().floor(),
-        log_predictive,
-        (chi.lgamma() - chi * strength.log() + strength, chi.digamma() - strength.log()),
+        name="Poisson",
+        likelihood=Poisson.create(_vector(1.0)),
+        strength=strength,
+        chi=chi,
+        eta=eta,
+        log_volume=log_volume,
+        log_partition=eta.expm1(),
+        slope=eta.exp(),
+        observations=normal(observations, 1).mul(2).abs().floor(),
+        log_predictive=log_predictive,
+        closed_b=chi.lgamma() - chi * strength.log() + strength,
+        closed_mean=chi.digamma() - strength.log(),
     )
 
 
 def _gaussian(normal: Normal, draws: int, observations: int) -> _Case:
-    strength, variance = _strength(normal), torch.exp(0.3 * torch.tanh(normal(1)))
+    """h₀ = N(0, variance): A₀ = ½ variance·η²."""
+    strength = _strength(normal)
+    variance = torch.exp(0.3 * torch.tanh(normal(1)))
     chi = normal(draws, 1)
-    eta, volume = quadrature(-60.0, 60.0)
+    eta, log_volume = quadrature(-60.0, 60.0)
     precision = strength * variance
 
     def log_predictive(x: Tensor, chi: Tensor, strength: Tensor) -> Tensor:
@@ -222,38 +248,40 @@ def _gaussian(normal: Normal, draws: int, observations: int) -> _Case:
         return -0.5 * (x - chi / strength).square() / spread - 0.5 * (2 * math.pi * spread).log()
 
     return _Case(
-        "Gaussian",
-        Gaussian.create(torch.zeros_like(variance), variance),
-        strength,
-        chi,
-        eta,
-        volume,
-        0.5 * variance * eta.square(),
-        variance * eta,
-        normal(observations, 1),
-        log_predictive,
-        (0.5 * chi.square() / precision + 0.5 * (2 * math.pi / precision).log(), chi / precision),
+        name="Gaussian",
+        likelihood=Gaussian.create(torch.zeros_like(variance), variance),
+        strength=strength,
+        chi=chi,
+        eta=eta,
+        log_volume=log_volume,
+        log_partition=0.5 * variance * eta.square(),
+        slope=variance * eta,
+        observations=normal(observations, 1),
+        log_predictive=log_predictive,
+        closed_b=0.5 * chi.square() / precision + 0.5 * (2 * math.pi / precision).log(),
+        closed_mean=chi / precision,
     )
 
 
 def _exponential(normal: Normal, draws: int, observations: int) -> _Case:
     rate = torch.exp(0.3 * torch.tanh(normal(1)))
-    return _below_a_rate("exponential", Exponential.create(rate), _full(1.0), rate, normal, draws, observations)
+    return _gamma_like("exponential", Exponential.create(rate), _vector(1.0), rate, normal, draws, observations)
 
 
 def _gamma(normal: Normal, draws: int, observations: int) -> _Case:
-    shape, rate = 0.8 + normal(1).abs(), torch.exp(0.3 * torch.tanh(normal(1)))
-    return _below_a_rate("gamma", Gamma.create(shape, 1 / rate), shape, rate, normal, draws, observations)
+    shape = 0.8 + normal(1).abs()
+    rate = torch.exp(0.3 * torch.tanh(normal(1)))
+    return _gamma_like("gamma", Gamma.create(shape, 1 / rate), shape, rate, normal, draws, observations)
 
 
-def _below_a_rate(
+def _gamma_like(
     name: str, likelihood: Measure, shape: Tensor, rate: Tensor, normal: Normal, draws: int, observations: int
 ) -> _Case:
     """A₀ = −shape·log(1 − η/rate), η < rate: integrated in log(rate − η), where it is smooth."""
     strength = _strength(normal)
     chi = 0.3 + normal(draws, 1).abs()
-    logarithm, volume = quadrature(-60.0, 8.0, panels=400)
-    below = logarithm.exp()
+    logarithm, log_step = quadrature(-60.0, 8.0, panels=400)
+    below_rate = logarithm.exp()  # rate − η
 
     def log_predictive(x: Tensor, chi: Tensor, strength: Tensor) -> Tensor:
         count = strength * shape + 1
@@ -261,14 +289,14 @@ def _below_a_rate(
         return coefficient + (shape - 1) * x.log() + count * chi.log() - (count + shape) * (chi + x).log()
 
     return _Case(
-        name,
-        likelihood,
-        strength,
-        chi,
-        rate - below,
-        volume + logarithm,
-        -shape * (logarithm - rate.log()),
-        shape / below,
-        0.1 + normal(observations, 1).abs(),
-        log_predictive,
+        name=name,
+        likelihood=likelihood,
+        strength=strength,
+        chi=chi,
+        eta=rate - below_rate,
+        log_volume=log_step + logarithm,
+        log_partition=-shape * (logarithm - rate.log()),
+        slope=shape / below_rate,
+        observations=0.1 + normal(observations, 1).abs(),
+        log_predictive=log_predictive,
     )

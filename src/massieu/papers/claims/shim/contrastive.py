@@ -44,19 +44,19 @@ def contrastive_losses(atoms: int = 12, dimensions: int = 4, samples: int = 200_
 
 
 def _loss(query: Tensor, key: Tensor, log_weight: Tensor | None = None) -> Tensor:
-    """The library's, for one query whose positive is the first key."""
+    """The library's loss of one query, with the first key as positive."""
     first = torch.zeros(1, dtype=torch.int64)
-    found = info_nce(query[None], key, positive=first, log_weight=log_weight, temperature=1.0)
-    assert isinstance(found, Tensor)
-    return found
+    loss = info_nce(query[None], key, positive=first, log_weight=log_weight, temperature=1.0)
+    assert isinstance(loss, Tensor)
+    return loss
 
 
 def _derivatives(query: Tensor, key: Tensor, log_weight: Tensor) -> Iterator[Check]:
     """ℓ, ∇ℓ and ∇²ℓ of the library, by the softmax written out, and by differences."""
     scores = key @ query + log_weight
-    p = torch.softmax(scores, -1)
-    mean = p @ key
-    covariance = (p.unsqueeze(-1) * (key - mean)).mT @ (key - mean)
+    weights = torch.softmax(scores, -1)
+    mean = weights @ key
+    covariance = (weights.unsqueeze(-1) * (key - mean)).mT @ (key - mean)
 
     def loss(query: Tensor) -> Tensor:
         return _loss(query, key, log_weight)
@@ -74,78 +74,86 @@ def _derivatives(query: Tensor, key: Tensor, log_weight: Tensor) -> Iterator[Che
 
 
 def _fenchel_young(query: Tensor, key: Tensor, log_weight: Tensor) -> Iterator[Check]:
-    """ℓ + A*(k₊) = −log p₊; on a sphere every key is a vertex, seen best from its own direction."""
+    """ℓ + A*(k₊) = −log p₊; on a sphere every key is a vertex, and has the largest score for a query along itself."""
     # A*(k₊) = sup q·k₊ − A(q); at q = t·k₊ only log(1 + Σ_{j≠+} w_j/w₊ e^{−t(1 − k_j·k₊)}) is missing of it.
-    gap = 1 - (key[1:] @ key[0]).max()
-    far = 40 / gap * key[0]
+    positive = key[0]
+    gap = 1 - (key[1:] @ positive).max()
+    far = 40 / gap * positive
     measure = Atoms.create(key, log_weight)
-    yield close("A*(k₊) and −log w₊", far @ key[0] - measure.log_partition(far), -log_weight[0])
-    p = torch.softmax(key @ query + log_weight, -1)
-    yield close("ℓ(q) + A*(k₊) and −log p₊", _loss(query, key, log_weight) - log_weight[0], -p[0].log())
+    yield close("A*(k₊) and −log w₊", far @ positive - measure.log_partition(far), -log_weight[0])
+    weights = torch.softmax(key @ query + log_weight, -1)
+    yield close("ℓ(q) + A*(k₊) and −log p₊", _loss(query, key, log_weight) - log_weight[0], -weights[0].log())
 
-    # The nearest key alone, and all others as near: e^{−t·gap} from 1 to 1e-13, where 1 + e^{−t·gap} still has digits of it.
-    nearest = torch.linspace(0, -30, 7, dtype=key.dtype).exp()
-    plain = torch.stack([_loss(-share.log() / gap * key[0], key) for share in nearest])
-    yield at_least("ℓ(t·k₊) without weights, t·gap from 0 to 30", plain, 0.5 * nearest[-1].item())
-    yield at_least("ℓ(t·k₊) less log(1 + e^{−t·gap})", plain - nearest.log1p(), -1e-12)
-    yield at_most("ℓ(t·k₊) less log(1 + (N − 1)e^{−t·gap})", plain - ((len(key) - 1) * nearest).log1p(), 1e-12)
-    even = torch.full_like(log_weight, -1.0)
-    yield close("with all weights e⁻¹: ℓ(t·k₊) for large t and −1", _loss(far, key, even), -1.0)
+    # Bounds by the nearest key alone, and by N − 1 keys as near: e^{−t·gap} goes from 1 to 1e-13, and 1 + 1e-13 still
+    # differs from 1.
+    ratio = torch.linspace(0, -30, 7, dtype=key.dtype).exp()
+    losses = torch.stack([_loss(-r.log() / gap * positive, key) for r in ratio])
+    yield at_least("ℓ(t·k₊) without weights, t·gap from 0 to 30", losses, 0.5 * ratio[-1].item())
+    yield at_least("ℓ(t·k₊) less log(1 + e^{−t·gap})", losses - ratio.log1p(), -1e-12)
+    yield at_most("ℓ(t·k₊) less log(1 + (N − 1)e^{−t·gap})", losses - ((len(key) - 1) * ratio).log1p(), 1e-12)
+    equal_weights = torch.full_like(log_weight, -1.0)
+    yield close("with all weights e⁻¹: ℓ(t·k₊) for large t and −1", _loss(far, key, equal_weights), -1.0)
 
 
 def _kinds(query: Tensor, key: Tensor) -> Iterator[Check]:
     """The N-pair loss and a vocabulary's softmax are the same loss."""
     scores = query @ key.T
-    wanted = (scores.logsumexp(-1) - scores.diagonal()).mean()
-    others = scores - scores.diagonal().unsqueeze(-1)
-    others = others.exp().sum(-1) - 1
-    yield close("N-pair loss and mean log(1 + Σ exp(q·k_j − q·k₊))", n_pairs(query, key), others.log1p().mean())
-    yield close("N-pair loss and mean ℓ", n_pairs(query, key), wanted)
+    expected = (scores.logsumexp(-1) - scores.diagonal()).mean()
+    score_differences = scores - scores.diagonal().unsqueeze(-1)
+    negatives = score_differences.exp().sum(-1) - 1
+    yield close("N-pair loss and mean log(1 + Σ exp(q·k_j − q·k₊))", n_pairs(query, key), negatives.log1p().mean())
+    yield close("N-pair loss and mean ℓ", n_pairs(query, key), expected)
     target = torch.arange(len(query))
 
-    def words(query: Tensor) -> Tensor:
-        found = linear_cross_entropy(query, key, target, reduction="sum")
-        assert isinstance(found, Tensor)
-        return found
+    def word_loss(hidden_state: Tensor) -> Tensor:
+        loss = linear_cross_entropy(hidden_state, key, target, reduction="sum")
+        assert isinstance(loss, Tensor)
+        return loss
 
-    yield close("softmax over words and mean ℓ", words(query) / len(query), wanted)
-    p = torch.softmax(scores, -1)
-    yield close("its gradient in the hidden state and k̄ − k₊", torch.func.grad(words)(query), p @ key - key)
+    yield close("softmax over words and mean ℓ", word_loss(query) / len(query), expected)
+    gradient = torch.func.grad(word_loss)(query)
+    yield close("its gradient in the hidden state and k̄ − k₊", gradient, torch.softmax(scores, -1) @ key - key)
 
 
 def _on_a_sphere(normal: Normal, atoms: int, dimensions: int, samples: int) -> Iterator[Check]:
     """Cosine scores over a temperature: keys on a sphere, seen at κ = 1/temperature."""
     temperature = 0.5
-    query, key = F.normalize(normal(atoms, dimensions), dim=-1), F.normalize(normal(atoms, dimensions), dim=-1)
-    found = info_nce(query, key, temperature=temperature)
+    query = F.normalize(normal(atoms, dimensions), dim=-1)
+    key = F.normalize(normal(atoms, dimensions), dim=-1)
+    loss = info_nce(query, key, temperature=temperature)
     eta = query / temperature
-    wanted = (Atoms.create(key).log_partition(eta) - (eta * key).sum(-1)).mean()
-    assert isinstance(found, Tensor)
-    yield close("InfoNCE of cosines and A − κ q·k₊, κ = 1/temperature", found, wanted)
+    expected = (Atoms.create(key).log_partition(eta) - (eta * key).sum(-1)).mean()
+    assert isinstance(loss, Tensor)
+    yield close("InfoNCE of cosines and A − κ q·k₊, κ = 1/temperature", loss, expected)
 
-    # Z/N over keys drawn from the sphere is unbiased for the sphere's own Z, with a variance that it knows.
-    many = F.normalize(normal(samples, dimensions), dim=-1)
-    sphere = Sphere.create(torch.ones((), dtype=many.dtype), dim=dimensions)
-    ratio = Atoms.create(many).log_partition(eta[0]).exp() / samples
-    z, second = sphere.log_partition(eta[0]).exp(), sphere.log_partition(2 * eta[0]).exp()
-    error = ((second - z * z) / samples).sqrt()
-    yield near_in_standard_errors("Z/N of keys drawn from the sphere and the sphere's Z at κ", ratio, z, error)
+    # Z/N over keys drawn from the sphere is unbiased for the sphere's Z. A key's e^{k·η} has the second moment Z(2η).
+    uniform_keys = F.normalize(normal(samples, dimensions), dim=-1)
+    sphere = Sphere.create(torch.ones((), dtype=uniform_keys.dtype), dim=dimensions)
+    estimate = Atoms.create(uniform_keys).log_partition(eta[0]).exp() / samples
+    partition = sphere.log_partition(eta[0]).exp()
+    second_moment = sphere.log_partition(2 * eta[0]).exp()
+    error = ((second_moment - partition * partition) / samples).sqrt()
+    name = "Z/N of keys drawn from the sphere and the sphere's Z at κ"
+    yield near_in_standard_errors(name, estimate, partition, error)
 
 
 def _neighbours(point: Tensor) -> Iterator[Check]:
     """Neighbourhood components analysis: e^{−‖x_i − x_j‖²} is dot-product attention with log w_j = −‖x_j‖² and β = 2."""
     count = len(point)
-    distance = (point[:, None] - point).square().sum(-1)
-    apart = ~torch.eye(count, dtype=torch.bool)
-    p = torch.softmax(-distance.masked_fill(~apart, torch.inf), -1)
-    norm = point.square().sum(-1)
-    log_weight = (-norm).expand(count, count).masked_fill(~apart, -torch.inf)
+    squared_distance = (point[:, None] - point).square().sum(-1)
+    is_self = torch.eye(count, dtype=torch.bool)
+    expected = torch.softmax(-squared_distance.masked_fill(is_self, torch.inf), -1)
+    squared_norm = point.square().sum(-1)
+    log_weight = (-squared_norm).expand(count, count).masked_fill(is_self, -torch.inf)
+    # With the identity as values, the output is the weights.
     identity = torch.eye(count, dtype=point.dtype)[None, None]
-    found = attention(point[None, None], point[None, None], identity, log_weight=log_weight, scale=2.0).output[0, 0]
+    heads = point[None, None]
+    weights = attention(heads, heads, identity, log_weight=log_weight, scale=2.0).output[0, 0]
     # Theory's 1e-12, in units of the largest exponent's rounding.
-    yield close("softmax of −‖x_i − x_j‖² and attention with w, β = 2", found, p, 1e-12 * (1 + norm.max().item()))
+    tolerance = 1e-12 * (1 + squared_norm.max().item())
+    yield close("softmax of −‖x_i − x_j‖² and attention with w, β = 2", weights, expected, tolerance)
     labels = torch.arange(count) % max(1, count // 2)
-    same = (labels[:, None] == labels) & apart
+    is_neighbour = (labels[:, None] == labels) & ~is_self
     loss = nca(point, labels)
     assert isinstance(loss, Tensor)
-    yield close("NCA's loss and −mean log Σ p over a label", loss, -(p * same).sum(-1).log().mean())
+    yield close("NCA's loss and −mean log Σ p over a label", loss, -(expected * is_neighbour).sum(-1).log().mean())

@@ -70,15 +70,17 @@ def _measures(normal: Normal, width: int) -> dict[str, Measure]:
 
 
 def _expands(name: str, normal: Normal, measure: Measure, step: float, pairs: int) -> Iterator[Check]:
+    """A rises, and no two points come closer together."""
     x, y = normal(2, pairs, *measure.event_shape)
-    level, mean = measure.log_partition(x), measure.mean(x)
-    gain = measure.log_partition(x + step * mean) - level
-    above = (gain - step * mean.square().sum(-1)) / (1 + gain.abs())
-    yield at_least(f"{name}: A(T(η)) − A(η) − γ‖∇A‖², relative", above, -_ROUNDING)
+    mean = measure.mean(x)
+    gain = measure.log_partition(x + step * mean) - measure.log_partition(x)
+    surplus = (gain - step * mean.square().sum(-1)) / (1 + gain.abs())
+    yield at_least(f"{name}: A(T(η)) − A(η) − γ‖∇A‖², relative", surplus, -_ROUNDING)
     change = mean - measure.mean(y)
-    distance = (x - y + step * change).square().sum(-1)
-    allowed = (x - y).square().sum(-1) + step**2 * change.square().sum(-1)
-    yield at_least(f"{name}: ‖T(x) − T(y)‖² less its bound, relative", (distance - allowed) / distance, -_ROUNDING)
+    squared_distance = (x - y + step * change).square().sum(-1)
+    bound = (x - y).square().sum(-1) + step**2 * change.square().sum(-1)
+    surplus = (squared_distance - bound) / squared_distance
+    yield at_least(f"{name}: ‖T(x) − T(y)‖² less its bound, relative", surplus, -_ROUNDING)
 
 
 def _volume(name: str, normal: Normal, measure: Measure) -> Iterator[Check]:
@@ -86,9 +88,10 @@ def _volume(name: str, normal: Normal, measure: Measure) -> Iterator[Check]:
     points = normal(40, *measure.event_shape)
     for step in _STEPS:
         gain = expansion(measure, points, step).entropy_gain
-        slope = differences(lambda eta, step=step: eta + step * measure.mean(eta), points)
-        volume = torch.linalg.slogdet(slope).logabsdet
-        yield close(f"{name}, γ = {step:g}: log det(1 + γ∇²A) and of T's slopes", gain, volume, GRADIENT_BY_DIFFERENCES)
+        jacobian = differences(lambda eta, step=step: eta + step * measure.mean(eta), points)
+        log_volume = torch.linalg.slogdet(jacobian).logabsdet
+        label = f"{name}, γ = {step:g}: log det(1 + γ∇²A) and of T's slopes"
+        yield close(label, gain, log_volume, GRADIENT_BY_DIFFERENCES)
         yield at_least(f"{name}, γ = {step:g}: log det(1 + γ∇²A)", gain, -_ROUNDING)
 
 
@@ -99,21 +102,25 @@ def _population(normal: Normal, width: int) -> Iterator[Check]:
     hidden = equilibrium(normal(width), sigma)
     keys = key_law(hidden, sigma)
     for step in _STEPS:
+        name = f"Gaussian population, γ = {step:g}"
         after = after_layer(hidden, keys, step)
-        entropies = [0.5 * torch.linalg.slogdet(law.covariance).logabsdet for law in (hidden, after)]
-        found = expansion(keys, normal(3, width), step).entropy_gain
-        yield close(f"Gaussian population, γ = {step:g}: its gain and ½ log det's", found, entropies[1] - entropies[0])
-        yield close(f"Gaussian population, γ = {step:g}: entropy_gain", entropy_gain(keys, step), found[0])
+        entropy_before = 0.5 * torch.linalg.slogdet(hidden.covariance).logabsdet
+        entropy_after = 0.5 * torch.linalg.slogdet(after.covariance).logabsdet
+        gain = expansion(keys, normal(3, width), step).entropy_gain
+        yield close(f"{name}: its gain and ½ log det's", gain, entropy_after - entropy_before)
+        yield close(f"{name}: entropy_gain", entropy_gain(keys, step), gain[0])
 
 
 def _attention_entropy(normal: Normal) -> Iterator[Check]:
     """Eight keys, five layers: attention sharpens while every point's volume grows."""
-    keys, state = Atoms.create(normal(8, 3)), 0.5 * normal(16, 3)
-    small = 1e-5
-    ascended = (keys.entropy(state + sign * small * keys.mean(state)) for sign in (1, -1))
-    slope = (next(ascended) - next(ascended)) / (2 * small)
-    found = expansion(keys, state, 1.0)
-    yield close("dH/dγ by differences and −ηᵀ∇²A∇A", slope, found.attention_slope, GRADIENT_BY_DIFFERENCES)
+    keys = Atoms.create(normal(8, 3))
+    state = 0.5 * normal(16, 3)
+    small_step = 1e-5
+    forward = keys.entropy(state + small_step * keys.mean(state))
+    backward = keys.entropy(state - small_step * keys.mean(state))
+    slope = (forward - backward) / (2 * small_step)
+    expected = expansion(keys, state, 1.0).attention_slope
+    yield close("dH/dγ by differences and −ηᵀ∇²A∇A", slope, expected, GRADIENT_BY_DIFFERENCES)
     entropies = [keys.entropy(state).mean()]
     for _ in range(_LAYERS):
         state = expansion(keys, state, 1.0).points
@@ -139,22 +146,28 @@ def _diameter(tokens: Tensor) -> Tensor:
 
 
 def _other_values(normal: Normal, width: int) -> Iterator[Check]:
-    """Values −k: points approach and A falls. Any values Wk: two close ones part as δᵀ W Cov_p δ says."""
-    keys, points = Atoms.create(normal(9, width)), normal(50, width)
-    centred = keys.points - keys.points.mean(0)
-    keys, slope = Atoms.create(centred), Atoms.create(centred).mean(points)
-    fall = keys.log_partition(points - 0.01 * slope) - keys.log_partition(points)
-    yield at_most("values −k, γ = 0.01: change of A", fall, 0.0)
+    """Values −k: points approach and A falls. Any values Wk: two close points part at the rate δᵀ W Cov_p δ."""
+    keys = normal(9, width)
+    points = normal(50, width)
+    measure = Atoms.create(keys - keys.mean(0))
+    mean = measure.mean(points)
+    change = measure.log_partition(points - 0.01 * mean) - measure.log_partition(points)
+    yield at_most("values −k, γ = 0.01: change of A", change, 0.0)
     other = points.roll(1, 0)
-    closer = (points - other - 0.01 * (slope - slope.roll(1, 0))).norm(dim=-1) - (points - other).norm(dim=-1)
-    yield at_most("values −k, γ = 0.01: change of distances", closer, 0.0)
-    values, direction = normal(width, width), torch.nn.functional.normalize(normal(50, width), dim=-1)
+    other_mean = mean.roll(1, 0)
+    distance_after = (points - other - 0.01 * (mean - other_mean)).norm(dim=-1)
+    change = distance_after - (points - other).norm(dim=-1)
+    yield at_most("values −k, γ = 0.01: change of distances", change, 0.0)
+
+    value_weight = normal(width, width)
+    direction = torch.nn.functional.normalize(normal(50, width), dim=-1)
     size = 1e-4
-    left, right = (keys.mean(points + sign * 0.5 * size * direction) @ values.T for sign in (1, -1))
-    parting = (direction * (left - right)).sum(-1) / size
-    matrix = values @ keys.fisher(points)
-    form = (direction.unsqueeze(-2) @ (0.5 * (matrix + matrix.mT)) @ direction.unsqueeze(-1)).flatten()
-    yield close(
-        "any values W: rate at which close points part, and δᵀ sym(W Cov_p) δ", parting, form, HESSIAN_BY_DIFFERENCES
-    )
-    yield at_most("its smallest: some approach", form.min(), -CLOSED_FORM)
+    output = measure.mean(points + 0.5 * size * direction) @ value_weight.T
+    other_output = measure.mean(points - 0.5 * size * direction) @ value_weight.T
+    rate = (direction * (output - other_output)).sum(-1) / size
+    jacobian = value_weight @ measure.fisher(points)
+    symmetric = 0.5 * (jacobian + jacobian.mT)
+    expected = (direction.unsqueeze(-2) @ symmetric @ direction.unsqueeze(-1)).flatten()
+    name = "any values W: rate at which close points part, and δᵀ sym(W Cov_p) δ"
+    yield close(name, rate, expected, HESSIAN_BY_DIFFERENCES)
+    yield at_most("its smallest: some approach", expected.min(), -CLOSED_FORM)

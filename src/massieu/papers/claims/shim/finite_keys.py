@@ -28,18 +28,22 @@ _VARIANCE = (_SHIFT @ _ETA).item()
 
 
 class _Errors(NamedTuple):
-    """What N keys make of attention and of log Z, times N."""
+    """Bias and covariance of attention over N keys, and the bias of its log Z, all times N."""
 
     bias: Float[Tensor, "2"]
     covariance: Float[Tensor, "2 2"]
     log_bias: Float[Tensor, ""]
 
     def entries(self) -> dict[str, Tensor]:
-        """The different numbers among them, by name."""
-        (first, second), ((a, b), (_, c)) = self.bias, self.covariance
-        bias = {"N·bias, first coordinate": first, "N·bias, second": second}
-        covariance = {"N·Cov, first coordinate": a, "N·Cov, both": b, "N·Cov, second": c}
-        return {**bias, **covariance, "N·(E log Ẑ − log Z)": self.log_bias}
+        """The numbers by name; the covariance is symmetric."""
+        return {
+            "N·bias, first coordinate": self.bias[0],
+            "N·bias, second": self.bias[1],
+            "N·Cov, first coordinate": self.covariance[0, 0],
+            "N·Cov, both": self.covariance[0, 1],
+            "N·Cov, second": self.covariance[1, 1],
+            "N·(E log Ẑ − log Z)": self.log_bias,
+        }
 
 
 @claim(
@@ -53,39 +57,52 @@ class _Errors(NamedTuple):
     status="derived",
 )
 def finitely_many_keys(N: int = 500, repetitions: int = 50_000, seed: int = 0) -> Iterator[Check]:
-    # Fewer repetitions have no normal law of their means to speak of.
+    # Means of fewer repetitions are not near a normal law.
     check_at_least(1000, repetitions=repetitions)
-    deviation, log_ratio = _simulate(N, repetitions, seed)
-    simulated, error = _estimate(N, deviation, log_ratio)
-    exact = _exact(N).entries()
-    for name, value in simulated.entries().items():
-        yield near_in_standard_errors(f"{name}: simulated and exact", value, exact[name], error.entries()[name])
-    spread = math.sqrt((_power(2) - 1) / (N * repetitions))
-    yield near_in_standard_errors("E Ẑ/Z: simulated and 1", log_ratio.exp().mean(), 1.0, spread)
-
-    limit, next_order = _expansion()
-    second_moment = _tilted_second_moment()
-    yield close("E[e^{2βk·q}(k − m)(k − m)ᵀ]/Z² and its Gaussian form", second_moment, limit.covariance, QUADRATURE)
-    # What is left out has order 1/N²: 1e-12 here, times coefficients below 1e3.
-    correction = {name: value / _MANY_KEYS for name, value in next_order.entries().items()}
-    for name, value in _exact(_MANY_KEYS).entries().items():
-        corrected = limit.entries()[name] + correction[name]
-        yield close(f"{name}: exact at 10⁶ keys, and limit + next order", value, corrected, QUADRATURE)
+    yield from _simulation(N, repetitions, seed)
+    yield from _leading_order()
     yield from _rates(seed)
 
 
+def _simulation(keys: int, repetitions: int, seed: int) -> Iterator[Check]:
+    """Simulated errors of N keys, against their exact values."""
+    deviation, log_ratio = _simulate(keys, repetitions, seed)
+    estimates, standard_errors = _estimate(keys, deviation, log_ratio)
+    exact = _exact(keys).entries()
+    error = standard_errors.entries()
+    for name, estimate in estimates.entries().items():
+        yield near_in_standard_errors(f"{name}: simulated and exact", estimate, exact[name], error[name])
+    error_of_mean = math.sqrt((_power(2) - 1) / (keys * repetitions))
+    yield near_in_standard_errors("E Ẑ/Z: simulated and 1", log_ratio.exp().mean(), 1.0, error_of_mean)
+
+
+def _leading_order() -> Iterator[Check]:
+    """Exact errors of a million keys, against the formulas of the claim and the order that follows."""
+    limit, next_order = _expansion()
+    second_moment = _tilted_second_moment()
+    yield close("E[e^{2βk·q}(k − m)(k − m)ᵀ]/Z² and its Gaussian form", second_moment, limit.covariance, QUADRATURE)
+    # The terms left out have the order 1/N²: 1e-12 here, times coefficients below 1e3.
+    leading = limit.entries()
+    coefficient = next_order.entries()
+    for name, exact in _exact(_MANY_KEYS).entries().items():
+        expected = leading[name] + coefficient[name] / _MANY_KEYS
+        yield close(f"{name}: exact at 10⁶ keys, and limit + next order", exact, expected, QUADRATURE)
+
+
 def _rates(seed: int) -> Iterator[Check]:
-    """Errors by simulation, biases by their exact integrals."""
-    errors = [_simulate(size, _REPETITIONS_OF_A_SIZE, seed + 1 + index)[0] for index, size in enumerate(_SIZES)]
-    found = rate(_SIZES, torch.stack(errors).norm(dim=-1))
-    yield has_rate("size of the error of N keys, in N", found, -0.5)
+    """Rates in N: of errors by simulation, of biases by their exact integrals."""
+    deviations = []
+    for index, size in enumerate(_SIZES):
+        deviation, _ = _simulate(size, _REPETITIONS_OF_A_SIZE, seed + 1 + index)
+        deviations.append(deviation)
+    errors = torch.stack(deviations).norm(dim=-1)  # (sizes, repetitions)
+    yield has_rate("size of the error of N keys, in N", rate(_SIZES, errors), -0.5)
+    sizes = torch.tensor(_SIZES, dtype=torch.float64)
     exact = [_exact(size) for size in _SIZES]
-    for name, bias in {
-        "bias of attention": [e.bias.norm() for e in exact],
-        "bias of log Ẑ": [e.log_bias for e in exact],
-    }.items():
-        biases = torch.stack(bias).abs() / torch.tensor(_SIZES, dtype=torch.float64)
-        yield has_exact_rate(f"{name} over N keys, in N", _SIZES, biases, -1.0)
+    biases = torch.stack([errors.bias.norm() for errors in exact]).abs() / sizes
+    yield has_exact_rate("bias of attention over N keys, in N", _SIZES, biases, -1.0)
+    log_biases = torch.stack([errors.log_bias for errors in exact]).abs() / sizes
+    yield has_exact_rate("bias of log Ẑ over N keys, in N", _SIZES, log_biases, -1.0)
 
 
 def _simulate(
@@ -94,10 +111,13 @@ def _simulate(
     """Attention less m, and log Ẑ − log Z, of fresh keys in every repetition."""
     normal = normal_draws(seed)
     law = Gaussian.create(_LOCATION, _COVARIANCE)
-    mean, log_partition = law.mean(_ETA), law.log_partition(_ETA) + math.log(keys)
+    mean = law.mean(_ETA)
+    # Atoms of weight 1 each: their partition function estimates N·Z.
+    log_partition = law.log_partition(_ETA) + math.log(keys)
     root = torch.linalg.cholesky(_COVARIANCE)
     block = max(1, _NUMBERS_IN_A_BLOCK // (2 * keys))
-    deviations, log_ratios = [], []
+    deviations = []
+    log_ratios = []
     for start in range(0, repetitions, block):
         count = min(block, repetitions - start)
         measure = Atoms.create(_LOCATION + normal(count, keys, 2) @ root.T)
@@ -109,13 +129,15 @@ def _simulate(
 
 def _estimate(keys: int, deviation: Tensor, log_ratio: Tensor) -> tuple[_Errors, _Errors]:
     """The errors from their repetitions, and the standard errors of these."""
-    count = len(deviation)
-    bias, log_bias = deviation.mean(0), log_ratio.mean()
-    apart = deviation - bias
-    products = apart.unsqueeze(-1) * apart.unsqueeze(-2)
+    bias = deviation.mean(0)
+    centred = deviation - bias
+    products = centred.unsqueeze(-1) * centred.unsqueeze(-2)
     covariance = products.mean(0)
-    standard = (keys / math.sqrt(count) * spread for spread in (apart.std(0), products.std(0), log_ratio.std()))
-    return _Errors(keys * bias, keys * covariance, keys * log_bias), _Errors(*standard)
+    log_bias = log_ratio.mean()
+    estimates = _Errors(keys * bias, keys * covariance, keys * log_bias)
+    factor = keys / math.sqrt(len(deviation))
+    standard_errors = _Errors(factor * centred.std(0), factor * products.std(0), factor * log_ratio.std())
+    return estimates, standard_errors
 
 
 def _exact(keys: int) -> _Errors:
@@ -127,39 +149,59 @@ def _exact(keys: int) -> _Errors:
     """
     step = 0.02
     u = torch.arange(-40.0, 40.0, step, dtype=torch.float64).exp()
-    share, weight, along = _one_key()
-    exponent = -u[:, None] / keys * weight
-    kept, change = exponent.exp(), torch.expm1(exponent)
+    key = _one_key()
+    exponent = -u[:, None] / keys * key.weight  # (u, nodes)
+    laplace = exponent.exp()  # e^{−tw}
+    laplace_less_1 = torch.expm1(exponent)
     # Below e^−600 nothing is left of φ, unless its exponent is 0.
-    log_phi = torch.log1p(change @ share).clamp_min(-600)
+    log_phi = torch.log1p(laplace_less_1 @ key.probability).clamp_min(-600)
     # E[wx] = 0, so that e^{−tw} − 1 may stand for e^{−tw}: no digits are lost at small t.
-    slope = torch.where(u < keys, change @ (share * weight * along), kept @ (share * weight * along))
-    own = torch.exp((keys - 1) * log_phi)
-    pair = (keys - 1) * slope.square() * torch.exp((keys - 2) * log_phi)
+    weighted_along = key.probability * key.weight * key.along
+    slope = torch.where(u < keys, laplace_less_1 @ weighted_along, laplace @ weighted_along)
+    other_keys = torch.exp((keys - 1) * log_phi)  # φᴺ⁻¹
+    pairs = (keys - 1) * slope.square() * torch.exp((keys - 2) * log_phi)
 
-    bias = (u * slope * own).sum() * step * _SHIFT
-    along_shift = (u.square() * ((kept @ (share * weight.square() * along.square())) * own + pair)).sum() * step
-    across = (u.square() * (kept @ (share * weight.square())) * own).sum() * step
-    square = torch.outer(_SHIFT, _SHIFT)
-    second_moment = along_shift * square + across * (_COVARIANCE - square / _VARIANCE)
+    # du = u dτ; in 1/S² the factor t makes it u².
+    bias = (u * slope * other_keys).sum() * step * _SHIFT
+    square_along = laplace @ (key.probability * key.weight.square() * key.along.square())
+    along_shift = (u.square() * (square_along * other_keys + pairs)).sum() * step
+    square = laplace @ (key.probability * key.weight.square())
+    across_shift = (u.square() * square * other_keys).sum() * step
+    shift_square = torch.outer(_SHIFT, _SHIFT)
+    second_moment = along_shift * shift_square + across_shift * (_COVARIANCE - shift_square / _VARIANCE)
     log_mean = (torch.exp(-u) - torch.exp(keys * log_phi)).sum() * step
     return _Errors(keys * bias, second_moment - keys * torch.outer(bias, bias), keys * log_mean)
 
 
-def _one_key() -> tuple[Float[Tensor, "nodes"], Float[Tensor, "nodes"], Float[Tensor, "nodes"]]:
-    """Nodes z of k·η = μ·η + √(ηᵀΣη) z: their probabilities, w, and c of the part c·βΣq of x that lies along βΣq."""
+class _Key(NamedTuple):
+    """One key k by nodes z of k·η = μ·η + √(ηᵀΣη) z, in the trapezoid rule.
+
+    Attributes:
+        probability: Of the nodes.
+        weight: w = e^{k·η}/Z.
+        along: The number c in the part c·βΣq of x = k − m that lies along βΣq.
+    """
+
+    probability: Float[Tensor, "nodes"]
+    weight: Float[Tensor, "nodes"]
+    along: Float[Tensor, "nodes"]
+
+
+def _one_key() -> _Key:
     step = 0.05
     z = torch.arange(-14.0, 14.0, step, dtype=torch.float64)
-    share = torch.exp(-0.5 * z.square()) * step / math.sqrt(2 * math.pi)
-    return share, torch.exp(math.sqrt(_VARIANCE) * z - 0.5 * _VARIANCE), z / math.sqrt(_VARIANCE) - 1
+    probability = torch.exp(-0.5 * z.square()) * step / math.sqrt(2 * math.pi)
+    weight = torch.exp(math.sqrt(_VARIANCE) * z - 0.5 * _VARIANCE)
+    along = z / math.sqrt(_VARIANCE) - 1
+    return _Key(probability, weight, along)
 
 
 def _tilted_second_moment() -> Float[Tensor, "2 2"]:
     """E[w²xxᵀ] by the trapezoid rule."""
-    share, weight, along = _one_key()
-    square = torch.outer(_SHIFT, _SHIFT)
-    across = (share * weight.square()).sum() * (_COVARIANCE - square / _VARIANCE)
-    return (share * weight.square() * along.square()).sum() * square + across
+    probability, weight, along = _one_key()
+    shift_square = torch.outer(_SHIFT, _SHIFT)
+    across_shift = (probability * weight.square()).sum() * (_COVARIANCE - shift_square / _VARIANCE)
+    return (probability * weight.square() * along.square()).sum() * shift_square + across_shift
 
 
 def _power(order: int) -> float:
@@ -173,15 +215,21 @@ def _expansion() -> tuple[_Errors, _Errors]:
     With D = S/N − 1 and U = Σwx/N, attention less m is U(1 − D + D² − …); a product of n centred sums has the mean
     of its pairings at order N^{−n/2}, and triples one order later.
     """
-    square = torch.outer(_SHIFT, _SHIFT)
-    second, third = _power(2), _power(3)
-    variance, skewness = second - 1, third - 3 * second + 2
-    covariance = second * (_COVARIANCE + square)
-    with_d = third * (_COVARIANCE + 4 * square) - covariance
-    limit = _Errors(-second * _SHIFT, covariance, torch.tensor(-0.5 * variance, dtype=torch.float64))
+    shift_square = torch.outer(_SHIFT, _SHIFT)
+    second = _power(2)
+    third = _power(3)
+    variance = second - 1
+    third_cumulant = third - 3 * second + 2
+    covariance = second * (_COVARIANCE + shift_square)  # E[w²xxᵀ]
+    covariance_with_d = third * (_COVARIANCE + 4 * shift_square) - covariance  # E[(w − 1)w²xxᵀ]
+    limit = _Errors(
+        bias=-second * _SHIFT,
+        covariance=covariance,
+        log_bias=torch.tensor(-0.5 * variance, dtype=torch.float64),
+    )
     next_order = _Errors(
-        (2 * third - 2 * second - 3 * second * variance) * _SHIFT,
-        3 * variance * covariance - 2 * with_d + 5 * second**2 * square,
-        torch.tensor(skewness / 3 - 0.75 * variance**2, dtype=torch.float64),
+        bias=(2 * third - 2 * second - 3 * second * variance) * _SHIFT,
+        covariance=3 * variance * covariance - 2 * covariance_with_d + 5 * second**2 * shift_square,
+        log_bias=torch.tensor(third_cumulant / 3 - 0.75 * variance**2, dtype=torch.float64),
     )
     return limit, next_order

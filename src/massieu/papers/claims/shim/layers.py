@@ -1,8 +1,7 @@
-"""S21, S22: what the feed-forward layer is measured by; the residual as initial point or as quadratic term."""
+"""S21, S22: measures of the feed-forward layer; the residual as initial point or as quadratic term."""
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,41 +35,56 @@ def feed_forward_layer(units: int = 12, dimensions: int = 5, draws: int = 40_000
     check_at_least(2, units=units, dimensions=dimensions)
     check_at_least(400, draws=draws)
     normal = normal_draws(seed)
-    keys, values, state = normal(units, dimensions), normal(units, dimensions), normal(20, dimensions)
-    # A relu whose units are all silent has no Jacobian to speak of: of x and −x one has half of the units active.
-    silent = (state @ keys.T < 0).double().mean(-1, keepdim=True) > 0.5
-    state = torch.where(silent, -state, state)
+    keys = normal(units, dimensions)
+    values = normal(units, dimensions)
+    state = normal(20, dimensions)
+    # Where all units of a relu are silent its Jacobian is 0. Either x or −x has half of the units active.
+    mostly_silent = (state @ keys.T < 0).double().mean(-1, keepdim=True) > 0.5
+    state = torch.where(mostly_silent, -state, state)
     constants = normal(units).unsqueeze(-1)
-    tied = constants * keys
-    pairs: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-        "relu": (torch.relu, lambda z: 0.5 * torch.relu(z).square()),
-        "tanh": (torch.tanh, lambda z: torch.logaddexp(z, -z)),
-    }
-    for name, (rate, integral) in pairs.items():
-
-        def layer(x: Tensor, v: Tensor, rate: Callable[[Tensor], Tensor] = rate) -> Tensor:
-            return _update(lambda z: rate(z @ keys.T) @ v, x)
-
-        def potential(x: Tensor, integral: Callable[[Tensor], Tensor] = integral) -> Tensor:
-            return (integral(x @ keys.T) @ constants).sum()
-
-        yield close(f"{name}, v = ck: layer and ∇ Σ cΦ(k·x)", layer(state, tied), torch.func.grad(potential)(state))
-        yield at_most(f"{name}, v = ck: ‖J − Jᵀ‖/‖J‖", jacobian_asymmetry(partial(layer, v=tied), state), _ROUNDING)
-        refuted = (~is_conservative(partial(layer, v=values), state)).double().mean()
-        yield close(f"{name}, v of their own: share of states where no potential is possible", refuted, 1.0)
-        # J = Σ φ′(k·x) v kᵀ, written out.
-        slope = torch.func.vmap(torch.func.vmap(torch.func.grad(rate)))(state @ keys.T)
-        jacobian = torch.einsum("bm,md,me->bde", slope, values, keys)
-        odd = torch.linalg.matrix_norm(jacobian - jacobian.mT) / torch.linalg.matrix_norm(jacobian)
-        found = jacobian_asymmetry(partial(layer, v=values), state)
-        yield close(f"{name}, v of their own: ‖J − Jᵀ‖/‖J‖ and of Σ φ′ v kᵀ", found, odd)
+    yield from _layer("relu", torch.relu, lambda z: 0.5 * torch.relu(z).square(), keys, values, constants, state)
+    yield from _layer("tanh", torch.tanh, lambda z: torch.logaddexp(z, -z), keys, values, constants, state)
     yield from _distance_to_maps(normal, dimensions, draws)
 
 
+def _layer(
+    name: str,
+    activation: Callable[[Tensor], Tensor],
+    integral: Callable[[Tensor], Tensor],
+    keys: Tensor,
+    values: Tensor,
+    constants: Tensor,
+    state: Tensor,
+) -> Iterator[Check]:
+    """A layer with values c·k is a gradient; a layer with other values is not. `integral` is Φ with Φ′ = φ."""
+
+    def tied_layer(x: Tensor) -> Tensor:
+        return _update(lambda z: activation(z @ keys.T) @ (constants * keys), x)
+
+    def free_layer(x: Tensor) -> Tensor:
+        return _update(lambda z: activation(z @ keys.T) @ values, x)
+
+    def potential(x: Tensor) -> Tensor:
+        return (integral(x @ keys.T) @ constants).sum()
+
+    gradient = torch.func.grad(potential)(state)
+    yield close(f"{name}, v = ck: layer and ∇ Σ cΦ(k·x)", tied_layer(state), gradient)
+    yield at_most(f"{name}, v = ck: ‖J − Jᵀ‖/‖J‖", jacobian_asymmetry(tied_layer, state), _ROUNDING)
+
+    no_potential = (~is_conservative(free_layer, state)).double().mean()
+    yield close(f"{name}, v of their own: share of states where no potential is possible", no_potential, 1.0)
+    # J = Σ φ′(k·x) v kᵀ, written out.
+    derivative = torch.func.vmap(torch.func.vmap(torch.func.grad(activation)))(state @ keys.T)
+    jacobian = torch.einsum("bm,md,me->bde", derivative, values, keys)
+    expected = torch.linalg.matrix_norm(jacobian - jacobian.mT) / torch.linalg.matrix_norm(jacobian)
+    asymmetry = jacobian_asymmetry(free_layer, state)
+    yield close(f"{name}, v of their own: ‖J − Jᵀ‖/‖J‖ and of Σ φ′ v kᵀ", asymmetry, expected)
+
+
 def _update(function: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """What the library's layer adds to tokens (*batch, n, d), or to one."""
-    whole = tokens if tokens.ndim > 1 else tokens.unsqueeze(0)
-    return (FeedForward.create(function)(whole) - whole).reshape(tokens.shape)
+    """What the library's layer adds to tokens (*batch, n, d), or to one token (d)."""
+    batch = torch.atleast_2d(tokens)
+    return (FeedForward.create(function)(batch) - batch).reshape(tokens.shape)
 
 
 def _distance_to_maps(normal: Normal, dimensions: int, draws: int) -> Iterator[Check]:
@@ -78,15 +92,16 @@ def _distance_to_maps(normal: Normal, dimensions: int, draws: int) -> Iterator[C
     batches = 20
     x = normal(batches, draws // batches, dimensions)
     update = _update(torch.relu, x)
-    size = update.square().sum((-2, -1)) / x.square().sum((-2, -1))
-    yield mean_of_draws("relu: E‖f(x)‖²/E‖x‖² and ½", size, 0.5)
+    relative_size = update.square().sum((-2, -1)) / x.square().sum((-2, -1))
+    yield mean_of_draws("relu: E‖f(x)‖²/E‖x‖² and ½", relative_size, 0.5)
     design = torch.cat([x, torch.ones_like(x[..., :1])], -1)
-    fitted = design @ least_squares(design, update)
-    share = (update - fitted).square().sum((-2, -1)) / (update - update.mean(-2, keepdim=True)).square().sum((-2, -1))
+    residual = update - design @ least_squares(design, update)
+    centred = update - update.mean(-2, keepdim=True)
+    unexplained = residual.square().sum((-2, -1)) / centred.square().sum((-2, -1))
     # Fitting d + 1 numbers takes away that share of the residual.
-    share = share / (1 - (dimensions + 1) / x.shape[-2])
-    unexplained = (0.25 - 0.5 / math.pi) / (0.5 - 0.5 / math.pi)
-    yield mean_of_draws("relu: 1 − R² of the best affine map and (¼ − 1/2π)/(½ − 1/2π)", share, unexplained)
+    unexplained = unexplained / (1 - (dimensions + 1) / x.shape[-2])
+    expected = (0.25 - 0.5 / math.pi) / (0.5 - 0.5 / math.pi)
+    yield mean_of_draws("relu: 1 − R² of the best affine map and (¼ − 1/2π)/(½ − 1/2π)", unexplained, expected)
 
 
 # --- S22 -------------------------------------------------------------------------------------------------------------
@@ -107,36 +122,40 @@ def residual_and_quadratic_term(
     check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
     memory = Atoms.create(normal(atoms, dimensions), normal(atoms))
-    energy, state = HopfieldEnergy.create(memory, scale=1.0), normal(draws, dimensions)
-    for rate in (0.1, 1.0, 7.0):
-        ascent = state + rate * memory.mean(state)
-        shrunk, damping = ascent / (1 + rate), rate / (1 + rate)
-        name = f"γ = {rate}: (ξ + γ∇A)/(1 + γ) and ξ − γ′∇E"
-        yield close(name, shrunk, state + damping * energy.force(state), _ROUNDING)
-        yield close(f"γ = {rate}: and the damped step", shrunk, energy.step(state, damping=damping), _ROUNDING)
-        drop = energy(state) - energy(shrunk) - damped_descent(energy.force(state), damping)
-        yield at_least(f"γ = {rate}: E falls by γ′(1 − γ′/2)‖∇E‖² or more", drop, -_ROUNDING)
-        yield from _on_the_sphere(memory, state, rate)
+    energy = HopfieldEnergy.create(memory, scale=1.0)
+    state = normal(draws, dimensions)
+    for step in (0.1, 1.0, 7.0):
+        name = f"γ = {step}"
+        contracted = (state + step * memory.mean(state)) / (1 + step)
+        damping = step / (1 + step)
+        descended = state + damping * energy.force(state)
+        yield close(f"{name}: (ξ + γ∇A)/(1 + γ) and ξ − γ′∇E", contracted, descended, _ROUNDING)
+        damped_step = energy.step(state, damping=damping)
+        yield close(f"{name}: and the damped step", contracted, damped_step, _ROUNDING)
+        surplus = energy(state) - energy(contracted) - damped_descent(energy.force(state), damping)
+        yield at_least(f"{name}: E falls by γ′(1 − γ′/2)‖∇E‖² or more", surplus, -_ROUNDING)
+        yield from _on_the_sphere(memory, state, step)
     yield from _along_the_sphere(memory, state)
 
 
-def _on_the_sphere(memory: Atoms, state: Tensor, rate: float) -> Iterator[Check]:
-    """RMSNorm(ξ + γ∇A): A never falls."""
+def _on_the_sphere(memory: Atoms, state: Tensor, step: float) -> Iterator[Check]:
+    """Under RMSNorm(ξ + γ∇A) A never falls."""
     norm = activations.RMSNorm.create(eps=0.0)
     start = norm(state)
-    gradient = memory.mean(start)
-    after = norm(start + rate * gradient)
-    yield at_least(
-        f"γ = {rate}: rise of A under RMSNorm", memory.log_partition(after) - memory.log_partition(start), -_ROUNDING
-    )
-    yield close(f"γ = {rate}: ½‖ξ‖² after RMSNorm and d/2", 0.5 * after.square().sum(-1), 0.5 * start.shape[-1])
+    after = norm(start + step * memory.mean(start))
+    rise = memory.log_partition(after) - memory.log_partition(start)
+    yield at_least(f"γ = {step}: rise of A under RMSNorm", rise, -_ROUNDING)
+    yield close(f"γ = {step}: ½‖ξ‖² after RMSNorm and d/2", 0.5 * after.square().sum(-1), 0.5 * start.shape[-1])
 
 
 def _along_the_sphere(memory: Atoms, state: Tensor) -> Iterator[Check]:
+    """A small step moves along the part of ∇A that is tangential to the sphere."""
     norm = activations.RMSNorm.create(eps=0.0)
     start = norm(state)
-    gradient, square = memory.mean(start), start.square().sum(-1, keepdim=True)
-    tangential = gradient - (start * gradient).sum(-1, keepdim=True) / square * start
-    small = 1e-6
-    slope = (norm(start + small * gradient) - norm(start - small * gradient)) / (2 * small)
-    yield close("direction of a small step under RMSNorm and the tangential ∇A", slope, tangential, 1e-8)
+    gradient = memory.mean(start)
+    squared_norm = start.square().sum(-1, keepdim=True)
+    tangential = gradient - (start * gradient).sum(-1, keepdim=True) / squared_norm * start
+    small_step = 1e-6
+    difference = norm(start + small_step * gradient) - norm(start - small_step * gradient)
+    direction = difference / (2 * small_step)
+    yield close("direction of a small step under RMSNorm and the tangential ∇A", direction, tangential, 1e-8)

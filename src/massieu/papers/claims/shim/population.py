@@ -1,7 +1,7 @@
 """S20: tokens as particles under an operator, and the Gaussian law that stays Gaussian."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from massieu.papers.claims.registry import claim
 from massieu.population import AttentionLayer, Composition, FeedForward
 
 _SIZES = [16, 32, 64, 128, 256, 512]
-_LAYERS, _STEP = 3, 0.5
+_LAYERS = 3
+_STEP = 0.5
 _LOGIT = 0.25
 """Standard deviation of the logits before the first layer."""
 
@@ -38,20 +39,25 @@ def tokens_as_particles(
     check_at_least(1000, particles=particles, populations=populations)
     check_at_least(250, repetitions=repetitions)
     normal = normal_draws(seed)
-    weights = _drawn(normal)
-    yield from _closure(weights, normal, particles)
-    layers = Composition.repeat(weights.layer, _LAYERS)
-    yield has_rate(
-        f"moments of N particles after {_LAYERS} layers: rate in N",
-        rate(_SIZES, _errors(layers, weights, normal, repetitions)),
-        -0.5,
-    )
-    state = normal(5, 2)
-    yield from _interaction(weights.layer, state)
+    problem = _drawn_problem(normal)
+    yield from _closure(problem, normal, particles)
+    errors = _errors(problem, normal, repetitions)
+    yield has_rate(f"moments of N particles after {_LAYERS} layers: rate in N", rate(_SIZES, errors), -0.5)
+    yield from _interaction(problem.layer, normal(5, 2))
     yield from _coupling(normal, populations)
 
 
-class _Weights(NamedTuple):
+@dataclass(frozen=True)
+class _Problem:
+    """An attention layer, and the law N(m, C) of the tokens before it.
+
+    Attributes:
+        score: B, shape (2, 2).
+        write: V, shape (2, 2).
+        mean: m, shape (2,).
+        root: A root of C, shape (2, 2).
+    """
+
     score: Tensor
     write: Tensor
     mean: Tensor
@@ -70,61 +76,74 @@ class _Weights(NamedTuple):
         return Gaussian.create(self.mean, self.covariance)
 
 
-def _drawn(normal: Normal) -> _Weights:
-    """Logits kᵀBᵀq of the standard deviation `_LOGIT` over q and k, and ‖V‖ = 1.
+def _drawn_problem(normal: Normal) -> _Problem:
+    """Random B, V, m and C, with logits kᵀBᵀq of the standard deviation `_LOGIT` over q and k, and ‖V‖ = 1.
 
     The relative error of attention is √(e^s/N) at logits of the variance s: without a bound on s some laws need more
     particles than there are.
     """
-    score, write, mean, root = normal(2, 2), normal(2, 2), normal(2), normal(2, 2) / 2**0.5
+    score = normal(2, 2)
+    write = normal(2, 2)
+    mean = normal(2)
+    root = normal(2, 2) / 2**0.5
     covariance = root @ root.T
     second_moment = covariance + torch.outer(mean, mean)
-    variance = (score @ covariance @ score.T @ second_moment).trace()
-    return _Weights(score * _LOGIT / variance.sqrt(), write / torch.linalg.matrix_norm(write, 2), mean, root)
+    logit_variance = (score @ covariance @ score.T @ second_moment).trace()
+    score = score * _LOGIT / logit_variance.sqrt()
+    write = write / torch.linalg.matrix_norm(write, 2)
+    return _Problem(score, write, mean, root)
 
 
-def _closure(weights: _Weights, normal: Normal, particles: int) -> Iterator[Check]:
-    """The formula, and attention to that many draws of the law, whose estimate is self-normalised."""
-    score, write, mean, root = weights
-    covariance = weights.covariance
-    after = weights.layer.gaussian(weights.law)
-    matrix = torch.eye(2).double() + _STEP * write @ covariance @ score.T
-    moved = mean + _STEP * write @ (mean + covariance @ score.T @ mean)
-    yield close("mean behind the layer and m + γV(m + CBᵀm)", after.location, moved)
-    spread = after.fisher(torch.zeros(2).double())
-    yield close("covariance behind it and (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ", spread, matrix @ covariance @ matrix.T)
-    state, keys = 0.5 * normal(3, 2), mean + normal(particles, 2) @ root.T
+def _closure(problem: _Problem, normal: Normal, particles: int) -> Iterator[Check]:
+    """The Gaussian law behind the layer, and one token's attention to the law and to a sample of it."""
+    score = problem.score
+    write = problem.write
+    mean = problem.mean
+    covariance = problem.covariance
+    after = problem.layer.gaussian(problem.law)
+    jacobian = torch.eye(2).double() + _STEP * write @ covariance @ score.T
+    mean_after = mean + _STEP * write @ (mean + covariance @ score.T @ mean)
+    yield close("mean behind the layer and m + γV(m + CBᵀm)", after.location, mean_after)
+    covariance_after = after.fisher(torch.zeros(2).double())
+    expected = jacobian @ covariance @ jacobian.T
+    yield close("covariance behind it and (I + γVCBᵀ)C(I + γVCBᵀ)ᵀ", covariance_after, expected)
+
+    state = 0.5 * normal(3, 2)
+    keys = mean + normal(particles, 2) @ problem.root.T
     sampled = AttentionLayer.from_score(score, write, step_size=_STEP, population=keys)(state)
-    share = torch.softmax(state @ score @ keys.T, -1)
+    # The standard error of a self-normalised estimate.
+    weights = torch.softmax(state @ score @ keys.T, -1)
     values = keys @ write.T
-    deviation = values - (share @ values).unsqueeze(1)
-    error = _STEP * (share.square().unsqueeze(-1) * deviation.square()).sum(1).sqrt()
+    deviation = values - (weights @ values).unsqueeze(1)
+    error = _STEP * (weights.square().unsqueeze(-1) * deviation.square()).sum(1).sqrt()
     expected = state + _STEP * (mean + state @ score @ covariance) @ write.T
     yield near_in_standard_errors(f"x + γΓ_ρ(x) of {particles} draws and x + γV(m + CBᵀx)", sampled, expected, error)
-    exact = AttentionLayer.from_score(score, write, step_size=_STEP, population=weights.law)(state)
+    exact = AttentionLayer.from_score(score, write, step_size=_STEP, population=problem.law)(state)
     yield close("attention to the law itself and x + γV(m + CBᵀx)", exact, expected)
 
 
-def _errors(layers: Composition, weights: _Weights, normal: Normal, repetitions: int) -> Tensor:
+def _errors(problem: _Problem, normal: Normal, repetitions: int) -> Tensor:
     """Distance of the particles' mean and covariance from the recursion's, by size and repetition."""
-    last = layers.gaussian(weights.law)
-    mean, covariance = last.location, last.fisher(torch.zeros(2).double())
+    layers = Composition.repeat(problem.layer, _LAYERS)
+    law = layers.gaussian(problem.law)
+    covariance = law.fisher(torch.zeros(2).double())
     errors = []
     for size in _SIZES:
-        cloud = layers(weights.mean + normal(repetitions, size, 2) @ weights.root.T)
-        found = cloud.mean(1)
-        centred = cloud - found.unsqueeze(1)
-        off = torch.cat([found - mean, (centred.mT @ centred / size - covariance).flatten(1)], 1)
-        errors.append(off.norm(dim=1))
+        particles = layers(problem.mean + normal(repetitions, size, 2) @ problem.root.T)
+        sample_mean = particles.mean(1)
+        centred = particles - sample_mean.unsqueeze(1)
+        error_of_mean = sample_mean - law.location
+        error_of_covariance = centred.mT @ centred / size - covariance
+        errors.append(torch.cat([error_of_mean, error_of_covariance.flatten(1)], 1).norm(dim=1))
     return torch.stack(errors)
 
 
 def _interaction(layer: AttentionLayer, state: Tensor) -> Iterator[Check]:
-    """What the others feel when one token moves."""
-    pushed = state.clone()
-    pushed[0] += 1
-    alone = FeedForward.create(torch.tanh)
-    change = (alone(pushed) - alone(state))[1:].abs()
+    """A feed-forward layer moves each token by itself; attention does not depend on the tokens' order."""
+    moved = state.clone()
+    moved[0] += 1
+    feed_forward = FeedForward.create(torch.tanh)
+    change = (feed_forward(moved) - feed_forward(state))[1:].abs()
     yield at_most("feed-forward layer: change of tokens where another one moves", change, 0.0)
     order = torch.tensor([3, 0, 4, 1, 2])
     yield close("attention of reordered tokens, and its own reordered", layer(state[order]), layer(state)[order], 1e-12)
@@ -136,13 +155,17 @@ def _coupling(normal: Normal, populations: int) -> Iterator[Check]:
     one = torch.ones(1, 1).double()
     layer = AttentionLayer.from_score(0 * one, one, step_size=_STEP)
     before = normal(populations, tokens, 1)
-    for name, cloud, expected in (
-        ("before", before, 0.0),
-        ("after", layer(before), (2 * _STEP + _STEP**2) / tokens),
-    ):
-        points = cloud.squeeze(-1)
-        products = (points.sum(1).square() - points.square().sum(1)) / (tokens * (tokens - 1))
-        yield mean_of_draws(f"covariance of two tokens {name} a layer, N = {tokens}", products, expected)
-        if expected:
-            name = "covariance of two tokens after a layer: its distance from 0, in standard errors"
-            yield differs(name, products, 0.0, expected)
+    products = _mean_products(before)
+    yield mean_of_draws(f"covariance of two tokens before a layer, N = {tokens}", products, 0.0)
+    products = _mean_products(layer(before))
+    expected = (2 * _STEP + _STEP**2) / tokens
+    yield mean_of_draws(f"covariance of two tokens after a layer, N = {tokens}", products, expected)
+    name = "covariance of two tokens after a layer: its distance from 0, in standard errors"
+    yield differs(name, products, 0.0, expected)
+
+
+def _mean_products(tokens: Tensor) -> Tensor:
+    """Mean of xᵢxⱼ over the pairs i ≠ j of tokens (populations, N, 1)."""
+    points = tokens.squeeze(-1)
+    count = points.shape[1]
+    return (points.sum(1).square() - points.square().sum(1)) / (count * (count - 1))

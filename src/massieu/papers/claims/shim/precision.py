@@ -40,23 +40,24 @@ def score_matrix_and_precision(
     hidden = equilibrium(normal(dimensions), sigma)
     keys = key_law(hidden, sigma)
     yield close("natural parameters: M = Σ and the covariance of the keys' law", sigma, keys.covariance)
+    # Two readings, each with its score matrix M and its Cov(hidden).
     readings = {
         "natural parameters N(Σ⁻¹μ, Σ⁻¹), M = Σ": (sigma, hidden.covariance),
         "means N(μ, Σ), M = Σ⁻¹": (precision, sigma),
     }
     for name, (score, covariance) in readings.items():
-        found = precision_alignment(score, covariance, draws=_NULL_DRAWS, generator=_generator(seed))
-        yield close(f"{name}: cosine of M and Cov(hidden)⁻¹", found.cosine, 1.0)
-        wrong = precision_alignment(score, covariance, power=1, draws=1, generator=_generator(seed))
-        yield at_most(f"{name}: cosine of M and Cov(hidden)", wrong.cosine, 1 - 1e-3)
-    # Cov(h) = Σ: the equilibrium whose own Σ is this one's inverse, with keys Σ⁻¹h.
-    own = equilibrium(normal(dimensions), precision)
-    linear = key_law(own, precision)
-    yield close("Σ = Cov(h): covariance of the keys Σ⁻¹h and Σ⁻¹", linear.covariance, precision)
-    found = precision_alignment(precision, own.covariance, draws=1, generator=_generator(seed))
-    yield close("Σ = Cov(h), M = Σ⁻¹: cosine of M and Cov(hidden)⁻¹", found.cosine, 1.0)
-    mixed = precision_alignment(precision, hidden.covariance, draws=1, generator=_generator(seed))
-    yield as_published(close("Σ of Theorem 1, M = Σ⁻¹: cosine of M and Cov(hidden)⁻¹", mixed.cosine, 1.0))
+        alignment = precision_alignment(score, covariance, draws=_NULL_DRAWS, generator=_generator(seed))
+        yield close(f"{name}: cosine of M and Cov(hidden)⁻¹", alignment.cosine, 1.0)
+        alignment = precision_alignment(score, covariance, power=1, draws=1, generator=_generator(seed))
+        yield at_most(f"{name}: cosine of M and Cov(hidden)", alignment.cosine, 1 - 1e-3)
+    # The published M = Σ⁻¹ is right for Cov(h) = Σ: the equilibrium of Σ⁻¹ in place of Σ, with keys Σ⁻¹h.
+    inverse_hidden = equilibrium(normal(dimensions), precision)
+    inverse_keys = key_law(inverse_hidden, precision)
+    yield close("Σ = Cov(h): covariance of the keys Σ⁻¹h and Σ⁻¹", inverse_keys.covariance, precision)
+    alignment = precision_alignment(precision, inverse_hidden.covariance, draws=1, generator=_generator(seed))
+    yield close("Σ = Cov(h), M = Σ⁻¹: cosine of M and Cov(hidden)⁻¹", alignment.cosine, 1.0)
+    alignment = precision_alignment(precision, hidden.covariance, draws=1, generator=_generator(seed))
+    yield as_published(close("Σ of Theorem 1, M = Σ⁻¹: cosine of M and Cov(hidden)⁻¹", alignment.cosine, 1.0))
 
     yield from _of_low_rank(normal, precision, sigma, min(rank, dimensions))
     yield from _of_random_heads(normal, sigma, min(rank, dimensions), heads)
@@ -64,52 +65,57 @@ def score_matrix_and_precision(
 
 
 def _covariance(normal: Normal, dimensions: int) -> Tensor:
-    """With eigenvalues from e^−1 to e."""
+    """A covariance with eigenvalues from e^−1 to e and random eigenvectors."""
     vectors, _ = torch.linalg.qr(normal(dimensions, dimensions))
-    return (vectors * torch.linspace(-1, 1, dimensions, dtype=torch.float64).exp()) @ vectors.T
+    eigenvalues = torch.linspace(-1, 1, dimensions, dtype=torch.float64).exp()
+    return (vectors * eigenvalues) @ vectors.T
 
 
 def _generator(seed: int) -> torch.Generator:
-    # Another stream than that of the covariance, whose eigenvectors would be among the null's frames.
+    """The generator of the null's random frames."""
+    # With the stream of the claim itself, the covariance's eigenvectors would be among the frames.
     return torch.Generator().manual_seed(seed + 1_000_003)
 
 
 def _of_low_rank(normal: Normal, precision: Tensor, sigma: Tensor, rank: int) -> Iterator[Check]:
     """A head that sees `rank` directions is the restriction of the precision to them."""
     frame, _ = torch.linalg.qr(normal(len(sigma), rank))
-    planted = frame @ (frame.T @ precision @ frame) @ frame.T
-    found = precision_alignment(planted, sigma, draws=1, generator=_generator(0))
-    yield close("planted head: rank", found.rank, float(rank))
-    yield close("planted head: cosine on its span", found.cosine, 1.0)
-    whole = (planted * precision).sum() / (planted.norm() * precision.norm())
-    restricted = (frame.T @ precision @ frame).norm() / precision.norm()
-    yield close("planted head: cosine on the whole space and ‖restriction‖/‖C⁻¹‖", whole, restricted)
-    odd = normal(len(sigma), len(sigma))
-    with_odd = precision_alignment(planted + frame @ frame.T @ (odd - odd.T) @ frame @ frame.T, sigma, draws=1)
-    yield close("planted head with an antisymmetric part: cosine", with_odd.cosine, found.cosine)
+    restriction = frame.T @ precision @ frame
+    score = frame @ restriction @ frame.T
+    alignment = precision_alignment(score, sigma, draws=1, generator=_generator(0))
+    yield close("planted head: rank", alignment.rank, float(rank))
+    yield close("planted head: cosine on its span", alignment.cosine, 1.0)
+    cosine = (score * precision).sum() / (score.norm() * precision.norm())
+    relative_norm = restriction.norm() / precision.norm()
+    yield close("planted head: cosine on the whole space and ‖restriction‖/‖C⁻¹‖", cosine, relative_norm)
+    matrix = normal(len(sigma), len(sigma))
+    antisymmetric = frame @ frame.T @ (matrix - matrix.T) @ frame @ frame.T
+    with_antisymmetric = precision_alignment(score + antisymmetric, sigma, draws=1)
+    yield close("planted head with an antisymmetric part: cosine", with_antisymmetric.cosine, alignment.cosine)
 
 
 def _of_random_heads(normal: Normal, sigma: Tensor, rank: int, heads: int) -> Iterator[Check]:
-    """W_Q, W_K of independent entries know nothing of C: their p-values are uniform on 1/(1 + draws), …, 1."""
+    """W_Q, W_K of independent entries do not depend on C: their p-values are uniform on 1/(1 + draws), …, 1."""
     generator = _generator(1)
-    shares = []
+    p_values = []
     for _ in range(heads):
         score = normal(rank, len(sigma)).T @ normal(rank, len(sigma))
-        shares.append(precision_alignment(score, sigma, draws=_NULL_DRAWS, generator=generator).share)
+        p_values.append(precision_alignment(score, sigma, draws=_NULL_DRAWS, generator=generator).share)
     levels = _NULL_DRAWS + 1
-    spread = ((levels**2 - 1) / 12 / levels**2 / heads) ** 0.5
-    mean = torch.tensor(shares, dtype=torch.float64).mean()
-    yield near_in_standard_errors("random heads: mean p-value", mean, (levels + 1) / (2 * levels), spread)
+    # Mean and variance of a uniform law on that many levels.
+    expected = (levels + 1) / (2 * levels)
+    error = ((levels**2 - 1) / 12 / levels**2 / heads) ** 0.5
+    mean = torch.tensor(p_values, dtype=torch.float64).mean()
+    yield near_in_standard_errors("random heads: mean p-value", mean, expected, error)
 
 
 def _of_a_sample(normal: Normal, sigma: Tensor, hidden: Gaussian, tokens: int) -> Iterator[Check]:
     """C estimated from tokens: E Ĉ⁻¹ of `tokens` Gaussian ones is C⁻¹(1 + O(d/tokens)), with relative spread √(2d/tokens)."""
     root = torch.linalg.cholesky(hidden.covariance)
-    drawn = normal(tokens, len(sigma)) @ root.T
-    estimated = torch.cov(drawn.T, correction=0)
-    found = precision_alignment(sigma, estimated, draws=1, generator=_generator(0))
+    sample = normal(tokens, len(sigma)) @ root.T
+    estimate = torch.cov(sample.T, correction=0)
+    alignment = precision_alignment(sigma, estimate, draws=1, generator=_generator(0))
     # The sine of the angle is at most the relative error ‖Ĉ⁻¹ − C⁻¹‖/‖C⁻¹‖ in Frobenius's norm.
-    error = (torch.linalg.inv(estimated) - sigma).norm() / sigma.norm()
-    yield at_most(
-        f"{tokens} tokens: sine of the angle by the relative error of Ĉ⁻¹", (1 - found.cosine**2) ** 0.5 / error, 1.0
-    )
+    sine = (1 - alignment.cosine**2) ** 0.5
+    relative_error = (torch.linalg.inv(estimate) - sigma).norm() / sigma.norm()
+    yield at_most(f"{tokens} tokens: sine of the angle by the relative error of Ĉ⁻¹", sine / relative_error, 1.0)

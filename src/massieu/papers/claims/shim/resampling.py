@@ -23,7 +23,9 @@ from massieu.papers.claims.oracles import differences
 from massieu.papers.claims.registry import claim
 from massieu.population import Flow, ResampledLayer, doubly_stochastic_attention
 
-_GENEALOGIES, _GENERATIONS, _LINES = 200, 2, 40
+_GENEALOGIES = 200
+_GENERATIONS = 2
+_LINES = 40
 
 
 @claim(
@@ -42,28 +44,35 @@ def attention_is_the_mean_of_resampling(
     check_at_least(2, tokens=tokens, dimensions=dimensions, resamples=resamples)
     normal = normal_draws(seed)
     beta = dimensions**-0.5
-    query, key, value = normal(tokens, dimensions), normal(tokens, dimensions), normal(tokens, dimensions)
-    p = torch.softmax(beta * query @ key.T, -1)
+    query = normal(tokens, dimensions)
+    key = normal(tokens, dimensions)
+    value = normal(tokens, dimensions)
+    weights = torch.softmax(beta * query @ key.T, -1)
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (tensor[None, None] for tensor in (query, key, value))
-    drawn = resample_attention(q, k, v, generator=generator, draws=resamples)
-    yield from _moments(drawn.sample[0, 0], p, value)
-    yield close("Σⱼ Pᵢⱼvⱼ and attention", p @ value, attention(q, k, v).output[0, 0])
+    # The library's functions take (batch, heads, tokens, dimensions).
+    heads = (query[None, None], key[None, None], value[None, None])
+    resampled = resample_attention(*heads, generator=generator, draws=resamples)
+    yield from _moments(resampled.sample[0, 0], weights, value)
+    yield close("Σⱼ Pᵢⱼvⱼ and attention", weights @ value, attention(*heads).output[0, 0])
 
-    slope = differences(lambda query: attention(query[None, None], k, k).output[0, 0], query)
-    own = slope[torch.arange(tokens), :, :] / beta
-    yield close("β⁻¹ ∂out/∂q and Cov_P(k)", own, _covariance(p, key), GRADIENT_BY_DIFFERENCES)
+    def output(query: Tensor) -> Tensor:
+        """Attention with the keys as values."""
+        return attention(query[None, None], key[None, None], key[None, None]).output[0, 0]
 
-    size, perplexity = drawn.effective_size[0, 0], torch.exp(-(p * p.log()).sum(-1))
-    yield close("effective sample size and 1/Σⱼ Pᵢⱼ²", size, 1 / (p * p).sum(-1))
-    yield at_least("effective sample size and 1", size, 1 - 1e-12)
-    yield at_most("effective sample size less the perplexity exp H(Pᵢ)", size - perplexity, 1e-12)
-    yield at_most("effective sample size and N", size, tokens + 1e-12)
-    yield close("expected offspring and column sums Σᵢ Pᵢⱼ", drawn.offspring[0, 0], p.sum(0))
+    jacobian = differences(output, query)
+    yield close("β⁻¹ ∂out/∂q and Cov_P(k)", jacobian / beta, _covariance(weights, key), GRADIENT_BY_DIFFERENCES)
 
-    systematic = resample_attention(q, k, v, generator=generator, draws=16, method="systematic")
+    effective_size = resampled.effective_size[0, 0]
+    perplexity = torch.exp(-(weights * weights.log()).sum(-1))
+    yield close("effective sample size and 1/Σⱼ Pᵢⱼ²", effective_size, 1 / (weights * weights).sum(-1))
+    yield at_least("effective sample size and 1", effective_size, 1 - 1e-12)
+    yield at_most("effective sample size less the perplexity exp H(Pᵢ)", effective_size - perplexity, 1e-12)
+    yield at_most("effective sample size and N", effective_size, tokens + 1e-12)
+    yield close("expected offspring and column sums Σᵢ Pᵢⱼ", resampled.offspring[0, 0], weights.sum(0))
+
+    systematic = resample_attention(*heads, generator=generator, draws=16, method="systematic")
     counts = torch.nn.functional.one_hot(systematic.indices[0, 0], tokens).sum(1)
-    yield at_most("systematic resampling: |count of j in S draws − S Pᵢⱼ|", (counts - 16 * p).abs(), 1 + 1e-9)
+    yield at_most("systematic resampling: |count of j in S draws − S Pᵢⱼ|", (counts - 16 * weights).abs(), 1 + 1e-9)
 
     yield from _increment(normal, query, key, beta, generator, resamples)
     yield from _self_normalised(normal, dimensions)
@@ -71,23 +80,26 @@ def attention_is_the_mean_of_resampling(
     yield from _doubly_stochastic(query, key, value, beta)
 
 
-def _covariance(p: Tensor, value: Tensor) -> Tensor:
-    """Cov_{P_i}(v), one matrix a query."""
-    centred = value - (p @ value).unsqueeze(1)
-    return torch.einsum("ij,ijc,ijd->icd", p, centred, centred)
+def _covariance(weights: Tensor, value: Tensor) -> Tensor:
+    """Cov_{P_i}(v), a matrix for each query."""
+    centred = value - (weights @ value).unsqueeze(1)
+    return torch.einsum("ij,ijc,ijd->icd", weights, centred, centred)
 
 
-def _moments(sample: Tensor, p: Tensor, value: Tensor) -> Iterator[Check]:
-    """Mean and covariance of the draws (queries, draws, d), in standard errors that P itself gives."""
-    count, mean, covariance = sample.shape[1], p @ value, _covariance(p, value)
+def _moments(sample: Tensor, weights: Tensor, value: Tensor) -> Iterator[Check]:
+    """Mean and covariance of the draws (queries, draws, d), with standard errors from P itself."""
+    count = sample.shape[1]
+    mean = weights @ value
+    covariance = _covariance(weights, value)
     error = (covariance.diagonal(dim1=1, dim2=2) / count).sqrt()
     yield near_in_standard_errors("mean of the draws and Σⱼ Pᵢⱼvⱼ", sample.mean(1), mean, error)
     centred = value - mean.unsqueeze(1)
     products = centred.unsqueeze(-1) * centred.unsqueeze(-2)
-    spread = (torch.einsum("ij,ijcd->icd", p, products.square()) - covariance.square()) / count
+    variance = (torch.einsum("ij,ijcd->icd", weights, products.square()) - covariance.square()) / count
     deviation = sample - mean.unsqueeze(1)
-    found = torch.einsum("isc,isd->icd", deviation, deviation) / count
-    yield near_in_standard_errors("covariance of the draws and Cov_P(v)", found, covariance, spread.sqrt())
+    sample_covariance = torch.einsum("isc,isd->icd", deviation, deviation) / count
+    name = "covariance of the draws and Cov_P(v)"
+    yield near_in_standard_errors(name, sample_covariance, covariance, variance.sqrt())
 
 
 def _increment(
@@ -95,37 +107,44 @@ def _increment(
 ) -> Iterator[Check]:
     """A query changes by δ: the incremental weights are exp(βk·δ), exactly, and after resampling without bias."""
     change = 0.5 * normal(*query.shape)
-    k = key[None, None]
-    before, after = (log_partition(q[None, None], k)[0, 0] for q in (query, query + change))
-    p, weight = torch.softmax(beta * query @ key.T, -1), torch.exp(beta * change @ key.T)
-    expected = (p * weight).sum(-1)
+    query_heads = query[None, None]
+    key_heads = key[None, None]
+    before = log_partition(query_heads, key_heads)[0, 0]
+    after = log_partition((query + change)[None, None], key_heads)[0, 0]
+    weights = torch.softmax(beta * query @ key.T, -1)
+    increment = torch.exp(beta * change @ key.T)
+    expected = (weights * increment).sum(-1)
     yield close("log Z(q + δ) − log Z(q) and log E_P exp(βk·δ)", after - before, expected.log())
-    drawn = resample_attention(query[None, None], k, k, generator=generator, draws=resamples).indices[0, 0]
-    found = weight.gather(1, drawn).mean(1)
-    error = (((p * weight.square()).sum(-1) - expected.square()) / resamples).sqrt()
-    yield near_in_standard_errors("mean weight after resampling and Z(q + δ)/Z(q)", found, expected, error)
+    resampled = resample_attention(query_heads, key_heads, key_heads, generator=generator, draws=resamples)
+    estimate = increment.gather(1, resampled.indices[0, 0]).mean(1)
+    variance = (weights * increment.square()).sum(-1) - expected.square()
+    error = (variance / resamples).sqrt()
+    yield near_in_standard_errors("mean weight after resampling and Z(q + δ)/Z(q)", estimate, expected, error)
 
 
 def _self_normalised(normal: Normal, dimensions: int, keys: int = 200, sets: int = 20_000) -> Iterator[Check]:
     """Keys from N(0, I): Ẑ is unbiased, attention has the bias −exp(‖η‖²)η/N of a self-normalised estimate."""
     eta = normal(dimensions)
     eta = 0.5 * eta / eta.norm()
-    square = eta.square().sum()
-    partitions, biases = [], []
+    squared_norm = eta.square().sum()
+    partitions = []
+    biases = []
     block = max(1, 2_000_000 // (keys * dimensions))
-    for first in range(0, sets, block):
-        drawn = normal(min(block, sets - first), keys, dimensions)
-        weight = torch.exp(drawn @ eta - square / 2)  # of mean 1
-        deviation = drawn - eta
-        linear = (weight.unsqueeze(-1) * deviation).mean(1)  # of mean 0
-        batch = drawn.unsqueeze(1)
-        output, _ = attention(eta.expand(len(drawn), 1, 1, -1), batch, batch, scale=1.0)
+    for start in range(0, sets, block):
+        key = normal(min(block, sets - start), keys, dimensions)
+        weight = torch.exp(key @ eta - squared_norm / 2)  # of mean 1
+        deviation = key - eta
+        # The part of the error that is linear in the weights has mean 0, and most of the variance.
+        linear = (weight.unsqueeze(-1) * deviation).mean(1)
+        key_heads = key.unsqueeze(1)
+        output, _ = attention(eta.expand(len(key), 1, 1, -1), key_heads, key_heads, scale=1.0)
         partitions.append(weight.mean(1))
         biases.append(output[:, 0, 0] - eta - linear)
-    partition, bias = torch.cat(partitions), torch.cat(biases)
-    error = (torch.expm1(square) / (keys * sets)).sqrt()
+    partition = torch.cat(partitions)
+    bias = torch.cat(biases)
+    error = (torch.expm1(squared_norm) / (keys * sets)).sqrt()
     yield near_in_standard_errors("keys from N(0, I): mean of Ẑ/Z and 1", partition.mean(), 1.0, error)
-    expected = -square.exp() * eta / keys
+    expected = -squared_norm.exp() * eta / keys
     yield mean_of_draws("bias of attention and −exp(‖η‖²)η/N", bias, expected)
     yield differs("bias of attention, in standard errors", bias, 0.0, expected)
 
@@ -134,15 +153,19 @@ def _coalescence(points: Tensor, generator: torch.Generator) -> Iterator[Check]:
     """A flow of tokens that are replaced by uniform draws: the model of Wright and Fisher."""
     layer = ResampledLayer.create(generator=generator, scale=0.0)
     flow = Flow(layer, depth=_GENERATIONS, observables=[])
-    found = torch.stack([flow.run(points, progress=False).values("shared_ancestry")[1:] for _ in range(_GENEALOGIES)])
-    expected = 1 - (1 - 1 / len(points)) ** torch.arange(1, _GENERATIONS + 1, dtype=torch.float64)
-    yield mean_of_draws("pairs with a common ancestor and 1 − (1 − 1/n)^t", found, expected)
+    runs = [flow.run(points, progress=False) for _ in range(_GENEALOGIES)]
+    # Without the start, where no two tokens have a common ancestor.
+    shared_ancestry = torch.stack([run.values("shared_ancestry")[1:] for run in runs])
+    generation = torch.arange(1, _GENERATIONS + 1, dtype=torch.float64)
+    expected = 1 - (1 - 1 / len(points)) ** generation
+    yield mean_of_draws("pairs with a common ancestor and 1 − (1 − 1/n)^t", shared_ancestry, expected)
 
 
 def _doubly_stochastic(query: Tensor, key: Tensor, value: Tensor, beta: float) -> Iterator[Check]:
     """The weights of Sinkhorn's algorithm keep the population's mean; attention's do not."""
-    heads = query[None, None], key[None, None], value[None, None]
-    found = doubly_stochastic_attention(*heads, scale=beta).output[0, 0]
-    yield close("doubly stochastic P: mean of P v and mean of v", found.mean(0), value.mean(0))
+    heads = (query[None, None], key[None, None], value[None, None])
+    doubly_stochastic = doubly_stochastic_attention(*heads, scale=beta).output[0, 0]
+    yield close("doubly stochastic P: mean of P v and mean of v", doubly_stochastic.mean(0), value.mean(0))
     softmax = attention(*heads, scale=beta).output[0, 0]
-    yield at_least("attention: mean of P v less mean of v", (softmax.mean(0) - value.mean(0)).abs().max(), 1e-6)
+    difference = (softmax.mean(0) - value.mean(0)).abs().max()
+    yield at_least("attention: mean of P v less mean of v", difference, 1e-6)
