@@ -25,7 +25,8 @@ from massieu.papers.claims.inputs import Normal, normal_draws
 from massieu.papers.claims.oracles import differences, spin_states
 from massieu.papers.claims.registry import claim
 
-_INSIDE, _OUTSIDE = 0.7, 1.3
+_INSIDE = 0.7
+_OUTSIDE = 1.3
 """Where truncated series are tried, in units of their radius."""
 
 _ORDERS = 60
@@ -88,8 +89,12 @@ def _layer(normal: Normal, laws: list[Prior], draws: int) -> Iterator[Check]:
 
 def _machine(normal: Normal) -> Iterator[Check]:
     """Spins seen, bits and spins hidden: every joint state is summed."""
-    seen, bits, spins = 4, 3, 2
-    weight, bias, field = normal(seen, bits + spins), normal(bits), normal(spins)
+    seen = 4
+    bits = 3
+    spins = 2
+    weight = normal(seen, bits + spins)
+    bias = normal(bits)
+    field = normal(spins)
     visible = spin_states(seen)
     signs = spin_states(bits + spins)
     hidden = torch.cat([(1 + signs[:, :bits]) / 2, signs[:, bits:]], -1)
@@ -107,7 +112,8 @@ def _radius(prior: Prior) -> Iterator[Check]:
     """κₙRⁿ/(n − 1)! → −Σ ρ(R/t)ⁿ over the poles t of K′ at the distance R, with residues ρ."""
     if not prior.poles:
         # Cauchy's circle lies outside ±3.
-        unit, t = 4.0, torch.tensor([-0.75, 0.75], dtype=torch.float64)
+        unit = 4.0
+        t = torch.tensor([-0.75, 0.75], dtype=torch.float64)
         series = _partial_sums(_scaled_cumulants(prior, unit), t)[:, -1]
         log_partition = prior.measure.log_partition(unit * t.unsqueeze(-1))
         yield close(f"{prior.name}: {_ORDERS} terms of the series at ±3, and K", series, log_partition)
@@ -161,7 +167,8 @@ def _growth(error: Float[Tensor, "places order"]) -> Float[Tensor, "places"]:
 
 def _scaled_cumulants(prior: Prior, radius: float) -> Float[Tensor, "order"]:
     """κₙRⁿ/(n − 1)!, n = 1 … 60: the Taylor coefficients of R·K′(Rt), by Cauchy's integral over |t| = 0.9."""
-    nodes, circle = 1024, 0.9
+    nodes = 1024
+    circle = 0.9
     angle = 2j * math.pi * torch.arange(nodes, dtype=torch.float64) / nodes
     values = radius * prior.slope(radius * circle * torch.exp(angle))
     coefficients = torch.fft.fft(values)[:_ORDERS].real / nodes

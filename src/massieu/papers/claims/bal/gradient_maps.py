@@ -40,7 +40,8 @@ def gradient_maps(atoms: int = 12, dimensions: int = 4, draws: int = 20, seed: i
     # On a line every function is a gradient, and one key is its own output.
     check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
-    keys, query = normal(atoms, dimensions), normal(draws, dimensions) * dimensions**-0.5
+    keys = normal(atoms, dimensions)
+    query = normal(draws, dimensions) * dimensions**-0.5
     circle = _circle(query[0], torch.linalg.qr(normal(dimensions, 2))[0].T)
     yield from _gradients(keys, query, circle)
     for name, g in _RATIOS.items():
@@ -106,7 +107,8 @@ def _ratio(name: str, g: Scalar, keys: Tensor, query: Tensor, circle: tuple[Tens
 def _circle(centre: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
     """Points of a unit circle about `centre`, and their velocities."""
     angle = torch.arange(_NODES, dtype=torch.float64) * (2 * math.pi / _NODES)
-    place, velocity = torch.stack([angle.cos(), angle.sin()], -1), torch.stack([-angle.sin(), angle.cos()], -1)
+    place = torch.stack([angle.cos(), angle.sin()], -1)
+    velocity = torch.stack([-angle.sin(), angle.cos()], -1)
     return centre + place @ plane, velocity @ plane
 
 

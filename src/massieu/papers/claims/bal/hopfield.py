@@ -67,8 +67,11 @@ def _attention(patterns: Tensor, scale: float, state: Tensor) -> Tensor:
 
 def _derivatives(normal: Normal, atoms: int, dimensions: int) -> Iterator[Check]:
     """(1), with a scale other than one."""
-    patterns, state, scale = normal(atoms, dimensions), normal(20, dimensions), 0.6
-    energy, attended = HopfieldEnergy.create(patterns, scale=scale), _attention(patterns, scale, state)
+    patterns = normal(atoms, dimensions)
+    state = normal(20, dimensions)
+    scale = 0.6
+    energy = HopfieldEnergy.create(patterns, scale=scale)
+    attended = _attention(patterns, scale, state)
     by_hand = 0.5 * state.square().sum(-1) - torch.logsumexp(scale * state @ patterns.T, -1) / scale
     by_hand = by_hand + math.log(atoms) / scale + 0.5 * patterns.square().sum(-1).max()
     yield close("E and its formula", energy(state), by_hand)
@@ -121,7 +124,8 @@ def _contraction(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
     steepness = (energy.step(state) - energy.step(other)).norm(dim=-1) / (state - other).norm(dim=-1)
     yield at_most("‖f(ξ) − f(ξ′)‖/‖ξ − ξ′‖/(βD²/4)", steepness / factor, 1 + _EDGE)
     after = energy.step(state)
-    force, move = energy.force(after).norm(dim=-1), (state - after).norm(dim=-1)
+    force = energy.force(after).norm(dim=-1)
+    move = (state - after).norm(dim=-1)
     yield at_most("‖∇E(ξ⁺)‖ − L‖ξ − ξ⁺‖, relative", (force - factor * move) / (1 + move), 1e3 * _EDGE)
     calm = HopfieldEnergy.create(energy.memory, scale=energy.scale * (0.4 / factor).clamp(max=1.0))
     path = calm.descend(state, steps=28).states
@@ -152,9 +156,11 @@ def _retrieval(energy: HopfieldEnergy, state: Tensor, norm: Tensor) -> Iterator[
     alike = (points @ points.mT).masked_fill(torch.eye(points.shape[-2], dtype=torch.bool), -torch.inf)
     nearest = points.gather(-2, alike.argmax(-1).unsqueeze(-1).expand_as(points))
     start = points + radius * torch.nn.functional.normalize(nearest - points, dim=-1)
-    after, end = unit.step(start), unit.retrieve(start, steps=6).state
+    after = unit.step(start)
+    end = unit.retrieve(start, steps=6).state
     middle = unit.retrieve(unit.memory.points, steps=6).state
-    kept, alone = found.exists, found.unique
+    kept = found.exists
+    alone = found.unique
     yield at_least("patterns with a ball that keeps its one fixed point", alone.double().sum(), 1.0)
     yield at_most(
         "‖f(ξ) − xᵢ‖/r on the edge of such balls", (after - unit.memory.points).norm(dim=-1)[kept] / radius, 1.0
@@ -229,7 +235,8 @@ def attention_is_a_descent_step(atoms: int = 10, dimensions: int = 4, heads: int
     check_at_least(2, atoms=atoms, dimensions=dimensions, heads=heads)
     normal = normal_draws(seed)
     scale = dimensions**-0.5
-    keys, query = normal(heads, atoms, dimensions), normal(heads, 6, dimensions)
+    keys = normal(heads, atoms, dimensions)
+    query = normal(heads, 6, dimensions)
     log_weight = normal(heads, atoms)
     log_weight[:, ::3] = -torch.inf
 

@@ -40,7 +40,8 @@ def hopfield_density(patterns: int = 5, draws: int = 20_000, seed: int = 0) -> I
     # The mixture's width is 0.8: beyond 8 from every pattern there is nothing left.
     reach = 8 + float(stored.abs().max())
     nodes, log_weight = quadrature(-reach, reach, panels=12)
-    grid, log_cell = torch.cartesian_prod(nodes, nodes), torch.cartesian_prod(log_weight, log_weight).sum(-1)
+    grid = torch.cartesian_prod(nodes, nodes)
+    log_cell = torch.cartesian_prod(log_weight, log_weight).sum(-1)
     total = torch.logsumexp(log_cell - scale * energy(grid), -1)
     yield close(
         "log ∫ e^(−βE) by quadrature and in closed form",
@@ -121,7 +122,8 @@ def maximum_likelihood_patterns(
 ) -> Iterator[Check]:
     check_at_least(2, patterns=patterns, dimensions=dimensions)
     normal = normal_draws(seed)
-    columns, data = normal(dimensions, patterns), normal(draws, dimensions)
+    columns = normal(dimensions, patterns)
+    data = normal(draws, dimensions)
 
     def loss(columns: Tensor) -> Tensor:
         """By hand, from the formula."""
@@ -146,7 +148,10 @@ def maximum_likelihood_patterns(
 
 def _other_temperature(normal: Normal, dimensions: int) -> Iterator[Check]:
     """β and weights: −log of the mixture, by hand."""
-    stored, log_weight, data, scale = normal(4, dimensions), normal(4), normal(20, dimensions), 0.4
+    stored = normal(4, dimensions)
+    log_weight = normal(4)
+    data = normal(20, dimensions)
+    scale = 0.4
     energy = HopfieldEnergy.create(Atoms.create(stored, log_weight), scale=scale)
     weights = torch.softmax(log_weight + 0.5 * scale * stored.square().sum(-1), -1)
     expected = -_log_mixture(data, stored, weights, scale) - 0.5 * dimensions * math.log(scale / (2 * math.pi))

@@ -31,7 +31,8 @@ def discrete_hopfield_networks(
 ) -> Iterator[Check]:
     check_at_least(2, units=units, patterns=patterns)
     normal = normal_draws(seed)
-    weights, bias = normal(patterns, units) * units**-0.5, normal(units)
+    weights = normal(patterns, units) * units**-0.5
+    bias = normal(units)
     spins = spin_states(units)
     bits = (1 + spins) / 2
     yield from _hidden_units(weights, bias, spins)
@@ -68,7 +69,8 @@ def _hidden_units(weights: Tensor, bias: Tensor, spins: Tensor) -> Iterator[Chec
     yield close("Gaussian hidden units: −log ∫ and E", energy, -spins @ bias - gaussian.sum(-1), QUADRATURE)
     counts = torch.arange(200, dtype=torch.float64)
     summed = torch.logsumexp(field.unsqueeze(-1) * counts - 1 - torch.lgamma(counts + 1), -1).sum(-1)
-    count, energy = len(weights), DenseHopfieldEnergy.create(weights, bias)(spins)
+    count = len(weights)
+    energy = DenseHopfieldEnergy.create(weights, bias)(spins)
     yield close("Poisson hidden units: −log Σ and E + M", energy + count, -spins @ bias - summed)
     hidden = affine(Poisson.create(torch.ones(count, dtype=torch.float64)), weights.T)
     yield close("the same by the measure of the units", energy + count, -spins @ bias - hidden.log_partition(spins))
@@ -87,11 +89,14 @@ def _asynchronous(name: str, energy: Energy, states: Tensor) -> Iterator[Check]:
     path = energy.descend(states, steps=4)
     size = 1 + path.energies.abs().max()
     yield at_most(f"{name}: rise of E in a sweep, relative", (path.energies[1:] - path.energies[:-1]) / size, 1e-13)
-    low, high = float(states.min()), float(states.max())
+    low = float(states.min())
+    high = float(states.max())
     tried = states.clone()
     for unit in range(states.shape[-1]):
-        below, above = tried.clone(), tried.clone()
-        below[:, unit], above[:, unit] = low, high
+        below = tried.clone()
+        above = tried.clone()
+        below[:, unit] = low
+        above[:, unit] = high
         better = energy(above) < energy(below)
         tried[:, unit] = torch.where(better, high, low)
     wrong = (tried != path.states[1]).any(-1).sum()
@@ -134,7 +139,8 @@ def _synchronous(couplings: Tensor, bias: Tensor, spins: Tensor) -> Iterator[Che
 
 def _first_errors(normal: Normal, networks: int) -> Iterator[Check]:
     """Load: at a stored pattern a unit is unstable where (P − 1)(d − 1) independent signs sum to less than −(d − 1)."""
-    units, count = 60, 13
+    units = 60
+    count = 13
     stored = normal(networks, count, units).sign()
     network = BinaryHopfieldEnergy.create(stored.mT @ stored - count * torch.eye(units, dtype=torch.float64))
     # A unit is unstable where E falls when it turns.

@@ -82,7 +82,8 @@ def implicit_layer(n: int = 12, d: int = 5, queries: int = 8, alpha: float = 0.7
     check_at_least(2, n=n, queries=queries)
     check_at_least(1, d=d)
     normal = normal_draws(seed)
-    keys, query = normal(n, d), normal(queries, d)
+    keys = normal(n, d)
+    query = normal(queries, d)
     diameter = torch.cdist(keys, keys).max().item()
     lipschitz = 0.9
     layer = _Layer(alpha, lipschitz * 4 / (alpha * diameter**2))
@@ -114,7 +115,8 @@ def _fixed_points(layer: _Layer, query: Tensor, keys: Tensor, lipschitz: float) 
     energies = torch.stack([hot.energy(z, query, keys) for z in points])
     yield at_most("rise of E_q in a step, β a hundredfold", energies.diff(dim=0), CLOSED_FORM)
 
-    before, bound = query, lipschitz / (1 - lipschitz)
+    before = query
+    bound = lipschitz / (1 - lipschitz)
     worst = torch.zeros(())
     for _ in range(10):
         after = layer(before, query, keys)
@@ -160,7 +162,8 @@ def _without_injection(bare: _Layer, query: Tensor, keys: Tensor) -> Iterator[Ch
 
 def _saddles(key: Tensor) -> Iterator[Check]:
     """Midway between two keys ±x the covariance is xxᵀ: the spectral radius is β‖x‖²."""
-    keys, middle = torch.stack([key, -key]), torch.zeros_like(key)
+    keys = torch.stack([key, -key])
+    middle = torch.zeros_like(key)
     for strength in (0.5, 2.0):
         bare = _Layer(1.0, strength / key.square().sum().item())
         radius = spectral_radius(bare, middle, (middle, keys))

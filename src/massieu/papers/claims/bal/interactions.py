@@ -20,7 +20,8 @@ from massieu.papers.claims.registry import claim
 _RADIUS = 0.5 * math.pi
 """Of the cumulant series of a spin."""
 
-_SEEN, _HIDDEN = 4, 3
+_SEEN = 4
+_HIDDEN = 3
 
 
 @claim(
@@ -110,8 +111,10 @@ def _level(machine: BoltzmannMachine, states: Float[Tensor, "S V"]) -> Float[Ten
 
 def _on_spins(normal: Normal) -> Iterator[Check]:
     """Inside the radius: |terms of orders above 2n| add up to λ(2) Σ_{m>n} r²ᵐ/m at most, r = |t|/R."""
-    machine, states = _machine(normal, 0.7), spin_states(_SEEN)
-    field, exact = states @ machine.weight, _level(machine, states)
+    machine = _machine(normal, 0.7)
+    states = spin_states(_SEEN)
+    field = states @ machine.weight
+    exact = _level(machine, states)
     yield close("hidden spins: −E(v) and Σ log cosh", exact, torch.cosh(field).log().sum(-1))
     sums = _series(field, 40).sum(-2).cumsum(-1)
     series = torch.zeros_like(exact)
@@ -122,7 +125,8 @@ def _on_spins(normal: Normal) -> Iterator[Check]:
         series = series + power / math.factorial(order)
         if order % 2 == 0:
             yield close(f"hidden spins: couplings to order {order} and the series", series, sums[:, order // 2 - 1])
-    interactions, errors = _walsh(exact), []
+    interactions = _walsh(exact)
+    errors = []
     m = torch.arange(1, 200, dtype=torch.float64)
     for order in (2, 4, 6, 8):
         error = (_walsh(sums[:, order // 2 - 1]) - interactions).abs().max()
@@ -135,7 +139,8 @@ def _on_spins(normal: Normal) -> Iterator[Check]:
 
 
 def _beyond_the_radius(normal: Normal) -> Iterator[Check]:
-    machine, states = _machine(normal, 1.3), spin_states(_SEEN)
+    machine = _machine(normal, 1.3)
+    states = spin_states(_SEEN)
     exact = _level(machine, states)
     sums = _series(states @ machine.weight, 60).sum(-2).cumsum(-1)
     yield as_published(close("|t| up to 1.3 R: E(v) and its series to order 60", sums[:, -1], exact))

@@ -26,7 +26,8 @@ from massieu.papers.claims.registry import claim
 def inverse_temperature(atoms: int = 8, dimensions: int = 5, scale: float = 0.6, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, atoms=atoms)
     normal = normal_draws(seed)
-    patterns, state = normal(atoms, dimensions), normal(20, dimensions)
+    patterns = normal(atoms, dimensions)
+    state = normal(20, dimensions)
     attended = _attention(patterns, scale, state)
     energy = HopfieldEnergy.create(patterns, scale=scale)
     yield close("with β⁻¹: ξ − ∇E and attention", state + energy.force(state), attended)

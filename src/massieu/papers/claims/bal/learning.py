@@ -31,7 +31,8 @@ from massieu.papers.claims.registry import claim
 _ROUNDING = 1e-14
 """Of sums of a few probabilities."""
 
-_SEEN, _HIDDEN = 4, 2
+_SEEN = 4
+_HIDDEN = 2
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ def _chains(machine: _Machine, chains: int, sweeps: int, generator: torch.Genera
     library = machine.library
     start = gibbs_init(torch.ones(chains, _SEEN, dtype=torch.float64), library.sample_hidden, generator)
     visible, hidden = gibbs_step(start, library.sample_visible, library.sample_hidden, generator, steps=sweeps)
-    name, p, states = machine.prior.name, machine.probability, machine.states
+    name = machine.prior.name
+    p = machine.probability
+    states = machine.states
     first, second = torch.triu_indices(_SEEN, _SEEN, 1)
     values = [visible, visible[:, first] * visible[:, second]]
     wanted = [p @ states, p @ (states[:, first] * states[:, second])]
@@ -117,7 +120,9 @@ def _chains(machine: _Machine, chains: int, sweeps: int, generator: torch.Genera
 
 def _gradient(machine: _Machine) -> Iterator[Check]:
     """(ii), of the exact likelihood of six states."""
-    name, states, p = machine.prior.name, machine.states, machine.probability
+    name = machine.prior.name
+    states = machine.states
+    p = machine.probability
     chosen = torch.tensor([0, 3, 3, 6, 9, 15])
 
     def likelihood(parameters: Float[Tensor, "P"]) -> Float[Tensor, ""]:
@@ -141,7 +146,8 @@ def _gradient(machine: _Machine) -> Iterator[Check]:
 
 def _transition(machine: _Machine) -> Float[Tensor, "S S"]:
     """T(v, v′) of the library's conditional laws, over all hidden states."""
-    library, states = machine.library, machine.states
+    library = machine.library
+    states = machine.states
     hidden = spin_states(_HIDDEN) if machine.prior.name == "spin" else 0.5 * (1 + spin_states(_HIDDEN))
     shape = len(states), len(hidden), -1
     down = library.hidden.log_prob(library.hidden_field(states).unsqueeze(1).expand(shape), hidden.expand(shape))
@@ -154,7 +160,9 @@ def _divergence(
     machine: _Machine, transition: Float[Tensor, "S S"], chains: int, generator: torch.Generator
 ) -> Iterator[Check]:
     """(iii) and (iv). In the norm of L²(1/p) a reversible chain contracts by λ₂ a step."""
-    name, p, states = machine.prior.name, machine.probability, machine.states
+    name = machine.prior.name
+    p = machine.probability
+    states = machine.states
     flow = p.unsqueeze(-1) * transition
     yield close(f"{name}: p(v)T(v, v′) and p(v′)T(v′, v)", flow, flow.T, _ROUNDING)
     yield close(f"{name}: pT and p", p @ transition, p, _ROUNDING)
@@ -168,7 +176,8 @@ def _divergence(
     apart = ((data - p).square() / p).sum().sqrt()
     for k in (1, 2, 5, 20):
         law = data @ torch.linalg.matrix_power(transition, k)
-        bias, bound = (law - p) @ statistics, second**k * apart * spread
+        bias = (law - p) @ statistics
+        bound = second**k * apart * spread
         detail = f"largest entry {bias.abs().max():.2g}, λ₂ = {second:.2g}"
         # What is far below the rounding of sums of order 1 is not told from 0.
         over = (bias.abs() - _ROUNDING).clamp_min(0) / bound

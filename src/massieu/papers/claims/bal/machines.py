@@ -35,7 +35,8 @@ def energy_of_a_machine(machines: int = 40, seed: int = 0) -> Iterator[Check]:
     yield from _gaussian_and_bits(normal)
     yield from _two_gaussian_layers(normal, machines)
     line = Gaussian.create(normal(2), normal(2).exp())
-    counts, weight = Poisson.create(normal(2).exp()), 1e-3 * normal(2, 2)
+    counts = Poisson.create(normal(2).exp())
+    weight = 1e-3 * normal(2, 2)
     yield all_raise(
         "Poisson hidden and Gaussian visible units: no machine",
         ValueError,
@@ -45,9 +46,12 @@ def energy_of_a_machine(machines: int = 40, seed: int = 0) -> Iterator[Check]:
 
 def _bits_and_spins(normal: Normal) -> Iterator[Check]:
     """Every joint state."""
-    a, b, weight = normal(4), normal(3), normal(4, 3)
+    a = normal(4)
+    b = normal(3)
+    weight = normal(4, 3)
     machine = BoltzmannMachine.create(Bernoulli.create(torch.sigmoid(a)), Spin.create(b), weight)
-    visible, hidden = (0.5 * (1 + spin_states(4))).repeat_interleave(8, 0), spin_states(3).repeat(16, 1)
+    visible = (0.5 * (1 + spin_states(4))).repeat_interleave(8, 0)
+    hidden = spin_states(3).repeat(16, 1)
     by_hand = -(visible @ a) - hidden @ b - (visible @ weight * hidden).sum(-1)
     constants = a.exp().log1p().sum() + (2 * b.cosh()).log().sum()
     energy = machine.energy(visible, hidden)
@@ -59,8 +63,10 @@ def _bits_and_spins(normal: Normal) -> Iterator[Check]:
 
 def _gaussian_and_bits(normal: Normal) -> Iterator[Check]:
     """One real unit, so that it can be integrated."""
-    a, variance = normal(1), normal(1).mul(0.3).exp()
-    b, weight = normal(2), normal(1, 2)
+    a = normal(1)
+    variance = normal(1).mul(0.3).exp()
+    b = normal(2)
+    weight = normal(1, 2)
     machine = BoltzmannMachine.create(
         Gaussian.create(a * variance, variance), Bernoulli.create(torch.sigmoid(b)), weight
     )
@@ -91,9 +97,12 @@ def _gaussian_and_bits(normal: Normal) -> Iterator[Check]:
 
 def _two_gaussian_layers(normal: Normal, machines: int) -> Iterator[Check]:
     """Half of them with a spectral norm of σ_v W σ_h below 1, half above."""
-    differing, missing, improper = 0, 0, []
+    differing = 0
+    missing = 0
+    improper = []
     for index in range(machines):
-        seen, hidden = normal(3).mul(0.5).exp(), normal(4).mul(0.5).exp()
+        seen = normal(3).mul(0.5).exp()
+        hidden = normal(4).mul(0.5).exp()
         size = 0.05 + 0.9 * torch.sigmoid(normal(1))
         weight = normal(3, 4)
         factor = seen.sqrt().unsqueeze(-1) * weight * hidden.sqrt()

@@ -36,11 +36,13 @@ def normalised_scores(
     # The potential is convex for positive g only.
     check_at_least(1e-3, g=g)
     normal = normal_draws(seed)
-    keys, query = normal(atoms, dimensions), normal(draws, dimensions)
+    keys = normal(atoms, dimensions)
+    query = normal(draws, dimensions)
     potential = ScoreDeviation.create(keys, gain=g * atoms, bias=b * atoms)
     weights = potential.weights(query)
     scores = query @ keys.T
-    deviation, centred = scores.std(-1, correction=0, keepdim=True), scores - scores.mean(-1, keepdim=True)
+    deviation = scores.std(-1, correction=0, keepdim=True)
+    centred = scores - scores.mean(-1, keepdim=True)
     published = g * centred / deviation + b
     yield close("weights and g(zₙ − z̄)/σ + b", weights, published)
     yield close("the output and Σ weights·kₙ", potential.mean(query), published @ keys)
@@ -68,7 +70,8 @@ def normalised_scores(
 
 
 def _principal_axes(normal: Normal, atoms: int, query: Tensor) -> Iterator[Check]:
-    dimensions, c = query.shape[-1], 1.5
+    dimensions = query.shape[-1]
+    c = 1.5
     sample = normal(atoms, dimensions)
     white = torch.linalg.qr(sample - sample.mean(0))[0] * math.sqrt(atoms)
     axes = torch.linalg.qr(normal(dimensions, dimensions))[0]

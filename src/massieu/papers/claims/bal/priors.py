@@ -97,7 +97,8 @@ def _growing(scale: float) -> list[float]:
 
 
 def _bernoulli(p: float) -> Prior:
-    odds, variance = p / (1 - p), p * (1 - p)
+    odds = p / (1 - p)
+    variance = p * (1 - p)
     skew = 1 - 2 * p
     cumulants = _numbers(
         p,

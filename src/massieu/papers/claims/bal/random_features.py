@@ -23,7 +23,8 @@ from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
 from massieu.papers.claims.oracles import differences, log_integral, quadrature
 from massieu.papers.claims.registry import claim
 
-_BATCHES, _DRAWN = 101, 5000
+_BATCHES = 101
+_DRAWN = 5000
 
 
 @claim(
@@ -40,7 +41,8 @@ def random_features(atoms: int = 6, features: int = 64, estimates: int = 2500, s
     check_at_least(2, atoms=atoms, features=features, estimates=estimates)
     normal = normal_draws(seed)
     # Norms of 0.3 and 0.4: ‖q + k‖ ≤ 0.7, where draws see the variance.
-    query, key = 0.3 * F.normalize(normal(2), dim=-1), 0.4 * F.normalize(normal(atoms, 2), dim=-1)
+    query = 0.3 * F.normalize(normal(2), dim=-1)
+    key = 0.4 * F.normalize(normal(atoms, 2), dim=-1)
     yield from _one_feature(query, key)
     yield from _all_features(query, key, features, seed)
     yield from _draws(query, key, features, estimates, seed)

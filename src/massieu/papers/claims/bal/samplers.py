@@ -77,7 +77,8 @@ _TILT = 0.6
 
 def _laws(normal: Normal) -> list[_Tilted]:
     rate, theta, deviation = torch.exp(0.3 * torch.tanh(normal(3))).tolist()
-    p, shape = torch.sigmoid(normal(1)).item(), 0.8 + normal(1).abs().item()
+    p = torch.sigmoid(normal(1)).item()
+    shape = 0.8 + normal(1).abs().item()
     t, location = normal(2).tolist()
     # Half of the way to the end of the domain at most.
     share = 0.5 * math.tanh(t)
@@ -156,7 +157,8 @@ def _laplace(scale: float, t: float) -> _Tilted:
     product = scale * t
     mean = 2 * scale * product / (1 - product**2)
     variance = 2 * scale**2 * (1 + product**2) / (1 - product**2) ** 2
-    right, left = 1 / scale - t, 1 / scale + t
+    right = 1 / scale - t
+    left = 1 / scale + t
 
     def log_density(h: Tensor) -> Tensor:
         positive = math.log((1 + product) / 2 * right) - right * h
@@ -187,7 +189,8 @@ def _two_sides(sample: Float[Tensor, "samples"], t: float) -> Iterator[Check]:
 
 
 def _categorical(normal: Normal, samples: int, generator: torch.Generator) -> Iterator[Check]:
-    logits, t = torch.log_softmax(normal(5), -1), normal(5)
+    logits = torch.log_softmax(normal(5), -1)
+    t = normal(5)
     expected = torch.softmax(t + logits, -1)
     measure = Categorical.create(logits=logits)
     yield close("categorical: ∇A(t) and softmax(t + log π)", measure.mean(t), expected)

@@ -88,7 +88,8 @@ def _no_second_order(name: str, error: Callable[[float], Tensor], scale: Tensor)
 def spin_approximations(spins: int = 8, seed: int = 0) -> Iterator[Check]:
     check_at_least(3, spins=spins)
     normal = normal_draws(seed)
-    coupling, field = _couplings(normal, spins), 0.5 * normal(spins)
+    coupling = _couplings(normal, spins)
+    field = 0.5 * normal(spins)
     yield from _textbook(0.5 * coupling[:, :, 0, 0], field)
 
     def error(method: str, scale: float, what: int, field: Tensor = field) -> Tensor:
@@ -133,7 +134,8 @@ def _textbook(coupling: Tensor, field: Tensor) -> Iterator[Check]:
     yield close("TAP: m and tanh(Jm + x − mΣJ²(1 − m²))", mean, torch.tanh(coupling @ mean + field - onsager))
     found = model.adaptive_tap(rtol=_EXACT)
     assert found.solution is not None
-    mean, curvature = found.mean.flatten(), found.solution.value[:, 0, 1]
+    mean = found.mean.flatten()
+    curvature = found.solution.value[:, 0, 1]
     variance = 1 - mean.square()
     response = torch.linalg.inv(torch.diag(curvature + 1 / variance) - coupling)
     tilted = torch.tanh(coupling @ mean + field - curvature * mean)
@@ -147,7 +149,8 @@ def _textbook(coupling: Tensor, field: Tensor) -> Iterator[Check]:
 
 def _other_sites(normal: Normal) -> Iterator[Check]:
     """Potts sites of three states, coupled by matrices."""
-    coupling, site = _couplings(normal, 4, 3), Categorical.create(logits=0.5 * normal(4, 3))
+    coupling = _couplings(normal, 4, 3)
+    site = Categorical.create(logits=0.5 * normal(4, 3))
 
     def error(method: str, scale: float) -> Tensor:
         model = SpinModel.create(site, scale * coupling)
@@ -166,7 +169,8 @@ def _derivatives(coupling: Tensor, field: Tensor) -> Iterator[Check]:
 
     to_coupling, to_field = torch.func.grad(level, (0, 1))(coupling, field)
     found = SpinModel.create(Spin.create(field), coupling).adaptive_tap(rtol=_EXACT)
-    mean, number = found.mean.flatten(), len(field)
+    mean = found.mean.flatten()
+    number = len(field)
     yield close("adaptive TAP: ∂log Z/∂x and m − tanh x", to_field, mean - torch.tanh(field))
     second = found.covariance.reshape(number, number) + torch.outer(mean, mean)
     apart = 1 - torch.eye(number, dtype=mean.dtype)
@@ -193,12 +197,14 @@ def _derivatives(coupling: Tensor, field: Tensor) -> Iterator[Check]:
 def gaussian_spins(spins: int = 5, size: int = 2, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, spins=spins)
     normal = normal_draws(seed)
-    factor, pull = normal(spins, size, size), normal(spins, size)
+    factor = normal(spins, size, size)
+    pull = normal(spins, size)
     covariance = factor @ factor.mT + 0.5 * torch.eye(size, dtype=factor.dtype)
     block = torch.block_diag(*covariance)
     coupling = 0.6 * _couplings(normal, spins, size) / torch.linalg.matrix_norm(block, 2)
     matrix = coupling.transpose(1, 2).reshape(block.shape)
-    inverse, location = torch.linalg.inv(block), (covariance @ pull.unsqueeze(-1)).squeeze(-1)
+    inverse = torch.linalg.inv(block)
+    location = (covariance @ pull.unsqueeze(-1)).squeeze(-1)
     response = torch.linalg.inv(inverse - matrix)
     mean = (response @ pull.flatten()).reshape(pull.shape)
 
@@ -229,7 +235,8 @@ def gaussian_spins(spins: int = 5, size: int = 2, seed: int = 0) -> Iterator[Che
     slope = torch.func.jacrev(means)(location).reshape(block.shape) @ block
     yield close("adaptive TAP: ∂m/∂X and (Σ⁻¹ − J)⁻¹", slope, response)
     yield from _cancellation(covariance, matrix, pull, mean, curvature)
-    site, largest = Gaussian.create(location, covariance), eigenvalues(block @ matrix).real.amax()
+    site = Gaussian.create(location, covariance)
+    largest = eigenvalues(block @ matrix).real.amax()
     SpinModel.create(site, 0.99 / largest * coupling)
     yield all_raise("couplings beyond Σ⁻¹", ValueError, lambda: SpinModel.create(site, 1.01 / largest * coupling))
 

@@ -30,7 +30,8 @@ def two_layer_dynamics(
 ) -> Iterator[Check]:
     check_at_least(2, dimensions=dimensions, memories=memories)
     normal = normal_draws(seed)
-    coupling, query = normal(dimensions, memories), normal(draws, dimensions)
+    coupling = normal(dimensions, memories)
+    query = normal(draws, dimensions)
     state = torch.cat([query, normal(draws, memories)], -1)
     networks = {
         "½‖v‖² and log Σ exp": TwoLayer.create(coupling, visible_time=0.5, hidden_time=2.0),
@@ -63,7 +64,8 @@ def _rate(layers: TwoLayer, state: Tensor) -> Iterator[Check]:
     time = 1e-3
     path = layers.flow(state, 2 * time, steps=2, method="runge_kutta")
     visible, hidden = layers.split(path.states[1])
-    up, down = layers.hidden(hidden), visible
+    up = layers.hidden(hidden)
+    down = visible
     v = (up @ layers.coupling.T - visible) / layers.visible_time
     h = (down @ layers.coupling - hidden) / layers.hidden_time
     spread = (up * h.square()).sum(-1) - (up * h).sum(-1).square()
@@ -75,7 +77,8 @@ def _rate(layers: TwoLayer, state: Tensor) -> Iterator[Check]:
 
 
 def _limit(coupling: Tensor, query: Tensor) -> Iterator[Check]:
-    layers, hopfield = TwoLayer.create(coupling), HopfieldEnergy.create(coupling.T.contiguous(), scale=1.0)
+    layers = TwoLayer.create(coupling)
+    hopfield = HopfieldEnergy.create(coupling.T.contiguous(), scale=1.0)
     state = layers.join(query)
     log_sum = torch.logsumexp(query @ coupling, -1)
     yield close("ℰ at h = Wᵀv and ½‖v‖² − lse(Wᵀv)", layers(state), 0.5 * query.square().sum(-1) - log_sum)
@@ -93,7 +96,9 @@ def _fast_hidden_units(coupling: Tensor, query: Tensor) -> Check:
     def velocity(v: Tensor) -> Tensor:
         return torch.softmax(v @ coupling, -1) @ coupling.T - v
 
-    duration, steps, limit = 0.5, 100, query
+    duration = 0.5
+    steps = 100
+    limit = query
     time = duration / steps
     for _ in range(steps):
         first = velocity(limit)

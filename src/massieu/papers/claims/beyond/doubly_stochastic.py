@@ -38,7 +38,9 @@ def doubly_stochastic(tokens: int = 40, dimensions: int = 3, nodes: int = 601, s
 
 
 def _mean_is_kept(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
-    points, query, key = normal(tokens, dimensions) + 2, normal(dimensions, dimensions), normal(dimensions, dimensions)
+    points = normal(tokens, dimensions) + 2
+    query = normal(dimensions, dimensions)
+    key = normal(dimensions, dimensions)
     scale = 0.3 / dimensions
     heads = (points @ query.T)[None, None], (points @ key.T)[None, None], points[None, None]
     potentials = sinkhorn(heads[0], heads[1], scale=scale)
@@ -106,14 +108,19 @@ def _gaussian_population(nodes: int, spread: float = 1.3) -> Iterator[Check]:
 def _heat_limit(nodes: int) -> Iterator[Check]:
     """A mixture of two Gaussians; P is the semigroup of L = ½(Δ + ∇log ρ·∇) at time ε = 1/β, to second order in ε."""
     grid = torch.linspace(-7, 7, nodes, dtype=torch.float64)
-    centres, shares = torch.tensor([-1.2, 1.0], dtype=torch.float64), torch.tensor([0.4, 0.6], dtype=torch.float64)
+    centres = torch.tensor([-1.2, 1.0], dtype=torch.float64)
+    shares = torch.tensor([0.4, 0.6], dtype=torch.float64)
     parts = shares.log() - (grid.unsqueeze(-1) - centres).square() / 2
     weights = torch.softmax(parts, -1)
     mean = weights @ centres
     deviation = centres - mean.unsqueeze(-1)
-    score, slope, curvature = mean - grid, (weights * deviation**2).sum(-1) - 1, (weights * deviation**3).sum(-1)
+    score = mean - grid
+    slope = (weights * deviation**2).sum(-1) - 1
+    curvature = (weights * deviation**3).sum(-1)
     second = (curvature + score * slope) / 8  # ½L²x, where Lx is half the score
-    inner, first_errors, second_errors = grid.abs() < 3, [], []
+    inner = grid.abs() < 3
+    first_errors = []
+    second_errors = []
     for temperature in _TEMPERATURES:
         velocity = (_weighted(grid, torch.logsumexp(parts, -1), 1 / temperature) - grid) / temperature
         first_errors.append((velocity - score / 2)[inner].abs().max())

@@ -35,7 +35,8 @@ def in_context_denoising(
     check_at_least(200, repetitions=repetitions)
     normal = normal_draws(seed)
     variance = noise**2
-    context, noisy = normal(tokens, dimensions), normal(6, dimensions)
+    context = normal(tokens, dimensions)
+    noisy = normal(6, dimensions)
     likelihood = (-0.5 * (noisy.unsqueeze(1) - context).square().sum(-1) / variance).exp()
     bayes = (likelihood / likelihood.sum(-1, keepdim=True)) @ context
     yield close("attention with log-weights and Bayes' rule", _denoise(noisy, context, variance), bayes, _EXACT)
@@ -55,7 +56,8 @@ def in_context_denoising(
 
 
 def _one_gradient_step(normal: Normal, tokens: int, dimensions: int, variance: float) -> Iterator[Check]:
-    context, noisy = F.normalize(normal(tokens, dimensions), dim=-1), normal(6, dimensions)
+    context = F.normalize(normal(tokens, dimensions), dim=-1)
+    noisy = normal(6, dimensions)
     energy = HopfieldEnergy.create(context, scale=1 / variance)
 
     def by_hand(state: Tensor) -> Tensor:
@@ -70,7 +72,8 @@ def _one_gradient_step(normal: Normal, tokens: int, dimensions: int, variance: f
 
 def _rate(normal: Normal, repetitions: int, variance: float):
     """Tokens drawn from N(0, I): the denoiser that knows it is y/(1 + σ²)."""
-    sizes, errors = [2**power for power in range(6, 12)], []
+    sizes = [2**power for power in range(6, 12)]
+    errors = []
     noisy = torch.tensor([[0.8, -0.5]], dtype=torch.float64)
     for size in sizes:
         found = _denoise(noisy.expand(repetitions, 1, 2), normal(repetitions, size, 2), variance)

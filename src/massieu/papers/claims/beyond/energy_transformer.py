@@ -11,7 +11,8 @@ from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
 from massieu.papers.claims.oracles import differences
 from massieu.papers.claims.registry import claim
 
-_GAIN, _EPS = 0.8, 1e-2
+_GAIN = 0.8
+_EPS = 1e-2
 
 
 @claim(
@@ -41,7 +42,8 @@ def energy_transformer(
 
 
 def _energy(normal: Normal, heads: int, dimensions: int, memories: int, scale: float) -> TransformerEnergy:
-    key, query = normal(heads, 4, dimensions), normal(heads, 4, dimensions)
+    key = normal(heads, 4, dimensions)
+    query = normal(heads, 4, dimensions)
     gain = torch.tensor(_GAIN, dtype=torch.float64)
     normalisation = activations.LayerNorm.create(gain, normal(dimensions), eps=_EPS)
     return TransformerEnergy.create(key, query, normal(memories, dimensions), normalisation=normalisation, scale=scale)
@@ -120,7 +122,8 @@ def _padding(energy: TransformerEnergy, x: Tensor) -> Iterator[Check]:
         *weights, normalisation=energy.normalisation, scale=energy.scale, keep=keep.expand(x.shape[:-1])
     )
     spoilt = torch.where(keep.unsqueeze(-1), x, torch.nan)
-    found, expected = masked.flow(spoilt, steps=2, step_size=0.1), energy.flow(x[:, :-1], steps=2, step_size=0.1)
+    found = masked.flow(spoilt, steps=2, step_size=0.1)
+    expected = energy.flow(x[:, :-1], steps=2, step_size=0.1)
     yield close("E with padding of NaN, and of the tokens alone", found.energies, expected.energies)
     yield close("tokens with padding of NaN, and alone", found.states[:, :, :-1], expected.states)
 

@@ -75,7 +75,8 @@ def _searched(normal: Normal, keys: int) -> Iterator[Check]:
 
 def _of_heads(normal: Normal, keys: int, dimensions: int, draws: int) -> Iterator[Check]:
     for scale in (0.1, 1.0, 5.0):
-        query, key = normal(1, 1, draws, dimensions), normal(1, 1, keys, dimensions)
+        query = normal(1, 1, draws, dimensions)
+        key = normal(1, 1, keys, dimensions)
         found = ops.attention_moments(query, key, scale=scale)
         scores = scale * query @ key.mT
         whole = least_entropy(scores.norm(dim=-1), keys)

@@ -34,7 +34,8 @@ def fenchel_young_networks(
     check_at_least(2, patterns=patterns, dimensions=dimensions)
     check_at_least(1e-3, beta=beta)
     normal = normal_draws(seed)
-    points, query = normal(patterns, dimensions), 2 * normal(draws, dimensions)
+    points = normal(patterns, dimensions)
+    query = 2 * normal(draws, dimensions)
     for alpha in _ALPHAS:
         yield from _potential(alpha, normal(draws, patterns))
         yield from _descent(alpha, points, query, beta)
@@ -43,7 +44,8 @@ def fenchel_young_networks(
 
 
 def _potential(alpha: float, scores: Tensor) -> Iterator[Check]:
-    weights, name = entmax(scores, alpha), f"α = {alpha:g}"
+    weights = entmax(scores, alpha)
+    name = f"α = {alpha:g}"
     yield close(f"{name}: Σ weights and 1", weights.sum(-1), 1.0)
     smooth = _without_kinks(alpha, scores, weights)
     slope = differences(lambda z: entmax_conjugate(z, alpha), scores[smooth])
@@ -77,7 +79,8 @@ def _descent(alpha: float, points: Tensor, query: Tensor, beta: float) -> Iterat
 
 def _retrieval(alpha: float, patterns: int) -> Iterator[Check]:
     """Unit vectors as patterns, so that scores are the query's coordinates."""
-    margin, points = 1 / (alpha - 1), torch.eye(patterns, dtype=torch.float64)
+    margin = 1 / (alpha - 1)
+    points = torch.eye(patterns, dtype=torch.float64)
     memory = SparseAtoms.create(points, alpha)
     for share, kept in ((1.0, True), (0.95, False)):
         query = share * margin * points[:1]

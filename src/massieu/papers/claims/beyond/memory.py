@@ -62,11 +62,14 @@ def _two_clusters(tokens: int, dimensions: int, cosine: float = 0.2, steps: int 
 
     So the phase with two clusters lasts, while c ≤ c' < 1, at least (c' − c)e^{β(1−c')}/(2(1 + c')) steps.
     """
-    half, later = (tokens + 1) // 2, 0.5
+    half = (tokens + 1) // 2
+    later = 0.5
     # By β = 5 the least is more than the one step in which nothing has moved yet.
     for scale in (5.0, 8.0, 11.0):
         state = torch.zeros(2 * half, dimensions, dtype=torch.float64)
-        state[:half, 0], state[half:, 0], state[half:, 1] = 1.0, cosine, (1 - cosine**2) ** 0.5
+        state[:half, 0] = 1.0
+        state[half:, 0] = cosine
+        state[half:, 1] = (1 - cosine**2) ** 0.5
         path = ClusteringEnergy.create(scale).descend(state, steps=steps)
         found = (path.states[:, 0] * path.states[:, -1]).sum(-1)
         expected = [cosine]
@@ -84,7 +87,8 @@ def _two_clusters(tokens: int, dimensions: int, cosine: float = 0.2, steps: int 
 
 def _flow(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
     """The tangential gradient of −E is the flow's velocity over n², and E falls along it."""
-    scale, state = 2.0, F.normalize(normal(tokens, dimensions), dim=-1)
+    scale = 2.0
+    state = F.normalize(normal(tokens, dimensions), dim=-1)
     pull = (scale * (state @ state.T)).exp() @ state
     velocity = pull - (pull * state).sum(-1, keepdim=True) * state
 
@@ -116,7 +120,9 @@ def _flow(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
 def scores_of_foreignness(atoms: int = 9, dimensions: int = 5, draws: int = 100, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
-    familiar, outliers, state = normal(atoms, dimensions), normal(atoms + 3, dimensions), normal(draws, dimensions)
+    familiar = normal(atoms, dimensions)
+    outliers = normal(atoms + 3, dimensions)
+    state = normal(draws, dimensions)
     for scale in (0.3, 1.0, 4.0):
         inner, outer = (torch.logsumexp(scale * state @ each.T, -1) / scale for each in (familiar, outliers))
         both = torch.logsumexp(scale * state @ torch.cat([familiar, outliers]).T, -1) / scale
@@ -191,7 +197,8 @@ def _quadratic(name: str, energy: HopfieldEnergy, start: Tensor, minimum: Tensor
     """‖e⁺‖ ≤ ½K‖e‖²/λ, λ the least curvature at the start, K = β²D³ ≥ ‖∇³E‖: β² times a third central moment of x·u."""
     error = (start - minimum).norm(dim=-1)
     after = (newton_step(energy, start) - minimum).norm(dim=-1)
-    scale, spread = energy.scale, torch.cdist(energy.memory.points, energy.memory.points).max()
+    scale = energy.scale
+    spread = torch.cdist(energy.memory.points, energy.memory.points).max()
     third = scale**2 * spread**3
     least = torch.linalg.eigvalsh(energy.hessian(start))[:, 0]
     yield at_most(

@@ -35,7 +35,8 @@ def gaussian_laws_flow(dimensions: int = 3, laws: int = 24, seed: int = 0) -> It
     check_at_least(2, dimensions=dimensions)
     check_at_least(20, laws=laws)
     normal = normal_draws(seed)
-    value, score = normal(dimensions, dimensions), normal(dimensions, dimensions)
+    value = normal(dimensions, dimensions)
+    score = normal(dimensions, dimensions)
     start = _law(normal, dimensions, dimensions, laws)
     thin_laws = [_law(normal, dimensions, rank) for rank in range(1, dimensions)]
     # d‖C‖/dt ≤ 2‖V‖‖B‖‖C‖², so that no law becomes infinite before the time 1/(2‖V‖‖B‖‖C‖): here twice the time asked for.
@@ -62,7 +63,8 @@ def _blow_up(normal: Normal, dimensions: int) -> Iterator[Check]:
     same = torch.eye(dimensions).double()
     change = 0.5 * normal(dimensions, dimensions)
     # Of a trace that is not negative: B + Bᵀ has a positive eigenvalue, and the law a time at which it becomes infinite.
-    score, law = same + change * change.trace().sign(), _law(normal, dimensions, dimensions)
+    score = same + change * change.trace().sign()
+    law = _law(normal, dimensions, dimensions)
     inverse = torch.linalg.inv(_covariance(law))
     last = 1 / eigenvalues(_covariance(law) @ (score + score.T)).real.max().item()
     before = gaussian_flow(law, value=same, score=score, time=0.8 * last)
@@ -118,7 +120,8 @@ def rank_collapse(
     for scale in (0.05, 0.3, 1.0):
         state = skipping = normal(draws, tokens, dimensions)
         plain, skip = (AttentionLayer.from_score(same, same, scale=scale, residual=each) for each in (False, True))
-        beyond, shrunk = [], []
+        beyond = []
+        shrunk = []
         for _ in range(layers):
             radius = state.norm(dim=-1).amax(-1)
             after = plain(state)
@@ -138,7 +141,8 @@ def _cubes(normal: Normal, tokens: int, dimensions: int, draws: int) -> Iterator
     sizes = [32, 64, 128, 256, 512, 1024]
     weights = (normal(dimensions, dimensions) / dimensions**0.5 for _ in range(2))
     layer = AttentionLayer.from_score(*weights, residual=False)
-    common, around = normal(draws, 1, dimensions), normal(draws, tokens, dimensions)
+    common = normal(draws, 1, dimensions)
+    around = normal(draws, tokens, dimensions)
     behind = torch.stack([_from_rank_one(layer(common + around / size)) for size in sizes])
     yield has_exact_rate("distance to rank one after a layer: rate in 1/ε", sizes, behind, -3.0)
 

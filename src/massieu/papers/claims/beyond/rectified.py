@@ -31,7 +31,8 @@ def log_sum_relu(
     check_at_least(2, patterns=patterns, dimensions=dimensions)
     check_at_least(1e-3, beta=beta)
     normal = normal_draws(seed)
-    points, scale = normal(patterns, dimensions), beta
+    points = normal(patterns, dimensions)
+    scale = beta
     energy = LogSumReLU.create(points, scale=scale)
     # Starts on the way from one pattern to another, so that something is active for most.
     mix = torch.sigmoid(normal(draws, 1))

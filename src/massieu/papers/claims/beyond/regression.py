@@ -31,8 +31,11 @@ def _affine(points: Tensor) -> Tensor:
 def regression_at_test_time(keys: int = 30, dimensions: int = 4, ridge: float = 0.7, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, dimensions=dimensions)
     check_at_least(dimensions + 2, keys=keys)
-    normal, scale = normal_draws(seed), 0.8
-    query, key, value = normal(1, 1, 5, dimensions), normal(1, 1, keys, dimensions), normal(1, 1, keys, 3)
+    normal = normal_draws(seed)
+    scale = 0.8
+    query = normal(1, 1, 5, dimensions)
+    key = normal(1, 1, keys, dimensions)
+    value = normal(1, 1, keys, 3)
     q, k, v = (tensor[0, 0] for tensor in (query, key, value))
     root = torch.softmax(scale * q @ k.T, -1).sqrt().unsqueeze(-1)
     constant = least_squares(root, root * v).squeeze(-2)
@@ -67,7 +70,8 @@ def _boundary() -> Iterator[Check]:
     """Keys fill [0, 1] evenly, the target is linear; at the end all keys lie on one side."""
     key = ((torch.arange(2000, dtype=torch.float64) + 0.5) / 2000).reshape(1, 1, -1, 1)
     query = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64).reshape(3, 1, 1, 1)
-    value, width = 1 + 2 * key, 0.05
+    value = 1 + 2 * key
+    width = 0.05
     # Gaussian weights are softmax's, with a log-weight of −‖k‖²/(2·width²).
     log_weight = -0.5 * (key / width).square().mT
     arguments = (query, key.expand(3, -1, -1, -1), value.expand(3, -1, -1, -1))

@@ -47,17 +47,21 @@ def posterior_mean(
     keys: int = 40, dimensions: int = 3, noise: float = 0.5, prior_variance: float = 2.0, seed: int = 0
 ) -> Iterator[Check]:
     check_at_least(2, keys=keys)
-    normal, variance = normal_draws(seed), noise**2
+    normal = normal_draws(seed)
+    variance = noise**2
     ridge = ridge_from(noise_variance=variance, prior_variance=prior_variance)
-    key, query = normal(1, 1, keys, dimensions), normal(1, 1, 9, dimensions)
-    phi, asked = _quadratic(key[0, 0]), _quadratic(query[0, 0])
+    key = normal(1, 1, keys, dimensions)
+    query = normal(1, 1, 9, dimensions)
+    phi = _quadratic(key[0, 0])
+    asked = _quadratic(query[0, 0])
     coefficients = math.sqrt(prior_variance) * normal(phi.shape[-1], 2)
     value = (phi @ coefficients + noise * normal(keys, 2))[None, None]
     found = conditional_mean_attention(
         query, key, value, kernel=FeatureKernel.create(_quadratic), ridge=ridge, need_variance=True
     )
     assert found.variance is not None
-    gram, cross = (1 + key[0, 0] @ key[0, 0].T).square(), (1 + key[0, 0] @ query[0, 0].T).square()
+    gram = (1 + key[0, 0] @ key[0, 0].T).square()
+    cross = (1 + key[0, 0] @ query[0, 0].T).square()
     own = (1 + query[0, 0].square().sum(-1)).square()
     # Values and predictions are jointly Gaussian: conditioning, by an inverse.
     inverse = torch.linalg.inv(prior_variance * gram + variance * torch.eye(keys, dtype=torch.float64))
@@ -89,7 +93,8 @@ def posterior_mean(
 def _coverage(normal: Normal, keys: int, dimensions: int, noise: float, prior_variance: float) -> Iterator[Check]:
     """New values lie about the mean with the predictive variance: standardised errors have variance one."""
     draws = 2000
-    key, query = normal(draws, 1, keys, dimensions), normal(draws, 1, 1, dimensions)
+    key = normal(draws, 1, keys, dimensions)
+    query = normal(draws, 1, 1, dimensions)
     weights = math.sqrt(prior_variance) * normal(draws, 1, dimensions, 1)
     value, new = (points @ weights + noise * normal(*points.shape[:-1], 1) for points in (key, query))
     ridge = ridge_from(noise_variance=noise**2, prior_variance=prior_variance)
@@ -119,11 +124,16 @@ def conditional_mean_operator(
     check_at_least(2, dimensions=dimensions, letters=letters)
     check_at_least(letters + 1, tokens=tokens)
     normal = normal_draws(seed)
-    key, query, value = normal(1, 1, tokens, dimensions), normal(1, 1, 7, dimensions), normal(1, 1, tokens, 2)
-    phi, asked = _quadratic(key[0, 0]), _quadratic(query[0, 0])
-    cross_covariance, covariance = value[0, 0].T @ phi / tokens, phi.T @ phi / tokens
+    key = normal(1, 1, tokens, dimensions)
+    query = normal(1, 1, 7, dimensions)
+    value = normal(1, 1, tokens, 2)
+    phi = _quadratic(key[0, 0])
+    asked = _quadratic(query[0, 0])
+    cross_covariance = value[0, 0].T @ phi / tokens
+    covariance = phi.T @ phi / tokens
     one = torch.eye(phi.shape[-1], dtype=torch.float64)
-    gram, cross = (1 + key[0, 0] @ key[0, 0].T).square(), (1 + query[0, 0] @ key[0, 0].T).square()
+    gram = (1 + key[0, 0] @ key[0, 0].T).square()
+    cross = (1 + query[0, 0] @ key[0, 0].T).square()
     for ridge in (1e-2, 1.0):
         operator = asked @ torch.linalg.inv(covariance + ridge * one) @ cross_covariance.T
         shifted = gram + tokens * ridge * torch.eye(tokens, dtype=torch.float64)
@@ -194,7 +204,8 @@ def rates_of_the_ridge(repetitions: int = 40, noise: float = 0.3, seed: int = 0)
         (gram - torch.eye(14, dtype=torch.float64)).abs().max(),
         0.05,
     )
-    slow, fast = [], []
+    slow = []
+    fast = []
     for length in _SIZES:
         key = torch.nn.functional.normalize(normal(repetitions, 1, length, 4), dim=-1)
         value = _harmonics(key)[..., 1:] @ coefficients + noise * normal(repetitions, 1, length, 1)
@@ -203,7 +214,8 @@ def rates_of_the_ridge(repetitions: int = 40, noise: float = 0.3, seed: int = 0)
                 query.expand(repetitions, -1, -1, -1), key, value, kernel=kernel, ridge=ridge
             )
             errors.append((found.output - target).square().mean((1, 2, 3)).sqrt())
-    found, bound = torch.stack(fast), torch.stack(slow)
+    found = torch.stack(fast)
+    bound = torch.stack(slow)
     yield has_rate("λ = σ²/λ₀: slope of log error", rate(_SIZES, found), -0.5)
     yield has_rate("λ = L^{3/4}: slope of log error", rate(_SIZES, bound), -0.25)
     for name, errors in (("σ²/λ₀", found), ("L^{3/4}", bound)):
@@ -257,7 +269,8 @@ def parts_of_the_error(
         return (weights * _target(grid)).sum(-1) / weights.sum(-1)
 
     turned = angle + turn
-    smoothing, parameter = smoothed(angle) - _target(angle), smoothed(turned) - smoothed(angle)
+    smoothing = smoothed(angle) - _target(angle)
+    parameter = smoothed(turned) - smoothed(angle)
     # The delta method for a ratio of means (S15).
     squares = noise**2 + (_target(grid) - smoothed(turned).unsqueeze(-1)).square()
     variance = (tilted(turned, 2.0) * squares).mean(-1) / tilted(turned, 1.0).mean(-1).square()
@@ -270,7 +283,8 @@ def parts_of_the_error(
         output = ops.attention(query, _circle(place), value, scale=scale).output
         return place, value, output[:, 0, :, 0]
 
-    sizes, length = [32, 64, 128, 256, 512], 1024
+    sizes = [32, 64, 128, 256, 512]
+    length = 1024
     statistical = [(attended(size)[2] - smoothed(turned)).norm(dim=-1) for size in sizes]
     place, value, output = attended(length)
     statistical.append((output - smoothed(turned)).norm(dim=-1))
@@ -312,7 +326,8 @@ def _without_smoothing(query: Tensor, place: Tensor, value: Tensor, turned: Tens
     bias = 2 * noise**2 / value.shape[2] * (1 + 2 + 3)
     yield mean_of_draws("conditional mean attention, two heads: mean output and the target", mean, expected, bias)
     # A kernel of any features, of a few repetitions and keys.
-    few, first = slice(0, 20), slice(0, 256)
+    few = slice(0, 20)
+    first = slice(0, 256)
     smooth = conditional_mean_attention(
         query[few],
         _circle(place[few, :, first]),

@@ -53,7 +53,8 @@ def _mixtures(normal: Normal, length: int) -> Iterator[Check]:
         ("concepts", concepts, index),
         ("Gaussian", gaussian, normal(length, 2)),
     ):
-        moved, plain = law.posterior(tokens[order]).log_evidence, law.posterior(tokens).log_evidence
+        moved = law.posterior(tokens[order]).log_evidence
+        plain = law.posterior(tokens).log_evidence
         yield close(f"{name}: joint log-probability, tokens permuted", moved, plain, _ROUNDING)
     for name, law in (("Dirichlet", dirichlet), ("concepts", concepts)):
         longer = torch.stack(
@@ -79,9 +80,11 @@ def _urns(balls: int, drawn: int) -> Iterator[Check]:
 
 def _by_sequences(counts: list[int], drawn: int) -> float:
     """½ Σ |P − Q| over all sequences, one draw after the other."""
-    total, distance = sum(counts), 0.0
+    total = sum(counts)
+    distance = 0.0
     for sequence in itertools.product(range(len(counts)), repeat=drawn):
-        left, without = list(counts), 1.0
+        left = list(counts)
+        without = 1.0
         for colour in sequence:
             without *= left[colour] / sum(left)
             left[colour] -= 1
@@ -106,7 +109,8 @@ def _by_sequences(counts: list[int], drawn: int) -> float:
 def sufficiency_of_the_posterior(concepts: int = 3, tokens: int = 4, length: int = 3, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, concepts=concepts, tokens=tokens)
     normal = normal_draws(seed)
-    prior, table = normal(concepts), normal(concepts, tokens)
+    prior = normal(concepts)
+    table = normal(concepts, tokens)
     found = sufficiency(prior, table, length)
     joint = _joint(prior, table, length)
     information = _entropy(joint.sum(0)) + _entropy(joint.sum(1)) - _entropy(joint)
@@ -138,7 +142,8 @@ def _predictive(normal: Normal, prior: Tensor, table: Tensor, posterior: Tensor,
 def _counted(normal: Normal) -> Iterator[Check]:
     """Equal sums and counts have one posterior; equal averages do not (trap 24)."""
     law = GaussianMean.create(normal(1), normal(1).exp()[0], normal(1).exp()[0])
-    tokens, shift = normal(6, 1), normal(1)
+    tokens = normal(6, 1)
+    shift = normal(1)
     other = torch.cat([tokens[:4], tokens[4:5] + shift, tokens[5:] - shift])
     yield close("equal sums and counts: means", law.posterior(other).mean, law.posterior(tokens).mean)
     same = law.posterior(other).covariance - law.posterior(tokens).covariance

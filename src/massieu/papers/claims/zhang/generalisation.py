@@ -15,7 +15,8 @@ from massieu.papers.claims.registry import claim
 from massieu.papers.theory import attention_lipschitz, generalisation_bound
 
 _LENGTHS = (8, 64, 512, 4096)
-_RADIUS, _SCALE = 1.5, 0.8
+_RADIUS = 1.5
+_SCALE = 0.8
 
 
 @claim(
@@ -58,7 +59,8 @@ def _head(normal: Normal, length: int) -> Iterator[Check]:
     for _ in range(10):
         tokens = normal(length, 3)
         tokens = _RADIUS * tokens / tokens.norm(dim=-1, keepdim=True).amax()
-        (score, other_score), (value, other_value) = normal(2, 3, 3), normal(2, 3, 3)
+        (score, other_score) = normal(2, 3, 3)
+        (value, other_value) = normal(2, 3, 3)
         bound = attention_lipschitz(_RADIUS, _norm(other_value), _SCALE)
         allowed = bound.value * _norm(value - other_value) + bound.score * _norm(score - other_score)
         moved = _outputs(tokens, score, value) - _outputs(tokens, other_score, other_value)
@@ -67,15 +69,15 @@ def _head(normal: Normal, length: int) -> Iterator[Check]:
 
     axis = torch.tensor([_RADIUS, 0.0, 0.0], dtype=torch.float64)
     opposite = torch.cat([axis.expand(length // 2, 3), -axis.expand(length // 2, 3)])
-    identity, small = torch.eye(3, dtype=torch.float64), 1e-6 * torch.eye(3, dtype=torch.float64)
+    identity = torch.eye(3, dtype=torch.float64)
+    small = 1e-6 * torch.eye(3, dtype=torch.float64)
     moved = (_outputs(opposite, small, identity) - _outputs(opposite, 0 * small, identity)).norm(dim=-1).max()
     largest = attention_lipschitz(_RADIUS, 1.0, _SCALE).score * 1e-6
     # All tokens equal: the output is Wx, whatever the score is.
-    score, value = normal(3, 3), normal(3, 3)
-    equal, step = (
-        axis.expand(length, 3),
-        0.3 * torch.outer(torch.nn.functional.normalize(normal(3), dim=0), axis / _RADIUS),
-    )
+    score = normal(3, 3)
+    value = normal(3, 3)
+    equal = axis.expand(length, 3)
+    step = 0.3 * torch.outer(torch.nn.functional.normalize(normal(3), dim=0), axis / _RADIUS)
     moved_values = (_outputs(equal, score, value + step) - _outputs(equal, score, value)).norm(dim=-1).max()
     whole = attention_lipschitz(_RADIUS, _norm(value), _SCALE).value * _norm(step)
     yield close(f"L = {length}: equal tokens, and the whole of the value's bound", moved_values / whole, 1.0, 1e-9)
@@ -85,7 +87,8 @@ def _head(normal: Normal, length: int) -> Iterator[Check]:
 def _gap(normal: Normal, repetitions: int) -> Iterator[Check]:
     """Largest gap of mean and empirical loss over heads of one score number and one value number, by n and by L."""
     grid = torch.linspace(-1, 1, 4, dtype=torch.float64)
-    heads, sizes = torch.cartesian_prod(grid, grid), [16, 64, 512]
+    heads = torch.cartesian_prod(grid, grid)
+    sizes = [16, 64, 512]
     mean = _losses(normal, heads, 20_000, 8).mean(-1, keepdim=True)
     gaps = []
     for size in sizes:
@@ -150,7 +153,8 @@ def _descended(start: Float[Tensor, "R 2"], tokens: Float[Tensor, "R n L+1"]) ->
 
 def _attention_loss(parameters: Float[Tensor, "R 2"], tokens: Float[Tensor, "R n L+1"]) -> Float[Tensor, "R n"]:
     """The loss of `_losses`, by the library's attention: sequences are its heads."""
-    observed, target = tokens[..., :-1, None].expand(len(parameters), -1, -1, -1), tokens[..., -1]
+    observed = tokens[..., :-1, None].expand(len(parameters), -1, -1, -1)
+    target = tokens[..., -1]
     score, value = (each[:, None] for each in parameters.unbind(-1))
     output = ops.attention(score[..., None, None] * observed[:, :, :1], observed, observed, scale=_SCALE).output[
         ..., 0, 0
@@ -166,7 +170,8 @@ def _sequences(normal: Normal, sequences: int, length: int) -> Float[Tensor, "se
 def _losses(normal: Normal, parameters: Tensor, sequences: int, length: int) -> Float[Tensor, "heads sequences"]:
     """(w·attention(first token) − next token)²/2 in [0, 2], of each head on each sequence."""
     tokens = _sequences(normal, sequences, length)
-    observed, target = tokens[:, :-1], tokens[:, -1]
+    observed = tokens[:, :-1]
+    target = tokens[:, -1]
     score, value = parameters.unbind(-1)
     logits = _SCALE * score[:, None, None] * observed[:, :1] * observed
     output = (logits.softmax(-1) * observed).sum(-1)

@@ -34,7 +34,8 @@ def encoders_of_sets(tokens: int = 9, width: int = 16, layers: int = 2, seed: in
     check_at_least(4, width=width)
     width += -width % 4
     normal = normal_draws(seed)
-    content, positions = normal(2, tokens, width), normal(1, tokens, width).expand(2, -1, -1)
+    content = normal(2, tokens, width)
+    positions = normal(1, tokens, width).expand(2, -1, -1)
     stack = _encoder(normal, width, layers)
     generator = torch.Generator().manual_seed(seed)
 
@@ -45,7 +46,8 @@ def encoders_of_sets(tokens: int = 9, width: int = 16, layers: int = 2, seed: in
         return x
 
     yield at_most("no positions: gap", permutation_gap(encode, content, generator=generator).content, _ROUNDING)
-    full, causal = torch.zeros(tokens, tokens), torch.full((tokens, tokens), -torch.inf).triu(1)
+    full = torch.zeros(tokens, tokens)
+    causal = torch.full((tokens, tokens), -torch.inf).triu(1)
     rotary = _rotary(normal, width)
     place = torch.arange(tokens, dtype=torch.float64).expand(2, -1)
     kinds: list[tuple[str, Callable[..., Tensor], Tensor]] = [
@@ -88,7 +90,8 @@ def _rotary(normal: Normal, width: int) -> Callable[..., Tensor]:
 
     def turn(x: Tensor, positions: Tensor) -> Tensor:
         angle = positions.unsqueeze(-1) * speed
-        even, odd = x[..., ::2], x[..., 1::2]
+        even = x[..., ::2]
+        odd = x[..., 1::2]
         return torch.cat([even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()], -1)
 
     def layer(x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def posterior_means_as_attention(
 def _gaussian(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
     """Against the conditional law of z in the joint normal law of z and all tokens."""
     prior = GaussianMean.create(normal(dimensions), normal(1).exp()[0], normal(1).exp()[0])
-    seen, precision = normal(tokens, dimensions), normal(tokens).exp()
+    seen = normal(tokens, dimensions)
+    precision = normal(tokens).exp()
     for name, given in (("tokens of one precision", None), ("tokens of their own precisions", precision)):
         noise = prior.variance / (torch.ones(tokens, dtype=torch.float64) if given is None else given)
         width = prior.variance / prior.strength
@@ -68,7 +69,8 @@ def _gaussian(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
 
 
 def _families(normal: Normal, tokens: int) -> Iterator[Check]:
-    half, strength = torch.tensor([0.4], dtype=torch.float64), 1.5 + normal(1).abs()[0]
+    half = torch.tensor([0.4], dtype=torch.float64)
+    strength = 1.5 + normal(1).abs()[0]
     for likelihood, share, seen in (
         (Bernoulli.create(half), 0.3, (normal(tokens, 1) > 0).double()),
         (Spin.create(half), -0.2, normal(tokens, 1).sign()),
@@ -76,9 +78,11 @@ def _families(normal: Normal, tokens: int) -> Iterator[Check]:
         (Exponential.create(half), 1.2, normal(tokens, 1).abs() + 0.1),
         (Gaussian.create(half, half), -0.6, normal(tokens, 1)),
     ):
-        name, chi = type(likelihood).__name__, share * strength.reshape(1)
+        name = type(likelihood).__name__
+        chi = share * strength.reshape(1)
         law = ExponentialFamily.create(likelihood, chi, strength)
-        attended, total = law.as_attention(seen).attend(), chi
+        attended = law.as_attention(seen).attend()
+        total = chi
         for token in seen:
             total = total + token
         count = strength + tokens
@@ -87,7 +91,9 @@ def _families(normal: Normal, tokens: int) -> Iterator[Check]:
 
 
 def _concepts(normal: Normal, tokens: int) -> Iterator[Check]:
-    prior, table, values = normal(5), normal(5, 4).log_softmax(-1), normal(5, 3)
+    prior = normal(5)
+    table = normal(5, 4).log_softmax(-1)
+    values = normal(5, 3)
     index = normal(tokens).mul(1.5).abs().floor().clamp(max=3).long()
     weight = prior.softmax(0)
     for token in index:  # Bayes, token by token
@@ -109,7 +115,8 @@ def _dirichlet() -> Iterator[Check]:
     expected = torch.tensor([7.0, 2.0, 12.0], dtype=torch.float64) / 21
     yield close("Dirichlet–multinomial: attention and (.33333, .09524, .57143)", attended.output, expected, _EXACT)
     line, log_weight = quadrature(0.0, 1.0, panels=20)
-    first, rest = line.unsqueeze(-1), line
+    first = line.unsqueeze(-1)
+    rest = line
     shares = torch.stack(torch.broadcast_tensors(first, (1 - first) * rest, (1 - first) * (1 - rest)), -1)
     exponent = law.concentration - 1 + torch.tensor([3.0, 0.0, 4.0], dtype=torch.float64)
     log_mass = (exponent * shares.log()).sum(-1) + (1 - first).log() + log_weight.unsqueeze(-1) + log_weight
@@ -118,7 +125,8 @@ def _dirichlet() -> Iterator[Check]:
 
 
 def _without_the_sink(normal: Normal, dimensions: int, repetitions: int) -> Iterator[Check]:
-    sizes, errors = [2**power for power in range(5, 11)], []
+    sizes = [2**power for power in range(5, 11)]
+    errors = []
     prior = GaussianMean.create(normal(dimensions), torch.tensor(1.0).double(), torch.tensor(1.0).double())
     for size in sizes:
         latent = prior.mean + normal(repetitions, 1, dimensions)
@@ -157,7 +165,8 @@ def regret_of_averaging(
     )
     each = table.gather(-1, index.unsqueeze(1).expand(-1, concepts, -1)).mT
     for name, weight in (("any prior", prior), ("uniform prior", torch.zeros_like(prior))):
-        law, predictives = DiscreteLatent.create(weight.expand(models, -1), table), []
+        law = DiscreteLatent.create(weight.expand(models, -1), table)
+        predictives = []
         for token in index.unbind(1):
             predictives.append(law.log_predictive(token))
             law = law.posterior(token.unsqueeze(-1))

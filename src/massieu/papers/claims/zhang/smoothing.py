@@ -35,7 +35,8 @@ from massieu.papers.theory import (
     zonal_harmonics,
 )
 
-_DIMENSION, _SCALE = 4, 2.0
+_DIMENSION = 4
+_SCALE = 2.0
 _POWER = torch.tensor([0.0, 1 / 4, 4 / 24], dtype=torch.float64)
 """E f_n² for f = q₁ + 2·q₁q₂ on the unit sphere of R⁴: E q₁² = 1/4, E q₁²q₂² = 1/24."""
 _NOISE = 0.5
@@ -59,10 +60,8 @@ class Task(NamedTuple):
             block = max(1, 2**18 // (size * self.dimension))
             for start in range(0, repetitions, block):
                 count = min(block, repetitions - start)
-                key, query = (
-                    F.normalize(normal(count, 1, size, self.dimension), dim=-1),
-                    F.normalize(normal(count, 1, queries, self.dimension), dim=-1),
-                )
+                key = F.normalize(normal(count, 1, size, self.dimension), dim=-1)
+                query = F.normalize(normal(count, 1, queries, self.dimension), dim=-1)
                 value = key[..., :1] + self.noise * normal(count, 1, size, 1)
                 output = ops.attention(query, key, value, scale=scale).output
                 row.append((output - query[..., :1]).square().mean((1, 2, 3)).sqrt())

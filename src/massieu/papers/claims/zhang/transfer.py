@@ -84,7 +84,8 @@ def _gaussian_tokens(normal: Normal, sequences: int, length: int = 5, weight: fl
     """Tokens N(z, 1), z ~ N(m₀, 1/κ₀): least squares of a masked token on functions of the others."""
     mean = torch.tensor([0.7], dtype=torch.float64)
     tokens = mean + normal(sequences, 1, 1) / math.sqrt(weight) + normal(sequences, length + 1, 1)
-    observed, masked = tokens[:, :-1], tokens[:, -1, 0]
+    observed = tokens[:, :-1]
+    masked = tokens[:, -1, 0]
     found = masked_gaussian_mean(observed, mean, weight)[:, 0]
     each = observed[..., 0]
     features = torch.cat([torch.ones(sequences, 1, dtype=torch.float64), each], -1)
@@ -123,13 +124,16 @@ def _categorical_tokens() -> Iterator[Check]:
 def _inequality(normal: Normal, pairs: int) -> Iterator[Check]:
     for p, c, k in ((3, 2, 4), (6, 3, 4), (2, 3, 3)):
         name = f"G {p}×{k}, D {c}×{k}"
-        g, d = normal(p, k), normal(c, k)
+        g = normal(p, k)
+        d = normal(c, k)
         found = transfer(g, d)
-        s, other = _posteriors(normal, pairs, k), _posteriors(normal, pairs, k)
+        s = _posteriors(normal, pairs, k)
+        other = _posteriors(normal, pairs, k)
         ratio = ((s - other) @ d.T).norm(dim=-1) / ((s - other) @ g.T).norm(dim=-1)
         kappa = found.condition_number
         # In coordinates of the tangent directions e_i − e_k the largest ratio is a generalised eigenvalue.
-        left, right = d[:, :-1] - d[:, -1:], g[:, :-1] - g[:, -1:]
+        left = d[:, :-1] - d[:, -1:]
+        right = g[:, :-1] - g[:, -1:]
         # The Gram matrix of a G that hardly tells two latents apart loses digits by the square of its condition.
         tolerance = max(CLOSED_FORM, 16 * torch.finfo(g.dtype).eps * torch.linalg.cond(right).item() ** 2)
         yield at_most(f"{name}: largest ratio of {pairs} pairs over κ", ratio / kappa, 1 + tolerance)
@@ -150,7 +154,8 @@ def _inequality(normal: Normal, pairs: int) -> Iterator[Check]:
 
 def _naive(normal: Normal) -> Iterator[Check]:
     """Without Π the number counts directions that no two posteriors differ in."""
-    g, d = normal(4, 4), normal(3, 4)
+    g = normal(4, 4)
+    d = normal(3, 4)
     kappa, naive = (transfer(g, d, simplex=simplex).condition_number for simplex in (True, False))
     tolerance = max(CLOSED_FORM, 64 * torch.finfo(g.dtype).eps * torch.linalg.cond(g).item())
     yield close("naive number and ‖DG⁻¹‖", naive, torch.linalg.matrix_norm(d @ torch.linalg.inv(g), 2), tolerance)
@@ -164,7 +169,8 @@ def _naive(normal: Normal) -> Iterator[Check]:
 
 def _not_identifiable(normal: Normal, pairs: int) -> Iterator[Check]:
     """Masked tokens that two latents emit alike: posteriors with one Gs and several Ds."""
-    g, d = normal(3, 4), normal(2, 4)
+    g = normal(3, 4)
+    d = normal(2, 4)
     g[:, 3] = g[:, 2]
     found = transfer(g, d)
     yield at_least("two latents alike in G: κ", found.condition_number, math.inf)
@@ -184,7 +190,9 @@ def _not_identifiable(normal: Normal, pairs: int) -> Iterator[Check]:
 
 def _excess_risk(normal: Normal, count: int) -> Iterator[Check]:
     """Imperfect predictions Gs + error, of random and of the worst kind, on inputs of another density."""
-    g, d, s = normal(4, 3), normal(2, 3), _posteriors(normal, count, 3)
+    g = normal(4, 3)
+    d = normal(2, 3)
+    s = _posteriors(normal, count, 3)
     found = transfer(g, d)
     density = normal(count).exp()
     density = density / density.mean()
