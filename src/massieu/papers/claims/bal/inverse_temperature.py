@@ -31,10 +31,9 @@ def inverse_temperature(atoms: int = 8, dimensions: int = 5, scale: float = 0.6,
     attended = _attention(patterns, scale, state)
     energy = HopfieldEnergy.create(patterns, scale=scale)
     yield close("with β⁻¹: ξ − ∇E and attention", state + energy.force(state), attended)
-    one = HopfieldEnergy.create(patterns, scale=1.0)
-    yield close(
-        "β = 1: ξ − ∇E of the paper's energy and attention", _step(patterns, 1.0, state), state + one.force(state)
-    )
+    unit_temperature = HopfieldEnergy.create(patterns, scale=1.0)
+    library_step = state + unit_temperature.force(state)
+    yield close("β = 1: ξ − ∇E of the paper's energy and attention", _step(patterns, 1.0, state), library_step)
     without = _step(patterns, scale, state)
     yield close("without β⁻¹: ξ − ∇E and β·attention", without, scale * attended)
     yield as_published(close("without β⁻¹: ξ − ∇E and attention", without, attended))

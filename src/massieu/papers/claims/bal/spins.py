@@ -242,8 +242,8 @@ def gaussian_spins(spins: int = 5, size: int = 2, seed: int = 0) -> Iterator[Che
     location = (covariance @ pull.unsqueeze(-1)).squeeze(-1)
     response = torch.linalg.inv(inverse - matrix)
     mean = (response @ pull.flatten()).reshape(pull.shape)
-
-    model = SpinModel.create(Gaussian.create(location, covariance), coupling)
+    site = Gaussian.create(location, covariance)
+    model = SpinModel.create(site, coupling)
     fluctuation = -0.5 * torch.logdet(torch.eye(len(block), dtype=block.dtype) - block @ matrix)
     log_z = 0.5 * (pull * (mean - location)).sum() + fluctuation
     results = {name: getattr(model, name)(rtol=_EXACT) for name in ("mean_field", "tap")}
@@ -264,17 +264,23 @@ def gaussian_spins(spins: int = 5, size: int = 2, seed: int = 0) -> Iterator[Che
     yield close("adaptive TAP: log Z and the Gaussian integral", adaptive.log_partition, log_z, _ROUNDING)
     deficit = log_z - results["mean_field"].log_partition
     yield close("mean field: what log Z lacks and −½ log det(I − ΣJ)", deficit, fluctuation, _ROUNDING)
-
-    def means(location: Tensor) -> Tensor:
-        return SpinModel.create(Gaussian.create(location, covariance), coupling).adaptive_tap(rtol=_EXACT).mean
-
-    slope = torch.func.jacrev(means)(location).reshape(block.shape) @ block
-    yield close("adaptive TAP: ∂m/∂X and (Σ⁻¹ − J)⁻¹", slope, response)
+    yield _response_by_derivative(site, coupling, response)
     yield from _cancellation(covariance, matrix, pull, mean, curvature)
-    site = Gaussian.create(location, covariance)
+    # Σ⁻¹ − J stays positive definite up to J/λ, with λ the largest eigenvalue of ΣJ.
     largest = eigenvalues(block @ matrix).real.amax()
     SpinModel.create(site, 0.99 / largest * coupling)
     yield all_raise("couplings beyond Σ⁻¹", ValueError, lambda: SpinModel.create(site, 1.01 / largest * coupling))
+
+
+def _response_by_derivative(site: Gaussian, coupling: Tensor, response: Tensor) -> Check:
+    """The derivative of the means in X is the covariance; a site's location is ΣX."""
+
+    def means(location: Tensor) -> Tensor:
+        model = SpinModel.create(Gaussian.create(location, site.covariance), coupling)
+        return model.adaptive_tap(rtol=_EXACT).mean
+
+    slope = torch.func.jacrev(means)(site.location).reshape(response.shape) @ torch.block_diag(*site.covariance)
+    return close("adaptive TAP: ∂m/∂X and (Σ⁻¹ − J)⁻¹", slope, response)
 
 
 def _cancellation(covariance: Tensor, matrix: Tensor, pull: Tensor, mean: Tensor, curvature: Tensor) -> Iterator[Check]:
