@@ -3,7 +3,7 @@
 import torch
 
 from massieu import ops
-from massieu.papers.claims.beyond import doubly_stochastic, memory
+from massieu.papers.claims.beyond import clustering, doubly_stochastic
 from massieu.papers.claims.shim import resampling
 from massieu.papers.theory import ClusteringEnergy
 from massieu.population import DoublyStochasticLayer, ResampledLayer, doubly_stochastic_attention
@@ -36,7 +36,7 @@ WRONG = {
     "N8: softmax attention": ("N8", doubly_stochastic, "doubly_stochastic_attention", _softmax),
     "N8: tokens of equal weight": ("N8", doubly_stochastic, "doubly_stochastic_attention", _weights_forgotten),
     "N5: a step twice as long": ("N5", ClusteringEnergy, "_step", lambda self, state: _STEP(self, _STEP(self, state))),
-    "N5: clusters of no width": ("N5", memory, "cluster_count", lambda points: cluster_count(points, radius=0.0)),
+    "N5: clusters of no width": ("N5", clustering, "cluster_count", lambda points: cluster_count(points, radius=0.0)),
     "S19: lineages that never meet": ("S19", ResampledLayer, "observed", _each_its_own_ancestor),
     "S19: softmax for doubly stochastic weights": ("S19", resampling, "doubly_stochastic_attention", _softmax),
 }

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from massieu.measures import Gaussian
-from massieu.papers.claims.beyond import population as beyond
+from massieu.papers.claims.beyond import gaussian_closure
 from massieu.papers.theory import gaussian_flow
 from massieu.population import AttentionLayer, FeedForward
 from massieu.population.operator import ParticleMoments
@@ -54,13 +54,13 @@ WRONG = {
     ),
     "N6: the score transposed": (
         "N6",
-        beyond,
+        gaussian_closure,
         "gaussian_flow",
         lambda law, *, value, score, time: gaussian_flow(law, value=value, score=2 * score.mT - score, time=time),
     ),
     "N6: twice as fast": (
         "N6",
-        beyond,
+        gaussian_closure,
         "gaussian_flow",
         lambda law, *, value, score, time: gaussian_flow(law, value=value, score=score, time=1.01 * time),
     ),
