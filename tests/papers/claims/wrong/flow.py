@@ -9,7 +9,8 @@ from massieu.papers.theory import ClusteringEnergy
 from massieu.population import DoublyStochasticLayer, ResampledLayer, doubly_stochastic_attention
 from massieu.population.clusters import cluster_count
 
-_STEP, _OBSERVED = ClusteringEnergy._step, ResampledLayer.observed
+_STEP = ClusteringEnergy._step
+_OBSERVED = ResampledLayer.observed
 
 
 def _softmax_layer(self, particles, group):
@@ -18,9 +19,11 @@ def _softmax_layer(self, particles, group):
 
 
 def _softmax(query, key, value, *, log_weight=None, scale=1.0):
-    weight = None if log_weight is None else log_weight.reshape(1, 1, 1, -1)
-    found = doubly_stochastic_attention(query, key, value, log_weight=log_weight, scale=scale)
-    return found._replace(output=ops.attention(query, key, value, log_weight=weight, scale=scale).output)
+    result = doubly_stochastic_attention(query, key, value, log_weight=log_weight, scale=scale)
+    if log_weight is not None:
+        log_weight = log_weight.reshape(1, 1, 1, -1)
+    softmax = ops.attention(query, key, value, log_weight=log_weight, scale=scale)
+    return result._replace(output=softmax.output)
 
 
 def _weights_forgotten(query, key, value, *, log_weight=None, scale=1.0):
