@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +89,8 @@ def _layer(normal: Normal, laws: list[Prior], draws: int) -> Iterator[Check]:
     yield close("one unit of each kind: E(v) and −log of the integral", published - constants, energy, QUADRATURE)
     yield as_published(close("one unit of each kind: E(v) without log c", published, energy, QUADRATURE))
     yield close("what is missing there, and Σ log c", published - energy, constants, QUADRATURE)
-    unit = next(index for index, prior in enumerate(laws) if prior.name == "exponential")
-    beyond = 2 * laws[unit].top * weight[:, unit] / weight[:, unit].square().sum()
+    exponential = next(index for index, prior in enumerate(laws) if prior.name == "exponential")
+    beyond = 2 * laws[exponential].top * weight[:, exponential] / weight[:, exponential].square().sum()
     yield all_raise("one t beyond its domain: no energy", DomainError, lambda: effective.log_partition(beyond))
 
 
@@ -120,10 +121,10 @@ def _machine(normal: Normal) -> Iterator[Check]:
 def _entire_series(prior: Prior) -> Check:
     """Where K has no singularity its series converges everywhere."""
     # Cauchy's circle lies outside ±3.
-    unit = 4.0
+    scale = 4.0
     t = torch.tensor([-0.75, 0.75], dtype=torch.float64)
-    series = _partial_sums(_scaled_cumulants(prior, unit), t)[:, -1]
-    log_partition = prior.measure.log_partition(unit * t.unsqueeze(-1))
+    series = _partial_sums(_scaled_cumulants(prior, scale), t)[:, -1]
+    log_partition = prior.measure.log_partition(scale * t.unsqueeze(-1))
     return close(f"{prior.name}: {_ORDERS} terms of the series at ±3, and K", series, log_partition)
 
 
@@ -158,7 +159,7 @@ def _outside(prior: Prior, scaled: Tensor) -> Iterator[Check]:
         ends = [prior.top, 1.2 * prior.top]
         if prior.two_sided:
             ends += [-prior.top, -1.2 * prior.top]
-        calls = [lambda end=end: prior.measure.log_partition(one(end)) for end in ends]
+        calls = [partial(prior.measure.log_partition, one(end)) for end in ends]
         yield all_raise(f"{prior.name}: no K(t) at the end of the domain and beyond", DomainError, *calls)
     if prior.two_sided:
         sums = _partial_sums(scaled, torch.tensor([-_OUTSIDE, _OUTSIDE], dtype=torch.float64)).abs()

@@ -76,8 +76,8 @@ def _gradients(keys: Tensor, query: Tensor, circle: tuple[Tensor, Tensor]) -> It
     potential = torch.func.grad(lambda q: F.softplus(q @ keys.T).sum())(query)
     yield close("elementwise sigmoid: ∇ Σ F(zₙ) and Σ F′(zₙ) kₙ", potential, torch.sigmoid(query @ keys.T) @ keys)
     for name in ("softmax", "elementwise softplus"):
-        work, size = _work(maps[name], circle)
-        yield at_most(f"{name}: |∮ f·dq|/∮ |f·dq| on a circle", work.abs() / size, _ROUNDING)
+        work, total = _work(maps[name], circle)
+        yield at_most(f"{name}: |∮ f·dq|/∮ |f·dq| on a circle", work.abs() / total, _ROUNDING)
 
 
 def _sparsemax(scores: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ def _ratio(name: str, g: _Map, keys: Tensor, query: Tensor, circle: tuple[Tensor
     yield close(f"{name}: ‖J − Jᵀ‖/‖J‖ and its closed form", asymmetry, closed_form, GRADIENT_BY_DIFFERENCES)
     detail = f"{asymmetry.median().item():.3f} for the median query"
     yield at_least(f"{name}: ‖J − Jᵀ‖/‖J‖", asymmetry.max(), _CLEARLY_ASYMMETRIC, detail)
-    work, size = _work(attend, circle)
-    yield at_least(f"{name}: |∮ f·dq|/∮ |f·dq| on a circle", work.abs() / size, 1e4 * _ROUNDING)
+    work, total = _work(attend, circle)
+    yield at_least(f"{name}: |∮ f·dq|/∮ |f·dq| on a circle", work.abs() / total, 1e4 * _ROUNDING)
 
 
 def _circle(centre: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ def _circle(centre: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _work(function: _Map, circle: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """∮ f·dq and ∮ |f·dq|."""
+    """∮ f·dq and ∮ |f·dq|, both over the length of the circle."""
     points, velocity = circle
     power = (function(points) * velocity).sum(-1)
     return power.mean(), power.abs().mean()
@@ -134,8 +134,8 @@ def _descent(keys: Tensor, query: Tensor) -> Iterator[Check]:
         hopfield = HopfieldEnergy.create(SparseAtoms.create(keys, alpha), scale=1.0)
         later = hopfield.step(query)
         drop = hopfield(query) - hopfield(later) - 0.5 * (later - query).square().sum(-1)
-        unit = 1 + hopfield(query).abs().max().item()
-        yield at_least(f"α = {alpha:g}: E(q) − E(q⁺) − ½‖q⁺ − q‖²", drop, -_ROUNDING * unit)
+        energy_scale = 1 + hopfield(query).abs().max().item()
+        yield at_least(f"α = {alpha:g}: E(q) − E(q⁺) − ½‖q⁺ − q‖²", drop, -_ROUNDING * energy_scale)
 
 
 def _shadow(keys: Tensor, query: Tensor) -> Iterator[Check]:

@@ -72,9 +72,9 @@ def _derivatives(normal: Normal, atoms: int, dimensions: int) -> Iterator[Check]
     scale = 0.6
     energy = HopfieldEnergy.create(patterns, scale=scale)
     attended = _attention(patterns, scale, state)
-    by_hand = 0.5 * state.square().sum(-1) - torch.logsumexp(scale * state @ patterns.T, -1) / scale
-    by_hand = by_hand + math.log(atoms) / scale + 0.5 * patterns.square().sum(-1).max()
-    yield close("E and its formula", energy(state), by_hand)
+    formula = 0.5 * state.square().sum(-1) - torch.logsumexp(scale * state @ patterns.T, -1) / scale
+    formula = formula + math.log(atoms) / scale + 0.5 * patterns.square().sum(-1).max()
+    yield close("E and its formula", energy(state), formula)
     yield close("ξ − ∇E and attention", state + energy.force(state), attended)
     yield close(
         "differences of E and ξ − attention", differences(energy, state), state - attended, GRADIENT_BY_DIFFERENCES
@@ -99,19 +99,19 @@ def _range(energy: HopfieldEnergy, state: Tensor, norm: Tensor) -> Iterator[Chec
 def _descent(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
     """Properties 3 and 4: an attention step lowers E by ½‖Δ‖² at least, a damped step by γ(1 − γ/2)‖∇E‖²."""
     path = energy.descend(state, steps=5)
-    size = 1 + path.energies[0].abs() + state.square().sum(-1)
-    drop = path.energies[:-1] - path.energies[1:]
+    energy_scale = 1 + path.energies[0].abs() + state.square().sum(-1)
+    decrease = path.energies[:-1] - path.energies[1:]
     least = least_descent(path.states[:-1], path.states[1:])
-    yield at_least("E(ξ) − E(ξ⁺) − ½‖ξ − ξ⁺‖², relative", (drop - least) / size, -_EDGE)
+    yield at_least("E(ξ) − E(ξ⁺) − ½‖ξ − ξ⁺‖², relative", (decrease - least) / energy_scale, -_EDGE)
     moves = (path.states[1:] - path.states[:-1]).norm(dim=-1)
     total = moves.square().sum(0) - 2 * (path.energies[0] - path.energies[-1])
-    yield at_most("Σ‖Δ‖² − 2(E₀ − E), relative", total / size, _EDGE)
+    yield at_most("Σ‖Δ‖² − 2(E₀ − E), relative", total / energy_scale, _EDGE)
     shortest = moves.amin(0).square() - smallest_move(path.energies[0], 5).square()
-    yield at_most("least ‖Δ‖² of 5 − 2E₀/5, relative", shortest / size, _EDGE)
+    yield at_most("least ‖Δ‖² of 5 − 2E₀/5, relative", shortest / energy_scale, _EDGE)
     force = energy.force(state)
     for damping in (0.1, 0.5, 1.5, 1.9):
-        drop = energy(state) - energy(energy.step(state, damping=damping))
-        excess = (drop - damped_descent(force, damping)) / size
+        decrease = energy(state) - energy(energy.step(state, damping=damping))
+        excess = (decrease - damped_descent(force, damping)) / energy_scale
         yield at_least(f"damping {damping}: E falls by γ(1 − γ/2)‖∇E‖², relative", excess, -_EDGE)
 
 

@@ -86,8 +86,10 @@ def _diagonal(weights: Tensor, bits: Tensor) -> Iterator[Check]:
 def _asynchronous(name: str, energy: Energy, states: Tensor) -> Iterator[Check]:
     """No sweep raises E, from any state; every unit in turn takes the value of least E, found by trying both."""
     path = energy.descend(states, steps=4)
-    size = 1 + path.energies.abs().max()
-    yield at_most(f"{name}: rise of E in a sweep, relative", (path.energies[1:] - path.energies[:-1]) / size, 1e-13)
+    energy_scale = 1 + path.energies.abs().max()
+    yield at_most(
+        f"{name}: rise of E in a sweep, relative", (path.energies[1:] - path.energies[:-1]) / energy_scale, 1e-13
+    )
     low = float(states.min())
     high = float(states.max())
     swept = states.clone()

@@ -158,14 +158,14 @@ def _beyond_the_radius(normal: Normal) -> Iterator[Check]:
 
 def _one_pair(normal: Normal) -> Iterator[Check]:
     """One hidden spin between two: the exact coupling is artanh(tanh a tanh b), below ab."""
-    size = 0.3 + 0.4 * torch.sigmoid(normal(2))
-    machine = BoltzmannMachine.create(Spin.create(dim=2), Spin.create(dim=1), size.unsqueeze(-1))
+    weights = 0.3 + 0.4 * torch.sigmoid(normal(2))
+    machine = BoltzmannMachine.create(Spin.create(dim=2), Spin.create(dim=1), weights.unsqueeze(-1))
     states = spin_states(2)
     exact = (states.prod(-1) * -machine.effective_energy(states)).mean()
-    yield close("two spins: pair coupling and artanh(tanh a tanh b)", exact, torch.atanh(size.tanh().prod()))
+    yield close("two spins: pair coupling and artanh(tanh a tanh b)", exact, torch.atanh(weights.tanh().prod()))
     second = machine.couplings(2)[1][0, 1]
-    yield close("two spins: second-order tensor and ab", second, size.prod())
+    yield close("two spins: second-order tensor and ab", second, weights.prod())
     # It is ½∫ tanh from |a − b| to a + b, and tanh u ≤ u − u³/3 + 2u⁵/15 for u ≥ 0.
-    total = size.square().sum()
-    least = size.prod() * (total / 3 - 8 / 45 * total.square())
-    yield at_least("two spins: how far ab is above it, by a lower bound", (second - exact) / least, 1.0)
+    total = weights.square().sum()
+    lower_bound = weights.prod() * (total / 3 - 8 / 45 * total.square())
+    yield at_least("two spins: how far ab is above it, by a lower bound", (second - exact) / lower_bound, 1.0)

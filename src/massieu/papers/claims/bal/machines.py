@@ -53,10 +53,10 @@ def _bits_and_spins(normal: Normal) -> Iterator[Check]:
     # All 16·8 pairs of a visible and a hidden state, (128, 4) and (128, 3).
     visible = (0.5 * (1 + spin_states(4))).repeat_interleave(8, 0)
     hidden = spin_states(3).repeat(16, 1)
-    by_hand = -(visible @ a) - hidden @ b - (visible @ weight * hidden).sum(-1)
+    formula = -(visible @ a) - hidden @ b - (visible @ weight * hidden).sum(-1)
     constants = a.exp().log1p().sum() + (2 * b.cosh()).log().sum()
     energy = machine.energy(visible, hidden)
-    yield close("bits and spins: E(v, h) and its formula, constants added", energy, by_hand + constants)
+    yield close("bits and spins: E(v, h) and its formula, constants added", energy, formula + constants)
     summed = -torch.logsumexp(-energy.reshape(16, 8), 1)
     yield close("bits and spins: E(v) and E(v, h) summed over h", machine.effective_energy(visible[::8]), summed)
     yield close("bits and spins: log Z and the sum", machine.log_partition(), torch.logsumexp(-energy, 0))

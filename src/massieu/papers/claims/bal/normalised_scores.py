@@ -46,16 +46,18 @@ def normalised_scores(
     formula = g * centred / deviation + b
     yield close("weights and g(zₙ − z̄)/σ + b", weights, formula)
     yield close("the output and Σ weights·kₙ", potential.mean(query), formula @ keys)
-    unit = 1 + atoms * (g + abs(b))
+    output_scale = 1 + atoms * (g + abs(b))
     slope = differences(potential.log_partition, query)
     yield close(
-        "differences of gNσ + bN z̄ and the output", slope, potential.mean(query), unit * GRADIENT_BY_DIFFERENCES
+        "differences of gNσ + bN z̄ and the output", slope, potential.mean(query), output_scale * GRADIENT_BY_DIFFERENCES
     )
     second = differences(potential.mean, query, 1e-4)
     curvature = torch.func.vmap(torch.func.hessian(potential.log_partition))(query)
-    yield close("differences of the output and ∇²(gNσ + bN z̄)", second, curvature, unit * HESSIAN_BY_DIFFERENCES)
+    yield close(
+        "differences of the output and ∇²(gNσ + bN z̄)", second, curvature, output_scale * HESSIAN_BY_DIFFERENCES
+    )
     least = torch.linalg.eigvalsh(curvature).amin(-1)
-    yield at_least("least eigenvalue of ∇²(gNσ + bN z̄): convex", least, -_ROUNDING * unit)
+    yield at_least("least eigenvalue of ∇²(gNσ + bN z̄): convex", least, -_ROUNDING * output_scale)
     yield close("sum of the weights and bN", weights.sum(-1), b * atoms)
     # σ = √(qᵀΣ̂q) with the covariance Σ̂ of the keys.
     centred_keys = keys - keys.mean(0)

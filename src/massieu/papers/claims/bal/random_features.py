@@ -160,14 +160,14 @@ def _heavy_tails(normal: Normal, seed: int) -> Iterator[Check]:
     reported = error[0, 0, 0].square()
     yield close("‖q+k‖² = 4.86: reported variance and e^{‖q+k‖²} − 1", reported, math.expm1(4.86))
     # φ(q)φ(k)/e^{q·k} is w = e^{s·x − s²/2} of a standard normal x, s = ‖q + k‖; half of E w² lies beyond x = 2s.
-    size = math.sqrt(4.86)
-    draws = (size * normal(_BATCHES, _BATCH_SIZE) - 4.86 / 2).exp()
-    share = draws.var(-1).median() / reported
+    norm = math.sqrt(4.86)
+    draws = (norm * normal(_BATCHES, _BATCH_SIZE) - 4.86 / 2).exp()
+    ratio = draws.var(-1).median() / reported
     name = "‖q+k‖² = 4.86: median variance drawn over that reported"
     detail = f"of {_BATCHES} batches of {_BATCH_SIZE} draws"
-    false_alarm = binomial_tail(_BATCHES, _probability_of_whole_variance(size), _BATCHES // 2 + 1)
+    false_alarm = binomial_tail(_BATCHES, _probability_of_whole_variance(norm), _BATCHES // 2 + 1)
     basis = "binomial law of the batches, by Cantelli's inequality"
-    yield Check(name, share.item(), "≤", 1.0, detail, false_alarm=false_alarm, basis=basis)
+    yield Check(name, ratio.item(), "≤", 1.0, detail, false_alarm=false_alarm, basis=basis)
 
 
 def _probability_of_whole_variance(size: float) -> float:

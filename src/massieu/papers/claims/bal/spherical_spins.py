@@ -154,7 +154,7 @@ def _log_z_of_two(size: int, scale: float, strength: float) -> Tensor:
 def _saddle_point(model: SphericalSpins, normal: Normal, draws: int) -> Iterator[Check]:
     """t* is the only minimum of the convex φ, holds ⟨‖σᵢ‖²⟩ at D, and log Z/D, means and covariance follow from it."""
     saddle = model.saddle_point()
-    spins, size = model.field.shape
+    spins, components = model.field.shape
     lengths = saddle.correlation.diagonal()
     yield close("⟨‖σᵢ‖²⟩/D and 1", lengths, torch.ones_like(lengths))
 
@@ -163,7 +163,7 @@ def _saddle_point(model: SphericalSpins, normal: Normal, draws: int) -> Iterator
         inverse = torch.linalg.inv(precision)
         quadratic = (model.field * (inverse @ model.field)).sum((-2, -1))
         half_log_det = torch.linalg.cholesky(precision).diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return model.scale * t.sum(-1) - half_log_det + model.scale / (4 * size) * quadratic
+        return model.scale * t.sum(-1) - half_log_det + model.scale / (4 * components) * quadratic
 
     constant = 0.5 * spins * (1 + math.log(2 * model.scale.item()))
     yield close(
@@ -177,13 +177,13 @@ def _saddle_point(model: SphericalSpins, normal: Normal, draws: int) -> Iterator
     yield at_least("least eigenvalue of ∇²φ there", torch.linalg.eigvalsh(curvature), 0.0)
 
     def log_z(flat_field: Tensor) -> Tensor:
-        field = flat_field.reshape(*flat_field.shape[:-1], spins, size)
+        field = flat_field.reshape(*flat_field.shape[:-1], spins, components)
         in_field = SphericalSpins.create(field, model.coupling, scale=model.scale)
-        return size * in_field.saddle_point().log_partition
+        return components * in_field.saddle_point().log_partition
 
     slope = differences(log_z, model.field.flatten()) / model.scale
     yield close(
-        "β⁻¹∂log Z/∂h by differences and the means", slope, saddle.mean.flatten(), size * GRADIENT_BY_DIFFERENCES
+        "β⁻¹∂log Z/∂h by differences and the means", slope, saddle.mean.flatten(), components * GRADIENT_BY_DIFFERENCES
     )
     response = torch.func.hessian(log_z)(model.field.flatten()) / model.scale**2
     yield close("β⁻²∂²log Z/∂h² and the covariance", response, model.covariance(saddle).reshape(response.shape), 1e-8)

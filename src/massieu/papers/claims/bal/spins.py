@@ -82,8 +82,11 @@ def _no_second_order(name: str, error: _Error, scale: Tensor) -> Check:
     The part of third order is one number of either sign: where it happens to be small, the error falls at no rate yet.
     Richardson's extrapolation takes it away with the fourth; what it leaves is of third order beside the second.
     """
-    first, second, third = (error(size) / size**2 for size in (_WEAK, _WEAK / 2, _WEAK / 4))
-    second_order = first / 3 - 2 * second + 8 / 3 * third
+
+    def scaled_error(size: float) -> Tensor:
+        return error(size) / size**2
+
+    second_order = scaled_error(_WEAK) / 3 - 2 * scaled_error(_WEAK / 2) + 8 / 3 * scaled_error(_WEAK / 4)
     return at_most(f"{name}: the error's part of second order, by mean field's", (second_order / scale).abs(), _NO_PART)
 
 

@@ -49,14 +49,14 @@ def _falls(name: str, layers: TwoLayer, state: Tensor, steps: int) -> Iterator[C
     path = layers.flow(state, _DURATION, steps=steps, method="runge_kutta")
     rise = path.energies.diff(dim=0)
     yield at_most(f"{name}: largest rise of ℰ in a Runge–Kutta step dt, bound dt⁴", rise, (_DURATION / steps) ** 4)
-    unit = 1 + path.energies.abs().max().item()
+    energy_scale = 1 + path.energies.abs().max().item()
     for duration in (_DURATION, 100 * _DURATION):
         rise = layers.flow(state, duration, steps=10).energies.diff(dim=0)
-        yield at_most(f"{name}: largest rise in a split step of {duration / 10:g}", rise, _ROUNDING * unit)
+        yield at_most(f"{name}: largest rise in a split step of {duration / 10:g}", rise, _ROUNDING * energy_scale)
     yield at_most(
         f"{name}: largest rise in a step of both limits",
         layers.descend(state, steps=10).energies.diff(dim=0),
-        _ROUNDING * unit,
+        _ROUNDING * energy_scale,
     )
 
 

@@ -83,11 +83,11 @@ def _energy_and_force(energy: TransformerEnergy, x: Tensor, scale: float) -> Ite
     layer = torch.relu(g @ energy.memories.T) @ energy.memories
     yield close(f"β = {scale}: −∂E/∂g and its three terms", force, as_queries + as_keys + layer)
     slope = differences(lambda flat: _formula(energy, flat.reshape(g[0].shape)), g[0].flatten())
-    size = force[0].abs().max().item()
+    force_scale = force[0].abs().max().item()
     yield close(
         f"β = {scale}: differences of E and −∂E/∂g, by its size",
-        slope / size,
-        -force[0].flatten() / size,
+        slope / force_scale,
+        -force[0].flatten() / force_scale,
         # Differences of a function carry its third derivative, β² times that of scores of size one.
         GRADIENT_BY_DIFFERENCES * (1 + scale) ** 2,
     )
@@ -111,8 +111,8 @@ def _descent(energy: TransformerEnergy, x: Tensor, scale: float) -> Iterator[Che
     key_norms = torch.linalg.matrix_norm(energy.key_weight, 2)
     query_norms = torch.linalg.matrix_norm(energy.query_weight, 2)
     curvature = 2 * (x.shape[-2] - 1) ** 0.5 * (key_norms * query_norms).sum()
-    size = (x.var(-1, correction=0) + _EPS).sqrt() / (_GAIN * curvature)
-    yield close(f"β = {scale}: certain step size and its formula", energy.safe_step_size(x), size)
+    step_size = (x.var(-1, correction=0) + _EPS).sqrt() / (_GAIN * curvature)
+    yield close(f"β = {scale}: certain step size and its formula", energy.safe_step_size(x), step_size)
 
     hessian = torch.func.hessian(lambda flat: _formula(energy, flat.reshape(x[0].shape)))
     largest = torch.stack([torch.linalg.eigvalsh(hessian(energy.normalise(item).flatten()))[-1] for item in x[:5]])

@@ -73,8 +73,8 @@ def _descent(alpha: float, points: Tensor, query: Tensor, beta: float) -> Iterat
     hopfield = HopfieldEnergy.create(SparseAtoms.create(points, alpha), scale=beta)
     later = hopfield.step(query)
     drop = hopfield(query) - hopfield(later) - 0.5 * (later - query).square().sum(-1)
-    unit = 1 + hopfield(query).abs().max().item()
-    yield at_least(f"α = {alpha:g}: E(q) − E(q⁺) − ½‖q⁺ − q‖²", drop, -_ROUNDING * unit)
+    energy_scale = 1 + hopfield(query).abs().max().item()
+    yield at_least(f"α = {alpha:g}: E(q) − E(q⁺) − ½‖q⁺ − q‖²", drop, -_ROUNDING * energy_scale)
     formula = torch.func.vmap(lambda q: entmax(beta * points @ q, alpha) @ points)(query)
     yield close(f"α = {alpha:g}: the step and Xᵀ entmax(βXq)", later, formula)
 
@@ -108,7 +108,7 @@ def _normalised(points: Tensor, query: Tensor) -> Iterator[Check]:
     for name, reference in references.items():
         hopfield = HopfieldEnergy.create(SparseAtoms.create(points, 1.5), reference=reference, scale=2.0)
         path = hopfield.descend(hopfield.step(query), steps=5)
-        unit = 1 + path.energies.abs().max().item()
+        energy_scale = 1 + path.energies.abs().max().item()
         yield at_most(
-            f"post-normalisation by {name}: largest rise in a step", path.energies.diff(dim=0), _ROUNDING * unit
+            f"post-normalisation by {name}: largest rise in a step", path.energies.diff(dim=0), _ROUNDING * energy_scale
         )

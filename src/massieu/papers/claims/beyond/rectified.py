@@ -57,8 +57,8 @@ def _gradient(energy: LogSumReLU, points: Tensor, state: Tensor, scale: float) -
     expected = (active.sum(-1, keepdim=True) * state - active @ points) / relu_sum.unsqueeze(-1)
     slope = differences(energy, state)
     # The third derivative grows with the cube of 1/Σ relu.
-    unit = 1 + relu_sum.min().item() ** -3
-    yield close("differences of E and Σ_active (x − ξ)/Σ relu", slope, expected, unit * GRADIENT_BY_DIFFERENCES)
+    error_scale = 1 + relu_sum.min().item() ** -3
+    yield close("differences of E and Σ_active (x − ξ)/Σ relu", slope, expected, error_scale * GRADIENT_BY_DIFFERENCES)
     yield close("−the force and the same", -energy.force(state), expected)
 
 

@@ -253,6 +253,10 @@ def _falls_with_length(ridge: str, errors: Tensor) -> Check:
 # --- Z8 --------------------------------------------------------------------------------------------------------------
 
 
+# Keys uniform on the circle; integrals over it by the trapezoidal rule, exact to rounding.
+_GRID = torch.arange(256, dtype=torch.float64) * (2 * math.pi / 256)
+
+
 def _circle(angle: Tensor) -> Tensor:
     return torch.stack([angle.cos(), angle.sin()], -1)
 
@@ -260,6 +264,23 @@ def _circle(angle: Tensor) -> Tensor:
 def _target(angle: Tensor) -> Tensor:
     """f of the circle, with parts of degree 1 and degree 2."""
     return angle.cos() + 2 * (2 * angle).cos()
+
+
+def _tilted(centre: Tensor, scale: float) -> Tensor:
+    """e^{βq·k} for keys k on the grid, and a query of this angle."""
+    return (scale * (_GRID - centre.unsqueeze(-1)).cos()).exp()
+
+
+def _smoothed(centre: Tensor, scale: float) -> Tensor:
+    """The limit of softmax attention for a query of this angle."""
+    weights = _tilted(centre, scale)
+    return (weights * _target(_GRID)).sum(-1) / weights.sum(-1)
+
+
+def _limit_variance(centre: Tensor, scale: float, noise: float) -> Tensor:
+    """L times the variance of softmax attention over L keys, by the delta method for a ratio of means (S15)."""
+    squares = noise**2 + (_target(_GRID) - _smoothed(centre, scale).unsqueeze(-1)).square()
+    return (_tilted(centre, 2.0 * scale) * squares).mean(-1) / _tilted(centre, scale).mean(-1).square()
 
 
 @claim(
@@ -277,23 +298,12 @@ def parts_of_the_error(
     check_at_least(100, repetitions=repetitions)
     normal = normal_draws(seed)
     angle = torch.tensor([0.0, 0.7, 2.0, 4.0], dtype=torch.float64)
-    # Keys uniform on the circle; integrals over it by the trapezoidal rule, exact to rounding.
-    grid = torch.arange(256, dtype=torch.float64) * (2 * math.pi / 256)
-
-    def tilted(centre: Tensor, power: float) -> Tensor:
-        return (power * scale * (grid - centre.unsqueeze(-1)).cos()).exp()
-
-    def smoothed(centre: Tensor) -> Tensor:
-        """The limit of softmax attention for a query of this angle."""
-        weights = tilted(centre, 1.0)
-        return (weights * _target(grid)).sum(-1) / weights.sum(-1)
-
+    # A head whose parameters turn its queries: its limit is that of the angles turned.
     turned = angle + turn
-    smoothing = smoothed(angle) - _target(angle)
-    parameter = smoothed(turned) - smoothed(angle)
-    # The delta method for a ratio of means (S15).
-    squares = noise**2 + (_target(grid) - smoothed(turned).unsqueeze(-1)).square()
-    variance = (tilted(turned, 2.0) * squares).mean(-1) / tilted(turned, 1.0).mean(-1).square()
+    limit = _smoothed(turned, scale)
+    smoothing = _smoothed(angle, scale) - _target(angle)
+    parameter = limit - _smoothed(angle, scale)
+    variance = _limit_variance(turned, scale, noise)
     query = _circle(turned).expand(repetitions, 1, -1, -1)
 
     lengths = [32, 64, 128, 256, 512, 1024]
@@ -303,7 +313,7 @@ def parts_of_the_error(
         key_angle = 2 * math.pi * torch.special.ndtr(normal(repetitions, 1, length))
         value = (_target(key_angle) + noise * normal(repetitions, 1, length)).unsqueeze(-1)
         output = ops.attention(query, _circle(key_angle), value, scale=scale).output[:, 0, :, 0]
-        statistical.append((output - smoothed(turned)).norm(dim=-1))
+        statistical.append((output - limit).norm(dim=-1))
     slope = rate(lengths, torch.stack(statistical))
     yield has_rate("statistical part: slope of log error", slope, -0.5)
     # Keys, values and output of the last length.

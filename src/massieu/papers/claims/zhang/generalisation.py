@@ -110,8 +110,8 @@ def _gap(normal: Normal, repetitions: int) -> Iterator[Check]:
     bound = generalisation_bound(2, math.sqrt(2), sizes[-1], lipschitz=lipschitz, loss_range=2.0, loss_lipschitz=2.0)
     # 2ℓε + b√((log of the cover's size + log 2/δ)/2n) with ℓε = b/n, b = ℓ = 2 and δ = 0.05.
     log_size = 2 * math.log(1 + 2 * math.sqrt(2) * lipschitz * sizes[-1])
-    by_hand = 4 / sizes[-1] + 2 * math.sqrt((log_size + math.log(40)) / (2 * sizes[-1]))
-    yield close(f"the bound for {sizes[-1]} sequences, and Hoeffding's inequality over a cover", bound, by_hand)
+    formula = 4 / sizes[-1] + 2 * math.sqrt((log_size + math.log(40)) / (2 * sizes[-1]))
+    yield close(f"the bound for {sizes[-1]} sequences, and Hoeffding's inequality over a cover", bound, formula)
     # √(P log n/n) to a constant: the cover's logarithm is P log n + O(1), and b/√2 what it comes to.
 
     def bound_by_rate(n: int) -> float:

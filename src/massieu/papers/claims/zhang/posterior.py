@@ -56,7 +56,7 @@ def _gaussian(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
 def _gaussian_mean(name: str, prior: GaussianMean, observed: Tensor, precision: Tensor | None) -> Iterator[Check]:
     tokens, dimensions = observed.shape
     ones = torch.ones(tokens, dtype=torch.float64)
-    noise_variance = prior.variance / (ones if precision is None else precision)
+    noise_variance = prior.variance / ones if precision is None else prior.variance / precision
     prior_variance = prior.variance / prior.strength
     # The joint covariance of the tokens is diag(noise) + prior_variance·11ᵀ, in every coordinate.
     factor = torch.linalg.cholesky(torch.diag(noise_variance) + prior_variance)
