@@ -66,38 +66,40 @@ def _hopfield(patterns: Tensor, beta: float) -> Mixture:
 @pytest.mark.parametrize("beta", [0.4, 1.0, 2.5])
 def test_the_hopfield_density_is_a_mixture_with_its_normaliser(beta: float):
     patterns = normal_draws(0)(5, 2)
-    line, log_weight = quadrature(-15.0, 15.0, panels=30)
-    points = torch.cartesian_prod(line, line)
+    nodes, log_weight = quadrature(-15.0, 15.0, panels=30)
+    points = torch.cartesian_prod(nodes, nodes)
     minus_energy = (beta * points @ patterns.T).logsumexp(-1) - 0.5 * beta * points.square().sum(-1)
-    volume = (log_weight.unsqueeze(-1) + log_weight).flatten()
-    mass = (minus_energy + volume).logsumexp(0)
-    measure, origin = _hopfield(patterns, beta), torch.zeros(2, dtype=torch.float64)
-    torch.testing.assert_close(measure.log_partition(origin), mass, rtol=0, atol=1e-8)
-    some = points[::9973]
-    torch.testing.assert_close(measure.log_prob(origin, some), minus_energy[::9973] - mass, rtol=1e-10, atol=1e-8)
+    log_cell = (log_weight.unsqueeze(-1) + log_weight).flatten()
+    log_mass = (minus_energy + log_cell).logsumexp(0)
+    measure = _hopfield(patterns, beta)
+    origin = torch.zeros(2, dtype=torch.float64)
+    torch.testing.assert_close(measure.log_partition(origin), log_mass, rtol=0, atol=1e-8)
+    log_prob = measure.log_prob(origin, points[::9973])
+    torch.testing.assert_close(log_prob, minus_energy[::9973] - log_mass, rtol=1e-10, atol=1e-8)
 
 
 def test_weights_without_the_normaliser_do_not_add_up_to_one():
     patterns = normal_draws(1)(6, 4)
-    size = (0.5 * patterns.square().sum(-1)).exp()
+    shares = (0.5 * patterns.square().sum(-1)).exp()
     weights = _hopfield(patterns, 1.0).responsibilities(torch.zeros(4, dtype=torch.float64))
-    torch.testing.assert_close(weights, size / size.sum(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(weights, shares / shares.sum(), rtol=1e-12, atol=0)
     # As published: Z_μ = e^{½‖W_μ‖²}, and Z = (2π)^{d/2} Σ Z_μ.
-    published = size / ((2 * math.pi) ** 2 * size.sum())
+    published = shares / ((2 * math.pi) ** 2 * shares.sum())
     assert math.isclose(published.sum().item(), (2 * math.pi) ** -2, rel_tol=1e-12)
 
 
 def test_weights_of_patterns_are_far_from_uniform_at_unit_temperature():
-    count, dimensions = 1000, 64
+    count = 1000
+    dimensions = 64
     patterns = normal_draws(2)(count, dimensions)
 
-    def used(beta: float) -> float:
+    def share_in_use(beta: float) -> float:
         """The perplexity of the weights over the number of patterns."""
         weights = _hopfield(patterns, beta).responsibilities(torch.zeros(dimensions, dtype=torch.float64))
         return math.exp(-(weights * weights.log()).sum().item()) / count
 
-    assert used(1.0) < 0.05
+    assert share_in_use(1.0) < 0.05
     # ½‖W‖² is gamma of shape d/2: KL(w ‖ uniform) → d/2·(β/(1 − β) + log(1 − β)) for many patterns.
     beta = dimensions**-0.5
     limit = math.exp(-0.5 * dimensions * (beta / (1 - beta) + math.log(1 - beta)))
-    assert abs(used(beta) - limit) < 0.05
+    assert abs(share_in_use(beta) - limit) < 0.05

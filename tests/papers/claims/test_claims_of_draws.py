@@ -10,7 +10,7 @@ from tests.support.papers.small import SMALL
 from massieu.energy import HopfieldEnergy, SpinModel
 from massieu.measures import Gaussian
 from massieu.papers.claims.bal import random_features
-from massieu.papers.claims.beyond import population as flow
+from massieu.papers.claims.beyond import gaussian_closure
 from massieu.papers.claims.run import verify
 from massieu.papers.claims.shim import layers
 from massieu.papers.claims.zhang import transfer
@@ -68,7 +68,7 @@ def _always(original: Patched) -> Patched:
 
 
 CASES = {
-    "N6, the flow": ("N6", flow, "gaussian_flow", _late, "rate in 1/γ"),
+    "N6, the flow": ("N6", gaussian_closure, "gaussian_flow", _late, "rate in 1/γ"),
     "S20, the law of particles": ("S20", Composition, "gaussian", _wide, "rate in N"),
     "B13, log Z by TAP": ("B13", SpinModel, "tap", _second_order, "tap, log Z"),
     "B13, log Z by adaptive TAP": ("B13", SpinModel, "adaptive_tap", _second_order, "adaptive tap, log Z"),

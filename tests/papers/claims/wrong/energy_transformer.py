@@ -10,7 +10,8 @@ from massieu.energy.mutual import mutual_attention
 from massieu.nn import SigmaReparametrization
 from massieu.papers.claims.beyond import entropy_collapse
 
-_FORCE, _CURVATURE = TransformerEnergy._force, TransformerEnergy.curvature
+_FORCE = TransformerEnergy._force
+_CURVATURE = TransformerEnergy.curvature
 
 
 def _with_itself(query: Tensor, key: Tensor, scale: Tensor, keep: Tensor | None) -> Tensor:
@@ -18,8 +19,8 @@ def _with_itself(query: Tensor, key: Tensor, scale: Tensor, keep: Tensor | None)
 
 
 def _as_queries_only(query: Tensor, key: Tensor, scale: Tensor, keep: Tensor | None):
-    found = mutual_attention(query, key, scale, keep)
-    return found._replace(of_queries=torch.zeros_like(found.of_queries))
+    terms = mutual_attention(query, key, scale, keep)
+    return terms._replace(of_queries=torch.zeros_like(terms.of_queries))
 
 
 def _first_term(sigma: Tensor, keys: int) -> Tensor:

@@ -11,9 +11,12 @@ from massieu.papers.claims.zhang import posterior as posterior_claims
 from massieu.posteriors import DirichletMultinomial, DiscreteLatent, GaussianMean, averaging_regret, base, conjugate
 
 _BOUND = exchangeability.finite_extension_bound
-_SUFFICIENCY, _GAP = exchangeability.sufficiency, positions.permutation_gap
+_SUFFICIENCY = exchangeability.sufficiency
+_GAP = positions.permutation_gap
 _ATTENTION = sinks.attention
-_DIRICHLET, _CONCEPTS, _SINK = DirichletMultinomial.posterior, DiscreteLatent.posterior, base.with_sink
+_DIRICHLET = DirichletMultinomial.posterior
+_CONCEPTS = DiscreteLatent.posterior
+_SINK = base.with_sink
 
 
 def _no_count(self, tokens, mask=None, *, precision=None):
@@ -23,16 +26,23 @@ def _no_count(self, tokens, mask=None, *, precision=None):
 
 
 def _order_counts(self, tokens, mask=None):
-    found = _DIRICHLET(self, tokens, mask)
-    return DirichletMultinomial(found.concentration, log_evidence=found.log_evidence + 0.1 * tokens[..., 0])
+    posterior = _DIRICHLET(self, tokens, mask)
+    log_evidence = posterior.log_evidence + 0.1 * tokens[..., 0]
+    return DirichletMultinomial(posterior.concentration, log_evidence=log_evidence)
 
 
 def _without_prior(value, strength, tokens, log_weight):
     return _SINK(value, 1e-300 * strength, tokens, log_weight)
 
 
-def _in_bits(found):
-    return found._replace(information=found.information / math.log(2))
+def _in_bits(result):
+    return result._replace(information=result.information / math.log(2))
+
+
+def _weaker_sink(*inputs, sink=None, **options):
+    if sink is not None:
+        sink = sink - 0.7
+    return _ATTENTION(*inputs, sink=sink, **options)
 
 
 WRONG = {
@@ -72,7 +82,7 @@ WRONG = {
         "X4",
         sinks,
         "attention",
-        lambda *inputs, sink=None, **more: _ATTENTION(*inputs, sink=None if sink is None else sink - 0.7, **more),
+        _weaker_sink,
     ),
     "N9: no log-weights": (
         "N9",

@@ -3,13 +3,14 @@
 import torch
 
 from massieu import ops
-from massieu.papers.claims.beyond import doubly_stochastic, memory
+from massieu.papers.claims.beyond import clustering, doubly_stochastic
 from massieu.papers.claims.shim import resampling
 from massieu.papers.theory import ClusteringEnergy
 from massieu.population import DoublyStochasticLayer, ResampledLayer, doubly_stochastic_attention
 from massieu.population.clusters import cluster_count
 
-_STEP, _OBSERVED = ClusteringEnergy._step, ResampledLayer.observed
+_STEP = ClusteringEnergy._step
+_OBSERVED = ResampledLayer.observed
 
 
 def _softmax_layer(self, particles, group):
@@ -18,9 +19,11 @@ def _softmax_layer(self, particles, group):
 
 
 def _softmax(query, key, value, *, log_weight=None, scale=1.0):
-    weight = None if log_weight is None else log_weight.reshape(1, 1, 1, -1)
-    found = doubly_stochastic_attention(query, key, value, log_weight=log_weight, scale=scale)
-    return found._replace(output=ops.attention(query, key, value, log_weight=weight, scale=scale).output)
+    result = doubly_stochastic_attention(query, key, value, log_weight=log_weight, scale=scale)
+    if log_weight is not None:
+        log_weight = log_weight.reshape(1, 1, 1, -1)
+    softmax = ops.attention(query, key, value, log_weight=log_weight, scale=scale)
+    return result._replace(output=softmax.output)
 
 
 def _weights_forgotten(query, key, value, *, log_weight=None, scale=1.0):
@@ -36,7 +39,7 @@ WRONG = {
     "N8: softmax attention": ("N8", doubly_stochastic, "doubly_stochastic_attention", _softmax),
     "N8: tokens of equal weight": ("N8", doubly_stochastic, "doubly_stochastic_attention", _weights_forgotten),
     "N5: a step twice as long": ("N5", ClusteringEnergy, "_step", lambda self, state: _STEP(self, _STEP(self, state))),
-    "N5: clusters of no width": ("N5", memory, "cluster_count", lambda points: cluster_count(points, radius=0.0)),
+    "N5: clusters of no width": ("N5", clustering, "cluster_count", lambda points: cluster_count(points, radius=0.0)),
     "S19: lineages that never meet": ("S19", ResampledLayer, "observed", _each_its_own_ancestor),
     "S19: softmax for doubly stochastic weights": ("S19", resampling, "doubly_stochastic_attention", _softmax),
 }

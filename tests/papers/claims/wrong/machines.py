@@ -6,8 +6,12 @@ from massieu.energy import BoltzmannMachine, boltzmann
 from massieu.measures import Bernoulli, Exponential, Gaussian, Laplace, Spin
 from massieu.papers.claims.bal import learning
 
-_ENERGY, _COUPLINGS, _VISIBLE = BoltzmannMachine.energy, BoltzmannMachine.couplings, BoltzmannMachine.sample_visible
-_SWEEP, _DIVERGENCE, _BITS = learning.gibbs_step, learning.contrastive_divergence, Bernoulli._sample
+_ENERGY = BoltzmannMachine.energy
+_COUPLINGS = BoltzmannMachine.couplings
+_VISIBLE = BoltzmannMachine.sample_visible
+_SWEEP = learning.gibbs_step
+_DIVERGENCE = learning.contrastive_divergence
+_BITS = Bernoulli._sample
 
 
 def _energy_of_other_sign(self, visible, hidden):
@@ -20,8 +24,10 @@ def _one_layer_swept(state, sample_visible, sample_hidden, generator, *, steps=1
 
 
 def _couplings_without_skewness(self, order):
-    found = _COUPLINGS(self, order)
-    return [0 * tensor if n == 3 else tensor for n, tensor in enumerate(found, 1)]
+    couplings = _COUPLINGS(self, order)
+    if order >= 3:
+        couplings[2] = 0 * couplings[2]
+    return couplings
 
 
 WRONG = {

@@ -14,28 +14,38 @@ from massieu.papers.theory.normalized import ScoreDeviation
 from massieu.papers.theory.two_layer import TwoLayer
 from massieu.population import FeedForward
 
-_STEP, _BASIN, _EXACT, _ENERGY = FeedForward._moved, bounds.basin, SpinModel.exact, BinaryHopfieldEnergy._energy
-_PRODUCTION, _WEIGHTS, _LEVEL = KineticSpins.entropy_production, ScoreDeviation._weights_of_scores, TwoLayer._energy
-_SPARSE, _FEATURES = SparseAtoms._weights_of_scores, random_features.random_feature_log_partition
+_STEP = FeedForward._moved
+_BASIN = bounds.basin
+_EXACT = SpinModel.exact
+_ENERGY = BinaryHopfieldEnergy._energy
+_PRODUCTION = KineticSpins.entropy_production
+_WEIGHTS = ScoreDeviation._weights_of_scores
+_LEVEL = TwoLayer._energy
+_SPARSE = SparseAtoms._weights_of_scores
+_FEATURES = random_features.random_feature_log_partition
 
 
 def _half_the_radius(hopfield: HopfieldEnergy, radius: float) -> bounds.BasinResult:
     """What is certain of half the ball, promised of the whole."""
-    return replace_exists(_BASIN(hopfield, radius / 2), radius)
-
-
-def replace_exists(found: bounds.BasinResult, radius: float) -> bounds.BasinResult:
-    return found._replace(exists=found.distance <= radius)
+    basin = _BASIN(hopfield, radius / 2)
+    return basin._replace(exists=basin.distance <= radius)
 
 
 def _uncorrelated(self: SpinModel):
-    found = _EXACT(self)
-    return found._replace(covariance=torch.zeros_like(found.covariance))
+    moments = _EXACT(self)
+    return moments._replace(covariance=torch.zeros_like(moments.covariance))
 
 
-def _twice_the_error(*given, **options):
-    found = _FEATURES(*given, **options)
-    return found if found.standard_error is None else found._replace(standard_error=2 * found.standard_error)
+def _twice_the_error(*arguments, **options):
+    result = _FEATURES(*arguments, **options)
+    if result.standard_error is None:
+        return result
+    return result._replace(standard_error=2 * result.standard_error)
+
+
+def _twice_the_value_constant(*arguments):
+    constants = attention_lipschitz(*arguments)
+    return AttentionLipschitzResult(2 * constants.value, constants.score)
 
 
 WRONG = {
@@ -74,14 +84,12 @@ WRONG = {
         "Z10",
         generalisation,
         "attention_lipschitz",
-        lambda *given: AttentionLipschitzResult(
-            2 * attention_lipschitz(*given).value, attention_lipschitz(*given).score
-        ),
+        _twice_the_value_constant,
     ),
     "Z10: a hundredth of the bound": (
         "Z10",
         generalisation,
         "generalisation_bound",
-        lambda *given, **options: 0.01 * generalisation_bound(*given, **options),
+        lambda *arguments, **options: 0.01 * generalisation_bound(*arguments, **options),
     ),
 }

@@ -5,12 +5,14 @@ from collections.abc import Callable
 import torch
 
 from massieu.measures import Gaussian
-from massieu.papers.claims.beyond import population as beyond
+from massieu.papers.claims.beyond import gaussian_closure
 from massieu.papers.theory import gaussian_flow
 from massieu.population import AttentionLayer, FeedForward
 from massieu.population.operator import ParticleMoments
 
-_ATTENTION, _CALL, _FORWARD = AttentionLayer._attention_to, AttentionLayer.__call__, FeedForward.__call__
+_ATTENTION = AttentionLayer._attention_to
+_CALL = AttentionLayer.__call__
+_FORWARD = FeedForward.__call__
 _GAUSSIAN = AttentionLayer.gaussian
 
 
@@ -30,11 +32,16 @@ def _blurred(self, law):
 
 def _always(residual: bool) -> Callable:
     def call(self, particles):
+        # A moving population is the particles themselves, for which `create` takes None.
+        moves = type(self.population).__name__ == "Moving"
         layer = AttentionLayer.create(
-            *(self.query_weight, self.key_weight, self.value_weight, self.output_weight),
+            self.query_weight,
+            self.key_weight,
+            self.value_weight,
+            self.output_weight,
             scale=self.scale,
             step_size=self.step_size,
-            population=None if type(self.population).__name__ == "Moving" else self.population,
+            population=None if moves else self.population,
             residual=residual,
         )
         return _CALL(layer, particles)
@@ -54,13 +61,13 @@ WRONG = {
     ),
     "N6: the score transposed": (
         "N6",
-        beyond,
+        gaussian_closure,
         "gaussian_flow",
         lambda law, *, value, score, time: gaussian_flow(law, value=value, score=2 * score.mT - score, time=time),
     ),
     "N6: twice as fast": (
         "N6",
-        beyond,
+        gaussian_closure,
         "gaussian_flow",
         lambda law, *, value, score, time: gaussian_flow(law, value=value, score=score, time=1.01 * time),
     ),

@@ -5,17 +5,20 @@ import torch
 from massieu.energy import KineticSpins
 from massieu.papers.theory import KineticIsing, SphericalSpins, large_dimension
 
-_SADDLE, _ECHO, _NEWTON = SphericalSpins.saddle_point, KineticSpins._echo, large_dimension._newton
+_SADDLE = SphericalSpins.saddle_point
+_ECHO = KineticSpins._echo
+_NEWTON = large_dimension._newton
 
 
 def _without_temperature(self, **options):
-    found = _SADDLE(self, **options)
-    return found._replace(mean=self.scale * found.mean)
+    saddle = _SADDLE(self, **options)
+    return saddle._replace(mean=self.scale * saddle.mean)
 
 
 def _correlations_of_means(self, **options):
-    found = _SADDLE(self, **options)
-    return found._replace(transverse=torch.diag_embed(found.transverse.diagonal(dim1=-2, dim2=-1)))
+    saddle = _SADDLE(self, **options)
+    diagonal = saddle.transverse.diagonal(dim1=-2, dim2=-1)
+    return saddle._replace(transverse=torch.diag_embed(diagonal))
 
 
 def _own_gamma(self, state, before, field):
@@ -40,8 +43,8 @@ WRONG = {
         ),
     ),
     "B16: γ of the wrong spin": ("B16", KineticSpins, "_echo", _own_gamma),
-    "B16: half the echo": ("B16", KineticSpins, "_echo", lambda self, *given: 0.5 * _ECHO(self, *given)),
-    "B16: no echo of binary spins": ("B16", KineticIsing, "_echo", lambda self, *given: 0 * given[0]),
+    "B16: half the echo": ("B16", KineticSpins, "_echo", lambda self, *arguments: 0.5 * _ECHO(self, *arguments)),
+    "B16: no echo of binary spins": ("B16", KineticIsing, "_echo", lambda self, state, *_: 0 * state),
     "B16: a mean that is too long": (
         "B16",
         KineticSpins,

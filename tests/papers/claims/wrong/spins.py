@@ -4,7 +4,9 @@ import torch
 
 from massieu.energy import adaptive, sites, spins
 
-_TAP, _FIELD, _EQUATIONS = spins._tap, spins._mean_field, adaptive._equations
+_TAP = spins._tap
+_FIELD = spins._mean_field
+_EQUATIONS = adaptive._equations
 _NORMAL = sites.GaussianSites.tilted
 
 
@@ -13,8 +15,8 @@ def _echo_of_the_wrong_sign(eta, model):
 
 
 def _half_the_reaction(point, law, coupling):
-    moved = _EQUATIONS(point, law, coupling)
-    return torch.cat([moved[..., :1], 0.5 * moved[..., 1:]], -1)
+    after = _EQUATIONS(point, law, coupling)
+    return torch.cat([after[..., :1], 0.5 * after[..., 1:]], -1)
 
 
 def _variance_that_does_not_change(self, field, curvature):

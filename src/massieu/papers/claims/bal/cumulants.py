@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,13 @@ from massieu.papers.claims.inputs import Normal, normal_draws
 from massieu.papers.claims.oracles import differences, spin_states
 from massieu.papers.claims.registry import claim
 
-_INSIDE, _OUTSIDE = 0.7, 1.3
-"""Where truncated series are tried, in units of their radius."""
+_INSIDE = 0.7
+"""Where truncated series are tried within their radius, in units of it."""
+_OUTSIDE = 1.3
+"""The same beyond it."""
 
 _ORDERS = 60
+"""How many terms of a series are tried."""
 
 
 # --- B2 --------------------------------------------------------------------------------------------------------------
@@ -60,7 +64,10 @@ def hidden_units_integrated_out(draws: int = 20, seed: int = 0) -> Iterator[Chec
     yield from _layer(normal, laws, draws)
     yield from _machine(normal)
     for prior in laws:
-        yield from _radius(prior)
+        if prior.poles:
+            yield from _radius(prior)
+        else:
+            yield _entire_series(prior)
     poisson = next(prior for prior in laws if prior.name == "Poisson")
     yield from _poisson_never_normalises(normal, poisson)
 
@@ -76,42 +83,56 @@ def _layer(normal: Normal, laws: list[Prior], draws: int) -> Iterator[Check]:
     integrals = sum(prior.log_integral(field[:, index]) for index, prior in enumerate(laws))
     energy = 0.5 * state.square().sum(-1) - integrals
     effective = affine(product(*(prior.measure for prior in laws)), weight)
+    # The energy as published, without Σ log c.
     published = 0.5 * state.square().sum(-1) - effective.log_partition(state)
     constants = sum(prior.log_constant for prior in laws)
     yield close("one unit of each kind: E(v) and −log of the integral", published - constants, energy, QUADRATURE)
     yield as_published(close("one unit of each kind: E(v) without log c", published, energy, QUADRATURE))
     yield close("what is missing there, and Σ log c", published - energy, constants, QUADRATURE)
-    unit = next(index for index, prior in enumerate(laws) if prior.name == "exponential")
-    beyond = 2 * laws[unit].top * weight[:, unit] / weight[:, unit].square().sum()
+    exponential = next(index for index, prior in enumerate(laws) if prior.name == "exponential")
+    beyond = 2 * laws[exponential].top * weight[:, exponential] / weight[:, exponential].square().sum()
     yield all_raise("one t beyond its domain: no energy", DomainError, lambda: effective.log_partition(beyond))
 
 
 def _machine(normal: Normal) -> Iterator[Check]:
-    """Spins seen, bits and spins hidden: every joint state is summed."""
-    seen, bits, spins = 4, 3, 2
-    weight, bias, field = normal(seen, bits + spins), normal(bits), normal(spins)
-    visible = spin_states(seen)
+    """Visible spins, hidden bits and spins: −E(v) and log p(v), with Σ log c and without, by a sum over every joint state."""
+    bits = 3
+    spins = 2
+    visible = spin_states(4)
+    weight = normal(visible.shape[-1], bits + spins)
+    bias = normal(bits)
+    field = normal(spins)
     signs = spin_states(bits + spins)
     hidden = torch.cat([(1 + signs[:, :bits]) / 2, signs[:, bits:]], -1)
+    # −E(v, h), (visible states, hidden states).
     joint = visible @ weight @ hidden.T + hidden @ torch.cat([bias, field])
     effective = affine(product(Bernoulli.create(torch.sigmoid(bias)), Spin.create(field)), weight)
-    free = effective.log_partition(visible)
+    cumulant_sum = effective.log_partition(visible)
     constant = (1 + bias.exp()).log().sum() + (2 * field.cosh()).log().sum()
-    yield close("bits and spins: −E(v) and the joint sum over h", constant + free, joint.logsumexp(-1))
-    likelihood = joint.logsumexp(-1) - joint.logsumexp((0, 1))
-    yield close("bits and spins: log p(v) and −E(v) − log Z", constant + free - joint.logsumexp((0, 1)), likelihood)
-    yield close("bits and spins: log p(v) from E(v) up to a constant", free - free.logsumexp(0), likelihood)
+    minus_energy = constant + cumulant_sum
+    yield close("bits and spins: −E(v) and the joint sum over h", minus_energy, joint.logsumexp(-1))
+    log_z = joint.logsumexp((0, 1))
+    log_p = joint.logsumexp(-1) - log_z
+    yield close("bits and spins: log p(v) and −E(v) − log Z", minus_energy - log_z, log_p)
+    normalised = cumulant_sum - cumulant_sum.logsumexp(0)
+    yield close("bits and spins: log p(v) from E(v) up to a constant", normalised, log_p)
+
+
+def _entire_series(prior: Prior) -> Check:
+    """Where K has no singularity its series converges everywhere."""
+    # Cauchy's circle lies outside ±3.
+    scale = 4.0
+    t = torch.tensor([-0.75, 0.75], dtype=torch.float64)
+    series = _partial_sums(_scaled_cumulants(prior, scale), t)[:, -1]
+    log_partition = prior.measure.log_partition(scale * t.unsqueeze(-1))
+    return close(f"{prior.name}: {_ORDERS} terms of the series at ±3, and K", series, log_partition)
 
 
 def _radius(prior: Prior) -> Iterator[Check]:
-    """κₙRⁿ/(n − 1)! → −Σ ρ(R/t)ⁿ over the poles t of K′ at the distance R, with residues ρ."""
-    if not prior.poles:
-        # Cauchy's circle lies outside ±3.
-        unit, t = 4.0, torch.tensor([-0.75, 0.75], dtype=torch.float64)
-        series = _partial_sums(_scaled_cumulants(prior, unit), t)[:, -1]
-        log_partition = prior.measure.log_partition(unit * t.unsqueeze(-1))
-        yield close(f"{prior.name}: {_ORDERS} terms of the series at ±3, and K", series, log_partition)
-        return
+    """The series converges up to the nearest singularity of K, and no farther.
+
+    κₙRⁿ/(n − 1)! → −Σ ρ(R/t)ⁿ over the poles t of K′ at the distance R, with residues ρ.
+    """
     radius = prior.radius
     scaled = _scaled_cumulants(prior, radius)
     order = _orders(_ORDERS)
@@ -135,15 +156,19 @@ def _radius(prior: Prior) -> Iterator[Check]:
 def _outside(prior: Prior, scaled: Tensor) -> Iterator[Check]:
     """Where K goes on beyond the radius the series leaves it; elsewhere there is no K."""
     if math.isfinite(prior.top):
-        ends = [prior.top, 1.2 * prior.top] + ([-prior.top, -1.2 * prior.top] if prior.two_sided else [])
-        calls = [lambda end=end: prior.measure.log_partition(one(end)) for end in ends]
+        ends = [prior.top, 1.2 * prior.top]
+        if prior.two_sided:
+            ends += [-prior.top, -1.2 * prior.top]
+        calls = [partial(prior.measure.log_partition, one(end)) for end in ends]
         yield all_raise(f"{prior.name}: no K(t) at the end of the domain and beyond", DomainError, *calls)
     if prior.two_sided:
         sums = _partial_sums(scaled, torch.tensor([-_OUTSIDE, _OUTSIDE], dtype=torch.float64)).abs()
         yield at_least(f"{prior.name}: series at 1.3 R, orders 41–60 by orders 1–20", _growth(sums), 1.0)
     else:
-        sides = [-_OUTSIDE] if math.isfinite(prior.top) else [-_OUTSIDE, _OUTSIDE]
-        error = _truncation(prior, scaled, *sides)
+        places = [-_OUTSIDE]
+        if not math.isfinite(prior.top):
+            places.append(_OUTSIDE)
+        error = _truncation(prior, scaled, *places)
         yield at_least(f"{prior.name}: error at 1.3 R, orders 41–60 by orders 1–20", _growth(error), 1.0)
 
 
@@ -155,15 +180,17 @@ def _truncation(prior: Prior, scaled: Tensor, *places: float) -> Float[Tensor, "
 
 
 def _growth(error: Float[Tensor, "places order"]) -> Float[Tensor, "places"]:
-    """The largest of the last twenty orders by the largest of the first."""
+    """The largest error of the last twenty orders by the largest of the first twenty."""
     return error[:, -20:].amax(-1) / error[:, :20].amax(-1)
 
 
 def _scaled_cumulants(prior: Prior, radius: float) -> Float[Tensor, "order"]:
     """κₙRⁿ/(n − 1)!, n = 1 … 60: the Taylor coefficients of R·K′(Rt), by Cauchy's integral over |t| = 0.9."""
-    nodes, circle = 1024, 0.9
+    nodes = 1024
+    circle = 0.9
     angle = 2j * math.pi * torch.arange(nodes, dtype=torch.float64) / nodes
     values = radius * prior.slope(radius * circle * torch.exp(angle))
+    # The trapezoidal rule on the circle is a Fourier transform.
     coefficients = torch.fft.fft(values)[:_ORDERS].real / nodes
     return coefficients / circle ** (_orders(_ORDERS) - 1)
 
@@ -179,7 +206,7 @@ def _partial_sums(scaled: Tensor, t: Float[Tensor, "draws"]) -> Float[Tensor, "d
 
 
 def _poisson_never_normalises(normal: Normal, poisson: Prior) -> Iterator[Check]:
-    """λ(e^{wv} − 1) − ½v² at wv = 25: λe²⁵ > 5e10 against at most ½·250²."""
+    """With real visible units e^{−E} has no integral: at wv = 25, λ(e^{wv} − 1) > 5e10 stands against ½v² ≤ ½·250²."""
     slope = normal(10)
     weight = torch.where(slope < 0, -1.0, 1.0).double() * slope.abs().clamp_min(0.1)
     visible = 25 / weight
@@ -231,6 +258,7 @@ def cumulants_of_the_priors(draws: int = 20, seed: int = 0) -> Iterator[Check]:
 
 
 def _bernoulli_recursion(normal: Normal, draws: int) -> Iterator[Check]:
+    """Each cumulant of a Bernoulli law is a derivative of the one before: κₙ₊₁ = p(1 − p) dκₙ/dp."""
     p = torch.sigmoid(1.5 * torch.tanh(normal(draws, 1)))
 
     def cumulants(p: Float[Tensor, "draws 1"]) -> Float[Tensor, "draws 6"]:
@@ -242,6 +270,7 @@ def _bernoulli_recursion(normal: Normal, draws: int) -> Iterator[Check]:
 
 
 def _categorical(normal: Normal, draws: int) -> Iterator[Check]:
+    """The table's row from which attention comes, with the first four cumulants along t."""
     probability = torch.softmax(normal(5), -1)
     measure = Categorical.create(probability)
     t = normal(draws, 5)
@@ -251,7 +280,7 @@ def _categorical(normal: Normal, draws: int) -> Iterator[Check]:
     yield close("categorical: κ₁ and π", measure.mean(origin[0]), probability)
     covariance = torch.diag(probability) - torch.outer(probability, probability)
     yield close("categorical: κ₂ and diag π − ππᵀ", measure.fisher(origin[0]), covariance)
-    apart = t - (t @ probability).unsqueeze(-1)
-    second, third, fourth = (apart**n @ probability for n in (2, 3, 4))
+    centred = t - (t @ probability).unsqueeze(-1)
+    second, third, fourth = (centred**n @ probability for n in (2, 3, 4))
     expected = torch.stack([t @ probability, second, third, fourth - 3 * second.square()], -1)
     yield close("categorical: κ₁ … κ₄ along t and moments", measure.cumulants(origin, t, 4), expected)

@@ -17,9 +17,14 @@ from massieu.papers.claims.oracles import differences
 from massieu.papers.claims.registry import claim
 from massieu.papers.theory.rectified import LogSumReLU
 
-Scalar = Callable[[Tensor], Tensor]
+_Map = Callable[[Tensor], Tensor]
 
-_RATIOS: dict[str, Scalar] = {"softplus": F.softplus, "sigmoid": torch.sigmoid, "1 + z²": lambda z: 1 + z.square()}
+_SCORE_FUNCTIONS: dict[str, _Map] = {
+    "softplus": F.softplus,
+    "sigmoid": torch.sigmoid,
+    "1 + z²": lambda z: 1 + z.square(),
+}
+"""g of the weights g(zₙ)/Σ g(zₘ) that are no gradients."""
 _ROUNDING = 1e-12
 _CLEARLY_ASYMMETRIC = 1e4 * GRADIENT_BY_DIFFERENCES
 """Four orders beyond what differences make of a symmetric matrix."""
@@ -40,20 +45,23 @@ def gradient_maps(atoms: int = 12, dimensions: int = 4, draws: int = 20, seed: i
     # On a line every function is a gradient, and one key is its own output.
     check_at_least(2, atoms=atoms, dimensions=dimensions)
     normal = normal_draws(seed)
-    keys, query = normal(atoms, dimensions), normal(draws, dimensions) * dimensions**-0.5
+    keys = normal(atoms, dimensions)
+    query = normal(draws, dimensions) * dimensions**-0.5
     circle = _circle(query[0], torch.linalg.qr(normal(dimensions, 2))[0].T)
     yield from _gradients(keys, query, circle)
-    for name, g in _RATIOS.items():
+    for name, g in _SCORE_FUNCTIONS.items():
         yield from _ratio(name, g, keys, query, circle)
     yield from _descent(keys, 3 * query)
     yield from _shadow(keys, query)
 
 
 def _gradients(keys: Tensor, query: Tensor, circle: tuple[Tensor, Tensor]) -> Iterator[Check]:
-    cold = Atoms.create(-0.5 * keys, torch.full((len(keys),), 0.3, dtype=keys.dtype))
-    maps: dict[str, Scalar] = {
+    """Where Dρ is symmetric, so is the Jacobian, and no work is done around a circle."""
+    # exp(0.3 − z/2) weights are a softmax over the keys −k/2.
+    scaled_keys = Atoms.create(-0.5 * keys, torch.full((len(keys),), 0.3, dtype=keys.dtype))
+    maps: dict[str, _Map] = {
         "softmax": lambda q: torch.softmax(q @ keys.T, -1) @ keys,
-        "exp(0.3 − z/2)": lambda q: cold.mean(q) / -0.5,
+        "exp(0.3 − z/2)": lambda q: scaled_keys.mean(q) / -0.5,
         "3/2-entmax": SparseAtoms.create(keys, 1.5).mean,
         "sparsemax": SparseAtoms.create(keys, 2).mean,
         "elementwise softplus": lambda q: F.softplus(q @ keys.T) @ keys,
@@ -68,8 +76,8 @@ def _gradients(keys: Tensor, query: Tensor, circle: tuple[Tensor, Tensor]) -> It
     potential = torch.func.grad(lambda q: F.softplus(q @ keys.T).sum())(query)
     yield close("elementwise sigmoid: ∇ Σ F(zₙ) and Σ F′(zₙ) kₙ", potential, torch.sigmoid(query @ keys.T) @ keys)
     for name in ("softmax", "elementwise softplus"):
-        work, size = _work(maps[name], circle)
-        yield at_most(f"{name}: |∮ f·dq|/∮ |f·dq| on a circle", work.abs() / size, _ROUNDING)
+        work, total = _work(maps[name], circle)
+        yield at_most(f"{name}: |∮ f·dq|/∮ |f·dq| on a circle", work.abs() / total, _ROUNDING)
 
 
 def _sparsemax(scores: Tensor) -> Tensor:
@@ -77,11 +85,13 @@ def _sparsemax(scores: Tensor) -> Tensor:
     ordered = scores.sort(-1, descending=True).values
     count = torch.arange(1, scores.shape[-1] + 1, dtype=scores.dtype)
     excess = ordered.cumsum(-1) - 1
-    kept = (count * ordered > excess).sum(-1, keepdim=True)
-    return (scores - excess.gather(-1, kept - 1) / kept).clamp_min(0)
+    support = (count * ordered > excess).sum(-1, keepdim=True)
+    return (scores - excess.gather(-1, support - 1) / support).clamp_min(0)
 
 
-def _ratio(name: str, g: Scalar, keys: Tensor, query: Tensor, circle: tuple[Tensor, Tensor]) -> Iterator[Check]:
+def _ratio(name: str, g: _Map, keys: Tensor, query: Tensor, circle: tuple[Tensor, Tensor]) -> Iterator[Check]:
+    """Attention with the weights g(zₙ)/Σ g(zₘ) is no gradient, unless g is exponential."""
+
     def attend(query: Tensor) -> Tensor:
         weights = g(query @ keys.T)
         return weights @ keys / weights.sum(-1, keepdim=True)
@@ -94,36 +104,38 @@ def _ratio(name: str, g: Scalar, keys: Tensor, query: Tensor, circle: tuple[Tens
     scores = query @ keys.T
     weights = g(scores) / g(scores).sum(-1, keepdim=True)
     growth = torch.func.grad(lambda z: g(z).log().sum())(scores)
-    apart = weights.unsqueeze(-1) * weights.unsqueeze(-2) * (growth.unsqueeze(-1) - growth.unsqueeze(-2))
-    odd = torch.linalg.matrix_norm(keys.T @ apart @ keys) / torch.linalg.matrix_norm(slope)
-    yield close(f"{name}: ‖J − Jᵀ‖/‖J‖ and its closed form", asymmetry, odd, GRADIENT_BY_DIFFERENCES)
+    odd_part = weights.unsqueeze(-1) * weights.unsqueeze(-2) * (growth.unsqueeze(-1) - growth.unsqueeze(-2))
+    closed_form = torch.linalg.matrix_norm(keys.T @ odd_part @ keys) / torch.linalg.matrix_norm(slope)
+    yield close(f"{name}: ‖J − Jᵀ‖/‖J‖ and its closed form", asymmetry, closed_form, GRADIENT_BY_DIFFERENCES)
     detail = f"{asymmetry.median().item():.3f} for the median query"
     yield at_least(f"{name}: ‖J − Jᵀ‖/‖J‖", asymmetry.max(), _CLEARLY_ASYMMETRIC, detail)
-    work, size = _work(attend, circle)
-    yield at_least(f"{name}: |∮ f·dq|/∮ |f·dq| on a circle", work.abs() / size, 1e4 * _ROUNDING)
+    work, total = _work(attend, circle)
+    yield at_least(f"{name}: |∮ f·dq|/∮ |f·dq| on a circle", work.abs() / total, 1e4 * _ROUNDING)
 
 
 def _circle(centre: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
     """Points of a unit circle about `centre`, and their velocities."""
     angle = torch.arange(_NODES, dtype=torch.float64) * (2 * math.pi / _NODES)
-    place, velocity = torch.stack([angle.cos(), angle.sin()], -1), torch.stack([-angle.sin(), angle.cos()], -1)
+    place = torch.stack([angle.cos(), angle.sin()], -1)
+    velocity = torch.stack([-angle.sin(), angle.cos()], -1)
     return centre + place @ plane, velocity @ plane
 
 
-def _work(function: Scalar, circle: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """∮ f·dq and ∮ |f·dq|."""
+def _work(function: _Map, circle: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """∮ f·dq and ∮ |f·dq|, both over the length of the circle."""
     points, velocity = circle
     power = (function(points) * velocity).sum(-1)
     return power.mean(), power.abs().mean()
 
 
 def _descent(keys: Tensor, query: Tensor) -> Iterator[Check]:
+    """A step of softmax, entmax and sparsemax lowers ½‖q‖² − Ω* by at least ½‖q⁺ − q‖²."""
     for alpha in (1.0, 1.5, 2.0):
         hopfield = HopfieldEnergy.create(SparseAtoms.create(keys, alpha), scale=1.0)
         later = hopfield.step(query)
         drop = hopfield(query) - hopfield(later) - 0.5 * (later - query).square().sum(-1)
-        unit = 1 + hopfield(query).abs().max().item()
-        yield at_least(f"α = {alpha:g}: E(q) − E(q⁺) − ½‖q⁺ − q‖²", drop, -_ROUNDING * unit)
+        energy_scale = 1 + hopfield(query).abs().max().item()
+        yield at_least(f"α = {alpha:g}: E(q) − E(q⁺) − ½‖q⁺ − q‖²", drop, -_ROUNDING * energy_scale)
 
 
 def _shadow(keys: Tensor, query: Tensor) -> Iterator[Check]:
@@ -133,8 +145,8 @@ def _shadow(keys: Tensor, query: Tensor) -> Iterator[Check]:
     def log_density(q: Tensor) -> Tensor:
         return torch.logsumexp(-0.5 * (q.unsqueeze(-2) - keys).square().sum(-1), -1)
 
-    own = differences(log_density, query)
-    yield close("Gaussian kernel: f(q) − q and ∇ log Σ of the same kernel", gaussian, own, GRADIENT_BY_DIFFERENCES)
+    slope = differences(log_density, query)
+    yield close("Gaussian kernel: f(q) − q and ∇ log Σ of the same kernel", gaussian, slope, GRADIENT_BY_DIFFERENCES)
     squares = (query.unsqueeze(-2) - keys).square().sum(-1)
     # Half of the keys are inside the ball of every query.
     radius = squares.median(-1).values * (1 + 1e-6)

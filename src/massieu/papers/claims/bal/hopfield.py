@@ -66,12 +66,15 @@ def _attention(patterns: Tensor, scale: float, state: Tensor) -> Tensor:
 
 
 def _derivatives(normal: Normal, atoms: int, dimensions: int) -> Iterator[Check]:
-    """(1), with a scale other than one."""
-    patterns, state, scale = normal(atoms, dimensions), normal(20, dimensions), 0.6
-    energy, attended = HopfieldEnergy.create(patterns, scale=scale), _attention(patterns, scale, state)
-    by_hand = 0.5 * state.square().sum(-1) - torch.logsumexp(scale * state @ patterns.T, -1) / scale
-    by_hand = by_hand + math.log(atoms) / scale + 0.5 * patterns.square().sum(-1).max()
-    yield close("E and its formula", energy(state), by_hand)
+    """Property 1 of B5 in docs/theory/bal.md: E, ∇E = ξ − attention and ∇²E = I − β Cov, for β ≠ 1."""
+    patterns = normal(atoms, dimensions)
+    state = normal(20, dimensions)
+    scale = 0.6
+    energy = HopfieldEnergy.create(patterns, scale=scale)
+    attended = _attention(patterns, scale, state)
+    formula = 0.5 * state.square().sum(-1) - torch.logsumexp(scale * state @ patterns.T, -1) / scale
+    formula = formula + math.log(atoms) / scale + 0.5 * patterns.square().sum(-1).max()
+    yield close("E and its formula", energy(state), formula)
     yield close("ξ − ∇E and attention", state + energy.force(state), attended)
     yield close(
         "differences of E and ξ − attention", differences(energy, state), state - attended, GRADIENT_BY_DIFFERENCES
@@ -86,34 +89,34 @@ def _derivatives(normal: Normal, atoms: int, dimensions: int) -> Iterator[Check]
 
 
 def _range(energy: HopfieldEnergy, state: Tensor, norm: Tensor) -> Iterator[Check]:
-    """(2)."""
-    low, top = energy_range(energy)
-    yield at_least("E/M² anywhere", (energy(3 * state) - low) / norm.square(), -_EDGE)
+    """Property 2: E ≥ 0 everywhere, and E ≤ 2M² where ‖ξ‖ ≤ M."""
+    lowest, highest = energy_range(energy)
+    yield at_least("E/M² anywhere", (energy(3 * state) - lowest) / norm.square(), -_EDGE)
     inside = state * (norm / state.norm(dim=-1)).clamp(max=1).unsqueeze(-1)
-    yield at_most("E/2M² where ‖ξ‖ ≤ M", energy(inside) / top, 1 + _EDGE)
+    yield at_most("E/2M² where ‖ξ‖ ≤ M", energy(inside) / highest, 1 + _EDGE)
 
 
 def _descent(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
-    """(3) and (4)."""
+    """Properties 3 and 4: an attention step lowers E by ½‖Δ‖² at least, a damped step by γ(1 − γ/2)‖∇E‖²."""
     path = energy.descend(state, steps=5)
-    size = 1 + path.energies[0].abs() + state.square().sum(-1)
-    drop = path.energies[:-1] - path.energies[1:]
+    energy_scale = 1 + path.energies[0].abs() + state.square().sum(-1)
+    decrease = path.energies[:-1] - path.energies[1:]
     least = least_descent(path.states[:-1], path.states[1:])
-    yield at_least("E(ξ) − E(ξ⁺) − ½‖ξ − ξ⁺‖², relative", (drop - least) / size, -_EDGE)
+    yield at_least("E(ξ) − E(ξ⁺) − ½‖ξ − ξ⁺‖², relative", (decrease - least) / energy_scale, -_EDGE)
     moves = (path.states[1:] - path.states[:-1]).norm(dim=-1)
     total = moves.square().sum(0) - 2 * (path.energies[0] - path.energies[-1])
-    yield at_most("Σ‖Δ‖² − 2(E₀ − E), relative", total / size, _EDGE)
+    yield at_most("Σ‖Δ‖² − 2(E₀ − E), relative", total / energy_scale, _EDGE)
     shortest = moves.amin(0).square() - smallest_move(path.energies[0], 5).square()
-    yield at_most("least ‖Δ‖² of 5 − 2E₀/5, relative", shortest / size, _EDGE)
+    yield at_most("least ‖Δ‖² of 5 − 2E₀/5, relative", shortest / energy_scale, _EDGE)
     force = energy.force(state)
     for damping in (0.1, 0.5, 1.5, 1.9):
-        drop = energy(state) - energy(energy.step(state, damping=damping))
-        rest = (drop - damped_descent(force, damping)) / size
-        yield at_least(f"damping {damping}: E falls by γ(1 − γ/2)‖∇E‖², relative", rest, -_EDGE)
+        decrease = energy(state) - energy(energy.step(state, damping=damping))
+        excess = (decrease - damped_descent(force, damping)) / energy_scale
+        yield at_least(f"damping {damping}: E falls by γ(1 − γ/2)‖∇E‖², relative", excess, -_EDGE)
 
 
 def _contraction(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
-    """(5) and (6)."""
+    """Properties 5 and 6: the map has the Lipschitz constant βD²/4, and below one its paths end in one point."""
     factor = bounds.lipschitz(energy)
     jacobian = torch.eye(state.shape[-1], dtype=torch.float64) - energy.hessian(state)
     yield at_most("‖∂f/∂ξ‖/(βD²/4)", torch.linalg.matrix_norm(jacobian, ord=2) / factor, 1 + _EDGE)
@@ -121,93 +124,110 @@ def _contraction(energy: HopfieldEnergy, state: Tensor) -> Iterator[Check]:
     steepness = (energy.step(state) - energy.step(other)).norm(dim=-1) / (state - other).norm(dim=-1)
     yield at_most("‖f(ξ) − f(ξ′)‖/‖ξ − ξ′‖/(βD²/4)", steepness / factor, 1 + _EDGE)
     after = energy.step(state)
-    force, move = energy.force(after).norm(dim=-1), (state - after).norm(dim=-1)
+    force = energy.force(after).norm(dim=-1)
+    move = (state - after).norm(dim=-1)
     yield at_most("‖∇E(ξ⁺)‖ − L‖ξ − ξ⁺‖, relative", (force - factor * move) / (1 + move), 1e3 * _EDGE)
-    calm = HopfieldEnergy.create(energy.memory, scale=energy.scale * (0.4 / factor).clamp(max=1.0))
-    path = calm.descend(state, steps=28).states
+    # The same memories, warm enough that L ≤ 0.4.
+    contracting = HopfieldEnergy.create(energy.memory, scale=energy.scale * (0.4 / factor).clamp(max=1.0))
+    path = contracting.descend(state, steps=28).states
     moves = (path[1:] - path[:-1]).norm(dim=-1)
-    limit = path_length(moves[0], bounds.lipschitz(calm))
-    yield at_most("length of the path by ‖Δ₀‖/(1 − L), L ≤ 0.4", moves.sum(0) / limit, 1 + 1e-9)
-    elsewhere = calm.descend(other, steps=28).states[-1]
+    longest = path_length(moves[0], bounds.lipschitz(contracting))
+    yield at_most("length of the path by ‖Δ₀‖/(1 − L), L ≤ 0.4", moves.sum(0) / longest, 1 + 1e-9)
+    other_end = contracting.descend(other, steps=28).states[-1]
     # 0.4²⁸ = 7e-12.
-    apart = (path[-1] - elsewhere).norm(dim=-1) / (1 + state.norm(dim=-1) + other.norm(dim=-1))
-    yield at_most("distance of two ends, L ≤ 0.4, relative", apart, CLOSED_FORM)
+    distance = (path[-1] - other_end).norm(dim=-1) / (1 + state.norm(dim=-1) + other.norm(dim=-1))
+    yield at_most("distance of two ends, L ≤ 0.4, relative", distance, CLOSED_FORM)
 
 
 def _retrieval(energy: HopfieldEnergy, state: Tensor, norm: Tensor) -> Iterator[Check]:
-    """(7): one step, for every pattern; and balls that keep their fixed point."""
+    """Property 7: one step retrieves pattern i to within its bound, from any state and for every i."""
     memory = energy.memory
     bound = bounds.retrieval_bound(energy, state)
     scores = energy.scale.unsqueeze(-1) * (memory.points @ state.unsqueeze(-1)).squeeze(-1)
-    missed = 1 - torch.softmax(scores, -1)
-    yield at_most("1 − pᵢ less (N − 1)e^(−βΔᵢ)", missed - bound.weight, _EDGE)
-    apart = (energy.step(state).unsqueeze(-2) - memory.points).norm(dim=-1)
-    yield at_most("(‖f(ξ) − xᵢ‖ less its bound)/M", (apart - bound.distance) / norm.unsqueeze(-1), 1e2 * _EDGE)
+    other_weights = 1 - torch.softmax(scores, -1)
+    yield at_most("1 − pᵢ less (N − 1)e^(−βΔᵢ)", other_weights - bound.weight, _EDGE)
+    distance = (energy.step(state).unsqueeze(-2) - memory.points).norm(dim=-1)
+    yield at_most("(‖f(ξ) − xᵢ‖ less its bound)/M", (distance - bound.distance) / norm.unsqueeze(-1), 1e2 * _EDGE)
+    unit_patterns = torch.nn.functional.normalize(memory.points, dim=-1)
+    yield from _basins(unit_patterns)
+    yield from _pairs(unit_patterns[:, 0])
+
+
+def _basins(patterns: Tensor) -> Iterator[Check]:
+    """Property 7: balls about patterns of norm one that keep a fixed point, and those that keep only one."""
     # Cold enough that most patterns have a ball of a tenth of their norm.
     radius = 0.1
-    unit = HopfieldEnergy.create(torch.nn.functional.normalize(memory.points, dim=-1), scale=60.0)
-    found = bounds.basin(unit, radius)
+    energy = HopfieldEnergy.create(patterns, scale=60.0)
+    basin = bounds.basin(energy, radius)
     # Towards the nearest other pattern, where the lead falls fastest of all to a rival.
-    points = unit.memory.points
-    alike = (points @ points.mT).masked_fill(torch.eye(points.shape[-2], dtype=torch.bool), -torch.inf)
-    nearest = points.gather(-2, alike.argmax(-1).unsqueeze(-1).expand_as(points))
+    points = energy.memory.points
+    similarity = (points @ points.mT).masked_fill(torch.eye(points.shape[-2], dtype=torch.bool), -torch.inf)
+    nearest = points.gather(-2, similarity.argmax(-1).unsqueeze(-1).expand_as(points))
     start = points + radius * torch.nn.functional.normalize(nearest - points, dim=-1)
-    after, end = unit.step(start), unit.retrieve(start, steps=6).state
-    middle = unit.retrieve(unit.memory.points, steps=6).state
-    kept, alone = found.exists, found.unique
-    yield at_least("patterns with a ball that keeps its one fixed point", alone.double().sum(), 1.0)
-    yield at_most(
-        "‖f(ξ) − xᵢ‖/r on the edge of such balls", (after - unit.memory.points).norm(dim=-1)[kept] / radius, 1.0
-    )
-    yield at_most(
-        "distance of its fixed point by the bound",
-        ((end - unit.memory.points).norm(dim=-1) - found.distance)[kept],
-        _EDGE,
-    )
-    yield at_most("distance of two ends in one ball", (end - middle).norm(dim=-1)[alone], CLOSED_FORM)
-    yield from _pairs(unit.memory.points[:, 0])
+    after = energy.step(start)
+    end_from_edge = energy.retrieve(start, steps=6).state
+    end_from_middle = energy.retrieve(points, steps=6).state
+    yield at_least("patterns with a ball that keeps its one fixed point", basin.unique.double().sum(), 1.0)
+    yield at_most("‖f(ξ) − xᵢ‖/r on the edge of such balls", (after - points).norm(dim=-1)[basin.exists] / radius, 1.0)
+    excess = (end_from_edge - points).norm(dim=-1) - basin.distance
+    yield at_most("distance of its fixed point by the bound", excess[basin.exists], _EDGE)
+    distance = (end_from_edge - end_from_middle).norm(dim=-1)
+    yield at_most("distance of two ends in one ball", distance[basin.unique], CLOSED_FORM)
 
 
 def _pairs(pattern: Tensor) -> Iterator[Check]:
-    """x and −x: a step of the radius towards the other takes off the lead 2M·radius, the most that anything can."""
+    """The bound of property 7 is attained for patterns ±x: the step towards the other takes 2M·radius off the lead."""
     scale = torch.linspace(0.3, 9.0, len(pattern), dtype=torch.float64)
     energy = HopfieldEnergy.create(torch.stack([pattern, -pattern], -2), scale=scale)
     for radius in (0.1, 0.3, 0.5):
-        found = bounds.basin(energy, radius)
-        apart = (energy.step((1 - radius) * pattern) - pattern).norm(dim=-1)
-        kept = found.exists[:, 0]
-        yield at_least(f"pairs ±x: balls of radius {radius} that are promised", kept.double().sum(), 1.0)
-        yield at_most(f"pairs ±x: ‖f(ξ) − x‖/r at the edge of such balls, r = {radius}", apart[kept] / radius, 1.0)
-        missed = torch.exp(-scale * (2 - 2 * radius))
+        basin = bounds.basin(energy, radius)
+        distance = (energy.step((1 - radius) * pattern) - pattern).norm(dim=-1)
+        exists = basin.exists[:, 0]
+        yield at_least(f"pairs ±x: balls of radius {radius} that are promised", exists.double().sum(), 1.0)
+        yield at_most(f"pairs ±x: ‖f(ξ) − x‖/r at the edge of such balls, r = {radius}", distance[exists] / radius, 1.0)
+        odds_of_other = torch.exp(-scale * (2 - 2 * radius))
         yield close(
-            f"pairs ±x: the bound and ‖f(ξ) − x‖(1 + e^(−βΔ)), r = {radius}", found.distance[:, 0], apart * (1 + missed)
+            f"pairs ±x: the bound and ‖f(ξ) − x‖(1 + e^(−βΔ)), r = {radius}",
+            basin.distance[:, 0],
+            distance * (1 + odds_of_other),
         )
 
 
 def _pitchfork(normal: Normal, dimensions: int) -> Iterator[Check]:
-    """(6) is sharp: for patterns ±a there is one fixed point up to β‖a‖² = 1 = βD²/4 and two more beyond it."""
+    """Property 6 is sharp: for patterns ±a there is one fixed point up to β‖a‖² = 1 = βD²/4 and two more beyond it."""
     a = normal(dimensions)
     for product in (0.95, 1.05):
         scale = product / float(a.square().sum())
         energy = HopfieldEnergy.create(torch.stack([a, -a]), scale=scale)
         yield close(f"β‖a‖² = {product}: βD²/4", bounds.lipschitz(energy), product)
         end = energy.retrieve(a, steps=500).state.norm() / a.norm()
-        # ξ = t·a is fixed where t = tanh(β‖a‖²t): bisection for the largest root.
-        low, high = (1e-3, 1.0) if product > 1 else (0.0, 0.0)
-        for _ in range(100):
-            middle = 0.5 * (low + high)
-            low, high = (middle, high) if math.tanh(product * middle) > middle else (low, middle)
-        yield close(f"β‖a‖² = {product}: ‖ξ*‖/‖a‖ and the root of t = tanh(β‖a‖²t)", end, high)
+        root = _largest_root(product)
+        yield close(f"β‖a‖² = {product}: ‖ξ*‖/‖a‖ and the root of t = tanh(β‖a‖²t)", end, root)
+
+
+def _largest_root(product: float) -> float:
+    """Of t = tanh(β‖a‖²t), where t·a is a fixed point: by bisection; 0 up to β‖a‖² = 1."""
+    if product <= 1:
+        return 0.0
+    low = 1e-3
+    high = 1.0
+    for _ in range(100):
+        middle = 0.5 * (low + high)
+        if math.tanh(product * middle) > middle:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def _capacity() -> Iterator[Check]:
-    """(8): the constants of the literature, to the digits printed there."""
+    """Property 8, capacity: the constants of the literature, to the digits printed there."""
     for dimension, radius, expected in ((20, 3.0, 3.1546), (75, 1.0, 1.3718)):
-        found = bounds.capacity(dimension, scale=1.0, radius=radius)
-        yield close(f"c for β = 1, K = {radius:g}, d = {dimension}, p = 0.001", found.base, expected, 5e-5)
+        base = bounds.capacity(dimension, scale=1.0, radius=radius).base
+        yield close(f"c for β = 1, K = {radius:g}, d = {dimension}, p = 0.001", base, expected, 5e-5)
         argument = 2 / (dimension - 1) * (1 + math.log(2 * radius**2 * 0.001 * (dimension - 1)))
         b = 0.4 * radius**2
-        lambert = b / found.base
+        lambert = b / base
         yield close(
             f"W = b/c solves We^W = e^(a + ln b), d = {dimension}", lambert + math.log(lambert), argument + math.log(b)
         )
@@ -229,7 +249,8 @@ def attention_is_a_descent_step(atoms: int = 10, dimensions: int = 4, heads: int
     check_at_least(2, atoms=atoms, dimensions=dimensions, heads=heads)
     normal = normal_draws(seed)
     scale = dimensions**-0.5
-    keys, query = normal(heads, atoms, dimensions), normal(heads, 6, dimensions)
+    keys = normal(heads, atoms, dimensions)
+    query = normal(heads, 6, dimensions)
     log_weight = normal(heads, atoms)
     log_weight[:, ::3] = -torch.inf
 
@@ -244,33 +265,42 @@ def attention_is_a_descent_step(atoms: int = 10, dimensions: int = 4, heads: int
     yield close("unit gradient step of all heads, masked, and attention", step(query.requires_grad_()), attended, 1e-12)
     query = query.detach()
     yield close("step of the library and attention", energy.step(query), attended, 1e-12)
-    rubbish = torch.where((log_weight == -torch.inf).unsqueeze(-1), 1e3 * normal(heads, atoms, dimensions), keys)
-    masked = HopfieldEnergy.create(Atoms.create(rubbish, log_weight), scale=scale)
+    other_keys = torch.where((log_weight == -torch.inf).unsqueeze(-1), 1e3 * normal(heads, atoms, dimensions), keys)
+    masked = HopfieldEnergy.create(Atoms.create(other_keys, log_weight), scale=scale)
     yield close("energy with other keys under the mask", masked(query), energy(query))
-    joined = torch.block_diag(*keys)
-    several = HopfieldEnergy.create(Atoms.create(joined.reshape(heads, atoms, -1), log_weight), scale=scale)
-    wide = query.movedim(0, 1).reshape(6, -1)
-    lse = (0.5 * wide.square().sum(-1) - several(wide.expand(heads, -1, -1)) + several.constant.unsqueeze(-1)).sum(0)
-    per_head = (0.5 * query.square().sum(-1) - energy(query) + energy.constant.unsqueeze(-1)).sum(0)
-    yield close("lse of keys in the subspaces of one space, summed, and of the heads", lse, per_head)
+    # Each head's keys in a subspace of one space: (heads, atoms, heads·dimensions), and queries (6, heads·dimensions).
+    subspace_keys = torch.block_diag(*keys).reshape(heads, atoms, -1)
+    subspaces = HopfieldEnergy.create(Atoms.create(subspace_keys, log_weight), scale=scale)
+    joint_query = query.movedim(0, 1).reshape(6, -1).expand(heads, -1, -1)
+    yield close(
+        "lse of keys in the subspaces of one space, summed, and of the heads",
+        _log_sum_exp(subspaces, joint_query).sum(0),
+        _log_sum_exp(energy, query).sum(0),
+    )
     yield from _values(normal, keys[0], query[0], scale)
     yield from _context(normal(atoms, dimensions), scale)
 
 
+def _log_sum_exp(energy: HopfieldEnergy, state: Tensor) -> Tensor:
+    """lse_β(Xξ), which is ½‖ξ‖² − E with the constants of E."""
+    return 0.5 * state.square().sum(-1) - energy(state) + energy.constant.unsqueeze(-1)
+
+
 def _values(normal: Normal, keys: Tensor, query: Tensor, scale: float) -> Iterator[Check]:
-    """The Jacobian of a map that is a gradient is symmetric."""
+    """Only values c·keys are in the energy: the Jacobian of a map that is a gradient is symmetric."""
     memory = Atoms.create(keys)
-    for name, values, tied in (("c·keys", 1.7 * keys, True), ("of their own", normal(*keys.shape), False)):
-        slope = torch.func.vmap(torch.func.jacrev(lambda q, v=values: memory.expectation(scale * q, v)))(query)
-        asymmetry = torch.linalg.matrix_norm(slope - slope.mT) / torch.linalg.matrix_norm(slope)
-        if tied:
-            yield at_most(f"values {name}: asymmetry of the Jacobian", asymmetry, CLOSED_FORM)
-        else:
-            yield at_least(f"values {name}: asymmetry of the Jacobian", asymmetry, 1e4 * CLOSED_FORM)
+
+    def asymmetry(values: Tensor) -> Tensor:
+        slope = torch.func.vmap(torch.func.jacrev(lambda q: memory.expectation(scale * q, values)))(query)
+        return torch.linalg.matrix_norm(slope - slope.mT) / torch.linalg.matrix_norm(slope)
+
+    yield at_most("values c·keys: asymmetry of the Jacobian", asymmetry(1.7 * keys), CLOSED_FORM)
+    independent = normal(*keys.shape)
+    yield at_least("values of their own: asymmetry of the Jacobian", asymmetry(independent), 1e4 * CLOSED_FORM)
 
 
 def _context(tokens: Tensor, scale: float) -> Iterator[Check]:
-    """Σ_i lse(x_i·X): queries and keys both move."""
+    """The energy Σ_i lse(x_i·X) of a context that attends to itself: queries and keys both move."""
 
     def total(tokens: Tensor) -> Tensor:
         return torch.logsumexp(scale * tokens @ tokens.T, -1).sum() / scale
@@ -278,7 +308,7 @@ def _context(tokens: Tensor, scale: float) -> Iterator[Check]:
     slope = torch.func.grad(total)(tokens)
     weights = torch.softmax(scale * tokens @ tokens.T, -1)
     yield close("gradient through queries and keys, and (P + Pᵀ)X", slope, (weights + weights.T) @ tokens)
-    one = torch.func.grad(lambda x: torch.logsumexp(scale * x @ tokens.T, -1).sum() / scale)(tokens)
-    yield close("gradient through queries alone, and PX", one, weights @ tokens)
-    same = tokens[:1].expand_as(tokens)
-    yield close("tokens that are all one: the gradient is twice attention", torch.func.grad(total)(same), 2 * same)
+    query_slope = torch.func.grad(lambda x: torch.logsumexp(scale * x @ tokens.T, -1).sum() / scale)(tokens)
+    yield close("gradient through queries alone, and PX", query_slope, weights @ tokens)
+    equal = tokens[:1].expand_as(tokens)
+    yield close("tokens that are all one: the gradient is twice attention", torch.func.grad(total)(equal), 2 * equal)

@@ -82,7 +82,8 @@ def implicit_layer(n: int = 12, d: int = 5, queries: int = 8, alpha: float = 0.7
     check_at_least(2, n=n, queries=queries)
     check_at_least(1, d=d)
     normal = normal_draws(seed)
-    keys, query = normal(n, d), normal(queries, d)
+    keys = normal(n, d)
+    query = normal(queries, d)
     diameter = torch.cdist(keys, keys).max().item()
     lipschitz = 0.9
     layer = _Layer(alpha, lipschitz * 4 / (alpha * diameter**2))
@@ -93,74 +94,87 @@ def implicit_layer(n: int = 12, d: int = 5, queries: int = 8, alpha: float = 0.7
 
 
 def _fixed_points(layer: _Layer, query: Tensor, keys: Tensor, lipschitz: float) -> Iterator[Check]:
+    """Fixed points are critical points of the energy, which every solver finds from every start where αβD²/4 < 1."""
     value = layer.solve(query, keys)
     slope = torch.func.grad(lambda z: layer.energy(z, query, keys).sum())(value)
     yield close("∇E_q at the fixed point", slope, torch.zeros_like(slope))
-    ways: list[tuple[str, Method]] = [
-        ("plain iteration", Picard()),
-        ("damped by ½", Picard(damping=0.5)),
-        ("Anderson's acceleration", Anderson()),
-        ("Newton's method", Newton()),
-    ]
-    for name, method in ways:
+    methods: dict[str, Method] = {
+        "plain iteration": Picard(),
+        "damped by ½": Picard(damping=0.5),
+        "Anderson's acceleration": Anderson(),
+        "Newton's method": Newton(),
+    }
+    for name, method in methods.items():
         yield close(f"{name} and the fixed point", layer.solve(query, keys, method), value)
-    far = fixed_point(layer, 100 * query, (query, keys), rtol=_EXACT, atol=_EXACT).value
-    yield close("from another start, αβD²/4 < 1", far, value)
+    from_far = fixed_point(layer, 100 * query, (query, keys), rtol=_EXACT, atol=_EXACT).value
+    yield close("from another start, αβD²/4 < 1", from_far, value)
 
-    hot = _Layer(layer.alpha, 100 * layer.beta)
+    # The energy falls where the map is no contraction, too.
+    cold = _Layer(layer.alpha, 100 * layer.beta)
     points = [query]
     for _ in range(20):
-        points.append(hot(points[-1], query, keys))
-    energies = torch.stack([hot.energy(z, query, keys) for z in points])
+        points.append(cold(points[-1], query, keys))
+    energies = torch.stack([cold.energy(z, query, keys) for z in points])
     yield at_most("rise of E_q in a step, β a hundredfold", energies.diff(dim=0), CLOSED_FORM)
 
-    before, bound = query, lipschitz / (1 - lipschitz)
-    worst = torch.zeros(())
+    # Banach's bound of the distance to the fixed point, from the last move.
+    before = query
+    distance_per_move = lipschitz / (1 - lipschitz)
+    largest_ratio = torch.zeros(())
     for _ in range(10):
         after = layer(before, query, keys)
-        worst = torch.maximum(worst, (after - value).norm(dim=-1).div(bound * (after - before).norm(dim=-1)).amax())
+        bound = distance_per_move * (after - before).norm(dim=-1)
+        ratio = (after - value).norm(dim=-1).div(bound).amax()
+        largest_ratio = torch.maximum(largest_ratio, ratio)
         before = after
-    yield at_most("‖z* − z_t‖ by L/(1 − L)·‖z_t − z_{t−1}‖, L = αβD²/4", worst, 1.0)
+    yield at_most("‖z* − z_t‖ by L/(1 − L)·‖z_t − z_{t−1}‖, L = αβD²/4", largest_ratio, 1.0)
 
 
 def _derivatives(layer: _Layer, query: Tensor, keys: Tensor) -> Iterator[Check]:
+    """Derivatives are (I − J)⁻¹∂F with J = αβ Cov: the same as through many iterations."""
+
     def loss(solve: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda query, keys: solve(query, keys).sin().sum()
 
-    both = (0, 1)
-    given = torch.func.grad(loss(layer.solve), both)(query, keys)
-    expected = torch.func.grad(loss(layer.iterate), both)(query, keys)
-    for name, ours, theirs in zip(("query", "keys"), given, expected, strict=True):
-        yield close(f"derivative in the {name}, and through {_ITERATIONS} iterations", ours, theirs)
+    query_slope, keys_slope = torch.func.grad(loss(layer.solve), (0, 1))(query, keys)
+    unrolled_query, unrolled_keys = torch.func.grad(loss(layer.iterate), (0, 1))(query, keys)
+    yield close(f"derivative in the query, and through {_ITERATIONS} iterations", query_slope, unrolled_query)
+    yield close(f"derivative in the keys, and through {_ITERATIONS} iterations", keys_slope, unrolled_keys)
 
     value = layer.solve(query, keys)
     weights = torch.softmax(layer.beta * value @ keys.mT, -1)
     centred = keys - (weights @ keys).unsqueeze(-2)
     jacobian = layer.alpha * layer.beta * centred.mT @ (weights.unsqueeze(-1) * centred)
     eye = torch.eye(query.shape[-1], dtype=query.dtype)
-    closed = torch.linalg.solve(eye - jacobian, value.cos().unsqueeze(-1)).squeeze(-1)
-    yield close("derivative in the query, and (1 − α)(I − αβ Cov)⁻¹g", given[0], (1 - layer.alpha) * closed)
+    closed_form = (1 - layer.alpha) * torch.linalg.solve(eye - jacobian, value.cos().unsqueeze(-1)).squeeze(-1)
+    yield close("derivative in the query, and (1 − α)(I − αβ Cov)⁻¹g", query_slope, closed_form)
     radius = spectral_radius(layer, value, (query, keys))
     # By differences of F, of relative error √eps.
     largest = torch.linalg.eigvalsh(jacobian)[..., -1]
     yield close("spectral radius of ∂F/∂z, and of αβ Cov", radius, largest, 1e-6)
 
     direction = torch.ones_like(query)
-    second = torch.func.grad(lambda q: (torch.func.grad(loss(layer.solve))(q, keys) * direction).sum())(query)
-    through = torch.func.grad(lambda q: (torch.func.grad(loss(layer.iterate))(q, keys) * direction).sum())(query)
-    yield close(f"second derivative, and through {_ITERATIONS} iterations", second, through)
+
+    def directional_slope(solve: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda q: (torch.func.grad(loss(solve))(q, keys) * direction).sum()
+
+    implicit = torch.func.grad(directional_slope(layer.solve))(query)
+    unrolled = torch.func.grad(directional_slope(layer.iterate))(query)
+    yield close(f"second derivative, and through {_ITERATIONS} iterations", implicit, unrolled)
 
 
 def _without_injection(bare: _Layer, query: Tensor, keys: Tensor) -> Iterator[Check]:
-    to_query = torch.func.grad(lambda q: bare.solve(q, keys).sin().sum())(query)
-    through = torch.func.grad(lambda q: bare.iterate(q, keys).sin().sum())(query)
-    yield at_most("α = 1: implicit derivative in the query", to_query.abs(), 0.0)
-    yield at_most(f"α = 1: the same through {_ITERATIONS} iterations", through.abs(), CLOSED_FORM)
+    """Without the pull the fixed point does not depend on the query: no gradient reaches it."""
+    implicit = torch.func.grad(lambda q: bare.solve(q, keys).sin().sum())(query)
+    unrolled = torch.func.grad(lambda q: bare.iterate(q, keys).sin().sum())(query)
+    yield at_most("α = 1: implicit derivative in the query", implicit.abs(), 0.0)
+    yield at_most(f"α = 1: the same through {_ITERATIONS} iterations", unrolled.abs(), CLOSED_FORM)
 
 
 def _saddles(key: Tensor) -> Iterator[Check]:
-    """Midway between two keys ±x the covariance is xxᵀ: the spectral radius is β‖x‖²."""
-    keys, middle = torch.stack([key, -key]), torch.zeros_like(key)
+    """A spectral radius ≥ 1 is a saddle. Midway between two keys ±x the covariance is xxᵀ, and the radius β‖x‖²."""
+    keys = torch.stack([key, -key])
+    middle = torch.zeros_like(key)
     for strength in (0.5, 2.0):
         bare = _Layer(1.0, strength / key.square().sum().item())
         radius = spectral_radius(bare, middle, (middle, keys))

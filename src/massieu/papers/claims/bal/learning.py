@@ -31,7 +31,8 @@ from massieu.papers.claims.registry import claim
 _ROUNDING = 1e-14
 """Of sums of a few probabilities."""
 
-_SEEN, _HIDDEN = 4, 2
+_VISIBLE = 4
+_HIDDEN = 2
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,16 @@ class _Machine:
     def library(self) -> BoltzmannMachine:
         return BoltzmannMachine.create(Spin.create(self.field), self.hidden, self.weight)
 
-    def level(self, weight: Float[Tensor, "... V H"], field: Float[Tensor, "... V"]) -> Float[Tensor, "... S"]:
+    def log_unnormalised(
+        self, weight: Float[Tensor, "... V H"], field: Float[Tensor, "... V"]
+    ) -> Float[Tensor, "... S"]:
         """log p(v) up to its constant, with the prior's K in closed form."""
         fields = self.states @ weight
         return (self.states @ field.unsqueeze(-1)).squeeze(-1) + self.prior.log_mean_exp(fields).sum(-1)
 
     @property
     def probability(self) -> Float[Tensor, "S"]:
-        return torch.softmax(self.level(self.weight, self.field), -1)
+        return torch.softmax(self.log_unnormalised(self.weight, self.field), -1)
 
     def means(self, visible: Float[Tensor, "items V"]) -> Float[Tensor, "items H"]:
         """K′(Wᵀv) in closed form."""
@@ -91,99 +94,139 @@ def learning_of_a_machine(chains: int = 20_000, sweeps: int = 40, seed: int = 0)
     for prior in priors(normal):
         # Half of the way to the end of the domain at most, where differences of K are still small.
         reach = min(2 / 3 * prior.reach, 1.0)
-        weight = reach * F.normalize(normal(_SEEN, _HIDDEN), p=1, dim=0)
-        machine = _Machine(prior, 0.5 * normal(_SEEN), weight, spin_states(_SEEN))
+        weight = reach * F.normalize(normal(_VISIBLE, _HIDDEN), p=1, dim=0)
+        machine = _Machine(prior, 0.5 * normal(_VISIBLE), weight, spin_states(_VISIBLE))
         yield from _chains(machine, chains, sweeps, generator)
         yield from _gradient(machine)
         if prior.name in ("Bernoulli", "spin"):
-            strong = replace(machine, weight=0.5 * normal(_SEEN, _HIDDEN))
-            yield from _divergence(strong, _transition(strong), chains, generator)
+            strong = replace(machine, weight=0.5 * normal(_VISIBLE, _HIDDEN))
+            transition = _transition(strong)
+            yield from _divergence(strong, transition)
+            yield from _sampled_divergence(strong, transition, chains, generator)
 
 
 def _chains(machine: _Machine, chains: int, sweeps: int, generator: torch.Generator) -> Iterator[Check]:
-    """(i), from one state far from the law."""
+    """Block Gibbs sampling leads to p(v, h), from one state far from it: test (i) of B8 in docs/theory/bal.md."""
     library = machine.library
-    start = gibbs_init(torch.ones(chains, _SEEN, dtype=torch.float64), library.sample_hidden, generator)
+    start = gibbs_init(torch.ones(chains, _VISIBLE, dtype=torch.float64), library.sample_hidden, generator)
     visible, hidden = gibbs_step(start, library.sample_visible, library.sample_hidden, generator, steps=sweeps)
-    name, p, states = machine.prior.name, machine.probability, machine.states
-    first, second = torch.triu_indices(_SEEN, _SEEN, 1)
-    values = [visible, visible[:, first] * visible[:, second]]
-    wanted = [p @ states, p @ (states[:, first] * states[:, second])]
-    if name != "constant":  # which has no spread
-        values += [hidden, (visible.unsqueeze(-1) * hidden.unsqueeze(-2)).flatten(1)]
-        wanted += [p @ machine.means(states), (states.T * p @ machine.means(states)).flatten()]
-    yield mean_of_draws(f"{name}: moments of v and h over chains", torch.cat(values, -1), torch.cat(wanted))
+    name = machine.prior.name
+    p = machine.probability
+    states = machine.states
+    first, second = torch.triu_indices(_VISIBLE, _VISIBLE, 1)
+    draws = [visible, visible[:, first] * visible[:, second]]
+    exact = [p @ states, p @ (states[:, first] * states[:, second])]
+    # A constant hidden unit has no spread to measure a distance in.
+    if name != "constant":
+        draws += [hidden, (visible.unsqueeze(-1) * hidden.unsqueeze(-2)).flatten(1)]
+        exact += [p @ machine.means(states), (states.T * p @ machine.means(states)).flatten()]
+    yield mean_of_draws(f"{name}: moments of v and h over chains", torch.cat(draws, -1), torch.cat(exact))
 
 
 def _gradient(machine: _Machine) -> Iterator[Check]:
-    """(ii), of the exact likelihood of six states."""
-    name, states, p = machine.prior.name, machine.states, machine.probability
-    chosen = torch.tensor([0, 3, 3, 6, 9, 15])
+    """The gradient of the exact likelihood of six states is the difference of two averages: test (ii)."""
+    name = machine.prior.name
+    states = machine.states
+    p = machine.probability
+    observed = torch.tensor([0, 3, 3, 6, 9, 15])
 
     def likelihood(parameters: Float[Tensor, "P"]) -> Float[Tensor, ""]:
-        weight, field = parameters.split([_SEEN * _HIDDEN, _SEEN])
-        return machine.level(weight.reshape(_SEEN, _HIDDEN), field).log_softmax(-1)[chosen].mean()
+        flat_weight, field = parameters.split([_VISIBLE * _HIDDEN, _VISIBLE])
+        weight = flat_weight.reshape(_VISIBLE, _HIDDEN)
+        return machine.log_unnormalised(weight, field).log_softmax(-1)[observed].mean()
 
-    found = differences(likelihood, torch.cat([machine.weight.flatten(), machine.field]))
+    by_differences = differences(likelihood, torch.cat([machine.weight.flatten(), machine.field]))
     library = machine.library
     means = library.hidden.mean(library.hidden_field(states))
     yield close(f"{name}: mean of h given v, and K′(Wᵀv)", means, machine.means(states))
-    data = F.one_hot(chosen, len(states)).double().mean(0)
+    data = F.one_hot(observed, len(states)).double().mean(0)
     formula = torch.cat([(states.T * (data - p) @ means).flatten(), states.T @ (data - p)])
-    yield close(f"{name}: likelihood's gradient and its differences", formula, found, GRADIENT_BY_DIFFERENCES)
+    yield close(f"{name}: likelihood's gradient and its differences", formula, by_differences, GRADIENT_BY_DIFFERENCES)
+    # Contrastive divergence between the six states and every state once.
     weight = machine.weight.clone().requires_grad_()
-    moving = BoltzmannMachine(library.visible, library.hidden, weight)
-    loss = contrastive_divergence(moving.effective_energy, states[chosen], states)
+    trainable = BoltzmannMachine(library.visible, library.hidden, weight)
+    loss = contrastive_divergence(trainable.effective_energy, states[observed], states)
     (slope,) = torch.autograd.grad(loss, weight)
-    even = torch.full_like(data, 1 / len(states))
-    yield close(f"{name}: gradient of contrastive divergence", -slope, states.T * (data - even) @ machine.means(states))
+    uniform = torch.full_like(data, 1 / len(states))
+    closed_form = states.T * (data - uniform) @ machine.means(states)
+    yield close(f"{name}: gradient of contrastive divergence", -slope, closed_form)
 
 
 def _transition(machine: _Machine) -> Float[Tensor, "S S"]:
     """T(v, v′) of the library's conditional laws, over all hidden states."""
-    library, states = machine.library, machine.states
-    hidden = spin_states(_HIDDEN) if machine.prior.name == "spin" else 0.5 * (1 + spin_states(_HIDDEN))
+    library = machine.library
+    states = machine.states
+    hidden = spin_states(_HIDDEN)
+    if machine.prior.name == "Bernoulli":
+        hidden = 0.5 * (1 + hidden)
+    # log p(h | v) for every pair, (states, hidden states), then log p(v′ | h), (hidden states, states).
     shape = len(states), len(hidden), -1
-    down = library.hidden.log_prob(library.hidden_field(states).unsqueeze(1).expand(shape), hidden.expand(shape))
+    hidden_field = library.hidden_field(states).unsqueeze(1).expand(shape)
+    log_hidden = library.hidden.log_prob(hidden_field, hidden.expand(shape))
     shape = len(hidden), len(states), -1
-    up = library.visible.log_prob(library.visible_field(hidden).unsqueeze(1).expand(shape), states.expand(shape))
-    return down.exp() @ up.exp()
+    visible_field = library.visible_field(hidden).unsqueeze(1).expand(shape)
+    log_visible = library.visible.log_prob(visible_field, states.expand(shape))
+    return log_hidden.exp() @ log_visible.exp()
 
 
-def _divergence(
-    machine: _Machine, transition: Float[Tensor, "S S"], chains: int, generator: torch.Generator
-) -> Iterator[Check]:
-    """(iii) and (iv). In the norm of L²(1/p) a reversible chain contracts by λ₂ a step."""
-    name, p, states = machine.prior.name, machine.probability, machine.states
+_STARTS = torch.tensor([0, 3, 6, 9])
+"""The states from which contrastive divergence starts, an equal share of the data each."""
+
+
+def _start_law(states: Float[Tensor, "S V"]) -> Float[Tensor, "S"]:
+    return F.one_hot(_STARTS, len(states)).double().mean(0)
+
+
+def _pair_statistics(machine: _Machine, visible: Float[Tensor, "items V"]) -> Float[Tensor, "items V*H"]:
+    """vᵢK′_μ(Wᵀv), whose averages are the gradients."""
+    return (visible.unsqueeze(-1) * machine.means(visible).unsqueeze(-2)).flatten(1)
+
+
+def _divergence(machine: _Machine, transition: Float[Tensor, "S S"]) -> Iterator[Check]:
+    """Reversibility of a sweep, test (iii), and the error of CD-k by its bound, test (iv).
+
+    In the norm of L²(1/p) a reversible chain contracts by λ₂ a step.
+    """
+    name = machine.prior.name
+    p = machine.probability
+    states = machine.states
     flow = p.unsqueeze(-1) * transition
     yield close(f"{name}: p(v)T(v, v′) and p(v′)T(v′, v)", flow, flow.T, _ROUNDING)
     yield close(f"{name}: pT and p", p @ transition, p, _ROUNDING)
-    even = p.sqrt().unsqueeze(-1) * transition / p.sqrt()
-    second = torch.linalg.eigvalsh(0.5 * (even + even.T))[-2]
+    # T is similar to a symmetric matrix, as the chain is reversible.
+    symmetric = p.sqrt().unsqueeze(-1) * transition / p.sqrt()
+    second_eigenvalue = torch.linalg.eigvalsh(0.5 * (symmetric + symmetric.T))[-2]
 
-    chosen = torch.tensor([0, 3, 6, 9])
-    data = F.one_hot(chosen, len(states)).double().mean(0)
-    statistics = (states.unsqueeze(-1) * machine.means(states).unsqueeze(-2)).flatten(1)
-    spread = (p @ (statistics - p @ statistics).square()).sqrt()
-    apart = ((data - p).square() / p).sum().sqrt()
+    data = _start_law(states)
+    statistics = _pair_statistics(machine, states)
+    deviation = (p @ (statistics - p @ statistics).square()).sqrt()
+    chi = ((data - p).square() / p).sum().sqrt()
     for k in (1, 2, 5, 20):
         law = data @ torch.linalg.matrix_power(transition, k)
-        bias, bound = (law - p) @ statistics, second**k * apart * spread
-        detail = f"largest entry {bias.abs().max():.2g}, λ₂ = {second:.2g}"
+        bias = (law - p) @ statistics
+        bound = second_eigenvalue**k * chi * deviation
+        detail = f"largest entry {bias.abs().max():.2g}, λ₂ = {second_eigenvalue:.2g}"
         # What is far below the rounding of sums of order 1 is not told from 0.
-        over = (bias.abs() - _ROUNDING).clamp_min(0) / bound
-        yield at_most(f"{name}: |CD-{k} less the gradient| by its bound", over, 1.0, detail)
+        share = (bias.abs() - _ROUNDING).clamp_min(0) / bound
+        yield at_most(f"{name}: |CD-{k} less the gradient| by its bound", share, 1.0, detail)
     bias = (data @ transition - p) @ statistics
     yield at_least(f"{name}: |CD-1 less the gradient|", bias.abs().max(), 1e4 * CLOSED_FORM)
 
+
+def _sampled_divergence(
+    machine: _Machine, transition: Float[Tensor, "S S"], chains: int, generator: torch.Generator
+) -> Iterator[Check]:
+    """The gradient of CD-1 by sampling has the expectation that T gives."""
+    states = machine.states
     weight = machine.weight.clone().requires_grad_()
-    moving = BoltzmannMachine(Spin.create(machine.field), machine.hidden, weight)
-    start = states[chosen].repeat(chains // len(chosen), 1)
-    state = gibbs_init(start, moving.sample_hidden, generator)
-    after = gibbs_step(state, moving.sample_visible, moving.sample_hidden, generator).visible
-    (slope,) = torch.autograd.grad(contrastive_divergence(moving.effective_energy, start, after), weight)
-    each = (after.unsqueeze(-1) * machine.means(after).unsqueeze(-2)).flatten(1)
-    wanted = (data - data @ transition) @ statistics
-    error = each.std(0) / math.sqrt(len(start))
+    trainable = BoltzmannMachine(Spin.create(machine.field), machine.hidden, weight)
+    start = states[_STARTS].repeat(chains // len(_STARTS), 1)
+    chain = gibbs_init(start, trainable.sample_hidden, generator)
+    after = gibbs_step(chain, trainable.sample_visible, trainable.sample_hidden, generator).visible
+    (slope,) = torch.autograd.grad(contrastive_divergence(trainable.effective_energy, start, after), weight)
+    data = _start_law(states)
+    expected = (data - data @ transition) @ _pair_statistics(machine, states)
     # The starts are an equal number of each state, so that the mean spreads less than this says.
-    yield near_in_standard_errors(f"{name}: CD-1 by sampling and by T", -slope.flatten(), wanted, error)
+    error = _pair_statistics(machine, after).std(0) / math.sqrt(len(start))
+    name = f"{machine.prior.name}: CD-1 by sampling and by T"
+    yield near_in_standard_errors(name, -slope.flatten(), expected, error)

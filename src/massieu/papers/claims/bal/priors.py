@@ -32,9 +32,10 @@ class Prior:
         log_mean_exp: K(t) = log E e^{th} in closed form.
         slope: K′(t), for complex t.
         cumulants: κ₁ … κ₆ in closed form.
-        poles: Of K′, those nearest to 0: where and the residue. Their distance is the radius of the cumulant series.
-        top: The end of the domain on the right; −top is that on the left where `two_sided`.
-        two_sided: Whether there is one.
+        poles: Places and residues of the poles of K′ nearest to 0; empty where K′ has none. Their distance from 0 is the
+            radius of the cumulant series.
+        top: The right end of the domain.
+        two_sided: Whether the domain also ends on the left, at −top.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Prior:
 
     @property
     def radius(self) -> float:
-        """Of convergence of Σ κₙtⁿ/n!."""
+        """The radius of convergence of Σ κₙtⁿ/n!."""
         return min((abs(place) for place, _ in self.poles), default=math.inf)
 
     @property
@@ -91,13 +92,14 @@ def _numbers(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _growing(scale: float) -> list[float]:
+def _factorial_powers(scale: float) -> list[float]:
     """(n − 1)! scaleⁿ, n = 1 … 6."""
     return [math.factorial(n - 1) * scale**n for n in range(1, 7)]
 
 
 def _bernoulli(p: float) -> Prior:
-    odds, variance = p / (1 - p), p * (1 - p)
+    odds = p / (1 - p)
+    variance = p * (1 - p)
     skew = 1 - 2 * p
     cumulants = _numbers(
         p,
@@ -109,15 +111,15 @@ def _bernoulli(p: float) -> Prior:
     )
     place = complex(-math.log(odds), math.pi)
     return Prior(
-        "Bernoulli",
-        Bernoulli.create(one(p)),
-        _numbers(0.0, 1.0),
-        _numbers(0.0, math.log(odds)),
-        math.log(1 + odds),
-        lambda t: torch.log(1 - p + p * t.exp()),
-        lambda t: p * t.exp() / (1 - p + p * t.exp()),
-        cumulants,
-        ((place, 1.0), (place.conjugate(), 1.0)),
+        name="Bernoulli",
+        measure=Bernoulli.create(one(p)),
+        points=_numbers(0.0, 1.0),
+        log_weight=_numbers(0.0, math.log(odds)),
+        log_constant=math.log(1 + odds),
+        log_mean_exp=lambda t: torch.log(1 - p + p * t.exp()),
+        slope=lambda t: p * t.exp() / (1 - p + p * t.exp()),
+        cumulants=cumulants,
+        poles=((place, 1.0), (place.conjugate(), 1.0)),
     )
 
 
@@ -125,15 +127,15 @@ def _spin() -> Prior:
     # κ₂ₙ = 2²ⁿ(2²ⁿ − 1)B₂ₙ/(2n) with the Bernoulli numbers 1/6, −1/30, 1/42.
     even = [4**n * (4**n - 1) * number / (2 * n) for n, number in ((1, 1 / 6), (2, -1 / 30), (3, 1 / 42))]
     return Prior(
-        "spin",
-        Spin.create(one(0.0)),
-        _numbers(-1.0, 1.0),
-        _numbers(0.0, 0.0),
-        math.log(2),
-        lambda t: t.cosh().log(),
-        torch.tanh,
-        _numbers(0.0, even[0], 0.0, even[1], 0.0, even[2]),
-        ((0.5j * math.pi, 1.0), (-0.5j * math.pi, 1.0)),
+        name="spin",
+        measure=Spin.create(one(0.0)),
+        points=_numbers(-1.0, 1.0),
+        log_weight=_numbers(0.0, 0.0),
+        log_constant=math.log(2),
+        log_mean_exp=lambda t: t.cosh().log(),
+        slope=torch.tanh,
+        cumulants=_numbers(0.0, even[0], 0.0, even[1], 0.0, even[2]),
+        poles=((0.5j * math.pi, 1.0), (-0.5j * math.pi, 1.0)),
     )
 
 
@@ -141,14 +143,14 @@ def _gaussian(location: float, deviation: float) -> Prior:
     variance = deviation**2
     points, volume = quadrature(-60.0, 60.0)
     return Prior(
-        "Gaussian",
-        Gaussian.create(one(location), one(variance)),
-        points,
-        location * points / variance - 0.5 * points.square() / variance + volume,
-        0.5 * math.log(2 * math.pi * variance) + 0.5 * location**2 / variance,
-        lambda t: location * t + 0.5 * variance * t.square(),
-        lambda t: location + variance * t,
-        _numbers(location, variance, 0.0, 0.0, 0.0, 0.0),
+        name="Gaussian",
+        measure=Gaussian.create(one(location), one(variance)),
+        points=points,
+        log_weight=location * points / variance - 0.5 * points.square() / variance + volume,
+        log_constant=0.5 * math.log(2 * math.pi * variance) + 0.5 * location**2 / variance,
+        log_mean_exp=lambda t: location * t + 0.5 * variance * t.square(),
+        slope=lambda t: location + variance * t,
+        cumulants=_numbers(location, variance, 0.0, 0.0, 0.0, 0.0),
     )
 
 
@@ -156,46 +158,47 @@ def _poisson(rate: float) -> Prior:
     # Tilted, the mean stays below 4/3·e² < 10.
     count = torch.arange(200, dtype=torch.float64)
     return Prior(
-        "Poisson",
-        Poisson.create(one(rate)),
-        count,
-        count * math.log(rate) - torch.lgamma(count + 1),
-        rate,
-        lambda t: rate * torch.expm1(t),
-        lambda t: rate * t.exp(),
-        _numbers(*[rate] * 6),
+        name="Poisson",
+        measure=Poisson.create(one(rate)),
+        points=count,
+        log_weight=count * math.log(rate) - torch.lgamma(count + 1),
+        log_constant=rate,
+        log_mean_exp=lambda t: rate * torch.expm1(t),
+        slope=lambda t: rate * t.exp(),
+        cumulants=_numbers(*[rate] * 6),
     )
 
 
 def _exponential(rate: float) -> Prior:
     points, volume = quadrature(0.0, _TAIL / rate)
     return Prior(
-        "exponential",
-        Exponential.create(one(rate)),
-        points,
-        -rate * points + volume,
-        -math.log(rate),
-        lambda t: -torch.log(1 - t / rate),
-        lambda t: 1 / (rate - t),
-        _numbers(*_growing(1 / rate)),
-        ((rate, -1.0),),
+        name="exponential",
+        measure=Exponential.create(one(rate)),
+        points=points,
+        log_weight=-rate * points + volume,
+        log_constant=-math.log(rate),
+        log_mean_exp=lambda t: -torch.log(1 - t / rate),
+        slope=lambda t: 1 / (rate - t),
+        cumulants=_numbers(*_factorial_powers(1 / rate)),
+        poles=((rate, -1.0),),
         top=rate,
     )
 
 
 def _laplace(scale: float) -> Prior:
     points, volume = quadrature(-_TAIL * scale, _TAIL * scale, panels=400)
-    even = [2 * value if n % 2 == 0 else 0.0 for n, value in enumerate(_growing(scale), 1)]
+    # 2(n − 1)! bⁿ for even n, 0 for odd n.
+    cumulants = [(1 + (-1) ** n) * value for n, value in enumerate(_factorial_powers(scale), 1)]
     return Prior(
-        "Laplace",
-        Laplace.create(one(scale)),
-        points,
-        -points.abs() / scale + volume,
-        math.log(2 * scale),
-        lambda t: -torch.log(1 - (scale * t).square()),
-        lambda t: 2 * scale**2 * t / (1 - (scale * t) ** 2),
-        _numbers(*even),
-        ((1 / scale, -1.0), (-1 / scale, -1.0)),
+        name="Laplace",
+        measure=Laplace.create(one(scale)),
+        points=points,
+        log_weight=-points.abs() / scale + volume,
+        log_constant=math.log(2 * scale),
+        log_mean_exp=lambda t: -torch.log(1 - (scale * t).square()),
+        slope=lambda t: 2 * scale**2 * t / (1 - (scale * t) ** 2),
+        cumulants=_numbers(*cumulants),
+        poles=((1 / scale, -1.0), (-1 / scale, -1.0)),
         top=1 / scale,
         two_sided=True,
     )
@@ -206,27 +209,27 @@ def _gamma(shape: float, scale: float) -> Prior:
     logarithm, volume = quadrature(-60.0, math.log(2 * _TAIL))
     points = scale * logarithm.exp()
     return Prior(
-        "gamma",
-        Gamma.create(one(shape), one(scale)),
-        points,
-        shape * points.log() - points / scale + volume,
-        math.lgamma(shape) + shape * math.log(scale),
-        lambda t: -shape * torch.log(1 - scale * t),
-        lambda t: shape * scale / (1 - scale * t),
-        shape * _numbers(*_growing(scale)),
-        ((1 / scale, -shape),),
+        name="gamma",
+        measure=Gamma.create(one(shape), one(scale)),
+        points=points,
+        log_weight=shape * points.log() - points / scale + volume,
+        log_constant=math.lgamma(shape) + shape * math.log(scale),
+        log_mean_exp=lambda t: -shape * torch.log(1 - scale * t),
+        slope=lambda t: shape * scale / (1 - scale * t),
+        cumulants=shape * _numbers(*_factorial_powers(scale)),
+        poles=((1 / scale, -shape),),
         top=1 / scale,
     )
 
 
 def _constant(value: float) -> Prior:
     return Prior(
-        "constant",
-        Constant.create(one(value)),
-        _numbers(value),
-        _numbers(0.0),
-        0.0,
-        lambda t: value * t,
-        lambda t: value + 0 * t,
-        _numbers(value, *[0.0] * 5),
+        name="constant",
+        measure=Constant.create(one(value)),
+        points=_numbers(value),
+        log_weight=_numbers(0.0),
+        log_constant=0.0,
+        log_mean_exp=lambda t: value * t,
+        slope=lambda t: value + 0 * t,
+        cumulants=_numbers(value, *[0.0] * 5),
     )

@@ -23,14 +23,18 @@ class _Tilted:
         name: Of the law.
         measure: The prior.
         t: Where it is tilted to.
-        cumulants: Mean, variance, and the fourth cumulant.
+        mean: Of the tilted law.
+        variance: Of the tilted law.
+        fourth_cumulant: Of the tilted law.
         log_density: Of the tilted law.
     """
 
     name: str
     measure: Measure
     t: float
-    cumulants: tuple[float, float, float]
+    mean: float
+    variance: float
+    fourth_cumulant: float
     log_density: Callable[[Tensor], Tensor]
 
 
@@ -51,9 +55,8 @@ def tilted_priors(samples: int = 1_000_000, seed: int = 0) -> Iterator[Check]:
     generator = torch.Generator().manual_seed(seed)
     for law in _laws(normal):
         eta = one(law.t)
-        mean, variance, fourth = law.cumulants
-        yield close(f"{law.name}: ∇A(t) and the mean", law.measure.mean(eta), mean)
-        yield close(f"{law.name}: ∇²A(t) and the variance", law.measure.fisher(eta), variance)
+        yield close(f"{law.name}: ∇A(t) and the mean", law.measure.mean(eta), law.mean)
+        yield close(f"{law.name}: ∇²A(t) and the variance", law.measure.fisher(eta), law.variance)
         sample = law.measure.sample(eta, (samples,), generator=generator)
         points = sample[:100]
         yield close(
@@ -61,23 +64,27 @@ def tilted_priors(samples: int = 1_000_000, seed: int = 0) -> Iterator[Check]:
             law.measure.log_prob(eta, points),
             law.log_density(points.squeeze(-1)),
         )
-        error = math.sqrt(variance / samples)
-        yield near_in_standard_errors(f"{law.name}: mean of the sample", sample.mean(), mean, error)
-        square = (sample - mean).square().mean()
-        error = math.sqrt((fourth + 2 * variance**2) / samples)
-        yield near_in_standard_errors(f"{law.name}: variance of the sample", square, variance, error)
+        error = math.sqrt(law.variance / samples)
+        yield near_in_standard_errors(f"{law.name}: mean of the sample", sample.mean(), law.mean, error)
+        mean_square = (sample - law.mean).square().mean()
+        # (x − m)² has the variance κ₄ + 2κ₂².
+        error = math.sqrt((law.fourth_cumulant + 2 * law.variance**2) / samples)
+        yield near_in_standard_errors(f"{law.name}: variance of the sample", mean_square, law.variance, error)
         if law.name == "Laplace":
             yield from _two_sides(sample.squeeze(-1), law.t)
     yield from _categorical(normal, samples, generator)
 
 
 _SCALE = 0.8
+"""b of the Laplace law."""
 _TILT = 0.6
+"""t of the Laplace law."""
 
 
 def _laws(normal: Normal) -> list[_Tilted]:
     rate, theta, deviation = torch.exp(0.3 * torch.tanh(normal(3))).tolist()
-    p, shape = torch.sigmoid(normal(1)).item(), 0.8 + normal(1).abs().item()
+    p = torch.sigmoid(normal(1)).item()
+    shape = 0.8 + normal(1).abs().item()
     t, location = normal(2).tolist()
     # Half of the way to the end of the domain at most.
     share = 0.5 * math.tanh(t)
@@ -93,14 +100,16 @@ def _laws(normal: Normal) -> list[_Tilted]:
 
 
 def _bernoulli(p: float, t: float) -> _Tilted:
-    later = 1 / (1 + math.exp(-t - math.log(p / (1 - p))))
-    variance = later * (1 - later)
+    tilted_p = 1 / (1 + math.exp(-t - math.log(p / (1 - p))))
+    variance = tilted_p * (1 - tilted_p)
     return _Tilted(
-        "Bernoulli",
-        Bernoulli.create(one(p)),
-        t,
-        (later, variance, variance * (1 - 6 * variance)),
-        lambda h: math.log(later) * h + math.log1p(-later) * (1 - h),
+        name="Bernoulli",
+        measure=Bernoulli.create(one(p)),
+        t=t,
+        mean=tilted_p,
+        variance=variance,
+        fourth_cumulant=variance * (1 - 6 * variance),
+        log_density=lambda h: math.log(tilted_p) * h + math.log1p(-tilted_p) * (1 - h),
     )
 
 
@@ -108,11 +117,13 @@ def _spin(t: float) -> _Tilted:
     up = 1 / (1 + math.exp(-2 * t))
     variance = 4 * up * (1 - up)
     return _Tilted(
-        "spin",
-        Spin.create(one(0.0)),
-        t,
-        (2 * up - 1, variance, 4 * variance * (1 - 1.5 * variance)),
-        lambda h: 0.5 * (math.log(up) * (1 + h) + math.log1p(-up) * (1 - h)),
+        name="spin",
+        measure=Spin.create(one(0.0)),
+        t=t,
+        mean=2 * up - 1,
+        variance=variance,
+        fourth_cumulant=4 * variance * (1 - 1.5 * variance),
+        log_density=lambda h: 0.5 * (math.log(up) * (1 + h) + math.log1p(-up) * (1 - h)),
     )
 
 
@@ -120,35 +131,41 @@ def _gaussian(location: float, deviation: float, t: float) -> _Tilted:
     variance = deviation**2
     mean = location + variance * t
     return _Tilted(
-        "Gaussian",
-        Gaussian.create(one(location), one(variance)),
-        t,
-        (mean, variance, 0.0),
-        lambda h: -0.5 * (h - mean).square() / variance - 0.5 * math.log(2 * math.pi * variance),
+        name="Gaussian",
+        measure=Gaussian.create(one(location), one(variance)),
+        t=t,
+        mean=mean,
+        variance=variance,
+        fourth_cumulant=0.0,
+        log_density=lambda h: -0.5 * (h - mean).square() / variance - 0.5 * math.log(2 * math.pi * variance),
     )
 
 
 def _poisson(rate: float, t: float) -> _Tilted:
-    later = rate * math.exp(t)
+    tilted_rate = rate * math.exp(t)
     return _Tilted(
-        "Poisson",
-        Poisson.create(one(rate)),
-        t,
-        (later, later, later),
-        lambda h: h * math.log(later) - later - torch.lgamma(h + 1),
+        name="Poisson",
+        measure=Poisson.create(one(rate)),
+        t=t,
+        mean=tilted_rate,
+        variance=tilted_rate,
+        fourth_cumulant=tilted_rate,
+        log_density=lambda h: h * math.log(tilted_rate) - tilted_rate - torch.lgamma(h + 1),
     )
 
 
 def _gamma(name: str, measure: Measure, shape: float, scale: float, t: float) -> _Tilted:
     """An exponential is a gamma of shape 1 and scale 1/λ: tilted, the rate is λ − t."""
-    later = scale / (1 - scale * t)
-    constant = math.lgamma(shape) + shape * math.log(later)
+    tilted_scale = scale / (1 - scale * t)
+    constant = math.lgamma(shape) + shape * math.log(tilted_scale)
     return _Tilted(
-        name,
-        measure,
-        t,
-        (shape * later, shape * later**2, 6 * shape * later**4),
-        lambda h: (shape - 1) * h.log() - h / later - constant,
+        name=name,
+        measure=measure,
+        t=t,
+        mean=shape * tilted_scale,
+        variance=shape * tilted_scale**2,
+        fourth_cumulant=6 * shape * tilted_scale**4,
+        log_density=lambda h: (shape - 1) * h.log() - h / tilted_scale - constant,
     )
 
 
@@ -156,38 +173,50 @@ def _laplace(scale: float, t: float) -> _Tilted:
     product = scale * t
     mean = 2 * scale * product / (1 - product**2)
     variance = 2 * scale**2 * (1 + product**2) / (1 - product**2) ** 2
-    right, left = 1 / scale - t, 1 / scale + t
+    right_rate = 1 / scale - t
+    left_rate = 1 / scale + t
 
     def log_density(h: Tensor) -> Tensor:
-        positive = math.log((1 + product) / 2 * right) - right * h
-        negative = math.log((1 - product) / 2 * left) + left * h
+        positive = math.log((1 + product) / 2 * right_rate) - right_rate * h
+        negative = math.log((1 - product) / 2 * left_rate) + left_rate * h
         return torch.where(h > 0, positive, negative)
 
-    # The difference of two exponentials: their fourth cumulants add.
-    fourth = 6 * (right**-4 + left**-4)
-    return _Tilted("Laplace", Laplace.create(one(scale)), t, (mean, variance, fourth), log_density)
+    return _Tilted(
+        name="Laplace",
+        measure=Laplace.create(one(scale)),
+        t=t,
+        mean=mean,
+        variance=variance,
+        # The difference of two exponentials: their fourth cumulants add.
+        fourth_cumulant=6 * (right_rate**-4 + left_rate**-4),
+        log_density=log_density,
+    )
 
 
 def _two_sides(sample: Float[Tensor, "samples"], t: float) -> Iterator[Check]:
+    """A Laplace unit is positive with probability (1 + bt)/2, and exponential on either side."""
     positive = sample > 0
     share = (1 + _SCALE * t) / 2
     error = math.sqrt(share * (1 - share) / len(sample))
     yield near_in_standard_errors(
         "Laplace: share of positive draws and (1 + bt)/2", positive.double().mean(), share, error
     )
-    for name, side, rate in (
-        ("positive", sample[positive], 1 / _SCALE - t),
-        ("negative", -sample[~positive], 1 / _SCALE + t),
-    ):
-        error = 1 / (rate * math.sqrt(len(side)))
-        sign = "−" if name == "positive" else "+"
-        yield near_in_standard_errors(
-            f"Laplace: mean size of {name} draws and 1/(1/b {sign} t)", side.mean(), 1 / rate, error
-        )
+    yield _exponential_side(
+        "Laplace: mean size of positive draws and 1/(1/b − t)", sample[positive], rate=1 / _SCALE - t
+    )
+    yield _exponential_side(
+        "Laplace: mean size of negative draws and 1/(1/b + t)", -sample[~positive], rate=1 / _SCALE + t
+    )
+
+
+def _exponential_side(name: str, sizes: Float[Tensor, "samples"], rate: float) -> Check:
+    error = 1 / (rate * math.sqrt(len(sizes)))
+    return near_in_standard_errors(name, sizes.mean(), 1 / rate, error)
 
 
 def _categorical(normal: Normal, samples: int, generator: torch.Generator) -> Iterator[Check]:
-    logits, t = torch.log_softmax(normal(5), -1), normal(5)
+    logits = torch.log_softmax(normal(5), -1)
+    t = normal(5)
     expected = torch.softmax(t + logits, -1)
     measure = Categorical.create(logits=logits)
     yield close("categorical: ∇A(t) and softmax(t + log π)", measure.mean(t), expected)

@@ -48,12 +48,12 @@ def large_dimension(
         yield from _one_spin(size, scale, strength)
         yield from _two_spins(size, scale, strength)
     yield from _two_spins_in_fields(scale, strength)
-    yield from _saddle(_drawn(normal, spins, components, scale), normal, draws)
+    yield from _saddle_point(_random_model(normal, spins, components, scale), normal, draws)
 
 
-def _drawn(normal: Normal, spins: int, components: int, scale: float) -> SphericalSpins:
-    drawn = normal(spins, spins)
-    coupling = (drawn + drawn.T) / math.sqrt(8 * spins) * (1 - torch.eye(spins, dtype=torch.float64))
+def _random_model(normal: Normal, spins: int, components: int, scale: float) -> SphericalSpins:
+    square = normal(spins, spins)
+    coupling = (square + square.T) / math.sqrt(8 * spins) * (1 - torch.eye(spins, dtype=torch.float64))
     return SphericalSpins.create(normal(spins, components), coupling, scale=scale)
 
 
@@ -62,110 +62,131 @@ def _cosine(size: int, pull: float) -> tuple[Tensor, Tensor]:
     points, log_weight = quadrature(-1.0, 1.0)
     log_p = (size - 3) / 2 * torch.log1p(-points.square()) + log_weight
     tilted = log_p + pull * points
-    return (torch.softmax(tilted, 0) * points).sum(), torch.logsumexp(tilted, 0) - torch.logsumexp(log_p, 0)
+    cosine = (torch.softmax(tilted, 0) * points).sum()
+    log_z = torch.logsumexp(tilted, 0) - torch.logsumexp(log_p, 0)
+    return cosine, log_z
 
 
-def _gap(size: int, pull: float) -> float:
+def _largest_gap(size: int, pull: float) -> float:
     """How far the saddle point's cosine may lie below a spin's, after Amos's upper bound of the Bessel functions' ratio.
 
     With ν = D/2 − 1, it is pull/(ν + 1 + √((ν + 1)² + pull²)), the ratio at most pull/(ν + ½ + √((ν + ½)² + pull²)).
     """
-    bounds = [pull / (order + math.hypot(order, pull)) for order in (size / 2, size / 2 - 0.5)]
-    return bounds[1] - bounds[0]
+
+    def ratio(order: float) -> float:
+        return pull / (order + math.hypot(order, pull))
+
+    return ratio(size / 2 - 0.5) - ratio(size / 2)
 
 
 def _one_spin(size: int, scale: float, strength: float) -> Iterator[Check]:
-    """One spin in the field strength·√D: errors O(1/D)."""
+    """One spin in the field strength·√D: the errors of its mean, with and without β⁻¹, and of log Z are O(1/D)."""
     field = torch.zeros(1, size, dtype=torch.float64)
     field[0, 0] = strength * math.sqrt(size)
-    found = SphericalSpins.create(field, torch.zeros(1, 1, dtype=torch.float64), scale=scale).saddle_point()
+    no_coupling = torch.zeros(1, 1, dtype=torch.float64)
+    saddle = SphericalSpins.create(field, no_coupling, scale=scale).saddle_point()
     pull = scale * strength * size
-    cosine, level = _cosine(size, pull)
-    mean = found.mean[0, 0] / math.sqrt(size)
-    compared = f"D = {size}: |½V⁻¹h − the mean of one spin|/√D"
+    cosine, log_z = _cosine(size, pull)
+    largest_gap = _largest_gap(size, pull)
+
+    mean = saddle.mean[0, 0] / math.sqrt(size)
     detail = f"{mean.item():.5f} against {cosine.item():.5f}"
-    yield at_most(compared, (mean - cosine).abs(), _gap(size, pull), detail)
+    name = f"D = {size}: |½V⁻¹h − the mean of one spin|/√D"
+    yield at_most(name, (mean - cosine).abs(), largest_gap, detail)
     published = scale * mean
     detail = f"{published.item():.5f} against {cosine.item():.5f}"
-    published = (published - cosine).abs()
-    yield as_published(at_most(f"D = {size}: |(β/2)V⁻¹h − it|/√D", published, _gap(size, pull), detail))
+    name = f"D = {size}: |(β/2)V⁻¹h − it|/√D"
+    yield as_published(at_most(name, (published - cosine).abs(), largest_gap, detail))
+
     # The integral over β of strength times the gap, which is at most β·strength/(D − 1).
-    missed = (found.log_partition - level / size).abs()
-    detail = f"{found.log_partition.item():.5f} against {(level / size).item():.5f}"
-    yield at_most(f"D = {size}: |log Z/D by φ − of one spin|", missed, (scale * strength) ** 2 / 2 / (size - 1), detail)
+    error = (saddle.log_partition - log_z / size).abs()
+    detail = f"{saddle.log_partition.item():.5f} against {(log_z / size).item():.5f}"
+    yield at_most(f"D = {size}: |log Z/D by φ − of one spin|", error, (scale * strength) ** 2 / 2 / (size - 1), detail)
 
 
 def _two_spins(size: int, scale: float, coupling: float) -> Iterator[Check]:
     """Without fields the angle of two spins is that of one in the field of the other, 2Jσ."""
     matrix = torch.tensor([[0.0, coupling], [coupling, 0.0]], dtype=torch.float64)
-    found = SphericalSpins.create(torch.zeros(2, size, dtype=torch.float64), matrix, scale=scale).saddle_point()
+    no_field = torch.zeros(2, size, dtype=torch.float64)
+    saddle = SphericalSpins.create(no_field, matrix, scale=scale).saddle_point()
     pull = 2 * scale * coupling * size
-    cosine, level = _cosine(size, pull)
-    missed = (found.correlation[0, 1] - cosine).abs()
-    yield at_most(f"D = {size}: |⟨σ₁·σ₂⟩/D − by quadrature over the angle|", missed, _gap(size, pull))
-    missed = (found.log_partition - level / size).abs()
-    yield at_most(
-        f"D = {size}: |log Z/D of two spins − by quadrature|", missed, (2 * scale * coupling) ** 2 / 2 / (size - 1)
-    )
+    cosine, log_z = _cosine(size, pull)
+    error = (saddle.correlation[0, 1] - cosine).abs()
+    yield at_most(f"D = {size}: |⟨σ₁·σ₂⟩/D − by quadrature over the angle|", error, _largest_gap(size, pull))
+    error = (saddle.log_partition - log_z / size).abs()
+    bound = (2 * scale * coupling) ** 2 / 2 / (size - 1)
+    yield at_most(f"D = {size}: |log Z/D of two spins − by quadrature|", error, bound)
 
 
 def _two_spins_in_fields(scale: float, strength: float) -> Iterator[Check]:
     """Parallel fields: the second spin is integrated out within the integral over the first's cosine."""
-    errors = []
-    for size in (64, 256):
-        root = math.sqrt(size)
-        nodes, _ = quadrature(-1.0, 1.0, 40)
-        pulls = scale * size * torch.sqrt(4 * strength**2 + strength**2 + 4 * strength**2 * nodes)
 
-        def sphere(points: Tensor, size: int = size) -> Tensor:
-            return (size - 3) / 2 * torch.log1p(-points.square())
-
-        bare = log_integral(sphere, -1.0, 1.0, 40)
-        inner = log_integral(lambda c, p=pulls, s=sphere: s(c) + p[:, None] * c, -1.0, 1.0, 40)
-        outer = log_integral(lambda c, p=inner, s=sphere, z=size: s(c) + scale * z * strength * c + p, -1.0, 1.0, 40)
+    def error(size: int) -> Tensor:
+        """Of log Z/D by the saddle point."""
         field = torch.zeros(2, size, dtype=torch.float64)
-        field[:, 0] = strength * root
+        field[:, 0] = strength * math.sqrt(size)
         matrix = torch.tensor([[0.0, strength], [strength, 0.0]], dtype=torch.float64)
-        found = SphericalSpins.create(field, matrix, scale=scale).saddle_point()
-        errors.append((found.log_partition - (outer - 2 * bare) / size).abs())
+        saddle = SphericalSpins.create(field, matrix, scale=scale).saddle_point()
+        return (saddle.log_partition - _log_z_of_two(size, scale, strength) / size).abs()
+
     # The next order is another 1/D.
     yield close(
-        "two spins in fields: error of log Z/D at D = 256 over that at 64, and ¼", errors[1] / errors[0], 0.25, 0.02
+        "two spins in fields: error of log Z/D at D = 256 over that at 64, and ¼", error(256) / error(64), 0.25, 0.02
     )
 
 
-def _saddle(model: SphericalSpins, normal: Normal, draws: int) -> Iterator[Check]:
-    found = model.saddle_point()
-    spins, size = model.field.shape
-    lengths = found.correlation.diagonal()
+def _log_z_of_two(size: int, scale: float, strength: float) -> Tensor:
+    """log Z of two spins with J = strength in parallel fields strength·√D, relative to β = 0."""
+    cosines, _ = quadrature(-1.0, 1.0, 40)
+    # For each cosine of the first spin, what pulls the second: h + 2Jσ₁, of this length.
+    pulls = scale * size * torch.sqrt(4 * strength**2 + strength**2 + 4 * strength**2 * cosines)
+
+    def log_sphere(cosine: Tensor) -> Tensor:
+        return (size - 3) / 2 * torch.log1p(-cosine.square())
+
+    bare = log_integral(log_sphere, -1.0, 1.0, 40)
+    inner = log_integral(lambda c: log_sphere(c) + pulls[:, None] * c, -1.0, 1.0, 40)
+    # The outer integral has the nodes at which the inner one was computed.
+    outer = log_integral(lambda c: log_sphere(c) + scale * size * strength * c + inner, -1.0, 1.0, 40)
+    return outer - 2 * bare
+
+
+def _saddle_point(model: SphericalSpins, normal: Normal, draws: int) -> Iterator[Check]:
+    """t* is the only minimum of the convex φ, holds ⟨‖σᵢ‖²⟩ at D, and log Z/D, means and covariance follow from it."""
+    saddle = model.saddle_point()
+    spins, components = model.field.shape
+    lengths = saddle.correlation.diagonal()
     yield close("⟨‖σᵢ‖²⟩/D and 1", lengths, torch.ones_like(lengths))
 
     def potential(t: Tensor) -> Tensor:
         precision = torch.diag_embed(t) - model.coupling
         inverse = torch.linalg.inv(precision)
         quadratic = (model.field * (inverse @ model.field)).sum((-2, -1))
-        level = model.scale * t.sum(-1) - torch.linalg.cholesky(precision).diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return level + model.scale / (4 * size) * quadratic
+        half_log_det = torch.linalg.cholesky(precision).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return model.scale * t.sum(-1) - half_log_det + model.scale / (4 * components) * quadratic
 
     constant = 0.5 * spins * (1 + math.log(2 * model.scale.item()))
-    yield close("log Z/D and −N/2 − (N/2) log 2β + φ(t*)", found.log_partition, potential(found.multiplier) - constant)
+    yield close(
+        "log Z/D and −N/2 − (N/2) log 2β + φ(t*)", saddle.log_partition, potential(saddle.multiplier) - constant
+    )
     largest = torch.linalg.eigvalsh(model.coupling)[-1]
     others = largest + 0.1 + normal(draws, spins).abs()  # V ⪰ 0.1
-    rise = potential(others) - potential(found.multiplier)
+    rise = potential(others) - potential(saddle.multiplier)
     yield at_least(f"φ(t) − φ(t*) at {draws} other t with V ≻ 0", rise, 0.0)
     curvature = torch.func.vmap(torch.func.hessian(potential))(others)
     yield at_least("least eigenvalue of ∇²φ there", torch.linalg.eigvalsh(curvature), 0.0)
 
-    def level(field: Tensor) -> Tensor:
-        given = SphericalSpins.create(field.reshape(*field.shape[:-1], spins, size), model.coupling, scale=model.scale)
-        return size * given.saddle_point().log_partition
+    def log_z(flat_field: Tensor) -> Tensor:
+        field = flat_field.reshape(*flat_field.shape[:-1], spins, components)
+        in_field = SphericalSpins.create(field, model.coupling, scale=model.scale)
+        return components * in_field.saddle_point().log_partition
 
-    slope = differences(level, model.field.flatten()) / model.scale
+    slope = differences(log_z, model.field.flatten()) / model.scale
     yield close(
-        "β⁻¹∂log Z/∂h by differences and the means", slope, found.mean.flatten(), size * GRADIENT_BY_DIFFERENCES
+        "β⁻¹∂log Z/∂h by differences and the means", slope, saddle.mean.flatten(), components * GRADIENT_BY_DIFFERENCES
     )
-    response = torch.func.hessian(level)(model.field.flatten()) / model.scale**2
-    yield close("β⁻²∂²log Z/∂h² and the covariance", response, model.covariance(found).reshape(response.shape), 1e-8)
+    response = torch.func.hessian(log_z)(model.field.flatten()) / model.scale**2
+    yield close("β⁻²∂²log Z/∂h² and the covariance", response, model.covariance(saddle).reshape(response.shape), 1e-8)
 
 
 # --- B21 -------------------------------------------------------------------------------------------------------------
@@ -184,51 +205,65 @@ def driven_response(spins: int = 3, components: int = 4, scale: float = 0.8, see
     check_at_least(2, spins=spins, components=components)
     check_at_least(1e-2, scale=scale)
     normal = normal_draws(seed)
-    off = 1 - torch.eye(spins, dtype=torch.float64)
-
-    def coupling(field: Tensor) -> Tensor:
-        """Symmetric attention between the fields."""
-        scores = field @ field.mT / math.sqrt(components)
-        attention = torch.softmax(scores - 1e3 * (1 - off), -1)
-        return 0.5 * (attention + attention.mT) * off
-
     field = normal(spins, components)
-    slopes = torch.func.jacrev(coupling)(field)
+    yield from _response_of_spherical_spins(field, scale)
+    yield from _response_of_ising_spins(field, scale)
 
-    def large(field: Tensor) -> Tensor:
-        found = SphericalSpins.create(field, coupling(field), scale=scale).saddle_point()
-        return components * found.log_partition / scale
 
-    found = SphericalSpins.create(field, coupling(field), scale=scale).saddle_point()
-    collective = torch.einsum("mn,mnia->ia", components * found.correlation, slopes)
-    total = torch.func.grad(large)(field)
-    yield close("many components: −dF/dh and ⟨σ⟩ + Σ⟨σ_m·σ_n⟩∂J_mn/∂h", total, found.mean + collective)
-    numerical = differences(lambda flat: large(flat.reshape(field.shape)), field.flatten()).reshape(field.shape)
-    yield close("many components: by differences", numerical, total, components * GRADIENT_BY_DIFFERENCES)
+def _coupling(field: Tensor) -> Tensor:
+    """Symmetric attention between the fields, without a diagonal."""
+    spins, components = field.shape
+    off_diagonal = 1 - torch.eye(spins, dtype=torch.float64)
+    scores = field @ field.mT / math.sqrt(components)
+    attention = torch.softmax(scores - 1e3 * (1 - off_diagonal), -1)
+    return 0.5 * (attention + attention.mT) * off_diagonal
+
+
+def _response_of_spherical_spins(field: Tensor, scale: float) -> Iterator[Check]:
+    components = field.shape[-1]
+
+    def minus_free_energy(field: Tensor) -> Tensor:
+        saddle = SphericalSpins.create(field, _coupling(field), scale=scale).saddle_point()
+        return components * saddle.log_partition / scale
+
+    saddle = SphericalSpins.create(field, _coupling(field), scale=scale).saddle_point()
+    coupling_slopes = torch.func.jacrev(_coupling)(field)
+    collective = torch.einsum("mn,mnia->ia", components * saddle.correlation, coupling_slopes)
+    total = torch.func.grad(minus_free_energy)(field)
+    yield close("many components: −dF/dh and ⟨σ⟩ + Σ⟨σ_m·σ_n⟩∂J_mn/∂h", total, saddle.mean + collective)
+    by_differences = differences(lambda flat: minus_free_energy(flat.reshape(field.shape)), field.flatten())
+    yield close(
+        "many components: by differences",
+        by_differences.reshape(field.shape),
+        total,
+        components * GRADIENT_BY_DIFFERENCES,
+    )
     yield at_least("share of the collective term", collective.norm() / total.norm(), CLOSED_FORM)
 
+
+def _response_of_ising_spins(field: Tensor, scale: float) -> Iterator[Check]:
+    """Ising spins in the first components of the fields: exact, by a sum over their states."""
+    spins = len(field)
     # An Ising spin of field βh and couplings 2βJ: E counts every pair twice.
-    ising = SpinModel.create(Spin.create(scale * field[:, 0]), 2 * scale * coupling(field)).exact()
+    moments = SpinModel.create(Spin.create(scale * field[:, 0]), 2 * scale * _coupling(field)).exact()
+    mean = moments.mean[:, 0]
+    pair_moments = moments.covariance[:, 0, :, 0] + mean[:, None] * mean
+    drive = torch.zeros_like(field)
+    drive[:, 0] = mean
+    coupling_slopes = torch.func.jacrev(_coupling)(field)
+    drive_and_collective = drive + torch.einsum("mn,mnia->ia", pair_moments, coupling_slopes)
+
     states = spin_states(spins)
 
-    def log_weights(field: Tensor) -> Tensor:
-        """Of Ising spins in the first components of the fields."""
-        interaction = ((states @ coupling(field)) * states).sum(-1)
-        return scale * (interaction + states @ field[:, 0])
+    def minus_free_energy(flat_field: Tensor) -> Tensor:
+        field_now = flat_field.reshape(field.shape)
+        interaction = ((states @ _coupling(field_now)) * states).sum(-1)
+        return torch.logsumexp(scale * (interaction + states @ field_now[:, 0]), 0) / scale
 
-    average = ising.mean[:, 0]
-    pairs = ising.covariance[:, 0, :, 0] + average[:, None] * average
-    drive = torch.zeros_like(field)
-    drive[:, 0] = average
-    wanted = drive + torch.einsum("mn,mnia->ia", pairs, slopes)
-
-    def exact(flat: Tensor) -> Tensor:
-        return torch.logsumexp(log_weights(flat.reshape(field.shape)), 0) / scale
-
-    numerical = differences(exact, field.flatten()).reshape(field.shape)
+    by_differences = differences(minus_free_energy, field.flatten()).reshape(field.shape)
     yield close(
         f"{spins} Ising spins enumerated: −dF/dh by differences and the two terms",
-        numerical,
-        wanted,
+        by_differences,
+        drive_and_collective,
         GRADIENT_BY_DIFFERENCES,
     )

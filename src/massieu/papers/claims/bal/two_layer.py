@@ -30,7 +30,8 @@ def two_layer_dynamics(
 ) -> Iterator[Check]:
     check_at_least(2, dimensions=dimensions, memories=memories)
     normal = normal_draws(seed)
-    coupling, query = normal(dimensions, memories), normal(draws, dimensions)
+    coupling = normal(dimensions, memories)
+    query = normal(draws, dimensions)
     state = torch.cat([query, normal(draws, memories)], -1)
     networks = {
         "½‖v‖² and log Σ exp": TwoLayer.create(coupling, visible_time=0.5, hidden_time=2.0),
@@ -39,43 +40,49 @@ def two_layer_dynamics(
     }
     for name, layers in networks.items():
         yield from _falls(name, layers, state, steps)
-    yield from _rate(networks["½‖v‖² and log Σ exp"], state)
+    yield from _energy_rate(networks["½‖v‖² and log Σ exp"], state)
     yield from _limit(coupling, query)
 
 
 def _falls(name: str, layers: TwoLayer, state: Tensor, steps: int) -> Iterator[Check]:
+    """ℰ does not rise along the flow, nor in split steps of any length, nor in a step of both limits."""
     path = layers.flow(state, _DURATION, steps=steps, method="runge_kutta")
     rise = path.energies.diff(dim=0)
     yield at_most(f"{name}: largest rise of ℰ in a Runge–Kutta step dt, bound dt⁴", rise, (_DURATION / steps) ** 4)
-    unit = 1 + path.energies.abs().max().item()
+    energy_scale = 1 + path.energies.abs().max().item()
     for duration in (_DURATION, 100 * _DURATION):
         rise = layers.flow(state, duration, steps=10).energies.diff(dim=0)
-        yield at_most(f"{name}: largest rise in a split step of {duration / 10:g}", rise, _ROUNDING * unit)
+        yield at_most(f"{name}: largest rise in a split step of {duration / 10:g}", rise, _ROUNDING * energy_scale)
     yield at_most(
         f"{name}: largest rise in a step of both limits",
         layers.descend(state, steps=10).energies.diff(dim=0),
-        _ROUNDING * unit,
+        _ROUNDING * energy_scale,
     )
 
 
-def _rate(layers: TwoLayer, state: Tensor) -> Iterator[Check]:
+def _energy_rate(layers: TwoLayer, state: Tensor) -> Iterator[Check]:
     """dℰ/dt = −τ_v‖v̇‖²_{∇²L_v} − τ_h‖ḣ‖²_{∇²L_h}, by central differences along a Runge–Kutta path, whose error is dt²."""
     time = 1e-3
     path = layers.flow(state, 2 * time, steps=2, method="runge_kutta")
     visible, hidden = layers.split(path.states[1])
-    up, down = layers.hidden(hidden), visible
-    v = (up @ layers.coupling.T - visible) / layers.visible_time
-    h = (down @ layers.coupling - hidden) / layers.hidden_time
-    spread = (up * h.square()).sum(-1) - (up * h).sum(-1).square()
-    expected = -layers.visible_time * v.square().sum(-1) - layers.hidden_time * spread
-    found = (path.energies[2] - path.energies[0]) / (2 * time)
+    # g_v = v, and g_h is a softmax: ∇²L_h is its covariance.
+    hidden_output = layers.hidden(hidden)
+    visible_velocity = (hidden_output @ layers.coupling.T - visible) / layers.visible_time
+    hidden_velocity = (visible @ layers.coupling - hidden) / layers.hidden_time
+    mean_square = (hidden_output * hidden_velocity.square()).sum(-1)
+    variance = mean_square - (hidden_output * hidden_velocity).sum(-1).square()
+    expected = -layers.visible_time * visible_velocity.square().sum(-1) - layers.hidden_time * variance
+    by_differences = (path.energies[2] - path.energies[0]) / (2 * time)
     scale = 1 + expected.abs().max().item()
-    yield close("dℰ/dt by differences and −τ_v‖v̇‖² − τ_h Var_{g_h}(ḣ)", found, expected, 100 * time**2 * scale)
-    yield at_least("−dℰ/dt by differences", -found, -100 * time**2 * scale)
+    tolerance = 100 * time**2 * scale
+    yield close("dℰ/dt by differences and −τ_v‖v̇‖² − τ_h Var_{g_h}(ḣ)", by_differences, expected, tolerance)
+    yield at_least("−dℰ/dt by differences", -by_differences, -tolerance)
 
 
 def _limit(coupling: Tensor, query: Tensor) -> Iterator[Check]:
-    layers, hopfield = TwoLayer.create(coupling), HopfieldEnergy.create(coupling.T.contiguous(), scale=1.0)
+    """At h = Wᵀv, ℰ is the Hopfield energy; each layer taken to its limit in turn is attention."""
+    layers = TwoLayer.create(coupling)
+    hopfield = HopfieldEnergy.create(coupling.T.contiguous(), scale=1.0)
     state = layers.join(query)
     log_sum = torch.logsumexp(query @ coupling, -1)
     yield close("ℰ at h = Wᵀv and ½‖v‖² − lse(Wᵀv)", layers(state), 0.5 * query.square().sum(-1) - log_sum)
@@ -93,17 +100,20 @@ def _fast_hidden_units(coupling: Tensor, query: Tensor) -> Check:
     def velocity(v: Tensor) -> Tensor:
         return torch.softmax(v @ coupling, -1) @ coupling.T - v
 
-    duration, steps, limit = 0.5, 100, query
+    duration = 0.5
+    steps = 100
     time = duration / steps
+    # Runge and Kutta's method, of fourth order.
+    limit = query
     for _ in range(steps):
         first = velocity(limit)
         second = velocity(limit + 0.5 * time * first)
         third = velocity(limit + 0.5 * time * second)
         limit = limit + time / 6 * (first + 2 * second + 2 * third + velocity(limit + time * third))
     errors = []
-    for slow in (4e-3, 2e-3):
-        layers = TwoLayer.create(coupling, hidden_time=slow)
-        path = layers.flow(layers.join(query), duration, steps=round(duration / slow), method="runge_kutta")
+    for hidden_time in (4e-3, 2e-3):
+        layers = TwoLayer.create(coupling, hidden_time=hidden_time)
+        path = layers.flow(layers.join(query), duration, steps=round(duration / hidden_time), method="runge_kutta")
         errors.append((layers.split(path.states[-1])[0] - limit).norm())
     ratio = errors[0] / errors[1]
     detail = f"errors {errors[0].item():.2g} and {errors[1].item():.2g}"

@@ -38,31 +38,37 @@ def doubly_stochastic(tokens: int = 40, dimensions: int = 3, nodes: int = 601, s
 
 
 def _mean_is_kept(normal: Normal, tokens: int, dimensions: int) -> Iterator[Check]:
-    points, query, key = normal(tokens, dimensions) + 2, normal(dimensions, dimensions), normal(dimensions, dimensions)
+    """Rows and columns of P sum to one, so that Px keeps the mean of the tokens; softmax attention does not."""
+    points = normal(tokens, dimensions) + 2
+    query = normal(dimensions, dimensions)
+    key = normal(dimensions, dimensions)
     scale = 0.3 / dimensions
-    heads = (points @ query.T)[None, None], (points @ key.T)[None, None], points[None, None]
-    potentials = sinkhorn(heads[0], heads[1], scale=scale)
-    scores = scale * heads[0] @ heads[1].mT
+    queries = (points @ query.T)[None, None]
+    keys = (points @ key.T)[None, None]
+    potentials = sinkhorn(queries, keys, scale=scale)
+    scores = scale * queries @ keys.mT
     weights = (scores + potentials.query_potential.unsqueeze(-1) + potentials.key_potential.unsqueeze(-2)).exp()[0, 0]
     yield close("row sums of P and 1", weights.sum(-1), 1.0)
     yield close("column sums of P and 1", weights.sum(-2), 1.0)
     after = DoublyStochasticLayer.create(query_weight=query, key_weight=key, scale=scale)(points)
     yield close("P x by the layer and by its matrix", after, weights @ points)
     yield close("mean of P x and mean of x", after.mean(0), points.mean(0))
-    softmax = attention(*heads, scale=scale).output[0, 0]
-    yield at_least(
-        "softmax attention: mean of the output less mean of x", (softmax.mean(0) - points.mean(0)).norm(), 1e-3
-    )
+    softmax = attention(queries, keys, points[None, None], scale=scale).output[0, 0]
+    drift = (softmax.mean(0) - points.mean(0)).norm()
+    yield at_least("softmax attention: mean of the output less mean of x", drift, 1e-3)
 
 
 def _joint_gradient(normal: Normal, dimensions: int, tokens: int = 6, scale: float = 1.5) -> Iterator[Check]:
-    """The envelope theorem: −(Σf + Σg)/β is the largest Σ P_ij x_i·x_j + entropy/β over doubly stochastic P."""
+    """Px is half the gradient of −(Σf + Σg)/β in all tokens at once.
+
+    By the envelope theorem, as that is the largest Σ P_ij x_i·x_j + entropy/β over doubly stochastic P.
+    """
     points = normal(tokens, dimensions)
 
-    def level(flat: Tensor) -> Tensor:
+    def objective(flat: Tensor) -> Tensor:
         heads = flat.reshape(1, 1, tokens, dimensions)
-        found = sinkhorn(heads, heads, scale=scale)
-        return -(found.query_potential.sum() + found.key_potential.sum()) / scale
+        potentials = sinkhorn(heads, heads, scale=scale)
+        return -(potentials.query_potential.sum() + potentials.key_potential.sum()) / scale
 
     def attended(flat: Tensor) -> Tensor:
         heads = flat.reshape(1, 1, tokens, dimensions)
@@ -73,16 +79,16 @@ def _joint_gradient(normal: Normal, dimensions: int, tokens: int = 6, scale: flo
         return attention(heads, heads, heads, scale=scale).output.flatten()
 
     flat = points.flatten()
-    slope = torch.autograd.grad(level(flat.requires_grad_()), flat)[0]
+    slope = torch.autograd.grad(objective(flat.requires_grad_()), flat)[0]
     flat = flat.detach()
     yield close("½ ∂[−(Σf + Σg)/β]/∂x and P x", slope / 2, attended(flat), 1e-9)
-    whole = is_conservative(attended, flat, tolerance=QUADRATURE)
-    yield at_least("P x has a symmetric Jacobian", whole.double(), 1.0)
-    alone = is_conservative(softmax, flat, tolerance=1e-2)
-    yield at_most("softmax attention has one, to 1 in 100", alone.double(), 0.0)
+    is_symmetric = is_conservative(attended, flat, tolerance=QUADRATURE)
+    yield at_least("P x has a symmetric Jacobian", is_symmetric.double(), 1.0)
+    softmax_is_symmetric = is_conservative(softmax, flat, tolerance=1e-2)
+    yield at_most("softmax attention has one, to 1 in 100", softmax_is_symmetric.double(), 0.0)
 
 
-def _weighted(grid: Tensor, log_density: Tensor, scale: float) -> Tensor:
+def _attend_to_density(grid: Tensor, log_density: Tensor, scale: float) -> Tensor:
     """P x for a population of that density, by the trapezoidal rule."""
     heads = grid[None, None, :, None]
     return doubly_stochastic_attention(heads, heads, heads, log_weight=log_density, scale=scale).output[0, 0, :, 0]
@@ -95,29 +101,40 @@ def _gaussian_population(nodes: int, spread: float = 1.3) -> Iterator[Check]:
     inner = grid.abs() < 3 * spread
     for scale in (0.5, 2.0):
         covariance = (math.sqrt(scale**-2 + 4 * spread**4) - 1 / scale) / 2
-        found = _weighted(grid, log_density, scale)[inner]
+        output = _attend_to_density(grid, log_density, scale)[inner]
         expected = covariance / spread**2 * grid[inner]
-        yield close(f"tokens N(0, s²), β = {scale}: P x and cx/s²", found, expected, QUADRATURE)
+        yield close(f"tokens N(0, s²), β = {scale}: P x and cx/s²", output, expected, QUADRATURE)
     heads = grid[None, None, :, None]
-    found = attention(heads, heads, heads, log_weight=log_density, scale=0.5).output[0, 0, :, 0][inner]
-    yield close("the same, β = 0.5: softmax attention and βs²x", found, 0.5 * spread**2 * grid[inner], QUADRATURE)
+    softmax = attention(heads, heads, heads, log_weight=log_density, scale=0.5).output[0, 0, :, 0][inner]
+    yield close("the same, β = 0.5: softmax attention and βs²x", softmax, 0.5 * spread**2 * grid[inner], QUADRATURE)
 
 
 def _heat_limit(nodes: int) -> Iterator[Check]:
-    """A mixture of two Gaussians; P is the semigroup of L = ½(Δ + ∇log ρ·∇) at time ε = 1/β, to second order in ε."""
+    """β(Px − x) → ½∇log ρ as β → ∞, for a mixture of two Gaussians of variance one.
+
+    P is the semigroup of L = ½(Δ + ∇log ρ·∇) at time ε = 1/β, to second order in ε.
+    """
     grid = torch.linspace(-7, 7, nodes, dtype=torch.float64)
-    centres, shares = torch.tensor([-1.2, 1.0], dtype=torch.float64), torch.tensor([0.4, 0.6], dtype=torch.float64)
-    parts = shares.log() - (grid.unsqueeze(-1) - centres).square() / 2
-    weights = torch.softmax(parts, -1)
+    centres = torch.tensor([-1.2, 1.0], dtype=torch.float64)
+    shares = torch.tensor([0.4, 0.6], dtype=torch.float64)
+    log_joint = shares.log() - (grid.unsqueeze(-1) - centres).square() / 2
+    log_density = torch.logsumexp(log_joint, -1)
+    # ∇log ρ and its two derivatives are moments of the centres given x.
+    weights = torch.softmax(log_joint, -1)
     mean = weights @ centres
     deviation = centres - mean.unsqueeze(-1)
-    score, slope, curvature = mean - grid, (weights * deviation**2).sum(-1) - 1, (weights * deviation**3).sum(-1)
-    second = (curvature + score * slope) / 8  # ½L²x, where Lx is half the score
-    inner, first_errors, second_errors = grid.abs() < 3, [], []
+    score = mean - grid
+    slope = (weights * deviation**2).sum(-1) - 1
+    curvature = (weights * deviation**3).sum(-1)
+    # ½L²x, where Lx is half the score.
+    second_term = (curvature + score * slope) / 8
+    inner = grid.abs() < 3
+    first_errors = []
+    second_errors = []
     for temperature in _TEMPERATURES:
-        velocity = (_weighted(grid, torch.logsumexp(parts, -1), 1 / temperature) - grid) / temperature
+        velocity = (_attend_to_density(grid, log_density, 1 / temperature) - grid) / temperature
         first_errors.append((velocity - score / 2)[inner].abs().max())
-        second_errors.append((velocity - score / 2 - temperature * second)[inner].abs().max())
+        second_errors.append((velocity - score / 2 - temperature * second_term)[inner].abs().max())
     # The next term's share of an error falls with β⁻¹. (For Gaussian ρ the third order is nought as well.)
     for coarse, fine, temperature in zip(first_errors, first_errors[1:], _TEMPERATURES, strict=False):
         name = f"β(Px − x) and ½∇log ρ, β = {2 / temperature:g}: order in β⁻¹"

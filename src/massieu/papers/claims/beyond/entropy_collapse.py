@@ -14,8 +14,8 @@ from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
 from massieu.papers.claims.registry import claim
 
 _NORMS = (0.1, 1.0, 4.0, 15.0)
-_SEARCHED = 1000
-"""Steps of the search for less."""
+_SEARCH_STEPS = 1000
+"""Of the descent that looks for an entropy below the bound."""
 
 
 @claim(
@@ -43,6 +43,7 @@ def _entropy(scores: Tensor) -> Tensor:
 
 
 def _attained(normal: Normal, sigma: float, keys: int, draws: int) -> Iterator[Check]:
+    """The bound and its formula; one vector of norm σ attains it, and random ones stay above."""
     b = math.exp(-sigma * math.sqrt(keys / (keys - 1)))
     formula = math.log(1 + (keys - 1) * b) + sigma * math.sqrt(keys * (keys - 1)) * b / (1 + (keys - 1) * b)
     bound = least_entropy(torch.tensor(sigma, dtype=torch.float64), keys)
@@ -63,26 +64,28 @@ def _searched(normal: Normal, keys: int) -> Iterator[Check]:
     """Descent of the entropy on the sphere from 20 starts: no end lies below the bound, and the lowest at it."""
     for sigma in (1.0, 3.0):
         direction = torch.nn.functional.normalize(normal(20, keys), dim=-1)
-        for _ in range(_SEARCHED):
+        for _ in range(_SEARCH_STEPS):
             slope = torch.func.grad(lambda scores: _entropy(scores).sum())(sigma * direction)
             slope = slope / slope.norm(dim=-1, keepdim=True).clamp_min(1e-30)
             direction = torch.nn.functional.normalize(direction - 0.05 * slope, dim=-1)
-        found = _entropy(sigma * direction)
+        entropy = _entropy(sigma * direction)
         bound = least_entropy(torch.tensor(sigma, dtype=torch.float64), keys)
-        yield at_least(f"σ = {sigma}: least entropy of a search less the bound", found - bound, -CLOSED_FORM)
-        yield at_most(f"σ = {sigma}: the same, of the lowest", (found - bound).min(), 1e-3)
+        yield at_least(f"σ = {sigma}: least entropy of a search less the bound", entropy - bound, -CLOSED_FORM)
+        yield at_most(f"σ = {sigma}: the same, of the lowest", (entropy - bound).min(), 1e-3)
 
 
 def _of_heads(normal: Normal, keys: int, dimensions: int, draws: int) -> Iterator[Check]:
+    """A head's entropy is above the bound by its scores' norm, and above the tighter one by their norm about the mean."""
     for scale in (0.1, 1.0, 5.0):
-        query, key = normal(1, 1, draws, dimensions), normal(1, 1, keys, dimensions)
-        found = ops.attention_moments(query, key, scale=scale)
+        query = normal(1, 1, draws, dimensions)
+        key = normal(1, 1, keys, dimensions)
+        moments = ops.attention_moments(query, key, scale=scale)
         scores = scale * query @ key.mT
-        whole = least_entropy(scores.norm(dim=-1), keys)
-        centred = least_entropy((keys * found.prior_score_variance).sqrt(), keys)
-        yield at_least(f"β = {scale}: entropy of a head less the bound by ‖s‖", found.entropy - whole, -CLOSED_FORM)
-        yield at_least(f"β = {scale}: the same by ‖s − s̄‖", found.entropy - centred, -CLOSED_FORM)
-        yield at_least(f"β = {scale}: how much tighter the second is", centred - whole, -CLOSED_FORM)
+        by_norm = least_entropy(scores.norm(dim=-1), keys)
+        by_centred_norm = least_entropy((keys * moments.prior_score_variance).sqrt(), keys)
+        yield at_least(f"β = {scale}: entropy of a head less the bound by ‖s‖", moments.entropy - by_norm, -CLOSED_FORM)
+        yield at_least(f"β = {scale}: the same by ‖s − s̄‖", moments.entropy - by_centred_norm, -CLOSED_FORM)
+        yield at_least(f"β = {scale}: how much tighter the second is", by_centred_norm - by_norm, -CLOSED_FORM)
 
 
 def _reparametrised(normal: Normal, keys: int, dimensions: int, draws: int) -> Iterator[Check]:
@@ -96,9 +99,10 @@ def _reparametrised(normal: Normal, keys: int, dimensions: int, draws: int) -> I
     yield close("Ŵ·‖W‖₂/γ and W", ratio / 1e3, raw / 1e3)
     x = normal(draws, keys, dimensions)
     scores = x @ weights[0].mT @ weights[1] @ x.mT
-    spectrum = torch.linalg.matrix_norm(x, 2)
-    product = torch.linalg.matrix_norm(weights[0].mT @ weights[1], 2)
-    sigma = (product * spectrum.square()).unsqueeze(-1)
+    token_norm = torch.linalg.matrix_norm(x, 2)
+    weight_norm = torch.linalg.matrix_norm(weights[0].mT @ weights[1], 2)
+    sigma = (weight_norm * token_norm.square()).unsqueeze(-1)
     yield at_most("‖row of scores‖ by ‖W_KᵀW_Q‖₂‖X‖₂²", scores.norm(dim=-1) / sigma, 1 + CLOSED_FORM)
-    certain = least_entropy(sigma * gain**2 / product, keys)
-    yield at_least("entropy less what γ alone makes certain", _entropy(scores) - certain, -CLOSED_FORM)
+    # ‖W_KᵀW_Q‖₂ ≤ γ², which is known before the weights are.
+    bound_by_gain = least_entropy(sigma * gain**2 / weight_norm, keys)
+    yield at_least("entropy less what γ alone makes certain", _entropy(scores) - bound_by_gain, -CLOSED_FORM)

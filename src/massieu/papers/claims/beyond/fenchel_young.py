@@ -34,7 +34,8 @@ def fenchel_young_networks(
     check_at_least(2, patterns=patterns, dimensions=dimensions)
     check_at_least(1e-3, beta=beta)
     normal = normal_draws(seed)
-    points, query = normal(patterns, dimensions), 2 * normal(draws, dimensions)
+    points = normal(patterns, dimensions)
+    query = 2 * normal(draws, dimensions)
     for alpha in _ALPHAS:
         yield from _potential(alpha, normal(draws, patterns))
         yield from _descent(alpha, points, query, beta)
@@ -43,7 +44,9 @@ def fenchel_young_networks(
 
 
 def _potential(alpha: float, scores: Tensor) -> Iterator[Check]:
-    weights, name = entmax(scores, alpha), f"α = {alpha:g}"
+    """entmax is the gradient of Ω*, the conjugate of Tsallis' negative entropy."""
+    weights = entmax(scores, alpha)
+    name = f"α = {alpha:g}"
     yield close(f"{name}: Σ weights and 1", weights.sum(-1), 1.0)
     smooth = _without_kinks(alpha, scores, weights)
     slope = differences(lambda z: entmax_conjugate(z, alpha), scores[smooth])
@@ -66,25 +69,34 @@ def _without_kinks(alpha: float, scores: Tensor, weights: Tensor) -> Tensor:
 
 
 def _descent(alpha: float, points: Tensor, query: Tensor, beta: float) -> Iterator[Check]:
+    """A step q⁺ = Xᵀ entmax(βXq) lowers the energy by at least ½‖q⁺ − q‖²."""
     hopfield = HopfieldEnergy.create(SparseAtoms.create(points, alpha), scale=beta)
     later = hopfield.step(query)
     drop = hopfield(query) - hopfield(later) - 0.5 * (later - query).square().sum(-1)
-    unit = 1 + hopfield(query).abs().max().item()
-    yield at_least(f"α = {alpha:g}: E(q) − E(q⁺) − ½‖q⁺ − q‖²", drop, -_ROUNDING * unit)
-    written = torch.func.vmap(lambda q: entmax(beta * points @ q, alpha) @ points)(query)
-    yield close(f"α = {alpha:g}: the step and Xᵀ entmax(βXq)", later, written)
+    energy_scale = 1 + hopfield(query).abs().max().item()
+    yield at_least(f"α = {alpha:g}: E(q) − E(q⁺) − ½‖q⁺ − q‖²", drop, -_ROUNDING * energy_scale)
+    formula = torch.func.vmap(lambda q: entmax(beta * points @ q, alpha) @ points)(query)
+    yield close(f"α = {alpha:g}: the step and Xᵀ entmax(βXq)", later, formula)
 
 
 def _retrieval(alpha: float, patterns: int) -> Iterator[Check]:
-    """Unit vectors as patterns, so that scores are the query's coordinates."""
-    margin, points = 1 / (alpha - 1), torch.eye(patterns, dtype=torch.float64)
+    """One step is the pattern exactly from the margin 1/(α − 1) on, and not before it.
+
+    Unit vectors are the patterns, so that scores are the query's coordinates.
+    """
+    margin = 1 / (alpha - 1)
+    points = torch.eye(patterns, dtype=torch.float64)
     memory = SparseAtoms.create(points, alpha)
-    for share, kept in ((1.0, True), (0.95, False)):
-        query = share * margin * points[:1]
-        error = (memory.mean(query) - points[0]).abs().sum()
-        # Weights of others begin at (1 − share)^{margin} of the largest.
-        name = f"α = {alpha:g}: one step at a lead of {share * margin:g}, and the pattern"
-        yield at_most(f"{name}: error", error, 0.0) if kept else at_least(f"{name}: error", error, 0.05**margin / 2)
+
+    def error(lead: float) -> Tensor:
+        return (memory.mean(lead * points[:1]) - points[0]).abs().sum()
+
+    lead = 1.0 * margin
+    yield at_most(f"α = {alpha:g}: one step at a lead of {lead:g}, and the pattern: error", error(lead), 0.0)
+    # Below the margin, weights of others begin at (1 − share)^{margin} of the largest.
+    lead = 0.95 * margin
+    name = f"α = {alpha:g}: one step at a lead of {lead:g}, and the pattern: error"
+    yield at_least(name, error(lead), 0.05**margin / 2)
     label = torch.zeros(1, dtype=torch.int64)
     loss = fenchel_young_loss(margin * points[:1], F.one_hot(label, patterns).double(), alpha)
     yield at_most(f"α = {alpha:g}: Fenchel–Young loss of the pattern at the margin", loss, _ROUNDING)
@@ -96,7 +108,7 @@ def _normalised(points: Tensor, query: Tensor) -> Iterator[Check]:
     for name, reference in references.items():
         hopfield = HopfieldEnergy.create(SparseAtoms.create(points, 1.5), reference=reference, scale=2.0)
         path = hopfield.descend(hopfield.step(query), steps=5)
-        unit = 1 + path.energies.abs().max().item()
+        energy_scale = 1 + path.energies.abs().max().item()
         yield at_most(
-            f"post-normalisation by {name}: largest rise in a step", path.energies.diff(dim=0), _ROUNDING * unit
+            f"post-normalisation by {name}: largest rise in a step", path.energies.diff(dim=0), _ROUNDING * energy_scale
         )

@@ -31,38 +31,43 @@ def log_sum_relu(
     check_at_least(2, patterns=patterns, dimensions=dimensions)
     check_at_least(1e-3, beta=beta)
     normal = normal_draws(seed)
-    points, scale = normal(patterns, dimensions), beta
-    energy = LogSumReLU.create(points, scale=scale)
+    points = normal(patterns, dimensions)
+    energy = LogSumReLU.create(points, scale=beta)
     # Starts on the way from one pattern to another, so that something is active for most.
-    mix = torch.sigmoid(normal(draws, 1))
-    order = torch.arange(draws) % patterns
-    starts = torch.cat([mix * points[order] + (1 - mix) * points[(order * 7 + 1) % patterns], points])
+    share = torch.sigmoid(normal(draws, 1))
+    first = torch.arange(draws) % patterns
+    second = (first * 7 + 1) % patterns
+    starts = torch.cat([share * points[first] + (1 - share) * points[second], points])
     starts = starts[energy(starts).isfinite()]
-    yield from _gradient(energy, points, starts, scale)
-    yield from _minima(energy, points, starts, scale)
-    yield from _single(normal(patterns, dimensions), scale)
+    yield from _gradient(energy, points, starts, beta)
+    yield from _minima(energy, points, starts)
+    yield from _single(normal(patterns, dimensions), beta)
 
 
 def _gradient(energy: LogSumReLU, points: Tensor, state: Tensor, scale: float) -> Iterator[Check]:
+    """The gradient of E is Σ_active (x − ξ)/Σ relu(…)."""
     # Differences do not see a kink, which is where a distance is the radius.
     squares = (state.unsqueeze(-2) - points).square().sum(-1)
-    smooth = ((squares.sqrt() - math.sqrt(2 / scale)).abs() > 1e-3).all(-1)
-    rise = torch.relu(1 - 0.5 * scale * squares).sum(-1)
-    state, squares, rise = (part[smooth & (rise > 1e-2)] for part in (state, squares, rise))
-    active = (squares < 2 / scale).double()
-    expected = (active.sum(-1, keepdim=True) * state - active @ points) / rise.unsqueeze(-1)
+    is_smooth = ((squares.sqrt() - math.sqrt(2 / scale)).abs() > 1e-3).all(-1)
+    relu_sum = torch.relu(1 - 0.5 * scale * squares).sum(-1)
+    is_tried = is_smooth & (relu_sum > 1e-2)
+    state = state[is_tried]
+    relu_sum = relu_sum[is_tried]
+    active = (squares[is_tried] < 2 / scale).double()
+    expected = (active.sum(-1, keepdim=True) * state - active @ points) / relu_sum.unsqueeze(-1)
     slope = differences(energy, state)
     # The third derivative grows with the cube of 1/Σ relu.
-    unit = 1 + rise.min().item() ** -3
-    yield close("differences of E and Σ_active (x − ξ)/Σ relu", slope, expected, unit * GRADIENT_BY_DIFFERENCES)
+    error_scale = 1 + relu_sum.min().item() ** -3
+    yield close("differences of E and Σ_active (x − ξ)/Σ relu", slope, expected, error_scale * GRADIENT_BY_DIFFERENCES)
     yield close("−the force and the same", -energy.force(state), expected)
 
 
-def _minima(energy: LogSumReLU, points: Tensor, starts: Tensor, scale: float) -> Iterator[Check]:
+def _minima(energy: LogSumReLU, points: Tensor, starts: Tensor) -> Iterator[Check]:
+    """Descent never raises E, and ends in minima that are centroids of the patterns active there."""
     path = energy.descend(starts, steps=40)
     yield at_most("largest rise of E in a step", path.energies.diff(dim=0), _ROUNDING)
-    twice = energy.descend(starts, steps=10, damping=1.9)
-    yield at_most("largest rise of E in a step of damping 1.9", twice.energies.diff(dim=0), _ROUNDING)
+    long_steps = energy.descend(starts, steps=10, damping=1.9)
+    yield at_most("largest rise of E in a step of damping 1.9", long_steps.energies.diff(dim=0), _ROUNDING)
     end = path.states[-1]
     yield at_most("how far the fortieth step still goes", (path.states[-2] - end).abs(), 0.0)
     active = energy.active(end).double()
@@ -76,10 +81,10 @@ def _minima(energy: LogSumReLU, points: Tensor, starts: Tensor, scale: float) ->
 
 
 def _single(points: Tensor, scale: float) -> Iterator[Check]:
-    """Spread out until every distance is beyond twice the radius."""
+    """A pattern with no other within reach is a single memory, exactly: here all are, at twice the radius and more."""
     radius = math.sqrt(2 / scale)
-    apart = points / torch.pdist(points).min() * 2.5 * radius
-    energy = LogSumReLU.create(apart, scale=scale)
-    near = apart + 0.5 * radius * torch.nn.functional.normalize(points.roll(1, 0), dim=-1)
-    yield at_most("no other in reach: one step and the memory", (energy.step(near) - apart).abs(), 0.0)
-    yield close("no other in reach: E at the memory, and 0", energy(apart), 0.0)
+    distant = points / torch.pdist(points).min() * 2.5 * radius
+    energy = LogSumReLU.create(distant, scale=scale)
+    near = distant + 0.5 * radius * torch.nn.functional.normalize(points.roll(1, 0), dim=-1)
+    yield at_most("no other in reach: one step and the memory", (energy.step(near) - distant).abs(), 0.0)
+    yield close("no other in reach: E at the memory, and 0", energy(distant), 0.0)

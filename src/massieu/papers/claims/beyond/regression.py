@@ -31,50 +31,58 @@ def _affine(points: Tensor) -> Tensor:
 def regression_at_test_time(keys: int = 30, dimensions: int = 4, ridge: float = 0.7, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, dimensions=dimensions)
     check_at_least(dimensions + 2, keys=keys)
-    normal, scale = normal_draws(seed), 0.8
-    query, key, value = normal(1, 1, 5, dimensions), normal(1, 1, keys, dimensions), normal(1, 1, keys, 3)
-    q, k, v = (tensor[0, 0] for tensor in (query, key, value))
-    root = torch.softmax(scale * q @ k.T, -1).sqrt().unsqueeze(-1)
-    constant = least_squares(root, root * v).squeeze(-2)
-    yield close(
-        "softmax attention and the best constant", ops.attention(query, key, value, scale=scale).output[0, 0], constant
-    )
+    normal = normal_draws(seed)
+    scale = 0.8
+    query = normal(1, 1, 5, dimensions)
+    key = normal(1, 1, keys, dimensions)
+    value = normal(1, 1, keys, 3)
+    q = query[0, 0]
+    k = key[0, 0]
+    v = value[0, 0]
+    # Weighted least squares: rows times the roots of their weights.
+    root_weights = torch.softmax(scale * q @ k.T, -1).sqrt().unsqueeze(-1)
+    constant = least_squares(root_weights, root_weights * v).squeeze(-2)
+    softmax = ops.attention(query, key, value, scale=scale).output[0, 0]
+    yield close("softmax attention and the best constant", softmax, constant)
 
     start = torch.zeros(dimensions, 3, dtype=torch.float64, requires_grad=True)
     slope = torch.autograd.grad(0.5 * (k @ start - v).square().sum(), start)[0]
-    yield close("linear attention and one gradient step of length 1", (q @ k.T) @ v, q @ (start - slope).detach())
-    identity = torch.eye(dimensions, dtype=torch.float64)
-    fit = least_squares(
-        torch.cat([k, math.sqrt(ridge) * identity]), torch.cat([v, torch.zeros(dimensions, 3, dtype=torch.float64)])
-    )
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=ridge)
-    yield close("conditional mean attention and the ridge solution", found.output[0, 0], q @ fit)
+    linear_attention = (q @ k.T) @ v
+    yield close("linear attention and one gradient step of length 1", linear_attention, q @ (start - slope).detach())
+
+    # A ridge is one more row √λ·e_i for each coordinate, with the value 0.
+    rows = torch.cat([k, math.sqrt(ridge) * torch.eye(dimensions, dtype=torch.float64)])
+    targets = torch.cat([v, torch.zeros(dimensions, 3, dtype=torch.float64)])
+    fit = least_squares(rows, targets)
+    output = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=ridge).output[0, 0]
+    yield close("conditional mean attention and the ridge solution", output, q @ fit)
     # λ·(G + λI)⁻¹ differs from I by at most the largest eigenvalue over λ.
     large = 1e6
-    step = (q @ k.T) @ v
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=large)
-    most = torch.linalg.eigvalsh(k.T @ k)[-1] / large
+    output = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=large).output[0, 0]
+    relative_bound = torch.linalg.eigvalsh(k.T @ k)[-1] / large
     norm = torch.linalg.matrix_norm(k.T @ v) * q.norm(dim=-1).max()
-    yield at_most(
-        "ridge 1e6: λ·output − linear attention, by its bound",
-        (large * found.output[0, 0] - step).norm(dim=-1) / (most * norm),
-        1.0,
-    )
+    share = (large * output - linear_attention).norm(dim=-1) / (relative_bound * norm)
+    yield at_most("ridge 1e6: λ·output − linear attention, by its bound", share, 1.0)
     yield from _boundary()
 
 
 def _boundary() -> Iterator[Check]:
-    """Keys fill [0, 1] evenly, the target is linear; at the end all keys lie on one side."""
+    """A local linear fit has no bias at the boundary, where softmax has one.
+
+    Keys fill [0, 1] evenly, and the target is linear; at an end all keys lie on one side.
+    """
     key = ((torch.arange(2000, dtype=torch.float64) + 0.5) / 2000).reshape(1, 1, -1, 1)
     query = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64).reshape(3, 1, 1, 1)
-    value, width = 1 + 2 * key, 0.05
+    value = 1 + 2 * key
+    width = 0.05
     # Gaussian weights are softmax's, with a log-weight of −‖k‖²/(2·width²).
     log_weight = -0.5 * (key / width).square().mT
-    arguments = (query, key.expand(3, -1, -1, -1), value.expand(3, -1, -1, -1))
-    constant = ops.attention(*arguments, log_weight=log_weight, scale=width**-2).output.flatten()
-    tilted = log_weight + query * key.mT / width**2 - 0.5 * (query / width).square()
+    keys = key.expand(3, -1, -1, -1)
+    values = value.expand(3, -1, -1, -1)
+    constant = ops.attention(query, keys, values, log_weight=log_weight, scale=width**-2).output.flatten()
+    log_kernel = log_weight + query * key.mT / width**2 - 0.5 * (query / width).square()
     linear = conditional_mean_attention(
-        *arguments, kernel=FeatureKernel.create(_affine), ridge=0.0, log_weight=tilted
+        query, keys, values, kernel=FeatureKernel.create(_affine), ridge=0.0, log_weight=log_kernel
     ).output.flatten()
     truth = 1 + 2 * query.flatten()
     # The mean of a half-normal of this width is √(2/π)·width; the grid's midpoints err by O(1/2000²).

@@ -38,9 +38,13 @@ def rates_of_attention(repetitions: int = 800, seed: int = 0) -> Iterator[Check]
 
 
 def _posterior_mean(normal: Normal, repetitions: int, dimension: int = 3, weight: float = 2.0) -> Iterator[Check]:
-    """Tokens N(z, I), z ~ N(m, I/κ₀)."""
+    """Uniform attention approaches the posterior mean as L⁻¹, and the posterior mean the truth as L^{−1/2}.
+
+    Tokens are N(z, I) with z ~ N(m, I/κ₀).
+    """
     prior_mean = torch.tensor([1.0, -0.5, 0.2], dtype=torch.float64)
-    to_posterior, to_truth = [], []
+    to_posterior = []
+    to_truth = []
     for size in _SIZES:
         latent = prior_mean + normal(repetitions, 1, dimension) / math.sqrt(weight)
         tokens = latent + normal(repetitions, size, dimension)
@@ -56,8 +60,10 @@ def _fixed_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
     """Keys = values N(0, Σ): the limit is βΣq, the mean squared error e^{β²qᵀΣq}(tr Σ + ‖βΣq‖²)/L to leading order."""
     covariance = torch.tensor([[1.0, 0.3], [0.3, 0.5]], dtype=torch.float64)
     eta = torch.tensor([0.6, -0.4], dtype=torch.float64)
-    law, root = Gaussian.create(torch.zeros(2, dtype=torch.float64), covariance), torch.linalg.cholesky(covariance)
-    limit, errors = law.mean(eta), []
+    law = Gaussian.create(torch.zeros(2, dtype=torch.float64), covariance)
+    root = torch.linalg.cholesky(covariance)
+    limit = law.mean(eta)
+    errors = []
     for size in _SIZES:
         key = (normal(repetitions, size, 2) @ root.T)[:, None]
         output = ops.attention(eta.expand(repetitions, 1, 1, 2), key, key, scale=1.0).output[:, 0, 0]
@@ -69,6 +75,7 @@ def _fixed_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
 
 
 def _best_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
+    """On the sphere the error at the best β falls as L^{−2/(d+3)}, and is larger at a quarter of it and at four times it."""
     for dimension in (2, 4):
         task = Task(dimension, _SIZES)
         power = torch.tensor([0.0, 1 / dimension], dtype=torch.float64)
@@ -76,7 +83,8 @@ def _best_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
         count = max(20, repetitions)
         errors = task.errors(normal, scales, count, 32)
         yield has_rate(f"softmax at the best temperature, d = {dimension}", rate(_SIZES, errors), -2 / (dimension + 3))
-        last, best = Task(dimension, _SIZES[-1:]), errors[-1].square()
+        last = Task(dimension, _SIZES[-1:])
+        best = errors[-1].square()
         for name, factor in (("a quarter", 0.25), ("four times", 4.0)):
             other = last.errors(normal, factor * scales[-1:], 4 * count, 32)[0].square()
             error = (other.var() / len(other) + best.var() / count).sqrt()
@@ -86,7 +94,7 @@ def _best_temperature(normal: Normal, repetitions: int) -> Iterator[Check]:
 
 
 def _above(name: str, excess: Tensor, error: Tensor) -> Check:
-    """An excess is many standard errors above 0: three are enough, and far from the minimum it is ten and more."""
+    """An excess is at least three standard errors above 0; far from the minimum it is ten and more."""
     distance = (excess / error).item()
     false_alarm = 0.5 * math.erfc((distance - 3.0) / math.sqrt(2))
     basis = "normal law, from the distance measured"
@@ -99,18 +107,17 @@ def _wrong_concepts(repetitions: int, seed: int) -> Iterator[Check]:
     emission = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.1, 0.3, 0.5]], dtype=torch.float64)
     log_ratio = emission.log() - emission[0].log()
     divergence = (-(emission[0] * log_ratio).sum(-1))[1:].min().item()
-    short, long = 100, 500
+    short = 100
+    long = 500
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.multinomial(emission[0], repetitions * long, replacement=True, generator=generator).view(-1, long)
-    evidence = log_ratio[1:, tokens].cumsum(-1)  # of each wrong concept beside the right one, at every length
+    # Of each wrong concept against the right one, at every length: (concepts, repetitions, lengths).
+    evidence = log_ratio[1:, tokens].cumsum(-1)
     log_mass = _log_wrong_mass(evidence)
     fall = (log_mass[:, long - 1] - log_mass[:, short - 1]) / (long - short)
     yield mean_of_draws("log of the wrong concepts' mass a token, and −min KL", fall, -divergence)
-    yield at_most(
-        f"mean log mass on wrong concepts at L = {long}, over −L·min KL",
-        (log_mass[:, -1].mean() / (-long * divergence) - 1).abs(),
-        0.1,
-    )
+    error = (log_mass[:, -1].mean() / (-long * divergence) - 1).abs()
+    yield at_most(f"mean log mass on wrong concepts at L = {long}, over −L·min KL", error, 0.1)
 
 
 def _log_wrong_mass(evidence: Tensor) -> Tensor:

@@ -25,8 +25,12 @@ from massieu.regression import FeatureKernel, GaussianKernel, LinearKernel, cond
 
 def _quadratic(points: Tensor) -> Tensor:
     """All products of up to two coordinates: (1 + a·b)² = φ(a)·φ(b)."""
-    wide = torch.cat([torch.ones_like(points[..., :1]), points], -1)
-    return (wide.unsqueeze(-1) * wide.unsqueeze(-2)).flatten(-2)
+    extended = torch.cat([torch.ones_like(points[..., :1]), points], -1)
+    return (extended.unsqueeze(-1) * extended.unsqueeze(-2)).flatten(-2)
+
+
+def _identity(size: int) -> Tensor:
+    return torch.eye(size, dtype=torch.float64)
 
 
 # --- Z4 --------------------------------------------------------------------------------------------------------------
@@ -47,55 +51,72 @@ def posterior_mean(
     keys: int = 40, dimensions: int = 3, noise: float = 0.5, prior_variance: float = 2.0, seed: int = 0
 ) -> Iterator[Check]:
     check_at_least(2, keys=keys)
-    normal, variance = normal_draws(seed), noise**2
+    normal = normal_draws(seed)
+    variance = noise**2
     ridge = ridge_from(noise_variance=variance, prior_variance=prior_variance)
-    key, query = normal(1, 1, keys, dimensions), normal(1, 1, 9, dimensions)
-    phi, asked = _quadratic(key[0, 0]), _quadratic(query[0, 0])
-    coefficients = math.sqrt(prior_variance) * normal(phi.shape[-1], 2)
-    value = (phi @ coefficients + noise * normal(keys, 2))[None, None]
-    found = conditional_mean_attention(
+    key = normal(1, 1, keys, dimensions)
+    query = normal(1, 1, 9, dimensions)
+    key_features = _quadratic(key[0, 0])
+    coefficients = math.sqrt(prior_variance) * normal(key_features.shape[-1], 2)
+    value = (key_features @ coefficients + noise * normal(keys, 2))[None, None]
+    attended = conditional_mean_attention(
         query, key, value, kernel=FeatureKernel.create(_quadratic), ridge=ridge, need_variance=True
     )
-    assert found.variance is not None
-    gram, cross = (1 + key[0, 0] @ key[0, 0].T).square(), (1 + key[0, 0] @ query[0, 0].T).square()
-    own = (1 + query[0, 0].square().sum(-1)).square()
+
     # Values and predictions are jointly Gaussian: conditioning, by an inverse.
-    inverse = torch.linalg.inv(prior_variance * gram + variance * torch.eye(keys, dtype=torch.float64))
+    gram = (1 + key[0, 0] @ key[0, 0].T).square()
+    cross = (1 + key[0, 0] @ query[0, 0].T).square()
+    query_norm = (1 + query[0, 0].square().sum(-1)).square()
+    inverse = torch.linalg.inv(prior_variance * gram + variance * _identity(keys))
     mean = prior_variance * cross.T @ inverse @ value[0, 0]
-    spread = variance + prior_variance * own - prior_variance**2 * (cross * (inverse @ cross)).sum(0)
-    predictive = found.predictive_variance(noise_variance=variance, prior_variance=prior_variance)
-    yield close("output and the Gaussian posterior mean", found.output[0, 0], mean)
-    yield close("predictive variance and the Gaussian's", predictive[0, 0], spread)
-    moment = torch.linalg.inv(phi.T @ phi + ridge * torch.eye(phi.shape[-1], dtype=torch.float64))
-    feature_form = asked @ moment @ phi.T @ value[0, 0]
-    few = conditional_mean_attention(
-        query, key[:, :, :4], value[:, :, :4], kernel=FeatureKernel.create(_quadratic), ridge=ridge, need_variance=True
-    )
-    few_moment = torch.linalg.inv(phi[:4].T @ phi[:4] + ridge * torch.eye(phi.shape[-1], dtype=torch.float64))
-    yield close("feature form and posterior mean", feature_form, mean)
-    yield close(
-        "4 keys: Gram form and feature form",
-        few.output[0, 0],
-        asked @ few_moment @ phi[:4].T @ value[0, 0, :4],
-    )
-    assert few.variance is not None
-    yield close("4 keys: variances", few.variance[0, 0], ridge * ((asked @ few_moment) * asked).sum(-1))
+    exact_variance = variance + prior_variance * query_norm - prior_variance**2 * (cross * (inverse @ cross)).sum(0)
+    predictive = attended.predictive_variance(noise_variance=variance, prior_variance=prior_variance)
+    yield close("output and the Gaussian posterior mean", attended.output[0, 0], mean)
+    yield close("predictive variance and the Gaussian's", predictive[0, 0], exact_variance)
+    yield from _feature_form(key, query, value, mean, ridge)
+
     line = conditional_mean_attention(query[..., :1], key[..., :1], value, kernel=LinearKernel.create(), ridge=ridge)
     slope = (key[..., :1] * value).sum(2) / (key[..., :1].square().sum(2) + ridge)
     yield close("one dimension: q·Σkv/(Σk² + λ)", line.output, query[..., :1] * slope.unsqueeze(2))
     yield from _coverage(normal, keys, dimensions, noise, prior_variance)
 
 
+def _feature_form(key: Tensor, query: Tensor, value: Tensor, mean: Tensor, ridge: float) -> Iterator[Check]:
+    """φ(q)(ΦᵀΦ + λI)⁻¹ΦᵀV is the same, also for fewer keys than features, where the library takes the Gram form."""
+    key_features = _quadratic(key[0, 0])
+    query_features = _quadratic(query[0, 0])
+
+    def inverse_moment(features: Tensor) -> Tensor:
+        return torch.linalg.inv(features.T @ features + ridge * _identity(features.shape[-1]))
+
+    feature_form = query_features @ inverse_moment(key_features) @ key_features.T @ value[0, 0]
+    yield close("feature form and posterior mean", feature_form, mean)
+    few = conditional_mean_attention(
+        query, key[:, :, :4], value[:, :, :4], kernel=FeatureKernel.create(_quadratic), ridge=ridge, need_variance=True
+    )
+    few_features = key_features[:4]
+    few_inverse = inverse_moment(few_features)
+    feature_form = query_features @ few_inverse @ few_features.T @ value[0, 0, :4]
+    yield close("4 keys: Gram form and feature form", few.output[0, 0], feature_form)
+    assert few.variance is not None
+    feature_variance = ridge * ((query_features @ few_inverse) * query_features).sum(-1)
+    yield close("4 keys: variances", few.variance[0, 0], feature_variance)
+
+
 def _coverage(normal: Normal, keys: int, dimensions: int, noise: float, prior_variance: float) -> Iterator[Check]:
     """New values lie about the mean with the predictive variance: standardised errors have variance one."""
     draws = 2000
-    key, query = normal(draws, 1, keys, dimensions), normal(draws, 1, 1, dimensions)
+    key = normal(draws, 1, keys, dimensions)
+    query = normal(draws, 1, 1, dimensions)
     weights = math.sqrt(prior_variance) * normal(draws, 1, dimensions, 1)
-    value, new = (points @ weights + noise * normal(*points.shape[:-1], 1) for points in (key, query))
+    value = key @ weights + noise * normal(draws, 1, keys, 1)
+    new_value = query @ weights + noise * normal(draws, 1, 1, 1)
     ridge = ridge_from(noise_variance=noise**2, prior_variance=prior_variance)
-    found = conditional_mean_attention(query, key, value, kernel=LinearKernel.create(), ridge=ridge, need_variance=True)
-    predictive = found.predictive_variance(noise_variance=noise**2, prior_variance=prior_variance)
-    squares = (new - found.output).square().squeeze(-1) / predictive
+    attended = conditional_mean_attention(
+        query, key, value, kernel=LinearKernel.create(), ridge=ridge, need_variance=True
+    )
+    predictive = attended.predictive_variance(noise_variance=noise**2, prior_variance=prior_variance)
+    squares = (new_value - attended.output).square().squeeze(-1) / predictive
     yield near_in_standard_errors(
         "squared error of a new value by its predictive variance", squares.mean(), 1.0, math.sqrt(2 / draws)
     )
@@ -119,35 +140,41 @@ def conditional_mean_operator(
     check_at_least(2, dimensions=dimensions, letters=letters)
     check_at_least(letters + 1, tokens=tokens)
     normal = normal_draws(seed)
-    key, query, value = normal(1, 1, tokens, dimensions), normal(1, 1, 7, dimensions), normal(1, 1, tokens, 2)
-    phi, asked = _quadratic(key[0, 0]), _quadratic(query[0, 0])
-    cross_covariance, covariance = value[0, 0].T @ phi / tokens, phi.T @ phi / tokens
-    one = torch.eye(phi.shape[-1], dtype=torch.float64)
-    gram, cross = (1 + key[0, 0] @ key[0, 0].T).square(), (1 + query[0, 0] @ key[0, 0].T).square()
+    key = normal(1, 1, tokens, dimensions)
+    query = normal(1, 1, 7, dimensions)
+    value = normal(1, 1, tokens, 2)
+    key_features = _quadratic(key[0, 0])
+    query_features = _quadratic(query[0, 0])
+    cross_covariance = value[0, 0].T @ key_features / tokens
+    covariance = key_features.T @ key_features / tokens
+    gram = (1 + key[0, 0] @ key[0, 0].T).square()
+    cross = (1 + query[0, 0] @ key[0, 0].T).square()
+    kernel = FeatureKernel.create(_quadratic)
     for ridge in (1e-2, 1.0):
-        operator = asked @ torch.linalg.inv(covariance + ridge * one) @ cross_covariance.T
-        shifted = gram + tokens * ridge * torch.eye(tokens, dtype=torch.float64)
-        yield close(
-            f"ε = {ridge:g}: operator and Gram form of λ = εL",
-            cross @ torch.linalg.inv(shifted) @ value[0, 0],
-            operator,
-        )
-        found = conditional_mean_attention(
-            query, key, value, kernel=FeatureKernel.create(_quadratic), operator_ridge=ridge
-        )
-        yield close(f"ε = {ridge:g}: attention and operator", found.output[0, 0], operator)
-        mistaken = conditional_mean_attention(query, key, value, kernel=FeatureKernel.create(_quadratic), ridge=ridge)
+        inverse = torch.linalg.inv(covariance + ridge * _identity(len(covariance)))
+        operator = query_features @ inverse @ cross_covariance.T
+        gram_form = cross @ torch.linalg.inv(gram + tokens * ridge * _identity(tokens)) @ value[0, 0]
+        yield close(f"ε = {ridge:g}: operator and Gram form of λ = εL", gram_form, operator)
+        attended = conditional_mean_attention(query, key, value, kernel=kernel, operator_ridge=ridge)
+        yield close(f"ε = {ridge:g}: attention and operator", attended.output[0, 0], operator)
+        mistaken = conditional_mean_attention(query, key, value, kernel=kernel, ridge=ridge)
         # Shrunk less by up to the factor L in each direction; the difference is no rounding.
         yield at_least(
             f"ε = {ridge:g}: what λ = ε would change", (mistaken.output[0, 0] - operator).abs().max(), 1e-3 * ridge
         )
-    letter = torch.arange(tokens) % letters
-    alphabet = torch.eye(letters, dtype=torch.float64)
-    means = torch.stack([value[0, 0, letter == each].mean(0) for each in range(letters)])
-    found = conditional_mean_attention(
-        alphabet[None, None], alphabet[letter][None, None], value, kernel=LinearKernel.create(), operator_ridge=1e-13
+
+    # One-hot keys of a finite alphabet.
+    alphabet = _identity(letters)
+    letter_of_token = torch.arange(tokens) % letters
+    means = torch.stack([value[0, 0, letter_of_token == letter].mean(0) for letter in range(letters)])
+    attended = conditional_mean_attention(
+        alphabet[None, None],
+        alphabet[letter_of_token][None, None],
+        value,
+        kernel=LinearKernel.create(),
+        operator_ridge=1e-13,
     )
-    yield close("finite alphabet, ε = 1e-13: attention and means of the letters", found.output[0, 0], means)
+    yield close("finite alphabet, ε = 1e-13: attention and means of the letters", attended.output[0, 0], means)
 
 
 # --- Z6 --------------------------------------------------------------------------------------------------------------
@@ -161,13 +188,9 @@ def _harmonics(points: Tensor) -> Tensor:
     pairs = [x * y, x * z, x * w, y * z, y * w, z * w]
     # E x² = 1/4, E x⁴ = 1/8, E x²y² = 1/24.
     squares = [x**2 - y**2, z**2 - w**2, (x**2 + y**2 - z**2 - w**2) / math.sqrt(2)]
-    scaled = [
-        torch.ones_like(x),
-        *(2 * each for each in (x, y, z, w)),
-        *(math.sqrt(24) * each for each in pairs),
-        *(math.sqrt(6) * each for each in squares),
-    ]
-    return torch.stack(scaled, -1)
+    constant = torch.ones_like(x).unsqueeze(-1)
+    pairs_and_squares = [math.sqrt(24) * torch.stack(pairs, -1), math.sqrt(6) * torch.stack(squares, -1)]
+    return torch.cat([constant, 2 * points, *pairs_and_squares], -1)
 
 
 @claim(
@@ -187,39 +210,51 @@ def rates_of_the_ridge(repetitions: int = 40, noise: float = 0.3, seed: int = 0)
     # Every coefficient of degrees 1 and 2 is ±½: prior variance ¼, and of degree 0 none.
     coefficients = 0.5 * normal(13, 1).sign()
     target = _harmonics(query)[..., 1:] @ coefficients
-    moments = _harmonics(torch.nn.functional.normalize(normal(200_000, 4), dim=-1))
-    gram = moments.T @ moments / len(moments)
-    yield at_most(
-        "second moments of the harmonics and the identity",
-        (gram - torch.eye(14, dtype=torch.float64)).abs().max(),
-        0.05,
-    )
-    slow, fast = [], []
+    samples = _harmonics(torch.nn.functional.normalize(normal(200_000, 4), dim=-1))
+    second_moments = samples.T @ samples / len(samples)
+    error = (second_moments - _identity(14)).abs().max()
+    yield at_most("second moments of the harmonics and the identity", error, 0.05)
+
+    def root_mean_square_error(key: Tensor, value: Tensor, ridge: float) -> Tensor:
+        queries = query.expand(repetitions, -1, -1, -1)
+        output = conditional_mean_attention(queries, key, value, kernel=kernel, ridge=ridge).output
+        return (output - target).square().mean((1, 2, 3)).sqrt()
+
+    growing_ridge_errors = []
+    constant_ridge_errors = []
     for length in _SIZES:
         key = torch.nn.functional.normalize(normal(repetitions, 1, length, 4), dim=-1)
         value = _harmonics(key)[..., 1:] @ coefficients + noise * normal(repetitions, 1, length, 1)
-        for errors, ridge in ((slow, length**0.75), (fast, noise**2 / 0.25)):
-            found = conditional_mean_attention(
-                query.expand(repetitions, -1, -1, -1), key, value, kernel=kernel, ridge=ridge
-            )
-            errors.append((found.output - target).square().mean((1, 2, 3)).sqrt())
-    found, bound = torch.stack(fast), torch.stack(slow)
-    yield has_rate("λ = σ²/λ₀: slope of log error", rate(_SIZES, found), -0.5)
-    yield has_rate("λ = L^{3/4}: slope of log error", rate(_SIZES, bound), -0.25)
-    for name, errors in (("σ²/λ₀", found), ("L^{3/4}", bound)):
-        level = errors.square().mean(-1).sqrt()
-        detail = ", ".join(f"{each:.3f}" for each in level.tolist())
-        yield at_most(
-            f"λ = {name}: largest ratio of an error to that at half the length", level[1:] / level[:-1], 1.0, detail
-        )
+        growing_ridge_errors.append(root_mean_square_error(key, value, length**0.75))
+        constant_ridge_errors.append(root_mean_square_error(key, value, noise**2 / 0.25))
+    # (lengths, repetitions)
+    growing = torch.stack(growing_ridge_errors)
+    constant = torch.stack(constant_ridge_errors)
+    yield has_rate("λ = σ²/λ₀: slope of log error", rate(_SIZES, constant), -0.5)
+    yield has_rate("λ = L^{3/4}: slope of log error", rate(_SIZES, growing), -0.25)
+    yield _falls_with_length("σ²/λ₀", constant)
+    yield _falls_with_length("L^{3/4}", growing)
     # The bias at ε = λ/L = L^{−1/4}, where all eigenvalues are one: ε/(1 + ε) of the target.
     ridge = torch.tensor(_SIZES, dtype=torch.float64) ** -0.25
     bias = ridge / (1 + ridge) * target.square().mean().sqrt()
-    yield close("λ = L^{3/4}, L = 4096: error by its bias", bound[-1].mean() / bias[-1], 1.0, 0.05)
-    yield at_most("error with λ = σ²/λ₀ by that with L^{3/4}, at each length", found.mean(-1) / bound.mean(-1), 1.0)
+    yield close("λ = L^{3/4}, L = 4096: error by its bias", growing[-1].mean() / bias[-1], 1.0, 0.05)
+    ratio = constant.mean(-1) / growing.mean(-1)
+    yield at_most("error with λ = σ²/λ₀ by that with L^{3/4}, at each length", ratio, 1.0)
+
+
+def _falls_with_length(ridge: str, errors: Tensor) -> Check:
+    """The error, pooled over repetitions, is smaller at each length than at half of it."""
+    pooled = errors.square().mean(-1).sqrt()
+    detail = ", ".join(f"{error:.3f}" for error in pooled.tolist())
+    name = f"λ = {ridge}: largest ratio of an error to that at half the length"
+    return at_most(name, pooled[1:] / pooled[:-1], 1.0, detail)
 
 
 # --- Z8 --------------------------------------------------------------------------------------------------------------
+
+
+# Keys uniform on the circle; integrals over it by the trapezoidal rule, exact to rounding.
+_GRID = torch.arange(256, dtype=torch.float64) * (2 * math.pi / 256)
 
 
 def _circle(angle: Tensor) -> Tensor:
@@ -227,8 +262,25 @@ def _circle(angle: Tensor) -> Tensor:
 
 
 def _target(angle: Tensor) -> Tensor:
-    """Degree 1 and degree 2."""
+    """f of the circle, with parts of degree 1 and degree 2."""
     return angle.cos() + 2 * (2 * angle).cos()
+
+
+def _tilted(centre: Tensor, scale: float) -> Tensor:
+    """e^{βq·k} for keys k on the grid, and a query of this angle."""
+    return (scale * (_GRID - centre.unsqueeze(-1)).cos()).exp()
+
+
+def _smoothed(centre: Tensor, scale: float) -> Tensor:
+    """The limit of softmax attention for a query of this angle."""
+    weights = _tilted(centre, scale)
+    return (weights * _target(_GRID)).sum(-1) / weights.sum(-1)
+
+
+def _limit_variance(centre: Tensor, scale: float, noise: float) -> Tensor:
+    """L times the variance of softmax attention over L keys, by the delta method for a ratio of means (S15)."""
+    squares = noise**2 + (_target(_GRID) - _smoothed(centre, scale).unsqueeze(-1)).square()
+    return (_tilted(centre, 2.0 * scale) * squares).mean(-1) / _tilted(centre, scale).mean(-1).square()
 
 
 @claim(
@@ -246,37 +298,25 @@ def parts_of_the_error(
     check_at_least(100, repetitions=repetitions)
     normal = normal_draws(seed)
     angle = torch.tensor([0.0, 0.7, 2.0, 4.0], dtype=torch.float64)
-    # Keys uniform on the circle; integrals over it by the trapezoidal rule, exact to rounding.
-    grid = torch.arange(256, dtype=torch.float64) * (2 * math.pi / 256)
-
-    def tilted(at: Tensor, power: float) -> Tensor:
-        return (power * scale * (grid - at.unsqueeze(-1)).cos()).exp()
-
-    def smoothed(at: Tensor) -> Tensor:
-        weights = tilted(at, 1.0)
-        return (weights * _target(grid)).sum(-1) / weights.sum(-1)
-
+    # A head whose parameters turn its queries: its limit is that of the angles turned.
     turned = angle + turn
-    smoothing, parameter = smoothed(angle) - _target(angle), smoothed(turned) - smoothed(angle)
-    # The delta method for a ratio of means (S15).
-    squares = noise**2 + (_target(grid) - smoothed(turned).unsqueeze(-1)).square()
-    variance = (tilted(turned, 2.0) * squares).mean(-1) / tilted(turned, 1.0).mean(-1).square()
+    limit = _smoothed(turned, scale)
+    smoothing = _smoothed(angle, scale) - _target(angle)
+    parameter = limit - _smoothed(angle, scale)
+    variance = _limit_variance(turned, scale, noise)
     query = _circle(turned).expand(repetitions, 1, -1, -1)
 
-    def attended(length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Angles of the keys, values, and softmax attention's outputs."""
-        place = 2 * math.pi * torch.special.ndtr(normal(repetitions, 1, length))
-        value = (_target(place) + noise * normal(repetitions, 1, length)).unsqueeze(-1)
-        output = ops.attention(query, _circle(place), value, scale=scale).output
-        return place, value, output[:, 0, :, 0]
-
-    sizes, length = [32, 64, 128, 256, 512], 1024
-    statistical = [(attended(size)[2] - smoothed(turned)).norm(dim=-1) for size in sizes]
-    place, value, output = attended(length)
-    statistical.append((output - smoothed(turned)).norm(dim=-1))
-    slope = rate([*sizes, length], torch.stack(statistical))
+    lengths = [32, 64, 128, 256, 512, 1024]
+    statistical = []
+    for length in lengths:
+        # Uniform angles of the keys, from normal draws.
+        key_angle = 2 * math.pi * torch.special.ndtr(normal(repetitions, 1, length))
+        value = (_target(key_angle) + noise * normal(repetitions, 1, length)).unsqueeze(-1)
+        output = ops.attention(query, _circle(key_angle), value, scale=scale).output[:, 0, :, 0]
+        statistical.append((output - limit).norm(dim=-1))
+    slope = rate(lengths, torch.stack(statistical))
     yield has_rate("statistical part: slope of log error", slope, -0.5)
-    # At the last length.
+    # Keys, values and output of the last length.
     error = output - _target(angle)
     # A ratio of means is biased by O(1/L): less than a standard error here, and allowed one.
     bias = output.std(0) / math.sqrt(repetitions)
@@ -291,35 +331,40 @@ def parts_of_the_error(
     yield mean_of_draws("mean square and the parts' sum", error.square(), parts)
     yield at_least("smoothing bias, the largest", smoothing.abs().max(), 0.1)
     yield at_least("parameter error, the largest", parameter.abs().max(), 0.1)
-    yield from _without_smoothing(query, place, value, turned, noise)
+    yield from _without_smoothing(query, key_angle, value, turned, noise)
 
 
-def _without_smoothing(query: Tensor, place: Tensor, value: Tensor, turned: Tensor, noise: float) -> Iterator[Check]:
-    """Heads with values of their own, of which each is the mean of its own; the bias of a small ridge is far below noise."""
-    heads = torch.cat([value, 3 - value], 1)
+def _without_smoothing(
+    query: Tensor, key_angle: Tensor, value: Tensor, turned: Tensor, noise: float
+) -> Iterator[Check]:
+    """Conditional mean attention has no smoothing bias; that of a small ridge is far below the noise.
+
+    Two heads have different values: each estimates the conditional mean of its own.
+    """
+    head_values = torch.cat([value, 3 - value], 1)
 
     def harmonics(points: Tensor) -> Tensor:
         x, y = points.unbind(-1)
         return torch.stack([torch.ones_like(x), x, y, x * x - y * y, 2 * x * y], -1)
 
-    key = _circle(place).expand(-1, 2, -1, -1)
-    found = conditional_mean_attention(
-        query.expand(-1, 2, -1, -1), key, heads, kernel=FeatureKernel.create(harmonics), ridge=noise**2
+    key = _circle(key_angle).expand(-1, 2, -1, -1)
+    attended = conditional_mean_attention(
+        query.expand(-1, 2, -1, -1), key, head_values, kernel=FeatureKernel.create(harmonics), ridge=noise**2
     )
-    mean = found.output.squeeze(-1)
+    mean = attended.output.squeeze(-1)
     expected = torch.stack([_target(turned), 3 - _target(turned)])
     # ‖bias‖ ≤ λ/L·‖f‖/(least eigenvalue ½), the eigenvalues 1, ½, ½, ½, ½ of uniform angles.
     bias = 2 * noise**2 / value.shape[2] * (1 + 2 + 3)
     yield mean_of_draws("conditional mean attention, two heads: mean output and the target", mean, expected, bias)
-    # A kernel of any features, of a few repetitions and keys.
-    few, first = slice(0, 20), slice(0, 256)
-    smooth = conditional_mean_attention(
+    # A kernel whose features do not name the target, on a few repetitions and keys.
+    few = slice(0, 20)
+    first = slice(0, 256)
+    output = conditional_mean_attention(
         query[few],
-        _circle(place[few, :, first]),
+        _circle(key_angle[few, :, first]),
         value[few, :, first],
         kernel=GaussianKernel.create(1.0),
         ridge=noise**2,
     ).output.squeeze(-1)
-    yield at_most(
-        "with a Gaussian kernel: root mean square error", (smooth[:, 0] - _target(turned)).square().mean().sqrt(), noise
-    )
+    error = (output[:, 0] - _target(turned)).square().mean().sqrt()
+    yield at_most("with a Gaussian kernel: root mean square error", error, noise)

@@ -53,23 +53,28 @@ def _mixtures(normal: Normal, length: int) -> Iterator[Check]:
         ("concepts", concepts, index),
         ("Gaussian", gaussian, normal(length, 2)),
     ):
-        moved, plain = law.posterior(tokens[order]).log_evidence, law.posterior(tokens).log_evidence
-        yield close(f"{name}: joint log-probability, tokens permuted", moved, plain, _ROUNDING)
+        permuted = law.posterior(tokens[order]).log_evidence
+        in_order = law.posterior(tokens).log_evidence
+        yield close(f"{name}: joint log-probability, tokens permuted", permuted, in_order, _ROUNDING)
     for name, law in (("Dirichlet", dirichlet), ("concepts", concepts)):
-        longer = torch.stack(
-            [law.posterior(torch.cat([index, last.reshape(1)])).log_evidence for last in torch.arange(3)]
-        )
+        extensions = [torch.cat([index, last.reshape(1)]) for last in torch.arange(3)]
+        longer = torch.stack([law.posterior(tokens).log_evidence for tokens in extensions])
         yield close(f"{name}: Σ p(X, next) and p(X)", longer.logsumexp(0), law.posterior(index).log_evidence, _ROUNDING)
-        pairs = torch.stack([law.posterior(pair).log_evidence for pair in torch.cartesian_prod(*[torch.arange(3)] * 2)])
-        both = pairs.exp().reshape(3, 3)
-        least = torch.linalg.eigvalsh(both - both.sum(0) * both.sum(1, keepdim=True))[0]
+        # The joint law of two tokens, (3, 3).
+        pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+        joint = torch.stack([law.posterior(pair).log_evidence for pair in pairs]).exp().reshape(3, 3)
+        covariance = joint - joint.sum(0) * joint.sum(1, keepdim=True)
+        least = torch.linalg.eigvalsh(covariance)[0]
         yield at_least(f"{name}: least eigenvalue of two tokens' covariance", least, -_ROUNDING)
 
 
 def _urns(balls: int, drawn: int) -> Iterator[Check]:
+    """The first k of n balls of an urn are at most k(k − 1)/(2n) away from draws with replacement."""
     yield close("10 balls, 3 drawn: distance and .28", urn_total_variation([1] * 10, 3), 0.28)
     yield close("10 balls, 3 drawn: bound and .3", finite_extension_bound(3, 10), 0.3)
-    for counts in ([1] * balls, [balls - balls // 3, balls // 3] if balls > 2 else [1, 1]):
+    all_different = [1] * balls
+    two_colours = [1, 1] if balls == 2 else [balls - balls // 3, balls // 3]
+    for counts in (all_different, two_colours):
         colours = f"{len(counts)} colours of {balls} balls, {drawn} drawn"
         distance = urn_total_variation(counts, drawn)
         if len(counts) ** drawn <= 5000:
@@ -79,13 +84,16 @@ def _urns(balls: int, drawn: int) -> Iterator[Check]:
 
 def _by_sequences(counts: list[int], drawn: int) -> float:
     """½ Σ |P − Q| over all sequences, one draw after the other."""
-    total, distance = sum(counts), 0.0
+    total = sum(counts)
+    distance = 0.0
     for sequence in itertools.product(range(len(counts)), repeat=drawn):
-        left, without = list(counts), 1.0
+        remaining = list(counts)
+        without_replacement = 1.0
         for colour in sequence:
-            without *= left[colour] / sum(left)
-            left[colour] -= 1
-        distance += abs(without - math.prod(counts[colour] / total for colour in sequence))
+            without_replacement *= remaining[colour] / sum(remaining)
+            remaining[colour] -= 1
+        with_replacement = math.prod(counts[colour] / total for colour in sequence)
+        distance += abs(without_replacement - with_replacement)
     return distance / 2
 
 
@@ -106,20 +114,21 @@ def _by_sequences(counts: list[int], drawn: int) -> float:
 def sufficiency_of_the_posterior(concepts: int = 3, tokens: int = 4, length: int = 3, seed: int = 0) -> Iterator[Check]:
     check_at_least(2, concepts=concepts, tokens=tokens)
     normal = normal_draws(seed)
-    prior, table = normal(concepts), normal(concepts, tokens)
-    found = sufficiency(prior, table, length)
+    prior = normal(concepts)
+    table = normal(concepts, tokens)
+    result = sufficiency(prior, table, length)
     joint = _joint(prior, table, length)
     information = _entropy(joint.sum(0)) + _entropy(joint.sum(1)) - _entropy(joint)
-    yield close("I(z; X) and H(z) + H(X) − H(z, X)", found.information, information)
+    yield close("I(z; X) and H(z) + H(X) − H(z, X)", result.information, information)
     posterior = joint / joint.sum(1, keepdim=True)
     # I(z; S) by conditioning on S: H(z) less the mean entropy of the posteriors.
-    left = torch.stack([_entropy(law) for law in posterior]) @ joint.sum(1)
-    yield close("I(z; S) and H(z) − E H(S)", found.posterior_information, _entropy(joint.sum(0)) - left)
-    yield close("I(z; S) and I(z; X)", found.posterior_information, found.information)
-    yield close("sequences and V^L", float(found.sequences), float(tokens**length))
+    mean_entropy = torch.stack([_entropy(law) for law in posterior]) @ joint.sum(1)
+    yield close("I(z; S) and H(z) − E H(S)", result.posterior_information, _entropy(joint.sum(0)) - mean_entropy)
+    yield close("I(z; S) and I(z; X)", result.posterior_information, result.information)
+    yield close("sequences and V^L", float(result.sequences), float(tokens**length))
     multisets = float(math.comb(tokens + length - 1, length))
-    yield close("posteriors of tokens in general position and multisets", float(found.posteriors), multisets)
-    yield at_least("I(z; ·) lost by the cheapest merger of two posteriors", found.least_loss, 1e-12)
+    yield close("posteriors of tokens in general position and multisets", float(result.posteriors), multisets)
+    yield at_least("I(z; ·) lost by the cheapest merger of two posteriors", result.least_loss, 1e-12)
     yield from _predictive(normal, prior, table, posterior, length)
     yield from _counted(normal)
     yield from _one_label()
@@ -138,25 +147,26 @@ def _predictive(normal: Normal, prior: Tensor, table: Tensor, posterior: Tensor,
 def _counted(normal: Normal) -> Iterator[Check]:
     """Equal sums and counts have one posterior; equal averages do not (trap 24)."""
     law = GaussianMean.create(normal(1), normal(1).exp()[0], normal(1).exp()[0])
-    tokens, shift = normal(6, 1), normal(1)
-    other = torch.cat([tokens[:4], tokens[4:5] + shift, tokens[5:] - shift])
-    yield close("equal sums and counts: means", law.posterior(other).mean, law.posterior(tokens).mean)
-    same = law.posterior(other).covariance - law.posterior(tokens).covariance
-    yield close("equal sums and counts: covariances", same, 0.0)
+    tokens = normal(6, 1)
+    shift = normal(1)
+    same_sum = torch.cat([tokens[:4], tokens[4:5] + shift, tokens[5:] - shift])
+    posterior = law.posterior(tokens)
+    yield close("equal sums and counts: means", law.posterior(same_sum).mean, posterior.mean)
+    difference = law.posterior(same_sum).covariance - posterior.covariance
+    yield close("equal sums and counts: covariances", difference, 0.0)
     twice = law.posterior(torch.cat([tokens, tokens]))
     # Σ/(κ + 12) over Σ/(κ + 6)
     ratio = (law.strength + 6) / (law.strength + 12)
-    once = law.posterior(tokens).covariance
-    yield close("equal averages, twice the count: covariances", twice.covariance, ratio * once)
+    yield close("equal averages, twice the count: covariances", twice.covariance, ratio * posterior.covariance)
 
 
 def _one_label() -> Iterator[Check]:
     """Two concepts of one label, which tokens 0 and 1 tell apart: for the label they need not be."""
     table = torch.tensor([[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.1, 0.1, 0.8]], dtype=torch.float64).log()
     label = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    found = sufficiency(torch.zeros(3, dtype=torch.float64), table, 1, label=label)
-    yield at_least("two concepts of one label: I(z; ·) lost by the cheapest merger", found.least_loss, 1e-3)
-    yield at_most("two concepts of one label: I(y; ·) lost by it", found.least_label_loss, _ROUNDING)
+    result = sufficiency(torch.zeros(3, dtype=torch.float64), table, 1, label=label)
+    yield at_least("two concepts of one label: I(z; ·) lost by the cheapest merger", result.least_loss, 1e-3)
+    yield at_most("two concepts of one label: I(y; ·) lost by it", result.least_label_loss, _ROUNDING)
 
 
 def _joint(prior: Tensor, table: Tensor, length: int) -> Tensor:

@@ -34,36 +34,44 @@ def encoders_of_sets(tokens: int = 9, width: int = 16, layers: int = 2, seed: in
     check_at_least(4, width=width)
     width += -width % 4
     normal = normal_draws(seed)
-    content, positions = normal(2, tokens, width), normal(1, tokens, width).expand(2, -1, -1)
+    content = normal(2, tokens, width)
+    positions = normal(1, tokens, width).expand(2, -1, -1)
     stack = _encoder(normal, width, layers)
     generator = torch.Generator().manual_seed(seed)
 
     def encode(x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        x = x if positions is None else x + positions
+        if positions is not None:
+            x = x + positions
         for layer in stack:
             x = layer(x, src_mask=mask)
         return x
 
     yield at_most("no positions: gap", permutation_gap(encode, content, generator=generator).content, _ROUNDING)
-    full, causal = torch.zeros(tokens, tokens), torch.full((tokens, tokens), -torch.inf).triu(1)
     rotary = _rotary(normal, width)
-    place = torch.arange(tokens, dtype=torch.float64).expand(2, -1)
-    kinds: list[tuple[str, Callable[..., Tensor], Tensor]] = [
-        ("absolute positions", encode, positions),
-        ("rotary positions", rotary, place),
-    ]
-    for name, function, where in kinds:
-        found = permutation_gap(function, content, positions=where, mask=full.double(), generator=generator)
-        assert found.with_positions is not None and found.with_mask is not None
-        yield at_least(f"{name}: gap, content alone permuted", found.content, _NOTICED)
-        yield at_most(f"{name}: gap, permuted with positions", found.with_positions, _ROUNDING)
-        found = permutation_gap(function, content, positions=where, mask=causal.double(), generator=generator)
-        assert found.with_positions is not None and found.with_mask is not None
-        yield at_least(f"{name}, causal mask: gap, permuted with positions", found.with_positions, _NOTICED)
-        yield at_most(f"{name}, causal mask: gap, permuted with positions and mask", found.with_mask, _ROUNDING)
+    places = torch.arange(tokens, dtype=torch.float64).expand(2, -1)
+    yield from _gaps("absolute positions", encode, content, positions, generator)
+    yield from _gaps("rotary positions", rotary, content, places, generator)
     order = torch.arange(tokens).flip(0)
-    by_hand = encode(content[:, order], positions[:, order]) - encode(content, positions)[:, order]
-    yield at_most("absolute positions: the sequence reversed, by hand", by_hand.abs().max().detach(), _ROUNDING * width)
+    difference = encode(content[:, order], positions[:, order]) - encode(content, positions)[:, order]
+    largest = difference.abs().max().detach()
+    yield at_most("absolute positions: the sequence reversed, by hand", largest, _ROUNDING * width)
+
+
+def _gaps(
+    name: str, encoder: Callable[..., Tensor], content: Tensor, positions: Tensor, generator: torch.Generator
+) -> Iterator[Check]:
+    """Without a mask, content and positions are permuted together; under a causal mask the mask is permuted too."""
+    tokens = content.shape[1]
+    no_mask = torch.zeros(tokens, tokens, dtype=torch.float64)
+    gap = permutation_gap(encoder, content, positions=positions, mask=no_mask, generator=generator)
+    assert gap.with_positions is not None and gap.with_mask is not None
+    yield at_least(f"{name}: gap, content alone permuted", gap.content, _NOTICED)
+    yield at_most(f"{name}: gap, permuted with positions", gap.with_positions, _ROUNDING)
+    causal = torch.full((tokens, tokens), -torch.inf, dtype=torch.float64).triu(1)
+    gap = permutation_gap(encoder, content, positions=positions, mask=causal, generator=generator)
+    assert gap.with_positions is not None and gap.with_mask is not None
+    yield at_least(f"{name}, causal mask: gap, permuted with positions", gap.with_positions, _NOTICED)
+    yield at_most(f"{name}, causal mask: gap, permuted with positions and mask", gap.with_mask, _ROUNDING)
 
 
 def _encoder(normal: Normal, width: int, layers: int) -> list[nn.TransformerEncoderLayer]:
@@ -84,16 +92,18 @@ def _encoder(normal: Normal, width: int, layers: int) -> list[nn.TransformerEnco
 def _rotary(normal: Normal, width: int) -> Callable[..., Tensor]:
     """One layer of attention whose queries and keys are turned by their positions, and a residual."""
     to_query, to_key, to_value = (normal(width, width) / width**0.5 for _ in range(3))
-    speed = 10.0 ** -torch.linspace(0, 2, width // 2, dtype=torch.float64)
+    frequencies = 10.0 ** -torch.linspace(0, 2, width // 2, dtype=torch.float64)
 
     def turn(x: Tensor, positions: Tensor) -> Tensor:
-        angle = positions.unsqueeze(-1) * speed
-        even, odd = x[..., ::2], x[..., 1::2]
+        angle = positions.unsqueeze(-1) * frequencies
+        even = x[..., ::2]
+        odd = x[..., 1::2]
         return torch.cat([even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()], -1)
 
     def layer(x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        query, key = (turn(x @ weight, positions).unsqueeze(1) for weight in (to_query, to_key))
-        found = ops.attention(query, key, (x @ to_value).unsqueeze(1), log_weight=mask)
-        return x + found.output.squeeze(1)
+        query = turn(x @ to_query, positions).unsqueeze(1)
+        key = turn(x @ to_key, positions).unsqueeze(1)
+        value = (x @ to_value).unsqueeze(1)
+        return x + ops.attention(query, key, value, log_weight=mask).output.squeeze(1)
 
     return layer

@@ -35,7 +35,8 @@ from massieu.papers.theory import (
     zonal_harmonics,
 )
 
-_DIMENSION, _SCALE = 4, 2.0
+_DIMENSION = 4
+_SCALE = 2.0
 _POWER = torch.tensor([0.0, 1 / 4, 4 / 24], dtype=torch.float64)
 """E f_n² for f = q₁ + 2·q₁q₂ on the unit sphere of R⁴: E q₁² = 1/4, E q₁²q₂² = 1/24."""
 _NOISE = 0.5
@@ -55,18 +56,17 @@ class Task(NamedTuple):
         """Root-mean-square distance from f over fresh queries, in each repetition of each size."""
         rows = []
         for size, scale in zip(self.sizes, scales.tolist(), strict=True):
-            row = []
-            block = max(1, 2**18 // (size * self.dimension))
-            for start in range(0, repetitions, block):
-                count = min(block, repetitions - start)
-                key, query = (
-                    F.normalize(normal(count, 1, size, self.dimension), dim=-1),
-                    F.normalize(normal(count, 1, queries, self.dimension), dim=-1),
-                )
+            blocks = []
+            # So many repetitions at once that the keys have some 2^18 numbers.
+            block_size = max(1, 2**18 // (size * self.dimension))
+            for start in range(0, repetitions, block_size):
+                count = min(block_size, repetitions - start)
+                key = F.normalize(normal(count, 1, size, self.dimension), dim=-1)
+                query = F.normalize(normal(count, 1, queries, self.dimension), dim=-1)
                 value = key[..., :1] + self.noise * normal(count, 1, size, 1)
                 output = ops.attention(query, key, value, scale=scale).output
-                row.append((output - query[..., :1]).square().mean((1, 2, 3)).sqrt())
-            rows.append(torch.cat(row))
+                blocks.append((output - query[..., :1]).square().mean((1, 2, 3)).sqrt())
+            rows.append(torch.cat(blocks))
         return torch.stack(rows)
 
 
@@ -91,34 +91,38 @@ def softmax_and_the_conditional_mean(keys: int = 100_000, repetitions: int = 400
     yield from _funk_hecke(normal, keys)
     yield from _one_constant()
     yield from _floor(normal, repetitions)
-    for dimension, exponents in ((2, range(6, 13, 2)), (3, range(6, 13, 2))):
-        task = Task(dimension, [2**exponent for exponent in exponents])
+    for dimension in (2, 3):
+        task = Task(dimension, [2**exponent for exponent in range(6, 13, 2)])
         yield from _tuned(normal, task, max(20, repetitions // 4))
 
 
+def _multipliers_by_quadrature(degree: int, dimension: int, scale: float) -> Tensor:
+    """ρ₀ … ρ_n: means of zonal harmonics under e^{β cos a} on the sphere, whose angles have the density sin^{d−2} a."""
+    angle, log_weight = quadrature(0.0, math.pi)
+    tilted = (log_weight + (dimension - 2) * angle.sin().log() + scale * angle.cos()).softmax(0)
+    return tilted @ zonal_harmonics(angle.cos(), degree, dimension)
+
+
 def _funk_hecke(normal: Normal, keys: int) -> Iterator[Check]:
-    """ρ_n by quadrature, and by uniform keys."""
+    """The limit's multipliers ρ_n by quadrature, and by uniform keys."""
     for dimension, scale in ((2, 3.0), (3, 5.0), (4, 2.0), (9, 4.0)):
-        # t = cos a: averages over the sphere have the density sin^{d−2} a.
-        angle, log_weight = quadrature(0.0, math.pi)
-        tilted = (log_weight + (dimension - 2) * angle.sin().log() + scale * angle.cos()).softmax(0)
-        expected = tilted @ zonal_harmonics(angle.cos(), 4, dimension)
-        found = sphere_multipliers(4, dimension, scale)
-        yield close(f"d = {dimension}, β = {scale:g}: ρ₀ … ρ₄ and their integrals", found, expected, QUADRATURE)
+        closed_form = sphere_multipliers(4, dimension, scale)
+        integrals = _multipliers_by_quadrature(4, dimension, scale)
+        yield close(f"d = {dimension}, β = {scale:g}: ρ₀ … ρ₄ and their integrals", closed_form, integrals, QUADRATURE)
     point = F.normalize(normal(keys, _DIMENSION), dim=-1)
     weight = torch.softmax(_SCALE * point[:, 0], 0)
     harmonics = zonal_harmonics(point[:, 0], 2, _DIMENSION)[:, 1:]
     mean = weight @ harmonics
     # The delta method's standard error of a self-normalised mean.
-    spread = (weight.square() @ (harmonics - mean).square()).sqrt()
+    error = (weight.square() @ (harmonics - mean).square()).sqrt()
     expected = sphere_multipliers(2, _DIMENSION, _SCALE)[1:]
     for n in (1, 2):
-        yield near_in_standard_errors(f"ρ_{n} by {keys} uniform keys", mean[n - 1], expected[n - 1], spread[n - 1])
+        yield near_in_standard_errors(f"ρ_{n} by {keys} uniform keys", mean[n - 1], expected[n - 1], error[n - 1])
 
 
 def _one_constant() -> Iterator[Check]:
-    """What is left with the best constant: 0 for one degree, two fifths of f for two."""
-    first, second = (torch.eye(3, dtype=torch.float64)[n] for n in (1, 2))
+    """The error that the best constant leaves: 0 for one degree, two fifths of f for two."""
+    _, first, second = torch.eye(3, dtype=torch.float64)
     for name, power in (("f₁", first), ("f₂", second)):
         floor = smoothing_floor(power, _DIMENSION, _SCALE)
         yield at_most(f"{name}: relative error with its own constant", floor.factor_error, CLOSED_FORM)
@@ -128,8 +132,8 @@ def _one_constant() -> Iterator[Check]:
     relative = both.factor_error / _POWER.sum().sqrt()
     # In closed form: |f₁||f₂||ρ₁ − ρ₂|/‖ρf‖, by Lagrange's identity.
     rho = sphere_multipliers(2, _DIMENSION, _SCALE)
-    left = (_POWER[1] * _POWER[2]).sqrt() * (rho[1] - rho[2]) / (rho.square() * _POWER).sum().sqrt()
-    yield close("f₁ + 2f₂: what the best constant leaves", both.factor_error, left)
+    closed_form = (_POWER[1] * _POWER[2]).sqrt() * (rho[1] - rho[2]) / (rho.square() * _POWER).sum().sqrt()
+    yield close("f₁ + 2f₂: what the best constant leaves", both.factor_error, closed_form)
     yield at_least("f₁ + 2f₂: relative error with the best constant", relative, 0.4)
     yield as_published(at_most("f₁ + 2f₂: relative error with the best constant, and none", relative, CLOSED_FORM))
 
@@ -137,10 +141,8 @@ def _one_constant() -> Iterator[Check]:
 def _floor(normal: Normal, repetitions: int) -> Iterator[Check]:
     """At β = 2 more keys do not help: the mean squared error stays the floor's square."""
     floor = smoothing_floor(_POWER, _DIMENSION, _SCALE).error
-    angle, log_weight = quadrature(0.0, math.pi)
-    tilted = (log_weight + (_DIMENSION - 2) * angle.sin().log() + _SCALE * angle.cos()).softmax(0)
-    left = 1 - tilted @ zonal_harmonics(angle.cos(), 2, _DIMENSION)
-    yield close("f₁ + 2f₂: the floor, and by integrals of ρ_n", floor, (left.square() @ _POWER).sqrt(), QUADRATURE)
+    lost = 1 - _multipliers_by_quadrature(2, _DIMENSION, _SCALE)
+    yield close("f₁ + 2f₂: the floor, and by integrals of ρ_n", floor, (lost.square() @ _POWER).sqrt(), QUADRATURE)
     count = max(20, repetitions // 20)
     query = F.normalize(normal(count, 1, 64, _DIMENSION), dim=-1)
     truth = query[..., :1] * (1 + 2 * query[..., 1:2])
@@ -158,7 +160,7 @@ def _floor(normal: Normal, repetitions: int) -> Iterator[Check]:
 
 
 def _tuned(normal: Normal, task: Task, repetitions: int) -> Iterator[Check]:
-    """(A) of the entry: the error at the best temperature falls, and below the floor of any fixed one."""
+    """With β ~ L^{2/(d+3)} the error falls as L^{−2/(d+3)}, and below the floor of a fixed temperature."""
     dimension = task.dimension
     power = torch.tensor([0.0, 1 / harmonic_count(1, dimension)], dtype=torch.float64)
     scales = optimal_scale(torch.tensor(task.sizes, dtype=torch.float64), power, task.noise**2, dimension)
@@ -168,7 +170,8 @@ def _tuned(normal: Normal, task: Task, repetitions: int) -> Iterator[Check]:
     yield at_most(
         f"d = {dimension}: tuned error over the floor of the first temperature", errors[-1].mean() / fixed, 0.7
     )
-    many = torch.tensor([1e8, 1e9], dtype=torch.float64)
-    best, limit = (find(many, power, task.noise**2, dimension) for find in (optimal_scale, asymptotic_scale))
+    large_sizes = torch.tensor([1e8, 1e9], dtype=torch.float64)
+    best = optimal_scale(large_sizes, power, task.noise**2, dimension)
+    limit = asymptotic_scale(large_sizes, power, task.noise**2, dimension)
     # The next order is 1/β, and an order of it is above 1/100 here.
     yield close(f"d = {dimension}: best β and (E(Δf)² L/((d−1)cσ²))^(2/(d+3))", best / limit, torch.ones(2), 0.02)
