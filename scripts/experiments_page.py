@@ -40,7 +40,7 @@ def section(study: Study) -> str:
         cells = (
             _plain(criterion.title),
             criterion.role,
-            *found.told,
+            *found.mean_and_interval,
             criterion.threshold,
             _OUTCOMES[found.outcome],
         )

@@ -49,7 +49,7 @@ def show(study: Study) -> None:
     for judgement in study.judgements:
         criterion = judgement.criterion
         outcome = _OUTCOMES[judgement.outcome]
-        table.add_row(criterion.title, criterion.role, *judgement.told, criterion.threshold, outcome)
+        table.add_row(criterion.title, criterion.role, *judgement.mean_and_interval, criterion.threshold, outcome)
     console.print(table)
     console.print(INTERVALS, markup=False)
     reason = " (a quick run gives no verdict)" if study.quick else ""

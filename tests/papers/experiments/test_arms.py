@@ -24,16 +24,16 @@ def test_a_write_of_heads_with_both_ties_is_the_gradient_of_their_log_partition(
     layer = TiedAttention(48, "all").double()
     tokens = torch.randn(1, 5, 48, dtype=torch.float64)
     write, _ = layer(tokens, tokens, tokens, need_weights=False, is_causal=True)
-    keys = layer.asked_and_keys(tokens)[1].detach()
+    keys = layer.queries_and_keys(tokens)[1].detach()
 
-    def log_partitions(asking: torch.Tensor) -> torch.Tensor:
-        asked = layer.asked_and_keys(asking)[0]
-        scores = asked @ keys.mT / math.sqrt(asked.shape[-1])
+    def log_partitions(querying: torch.Tensor) -> torch.Tensor:
+        queries = layer.queries_and_keys(querying)[0]
+        scores = queries @ keys.mT / math.sqrt(queries.shape[-1])
         hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
-        return scores.masked_fill(hidden, -torch.inf).logsumexp(-1).sum() * math.sqrt(asked.shape[-1])
+        return scores.masked_fill(hidden, -torch.inf).logsumexp(-1).sum() * math.sqrt(queries.shape[-1])
 
-    asking = tokens.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(log_partitions(asking), asking)
+    querying = tokens.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(log_partitions(querying), querying)
     torch.testing.assert_close(write, gradient)
     for tie, number in (("untied", 4 * 3), ("values", 3 * 4), ("outputs", 3 * 4), ("all", 2 * 6)):
         maps = sum(p.numel() for name, p in TiedAttention(48, tie).named_parameters() if name != "gain")
@@ -41,7 +41,8 @@ def test_a_write_of_heads_with_both_ties_is_the_gradient_of_their_log_partition(
 
 
 def test_arms_of_collective_have_equally_many_weights():
-    counts = {name: sum(p.numel() for p in made().parameters()) for name, made in collective._arms().models.items()}
+    models = {name: make_model() for name, make_model in collective._arms().models.items()}
+    counts = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     assert all(abs(count / counts["softmax"] - 1) < 2e-3 for name, count in counts.items() if name != "absent")
 
 
@@ -65,8 +66,8 @@ def test_the_energy_of_queries_that_ask_for_nothing_is_zero_and_of_one_key_its_s
     layer = TiedAttention(48, "untied")
     model = torch.nn.Sequential(torch.nn.Embedding(7, 48), _Alone(layer))
     tokens = torch.randint(7, (3, 1))
-    asked, keys = layer.asked_and_keys(model[0](tokens))
-    score = float((asked * keys).sum(-1).mean()) / 4
+    queries, keys = layer.queries_and_keys(model[0](tokens))
+    score = float((queries * keys).sum(-1).mean()) / 4
     assert landscape.energy(model, tokens) == pytest.approx(-score, rel=1e-4)
     with torch.no_grad():
         layer.query.weight.zero_()
@@ -85,10 +86,10 @@ class _Alone(torch.nn.Module):
 def test_ranks_are_scipys_and_a_masked_mean_is_that_of_the_posterior():
     drawn = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 9, generator=drawn).tolist()
-    wanted: Any = scipy.stats.spearmanr(x, y)
-    assert transfer._rank_correlation(x, y) == pytest.approx(wanted.statistic)
+    expected: Any = scipy.stats.spearmanr(x, y)
+    assert transfer._rank_correlation(x, y) == pytest.approx(expected.statistic)
     task = transfer._Task(drawn)
-    tokens, latent = task.tokens(20_000)
+    tokens, latent = task.sample(20_000)
     posterior = task.posterior(tokens)
     likelihood = task.emission[:, tokens].sum(-1).mT  # (B, k)
     torch.testing.assert_close(posterior, likelihood.softmax(-1))
@@ -101,68 +102,73 @@ def test_ranks_are_scipys_and_a_masked_mean_is_that_of_the_posterior():
 class _OneNumber(length_free._Task):
     """Every output is the head's one number; the last copy learns 0, the others 2."""
 
-    def fitted(self, batch: length_free._Batch) -> length_free._Parameters:
-        learnt = torch.full((length_free._COPIES, 1, 1, 1), 2.0, dtype=torch.float64)
-        learnt[-1] = 0
-        return [learnt]
+    def fit(self, batch: length_free._Batch) -> length_free._Parameters:
+        parameters = torch.full((length_free._COPIES, 1, 1, 1), 2.0, dtype=torch.float64)
+        parameters[-1] = 0
+        return [parameters]
 
 
 def test_gap_error_and_excess_of_heads_are_those_by_hand():
     def sample(copies: int, number: int, length: int) -> length_free._Batch:
         """The two sequences to learn have the targets 1 and 3, all others 0."""
-        seen = torch.tensor([1.0, 3.0], dtype=torch.float64)
-        targets = seen if number == 2 else torch.zeros(number, dtype=torch.float64)
-        return (
-            torch.zeros(copies, number, length, 1),
-            torch.zeros(copies, number, 1, 1),
-            targets[:, None].expand(copies, -1, 1),
+        targets = torch.zeros(number, dtype=torch.float64)
+        if number == 2:
+            targets = torch.tensor([1.0, 3.0], dtype=torch.float64)
+        return length_free._Batch(
+            tokens=torch.zeros(copies, number, length, 1),
+            queries=torch.zeros(copies, number, 1, 1),
+            targets=targets[:, None].expand(copies, -1, 1),
         )
 
-    task = _OneNumber("toy", sample, lambda heads, batch: heads[0][:, 0].expand_as(batch[2]), lambda length: [], 0)
-    cell = length_free._Cell(task, [torch.ones(1, 1, 1, dtype=torch.float64)], 2, 5)
+    def output(heads: length_free._Parameters, batch: length_free._Batch) -> torch.Tensor:
+        return heads[0][:, 0].expand_as(batch.targets)
+
+    task = _OneNumber("toy", sample, output, lambda length: [], 0)
+    fits = length_free._Fits(task, [torch.ones(1, 1, 1, dtype=torch.float64)], 2, 5)
     # Squared errors of the heads 2, 0 and the best one, 1: 1, 5 and 2 on their own sequences, 4, 0 and 1 on others.
-    assert cell.gap == pytest.approx((7 * (4 - 1 + 2 - 1) + (0 - 1 + 2 - 5)) / 8)
-    assert cell.above_best == pytest.approx(5 / 2 - 1)
-    assert (cell.error, cell.distance) == (pytest.approx(1), pytest.approx(1))
-    assert cell.gap_over_bound == pytest.approx((4 - 1) / length_free._bound(2))
+    assert fits.gap == pytest.approx((7 * (4 - 1 + 2 - 1) + (0 - 1 + 2 - 5)) / 8)
+    assert fits.above_best == pytest.approx(5 / 2 - 1)
+    assert (fits.error, fits.distance) == (pytest.approx(1), pytest.approx(1))
+    assert fits.gap_over_bound == pytest.approx((4 - 1) / length_free._bound(2))
 
 
 def test_the_masked_head_and_the_supervised_one_are_as_written_down():
     supervised, masked, positional = length_free._tasks(torch.Generator().manual_seed(0), 10)
-    tokens, queries, targets = supervised.sample(2, 3, 5)
+    batch = supervised.sample(2, 3, 5)
+    tokens, queries, targets = batch
     assert supervised.truth is not None and float(tokens.norm(dim=-1).max()) <= length_free.RADIUS + 1e-12
     score, value = supervised.truth
     weights = ((queries @ score) @ tokens.mT).softmax(-1)
     by_hand = (weights @ tokens @ value).squeeze(-2)
-    torch.testing.assert_close(supervised.output(supervised.truth, (tokens, queries, targets)), by_hand)
+    torch.testing.assert_close(supervised.output(supervised.truth, batch), by_hand)
     assert float((targets - by_hand).square().mean()) == pytest.approx(length_free.NOISE**2, rel=0.8)
-    own = [parameter.squeeze(0).squeeze(0) for parameter in positional.start(5)]
-    placed = positional.output(positional.start(5), (tokens, queries, targets))
-    torch.testing.assert_close(placed, (own[0] @ tokens @ own[1]).squeeze(-2))
-    kinds = masked.sample(2, 50, 5)[0][..., 2]
-    assert kinds.min() == 0 and kinds.max() > 0.5
+    weights, value = (parameter.squeeze(0).squeeze(0) for parameter in positional.start(5))
+    output = positional.output(positional.start(5), batch)
+    torch.testing.assert_close(output, (weights @ tokens @ value).squeeze(-2))
+    precision_shown = masked.sample(2, 50, 5).tokens[..., 2]
+    assert precision_shown.min() == 0 and precision_shown.max() > 0.5
 
 
 class _Words:
     """A tokenizer of whole words, and of one that it does not have."""
 
     def __init__(self, missing: str = "") -> None:
-        self.known: dict[str, int] = {}
+        self.ids: dict[str, int] = {}
         self.missing = missing
 
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
         if not text:
             return {"input_ids": [0]}
         pieces = [text[:1], text[1:]] if text.strip() == self.missing else [text]
-        return {"input_ids": [self.known.setdefault(piece, len(self.known) + 1) for piece in pieces]}
+        return {"input_ids": [self.ids.setdefault(piece, len(self.ids) + 1) for piece in pieces]}
 
 
 def test_prompts_have_the_laws_of_elimination_and_of_laplace():
     prompt = elimination(torch.Generator().manual_seed(0))
-    for told, (before, law) in enumerate(prompt.places):
+    for num_seen, (before, law) in enumerate(prompt.places):
         seen = {word for word in prompt.words[:before] if word in prompt.candidates}
         left = [float(p) for p, word in zip(law.exp(), prompt.candidates, strict=True) if word not in seen]
-        assert len(seen) == told and left == pytest.approx([1 / (6 - told)] * (6 - told))
+        assert len(seen) == num_seen and left == pytest.approx([1 / (6 - num_seen)] * (6 - num_seen))
         assert prompt.words[before] in set(prompt.candidates) - seen
     prompt = urn(torch.Generator().manual_seed(0))
     for before, law in prompt.places:
@@ -172,13 +178,13 @@ def test_prompts_have_the_laws_of_elimination_and_of_laplace():
 
 def test_a_model_of_equal_logits_is_as_far_as_the_uniform_law_and_other_words_are_counted(tmp_path: Path):
     model: Any = lambda ids: torch.zeros(1, ids.shape[1], 60)  # noqa: E731
-    found = read_prompts(model, _Words(), seeds=range(3))
-    for row in found:
+    readings = read_prompts(model, _Words(), seeds=range(3))
+    for row in readings:
         assert row.divergence == pytest.approx(row.of_uniform) == pytest.approx(row.entropy_error)
         assert row.mass == pytest.approx((6 if row.task == "elimination" else 3) / 60)
-    last = next(row for row in found if (row.task, row.seen) == ("elimination", 5))
+    last = next(row for row in readings if (row.task, row.seen) == ("elimination", 5))
     assert last.of_uniform == pytest.approx(math.log2(6))
-    stored = json.loads(save_readings(found, "equal", tmp_path).read_text())
+    stored = json.loads(save_readings(readings, "equal", tmp_path).read_text())
     assert stored["readings"][0]["task"] == "elimination" and stored["unit"] == "bits"
     with pytest.raises(InputError, match="' yellow' to be one token"):
         read_prompts(model, _Words("yellow"), seeds=range(1))
@@ -195,9 +201,9 @@ def test_tuning_is_on_seeds_of_no_verdict_and_large_runs_are_where_there_are_som
 
 @pytest.mark.slow
 def test_tuning_stores_each_loss(tmp_path: Path):
-    found = tune("conservative", quick=True, out=tmp_path)
+    losses = tune("conservative", quick=True, out=tmp_path)
     stored = json.loads((tmp_path / "conservative.tuning.json").read_text())
-    assert stored["losses"] == found and "all at 0.024" in found and stored["seed"] == 0
+    assert stored["losses"] == losses and "all at 0.024" in losses and stored["seed"] == 0
 
 
 # The large experiment's command with models of default size, which learn as much in as many steps.

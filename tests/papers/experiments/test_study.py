@@ -281,7 +281,7 @@ def test_the_loop_finds_the_minimum_of_a_noisy_square():
         [found],
         steps=800,
         step_size=0.05,
-        averaged=0.5,
+        averaged_share=0.5,
     )
     # The mean of n noisy minimisers is off by σ/√n at best; here n is 400.
     assert len(losses) == 800 and float((found - wanted).norm()) < 5 * 0.3 * math.sqrt(2 / 400)

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
+from massieu.nn import Attention
 from massieu.papers.experiments import depth, dual_link, minimality, resampling, sufficiency
 from massieu.papers.experiments.arms import Arms, masked_loss
 from massieu.papers.experiments.contractions import BatchWhitening, SpinMap, alignment
@@ -85,21 +87,21 @@ def test_masked_tokens_are_hidden_from_the_model_and_judged_alone():
 
 def test_arms_see_the_same_data_and_the_held_out_part_is_not_learned_from():
     text = ReferenceText(8)
-    whole = torch.cat([text.learned, text.held_out])
+    whole = torch.cat([text.training, text.held_out])
     assert len(whole) > 1e5 and len(text.held_out) == pytest.approx(0.1 * len(whole), rel=1e-3)
     make = lambda: Transformer(text.vocabulary, 8, width=8, heads=1, depth=1)  # noqa: E731
     arms = Arms(text, {"a": make, "b": make}, {"a": 1e-2, "b": 1e-2}, steps=5)
-    found = arms.losses(3, quick=True)
-    assert found["a"][0] == found["b"][0]
+    losses = arms.losses(3, quick=True)
+    assert losses["a"] == losses["b"]
     assert text.pair_loss(0) < math.log(text.vocabulary)
 
 
-def test_a_block_without_attention_sees_its_token_alone_and_keeps_what_it_is_told():
+def test_a_block_without_attention_sees_its_token_alone_and_scales_its_residual():
     torch.manual_seed(0)
     tokens = torch.randn(1, 4, 8)
     alone = TransformerBlock(8, 2, None)
     torch.testing.assert_close(alone(tokens, True)[:, 2:3], alone(tokens[:, 2:3], True))
-    dropped = TransformerBlock(8, 2, None, kept=0.0)
+    dropped = TransformerBlock(8, 2, None, residual_scale=0.0)
     dropped.load_state_dict(alone.state_dict())
     torch.testing.assert_close(dropped(tokens, True), alone.feed_forward(alone.before_feed_forward(tokens)))
 
@@ -117,8 +119,8 @@ def test_alignment_is_that_of_the_gram_matrices():
 
 def test_whitened_tokens_have_no_covariance_and_spins_the_inverse_of_theory():
     cloud = torch.randn(2000, 4, generator=torch.Generator().manual_seed(0)) @ torch.randn(4, 4) + 2
-    found = BatchWhitening(4)(cloud)
-    torch.testing.assert_close(torch.cov(found.mT), torch.eye(4), atol=0.05, rtol=0)  # a ridge of 1e-3 is in it
+    whitened = BatchWhitening(4)(cloud)
+    torch.testing.assert_close(torch.cov(whitened.mT), torch.eye(4), atol=0.05, rtol=0)  # a ridge of 1e-3 is in it
     field = torch.randn(3, 32, dtype=torch.float64)
     spin = SpinMap(32).double()(field)
     square = 32 / 2 - 1
@@ -127,13 +129,15 @@ def test_whitened_tokens_have_no_covariance_and_spins_the_inverse_of_theory():
 
 def test_the_cloud_drawn_at_eta_has_the_posterior_of_its_likelihoods():
     for family, log_mass in (
-        ("bernoulli", lambda count, eta: stats.binom.logpmf(count, dual_link.OBSERVED, 1 / (1 + math.exp(-eta)))),
-        ("poisson", lambda count, eta: stats.poisson.logpmf(count, dual_link.OBSERVED * math.exp(eta))),
+        ("bernoulli", lambda count, eta: stats.binom.logpmf(count, dual_link.OBSERVATIONS, 1 / (1 + math.exp(-eta)))),
+        ("poisson", lambda count, eta: stats.poisson.logpmf(count, dual_link.OBSERVATIONS * math.exp(eta))),
     ):
         task = dual_link.Clouds(family, torch.Generator().manual_seed(0))
-        eta, keys, _, _, log_posterior = task.batch(3)
-        mean = keys.double().sigmoid() if family == "bernoulli" else keys.double().exp()
-        sums = (mean * (dual_link.OBSERVED + 1) - 0.5).round()
+        batch = task.batch(3)
+        eta = batch.queries
+        keys = batch.keys.double()
+        mean = keys.sigmoid() if family == "bernoulli" else keys.exp()
+        sums = (mean * (dual_link.OBSERVATIONS + 1) - 0.5).round()
         for row in range(3):
             ratios = [
                 sum(
@@ -143,7 +147,9 @@ def test_the_cloud_drawn_at_eta_has_the_posterior_of_its_likelihoods():
                 for cloud in sums[row]
             ]
             wanted = torch.tensor(ratios, dtype=torch.float64).log_softmax(0)
-            torch.testing.assert_close(log_posterior[row], wanted, atol=1e-4, rtol=1e-4)  # η was rounded to float32
+            torch.testing.assert_close(
+                batch.log_posterior[row], wanted, atol=1e-4, rtol=1e-4
+            )  # η was rounded to float32
 
 
 def test_what_ridge_regression_leaves_is_what_least_squares_leaves():
@@ -151,8 +157,8 @@ def test_what_ridge_regression_leaves_is_what_least_squares_leaves():
     inputs, noise = torch.randn(4000, 3, generator=drawn).double(), torch.randn(4000, 1, generator=drawn).double()
     wanted = inputs @ torch.tensor([[1.0], [2.0], [0.0]], dtype=torch.float64) + 0.5 * noise
     # The variance of what is left is σ²·(1 + p/n), of its estimate 2σ⁴/n.
-    assert minimality.unexplained(inputs, wanted) == pytest.approx(0.25, abs=5 * 0.25 * math.sqrt(2 / 2000))
-    assert minimality.unexplained(inputs, inputs @ torch.randn(3, 2, generator=drawn).double()) < 1e-9
+    assert minimality.residual_square(inputs, wanted) == pytest.approx(0.25, abs=5 * 0.25 * math.sqrt(2 / 2000))
+    assert minimality.residual_square(inputs, inputs @ torch.randn(3, 2, generator=drawn).double()) < 1e-9
 
 
 def test_tokens_gather_in_one_cluster_and_cosines_are_of_pairs():
@@ -161,38 +167,37 @@ def test_tokens_gather_in_one_cluster_and_cosines_are_of_pairs():
     pairs = [float(points[i] @ points[j]) for i, j in itertools.permutations(range(20), 2)]
     assert depth.mean_cosine(points) == pytest.approx(sum(pairs) / len(pairs))
     scores = (4.0 * points @ points.mT).softmax(-1)
-    torch.testing.assert_close(depth.attended(points, 4.0), scores @ points)
+    torch.testing.assert_close(depth.self_attention(points, 4.0), scores @ points)
 
 
 def test_the_predicted_cost_of_drawing_is_half_the_curvature_by_finite_differences():
     drawn = torch.Generator().manual_seed(0)
     task = Chain(3, 4, 6, drawn)
-    heads: list[Any] = []
+    layers: list[Any] = []
 
-    def block(width: int, number: int) -> TransformerBlock:
-        heads.append(resampling._DrawingHeads(drawn))
-        make = lambda *_: resampling.Attention(width, number, batch_first=True, heads=heads[-1])  # noqa: E731
-        return TransformerBlock(width, number, make)
+    def block(width: int, num_heads: int) -> TransformerBlock:
+        layers.append(resampling._DrawingHeads(drawn))
+        return TransformerBlock(width, num_heads, partial(Attention, batch_first=True, heads=layers[-1]))
 
     torch.manual_seed(0)
     model = Transformer(4, 6, width=8, heads=2, depth=1, block=block).double().requires_grad_(False)
     tokens = task.sample(4, drawn)
-    study = resampling._Study(model, heads, tokens[:, :-1], task.exact(tokens))
+    losses = resampling._Losses(model, layers, tokens[:, :-1], task.exact(tokens))
     drawn.manual_seed(7)
-    wanted = study.predicted(heads, rounds=1)
+    prediction = losses.predicted_excess(layers, rounds=1)
 
-    def loss(along: float) -> float:
+    def loss(error_scale: float) -> float:
         drawn.manual_seed(7)  # the same errors
-        for head in heads:
-            head.along = torch.full((4, 1, 1, 1), along, dtype=torch.float64)
-        found = float(study._loss().sum())
-        for head in heads:
-            head.along = None
-        return found
+        for layer in layers:
+            layer.error_scale = torch.full((4, 1, 1, 1), error_scale, dtype=torch.float64)
+        total = float(losses._loss().sum())
+        for layer in layers:
+            layer.error_scale = None
+        return total
 
     step = 1e-3
     second = (loss(step) - 2 * loss(0.0) + loss(-step)) / step**2
-    assert wanted * tokens[:, :-1].numel() == pytest.approx(second / 2, rel=1e-4, abs=1e-7)
+    assert prediction * tokens[:, :-1].numel() == pytest.approx(second / 2, rel=1e-4, abs=1e-7)
 
 
 def test_the_prior_of_sufficiency_is_drawn_from_its_own_generator():

@@ -1,6 +1,7 @@
 """Do the layers that Bal derives from spin models learn as well as softmax attention? (Bal §3, B11–B16)"""
 
 from collections.abc import Callable
+from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -11,15 +12,15 @@ from massieu.papers.experiments.arms import Arms
 from massieu.papers.experiments.criterion import Criterion
 from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.text import ReferenceText
-from massieu.papers.experiments.transformer import Transformer, TransformerBlock
+from massieu.papers.experiments.transformer import MakeBlock, Transformer, TransformerBlock
 
 MARGIN = 0.05
-_LENGTH, _WIDTH, _STEPS = 16, 32, 300
+_LENGTH = 16
+_WIDTH = 32
+_STEPS = 300
 _COST = {"tap": 33.0, "spin": 1.25, "energy": 14.0, "implicit": 25.0}
-"""Seconds of a step beside softmax's, about: one thread, float32, an AMD EPYC. At equal time an arm has fewer steps."""
-
-
-_WORDS = {
+"""Time of a step in units of softmax's: one thread, float32, an AMD EPYC. At equal time an arm has fewer steps."""
+_TITLES = {
     "tap": "TAP heads",
     "spin": "vector spins",
     "energy": "the Energy Transformer",
@@ -27,7 +28,9 @@ _WORDS = {
 }
 
 
-class _Spins(nn.Module):
+class _SpinHeads(nn.Module):
+    """`SpinAttention` with the arguments of `massieu.nn.Attention`."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.spins = SpinAttention(width, heads)
@@ -36,48 +39,53 @@ class _Spins(nn.Module):
         return self.spins(query), None
 
 
-class _Energy(nn.Module):
-    """A whole block: its memories are the feed-forward network."""
+class _EnergyBlock(nn.Module):
+    """A whole block: the memories of the Energy Transformer are its feed-forward network."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.inner = EnergyTransformer(width, heads, num_memories=10 * width + 12)
+        self.energy_transformer = EnergyTransformer(width, heads, num_memories=10 * width + 12)
 
     def forward(self, tokens: Float[Tensor, "B L D"], is_causal: bool) -> Float[Tensor, "B L D"]:
-        return self.inner(tokens)
+        return self.energy_transformer(tokens)
 
 
-def _heads(made: Callable[[], Heads], hidden: int) -> Callable[[int, int], nn.Module]:
-    attention = lambda width, heads: Attention(width, heads, batch_first=True, heads=made())  # noqa: E731
-    return lambda width, heads: TransformerBlock(width, heads, attention, hidden=hidden)
+def _block_with(make_heads: Callable[[], Heads], hidden: int) -> MakeBlock:
+    def attention(width: int, heads: int) -> Attention:
+        return Attention(width, heads, batch_first=True, heads=make_heads())
+
+    return partial(TransformerBlock, attention=attention, hidden=hidden)
 
 
-_BLOCKS: dict[str, Callable[[int, int], nn.Module]] = {
+_BLOCKS: dict[str, MakeBlock] = {
     "softmax": TransformerBlock,
-    "tap": _heads(TAPHeads, 4 * _WIDTH),
-    "spin": lambda width, heads: TransformerBlock(width, heads, _Spins),
-    "energy": _Energy,
-    "implicit": _heads(lambda: ImplicitHeads(max_lipschitz=0.9), 4 * _WIDTH + _WIDTH // 2),
-    "absent": lambda width, heads: TransformerBlock(width, heads, None),
+    "tap": _block_with(TAPHeads, 4 * _WIDTH),
+    "spin": partial(TransformerBlock, attention=_SpinHeads),
+    "energy": _EnergyBlock,
+    # Implicit heads have fewer weights, which the feed-forward network makes up for.
+    "implicit": _block_with(partial(ImplicitHeads, max_lipschitz=0.9), 4 * _WIDTH + _WIDTH // 2),
+    "absent": partial(TransformerBlock, attention=None),
 }
 
 
 def _arms() -> Arms:
     data = ReferenceText(_LENGTH - 1)  # windows of 16
-    made = {**_BLOCKS, **{f"{name}_at_equal_time": _BLOCKS[name] for name in _COST}}
+    blocks = dict(_BLOCKS)
+    steps = dict.fromkeys(_BLOCKS, _STEPS)
+    for name, cost in _COST.items():
+        blocks[f"{name}_at_equal_time"] = _BLOCKS[name]
+        steps[f"{name}_at_equal_time"] = round(_STEPS / cost)
     models = {
-        name: lambda block=block: Transformer(
-            data.vocabulary + 1, _LENGTH, width=_WIDTH, heads=2, block=block, is_causal=False
-        )
-        for name, block in made.items()
+        # One token more than the alphabet: the mask.
+        name: partial(Transformer, data.vocabulary + 1, _LENGTH, width=_WIDTH, heads=2, block=block, is_causal=False)
+        for name, block in blocks.items()
     }
-    steps = dict.fromkeys(_BLOCKS, _STEPS) | {f"{n}_at_equal_time": round(_STEPS / cost) for n, cost in _COST.items()}
-    sizes = dict.fromkeys(models, 1.2e-2) | dict.fromkeys(("tap", "energy", "implicit"), 6e-3)
-    return Arms(data, models, sizes, steps=steps, contexts=64, masked=True)
+    step_sizes = dict.fromkeys(models, 1.2e-2) | dict.fromkeys(("tap", "energy", "implicit"), 6e-3)
+    return Arms(data, models, step_sizes, steps=steps, contexts=64, masked=True)
 
 
 def _tune(seed: int, quick: bool) -> Numbers:
-    return _arms().tuned(seed, quick)
+    return _arms().tune(seed, quick)
 
 
 @experiment(
@@ -89,15 +97,15 @@ def _tune(seed: int, quick: bool) -> Numbers:
     criteria=[
         *(
             Criterion(
-                f"{name}_cost", f"loss with {words} − loss with softmax, nats, equal weights and steps", most=MARGIN
+                f"{name}_cost", f"loss with {title} − loss with softmax, nats, equal weights and steps", most=MARGIN
             )
-            for name, words in _WORDS.items()
+            for name, title in _TITLES.items()
         ),
         *(
             Criterion(
-                f"{name}_at_equal_time_cost", f"loss with {words} − loss with softmax, at equal time", most=MARGIN
+                f"{name}_at_equal_time_cost", f"loss with {title} − loss with softmax, at equal time", most=MARGIN
             )
-            for name, words in _WORDS.items()
+            for name, title in _TITLES.items()
         ),
         Criterion("softmax_over_absent", "loss with softmax − loss without attention", most=-0.2, role="optimisation"),
         Criterion("absent_cost", "loss without attention − loss with softmax", most=MARGIN, role="control"),
@@ -111,9 +119,9 @@ def collective(seed: int, quick: bool) -> Numbers:
     of an AMD EPYC in float32: 33, 1.25, 14 and 25 times that of softmax. Each arm has the step size that was best for it on
     seed 0.
     """
-    losses = {name: loss for name, (loss, _) in _arms().losses(seed, quick).items()}
+    losses = _arms().losses(seed, quick)
     return {
         **{f"{name}_loss": loss for name, loss in losses.items()},
-        **{f"{name}_cost": losses[name] - losses["softmax"] for name in losses if name != "softmax"},
+        **{f"{name}_cost": loss - losses["softmax"] for name, loss in losses.items() if name != "softmax"},
         "softmax_over_absent": losses["softmax"] - losses["absent"],
     }

@@ -1,6 +1,6 @@
 """What does it cost to tie a head's maps, so that its write is the gradient of its own log Z? (E12, B19, S3)"""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -11,32 +11,37 @@ from massieu.papers.experiments.arms import Arms
 from massieu.papers.experiments.criterion import Criterion
 from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.text import ReferenceText
-from massieu.papers.experiments.transformer import Transformer, TransformerBlock
+from massieu.papers.experiments.transformer import MakeBlock, Transformer, TransformerBlock
 
 MARGIN = 0.05
-_LENGTH, _WIDTH, _HEAD_SIZE = 64, 48, 16
-_HEADS = {"untied": 3, "values": 4, "outputs": 4, "all": 6}
-"""By tie, so that each arm has the same number of weights."""
+_LENGTH = 64
+_WIDTH = 48
+_HEAD_SIZE = 16
+_NUM_HEADS = {"untied": 3, "values": 4, "outputs": 4, "all": 6}
+"""The number of heads for each tie; all arms have the same number of weights."""
+
+
+def tied_block(tie: str) -> MakeBlock:
+    """Makes blocks of `TiedAttention`, whose number of heads follows from the tie."""
+
+    def attention(width: int, heads: int) -> TiedAttention:
+        return TiedAttention(width, tie)
+
+    return partial(TransformerBlock, attention=attention)
 
 
 def _arms(text: ReferenceText) -> Arms:
-    models: dict[str, Callable[[], nn.Module]] = {
-        name: lambda tie=name: Transformer(
-            text.vocabulary,
-            _LENGTH,
-            width=_WIDTH,
-            block=lambda width, heads: TransformerBlock(width, heads, lambda width, _: TiedAttention(width, tie)),
-        )
-        for name in _HEADS
+    blocks = {tie: tied_block(tie) for tie in _NUM_HEADS} | {"absent": partial(TransformerBlock, attention=None)}
+    models = {
+        name: partial(Transformer, text.vocabulary, _LENGTH, width=_WIDTH, block=block)
+        for name, block in blocks.items()
     }
-    models["absent"] = lambda: Transformer(
-        text.vocabulary, _LENGTH, width=_WIDTH, block=lambda width, heads: TransformerBlock(width, heads, None)
-    )
-    return Arms(text, models, dict.fromkeys(models, 1.2e-2) | {"all": 2.4e-2}, steps=800)
+    step_sizes = dict.fromkeys(models, 1.2e-2) | {"all": 2.4e-2}
+    return Arms(text, models, step_sizes, steps=800)
 
 
 def _tune(seed: int, quick: bool) -> Numbers:
-    return _arms(ReferenceText(_LENGTH)).tuned(seed, quick)
+    return _arms(ReferenceText(_LENGTH)).tune(seed, quick)
 
 
 @experiment(
@@ -61,12 +66,11 @@ def conservative(seed: int, quick: bool) -> Numbers:
     see the same windows, each with the step size that was best for it on seed 0.
     """
     text = ReferenceText(_LENGTH)
-    arms = _arms(text)
-    found = {name: loss for name, (loss, _) in arms.losses(seed, quick).items()}
+    losses = _arms(text).losses(seed, quick)
     return {
-        **{f"{name}_loss": loss for name, loss in found.items()},
-        **{f"{name}_cost": found[name] - found["untied"] for name in found if name != "untied"},
-        "untied_over_pairs": found["untied"] - text.pair_loss(seed),
+        **{f"{name}_loss": loss for name, loss in losses.items()},
+        **{f"{name}_cost": loss - losses["untied"] for name, loss in losses.items() if name != "untied"},
+        "untied_over_pairs": losses["untied"] - text.pair_loss(seed),
     }
 
 
@@ -75,24 +79,27 @@ class TiedAttention(nn.Module):
 
     def __init__(self, width: int, tie: str) -> None:
         super().__init__()
-        inner = _HEADS[tie] * _HEAD_SIZE
-        self.query, self.key = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        inner = _NUM_HEADS[tie] * _HEAD_SIZE
+        self.query = nn.Linear(width, inner, bias=False)
+        self.key = nn.Linear(width, inner, bias=False)
         self.value = None if tie in ("values", "all") else nn.Linear(width, inner, bias=False)
         self.out = None if tie in ("outputs", "all") else nn.Linear(inner, width, bias=False)
-        self.gain = nn.Parameter(torch.ones(_HEADS[tie], 1, 1))
+        self.gain = nn.Parameter(torch.ones(_NUM_HEADS[tie], 1, 1))
 
     def forward(
         self, query: Float[Tensor, "B L D"], key: Tensor, value: Tensor, *, need_weights: bool, is_causal: bool
     ) -> tuple[Tensor, None]:
-        asked, keys = self.asked_and_keys(query)
-        values = keys if self.value is None else self._heads(self.value(value))
-        output = ops.attention(asked, keys, values, is_causal=is_causal).output * self.gain
-        joined = output.transpose(1, 2).flatten(2)
-        return (joined @ self.query.weight if self.out is None else self.out(joined)), None
+        queries, keys = self.queries_and_keys(query)
+        values = keys if self.value is None else self._split_heads(self.value(value))
+        output = ops.attention(queries, keys, values, is_causal=is_causal).output * self.gain
+        joined = output.transpose(1, 2).flatten(2)  # (B, L, I)
+        if self.out is None:
+            return joined @ self.query.weight, None
+        return self.out(joined), None
 
-    def asked_and_keys(self, tokens: Float[Tensor, "B L D"]) -> tuple[Tensor, Tensor]:
+    def queries_and_keys(self, tokens: Float[Tensor, "B L D"]) -> tuple[Tensor, Tensor]:
         """Queries and keys of each head, (B, H, L, d)."""
-        return self._heads(self.query(tokens)), self._heads(self.key(tokens))
+        return self._split_heads(self.query(tokens)), self._split_heads(self.key(tokens))
 
-    def _heads(self, tokens: Float[Tensor, "B L I"]) -> Float[Tensor, "B H L d"]:
+    def _split_heads(self, tokens: Float[Tensor, "B L I"]) -> Float[Tensor, "B H L d"]:
         return tokens.unflatten(-1, (-1, _HEAD_SIZE)).transpose(1, 2)

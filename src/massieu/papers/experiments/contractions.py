@@ -1,6 +1,7 @@
-"""Other maps than a norm after each sum: losses, and how alike the embeddings are. (E4, S13, B16)"""
+"""Maps other than LayerNorm: losses, and the similarity of embeddings. (E4, S13, B16)"""
 
 import math
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +13,13 @@ from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.text import ReferenceText
 from massieu.papers.experiments.transformer import Transformer, TransformerBlock
 
-_LENGTH, _WIDTH, _STEPS = 48, 48, 300
+_LENGTH = 48
+_WIDTH = 48
+_STEPS = 300
+_RATE = 0.05
+"""The weight of a batch in the running moments of `BatchWhitening`."""
+_SECOND_SEED = 1000
+"""The seed of the second LayerNorm model is that of the first and this number."""
 
 
 class DynamicTanh(nn.Module):
@@ -20,7 +27,8 @@ class DynamicTanh(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.slope, self.affine = nn.Parameter(torch.tensor(0.5)), _Affine(width)
+        self.slope = nn.Parameter(torch.tensor(0.5))
+        self.affine = _Affine(width)
 
     def forward(self, tokens: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         return self.affine(torch.tanh(self.slope * tokens))
@@ -31,11 +39,12 @@ class SpinMap(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.square, self.affine = width / 2 - 1, _Affine(width)
+        self.squared_radius = width / 2 - 1
+        self.affine = _Affine(width)
 
     def forward(self, tokens: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        size = (1 + 4 * tokens.square().sum(-1, keepdim=True) / self.square).sqrt()
-        return self.affine(2 * tokens / (1 + size))
+        root = (1 + 4 * tokens.square().sum(-1, keepdim=True) / self.squared_radius).sqrt()
+        return self.affine(2 * tokens / (1 + root))
 
 
 class Shrinkage(nn.Module):
@@ -43,14 +52,15 @@ class Shrinkage(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.log_step, self.affine = nn.Parameter(torch.zeros(())), _Affine(width)
+        self.log_step = nn.Parameter(torch.zeros(()))  # log γ
+        self.affine = _Affine(width)
 
     def forward(self, tokens: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         return self.affine(tokens / (1 + self.log_step.exp()))
 
 
 class BatchWhitening(nn.Module):
-    """Tokens of mean 0 and covariance 1: of the batch in training, of what training saw on average afterwards."""
+    """Tokens shifted and scaled to mean 0 and covariance 1: by the batch's moments in training, then by their running mean."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -59,20 +69,26 @@ class BatchWhitening(nn.Module):
         self.register_buffer("covariance", torch.eye(width))
 
     def forward(self, tokens: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        mean, covariance = self.mean, self.covariance
         if torch.is_grad_enabled():
             cloud = tokens.flatten(0, -2)
-            mean, covariance = cloud.mean(0), torch.cov(cloud.mT)
-            self.mean = 0.95 * self.mean + 0.05 * mean.detach()
-            self.covariance = 0.95 * self.covariance + 0.05 * covariance.detach()
+            mean = cloud.mean(0)
+            covariance = torch.cov(cloud.mT)
+            self.mean = (1 - _RATE) * self.mean + _RATE * mean.detach()
+            self.covariance = (1 - _RATE) * self.covariance + _RATE * covariance.detach()
+        else:
+            mean = self.mean
+            covariance = self.covariance
         root = torch.linalg.cholesky(covariance + 1e-3 * torch.eye(len(mean)))
         return self.affine(torch.linalg.solve_triangular(root, (tokens - mean).mT, upper=False).mT)
 
 
 class _Affine(nn.Module):
+    """gain ⊙ x + bias, which every map ends with."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gain, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.gain = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, tokens: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         return self.gain * tokens + self.bias
@@ -89,8 +105,9 @@ _NORMS = {
 
 
 def alignment(x: Float[Tensor, "n d"], y: Float[Tensor, "n e"]) -> float:
-    """Linear centred kernel alignment: 1 where one is a turned and scaled copy of the other, near 0 for independent ones."""
-    x, y = (points.double() - points.double().mean(0) for points in (x, y))
+    """Linear centred kernel alignment of two clouds: 1 for a rotated and scaled copy, near 0 for independent clouds."""
+    x = x.double() - x.double().mean(0)
+    y = y.double() - y.double().mean(0)
     return float((x.mT @ y).square().sum() / math.sqrt((x.mT @ x).square().sum() * (y.mT @ y).square().sum()))
 
 
@@ -120,25 +137,27 @@ def contractions(seed: int, quick: bool) -> Numbers:
     """
     text = ReferenceText(_LENGTH)
     models = {
-        name: lambda norm=norm: Transformer(
+        name: partial(
+            Transformer,
             text.vocabulary,
             _LENGTH,
             width=_WIDTH,
-            block=lambda width, heads: TransformerBlock(width, heads, norm=norm),
+            block=partial(TransformerBlock, norm=norm),
             norm=norm,
         )
         for name, (_, norm) in _NORMS.items()
     }
-    arms = Arms(text, models, dict.fromkeys(models, 6e-3), steps=_STEPS)
-    trained = arms.losses(seed, quick)
-    other = Arms(text, {"layer": models["layer"]}, arms.step_sizes, steps=_STEPS).losses(seed + 1000, quick)
+    step_sizes = dict.fromkeys(models, 6e-3)
+    arms = Arms(text, models, step_sizes, steps=_STEPS).train(seed, quick)
+    layer_alone = Arms(text, {"layer": models["layer"]}, step_sizes, steps=_STEPS)
+    second_layer = layer_alone.train(seed + _SECOND_SEED, quick)["layer"]
     tokens = text.test(seed)[:128, :-1]
-    clouds = {name: _embeddings(model, tokens) for name, (_, model) in trained.items()}
-    repeated = _embeddings(other["layer"][1], tokens)
+    embeddings = {name: _embeddings(arm.model, tokens) for name, arm in arms.items()}
+    reference = embeddings["layer"]
     return {
-        **{f"{name}_loss": loss for name, (loss, _) in trained.items()},
-        **{f"{name}_alignment": alignment(cloud, clouds["layer"]) for name, cloud in clouds.items() if name != "layer"},
-        "seed_alignment": alignment(repeated, clouds["layer"]),
+        **{f"{name}_loss": arm.loss for name, arm in arms.items()},
+        **{f"{name}_alignment": alignment(cloud, reference) for name, cloud in embeddings.items() if name != "layer"},
+        "seed_alignment": alignment(_embeddings(second_layer.model, tokens), reference),
     }
 
 

@@ -1,4 +1,4 @@
-"""Thresholds that are fixed before a run, and how the numbers of several seeds compare with them."""
+"""Thresholds that are fixed before a run, and whether the numbers of several seeds meet them."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,16 @@ Role = Literal["finding", "optimisation", "control", "description"]
 Outcome = Literal["met", "missed", "open", "described"]
 LEVEL = 0.95
 FEWEST = 5
-"""Seeds of a verdict."""
+"""The least number of seeds for a verdict."""
 INTERVALS = (
     "An interval is a bootstrap over the seeds and describes these runs: of five seeds it holds the mean in nine of ten "
     "cases if their numbers are normal, in eight of ten if they are lognormal, and in half or fewer if one run in ten diverges."
 )
-"""What an interval is, in the sentence that stands wherever intervals are shown; `benchmarks/controls.py` counted the cases."""
+"""The sentence that stands wherever intervals are shown; `benchmarks/controls.py` counted the cases."""
+_MOST_ENUMERATED = 6
+"""Up to this number of values every resample is counted: 6⁶ of them."""
 _DRAWS = 20_000
+"""Resamples that are drawn of more values."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,9 @@ class Criterion:
     """A threshold for the mean of one number over seeds.
 
     Attributes:
-        quantity: The number's name in what a seed gives.
-        title: What it is, in words.
-        least, most: What it must lie between; infinite where there is no such end.
+        quantity: The number's name among those of a seed.
+        title: Its description in words.
+        least, most: The ends of the allowed range; infinite where there is no such end.
         role: "finding": what the question asks. "optimisation": whether training came near enough to the exact risk for the
             rest to mean anything. "control": a run that lacks the property, whose number must **not** meet the threshold.
             "description": a number without a threshold.
@@ -46,19 +49,22 @@ class Criterion:
 
     @property
     def threshold(self) -> str:
-        """In symbols."""
+        """The allowed range in symbols."""
         if self.role == "description":
             return "–"
         if math.isinf(self.least):
             return f"≤ {bound(self.most)}"
-        return f"≥ {bound(self.least)}" if math.isinf(self.most) else f"{bound(self.least)} … {bound(self.most)}"
+        if math.isinf(self.most):
+            return f"≥ {bound(self.least)}"
+        return f"{bound(self.least)} … {bound(self.most)}"
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What several seeds say of a criterion.
+    """Whether the numbers of several seeds meet a criterion.
 
     Attributes:
+        criterion: The criterion.
         values: The number of each seed.
         low, high: Ends of the bootstrap interval of their mean.
         outcome: "met" where the whole interval lies within the threshold, so that nothing is confirmed by being vague; "missed"
@@ -73,27 +79,36 @@ class Judgement:
 
     @property
     def mean(self) -> float:
-        """Over seeds."""
+        """The mean over seeds; NaN without seeds."""
         return float(np.mean(self.values)) if self.values else math.nan
 
     @property
-    def told(self) -> tuple[str, str]:
+    def mean_and_interval(self) -> tuple[str, str]:
         """Mean and interval in words, with the digits that the interval supports; a dash where there is no interval."""
-        error = (self.high - self.low) / 4 or None
-        mean, low, high = (number(value, error) for value in (self.mean, self.low, self.high))
-        return mean, f"{low} to {high}" if math.isfinite(self.low) and math.isfinite(self.high) else "–"
+        # The interval is about four standard errors wide; 0 says nothing about digits.
+        standard_error = (self.high - self.low) / 4 or None
+        mean = number(self.mean, standard_error)
+        if not (math.isfinite(self.low) and math.isfinite(self.high)):
+            return mean, "–"
+        return mean, f"{number(self.low, standard_error)} to {number(self.high, standard_error)}"
 
 
 def judge(criterion: Criterion, values: Sequence[float]) -> Judgement:
-    """Hold the numbers of several seeds against a threshold; one that is not finite leaves it open."""
+    """Compare the numbers of several seeds with a threshold; one that is not finite leaves the outcome open."""
     low, high = interval(values)
-    outcome: Outcome = "described" if criterion.role == "description" else "open"
-    if outcome == "open" and len(values) >= FEWEST and math.isfinite(low) and math.isfinite(high):
-        if criterion.least <= low and high <= criterion.most:
-            outcome = "met"
-        elif high < criterion.least or low > criterion.most:
-            outcome = "missed"
-    return Judgement(criterion, tuple(values), low, high, outcome)
+    return Judgement(criterion, tuple(values), low, high, _outcome(criterion, len(values), low, high))
+
+
+def _outcome(criterion: Criterion, num_seeds: int, low: float, high: float) -> Outcome:
+    if criterion.role == "description":
+        return "described"
+    if num_seeds < FEWEST or not (math.isfinite(low) and math.isfinite(high)):
+        return "open"
+    if criterion.least <= low and high <= criterion.most:
+        return "met"
+    if high < criterion.least or low > criterion.most:
+        return "missed"
+    return "open"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -107,12 +122,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     if count < 2 or not np.isfinite(values).all():
         return math.nan, math.nan
     special = require_extra("scipy.special", "probe")
+    # Student's quantile, widened since resampled means have the variance (n − 1)/n of what they estimate.
     quantile = float(special.stdtrit(count - 1, (1 + LEVEL) / 2)) * math.sqrt(count / (count - 1))
-    share = NormalDist().cdf(-quantile)
-    given = np.asarray(values, dtype=np.float64)
-    if count <= 6:
-        chosen = np.array(list(product(range(count), repeat=count)))
+    lower_percentile = NormalDist().cdf(-quantile)
+    if count <= _MOST_ENUMERATED:
+        resamples = np.array(list(product(range(count), repeat=count)))
     else:
-        chosen = np.random.default_rng(0).integers(0, count, (_DRAWS, count))
-    low, high = np.quantile(given[chosen].mean(1), [share, 1 - share])
+        resamples = np.random.default_rng(0).integers(0, count, (_DRAWS, count))
+    means = np.asarray(values, dtype=np.float64)[resamples].mean(1)
+    low, high = np.quantile(means, [lower_percentile, 1 - lower_percentile])
     return float(low), float(high)

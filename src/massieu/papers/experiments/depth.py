@@ -1,8 +1,8 @@
-"""What attention does to tokens with depth, before any training. (N5, N6, S20)"""
+"""Clusters, cosines and Gaussian clouds of tokens with depth, before any training. (N5, N6, S20)"""
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from massieu import ops
@@ -12,10 +12,18 @@ from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.transformer import TransformerBlock
 from massieu.population import AttentionLayer, Clusters
 
-_SIZE, _TOKENS, _STEP = 3, 64, 0.1
-_SCALES, _TIMES = (1, 4, 16), (0, 5, 50)
-_WIDTH, _DEPTHS = 64, (1, 8, 32)
-_CLOSED = (1, 4, 8)
+_TOKENS = 64
+# Clusters on the sphere.
+_SIZE = 3
+_STEP = 0.1
+_SCALES = (1, 4, 16)
+_TIMES = (0, 5, 50)
+# Cosines with depth.
+_WIDTH = 64
+_DEPTHS = (1, 8, 32)
+# Gaussian closure.
+_CLOSURE_WIDTH = 8
+_CLOSURE_LAYERS = (1, 4, 8)
 
 
 @experiment(
@@ -41,7 +49,7 @@ _CLOSED = (1, 4, 8)
         *described(
             {
                 f"closure_{depth}": f"error of the covariance that Gaussian closure predicts, layer {depth}"
-                for depth in _CLOSED
+                for depth in _CLOSURE_LAYERS
             }
         ),
     ],
@@ -53,32 +61,35 @@ def depth(seed: int, quick: bool) -> Numbers:
     layers with a residual and steps of 0.3. The error is the relative Frobenius distance of their covariance from the one
     that is exact for a Gaussian law of infinitely many tokens (S20).
     """
-    drawn = torch.Generator().manual_seed(seed)
-    return _clustering(drawn) | _cosines(seed, drawn) | _closure(drawn, 256 if quick else 4096)
+    generator = torch.Generator().manual_seed(seed)
+    clusters = _cluster_counts(generator)
+    cosines = _cosines(seed, generator)
+    closure = _closure_errors(generator, 256 if quick else 4096)
+    return clusters | cosines | closure
 
 
-def _clustering(drawn: torch.Generator) -> Numbers:
-    found: Numbers = {}
-    start = F.normalize(torch.randn(_TOKENS, _SIZE, generator=drawn, dtype=torch.float64), dim=-1)
+def _cluster_counts(generator: torch.Generator) -> Numbers:
+    numbers: Numbers = {}
+    start = F.normalize(torch.randn(_TOKENS, _SIZE, generator=generator, dtype=torch.float64), dim=-1)
     for scale in _SCALES:
         points = start
-        for number in range(round(_TIMES[-1] / _STEP) + 1):
-            time = number * _STEP
+        for step in range(round(_TIMES[-1] / _STEP) + 1):
+            time = step * _STEP
             if round(time, 6) in _TIMES:
-                found[f"clusters_{scale}_at_{round(time)}"] = float(Clusters()(points)["clusters"].value)
-            points = F.normalize(points + _STEP * attended(points, float(scale)), dim=-1)
-    return found
+                numbers[f"clusters_{scale}_at_{round(time)}"] = float(Clusters()(points)["clusters"].value)
+            points = F.normalize(points + _STEP * self_attention(points, float(scale)), dim=-1)
+    return numbers
 
 
-def attended(points: Float64[Tensor, "n d"], scale: float) -> Float64[Tensor, "n d"]:
-    """Of each token to all."""
+def self_attention(points: Float64[Tensor, "n d"], scale: float) -> Float64[Tensor, "n d"]:
+    """The output of attention of each token to all, without maps."""
     batch = points[None, None]
     return ops.attention(batch, batch, batch, scale=scale).output[0, 0]
 
 
-def _cosines(seed: int, drawn: torch.Generator) -> Numbers:
-    found: Numbers = {}
-    start = torch.randn(1, _TOKENS, _WIDTH, generator=drawn)
+def _cosines(seed: int, generator: torch.Generator) -> Numbers:
+    numbers: Numbers = {}
+    start = torch.randn(1, _TOKENS, _WIDTH, generator=generator)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         for kind in ("attention", "whole"):
@@ -88,28 +99,29 @@ def _cosines(seed: int, drawn: torch.Generator) -> Numbers:
                 if kind == "attention":
                     for parameter in block.feed_forward.parameters():
                         parameter.zero_()
-                tokens = block(tokens, False)
+                tokens = block(tokens, is_causal=False)
                 if layer in _DEPTHS:
-                    found[f"cosine_{kind}_{layer}"] = mean_cosine(tokens[0])
-    return found
+                    numbers[f"cosine_{kind}_{layer}"] = mean_cosine(tokens[0])
+    return numbers
 
 
-def mean_cosine(tokens: Tensor) -> float:
-    """Over pairs of different tokens."""
+def mean_cosine(tokens: Float[Tensor, "n d"]) -> float:
+    """The mean cosine of pairs of different tokens."""
     directions = F.normalize(tokens.double(), dim=-1)
     count = len(directions)
+    # ‖Σ u_i‖² is the sum over all pairs; the n pairs of a token with itself have cosine 1.
     return float((directions.sum(0).square().sum() - count) / (count * (count - 1)))
 
 
-def _closure(drawn: torch.Generator, tokens: int) -> Numbers:
-    width = 8
-    cloud = torch.randn(tokens, width, generator=drawn, dtype=torch.float64)
+def _closure_errors(generator: torch.Generator, tokens: int) -> Numbers:
+    cloud = torch.randn(tokens, _CLOSURE_WIDTH, generator=generator, dtype=torch.float64)
     law = Gaussian.create(cloud.mean(0), torch.cov(cloud.mT, correction=0))
-    found: Numbers = {}
-    for layer in range(1, _CLOSED[-1] + 1):
-        step = AttentionLayer.random(width, 2, generator=drawn, dtype=torch.float64, step_size=0.3)
-        cloud, law = step(cloud), step.gaussian(law)
-        if layer in _CLOSED:
-            seen = torch.cov(cloud.mT, correction=0)
-            found[f"closure_{layer}"] = float((seen - law.covariance).norm() / seen.norm())
-    return found
+    numbers: Numbers = {}
+    for number in range(1, _CLOSURE_LAYERS[-1] + 1):
+        layer = AttentionLayer.random(_CLOSURE_WIDTH, 2, generator=generator, dtype=torch.float64, step_size=0.3)
+        cloud = layer(cloud)
+        law = layer.gaussian(law)
+        if number in _CLOSURE_LAYERS:
+            covariance = torch.cov(cloud.mT, correction=0)
+            numbers[f"closure_{number}"] = float((covariance - law.covariance).norm() / covariance.norm())
+    return numbers

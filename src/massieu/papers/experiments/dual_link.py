@@ -1,6 +1,7 @@
 """Keys through the link of an exponential family: does the matching link help on its own data? (E6b, X8)"""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,29 @@ from massieu.papers.experiments.descriptions import described
 from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.training import minimise
 
-SIZE, CLOUDS, OBSERVED, LABELS = 4, 8, 4, 3
-_SPREAD, _STEP_SIZES = 0.7, (0.01, 0.1)
+SIZE = 4
+CLOUDS = 8
+OBSERVATIONS = 4
+"""The number of observations in a cloud."""
+LABELS = 3
+_SPREAD = 0.7
+"""Standard deviation of the coordinates of η."""
+_STEP_SIZES = (0.01, 0.1)
 _LINKS: dict[Family, str] = {"gaussian": "no link", "bernoulli": "σ", "poisson": "exp"}
 _FAMILIES: tuple[Family, ...] = ("bernoulli", "poisson")
+
+
+class CloudBatch(NamedTuple):
+    """Contexts of N clouds in d coordinates; the target cloud of each is the one drawn at η."""
+
+    queries: Float[Tensor, "B 1 d"]
+    keys: Float[Tensor, "B N d"]
+    labels: Int[Tensor, "B N"]
+    """The label of each cloud."""
+    target_labels: Int[Tensor, " B"]
+    """The label of the target cloud."""
+    log_posterior: Float64[Tensor, "B N"]
+    """The log probability of each cloud that it is the target."""
 
 
 class Clouds:
@@ -26,36 +46,39 @@ class Clouds:
     posterior of which cloud was drawn at η is ∝ exp(η · sum of the cloud), so that the link's slope and offset are exact.
     """
 
-    def __init__(self, family: str, drawn: torch.Generator) -> None:
-        self.family, self.drawn = family, drawn
+    def __init__(self, family: str, generator: torch.Generator) -> None:
+        self.family = family
+        self.generator = generator
 
-    def batch(
-        self, contexts: int
-    ) -> tuple[Tensor, Tensor, Int[Tensor, "B N"], Int[Tensor, " B"], Float64[Tensor, "B N"]]:
-        """Queries (B, 1, d), keys (B, N, d), labels of clouds, the label of the one, and the log posterior of which it is."""
-        options = {"generator": self.drawn, "dtype": torch.float64}
-        eta = _SPREAD * torch.randn(contexts, SIZE, **options)
-        chosen = torch.randint(CLOUDS, (contexts,), generator=self.drawn)
-        parameters = torch.where(F.one_hot(chosen, CLOUDS).bool().unsqueeze(-1), eta.unsqueeze(1), 0.0)
-        observed = self._observations(parameters.unsqueeze(-2).expand(-1, -1, OBSERVED, -1))
-        sums = observed.sum(-2)
-        mean = (sums + 0.5) / (OBSERVED + 1)
+    def batch(self, contexts: int) -> CloudBatch:
+        """Draw contexts."""
+        eta = _SPREAD * torch.randn(contexts, SIZE, generator=self.generator, dtype=torch.float64)
+        target = torch.randint(CLOUDS, (contexts,), generator=self.generator)
+        is_target = F.one_hot(target, CLOUDS).bool().unsqueeze(-1)
+        parameters = torch.where(is_target, eta.unsqueeze(1), 0.0)  # (B, N, d)
+        observations = self._observe(parameters.unsqueeze(-2).expand(-1, -1, OBSERVATIONS, -1))
+        sums = observations.sum(-2)
+        mean = (sums + 0.5) / (OBSERVATIONS + 1)
         keys = torch.logit(mean) if self.family == "bernoulli" else mean.log()
-        labels = torch.randint(LABELS, (contexts, CLOUDS), generator=self.drawn)
-        log_posterior = (sums @ eta.unsqueeze(-1)).squeeze(-1).log_softmax(-1)
-        asked = labels.gather(1, chosen.unsqueeze(1)).squeeze(1)
-        return eta.float().unsqueeze(1), keys.float(), labels, asked, log_posterior
+        labels = torch.randint(LABELS, (contexts, CLOUDS), generator=self.generator)
+        return CloudBatch(
+            queries=eta.float().unsqueeze(1),
+            keys=keys.float(),
+            labels=labels,
+            target_labels=labels.gather(1, target.unsqueeze(1)).squeeze(1),
+            log_posterior=(sums @ eta.unsqueeze(-1)).squeeze(-1).log_softmax(-1),
+        )
 
-    def _observations(self, parameters: Float64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
+    def _observe(self, parameters: Float64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
         if self.family == "bernoulli":
-            return torch.bernoulli(parameters.sigmoid(), generator=self.drawn)
-        return torch.poisson(parameters.exp(), generator=self.drawn)
+            return torch.bernoulli(parameters.sigmoid(), generator=self.generator)
+        return torch.poisson(parameters.exp(), generator=self.generator)
 
 
-def log_shares(log_weights: Float[Tensor, "B N"], labels: Int[Tensor, "B N"]) -> Float[Tensor, "B C"]:
+def log_label_probabilities(log_weights: Float[Tensor, "B N"], labels: Int[Tensor, "B N"]) -> Float[Tensor, "B C"]:
     """The log probability of each label, from that of each cloud."""
-    own = labels.unsqueeze(-1) == torch.arange(LABELS)
-    return torch.where(own, log_weights.unsqueeze(-1), -torch.inf).logsumexp(1)
+    has_label = labels.unsqueeze(-1) == torch.arange(LABELS)  # (B, N, C)
+    return torch.where(has_label, log_weights.unsqueeze(-1), -torch.inf).logsumexp(1)
 
 
 @experiment(
@@ -79,39 +102,52 @@ def dual_link(seed: int, quick: bool) -> Numbers:
     equally many weights. They learn from labels alone, in 1,000 steps of 256 contexts; of the step sizes 0.01 and 0.1, the
     one with the lower training loss is used. Divergences of labels are on 20,000 other contexts.
     """
-    drawn = torch.Generator().manual_seed(seed)
-    found: Numbers = {}
+    generator = torch.Generator().manual_seed(seed)
+    numbers: Numbers = {}
     for family in _FAMILIES:
-        clouds = Clouds(family, drawn)
-        test = clouds.batch(2000 if quick else 20_000)
+        clouds = Clouds(family, generator)
+        test_batch = clouds.batch(2000 if quick else 20_000)
         for link in _LINKS:
-            head = _trained(clouds, link, 20 if quick else 1000)
-            with torch.no_grad():
-                exact, near = log_shares(test[4], test[2]), log_shares(_log_weights(head, *test[:2]).double(), test[2])
-            apart = torch.where(exact.isfinite(), exact.exp() * (exact - near), 0.0)
-            found[f"{family}_{link}"] = float(apart.sum(-1).mean())
-    return found
+            head = _train(clouds, link, 20 if quick else 1000)
+            numbers[f"{family}_{link}"] = _divergence(head, test_batch)
+    return numbers
 
 
-def _trained(clouds: Clouds, link: Family, steps: int) -> Attention:
-    """With the step size whose last losses are lower."""
-    number = int(torch.randint(2**31, (), generator=clouds.drawn))
-    candidates: list[tuple[float, Attention]] = []
+def _divergence(head: Attention, batch: CloudBatch) -> float:
+    """Mean KL(exact ‖ head) of the labels, in nats."""
+    with torch.no_grad():
+        log_weights = _log_weights(head, batch).double()
+    log_exact = log_label_probabilities(batch.log_posterior, batch.labels)
+    log_head = log_label_probabilities(log_weights, batch.labels)
+    # Labels that no cloud has: 0·log 0 is 0.
+    return float(torch.where(log_exact.isfinite(), log_exact.exp() * (log_exact - log_head), 0.0).sum(-1).mean())
+
+
+def _train(clouds: Clouds, link: Family, steps: int) -> Attention:
+    """A head trained with the step size whose last fifth of losses is lower."""
+    seed = int(torch.randint(2**31, (), generator=clouds.generator))
+    lowest_loss = math.inf
+    best_head = None
     for step_size in _STEP_SIZES:
         with torch.random.fork_rng():
-            torch.manual_seed(number)
+            torch.manual_seed(seed)
             head = Attention(SIZE, 1, batch_first=True, heads=DualLinkHeads(link, divergence=False, scale=1.0))
 
         def loss(head: Attention = head) -> Tensor:
-            query, key, labels, asked, _ = clouds.batch(256)
-            return -log_shares(_log_weights(head, query, key), labels).gather(1, asked.unsqueeze(1)).mean()
+            batch = clouds.batch(256)
+            log_probabilities = log_label_probabilities(_log_weights(head, batch), batch.labels)
+            return -log_probabilities.gather(1, batch.target_labels.unsqueeze(1)).mean()
 
-        losses = minimise(loss, list(head.parameters()), steps=steps, step_size=step_size, averaged=0.1)
-        candidates.append((math.fsum(losses[-steps // 5 :]), head))
-    return min(candidates, key=lambda found: found[0])[1]
+        losses = minimise(loss, list(head.parameters()), steps=steps, step_size=step_size, averaged_share=0.1)
+        last_loss = math.fsum(losses[-steps // 5 :])
+        if best_head is None or last_loss < lowest_loss:
+            lowest_loss = last_loss
+            best_head = head
+    assert best_head is not None
+    return best_head
 
 
-def _log_weights(head: Attention, query: Float[Tensor, "B 1 D"], key: Float[Tensor, "B N D"]) -> Float[Tensor, "B N"]:
-    weights = head(query, key, key, need_weights=True)[1]
-    assert weights is not None  # they were asked for
+def _log_weights(head: Attention, batch: CloudBatch) -> Float[Tensor, "B N"]:
+    _, weights = head(batch.queries, batch.keys, batch.keys, need_weights=True)
+    assert weights is not None  # need_weights asks for them.
     return weights.squeeze(1).clamp_min(1e-30).log()

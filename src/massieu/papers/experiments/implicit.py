@@ -1,7 +1,10 @@
-"""Steps of a head towards the fixed point of its energy: what each is worth. (E13, B12)"""
+"""The steps of a head towards the fixed point of its energy: the worth of each. (E13, B12)"""
+
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from massieu import ops
@@ -12,63 +15,73 @@ from massieu.papers.experiments.text import ReferenceText
 from massieu.papers.experiments.transformer import Transformer, TransformerBlock
 from massieu.solve import ConjugateGradients, Implicit, fixed_point
 
-_LENGTH, _WIDTH, _TRAINED = 16, 32, 200
-_ALPHA, _LIPSCHITZ = 0.5, 0.9
+_LENGTH = 16
+_WIDTH = 32
+_TRAINING_STEPS = 200
+_ALPHA = 0.5
+_LIPSCHITZ = 0.9
 _UNROLLED = (1, 2, 4, 8)
+"""The numbers of steps of the arms that do not iterate to the fixed point."""
 
 
 class PulledAttention(nn.Module):
-    """Heads that go so many steps of z ↦ (1 − α)·query + α·(attention of z to the keys), or to the fixed point (B12).
+    """Heads that take K steps of z ↦ (1 − α)·query + α·(attention of z to the keys), or go to the fixed point (B12).
 
-    Keys are drawn in to a ball in which a step contracts by 0.9; they are the values.
+    Keys are the values. Those outside a ball are scaled to its edge; inside it a step contracts by 0.9.
 
     Attributes:
-        steps: None: to the fixed point, with its derivative.
-        iterations: That the last call took, on average over queries.
+        steps: K; None for the fixed point, with its derivative.
+        iterations: The steps that the last call took, on average over queries.
     """
 
     def __init__(self, width: int, heads: int, steps: int | None) -> None:
         super().__init__()
-        self.heads, self.steps, self.iterations = heads, steps, float(steps or 0)
-        self.query, self.key, self.out = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.heads = heads
+        self.steps = steps
+        self.iterations = float(steps or 0)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
 
     def forward(
         self, query: Float[Tensor, "B L D"], key: Tensor, value: Tensor, **_: bool
     ) -> tuple[Float[Tensor, "B L D"], None]:
-        asked, keys = (
-            made(tokens).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for made, tokens in ((self.query, query), (self.key, key))
-        )
+        queries = self._split_heads(self.query(query))
+        keys = self._split_heads(self.key(key))
+        # A step's Lipschitz constant is at most α·scale·(largest ‖key‖)².
         excess = keys.square().sum(-1, keepdim=True) * (_ALPHA * keys.shape[-1] ** -0.5 / _LIPSCHITZ)
         keys = keys / excess.clamp_min(1.0).sqrt()
         if self.steps is None:
-            found = fixed_point(
+            solution = fixed_point(
                 _step,
-                asked,
-                (asked, keys),
+                queries,
+                (queries, keys),
                 item_dims=1,
                 throw=False,
                 adjoint=Implicit(ConjugateGradients(), lost="zero"),
             )
-            state, self.iterations = found.value, float(found.steps.double().mean())
+            state = solution.value
+            self.iterations = float(solution.steps.double().mean())
         else:
-            state = asked
+            state = queries
             for _number in range(self.steps):
-                state = _step(state, asked, keys)
-        return self.out(state.transpose(1, 2).flatten(2)), None
+                state = _step(state, queries, keys)
+        return self.out(state.transpose(1, 2).flatten(2)), None  # heads joined: (B, L, D)
+
+    def _split_heads(self, tokens: Float[Tensor, "B L D"]) -> Float[Tensor, "B H L d"]:
+        return tokens.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
-def _step(state: Tensor, asked: Tensor, keys: Tensor) -> Tensor:
-    return asked + _ALPHA * (ops.attention(state, keys, keys).output - asked)
+def _step(state: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    return queries + _ALPHA * (ops.attention(state, keys, keys).output - queries)
 
 
 _ARMS: dict[str, int | None] = {**{f"{steps}_steps": steps for steps in _UNROLLED}, "fixed_point": None}
+"""The number of steps of each arm."""
 
 
 def _model(vocabulary: int, steps: int | None) -> Transformer:
-    def block(width: int, heads: int) -> TransformerBlock:
-        return TransformerBlock(width, heads, lambda size, number: PulledAttention(size, number, steps))
-
+    block = partial(TransformerBlock, attention=partial(PulledAttention, steps=steps))
     return Transformer(vocabulary, _LENGTH, width=_WIDTH, heads=2, block=block, is_causal=False)
 
 
@@ -95,29 +108,36 @@ def implicit(seed: int, quick: bool) -> Numbers:
     The seconds of a seed include all arms.
     """
     text = ReferenceText(_LENGTH - 1)
-    models = {name: lambda steps=steps: _model(text.vocabulary + 1, steps) for name, steps in _ARMS.items()}
-    arms = Arms(text, models, dict.fromkeys(models, 1.2e-2), steps=_TRAINED, contexts=64, masked=True)
-    found = arms.losses(seed, quick)
-    trained = found["fixed_point"][1]
+    mask = text.vocabulary
+    models = {name: partial(_model, text.vocabulary + 1, steps) for name, steps in _ARMS.items()}
+    arms = Arms(text, models, dict.fromkeys(models, 1.2e-2), steps=_TRAINING_STEPS, contexts=64, masked=True)
+    trained = arms.train(seed, quick)
+    model = trained["fixed_point"].model
     tokens = text.test(seed)[:256]
-    exact, last = _gradient(trained, tokens, text.vocabulary, None)
-    numbers = {f"{name}_loss": loss for name, (loss, _) in found.items()}
+    numbers = {f"{name}_loss": arm.loss for name, arm in trained.items()}
+    exact = _loss_and_gradient(model, tokens, mask, steps=None)
+    iterations = _attentions(model)[-1].iterations
     for steps in _UNROLLED:
-        cut, loss = _gradient(trained, tokens, text.vocabulary, steps)
-        numbers[f"gradient_bias_{steps}"] = float((cut - exact).norm() / exact.norm())
-        numbers[f"cut_to_{steps}_loss"] = loss
-    _gradient(trained, tokens, text.vocabulary, None)
-    return numbers | {"uncut_loss": last, "iterations": _attentions(trained)[-1].iterations}
+        unrolled = _loss_and_gradient(model, tokens, mask, steps)
+        numbers[f"gradient_bias_{steps}"] = float((unrolled.gradient - exact.gradient).norm() / exact.gradient.norm())
+        numbers[f"cut_to_{steps}_loss"] = unrolled.loss
+    return numbers | {"uncut_loss": exact.loss, "iterations": iterations}
 
 
 def _attentions(model: nn.Module) -> list[PulledAttention]:
     return [module for module in model.modules() if isinstance(module, PulledAttention)]
 
 
-def _gradient(model: nn.Module, tokens: Tensor, mask: int, steps: int | None) -> tuple[Tensor, float]:
-    """Of all weights, and the loss, with so many steps."""
+class _LossAndGradient(NamedTuple):
+    loss: float
+    gradient: Float64[Tensor, " P"]
+
+
+def _loss_and_gradient(model: nn.Module, tokens: Tensor, mask: int, steps: int | None) -> _LossAndGradient:
+    """The masked loss with this number of steps in every head, and its gradient in all weights."""
     for attention in _attentions(model):
         attention.steps = steps
     loss = masked_loss(model, tokens, torch.Generator().manual_seed(0), mask)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    return torch.cat([gradient.flatten() for gradient in gradients]).double(), float(loss.detach())
+    gradient = torch.cat([part.flatten() for part in gradients]).double()
+    return _LossAndGradient(float(loss.detach()), gradient)

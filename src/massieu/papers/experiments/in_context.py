@@ -1,6 +1,7 @@
 """Regression in context: a small transformer sees pairs of features and target, and predicts the target of new features."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +15,22 @@ Pairs = tuple[Float[Tensor, "B L p"], Float[Tensor, "B L"]]
 """Features, and their targets."""
 
 
-def tokens(pairs: Pairs) -> Float[Tensor, "B L 2*p+2"]:
-    """At each place the pair before it, whether there is one, and the features that are asked about."""
+def tokens_of(pairs: Pairs) -> Float[Tensor, "B L 2*p+2"]:
+    """At each position: the pair before it, 1 if there is one and 0 if not, and the features whose target is predicted."""
     features, targets = pairs
-    before = torch.cat([features, targets.unsqueeze(-1), torch.ones_like(targets).unsqueeze(-1)], -1)
-    return torch.cat([F.pad(before[:, :-1], (0, 0, 1, 0)), features], -1)
+    marked_pairs = torch.cat([features, targets.unsqueeze(-1), torch.ones_like(targets).unsqueeze(-1)], -1)
+    pairs_before = F.pad(marked_pairs[:, :-1], (0, 0, 1, 0))  # one position later, zeros first
+    return torch.cat([pairs_before, features], -1)
 
 
-def predicted(model: VectorTransformer, pairs: Pairs) -> Float[Tensor, "B L"]:
-    """Each target by the pairs before it and its own features."""
-    return model(tokens(pairs)).squeeze(-1)
+def predict(model: VectorTransformer, pairs: Pairs) -> Float[Tensor, "B L"]:
+    """Each target, predicted from the pairs before it and its own features."""
+    return model(tokens_of(pairs)).squeeze(-1)
 
 
-def trained(
+def train_in_context(
     sample: Callable[[], Pairs],
-    drawn: torch.Generator,
+    generator: torch.Generator,
     *,
     steps: int,
     depth: int,
@@ -36,24 +38,27 @@ def trained(
     shuffled: bool = False,
     with_attention: bool = True,
 ) -> VectorTransformer:
-    """A causal transformer of width 32 and 4 heads, without positions, that learned by squared error from samples alone.
+    """Train a causal transformer of width 32 and 4 heads, without positions, by squared error on samples alone.
 
     Args:
         sample: Draws a batch of contexts.
-        drawn: Its start.
-        shuffled: The targets to predict are those of other contexts.
-        with_attention: Without it, a place sees itself alone.
+        generator: Draws the seed of the initial weights.
+        steps: The number of steps.
+        depth: The number of layers.
+        step_size: The step size at the start.
+        shuffled: Whether the targets to predict are those of other contexts.
+        with_attention: Without it, each position sees itself alone.
     """
     features, _ = sample()
-    block = TransformerBlock if with_attention else lambda width, heads: TransformerBlock(width, heads, None)
+    block = TransformerBlock if with_attention else partial(TransformerBlock, attention=None)
     with torch.random.fork_rng():
-        torch.manual_seed(int(torch.randint(2**31, (), generator=drawn)))
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
         model = VectorTransformer(2 * features.shape[-1] + 2, 1, depth=depth, block=block)
 
     def loss() -> Tensor:
         features, targets = sample()
-        wanted = targets.roll(1, 0) if shuffled else targets
-        return (predicted(model, (features, targets)) - wanted).square().mean()
+        targets_to_predict = targets.roll(1, 0) if shuffled else targets
+        return (predict(model, (features, targets)) - targets_to_predict).square().mean()
 
-    minimise(loss, list(model.parameters()), steps=steps, step_size=step_size, averaged=0.1)
+    minimise(loss, list(model.parameters()), steps=steps, step_size=step_size, averaged_share=0.1)
     return model

@@ -1,4 +1,4 @@
-"""What does a representation hold beside the posterior? (E17, Z2)"""
+"""What does a representation hold besides the posterior? (E17, Z2)"""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,9 @@ from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.tasks import BIT, Chain, divergence, train
 from massieu.papers.experiments.transformer import Transformer
 
-STATES, SYMBOLS, LENGTH = 4, 5, 24
+STATES = 4
+SYMBOLS = 5
+LENGTH = 24
 _NUISANCES = {
     "last": "the last token",
     "second": "the second to last token",
@@ -38,26 +40,29 @@ def minimality(seed: int, quick: bool) -> Numbers:
     products), and from this and the representation together. Partial R² is the share of the first regression's residual
     that the second explains, on other sequences. A minimal representation has 0.
     """
-    drawn = torch.Generator().manual_seed(seed)
-    chain = Chain(STATES, SYMBOLS, LENGTH, drawn)
+    generator = torch.Generator().manual_seed(seed)
+    chain = Chain(STATES, SYMBOLS, LENGTH, generator)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Transformer(SYMBOLS, LENGTH, width=32)
-    tokens = chain.sample(1000 if quick else 8000, drawn)
-    found = _held(model, chain, tokens, "random")
-    train(model, chain, drawn, steps=20 if quick else 2000, contexts=128, step_size=5e-3)
-    found |= _held(model, chain, tokens, "trained")
-    return found | {"divergence": float(divergence(model, chain, tokens[:2000])[0].mean()) / BIT}
+    tokens = chain.sample(1000 if quick else 8000, generator)
+    numbers = _partial_r2(model, chain, tokens, "random")
+    train(model, chain, generator, steps=20 if quick else 2000, contexts=128, step_size=5e-3)
+    numbers |= _partial_r2(model, chain, tokens, "trained")
+    kl, _ = divergence(model, chain, tokens[:2000])
+    return numbers | {"divergence": float(kl.mean()) / BIT}
 
 
-def _held(model: Transformer, chain: Chain, tokens: Int[Tensor, "B L+1"], suffix: str) -> Numbers:
-    shown = tokens[:, :-1]
+def _partial_r2(model: Transformer, chain: Chain, tokens: Int[Tensor, "B L+1"], suffix: str) -> Numbers:
+    """The partial R² of each nuisance, given the exact posterior."""
+    inputs = tokens[:, :-1]
     with torch.no_grad():
-        hidden = model.hidden(shown)[:, -1].double()
-    posterior = chain.chain.path(shown).filtered[:, -1].exp()
+        representation = model.hidden(inputs)[:, -1].double()
+    posterior = chain.chain.path(inputs).filtered[:, -1].exp()
     products = (posterior.unsqueeze(-1) * posterior.unsqueeze(-2)).flatten(1)
-    known = torch.cat([posterior, products, posterior.clamp_min(1e-12).log()], 1)
-    one_hot = F.one_hot(shown, SYMBOLS).double()
+    posterior_features = torch.cat([posterior, products, posterior.clamp_min(1e-12).log()], 1)
+    all_features = torch.cat([posterior_features, representation], 1)
+    one_hot = F.one_hot(inputs, SYMBOLS).double()
     nuisances = {
         "last": one_hot[:, -1],
         "second": one_hot[:, -2],
@@ -65,19 +70,19 @@ def _held(model: Transformer, chain: Chain, tokens: Int[Tensor, "B L+1"], suffix
         "first": one_hot[:, 0],
         "counts": one_hot.sum(1),
     }
-    both = torch.cat([known, hidden], 1)
     return {
-        f"{name}_{suffix}": 1 - unexplained(both, wanted) / unexplained(known, wanted)
-        for name, wanted in nuisances.items()
+        f"{name}_{suffix}": 1 - residual_square(all_features, nuisance) / residual_square(posterior_features, nuisance)
+        for name, nuisance in nuisances.items()
     }
 
 
-def unexplained(inputs: Float64[Tensor, "n p"], wanted: Float64[Tensor, "n k"]) -> float:
-    """Mean square of what ridge regression on the first half leaves on the second."""
+def residual_square(inputs: Float64[Tensor, "n p"], targets: Float64[Tensor, "n k"]) -> float:
+    """Mean squared residual on the second half of the rows of ridge regression fitted to the first half."""
     half = len(inputs) // 2
-    centred, targets = inputs - inputs[:half].mean(0), wanted - wanted[:half].mean(0)
-    learned = centred[:half]
-    gram = learned.mT @ learned
+    inputs = inputs - inputs[:half].mean(0)
+    targets = targets - targets[:half].mean(0)
+    training = inputs[:half]
+    gram = training.mT @ training
     ridge = 1e-6 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    weights = torch.linalg.solve(gram + ridge, learned.mT @ targets[:half])
-    return float((targets[half:] - centred[half:] @ weights).square().mean())
+    weights = torch.linalg.solve(gram + ridge, training.mT @ targets[:half])
+    return float((targets[half:] - inputs[half:] @ weights).square().mean())

@@ -1,4 +1,6 @@
-"""Blocks that keep a part of their input, or none: what an explicit −γx does. (E8, S22)"""
+"""Blocks that keep a part of their input, or none: the effect of an explicit −γx. (E8, S22)"""
+
+from functools import partial
 
 from massieu.papers.experiments.arms import Arms
 from massieu.papers.experiments.descriptions import described
@@ -6,8 +8,10 @@ from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.text import ReferenceText
 from massieu.papers.experiments.transformer import Transformer, TransformerBlock
 
-_LENGTH, _WIDTH, _STEPS = 48, 48, 300
-_KEPT = {"all": 1.0, "nine_tenths": 0.9, "half": 0.5, "none": 0.0, "reversed": -1.0}
+_LENGTH = 48
+_WIDTH = 48
+_STEPS = 300
+_RESIDUAL_SCALES = {"all": 1.0, "nine_tenths": 0.9, "half": 0.5, "none": 0.0, "reversed": -1.0}
 
 
 @experiment(
@@ -15,7 +19,9 @@ _KEPT = {"all": 1.0, "nine_tenths": 0.9, "half": 0.5, "none": 0.0, "reversed": -
     question="What does it cost a block to keep only a part of its input, x ↦ (1 − γ)x + write?",
     claims="E8, S22",
     minutes=4,
-    criteria=described({f"{name}_loss": f"loss with {kept:g}·x kept, nats" for name, kept in _KEPT.items()}),
+    criteria=described(
+        {f"{name}_loss": f"loss with {scale:g}·x kept, nats" for name, scale in _RESIDUAL_SCALES.items()}
+    ),
 )
 def no_residual(seed: int, quick: bool) -> Numbers:
     """A causal transformer of four layers and width 48 predicts the next character of the reference text that ships
@@ -25,14 +31,15 @@ def no_residual(seed: int, quick: bool) -> Numbers:
     """
     text = ReferenceText(_LENGTH)
     models = {
-        name: lambda kept=kept: Transformer(
+        name: partial(
+            Transformer,
             text.vocabulary,
             _LENGTH,
             width=_WIDTH,
             depth=4,
-            block=lambda width, heads: TransformerBlock(width, heads, kept=kept),
+            block=partial(TransformerBlock, residual_scale=scale),
         )
-        for name, kept in _KEPT.items()
+        for name, scale in _RESIDUAL_SCALES.items()
     }
-    found = Arms(text, models, dict.fromkeys(models, 6e-3), steps=_STEPS).losses(seed, quick)
-    return {f"{name}_loss": loss for name, (loss, _) in found.items()}
+    losses = Arms(text, models, dict.fromkeys(models, 6e-3), steps=_STEPS).losses(seed, quick)
+    return {f"{name}_loss": loss for name, loss in losses.items()}

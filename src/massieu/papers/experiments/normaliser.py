@@ -1,6 +1,7 @@
 """What makes softmax special among the ways from scores to weights? (E12, B18, B19, B22)"""
 
 from collections.abc import Callable
+from functools import partial
 
 from massieu.nn import (
     Attention,
@@ -16,43 +17,48 @@ from massieu.papers.experiments.arms import Arms
 from massieu.papers.experiments.criterion import Criterion
 from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.text import ReferenceText
-from massieu.papers.experiments.transformer import Transformer, TransformerBlock
+from massieu.papers.experiments.transformer import MakeBlock, Transformer, TransformerBlock
 
 MARGIN = 0.05
-_LENGTH, _WIDTH = 64, 64
-_ARMS = {
-    "sigmoid": ("the logistic function of each score", SigmoidHeads),
-    "ratio": ("ReLU scores divided by their sum", ReLUHeads),
-    "kernel": ("the ReLU-feature kernel divided by its sum", lambda: RandomFeatureHeads(kind="relu", features=32)),
-    "entmax": ("1.5-entmax", EntmaxHeads),
-    "normalised": ("standardised scores (mean 0, deviation 1)", NormalizedHeads),
+_LENGTH = 64
+_WIDTH = 64
+_TITLES = {
+    "sigmoid": "the logistic function of each score",
+    "ratio": "ReLU scores divided by their sum",
+    "kernel": "the ReLU-feature kernel divided by its sum",
+    "entmax": "1.5-entmax",
+    "normalised": "standardised scores (mean 0, deviation 1)",
 }
-"""Beside softmax: what each is in words, and its heads."""
-
-
-_MADE: dict[str, Callable[[], Heads]] = {
+"""The arms that are compared with softmax, in words."""
+_HEADS: dict[str, Callable[[], Heads]] = {
     "softmax": SoftmaxHeads,
-    "uniform": lambda: SoftmaxHeads(scale=1e-6),
-    **{name: made for name, (_, made) in _ARMS.items()},
+    "uniform": partial(SoftmaxHeads, scale=1e-6),
+    "sigmoid": SigmoidHeads,
+    "ratio": ReLUHeads,
+    "kernel": partial(RandomFeatureHeads, kind="relu", features=32),
+    "entmax": EntmaxHeads,
+    "normalised": NormalizedHeads,
 }
 
 
-def _with(made: Callable[[], Heads]) -> Callable[[int, int], TransformerBlock]:
-    return lambda width, number: TransformerBlock(
-        width, number, lambda *_: Attention(width, number, batch_first=True, heads=made())
-    )
+def _block_with(make_heads: Callable[[], Heads]) -> MakeBlock:
+    def attention(width: int, heads: int) -> Attention:
+        return Attention(width, heads, batch_first=True, heads=make_heads())
+
+    return partial(TransformerBlock, attention=attention)
 
 
 def _arms(text: ReferenceText) -> Arms:
     models = {
-        name: lambda made=made: Transformer(text.vocabulary, _LENGTH, width=_WIDTH, block=_with(made))
-        for name, made in _MADE.items()
+        name: partial(Transformer, text.vocabulary, _LENGTH, width=_WIDTH, block=_block_with(make_heads))
+        for name, make_heads in _HEADS.items()
     }
-    return Arms(text, models, dict.fromkeys(models, 1.2e-2) | {"ratio": 2.4e-2}, steps=600)
+    step_sizes = dict.fromkeys(models, 1.2e-2) | {"ratio": 2.4e-2}
+    return Arms(text, models, step_sizes, steps=600)
 
 
 def _tune(seed: int, quick: bool) -> Numbers:
-    return _arms(ReferenceText(_LENGTH)).tuned(seed, quick)
+    return _arms(ReferenceText(_LENGTH)).tune(seed, quick)
 
 
 @experiment(
@@ -63,8 +69,8 @@ def _tune(seed: int, quick: bool) -> Numbers:
     tune=_tune,
     criteria=[
         *(
-            Criterion(f"{name}_cost", f"loss with {words} − loss with softmax, nats", most=MARGIN)
-            for name, (words, _) in _ARMS.items()
+            Criterion(f"{name}_cost", f"loss with {title} − loss with softmax, nats", most=MARGIN)
+            for name, title in _TITLES.items()
         ),
         Criterion(
             "softmax_over_pairs", "loss with softmax − loss of a bigram count model", most=-0.2, role="optimisation"
@@ -79,10 +85,9 @@ def normaliser(seed: int, quick: bool) -> Numbers:
     for it on seed 0. The comparison is after a short training, not at convergence.
     """
     text = ReferenceText(_LENGTH)
-    arms = _arms(text)
-    losses = {name: loss for name, (loss, _) in arms.losses(seed, quick).items()}
+    losses = _arms(text).losses(seed, quick)
     return {
         **{f"{name}_loss": loss for name, loss in losses.items()},
-        **{f"{name}_cost": losses[name] - losses["softmax"] for name in losses if name != "softmax"},
+        **{f"{name}_cost": loss - losses["softmax"] for name, loss in losses.items() if name != "softmax"},
         "softmax_over_pairs": losses["softmax"] - text.pair_loss(seed),
     }

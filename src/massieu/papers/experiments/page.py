@@ -1,4 +1,4 @@
-"""An experiment as one HTML page: question, verdict, thresholds with what the seeds gave, every number. It runs no script."""
+"""An experiment as one HTML page: question, verdict, thresholds and results, every number. It runs no script."""
 
 import math
 from typing import Any
@@ -7,17 +7,20 @@ from massieu.papers.experiments.criterion import INTERVALS, Judgement
 from massieu.papers.experiments.study import Study
 from massieu.report.page import asset, template
 
-_WIDTH, _HEIGHT, _EDGE = 320, 34, 8
+_WIDTH = 320
+_HEIGHT = 34
+_MARGIN = 8
+"""Sizes of a drawing, in pixels."""
 
 
 def page_of(study: Study) -> str:
-    """The page; it asks for nothing from outside, and every string is escaped.
+    """The page; it loads nothing from elsewhere, and every string is escaped.
 
     Raises:
         MissingExtraError: jinja2 is not installed.
     """
     return template("experiment.html.j2").render(
-        asked=study.experiment,
+        experiment=study.experiment,
         study=study,
         rows=[{"judgement": judgement, "strip": strip(judgement)} for judgement in study.judgements],
         intervals=INTERVALS,
@@ -29,22 +32,31 @@ def page_of(study: Study) -> str:
 
 
 def strip(judgement: Judgement) -> dict[str, Any]:
-    """Places on a line, in pixels: each seed, the interval, and what the threshold allows."""
+    """Positions on a line, in pixels: each seed, the interval, and the allowed range."""
     criterion = judgement.criterion
-    finite = [value for value in (*judgement.values, judgement.low, judgement.high) if math.isfinite(value)]
-    ends = [end for end in (criterion.least, criterion.most) if math.isfinite(end)]
-    shown = finite + ends + ([0.0] if math.isinf(criterion.least) else [])
-    low, high = min(shown), max(shown)
+    seeds = [value for value in judgement.values if math.isfinite(value)]
+    ends = [judgement.low, judgement.high, criterion.least, criterion.most]
+    shown = seeds + [end for end in ends if math.isfinite(end)]
+    if math.isinf(criterion.least):
+        shown.append(0.0)  # The line begins at 0, or below.
+    low = min(shown)
+    high = max(shown)
     span = (high - low) or 1.0
 
-    def place(value: float) -> float:
+    def position(value: float) -> float:
         inside = min(max(value, low), high)
-        return round(_EDGE + (_WIDTH - 2 * _EDGE) * (inside - low) / span, 1)
+        return round(_MARGIN + (_WIDTH - 2 * _MARGIN) * (inside - low) / span, 1)
 
+    allowed = None
+    if criterion.role != "description":
+        allowed = position(criterion.least), position(criterion.most)
+    interval = None
+    if math.isfinite(judgement.low):
+        interval = position(judgement.low), position(judgement.high)
     return {
         "width": _WIDTH,
         "height": _HEIGHT,
-        "allowed": None if criterion.role == "description" else (place(criterion.least), place(criterion.most)),
-        "interval": (place(judgement.low), place(judgement.high)) if math.isfinite(judgement.low) else None,
-        "seeds": [place(value) for value in judgement.values if math.isfinite(value)],
+        "allowed": allowed,
+        "interval": interval,
+        "seeds": [position(value) for value in seeds],
     }

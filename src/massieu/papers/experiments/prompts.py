@@ -1,10 +1,10 @@
-"""Prompts whose next word has an exact law, for language models of one's own: how far the model is from it, in bits."""
+"""Prompts whose next word has an exact law, and how far a language model's prediction is from it, in bits."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,27 +12,30 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.errors import InputError
+from massieu.papers.experiments.run import write_json
 from massieu.papers.experiments.tasks import BIT
 from massieu.posteriors import DirichletMultinomial
-from massieu.report.encode import encodable
-from massieu.storage.writing import write_whole
 
 NextWord = Callable[[Int[Tensor, "1 L"]], Float[Tensor, "1 L V"]]
 """From the tokens of one prompt to logits of the token after each."""
 _NAMES = ("Anna", "Ben", "Carol", "David", "Emma", "Frank")
 _COLOURS = ("red", "blue", "green", "black", "white", "yellow")
 _DRAWS = 24
+"""Draws from the urn in a prompt."""
+_READ_DRAWS = (0, 1, 2, 4, 8, 16, _DRAWS - 1)
+"""The numbers of draws after which the urn's next colour is predicted."""
 PROMPTS = 50
-"""Of each task."""
+"""Prompts of each task."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Words, and at some places between them the exact law of the word that follows.
+    """Words, and at some positions among them the exact law of the next word.
 
     Attributes:
+        words: The words, with the spaces before them.
         candidates: The words that may follow.
-        places: How many words come before each place, and log p of each candidate there, in nats.
+        places: For each such position, the number of words before it, and log p of each candidate there, in nats.
     """
 
     words: tuple[str, ...]
@@ -42,14 +45,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptReading:
-    """How far a model is from the exact law after so many examples; means over prompts, in bits.
+    """How far a model's law is from the exact one after a number of examples: at one position, or the mean over prompts.
 
     Attributes:
-        seen: How many examples came before.
-        divergence: KL(exact ‖ model), the model's law over the candidates alone.
-        of_uniform: KL(exact ‖ uniform over the candidates): of a model that does not read its prompt.
-        entropy_error: |entropy of the model's law − that of the exact one|, the figure of arXiv 2512.22471.
-        mass: What the model gives to the candidates together; the rest goes to other words.
+        task: The task's name.
+        seen: The number of examples before the position.
+        divergence: KL(exact ‖ model) in bits; the model's law is conditional on the candidates.
+        of_uniform: KL(exact ‖ uniform over the candidates) in bits: that of a model that does not read its prompt.
+        entropy_error: |entropy of the model's law − that of the exact one| in bits, the figure of arXiv 2512.22471.
+        mass: The model's probability of all candidates together; the rest is that of other words.
     """
 
     task: str
@@ -60,30 +64,31 @@ class PromptReading:
     mass: float
 
 
-def elimination(drawn: torch.Generator) -> Prompt:
-    """Six people hold balls of six colours: a colour that was told is nobody else's, the others are equally likely."""
-    holders, colours = (torch.randperm(6, generator=drawn).tolist() for _ in range(2))
+def elimination(generator: torch.Generator) -> Prompt:
+    """Six people hold balls of six colours: a colour that was named is nobody else's, the others are equally likely."""
+    holders = torch.randperm(6, generator=generator).tolist()
+    colours = torch.randperm(6, generator=generator).tolist()
     words = [f"{', '.join(_NAMES)} each hold one ball. The balls are {', '.join(_COLOURS)}; no two are alike.\n"]
     places = []
-    for told, (holder, colour) in enumerate(zip(holders, colours, strict=True)):
+    for seen, (holder, colour) in enumerate(zip(holders, colours, strict=True)):
         words.append(f"{_NAMES[holder]}:")
-        left = torch.tensor([0.0 if c in colours[told:] else -math.inf for c in range(6)], dtype=torch.float64)
-        places.append((len(words), left.log_softmax(0)))
+        remaining = colours[seen:]
+        log_weight = torch.tensor([0.0 if c in remaining else -math.inf for c in range(6)], dtype=torch.float64)
+        places.append((len(words), log_weight.log_softmax(0)))
         words += [f" {_COLOURS[colour]}", "\n"]
     return Prompt(tuple(words), tuple(f" {colour}" for colour in _COLOURS), tuple(places))
 
 
-def urn(drawn: torch.Generator) -> Prompt:
+def urn(generator: torch.Generator) -> Prompt:
     """Draws with replacement from an urn whose shares of three colours are unknown and uniform: Laplace's rule."""
-    shares = torch.rand(3, generator=drawn, dtype=torch.float64).log().neg()
-    colours = torch.multinomial(shares, _DRAWS, replacement=True, generator=drawn)
+    # Exponential variables divided by their sum, as `multinomial` does, are uniform on the simplex.
+    shares = torch.rand(3, generator=generator, dtype=torch.float64).log().neg()
+    colours = torch.multinomial(shares, _DRAWS, replacement=True, generator=generator)
     prior = DirichletMultinomial.create(torch.ones(3, dtype=torch.float64))
-    words, places = (
-        ["An urn holds balls of three colours in unknown shares. A ball is drawn and put back, again and again:"],
-        [],
-    )
+    words = ["An urn holds balls of three colours in unknown shares. A ball is drawn and put back, again and again:"]
+    places = []
     for seen in range(_DRAWS):
-        if seen in (0, 1, 2, 4, 8, 16, _DRAWS - 1):
+        if seen in _READ_DRAWS:
             law = prior.posterior(colours[:seen]) if seen else prior
             places.append((len(words), law.mean.log()))
         words.append(f" {_COLOURS[int(colours[seen])]}")
@@ -97,60 +102,79 @@ TASKS: Mapping[str, Callable[[torch.Generator], Prompt]] = {"elimination": elimi
 def read_prompts(
     model: NextWord, tokenizer: Any, *, seeds: range, progress: Callable[[int, int], None] | None = None
 ) -> list[PromptReading]:
-    """Hold a language model's next word against the exact law, on a prompt of each task for each seed.
+    """Compare a language model's next word with the exact law, on a prompt of each task for each seed.
 
     Args:
-        tokenizer: As those of transformers: called with a text and ``add_special_tokens``, it gives ``input_ids``.
-        progress: Called after each prompt with how many are done and how many there are.
+        model: The language model.
+        tokenizer: Like those of transformers: called with a text and ``add_special_tokens``, it returns ``input_ids``.
+        seeds: The seeds that prompts are drawn with.
+        progress: Called after each seed with how many are done and how many there are.
 
     Raises:
         InputError: a candidate is not one token for this tokenizer, so that the model's law over them cannot be read.
     """
-    found: dict[tuple[str, int], list[tuple[float, ...]]] = {}
-    for done, seed in enumerate(seeds):
-        for name, made in TASKS.items():
-            prompt = made(torch.Generator().manual_seed(seed))
-            for seen, numbers in _read(model, tokenizer, prompt):
-                found.setdefault((name, seen), []).append(numbers)
+    readings: dict[tuple[str, int], list[PromptReading]] = {}
+    for num_done, seed in enumerate(seeds, start=1):
+        for task, make_prompt in TASKS.items():
+            prompt = make_prompt(torch.Generator().manual_seed(seed))
+            for reading in _read_prompt(model, tokenizer, task, prompt):
+                readings.setdefault((task, reading.seen), []).append(reading)
         if progress is not None:
-            progress(done + 1, len(seeds))
-    return [
-        PromptReading(task, seen, *(math.fsum(column) / len(rows) for column in zip(*rows, strict=True)))
-        for (task, seen), rows in sorted(found.items())
-    ]
+            progress(num_done, len(seeds))
+    return [_mean_reading(same_place) for _, same_place in sorted(readings.items())]
+
+
+def _mean_reading(readings: Sequence[PromptReading]) -> PromptReading:
+    """The mean of readings of one task after one number of examples."""
+    return PromptReading(
+        task=readings[0].task,
+        seen=readings[0].seen,
+        divergence=fmean(reading.divergence for reading in readings),
+        of_uniform=fmean(reading.of_uniform for reading in readings),
+        entropy_error=fmean(reading.entropy_error for reading in readings),
+        mass=fmean(reading.mass for reading in readings),
+    )
 
 
 def save_readings(readings: Sequence[PromptReading], model: str, folder: Path) -> Path:
-    """Write wind-tunnel.prompts.json, which replaces an earlier one at once.
+    """Write wind-tunnel.prompts.json, which replaces an earlier file in one step.
 
     Raises:
         InputError: it cannot be written there.
     """
     path = folder / "wind-tunnel.prompts.json"
-    stored = {"model": model, "unit": "bits", "readings": [asdict(reading) for reading in readings]}
-    write_whole(
-        path, json.dumps(encodable(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n", "the readings"
-    )
+    content = {"model": model, "unit": "bits", "readings": [asdict(reading) for reading in readings]}
+    write_json(path, content, "the readings")
     return path
 
 
-def _read(model: NextWord, tokenizer: Any, prompt: Prompt) -> Iterator[tuple[int, tuple[float, ...]]]:
-    """At each place: how many examples came before; divergence, that of the uniform law, error of the entropy, mass."""
+def _read_prompt(model: NextWord, tokenizer: Any, task: str, prompt: Prompt) -> Iterator[PromptReading]:
+    """A reading at each place of a prompt."""
     candidates = [_one_token(tokenizer, word) for word in prompt.candidates]
-    start = list(tokenizer("")["input_ids"])
-    pieces = [_ids(tokenizer, word) for word in prompt.words]
-    ids = start + [token for piece in pieces for token in piece]
-    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) + len(start)
-    logits = model(torch.tensor([ids]))[0].double().log_softmax(-1)
-    for words, exact in prompt.places:
-        law = logits[int(ends[words - 1]) - 1, candidates].cpu()
-        mass = law.logsumexp(0)
-        own, share = law - mass, exact.exp()
-        entropy = -(own.exp() * own).sum(), -torch.where(share > 0, share * exact, 0.0).sum()
-        apart = torch.where(share > 0, share * (exact - own), 0.0).sum()
-        seen = sum(word in prompt.candidates for word in prompt.words[:words])
-        uniform = math.log(len(candidates)) - float(entropy[1])
-        yield seen, (float(apart) / BIT, uniform / BIT, abs(float(entropy[0] - entropy[1])) / BIT, float(mass.exp()))
+    start_ids = list(tokenizer("")["input_ids"])
+    # Word by word, so that the last token of each word is known.
+    word_ids = [_ids(tokenizer, word) for word in prompt.words]
+    word_ends = torch.tensor([len(ids) for ids in word_ids]).cumsum(0) + len(start_ids)
+    prompt_ids = start_ids + [token for ids in word_ids for token in ids]
+    log_law = model(torch.tensor([prompt_ids]))[0].double().log_softmax(-1)  # (L, V)
+    for num_words, log_exact in prompt.places:
+        last_token = int(word_ends[num_words - 1]) - 1
+        log_candidates = log_law[last_token, candidates].cpu()
+        log_mass = log_candidates.logsumexp(0)
+        log_model = log_candidates - log_mass
+        exact = log_exact.exp()
+        # The exact law excludes candidates: 0·log 0 is 0.
+        kl = torch.where(exact > 0, exact * (log_exact - log_model), 0.0).sum()
+        exact_entropy = -torch.where(exact > 0, exact * log_exact, 0.0).sum()
+        model_entropy = -(log_model.exp() * log_model).sum()
+        yield PromptReading(
+            task=task,
+            seen=sum(word in prompt.candidates for word in prompt.words[:num_words]),
+            divergence=float(kl) / BIT,
+            of_uniform=(math.log(len(candidates)) - float(exact_entropy)) / BIT,
+            entropy_error=abs(float(model_entropy - exact_entropy)) / BIT,
+            mass=float(log_mass.exp()),
+        )
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

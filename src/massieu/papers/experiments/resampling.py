@@ -1,6 +1,7 @@
 """What does it cost to draw attention's values in place of averaging them? (E5, S19)"""
 
 import math
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,9 @@ from massieu.papers.experiments.training import slope
 from massieu.papers.experiments.transformer import Transformer, TransformerBlock
 
 DRAWS = (8, 16, 32, 64, 128)
-_LENGTH, _WIDTH, _DEPTH = 24, 32, 2
+_LENGTH = 24
+_WIDTH = 32
+_DEPTH = 2
 
 
 @experiment(
@@ -49,120 +52,147 @@ def resampling(seed: int, quick: bool) -> Numbers:
     of first order in the errors of the draws have mean 0 and are subtracted. The prediction is ½ E[εᵀHε], where ε are the
     errors of one draw at all layers and H is the Hessian of the loss with respect to them.
     """
-    drawn = torch.Generator().manual_seed(seed)
-    task = Chain(4, 5, _LENGTH, drawn)
-    heads: list[_DrawingHeads] = []
+    generator = torch.Generator().manual_seed(seed)
+    task = Chain(4, 5, _LENGTH, generator)
+    layers: list[_DrawingHeads] = []
 
-    def block(width: int, number: int) -> TransformerBlock:
-        heads.append(_DrawingHeads(drawn))
-        return TransformerBlock(width, number, lambda *_: Attention(width, number, batch_first=True, heads=heads[-1]))
+    def block(width: int, num_heads: int) -> TransformerBlock:
+        layer_heads = _DrawingHeads(generator)
+        layers.append(layer_heads)
+        attention = partial(Attention, batch_first=True, heads=layer_heads)
+        return TransformerBlock(width, num_heads, attention)
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Transformer(task.vocabulary, _LENGTH, width=_WIDTH, depth=_DEPTH, block=block)
-    train(model, task, drawn, steps=30 if quick else 600, contexts=64, step_size=5e-3)
+    train(model, task, generator, steps=30 if quick else 600, contexts=64, step_size=5e-3)
     model.double().requires_grad_(False)
-    tokens = task.sample(16 if quick else 128, drawn)
-    study = _Study(model, heads, tokens[:, :-1], task.exact(tokens))
-    predicted = study.predicted(heads, rounds=4 if quick else 40)
-    second_half = study.predicted(heads[_DEPTH // 2 :], rounds=4 if quick else 40)
-    excess = {draws: study.excess(draws, rounds=2 if quick else 40) for draws in DRAWS}
-    scales = torch.tensor(DRAWS, dtype=torch.float64).log()
-    levels = torch.tensor(list(excess.values()), dtype=torch.float64).clamp_min(1e-12).log()
+    tokens = task.sample(16 if quick else 128, generator)
+    losses = _Losses(model, layers, tokens[:, :-1], task.exact(tokens))
+    prediction = losses.predicted_excess(layers, rounds=4 if quick else 40)
+    prediction_of_half = losses.predicted_excess(layers[_DEPTH // 2 :], rounds=4 if quick else 40)
+    excess = {draws: losses.excess(draws, rounds=2 if quick else 40) for draws in DRAWS}
+    log_draws = torch.tensor(DRAWS, dtype=torch.float64).log()
+    log_excess = torch.tensor(list(excess.values()), dtype=torch.float64).clamp_min(1e-12).log()
+    most_draws = DRAWS[-1]
     return {
-        "slope": slope(scales, levels),
-        "coefficient": DRAWS[-1] * excess[DRAWS[-1]] / predicted,
-        "half_coefficient": DRAWS[-1] * excess[DRAWS[-1]] / second_half,
-        "excess_risk": study.excess_risk,
-        "predicted": predicted,
+        "slope": slope(log_draws, log_excess),
+        "coefficient": most_draws * excess[most_draws] / prediction,
+        "half_coefficient": most_draws * excess[most_draws] / prediction_of_half,
+        "excess_risk": losses.excess_risk,
+        "predicted": prediction,
         **{f"excess_{draws}": value for draws, value in excess.items()},
     }
 
 
 class _DrawingHeads(SoftmaxHeads):
-    """Softmax heads that draw values in place of their mean, or add `along` times the errors of one draw."""
+    """Softmax heads whose output can be changed in one of three ways.
 
-    def __init__(self, drawn: torch.Generator) -> None:
+    Attributes:
+        draws: If positive, the output is the mean of this number of drawn values.
+        error_scale: If given, this number times the error of one draw is added to the output.
+        shift: If given, it is added to the output.
+        error: The drawn mean minus the exact one, of the last call with `draws`.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self.drawn, self.draws = drawn, 0
-        self.along: Float[Tensor, "B 1 1 1"] | None = None
+        self.generator = generator
+        self.draws = 0
+        self.error_scale: Float[Tensor, "B 1 1 1"] | None = None
         self.shift: Float[Tensor, "B H L E"] | None = None
         self.error: Float[Tensor, "B H L E"] | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        found = super().forward(query, key, value, request)
+        exact = super().forward(query, key, value, request)
         if self.draws:
-            self.error = self._mean_of_draws(self.draws, query, key, value) - found.output
-            return found._replace(output=found.output + self.error)
-        if self.along is not None:
-            error = (self._mean_of_draws(1, query, key, value) - found.output).detach()
-            return found._replace(output=found.output + self.along * error)
+            self.error = self._mean_of_draws(self.draws, query, key, value) - exact.output
+            return exact._replace(output=exact.output + self.error)
+        if self.error_scale is not None:
+            error = (self._mean_of_draws(1, query, key, value) - exact.output).detach()
+            return exact._replace(output=exact.output + self.error_scale * error)
         if self.shift is not None:
-            return found._replace(output=found.output + self.shift)
-        return found
+            return exact._replace(output=exact.output + self.shift)
+        return exact
 
     def _mean_of_draws(self, draws: int, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "B H L E"]:
-        drawing = ops.resample_attention(query, key, value, generator=self.drawn, draws=draws, is_causal=True)
-        return drawing.sample.mean(-2)
+        result = ops.resample_attention(query, key, value, generator=self.generator, draws=draws, is_causal=True)
+        return result.sample.mean(-2)
 
 
-class _Study:
-    """A model, contexts, and the exact law that its loss is taken under."""
+class _Losses:
+    """A model's loss under the exact law, with and without draws, on the same contexts.
 
-    def __init__(self, model: Transformer, heads: list[_DrawingHeads], tokens: Tensor, exact: Tensor) -> None:
-        self.model, self.heads, self.tokens, self.exact = model, heads, tokens, exact
-        self.shares = exact.exp()
-        self.plain = float(self._loss().sum())
-        self.slopes = self._slopes()
+    Attributes:
+        layers: The heads of each layer.
+        exact_loss: The loss without draws, summed over tokens.
+        gradients: The gradient of that loss in the output of each layer's heads.
+    """
+
+    def __init__(self, model: Transformer, layers: list[_DrawingHeads], tokens: Tensor, log_law: Tensor) -> None:
+        self.model = model
+        self.layers = layers
+        self.tokens = tokens
+        self.log_law = log_law
+        self.law = log_law.exp()
+        self.exact_loss = float(self._loss().sum())
+        self.gradients = self._gradients()
 
     def _loss(self) -> Float[Tensor, " B"]:
-        """Of each context, the sum over its places of the exact law's expected surprise."""
-        return -(self.shares * self.model(self.tokens).log_softmax(-1)).sum((1, 2))
+        """The exact law's expected surprise, summed over the positions of each context."""
+        return -(self.law * self.model(self.tokens).log_softmax(-1)).sum((1, 2))
 
     @property
     def excess_risk(self) -> float:
-        """Above the exact law's own entropy, a token."""
-        return (self.plain + float((self.shares * self.exact).sum())) / self.tokens.numel()
+        """The loss minus the entropy of the exact law, per token."""
+        return (self.exact_loss + float((self.law * self.log_law).sum())) / self.tokens.numel()
 
-    def _slopes(self) -> list[Tensor]:
-        """The loss's gradient in each layer's outputs."""
-        size = self.model.embedding.embedding_dim
-        shape = len(self.tokens), self.heads[0].num_heads, self.tokens.shape[1], size // self.heads[0].num_heads
-        for head in self.heads:
-            head.shift = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        found = torch.autograd.grad(self._loss().sum(), [head.shift for head in self.heads if head.shift is not None])
-        for head in self.heads:
-            head.shift = None
-        return list(found)
+    def _gradients(self) -> list[Float[Tensor, "B H L E"]]:
+        num_heads = self.layers[0].num_heads
+        head_size = self.model.embedding.embedding_dim // num_heads
+        batch, length = self.tokens.shape
+        shifts = []
+        for layer in self.layers:
+            layer.shift = torch.zeros(batch, num_heads, length, head_size, dtype=torch.float64, requires_grad=True)
+            shifts.append(layer.shift)
+        gradients = torch.autograd.grad(self._loss().sum(), shifts)
+        for layer in self.layers:
+            layer.shift = None
+        return list(gradients)
 
-    def predicted(self, heads: list[_DrawingHeads], rounds: int) -> float:
-        """½ E[εᵀHε] a token, ε the errors of one draw at these heads."""
+    def predicted_excess(self, layers: list[_DrawingHeads], rounds: int) -> float:
+        """½ E[εᵀHε] per token, ε the errors of one draw in these layers; a mean over `rounds` draws."""
         total = 0.0
         for _ in range(rounds):
-            along = torch.zeros(len(self.tokens), 1, 1, 1, dtype=torch.float64, requires_grad=True)
-            for head in heads:
-                head.along = along
-            (first,) = torch.autograd.grad(self._loss().sum(), along, create_graph=True)
-            (second,) = torch.autograd.grad(first.sum(), along)
+            # εᵀHε is the second derivative of the loss in the scale of ε, at 0; one scale for each context.
+            error_scale = torch.zeros(len(self.tokens), 1, 1, 1, dtype=torch.float64, requires_grad=True)
+            for layer in layers:
+                layer.error_scale = error_scale
+            (first,) = torch.autograd.grad(self._loss().sum(), error_scale, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), error_scale)
             total += float(second.sum()) / 2
-            for head in heads:
-                head.along = None
+            for layer in layers:
+                layer.error_scale = None
         return total / rounds / self.tokens.numel()
 
     def excess(self, draws: int, rounds: int) -> float:
-        """Loss with so many draws less that without, a token."""
-        for head in self.heads:
-            head.draws = draws
+        """The loss with this number of draws minus that without, per token; a mean over `rounds`."""
+        for layer in self.layers:
+            layer.draws = draws
         total = 0.0
         with torch.no_grad():
             for _ in range(rounds):
-                loss = float(self._loss().sum()) - self.plain
-                errors = [head.error for head in self.heads]
-                total += loss - math.fsum(
-                    float((slope_in * error).sum())
-                    for slope_in, error in zip(self.slopes, errors, strict=True)
-                    if error is not None
-                )
-        for head in self.heads:
-            head.draws = 0
+                excess = float(self._loss().sum()) - self.exact_loss
+                # The terms of first order have mean 0: without them the mean is the same, and its variance less.
+                total += excess - self._first_order()
+        for layer in self.layers:
+            layer.draws = 0
         return total / rounds / self.tokens.numel()
+
+    def _first_order(self) -> float:
+        """The loss's change to first order in the errors of the last call."""
+        return math.fsum(
+            float((gradient * layer.error).sum())
+            for gradient, layer in zip(self.gradients, self.layers, strict=True)
+            if layer.error is not None
+        )

@@ -1,4 +1,4 @@
-"""An experiment, what its seeds gave, and what that allows to say."""
+"""An experiment, the numbers of its seeds, and its verdict."""
 
 import importlib
 import math
@@ -14,25 +14,26 @@ from massieu.papers.experiments.criterion import FEWEST, Criterion, Judgement, j
 
 Numbers = dict[str, float]
 Measure = Callable[[int, bool], Numbers]
-"""From a seed, and whether sizes are small, to numbers."""
+"""From a seed, and whether sizes are small, to the numbers of that seed."""
 Verdict = Literal["confirmed", "refuted", "undecided", "undecided: optimisation", "undecided: control", "described"]
-QUICK, LARGE = "quick", "large"
+QUICK = "quick"
+LARGE = "large"
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A question with a known truth.
+    """A question about small models, in a setting where the right answer is known.
 
     Attributes:
-        name: On the command line.
-        question: What is asked.
-        claims: Of docs/theory, such as "E23, X1".
-        setting: What is trained on what, in a few sentences.
-        criteria: Thresholds; they stand here before a run.
-        minutes: Of one core for the default seeds, about.
-        measure: The study of one seed.
-        tune: The same for its settings, on seeds that no verdict uses: the losses that they were chosen by.
-        large: The study of one seed at the size of the literature: for GPUs, or many processes.
+        name: Its name on the command line.
+        question: The question, one sentence.
+        claims: Numbers of claims in docs/theory, such as "E23, X1".
+        setting: Which models are trained on which data, in a few sentences.
+        criteria: The thresholds; they are written here before a run.
+        minutes: Approximate time on one core for the default seeds.
+        measure: Trains and measures for one seed.
+        tune: Losses for each candidate setting, on a seed that no verdict uses; the settings were chosen by them.
+        large: As `measure`, at the size of the literature: for GPUs, or many processes.
     """
 
     name: str
@@ -59,7 +60,7 @@ def experiment(
     tune: Measure | None = None,
     large: Measure | None = None,
 ) -> Callable[[Measure], Measure]:
-    """Register the study of one seed; its docstring is the setting.
+    """Register a function that measures one seed; its docstring is the experiment's setting.
 
     Raises:
         ValueError: the name is taken.
@@ -69,8 +70,17 @@ def experiment(
         if name in _REGISTERED:
             raise ValueError(f"two experiments are called {name!r}")
         setting = " ".join((measure.__doc__ or "").split())
-        given = tuple(criteria)
-        _REGISTERED[name] = Experiment(name, question, claims, setting, given, minutes, measure, tune, large)
+        _REGISTERED[name] = Experiment(
+            name=name,
+            question=question,
+            claims=claims,
+            setting=setting,
+            criteria=tuple(criteria),
+            minutes=minutes,
+            measure=measure,
+            tune=tune,
+            large=large,
+        )
         return measure
 
     return register
@@ -78,7 +88,7 @@ def experiment(
 
 @cache
 def experiments() -> Mapping[str, Experiment]:
-    """All of them, by name."""
+    """Every experiment, by name."""
     package = importlib.import_module("massieu.papers.experiments")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"massieu.papers.experiments.{module.name}")
@@ -86,28 +96,30 @@ def experiments() -> Mapping[str, Experiment]:
 
 
 def find(name: str) -> Experiment:
-    """An experiment by its name.
+    """The experiment of this name.
 
     Raises:
         InputError: there is none.
     """
-    known = experiments()
-    if name not in known:
-        near = get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+    by_name = experiments()
+    if name not in by_name:
+        similar_names = get_close_matches(name, by_name, 1)
+        hint = f"; did you mean {similar_names[0]}?" if similar_names else f"; there are {', '.join(by_name)}"
         raise InputError(f"there is no experiment {name!r}{hint}")
-    return known[name]
+    return by_name[name]
 
 
 @dataclass
 class Study:
-    """What the seeds of an experiment gave.
+    """The results of an experiment, seed by seed.
 
     Attributes:
-        runs: By seed, its numbers.
-        seconds: By seed, how long it had a core; waiting for one does not count.
-        quick: Sizes were small: no verdict.
-        large: Sizes were large.
+        experiment: The experiment.
+        quick: Whether sizes are small; then there is no verdict.
+        runs: The numbers of each seed.
+        seconds: The processor time of each seed; waiting for a core does not count.
+        made: Versions, the kind of machine, and the date.
+        large: Whether sizes are those of the literature.
     """
 
     experiment: Experiment
@@ -119,15 +131,16 @@ class Study:
 
     @property
     def judgements(self) -> list[Judgement]:
-        """Of each criterion, in order."""
-        seeds = sorted(self.runs)
+        """The judgement of each criterion, in order."""
+        runs = [self.runs[seed] for seed in sorted(self.runs)]
         return [
-            judge(c, [self.runs[seed].get(c.quantity, math.nan) for seed in seeds]) for c in self.experiment.criteria
+            judge(criterion, [numbers.get(criterion.quantity, math.nan) for numbers in runs])
+            for criterion in self.experiment.criteria
         ]
 
     @property
     def verdict(self) -> Verdict:
-        """What the numbers allow to say.
+        """The verdict that the numbers support.
 
         Undecided where training did not come near enough to the exact risk, or where a control that lacks the property meets
         its threshold too. Refuted where a finding misses its threshold, confirmed where all meet it. Quick runs decide nothing.
@@ -146,40 +159,48 @@ class Study:
             return "refuted"
         if any(outcome != "missed" for outcome in outcomes["control"]):
             return "undecided: control"
-        return "confirmed" if all(outcome == "met" for outcome in outcomes["finding"]) else "undecided"
+        if any(outcome != "met" for outcome in outcomes["finding"]):
+            return "undecided"
+        return "confirmed"
 
     @property
     def stem(self) -> str:
-        """Of its files' names; runs of other sizes leave each other alone."""
-        return ".".join([self.experiment.name, *([LARGE] if self.large else []), *([QUICK] if self.quick else [])])
+        """The names of its files, without ending; runs of different sizes have different names."""
+        parts = [self.experiment.name]
+        if self.large:
+            parts.append(LARGE)
+        if self.quick:
+            parts.append(QUICK)
+        return ".".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, as ``--out`` stores it."""
-        asked = self.experiment
         return {
-            "experiment": asked.name,
-            "question": asked.question,
-            "claims": asked.claims,
-            "setting": asked.setting,
+            "experiment": self.experiment.name,
+            "question": self.experiment.question,
+            "claims": self.experiment.claims,
+            "setting": self.experiment.setting,
             "verdict": self.verdict,
             "quick": self.quick,
             "large": self.large,
-            "criteria": [
-                {
-                    "quantity": j.criterion.quantity,
-                    "title": j.criterion.title,
-                    "role": j.criterion.role,
-                    "threshold": j.criterion.threshold,
-                    "mean": j.mean,
-                    "low": j.low,
-                    "high": j.high,
-                    "outcome": j.outcome,
-                }
-                for j in self.judgements
-            ],
+            "criteria": [_judgement_entry(judgement) for judgement in self.judgements],
             "seeds": {
                 str(seed): {"seconds": self.seconds.get(seed, math.nan), "numbers": self.runs[seed]}
                 for seed in sorted(self.runs)
             },
             "made": self.made,
         }
+
+
+def _judgement_entry(judgement: Judgement) -> dict[str, Any]:
+    """A criterion and its judgement, as they are stored."""
+    return {
+        "quantity": judgement.criterion.quantity,
+        "title": judgement.criterion.title,
+        "role": judgement.criterion.role,
+        "threshold": judgement.criterion.threshold,
+        "mean": judgement.mean,
+        "low": judgement.low,
+        "high": judgement.high,
+        "outcome": judgement.outcome,
+    }

@@ -1,6 +1,7 @@
 """Does a trained attention layer hold the posterior, at lengths that it was trained on and at others? (E16, Z2, Z3)"""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,14 @@ from massieu.papers.experiments.tasks import BIT
 from massieu.papers.experiments.training import minimise
 from massieu.posteriors import DirichletMultinomial
 
-SYMBOLS, WIDTH, LONGEST = 4, 32, 64
-_CONTEXTS, _TARGETS = 256, 16
-_Batch = tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"], Int[Tensor, "B T"]]
+SYMBOLS = 4
+WIDTH = 32
+LONGEST = 64
+"""The largest number of tokens in training."""
+_CONTEXTS = 256
+_TARGETS = 16
+"""Next symbols that are drawn for each context."""
+_TEST_BATCHES = 20
 
 
 @experiment(
@@ -49,80 +55,106 @@ def sufficiency(seed: int, quick: bool) -> Numbers:
     """
     task = _Task(torch.Generator().manual_seed(seed))
     steps = 60 if quick else 6000
-    layers = {
-        "own": task.trained(steps),
-        "shuffled": task.trained(steps // 12, shuffled=True),
-        "forgetful": task.trained(steps // 12, with_key=False),
-    }
-    fixed = [task.batch(_CONTEXTS) for _ in range(20)]
-    longer = [task.batch(_CONTEXTS, length=2 * LONGEST) for _ in range(20)]
-    divergence = {name: task.divergence(layer, fixed) for name, layer in layers.items()}
+    layer = task.train(steps)
+    shuffled = task.train(steps // 12, shuffled=True)
+    without_prior_key = task.train(steps // 12, with_prior_key=False)
+    trained_lengths = task.batches()
+    longer = task.batches(length=2 * LONGEST)
+    divergence = task.divergence(layer, trained_lengths)
     return {
-        "trained_lengths": divergence["own"] / BIT,
-        "longer": task.divergence(layers["own"], longer) / BIT,
-        "excess_risk": divergence["own"],
-        "shuffled": divergence["shuffled"] / BIT,
-        "counts_forgotten": divergence["forgetful"] / BIT,
-        "ten_tokens": task.divergence(layers["own"], [task.batch(_CONTEXTS, length=10) for _ in range(20)]) / BIT,
+        "trained_lengths": divergence / BIT,
+        "longer": task.divergence(layer, longer) / BIT,
+        "excess_risk": divergence,
+        "shuffled": task.divergence(shuffled, trained_lengths) / BIT,
+        "counts_forgotten": task.divergence(without_prior_key, trained_lengths) / BIT,
+        "ten_tokens": task.divergence(layer, task.batches(length=10)) / BIT,
     }
 
 
 class _Layer(nn.Module):
-    """One question to the tokens, and what is made of the answer."""
+    """Attention of one learned query to the tokens, and a network that reads its output."""
 
-    def __init__(self, with_key: bool) -> None:
+    def __init__(self, with_prior_key: bool) -> None:
+        """With a key for the prior, the query is a key as well."""
         super().__init__()
-        self.embedding, self.asking = nn.Embedding(SYMBOLS, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.embedding = nn.Embedding(SYMBOLS, WIDTH)
+        self.query = nn.Parameter(torch.randn(WIDTH))
         self.attention = Attention(WIDTH, 4, batch_first=True)
-        self.after = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, SYMBOLS))
-        self.with_key = with_key
+        self.readout = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, SYMBOLS))
+        self.with_prior_key = with_prior_key
 
     def forward(self, tokens: Int[Tensor, "B L"], real: Bool[Tensor, "B L"]) -> Float[Tensor, "B M"]:
-        keys, asking = self.embedding(tokens), self.asking.expand(len(tokens), 1, WIDTH)
-        hidden = ~real
-        if self.with_key:
-            keys, hidden = torch.cat([asking, keys], 1), F.pad(hidden, (1, 0))
-        output, _ = self.attention(asking, keys, keys, key_padding_mask=hidden, need_weights=False)
-        return self.after((asking + output)[:, 0])
+        keys = self.embedding(tokens)
+        query = self.query.expand(len(tokens), 1, WIDTH)
+        padding = ~real
+        if self.with_prior_key:
+            keys = torch.cat([query, keys], 1)
+            padding = F.pad(padding, (1, 0))
+        output, _ = self.attention(query, keys, keys, key_padding_mask=padding, need_weights=False)
+        return self.readout((query + output)[:, 0])
+
+
+class _Batch(NamedTuple):
+    """Padded contexts, and symbols that come next."""
+
+    tokens: Int[Tensor, "B L"]
+    real: Bool[Tensor, "B L"]
+    """True where a token is no padding."""
+    targets: Int[Tensor, "B T"]
 
 
 class _Task:
-    """A prior, and contexts of it."""
+    """A Dirichlet prior of unequal concentrations, and contexts drawn from it."""
 
-    def __init__(self, drawn: torch.Generator) -> None:
-        self.drawn = drawn
-        self.concentration = torch.tensor([0.5, 1.0, 1.5, 3.0])[torch.randperm(SYMBOLS, generator=drawn)]
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.concentration = torch.tensor([0.5, 1.0, 1.5, 3.0])[torch.randperm(SYMBOLS, generator=generator)]
 
     def batch(self, contexts: int, length: int | None = None) -> _Batch:
-        """Tokens, which are real, and symbols that come next."""
-        longest = LONGEST if length is None else length
-        sizes = (torch.rand(contexts, generator=self.drawn) * math.log(LONGEST + 1)).exp().long().clamp(1, LONGEST)
-        lengths = sizes if length is None else torch.full((contexts,), length)
-        shapes = self.concentration.expand(contexts, SYMBOLS)
-        weights = standard_gammas(shapes.contiguous(), self.drawn).clamp_min(1e-30)
-        count = longest + _TARGETS
-        symbols = torch.multinomial(weights, count, replacement=True, generator=self.drawn)
-        return symbols[:, :longest], torch.arange(longest) < lengths.unsqueeze(1), symbols[:, longest:]
+        """Contexts of one length, or by default of log-uniform lengths from 1 to `LONGEST`."""
+        # Drawn whether they are needed or not, so that the generator goes on equally.
+        random_lengths = (torch.rand(contexts, generator=self.generator) * math.log(LONGEST + 1)).exp().long()
+        if length is None:
+            longest = LONGEST
+            lengths = random_lengths.clamp(1, LONGEST)
+        else:
+            longest = length
+            lengths = torch.full((contexts,), length)
+        # Gamma variables are Dirichlet probabilities up to a factor, which `multinomial` needs not.
+        concentrations = self.concentration.expand(contexts, SYMBOLS).contiguous()
+        weights = standard_gammas(concentrations, self.generator).clamp_min(1e-30)
+        symbols = torch.multinomial(weights, longest + _TARGETS, replacement=True, generator=self.generator)
+        return _Batch(
+            tokens=symbols[:, :longest],
+            real=torch.arange(longest) < lengths.unsqueeze(1),
+            targets=symbols[:, longest:],
+        )
 
-    def trained(self, steps: int, *, shuffled: bool = False, with_key: bool = True) -> _Layer:
+    def batches(self, length: int | None = None) -> list[_Batch]:
+        """Contexts to test on."""
+        return [self.batch(_CONTEXTS, length) for _ in range(_TEST_BATCHES)]
+
+    def train(self, steps: int, *, shuffled: bool = False, with_prior_key: bool = True) -> _Layer:
+        """Train a layer; with `shuffled`, on the targets of other contexts."""
         with torch.random.fork_rng():
-            torch.manual_seed(int(torch.randint(2**31, (), generator=self.drawn)))
-            layer = _Layer(with_key)
+            torch.manual_seed(int(torch.randint(2**31, (), generator=self.generator)))
+            layer = _Layer(with_prior_key)
 
         def loss() -> Tensor:
-            tokens, real, targets = self.batch(_CONTEXTS)
-            log_shares = layer(tokens, real).log_softmax(-1)
-            return -log_shares.gather(1, targets.roll(1, 0) if shuffled else targets).mean()
+            batch = self.batch(_CONTEXTS)
+            targets = batch.targets.roll(1, 0) if shuffled else batch.targets
+            return -layer(batch.tokens, batch.real).log_softmax(-1).gather(1, targets).mean()
 
-        minimise(loss, list(layer.parameters()), steps=steps, step_size=3e-3, averaged=0.1)
+        minimise(loss, list(layer.parameters()), steps=steps, step_size=3e-3, averaged_share=0.1)
         return layer
 
     def divergence(self, layer: _Layer, batches: list[_Batch]) -> float:
-        """Mean KL of the exact prediction from the layer's, in nats."""
-        found = []
-        for tokens, real, _ in batches:
-            exact = DirichletMultinomial.create(self.concentration.double()).posterior(tokens, real).mean
+        """Mean KL(exact ‖ layer) of the next symbol, in nats."""
+        prior = DirichletMultinomial.create(self.concentration.double())
+        divergences = []
+        for batch in batches:
+            exact = prior.posterior(batch.tokens, batch.real).mean
             with torch.no_grad():
-                predicted = layer(tokens, real).double().log_softmax(-1)
-            found.append((exact * (exact.log() - predicted)).sum(-1).mean())
-        return float(torch.stack(found).mean())
+                log_prediction = layer(batch.tokens, batch.real).double().log_softmax(-1)
+            divergences.append((exact * (exact.log() - log_prediction)).sum(-1).mean())
+        return float(torch.stack(divergences).mean())

@@ -1,4 +1,4 @@
-"""Tasks of sequences whose next token has an exact law, and text, which has none; how far a model is from that law."""
+"""Tasks of sequences whose next token has an exact law; training on them, and a model's distance from that law."""
 
 import math
 from collections.abc import Callable
@@ -18,18 +18,18 @@ Predictor = Callable[[Int[Tensor, "B L"]], Float[Tensor, "B L V"]]
 
 
 class SequenceTask(Protocol):
-    """What a task of one's own has: a sampler, and the exact law of what comes next.
+    """A sampler of sequences, and the exact law of the next token.
 
     Attributes:
-        vocabulary: How many tokens there are.
-        judged: Of the places 0 … L − 1, those after which the prediction counts.
+        vocabulary: The number of tokens.
+        judged: True at those of the positions 0 … L − 1 after which the prediction counts.
     """
 
     vocabulary: int
     judged: Bool[Tensor, " L"]
 
-    def sample(self, contexts: int, drawn: torch.Generator) -> Int[Tensor, "B L+1"]:
-        """Sequences, each one token longer than what a model is shown."""
+    def sample(self, contexts: int, generator: torch.Generator) -> Int[Tensor, "B L+1"]:
+        """Sequences, each one token longer than a model's input."""
         ...
 
     def exact(self, tokens: Int[Tensor, "B L+1"]) -> Float64[Tensor, "B L V"]:
@@ -38,7 +38,7 @@ class SequenceTask(Protocol):
 
 
 def mean_loss(model: Predictor, judged: Bool[Tensor, " L"], tokens: Int[Tensor, "B L+1"]) -> Float[Tensor, ""]:
-    """Mean surprise at what came next, in nats, at the judged places."""
+    """Mean surprise at the next token, in nats, at the judged positions."""
     log_law = model(tokens[:, :-1])[:, judged].log_softmax(-1)
     return -log_law.gather(-1, tokens[:, 1:][:, judged].unsqueeze(-1)).mean()
 
@@ -46,29 +46,31 @@ def mean_loss(model: Predictor, judged: Bool[Tensor, " L"], tokens: Int[Tensor, 
 def train(
     model: torch.nn.Module,
     task: SequenceTask,
-    drawn: torch.Generator,
+    generator: torch.Generator,
     *,
     steps: int,
     contexts: int,
     step_size: float,
 ) -> list[float]:
     """Train on samples alone, a new batch each step; returns the losses."""
-    loss = lambda: mean_loss(model, task.judged, task.sample(contexts, drawn))  # noqa: E731
-    return minimise(loss, list(model.parameters()), steps=steps, step_size=step_size, averaged=0.1)
+    loss = lambda: mean_loss(model, task.judged, task.sample(contexts, generator))  # noqa: E731
+    return minimise(loss, list(model.parameters()), steps=steps, step_size=step_size, averaged_share=0.1)
 
 
 def divergence(
     model: Predictor, task: SequenceTask, tokens: Int[Tensor, "B L+1"]
 ) -> tuple[Float64[Tensor, "B J"], Float64[Tensor, "B J"]]:
-    """KL(exact ‖ model) and entropy of the model less that of the exact law, in nats, at each judged place."""
-    exact = task.exact(tokens)[:, task.judged]
+    """KL(exact ‖ model), and the model's entropy minus the exact law's; in nats, at each judged position."""
+    log_exact = task.exact(tokens)[:, task.judged]
     with torch.no_grad():
-        found = model(tokens[:, :-1])[:, task.judged].double().log_softmax(-1)
-    shares = exact.exp()
-    seen = shares > 0
-    apart = torch.where(seen, shares * (torch.where(seen, exact, 0.0) - found), 0.0).sum(-1)
-    entropies = -(found.exp() * found).sum(-1), -torch.where(seen, shares * exact, 0.0).sum(-1)
-    return apart, entropies[0] - entropies[1]
+        log_model = model(tokens[:, :-1])[:, task.judged].double().log_softmax(-1)
+    exact = log_exact.exp()
+    # The exact law excludes tokens: 0·log 0 is 0.
+    possible = exact > 0
+    kl = torch.where(possible, exact * (torch.where(possible, log_exact, 0.0) - log_model), 0.0).sum(-1)
+    model_entropy = -(log_model.exp() * log_model).sum(-1)
+    exact_entropy = -torch.where(possible, exact * log_exact, 0.0).sum(-1)
+    return kl, model_entropy - exact_entropy
 
 
 class Bijection:
@@ -78,41 +80,48 @@ class Bijection:
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.vocabulary = size, 2 * size
+        self.size = size
+        self.vocabulary = 2 * size
         self.judged = torch.arange(2 * size - 1) % 2 == 0  # after a key
 
-    def sample(self, contexts: int, drawn: torch.Generator) -> Int[Tensor, "B L+1"]:
-        keys, values = (torch.rand(contexts, self.size, generator=drawn).argsort(-1) for _ in range(2))
-        return torch.stack([keys, values + self.size], -1).flatten(1)
+    def sample(self, contexts: int, generator: torch.Generator) -> Int[Tensor, "B L+1"]:
+        # The order of random numbers is a random permutation.
+        keys = torch.rand(contexts, self.size, generator=generator).argsort(-1)
+        values = torch.rand(contexts, self.size, generator=generator).argsort(-1)
+        return torch.stack([keys, values + self.size], -1).flatten(1)  # key, value, key, value, …
 
     def exact(self, tokens: Int[Tensor, "B L+1"]) -> Float64[Tensor, "B L V"]:
         """After a key, uniform over values that were not seen; after a value, over keys that were not."""
-        seen = F.one_hot(tokens[:, :-1], self.vocabulary).cumsum(1) > 0
-        kind = torch.arange(self.vocabulary) >= self.size
-        asked = (kind == (torch.arange(tokens.shape[1] - 1) % 2 == 0).unsqueeze(-1)) & ~seen
-        return (asked.double() / asked.sum(-1, keepdim=True)).log()
+        seen = F.one_hot(tokens[:, :-1], self.vocabulary).cumsum(1) > 0  # (B, L, V)
+        is_value = torch.arange(self.vocabulary) >= self.size
+        after_key = torch.arange(tokens.shape[1] - 1) % 2 == 0
+        possible = (is_value == after_key.unsqueeze(-1)) & ~seen
+        return (possible.double() / possible.sum(-1, keepdim=True)).log()
 
 
 class Chain:
-    """A hidden Markov chain, drawn once: what comes next needs the law of the hidden state, by the forward algorithm."""
+    """A hidden Markov chain of random transitions and emissions; the exact law is by the forward algorithm."""
 
-    def __init__(self, states: int, symbols: int, length: int, drawn: torch.Generator, stay: float = 2.0) -> None:
-        """`stay` is the logit of staying in a state above that of leaving it for another, on average."""
-        self.vocabulary, self.judged = symbols, torch.ones(length, dtype=torch.bool)
-        options = {"generator": drawn, "dtype": torch.float64}
-        moves = stay * torch.eye(states, dtype=torch.float64) + 0.5 * torch.randn(states, states, **options)
+    def __init__(self, states: int, symbols: int, length: int, generator: torch.Generator, stay: float = 2.0) -> None:
+        """`stay` is the logit of staying in a state minus that of leaving it for another, on average."""
+        self.vocabulary = symbols
+        self.judged = torch.ones(length, dtype=torch.bool)
+        options = {"generator": generator, "dtype": torch.float64}
+        transition_logits = stay * torch.eye(states, dtype=torch.float64) + 0.5 * torch.randn(states, states, **options)
         self.log_emission = (1.5 * torch.randn(states, symbols, **options)).log_softmax(-1)
-        self.chain = HiddenMarkov.create(torch.zeros(states, dtype=torch.float64), moves, self.log_emission)
+        self.chain = HiddenMarkov.create(torch.zeros(states, dtype=torch.float64), transition_logits, self.log_emission)
 
-    def sample(self, contexts: int, drawn: torch.Generator) -> Int[Tensor, "B L+1"]:
-        moves, shown = self.chain.log_transition.exp(), self.log_emission.exp()
-        state = torch.randint(len(moves), (contexts,), generator=drawn)
+    def sample(self, contexts: int, generator: torch.Generator) -> Int[Tensor, "B L+1"]:
+        transition = self.chain.log_transition.exp()
+        emission = self.log_emission.exp()
+        states = torch.randint(len(transition), (contexts,), generator=generator)
         symbols = []
         for _ in range(len(self.judged) + 1):
-            symbols.append(torch.multinomial(shown[state], 1, generator=drawn).squeeze(-1))
-            state = torch.multinomial(moves[state], 1, generator=drawn).squeeze(-1)
+            symbols.append(torch.multinomial(emission[states], 1, generator=generator).squeeze(-1))
+            states = torch.multinomial(transition[states], 1, generator=generator).squeeze(-1)
         return torch.stack(symbols, 1)
 
     def exact(self, tokens: Int[Tensor, "B L+1"]) -> Float64[Tensor, "B L V"]:
+        """The next symbol's law: that of the state after the symbols so far, one transition on, through the emission."""
         filtered = self.chain.path(tokens[:, :-1]).filtered
         return (filtered.exp() @ self.chain.log_transition.exp() @ self.log_emission.exp()).log()

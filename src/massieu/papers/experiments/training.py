@@ -1,4 +1,4 @@
-"""The one training loop: Adam, a step size that falls to zero, and the mean of the last weights; slopes of what came out."""
+"""The one training loop, Adam with a step size that falls to zero and the mean of the last weights; and a fitted slope."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,37 +14,41 @@ def minimise(
     *,
     steps: int,
     step_size: float,
-    averaged: float = 0.0,
+    averaged_share: float = 0.0,
 ) -> list[float]:
-    """Minimise an expected loss of which each call draws an estimate; returns the losses.
+    """Minimise an expected loss; returns the loss of each step.
 
     Args:
-        step_size: At the start; it falls to 0 along half a cosine.
-        averaged: The share of the last steps over whose weights the result is the mean.
+        loss: Draws an estimate of the loss.
+        parameters: What is trained, in place.
+        steps: The number of steps.
+        step_size: The step size at the start; it falls to 0 along half a cosine.
+        averaged_share: The share of the steps, the last ones, over which the resulting parameters are averaged.
     """
-    chosen = list(parameters)
-    optimiser = torch.optim.Adam(chosen, lr=step_size)
+    optimiser = torch.optim.Adam(list(parameters), lr=step_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps)))
-    losses, first, sums, count = [], math.ceil(steps * (1 - averaged)), [torch.zeros_like(p) for p in chosen], 0
+    losses = []
+    first_averaged = math.ceil(steps * (1 - averaged_share))
+    sums = [torch.zeros_like(parameter) for parameter in parameters]
     for step in range(steps):
         optimiser.zero_grad()
-        found = loss()
-        found.backward()
+        estimate = loss()
+        estimate.backward()
         optimiser.step()
         schedule.step()
-        losses.append(found.item())
-        if step >= first:
-            count += 1
-            for total, parameter in zip(sums, chosen, strict=True):
+        losses.append(estimate.item())
+        if step >= first_averaged:
+            for total, parameter in zip(sums, parameters, strict=True):
                 total += parameter.detach()
-    if count:
+    num_averaged = steps - first_averaged
+    if num_averaged > 0:
         with torch.no_grad():
-            for total, parameter in zip(sums, chosen, strict=True):
-                parameter.copy_(total / count)
+            for total, parameter in zip(sums, parameters, strict=True):
+                parameter.copy_(total / num_averaged)
     return losses
 
 
 def slope(x: Float64[Tensor, " n"], y: Float64[Tensor, " n"]) -> float:
-    """Of the least-squares line."""
-    apart = x - x.mean()
-    return float((apart * (y - y.mean())).sum() / apart.square().sum())
+    """The slope of the least-squares line through the points."""
+    centred = x - x.mean()
+    return float((centred * (y - y.mean())).sum() / centred.square().sum())

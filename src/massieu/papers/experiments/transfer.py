@@ -1,22 +1,28 @@
 """Does the condition number rank masked tasks by what is read off them downstream? (E21, Z12, Z13)"""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
 from massieu.foundation.matrices import least_squares
 from massieu.nn import Attention
+from massieu.papers import theory
 from massieu.papers.experiments.criterion import Criterion
 from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.training import minimise
-from massieu.papers.theory import excess_risk_bound
-from massieu.papers.theory import transfer as reading
 from massieu.posteriors import DiscreteLatent
 
-LATENTS, SYMBOLS, LENGTH, WIDTH, NOISE = 5, 6, 12, 32, 0.3
+LATENTS = 5
+SYMBOLS = 6
+LENGTH = 12
+WIDTH = 32
+NOISE = 0.3
 SMALLEST = (1.0, 0.5, 0.25, 0.125, 0.0625)
-"""The smallest singular value of each mask's targets, beside 1; the last mask has 0."""
+"""The smallest singular value of the masked targets in each task where it is positive; the others are 1."""
 _CONTEXTS = 256
+_TEST_CONTEXTS = 4096
 
 
 @experiment(
@@ -46,105 +52,159 @@ def transfer(seed: int, quick: bool) -> Numbers:
     latent depends on all four directions. A linear probe predicts it from the network's prediction. One probe is that of
     Z13, for the bound; another is fitted to 4,096 labelled contexts. Excess risks are relative to the exact posterior.
     """
-    drawn = torch.Generator().manual_seed(seed)
-    task = _Task(drawn)
+    generator = torch.Generator().manual_seed(seed)
+    task = _Task(generator)
+    test = _TestData(task)
     steps = 40 if quick else 1500
-    tokens, labelled = task.tokens(4096)[0], task.tokens(4096)
-    exact = task.posterior(tokens)
-    downstream = exact @ task.downstream.mT
-    variance = float((downstream - downstream.mean(0)).square().sum(-1).mean())
-    losses: list[tuple[float, float, float, float]] = []
-    for smallest in (*SMALLEST, 0.0):
-        targets = task.targets(smallest)
-        network = task.trained(targets, steps)
-        predicted, prediction_of_labelled = network(tokens).detach(), network(labelled[0]).detach()
-        masked = float((predicted - exact @ targets.mT).square().sum(-1).mean())
-        found = reading(targets, task.downstream)
-        by_theory = float((found.predict(predicted) - downstream).square().sum(-1).mean())
-        labels = task.downstream.mT[labelled[1]]
-        labels = labels + NOISE * torch.randn(labels.shape, generator=drawn, dtype=torch.float64)
-        fitted = _with_one(predicted) @ least_squares(_with_one(prediction_of_labelled), labels)
-        losses.append((found.condition_number, masked, by_theory, float((fitted - downstream).square().sum(-1).mean())))
-    known = losses[:-1]
-    variance_of_masked = float((exact @ task.targets(1.0).mT).var(0).sum())
-    return {
+    readings = [_read(task, test, task.train(task.targets(s), steps), s) for s in SMALLEST]
+    unreadable = _read(task, test, task.train(task.targets(0.0), steps), 0.0)
+    kappas = [reading.condition_number for reading in readings]
+    variance_of_masked = float((test.posterior @ task.targets(1.0).mT).var(0).sum())
+    numbers = {
         "largest_over_bound": max(
-            by_theory / excess_risk_bound(kappa, masked) for kappa, masked, by_theory, _ in known
+            reading.by_theory / theory.excess_risk_bound(reading.condition_number, reading.masked)
+            for reading in readings
         ),
-        "rank_correlation": _rank_correlation([kappa for kappa, *_ in known], [by for _, _, by, _ in known]),
-        "rank_correlation_of_fitted": _rank_correlation([kappa for kappa, *_ in known], [by for *_, by in known]),
-        "readable": known[0][3] / variance,
-        "lost": losses[-1][3] / variance,
-        "masked_excess": max(masked for _, masked, *_ in losses) / variance_of_masked,
-        **{f"kappa_{s:g}": kappa for s, (kappa, *_) in zip(SMALLEST, known, strict=True)},
-        **{f"masked_{s:g}": masked for s, (_, masked, *_) in zip(SMALLEST, known, strict=True)},
-        **{f"downstream_{s:g}": by_theory for s, (_, _, by_theory, _) in zip(SMALLEST, known, strict=True)},
-        **{f"fitted_{s:g}": fitted for s, (*_, fitted) in zip(SMALLEST, known, strict=True)},
+        "rank_correlation": _rank_correlation(kappas, [reading.by_theory for reading in readings]),
+        "rank_correlation_of_fitted": _rank_correlation(kappas, [reading.fitted for reading in readings]),
+        "readable": readings[0].fitted / test.variance,
+        "lost": unreadable.fitted / test.variance,
+        "masked_excess": max(reading.masked for reading in (*readings, unreadable)) / variance_of_masked,
+    }
+    return numbers | {
+        **{f"kappa_{s:g}": reading.condition_number for s, reading in zip(SMALLEST, readings, strict=True)},
+        **{f"masked_{s:g}": reading.masked for s, reading in zip(SMALLEST, readings, strict=True)},
+        **{f"downstream_{s:g}": reading.by_theory for s, reading in zip(SMALLEST, readings, strict=True)},
+        **{f"fitted_{s:g}": reading.fitted for s, reading in zip(SMALLEST, readings, strict=True)},
     }
 
 
 class _Network(nn.Module):
-    """A learned question to the tokens, and what is made of the answer."""
+    """Attention of one learned query to the tokens, and a network that reads its output."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.asking = nn.Embedding(SYMBOLS, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.embedding = nn.Embedding(SYMBOLS, WIDTH)
+        self.query = nn.Parameter(torch.randn(WIDTH))
         self.attention = Attention(WIDTH, 4, batch_first=True)
-        self.after = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, LATENTS - 1))
+        self.readout = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, LATENTS - 1))
 
     def forward(self, tokens: Int[Tensor, "B L"]) -> Float64[Tensor, "B p"]:
-        keys, asking = self.embedding(tokens), self.asking.expand(len(tokens), 1, WIDTH)
-        output, _ = self.attention(asking, keys, keys, need_weights=False)
-        return self.after((asking + output)[:, 0]).double()
+        keys = self.embedding(tokens)
+        query = self.query.expand(len(tokens), 1, WIDTH)
+        output, _ = self.attention(query, keys, keys, need_weights=False)
+        return self.readout((query + output)[:, 0]).double()
 
 
 class _Task:
-    """Latents, what they emit, and the directions of their means."""
+    """Latents, the tokens that they emit, and the directions of the targets' means.
 
-    def __init__(self, drawn: torch.Generator) -> None:
-        options = {"generator": drawn, "dtype": torch.float64}
-        self.drawn = drawn
+    Attributes:
+        emission: log p(symbol | latent).
+        basis: Orthonormal directions of the tangent space of the simplex, where Σt = 0.
+        downstream: D, the downstream target's mean for each latent; it depends on all directions.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        options = {"generator": generator, "dtype": torch.float64}
+        self.generator = generator
         self.emission = (1.5 * torch.randn(LATENTS, SYMBOLS, **options)).log_softmax(-1)
         centring = torch.eye(LATENTS, dtype=torch.float64) - 1 / LATENTS
         tangent = torch.linalg.svd(centring).Vh[: LATENTS - 1]
-        turn = torch.linalg.qr(torch.randn(LATENTS - 1, LATENTS - 1, **options)).Q
-        self.basis = turn @ tangent
+        rotation = torch.linalg.qr(torch.randn(LATENTS - 1, LATENTS - 1, **options)).Q
+        self.basis = rotation @ tangent
         self.downstream = torch.linalg.qr(torch.randn(LATENTS - 1, LATENTS - 1, **options)).Q[:3] @ self.basis
 
     def targets(self, smallest: float) -> Float64[Tensor, "p k"]:
         """G: the masked token's mean for each latent."""
-        sizes = torch.ones(LATENTS - 1, dtype=torch.float64)
-        sizes[-1] = smallest
-        return sizes.unsqueeze(-1) * self.basis
+        singular_values = torch.ones(LATENTS - 1, dtype=torch.float64)
+        singular_values[-1] = smallest
+        return singular_values.unsqueeze(-1) * self.basis
 
-    def tokens(self, contexts: int) -> tuple[Int[Tensor, "B L"], Int[Tensor, " B"]]:
-        latent = torch.randint(LATENTS, (contexts,), generator=self.drawn)
-        return torch.multinomial(self.emission.exp()[latent], LENGTH, replacement=True, generator=self.drawn), latent
+    def sample(self, contexts: int) -> tuple[Int[Tensor, "B L"], Int[Tensor, " B"]]:
+        """Tokens of contexts, and the latent of each."""
+        latents = torch.randint(LATENTS, (contexts,), generator=self.generator)
+        weights = self.emission.exp()[latents]
+        tokens = torch.multinomial(weights, LENGTH, replacement=True, generator=self.generator)
+        return tokens, latents
+
+    def with_noise(self, means: Float64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
+        """Targets of these means."""
+        return means + NOISE * torch.randn(means.shape, generator=self.generator, dtype=torch.float64)
 
     def posterior(self, tokens: Int[Tensor, "B L"]) -> Float64[Tensor, "B k"]:
-        law = DiscreteLatent.create(torch.zeros(len(tokens), LATENTS).double(), self.emission)
-        return law.posterior(tokens).log_weight.softmax(-1)
+        prior = DiscreteLatent.create(torch.zeros(len(tokens), LATENTS).double(), self.emission)
+        return prior.posterior(tokens).log_weight.softmax(-1)
 
-    def trained(self, targets: Float64[Tensor, "p k"], steps: int) -> _Network:
+    def train(self, targets: Float64[Tensor, "p k"], steps: int) -> _Network:
+        """A network that learned the masked token."""
         with torch.random.fork_rng():
-            torch.manual_seed(int(torch.randint(2**31, (), generator=self.drawn)))
+            torch.manual_seed(int(torch.randint(2**31, (), generator=self.generator)))
             network = _Network()
 
         def loss() -> Tensor:
-            tokens, latent = self.tokens(_CONTEXTS)
-            clean = targets.mT[latent]
-            masked = clean + NOISE * torch.randn(clean.shape, generator=self.drawn, dtype=torch.float64)
+            tokens, latents = self.sample(_CONTEXTS)
+            masked = self.with_noise(targets.mT[latents])
             return (network(tokens) - masked).square().sum(-1).mean()
 
-        minimise(loss, list(network.parameters()), steps=steps, step_size=3e-3, averaged=0.1)
+        minimise(loss, list(network.parameters()), steps=steps, step_size=3e-3, averaged_share=0.1)
         return network
 
 
+class _TestData:
+    """Contexts without labels, whose exact predictions are known, and labelled ones that probes are fitted to.
+
+    Attributes:
+        posterior: The exact posterior of the latent.
+        downstream: The best prediction of the downstream target.
+        variance: The variance of that prediction.
+    """
+
+    def __init__(self, task: _Task) -> None:
+        self.tokens, _ = task.sample(_TEST_CONTEXTS)
+        self.labelled_tokens, self.labelled_latents = task.sample(_TEST_CONTEXTS)
+        self.posterior = task.posterior(self.tokens)
+        self.downstream = self.posterior @ task.downstream.mT
+        self.variance = float((self.downstream - self.downstream.mean(0)).square().sum(-1).mean())
+
+
+class _Reading(NamedTuple):
+    """The condition number of a masked task, and excess risks: masked, and downstream with two probes."""
+
+    condition_number: float
+    masked: float
+    by_theory: float
+    """Of the probe of Z13."""
+    fitted: float
+    """Of the probe that is fitted to labels."""
+
+
+def _read(task: _Task, test: _TestData, network: _Network, smallest: float) -> _Reading:
+    targets = task.targets(smallest)
+    prediction = network(test.tokens).detach()
+    labelled_prediction = network(test.labelled_tokens).detach()
+    transfer_result = theory.transfer(targets, task.downstream)
+    labels = task.with_noise(task.downstream.mT[test.labelled_latents])
+    weights = least_squares(_with_one(labelled_prediction), labels)
+    return _Reading(
+        transfer_result.condition_number,
+        masked=_mean_square(prediction - test.posterior @ targets.mT),
+        by_theory=_mean_square(transfer_result.predict(prediction) - test.downstream),
+        fitted=_mean_square(_with_one(prediction) @ weights - test.downstream),
+    )
+
+
+def _mean_square(distances: Float64[Tensor, "B p"]) -> float:
+    return float(distances.square().sum(-1).mean())
+
+
 def _with_one(points: Float64[Tensor, "B p"]) -> Float64[Tensor, "B p+1"]:
+    """The points with a coordinate 1, for a constant term."""
     return torch.cat([points, torch.ones_like(points[:, :1])], 1)
 
 
 def _rank_correlation(x: list[float], y: list[float]) -> float:
-    """Spearman's; no two numbers are equal."""
-    ranks = [torch.tensor(numbers).argsort().argsort().double() for numbers in (x, y)]
-    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+    """Spearman's rank correlation; no two numbers of a list may be equal."""
+    ranks_of_x = torch.tensor(x).argsort().argsort().double()
+    ranks_of_y = torch.tensor(y).argsort().argsort().double()
+    return float(torch.corrcoef(torch.stack([ranks_of_x, ranks_of_y]))[0, 1])

@@ -1,4 +1,4 @@
-"""The small transformer that the experiments on sequences train; what differs between their arms is passed in."""
+"""The small transformers that the experiments train; the parts in which their arms differ are arguments."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,12 @@ MakeAttention = Callable[[int, int], nn.Module]
 """From width and number of heads to a module that is called as `massieu.nn.Attention` is."""
 MakeNorm = Callable[[int], nn.Module]
 """From width to a module that keeps the shape."""
+MakeBlock = Callable[[int, int], nn.Module]
+"""From width and number of heads to a module that is called as `TransformerBlock` is."""
 
 
 def softmax_attention(width: int, heads: int) -> Attention:
-    """The usual one."""
+    """Multi-head softmax attention of tensors (B, L, D)."""
     return Attention(width, heads, batch_first=True)
 
 
@@ -23,7 +25,7 @@ class TransformerBlock(nn.Module):
     """Attention and feed-forward network, each on normalised tokens and added to them.
 
     Attributes:
-        kept: What the tokens are multiplied by before a write is added; 1 in a transformer.
+        residual_scale: The tokens are multiplied by this number before a write is added; 1 in a transformer.
     """
 
     def __init__(
@@ -34,27 +36,37 @@ class TransformerBlock(nn.Module):
         norm: MakeNorm = nn.LayerNorm,
         *,
         hidden: int | None = None,
-        kept: float = 1.0,
+        residual_scale: float = 1.0,
     ) -> None:
-        """Without attention where that is None: then a token sees itself alone. `hidden` is 4·width by default."""
+        """A block of random weights.
+
+        Args:
+            width: The size of a token.
+            heads: The number of heads.
+            attention: Makes the attention; None leaves it out, so that a token sees itself alone.
+            norm: Makes the two norms.
+            hidden: The width of the feed-forward network's hidden layer; 4·width by default.
+            residual_scale: See the class.
+        """
         super().__init__()
-        hidden = 4 * width if hidden is None else hidden
+        if hidden is None:
+            hidden = 4 * width
         self.before_attention = None if attention is None else norm(width)
         self.before_feed_forward = norm(width)
         self.attention = None if attention is None else attention(width, heads)
         self.feed_forward = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
-        self.kept = kept
+        self.residual_scale = residual_scale
 
     def forward(self, tokens: Float[Tensor, "B L D"], is_causal: bool) -> Float[Tensor, "B L D"]:
         if self.attention is not None and self.before_attention is not None:
-            inner = self.before_attention(tokens)
-            write = self.attention(inner, inner, inner, need_weights=False, is_causal=is_causal)[0]
-            tokens = self.kept * tokens + write
-        return self.kept * tokens + self.feed_forward(self.before_feed_forward(tokens))
+            normalised = self.before_attention(tokens)
+            write, _ = self.attention(normalised, normalised, normalised, need_weights=False, is_causal=is_causal)
+            tokens = self.residual_scale * tokens + write
+        return self.residual_scale * tokens + self.feed_forward(self.before_feed_forward(tokens))
 
 
 class Transformer(nn.Module):
-    """From tokens to logits of the next one, or with `is_causal` off of each one."""
+    """From tokens to logits: of the next token, or without `is_causal` of the token at each position."""
 
     def __init__(
         self,
@@ -64,16 +76,16 @@ class Transformer(nn.Module):
         width: int = 64,
         heads: int = 4,
         depth: int = 2,
-        block: Callable[[int, int], nn.Module] = TransformerBlock,
+        block: MakeBlock = TransformerBlock,
         norm: MakeNorm = nn.LayerNorm,
         is_causal: bool = True,
     ) -> None:
-        """Takes the sizes, and how a block is made from width and heads; `norm` is the last one, before the readout."""
+        """A transformer of random weights; `block` makes each block, `norm` the norm before the readout."""
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(0.1 * torch.randn(length, width))
         self.blocks = nn.ModuleList(block(width, heads) for _ in range(depth))
-        self.after = norm(width)
+        self.final_norm = norm(width)
         self.readout = nn.Linear(width, vocabulary)
         self.is_causal = is_causal
 
@@ -81,15 +93,15 @@ class Transformer(nn.Module):
         return self.readout(self.hidden(tokens))
 
     def hidden(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
-        """What the readout sees."""
-        found = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        """The representation that the readout sees."""
+        states = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
-            found = block(found, self.is_causal)
-        return self.after(found)
+            states = block(states, self.is_causal)
+        return self.final_norm(states)
 
 
 class VectorTransformer(nn.Module):
-    """From vectors to vectors, one at each place; without positions where no length is given."""
+    """From vectors to vectors, one at each position; `length` None leaves positions out."""
 
     def __init__(
         self,
@@ -100,14 +112,14 @@ class VectorTransformer(nn.Module):
         width: int = 32,
         heads: int = 4,
         depth: int = 2,
-        block: Callable[[int, int], nn.Module] = TransformerBlock,
+        block: MakeBlock = TransformerBlock,
         is_causal: bool = True,
     ) -> None:
         super().__init__()
         self.embedding = nn.Linear(inputs, width)
         self.position = None if length is None else nn.Parameter(torch.randn(length, width))
         self.blocks = nn.ModuleList(block(width, heads) for _ in range(depth))
-        self.after = nn.LayerNorm(width)
+        self.final_norm = nn.LayerNorm(width)
         self.readout = nn.Linear(width, outputs)
         self.is_causal = is_causal
 
@@ -115,10 +127,10 @@ class VectorTransformer(nn.Module):
         return self.readout(self.hidden(tokens))
 
     def hidden(self, tokens: Float[Tensor, "B L inputs"]) -> Float[Tensor, "B L D"]:
-        """What the readout sees."""
-        found = self.embedding(tokens)
+        """The representation that the readout sees."""
+        states = self.embedding(tokens)
         if self.position is not None:
-            found = found + self.position
+            states = states + self.position
         for block in self.blocks:
-            found = block(found, self.is_causal)
-        return self.after(found)
+            states = block(states, self.is_causal)
+        return self.final_norm(states)

@@ -1,6 +1,8 @@
 """Does a whole model that learned in context beat the floor of one softmax head? (E18, Z6, Z7)"""
 
 import math
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from massieu.papers.experiments.criterion import Criterion
 from massieu.papers.experiments.descriptions import described
-from massieu.papers.experiments.in_context import Pairs, predicted, trained
+from massieu.papers.experiments.in_context import Pairs, predict, train_in_context
 from massieu.papers.experiments.input_size import DEGREE, DIMENSION, FIXED, NOISE, POWER
 from massieu.papers.experiments.study import Numbers, experiment
 from massieu.papers.experiments.transformer import VectorTransformer
@@ -17,9 +19,12 @@ from massieu.papers.theory import optimal_scale, smoothing_error, smoothing_floo
 from massieu.regression import ExponentialKernel, conditional_mean_attention
 
 LENGTHS = (4, 16, 64, 128)
-"""The last is longer than any that is trained on."""
-LONGEST, POLES = 64, 4000
-_CONTEXTS, _STEPS = 32, 3000
+"""The numbers of tokens at which errors are read; the last is longer than any in training."""
+LONGEST = 64
+"""The most tokens in training."""
+POLES = 4000
+_CONTEXTS = 32
+_STEPS = 3000
 
 
 @experiment(
@@ -60,32 +65,46 @@ def whole_model(seed: int, quick: bool) -> Numbers:
     own kernel. The exact mean is over 4,000 poles, spread evenly and weighed by their likelihood. The KL is distance² of the
     two means over twice the variance, as for Gaussian laws.
     """
-    drawn = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     steps = 30 if quick else _STEPS
-    batch = lambda: sample(_CONTEXTS, LONGEST + 1, drawn)[0]  # noqa: E731
-    model = trained(batch, drawn, steps=steps, depth=2, step_size=3e-3)
-    without = trained(batch, drawn, steps=steps // 10, depth=2, step_size=3e-3, with_attention=False)
-    found = _by_length(model, 64 if quick else 1024, drawn)
+
+    def training_sample() -> Pairs:
+        return sample(_CONTEXTS, LONGEST + 1, generator).pairs
+
+    train = partial(train_in_context, training_sample, generator, depth=2, step_size=3e-3)
+    model = train(steps=steps)
+    without_attention = train(steps=steps // 10, with_attention=False)
+    numbers = _errors_by_length(model, 64 if quick else 1024, generator)
     floor = float(smoothing_floor(POWER, DIMENSION, FIXED).error)
-    (keys, values), function = sample(512 if quick else 8192, LONGEST + 1, drawn)
-    own = error(model, (keys, values), function)
-    longer = sample(512 if quick else 8192, LENGTHS[-1] + 1, drawn)
-    return found | {
+    test = sample(512 if quick else 8192, LONGEST + 1, generator)
+    longer_test = sample(512 if quick else 8192, LENGTHS[-1] + 1, generator)
+    keys, values = test.pairs
+    shuffled_test = _Sample((keys, values.roll(1, 0)), test.function)
+    model_error = error(model, test)
+    return numbers | {
         "floor": floor,
-        "over_fixed": own / floor,
-        "over_tuned": own / found[f"tuned_{LONGEST}"],
-        "longer": error(model, *longer) / found[f"tuned_{LENGTHS[-1]}"],
-        "shuffled": error(model, (keys, values.roll(1, 0)), function) / floor,
-        "without": error(without, (keys, values), function) / floor,
+        "over_fixed": model_error / floor,
+        "over_tuned": model_error / numbers[f"tuned_{LONGEST}"],
+        "longer": error(model, longer_test) / numbers[f"tuned_{LENGTHS[-1]}"],
+        "shuffled": error(model, shuffled_test) / floor,
+        "without": error(without_attention, test) / floor,
     }
 
 
-def sample(contexts: int, length: int, drawn: torch.Generator) -> tuple[Pairs, Float[Tensor, "B L"]]:
-    """Keys and values, and the function at the keys."""
-    keys = F.normalize(torch.randn(contexts, length, DIMENSION, generator=drawn), dim=-1)
-    pole = F.normalize(torch.randn(contexts, 1, DIMENSION, generator=drawn), dim=-1)
-    function = _function((keys * pole).sum(-1))
-    return (keys, function + NOISE * torch.randn(contexts, length, generator=drawn)), function
+class _Sample(NamedTuple):
+    pairs: Pairs
+    """Keys and values."""
+    function: Float[Tensor, "B L"]
+    """The values without noise."""
+
+
+def sample(contexts: int, length: int, generator: torch.Generator) -> _Sample:
+    """Contexts, each with its own pole."""
+    keys = F.normalize(torch.randn(contexts, length, DIMENSION, generator=generator), dim=-1)
+    poles = F.normalize(torch.randn(contexts, 1, DIMENSION, generator=generator), dim=-1)
+    function = _function((keys * poles).sum(-1))
+    values = function + NOISE * torch.randn(contexts, length, generator=generator)
+    return _Sample((keys, values), function)
 
 
 def _function(cosine: Tensor) -> Tensor:
@@ -93,53 +112,67 @@ def _function(cosine: Tensor) -> Tensor:
     return zonal_harmonics(cosine, DEGREE, DIMENSION)[..., 1:].sum(-1).to(cosine.dtype)
 
 
+def _spiral() -> Float64[Tensor, "3 poles"]:
+    """Points spread evenly over the sphere: equal steps of height, so equal areas, at golden angles."""
+    number = torch.arange(POLES, dtype=torch.float64) + 0.5
+    height = 1 - 2 * number / POLES
+    angle = math.pi * (1 + math.sqrt(5)) * number
+    radius = (1 - height.square()).sqrt()
+    return torch.stack([radius * angle.cos(), radius * angle.sin(), height])
+
+
 def exact(pairs: Pairs) -> Float64[Tensor, "B L"]:
     """The mean of each value given its key and the pairs before it, over poles along a spiral of equal areas."""
-    place = torch.arange(POLES, dtype=torch.float64) + 0.5
-    height, angle = 1 - 2 * place / POLES, math.pi * (1 + math.sqrt(5)) * place
-    across = (1 - height.square()).sqrt()
-    poles = torch.stack([across * angle.cos(), across * angle.sin(), height])
+    poles = _spiral()
+    keys_of_all, values_of_all = pairs
     means = []
-    for keys, values in zip(pairs[0].double(), pairs[1].double(), strict=True):
+    for keys, values in zip(keys_of_all.double(), values_of_all.double(), strict=True):
         functions = _function(keys @ poles)  # (L, poles)
         log_likelihood = -(values.unsqueeze(-1) - functions).square() / (2 * NOISE**2)
-        before = F.pad(log_likelihood[:-1].cumsum(0), (0, 0, 1, 0))
-        means.append((before.softmax(-1) * functions).sum(-1))
+        # Of the pairs before each position: none before the first.
+        log_likelihood_before = F.pad(log_likelihood[:-1].cumsum(0), (0, 0, 1, 0))
+        means.append((log_likelihood_before.softmax(-1) * functions).sum(-1))
     return torch.stack(means)
 
 
-def error(model: VectorTransformer, pairs: Pairs, function: Float[Tensor, "B L"]) -> float:
-    """Root mean square at the last place."""
+def error(model: VectorTransformer, test: _Sample) -> float:
+    """Root mean square error against the function at the last position."""
     with torch.no_grad():
-        return float((predicted(model, pairs) - function)[:, -1].square().mean().sqrt())
+        return float((predict(model, test.pairs) - test.function)[:, -1].square().mean().sqrt())
 
 
-def _by_length(model: VectorTransformer, contexts: int, drawn: torch.Generator) -> Numbers:
-    """By how many tokens were seen; the model, the exact mean and ridge regression are on the same contexts."""
-    pairs, function = sample(contexts, LENGTHS[-1] + 1, drawn)
-    mean = exact(pairs)
+def _errors_by_length(model: VectorTransformer, contexts: int, generator: torch.Generator) -> Numbers:
+    """Errors at each number of tokens; the model, the exact mean and ridge regression are on the same contexts."""
+    pairs, function = sample(contexts, LENGTHS[-1] + 1, generator)
+    exact_mean = exact(pairs)
     with torch.no_grad():
-        found = predicted(model, pairs)
-    apart, left = ((by - mean)[:, LONGEST].square().mean() for by in (found, function))
-    numbers = {"excess_risk": float(apart / (2 * (left + NOISE**2)))}
+        prediction = predict(model, pairs)
+    squared_distance = (prediction - exact_mean)[:, LONGEST].square().mean()
+    posterior_variance = (function - exact_mean)[:, LONGEST].square().mean()
+    numbers = {"excess_risk": float(squared_distance / (2 * (posterior_variance + NOISE**2)))}
     for length in LENGTHS:
-        here = function[:, length].double()
-        told = {"model": found[:, length], "exact": mean[:, length], "ridge": _ridge(pairs, length)}
-        numbers |= {f"{name}_{length}": float((by - here).square().mean().sqrt()) for name, by in told.items()}
-        best = float(optimal_scale(float(length), POWER, NOISE**2, DIMENSION))
-        squared = smoothing_error(float(length), POWER, NOISE**2, DIMENSION, best).total
-        numbers[f"tuned_{length}"] = math.sqrt(float(squared))
+        target = function[:, length].double()
+        estimates = {
+            "model": prediction[:, length],
+            "exact": exact_mean[:, length],
+            "ridge": _ridge(pairs, length),
+        }
+        for name, estimate in estimates.items():
+            numbers[f"{name}_{length}"] = float((estimate - target).square().mean().sqrt())
+        best_scale = float(optimal_scale(float(length), POWER, NOISE**2, DIMENSION))
+        squared_error = smoothing_error(float(length), POWER, NOISE**2, DIMENSION, best_scale).total
+        numbers[f"tuned_{length}"] = math.sqrt(float(squared_error))
     return numbers
 
 
 def _ridge(pairs: Pairs, length: int) -> Float64[Tensor, " B"]:
-    """Of the values on the keys, with softmax's kernel, at the key after these tokens."""
+    """Ridge regression with softmax's kernel on the first tokens, as many as `length`, at the next key."""
     keys, values = (tensor.double().unsqueeze(1) for tensor in pairs)  # of one head
-    found = conditional_mean_attention(
+    result = conditional_mean_attention(
         keys[..., length : length + 1, :],
         keys[..., :length, :],
         values[..., :length].unsqueeze(-1),
         kernel=ExponentialKernel.create(1.0),
         ridge=NOISE**2,
     )
-    return found.output[:, 0, 0, 0]
+    return result.output[:, 0, 0, 0]

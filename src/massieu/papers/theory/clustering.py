@@ -12,7 +12,7 @@ from massieu.foundation.arguments import positive
 from massieu.foundation.values import align
 
 _ROUNDINGS = 16
-"""How many roundings of its dtype a token may lie outside the sphere."""
+"""A token may lie outside the sphere by this number of roundings of its dtype."""
 
 
 class ClusteringEnergy(Energy):
@@ -52,26 +52,27 @@ class ClusteringEnergy(Energy):
 
     def _energy(self, state: Tensor) -> Tensor:
         rounding = _ROUNDINGS * torch.finfo(state.dtype).eps
-        state = self._need(promoted(state))
+        state = self._checked_clouds(promoted(state))
         scale = align(self.scale.to(state), state.ndim - 2)
-        scores = scale[..., None, None] * (state @ state.mT)
-        outside = (state.detach().norm(dim=-1) > 1 + rounding).any(-1)
-        return -(scores.exp().mean((-2, -1)) / (2 * scale)).masked_fill(outside, -torch.inf)
+        scores = scale[..., None, None] * (state @ state.mT)  # (*batch_query, n, n)
+        is_outside = (state.detach().norm(dim=-1) > 1 + rounding).any(-1)
+        return -(scores.exp().mean((-2, -1)) / (2 * scale)).masked_fill(is_outside, -torch.inf)
 
     def _step(self, state: Tensor) -> Tensor:
-        state = self._need(promoted(state))
+        state = self._checked_clouds(promoted(state))
         *lead, count, width = state.shape
         if 0 in lead:
             return state
         # One head for each cloud.
         tokens = state.reshape(1, -1, count, width)
-        rate = align(self.scale.to(state), state.ndim).expand(*lead, 1, 1).reshape(1, -1, 1, 1)
-        pull = ops.attention(rate * tokens, tokens, tokens, scale=1.0).output.reshape(state.shape)
-        length = pull.norm(dim=-1, keepdim=True)
-        # Where the others cancel a token exactly, every direction is as good as the one it has.
-        return torch.where(length == 0, state, pull / torch.where(length == 0, 1.0, length))
+        scale = align(self.scale.to(state), state.ndim).expand(*lead, 1, 1).reshape(1, -1, 1, 1)
+        output = ops.attention(scale * tokens, tokens, tokens, scale=1.0).output.reshape(state.shape)
+        length = output.norm(dim=-1, keepdim=True)
+        # If the sum is exactly 0 it has no direction, and the token keeps its own.
+        has_direction = length != 0
+        return torch.where(has_direction, output / torch.where(has_direction, length, 1.0), state)
 
-    def _need(self, state: Tensor) -> Tensor:
+    def _checked_clouds(self, state: Tensor) -> Tensor:
         batch = tuple(self.scale.shape)
         if state.ndim < len(batch) + 2 or tuple(state.shape[: len(batch)]) != batch or 0 in state.shape[-2:]:
             raise ValueError(

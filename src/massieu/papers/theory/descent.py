@@ -1,4 +1,4 @@
-"""How a Hopfield memory descends: parts (2) to (5) of B5, as numbers."""
+"""Bounds on the descent of a Hopfield memory: parts (2) to (5) of B5."""
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from massieu.foundation.doors import count, door
 
 @door
 def energy_range(hopfield: HopfieldEnergy) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """The range of the Hopfield energy: from 0 to 2M² for ‖ξ‖ ≤ M, where all minima are; E is never below 0 (B5.2).
+    """Bounds of the Hopfield energy: 0 and 2M² for ‖ξ‖ ≤ M, where all minima are; E is at least 0 everywhere (B5.2).
 
     Raises:
         TypeError: as `stored`.
@@ -51,9 +51,9 @@ def least_descent(
 
 @door(steps=count)
 def smallest_move(drop: Float[Tensor, "*lead"], steps: int) -> Float[Tensor, "*lead"]:
-    """Upper bound on the shortest of many full steps: √(2·drop/steps), if E fell by `drop` in total (B5.3).
+    """Upper bound on the shortest of a number of full steps: √(2·drop/steps), if E fell by `drop` in total (B5.3).
 
-    With drop = E(start), of which nothing more can be lost, it is a bound before the first step.
+    With drop = E(start), the most that E can fall, it is a bound before the first step.
 
     Raises:
         ValueError: `steps` is less than 1.
@@ -96,7 +96,8 @@ def path_length(first_move: Float[Tensor, "*lead"], lipschitz: Float[Tensor, "*l
         >>> path_length(torch.tensor(1.0), torch.tensor(0.5)).item()
         2.0
     """
-    first_move, gap = promoted(floating("first_move", first_move)), 1 - promoted(floating("lipschitz", lipschitz))
-    unbounded = gap <= 0
-    length = first_move / torch.where(unbounded, 1.0, gap)
-    return torch.where(unbounded & ~first_move.isnan(), torch.inf, length)
+    first_move = promoted(floating("first_move", first_move))
+    gap = 1 - promoted(floating("lipschitz", lipschitz))
+    is_unbounded = gap <= 0
+    length = first_move / torch.where(is_unbounded, 1.0, gap)
+    return torch.where(is_unbounded & ~first_move.isnan(), torch.inf, length)

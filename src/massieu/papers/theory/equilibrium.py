@@ -37,11 +37,13 @@ def equilibrium(location: Float[Tensor, "*batch d"], covariance: Float[Tensor, "
         >>> law.mean(torch.zeros(1)).item(), law.fisher(torch.zeros(1)).item()
         (0.5, 0.25)
     """
-    Renormalisation.create(floating("location", location), covariance)  # its checks are the ones that are needed
+    Renormalisation.create(floating("location", location), covariance)  # It checks both, as is needed here.
     dtype = promoted_dtype(location, covariance)
-    location, covariance = location.to(dtype), covariance.to(dtype)
+    location = location.to(dtype)
+    covariance = covariance.to(dtype)
     identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     precision = matrices.solve(covariance, identity.expand(covariance.shape))
+    # Symmetric but for rounding.
     precision = 0.5 * (precision + precision.mT)
     return _gaussian((precision @ location.unsqueeze(-1)).squeeze(-1), precision)
 
@@ -60,15 +62,10 @@ def key_law(law: Gaussian, matrix: Float[Tensor, "*batch d d"]) -> Gaussian:
         >>> key_law(law, torch.tensor([[3.0]])).fisher(torch.zeros(1)).item()
         9.0
     """
-    _need_gaussian("law", law)
-    if floating("matrix", matrix).ndim < 2 or matrix.shape[-1] != law.location.shape[-1]:
-        needed = f"(*batch, d, {law.location.shape[-1]})"
-        raise ValueError(f"key_law needs a matrix of shape {needed}, got {tuple(matrix.shape)}")
-    before = moments(law)
-    matrix, mean, covariance = (part.to(promoted_dtype(matrix, *before)) for part in (matrix, *before))
-    return _gaussian(
-        *moments_after(AffineMap(matrix, torch.zeros_like(matrix[..., 0])), ParticleMoments(mean, covariance))
-    )
+    width = _width_of("law", law)
+    if floating("matrix", matrix).ndim < 2 or matrix.shape[-1] != width:
+        raise ValueError(f"key_law needs a matrix of shape (*batch, d, {width}), got {tuple(matrix.shape)}")
+    return _gaussian_after(AffineMap(matrix, torch.zeros_like(matrix[..., 0])), law)
 
 
 @door(step=real)
@@ -90,14 +87,12 @@ def after_layer(law: Gaussian, keys: Gaussian, step: float) -> Gaussian:
         >>> after_layer(unit, unit, 0.5).fisher(torch.zeros(1)).item()  # 1.5²
         2.25
     """
-    hidden, width = _need_gaussian("law", law), _need_gaussian("keys", keys)
-    if hidden != width:
-        raise ValueError(f"keys must have the hidden law's d = {hidden}, got {width}")
+    width = _width_of("law", law)
+    key_width = _width_of("keys", keys)
+    if width != key_width:
+        raise ValueError(f"keys must have the hidden law's d = {width}, got {key_width}")
     number("step", step)
-    before, attended = moments(law), moments(keys)
-    matrix, offset = _layer_matrix(keys, step), step * attended.mean
-    matrix, offset, *parts = (part.to(promoted_dtype(matrix, *before)) for part in (matrix, offset, *before))
-    return _gaussian(*moments_after(AffineMap(matrix, offset), ParticleMoments(*parts)))
+    return _gaussian_after(AffineMap(_layer_matrix(keys, step), step * moments(keys).mean), law)
 
 
 @door(step=real)
@@ -116,7 +111,7 @@ def entropy_gain(keys: Gaussian, step: float) -> Float[Tensor, "*batch"]:
         >>> round(entropy_gain(keys, step=1.0).item(), 3)  # 2 log 2
         1.386
     """
-    _need_gaussian("keys", keys)
+    _width_of("keys", keys)
     number("step", step)
     return matrices.log_determinant(_layer_matrix(keys, step))
 
@@ -141,10 +136,12 @@ def whitened_map(law: Gaussian, keys: Gaussian, step: float) -> Float[Tensor, "*
         [1.0, 1.0]
     """
     after = moments(after_layer(law, keys, step)).covariance
-    covariance, layer = moments(law).covariance.to(after), _layer_matrix(keys, step).to(after)
-    standard = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    whiten = Renormalisation(standard[0], standard)
-    return whiten.matrix(after) @ layer @ matrices.square_root(covariance, owner="whitened_map")
+    covariance = moments(law).covariance.to(after)
+    layer = _layer_matrix(keys, step).to(after)
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    # To the covariance 1; only its matrix is used, so that any location does.
+    whitening = Renormalisation(identity[0], identity)
+    return whitening.matrix(after) @ layer @ matrices.square_root(covariance, owner="whitened_map")
 
 
 def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: int) -> Float[Tensor, "*batch_query"]:
@@ -165,23 +162,35 @@ def sample_error(keys: Gaussian, eta: Float[Tensor, "*batch_query d"], count: in
         >>> round(few / many, 3)  # √4
         2.0
     """
-    _need_gaussian("keys", keys)
+    _width_of("keys", keys)
     check_one_device(keys=keys.location, eta=floating("eta", eta))
     whole_number("count", count, least=1)
-    pull = keys.fisher_vp(eta, eta)
+    k_eta = keys.fisher_vp(eta, eta)  # Kη
     trace = keys.fisher(eta).diagonal(dim1=-2, dim2=-1).sum(-1)
-    return (0.5 * (eta.to(pull) * pull).sum(-1)).exp() * ((trace + pull.square().sum(-1)) / count).sqrt()
+    # The root of e^(ηᵀKη) is taken in the exponent.
+    return (0.5 * (eta.to(k_eta) * k_eta).sum(-1)).exp() * ((trace + k_eta.square().sum(-1)) / count).sqrt()
 
 
 def _gaussian(location: Tensor, covariance: Tensor) -> Gaussian:
+    """The law without the checks of `Gaussian.create`, and without a factor."""
     return Gaussian(location, covariance, location.new_zeros((*location.shape, 0)))
 
 
+def _gaussian_after(affine: AffineMap, law: Gaussian) -> Gaussian:
+    """The law of the map's values, in the common dtype."""
+    before = moments(law)
+    dtype = promoted_dtype(affine.matrix, *before)
+    affine = AffineMap(affine.matrix.to(dtype), affine.offset.to(dtype))
+    before = ParticleMoments(before.mean.to(dtype), before.covariance.to(dtype))
+    return _gaussian(*moments_after(affine, before))
+
+
 def _layer_matrix(keys: Gaussian, step: float) -> Tensor:
+    """1 + step·K, the linear part of a layer."""
     covariance = moments(keys).covariance
     return torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device) + step * covariance
 
 
-def _need_gaussian(name: str, law: Gaussian) -> int:
-    """Its d; a TypeError if it is another measure."""
+def _width_of(name: str, law: Gaussian) -> int:
+    """The law's d; a TypeError if it is another measure."""
     return instance(name, law, Gaussian, "a massieu.measures.Gaussian").location.shape[-1]

@@ -1,4 +1,4 @@
-"""What a layer of residual attention over held keys does to tokens: it climbs, it spreads, and attention sharpens (S12, X6)."""
+"""A layer of residual attention over fixed keys: tokens climb, they spread, and attention sharpens (S12, X6)."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from massieu.measures import Measure
 
 
 class ExpansionResult(NamedTuple):
-    """Of T(η) = η + step·∇A(η). For every measure, point and step ≥ 0 all but the last are at least 0 (nats)."""
+    """Changes under T(η) = η + step·∇A(η). For every measure, point and step ≥ 0 all but the last are at least 0 (nats)."""
 
     points: Float[Tensor, "*batch n d"]
     """T(η)."""
@@ -26,9 +26,9 @@ class ExpansionResult(NamedTuple):
     margin: Float[Tensor, "*batch n n"]
     """‖T(x) − T(y)‖² − ‖x − y‖² − step²·‖∇A(x) − ∇A(y)‖² = 2·step·(x − y)·(∇A(x) − ∇A(y)), of all pairs: no two approach."""
     entropy_gain: Float[Tensor, "*batch n"]
-    """log det(1 + step·∇²A(η)): its mean over a population is what the population's differential entropy gains."""
+    """log det(1 + step·∇²A(η)): its mean over a population is the gain of the population's differential entropy."""
     attention_slope: Float[Tensor, "*batch n"]
-    """−ηᵀ∇²A(η)∇A(η): how the entropy of p_η itself, relative to h, starts to change with the step; mostly falling."""
+    """−ηᵀ∇²A(η)∇A(η): the slope in the step, at 0, of the entropy of p_η relative to h; mostly negative."""
 
 
 @door(measure=MEASURE, step=real)
@@ -36,9 +36,9 @@ def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float
     """How much one layer raises the log-partition A at each point, and how it spreads points.
 
     Args:
-        measure: Of the keys; its event is one vector. Held: tokens that are keys as well move them.
+        measure: The law of the keys, each one vector. It is fixed; where tokens are keys as well, they move it.
         points: η.
-        step: At least 0; the inequalities need no small one.
+        step: At least 0; the inequalities hold for large ones, too.
 
     Raises:
         ValueError: a `step` that is negative or not finite, points without the shape (*batch, n, d), or what the measure
@@ -51,8 +51,8 @@ def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float
         >>> from massieu.measures import Gaussian
         >>> from massieu.papers.theory import expansion
         >>> unit = Gaussian.create(torch.zeros(1), torch.eye(1))
-        >>> found = expansion(unit, torch.tensor([[2.0], [-2.0]]), step=0.5)
-        >>> found.points.flatten().tolist(), found.first_order.tolist()
+        >>> result = expansion(unit, torch.tensor([[2.0], [-2.0]]), step=0.5)
+        >>> result.points.flatten().tolist(), result.first_order.tolist()
         ([3.0, -3.0], [2.0, 2.0])
     """
     instance("measure", measure, Measure, "a massieu.measures.Measure")
@@ -60,18 +60,21 @@ def expansion(measure: Measure, points: Float[Tensor, "*batch n d"], step: float
     if floating("points", points).ndim != len(measure.batch_shape) + 2:
         needed = f"{(*measure.batch_shape, 'n', *measure.event_shape)}"
         raise ValueError(f"points must have shape {needed}, got {tuple(points.shape)}")
-    mean, fisher = measure.mean(points), measure.fisher(points)
+    mean = measure.mean(points)
+    fisher = measure.fisher(points)
     points = points.to(mean.dtype)
     after = points + step * mean
-    inner = points @ mean.mT
-    own = inner.diagonal(dim1=-2, dim2=-1)
+    # (x − y)·(∇A(x) − ∇A(y)) of all pairs, from the products x·∇A(y).
+    products = points @ mean.mT  # (*batch, n, n)
+    diagonal = products.diagonal(dim1=-2, dim2=-1)
+    margin = 2 * step * (diagonal.unsqueeze(-1) + diagonal.unsqueeze(-2) - products - products.mT)
     identity = torch.eye(points.shape[-1], dtype=mean.dtype, device=mean.device)
     return ExpansionResult(
-        after,
-        measure.log_partition(after) - measure.log_partition(points),
-        step * mean.square().sum(-1),
-        measure.kl(points, after),
-        2 * step * (own.unsqueeze(-1) + own.unsqueeze(-2) - inner - inner.mT),
-        matrices.log_determinant(identity + step * fisher),
-        -(points * (fisher @ mean.unsqueeze(-1)).squeeze(-1)).sum(-1),
+        points=after,
+        gain=measure.log_partition(after) - measure.log_partition(points),
+        first_order=step * mean.square().sum(-1),
+        bregman=measure.kl(points, after),
+        margin=margin,
+        entropy_gain=matrices.log_determinant(identity + step * fisher),
+        attention_slope=-(points * (fisher @ mean.unsqueeze(-1)).squeeze(-1)).sum(-1),
     )

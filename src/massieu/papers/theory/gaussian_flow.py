@@ -1,6 +1,7 @@
 """Attention's flow of a Gaussian law in continuous time, to the end or up to its blow-up (S20, N6)."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -21,7 +22,7 @@ from massieu.foundation.values import promoted_dtype
 from massieu.measures import Gaussian
 from massieu.population.operator import moments
 
-# Dormand and Prince, J. Comp. Appl. Math. 6 (1980), order 5 with an embedded estimate of order 4.
+# Dormand and Prince, J. Comp. Appl. Math. 6 (1980), order 5 with an embedded estimate of order 4. The last stage is the step.
 _STAGES = (
     (),
     (1 / 5,),
@@ -33,10 +34,12 @@ _STAGES = (
 )
 _ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 
-_SHORTEST = 1e-11
-_NEAR = 1e-8
-"""Steps shorter than the first share of the whole time mean a blow-up at t* if C grows by itself in the second or less:
-C ~ 1/(t* − t). A stiff flow takes short steps too, but does not grow."""
+# Near a blow-up at t* C ~ 1/(t* − t): steps get short, and C doubles within t* − t. A stiff flow takes short steps too,
+# but does not grow.
+_SHORTEST_STEP = 1e-11
+"""Steps shorter than this share of the whole time are looked at."""
+_DOUBLING_TIME = 1e-8
+"""They mean a blow-up if C grows by itself in this share of the whole time or less."""
 
 
 class BlowUpError(ArithmeticError):
@@ -44,7 +47,7 @@ class BlowUpError(ArithmeticError):
 
     Attributes:
         time: The time up to which the flow was followed; the blow-up is within 1e-8 of the time asked for after it.
-        law: The law there.
+        law: The law at that time.
 
     Example:
         >>> import torch
@@ -60,7 +63,8 @@ class BlowUpError(ArithmeticError):
 
     def __init__(self, message: str, time: float, law: Gaussian) -> None:
         super().__init__(message)
-        self.time, self.law = time, law
+        self.time = time
+        self.law = law
 
 
 @door(time=real)
@@ -104,67 +108,87 @@ def gaussian_flow(
         >>> round(still.fisher(torch.zeros(1)).item(), 3)
         1.0
     """
-    value, score = _check(law, value, score, time, tolerance, max_steps)
+    value, score = _checked_maps(law, value, score)
+    number("time", time, least=0)
+    number("tolerance", tolerance, above=0)
+    whole_number("max_steps", max_steps, least=1)
+    dtype = promoted_dtype(law.location)
     # The mean and a factor L of the covariance L Lᵀ, side by side: (*batch, d, 1 + r).
     state = torch.cat([moments(law).mean.double().unsqueeze(-1), _factor(law)], -1)
-
-    def slope(at: Tensor) -> Tensor:
-        factor = at[..., 1:].unsqueeze(-3)
-        pull = ((value @ factor) @ (score @ factor).mT).sum(-3)
-        change = pull @ at
-        return torch.cat([change[..., :1] + value.sum(0) @ at[..., :1], change[..., 1:]], -1)
-
-    done, step, dtype = 0.0, 1e-3 * time, promoted_dtype(law.location)
+    velocity = partial(_velocity, value=value, score=score)
+    reached = 0.0
+    step = 1e-3 * time
     for _ in range(max_steps):
-        if done >= time:
+        if reached >= time:
             break
-        step = min(step, time - done)
-        after, error = _step(state, slope, step)
-        ratio = _size(error, state, after) / tolerance
-        if ratio <= 1:
-            state, done = after, done + step
-            done = time if time - done <= 1e-14 * time else done
-        step *= min(4.0, max(0.1, 0.9 * max(ratio, 1e-10) ** -0.2))
-        if done < time and step < _SHORTEST * time and _growth(state, slope) * _NEAR * time > 1:
-            where = f"the covariance becomes infinite at time {done:.6g}, before the {time:g} asked for"
-            raise BlowUpError(where, done, _law(state, dtype))
-    else:
-        if done < time:
-            raise ConvergenceError(f"the flow reached time {done:.6g} of {time:g} in {max_steps} steps; allow more")
-    return _law(state, dtype)
+        step = min(step, time - reached)
+        after, error = _runge_kutta_step(state, velocity, step)
+        # Above 1 the step is rejected, and tried again with a shorter one.
+        error_ratio = _relative_error(error, state, after) / tolerance
+        if error_ratio <= 1:
+            state = after
+            reached += step
+            if time - reached <= 1e-14 * time:
+                reached = time
+        # The error of a step is of fifth order in its length.
+        step *= min(4.0, max(0.1, 0.9 * max(error_ratio, 1e-10) ** -0.2))
+        if reached < time and step < _SHORTEST_STEP * time and _growth(state, velocity) * _DOUBLING_TIME * time > 1:
+            message = f"the covariance becomes infinite at time {reached:.6g}, before the {time:g} asked for"
+            raise BlowUpError(message, reached, _law_of(state, dtype))
+    if reached < time:
+        raise ConvergenceError(f"the flow reached time {reached:.6g} of {time:g} in {max_steps} steps; allow more")
+    return _law_of(state, dtype)
 
 
-def _step(state: Tensor, slope: Callable[[Tensor], Tensor], length: float) -> tuple[Tensor, Tensor]:
+def _velocity(state: Tensor, value: Float[Tensor, "H d d"], score: Float[Tensor, "H d d"]) -> Tensor:
+    """The time derivative of mean and factor: ṁ = (Σ_h V_h + M)m, L̇ = ML with M = Σ_h V_h C B_hᵀ."""
+    factor = state[..., 1:].unsqueeze(-3)  # (*batch, 1, d, r)
+    # V_h C B_hᵀ as (V_h L)(B_h L)ᵀ, without the covariance.
+    matrix = ((value @ factor) @ (score @ factor).mT).sum(-3)
+    change = matrix @ state
+    mean_change = change[..., :1] + value.sum(0) @ state[..., :1]
+    return torch.cat([mean_change, change[..., 1:]], -1)
+
+
+def _runge_kutta_step(state: Tensor, velocity: Callable[[Tensor], Tensor], length: float) -> tuple[Tensor, Tensor]:
     """The state after a step, and an estimate of its error."""
     slopes: list[Tensor] = []
-    at = state
+    stage = state
     for weights in _STAGES:
-        at = state + _combined(slopes, weights, length) if slopes else state
-        slopes.append(slope(at))
-    return at, _combined(slopes, _ERROR, length)
+        if slopes:
+            stage = state + _weighted_sum(slopes, weights, length)
+        slopes.append(velocity(stage))
+    return stage, _weighted_sum(slopes, _ERROR, length)
 
 
-def _combined(slopes: list[Tensor], weights: tuple[float, ...], length: float) -> Tensor:
+def _weighted_sum(slopes: list[Tensor], weights: tuple[float, ...], length: float) -> Tensor:
     total = torch.zeros_like(slopes[0])
-    for change, weight in zip(slopes, weights, strict=True):
-        total = total + (length * weight) * change if weight else total
+    for slope, weight in zip(slopes, weights, strict=True):
+        if weight:
+            total = total + (length * weight) * slope
     return total
 
 
-def _growth(state: Tensor, slope: Callable[[Tensor], Tensor]) -> float:
+def _growth(state: Tensor, velocity: Callable[[Tensor], Tensor]) -> float:
     """The largest rate d log(tr C)/dt of the batch."""
     with torch.no_grad():
-        factor, change = (each[..., 1:].flatten(-2) for each in (state, slope(state)))
-        size = torch.where(factor == 0, 1.0, factor).norm(dim=-1, keepdim=True)
-        return (2 * ((factor / size) * (change / size)).sum(-1)).max().item()
+        factor = state[..., 1:].flatten(-2)
+        change = velocity(state)[..., 1:].flatten(-2)
+        # tr C = ‖L‖², in units of which no product overflows.
+        norm = torch.where(factor == 0, 1.0, factor).norm(dim=-1, keepdim=True)
+        return (2 * ((factor / norm) * (change / norm)).sum(-1)).max().item()
 
 
-def _size(error: Tensor, before: Tensor, after: Tensor) -> float:
-    """The largest error of the batch, relative to the state's own size; infinite where the step left the finite numbers."""
-    error, before, after = (each.detach().flatten(-2).norm(dim=-1) for each in (error, before, after))
-    size = torch.maximum(before, after)
-    found = torch.where(size == 0, 0.0, error / torch.where(size == 0, 1.0, size)).max().item()
-    return found if found < torch.inf else torch.inf
+def _relative_error(error: Tensor, before: Tensor, after: Tensor) -> float:
+    """The largest error of the batch, relative to the size of its state; infinite where the step is not finite."""
+    size = torch.maximum(_norm(before), _norm(after))
+    is_zero = size == 0
+    largest = torch.where(is_zero, 0.0, _norm(error) / torch.where(is_zero, 1.0, size)).max().item()
+    return largest if largest < torch.inf else torch.inf  # NaN is not below infinity
+
+
+def _norm(state: Tensor) -> Float[Tensor, "*batch"]:
+    return state.detach().flatten(-2).norm(dim=-1)
 
 
 def _factor(law: Gaussian) -> Float[Tensor, "*batch d r"]:
@@ -173,35 +197,32 @@ def _factor(law: Gaussian) -> Float[Tensor, "*batch d r"]:
     dtype = promoted_dtype(law.location)
     eigenvalues, vectors = torch.linalg.eigh(covariance)
     rounding = covariance.shape[-1] * torch.finfo(dtype).eps * eigenvalues[..., -1:]
-    kept = eigenvalues > rounding
-    columns = int(kept.sum(-1).max())
-    roots = torch.where(kept, torch.where(kept, eigenvalues, 1.0).sqrt(), 0.0)
-    return (vectors * roots.unsqueeze(-2))[..., vectors.shape[-1] - columns :]
+    is_positive = eigenvalues > rounding
+    rank = int(is_positive.sum(-1).max())
+    # The inner `where` keeps the derivative of the root at 0 out of the gradient.
+    roots = torch.where(is_positive, torch.where(is_positive, eigenvalues, 1.0).sqrt(), 0.0)
+    # Eigenvalues ascend: the last columns are those that are not 0.
+    return (vectors * roots.unsqueeze(-2))[..., vectors.shape[-1] - rank :]
 
 
-def _law(state: Tensor, dtype: torch.dtype) -> Gaussian:
+def _law_of(state: Tensor, dtype: torch.dtype) -> Gaussian:
     return Gaussian.create(state[..., 0].to(dtype), factor=state[..., 1:].to(dtype))
 
 
-def _check(
-    law: Gaussian, value: Tensor, score: Tensor, time: float, tolerance: float, max_steps: int
-) -> tuple[Tensor, Tensor]:
+def _checked_maps(law: Gaussian, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and score of each head in float64, both (H, d, d)."""
     size = instance("law", law, Gaussian, "a massieu.measures.Gaussian").event_shape[0]
     shape = floating("value", value).shape
-    if (
-        shape != floating("score", score).shape
-        or len(shape) not in (2, 3)
-        or shape[-2:] != (size, size)
-        or not shape[0]
-    ):
+    same_shape = shape == floating("score", score).shape
+    if not same_shape or len(shape) not in (2, 3) or shape[-2:] != (size, size) or not shape[0]:
         raise ValueError(
             f"value and score must both have shape ({size}, {size}) or (H, {size}, {size}), got {tuple(shape)} and "
             f"{tuple(score.shape)}"
         )
     check_values(law=law.location, value=value, score=score)
     check_finite(value=value, score=score)
-    number("time", time, least=0)
-    number("tolerance", tolerance, above=0)
-    whole_number("max_steps", max_steps, least=1)
-    value, score = (each.to(law.location.device, torch.float64) for each in (value, score))
-    return (value, score) if value.ndim == 3 else (value.unsqueeze(0), score.unsqueeze(0))
+    value = value.to(law.location.device, torch.float64)
+    score = score.to(law.location.device, torch.float64)
+    if value.ndim == 2:
+        return value.unsqueeze(0), score.unsqueeze(0)
+    return value, score

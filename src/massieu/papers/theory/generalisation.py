@@ -1,11 +1,11 @@
-"""A generalisation bound for one attention head that does not know how long its sequences are (Z10).
+"""A generalisation bound for one attention head that does not depend on the length of its sequences (Z10).
 
 The chain: softmax is 1-Lipschitz from the largest logit's change to the total change of its weights; so a head's output moves
 with its parameters by no more than a number free of L; so finitely many heads cover all of a norm; so the gap between mean loss
 and empirical loss is bounded over all of them. The shape is that of Zhang et al. (arXiv 2212.14852) and its follow-up (arXiv
 2305.19420), whose constants could not be recovered: those here are this project's own, with proof in the docstrings.
 
-A number out of the range that is named for it raises a ValueError, and what is no number a TypeError.
+A number outside its documented range raises a ValueError, and anything that is no number a TypeError.
 """
 
 import math
@@ -16,12 +16,12 @@ from massieu.foundation.doors import count, door
 
 
 class AttentionLipschitzResult(NamedTuple):
-    """How far a head's output moves, at most, a unit of its parameters' spectral norms; the same for every length L."""
+    """Lipschitz constants of a head's output in the spectral norm of its parameters; the same for every length L."""
 
     value: float
-    """R: by the value matrix."""
+    """R, in the value matrix."""
     score: float
-    """βR³‖W‖: by the score matrix."""
+    """βR³‖W‖, in the score matrix."""
 
 
 @door(radius=real, value_norm=real, scale=real)
@@ -41,29 +41,33 @@ def attention_lipschitz(radius: float, value_norm: float, scale: float = 1.0) ->
         >>> attention_lipschitz(radius=1.0, value_norm=2.0).score  # β·R³·‖W‖
         2.0
     """
-    radius, scale = number("radius", radius, above=0), number("scale", scale, above=0)
-    return AttentionLipschitzResult(radius, scale * radius**3 * number("value_norm", value_norm, least=0))
+    radius = number("radius", radius, above=0)
+    scale = number("scale", scale, above=0)
+    value_norm = number("value_norm", value_norm, least=0)
+    return AttentionLipschitzResult(value=radius, score=scale * radius**3 * value_norm)
 
 
 @door(parameters=count, radius=real, lipschitz=real, accuracy=real)
 def log_cover_size(parameters: int, radius: float, lipschitz: float, accuracy: float) -> float:
-    """Logarithm of a covering number, P log(1 + 2B·Lip/ε) nats: so many functions come within ε of all of a class (Z10 iii).
+    """Logarithm of a covering number, P log(1 + 2B·Lip/ε) nats: of functions within ε of every one of a class (Z10 iii).
 
     A ball of radius B in P dimensions, of any norm, has a cover of that many balls of radius ε/Lip.
 
     Args:
         parameters, accuracy: P ≥ 1 and ε > 0.
-        radius: B > 0, of the parameters in the norm that `lipschitz` is for.
-        lipschitz: Largest change of the output a unit of the parameters' norm.
+        radius: B > 0, the radius of the parameters in the norm of `lipschitz`.
+        lipschitz: Largest change of the output per unit of the parameters' norm.
 
     Example:
         >>> from massieu.papers.theory import log_cover_size
         >>> round(log_cover_size(parameters=1, radius=1.0, lipschitz=1.0, accuracy=2.0), 3)  # log 2
         0.693
     """
-    for name, value in (("radius", radius), ("lipschitz", lipschitz), ("accuracy", accuracy)):
-        number(name, value, above=0)
-    return whole_number("parameters", parameters, least=1) * math.log1p(2 * radius * lipschitz / accuracy)
+    number("radius", radius, above=0)
+    number("lipschitz", lipschitz, above=0)
+    number("accuracy", accuracy, above=0)
+    parameters = whole_number("parameters", parameters, least=1)
+    return parameters * math.log1p(2 * radius * lipschitz / accuracy)
 
 
 @door(parameters=count, radius=real, lipschitz=real, loss_range=real, loss_lipschitz=real, failure=real)
@@ -101,7 +105,9 @@ def generalisation_bound(
     whole_number("sequences", sequences, least=1)
     number("failure", failure, above=0, below=1)
     loss_lipschitz = number("loss_lipschitz", loss_lipschitz, above=0)
-    accuracy = number("loss_range", loss_range, above=0) / (loss_lipschitz * sequences)
+    loss_range = number("loss_range", loss_range, above=0)
+    accuracy = loss_range / (loss_lipschitz * sequences)  # ε
     log_size = log_cover_size(parameters, radius, lipschitz, accuracy)
+    # Hoeffding's deviation, with the union bound over the cover.
     deviation = loss_range * math.sqrt((log_size + math.log(2 / failure)) / (2 * sequences))
     return 2 * loss_lipschitz * accuracy + deviation

@@ -1,6 +1,7 @@
 """How fast a population leaves its equilibrium: what one layer multiplies a small perturbation by (X7, S13, N5)."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,9 +13,9 @@ from massieu.measures import Atoms
 from massieu.measures.moments import cumulants_of_moments
 from massieu.ops.bessel import bessel_ratios
 
-_SMALLEST = 1e-10
-_LARGEST = 1e-3
-"""Between these sizes a perturbation is more than rounding, and its density normalisable on the grid."""
+_LEAST_SIZE = 1e-10
+_LARGEST_SIZE = 1e-3
+"""Between these sizes a perturbation is more than rounding, and its density can be normalised on the grid."""
 
 
 @door(order=count)
@@ -23,12 +24,12 @@ def cumulant_growth(
 ) -> Float[Tensor, "*lead"]:
     """The factor by which a layer and full whitening multiply a small cumulant: 1 + n·step·b^(n−1)/(1 + step·b) (X7).
 
-    To first order in the cumulant, for keys that are the tokens themselves. Above 1 for every order n ≥ 3 and step > 0: the
-    Gaussian equilibrium is unstable to every perturbation that is not Gaussian.
+    To first order in the cumulant, for keys that are the tokens themselves. It exceeds 1 for every order n ≥ 3 and step > 0:
+    the Gaussian equilibrium is unstable to every perturbation that is not Gaussian.
 
     Args:
-        order: n, at least 3; the first two cumulants are what whitening resets.
-        step: Of the layer.
+        order: n, at least 3; whitening resets the first two cumulants.
+        step: The layer's step.
         variance: b, the population's variance per coordinate times attention's scale; below 0 where the score matrix has that
             sign.
 
@@ -70,17 +71,23 @@ def measured_cumulant_growth(order: int, step: float, variance: float, *, size: 
     whole_number("order", order, least=3, most=6)
     number("step", step)
     number("variance", variance)
-    number("size", size, least=_SMALLEST, most=_LARGEST)
-    z = torch.arange(-14.0, 14.0, 0.1, dtype=torch.float64)
-    before, after = [], []
-    for sign in (1.0, -1.0):
-        log_weight = -0.5 * z.square() + sign * size / math.factorial(order) * _hermite(z, order)
-        keys = Atoms.create(z.unsqueeze(-1), log_weight)
-        moved = z + step * keys.mean(variance * z.unsqueeze(-1)).squeeze(-1)
-        share = torch.softmax(log_weight, 0)
-        before.append(_whitened_cumulant(share, z, order))
-        after.append(_whitened_cumulant(share, moved, order))
-    return (after[0] - after[1]) / (before[0] - before[1])
+    number("size", size, least=_LEAST_SIZE, most=_LARGEST_SIZE)
+    grid = torch.arange(-14.0, 14.0, 0.1, dtype=torch.float64)
+    hermite = _hermite(grid, order)
+
+    def cumulants(signed_size: float) -> _BeforeAndAfter:
+        log_weight = -0.5 * grid.square() + signed_size / math.factorial(order) * hermite
+        keys = Atoms.create(grid.unsqueeze(-1), log_weight)
+        after_layer = grid + step * keys.mean(variance * grid.unsqueeze(-1)).squeeze(-1)
+        probabilities = torch.softmax(log_weight, 0)
+        return _BeforeAndAfter(
+            before=_whitened_cumulant(probabilities, grid, order),
+            after=_whitened_cumulant(probabilities, after_layer, order),
+        )
+
+    positive = cumulants(size)
+    negative = cumulants(-size)
+    return (positive.after - negative.after) / (positive.before - negative.before)
 
 
 @door(order=count, step=real, scale=real)
@@ -91,8 +98,8 @@ def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Te
     that are the tokens themselves. The uniform law is a fixed point of it, point by point, and the factor exceeds 1 for every
     n ≥ 1: clusters grow from it (S13, N5).
 
-    Derived from the Funk–Hecke formula: a density 1 + εY_n turns log Z by ε·ρ_n·Y_n, tokens move along its gradient on the
-    sphere, and the divergence of that is −n(n + dim − 2)Y_n.
+    Derived from the Funk–Hecke formula: a density 1 + εY_n adds ε·ρ_n·Y_n to log Z, tokens move along the gradient of Y_n on
+    the sphere, and the divergence of that is −n(n + dim − 2)Y_n.
 
     Raises:
         ValueError: `order` is less than 1, `dim` less than 2, `scale` not positive, or a number is not finite.
@@ -112,17 +119,26 @@ def harmonic_growth(order: int, step: float, scale: float, dim: int) -> Float[Te
     return 1 + step * order * (order + dim - 2) * ratios.prod() / (scale * (1 + step * ratios[0]))
 
 
-def _hermite(z: Tensor, order: int) -> Tensor:
+class _BeforeAndAfter(NamedTuple):
+    """A whitened cumulant before and after a layer."""
+
+    before: Float[Tensor, ""]
+    after: Float[Tensor, ""]
+
+
+def _hermite(z: Float[Tensor, " n"], order: int) -> Float[Tensor, " n"]:
     """He_n by He_{k+1} = z He_k − k He_{k−1}."""
-    last, current = torch.zeros_like(z), torch.ones_like(z)
-    for index in range(order):
-        last, current = current, z * current - index * last
-    return current
+    polynomials = [torch.ones_like(z), z]
+    for k in range(1, order):
+        polynomials.append(z * polynomials[k] - k * polynomials[k - 1])
+    return polynomials[order]
 
 
-def _whitened_cumulant(share: Tensor, value: Tensor, order: int) -> Tensor:
+def _whitened_cumulant(
+    probabilities: Float[Tensor, " n"], values: Float[Tensor, " n"], order: int
+) -> Float[Tensor, ""]:
     """κ_n/κ_2^(n/2)."""
-    centred = value - (share * value).sum()
-    moments = torch.stack([(share * centred**power).sum() for power in range(1, order + 1)])
+    centred = values - (probabilities * values).sum()
+    moments = torch.stack([(probabilities * centred**power).sum() for power in range(1, order + 1)])
     cumulants = cumulants_of_moments(moments)
     return cumulants[order - 1] / cumulants[1] ** (order / 2)

@@ -1,4 +1,4 @@
-"""The kinetic mean field of signs, by which the claims check the orders of the one of vector spins (B16)."""
+"""The kinetic mean field of spins ±1, with which the claims check the orders of that of vector spins (B16)."""
 
 from typing import Self
 
@@ -25,13 +25,18 @@ class KineticIsing(Kinetic):
 
     @classmethod
     def create(cls, drive: Float[Tensor, "*batch N"], coupling: Float[Tensor, "*batch N N"]) -> Self:
-        """N spins. Raises a TypeError at tensors that are not floating-point, a ValueError at shapes that do not fit."""
+        """N spins.
+
+        Raises:
+            TypeError: a tensor that is not floating-point.
+            ValueError: shapes that do not fit.
+        """
         check_drive_and_coupling(drive, coupling, spin_dims=0)
         return cls(drive, coupling)
 
     @property
     def lipschitz(self) -> Float[Tensor, "*batch"]:
-        """max_i Σ_j |J_ij|: the Lipschitz constant of a step of first order, in the norm of the largest change of a spin.
+        """max_i Σ_j |J_ij|: the Lipschitz constant of a first-order step in the maximum norm.
 
         Below 1 the step has one fixed point.
         """

@@ -26,19 +26,19 @@ class SaddlePointResult(NamedTuple):
     """Spins of many components in equilibrium; errors fall as 1/D."""
 
     multiplier: Float[Tensor, "*batch N"]
-    """t, which holds the mean squared lengths at D."""
+    """t, which makes the mean squared lengths D."""
     mean: Float[Tensor, "*batch N D"]
     """⟨σ_i⟩ = ½ Σ_j V⁻¹_ij h_j."""
     transverse: Float[Tensor, "*batch N N"]
-    """V⁻¹/2β: the covariance of equal components of two spins, across the means."""
+    """V⁻¹/2β: the covariance of one component, orthogonal to the means, of two spins."""
     log_partition: Float[Tensor, "*batch"]
     """D⁻¹ log E exp(−βenergy), σ uniform on the spheres: 0 for β = 0. Nats for each component."""
     solution: FixedPointResult
-    """Of t: status, residual, steps."""
+    """The solution for t: status, residual, steps."""
 
     @property
     def correlation(self) -> Float[Tensor, "*batch N N"]:
-        """⟨σ_i·σ_j⟩/D, of ones on the diagonal."""
+        """⟨σ_i·σ_j⟩/D, with ones on the diagonal."""
         return self.transverse + self.mean @ self.mean.mT / self.mean.shape[-1]
 
 
@@ -78,11 +78,8 @@ class SphericalSpins(Value):
                 scale that is not positive and finite.
         """
         floating("coupling", coupling)
-        if (
-            floating("field", field).ndim < 2
-            or field.shape[-1] < 2
-            or coupling.shape != (*field.shape[:-1], field.shape[-2])
-        ):
+        floating("field", field)
+        if field.ndim < 2 or field.shape[-1] < 2 or coupling.shape != (*field.shape[:-1], field.shape[-2]):
             raise ValueError(
                 f"field must have shape (*batch, N, D), D at least 2, and coupling (*batch, N, N), got "
                 f"{tuple(field.shape)} and {tuple(coupling.shape)}"
@@ -105,9 +102,10 @@ class SphericalSpins(Value):
             TypeError: a state that is not floating-point.
             ValueError: one that does not end in the field's shape.
         """
-        wanted, shape = tuple(self.field.shape), tuple(floating("state", state).shape)
-        if shape[len(shape) - len(wanted) :] != wanted:
-            raise ValueError(f"state must have shape (*items, *{wanted}), got {shape}")
+        event_shape = tuple(self.field.shape)
+        shape = tuple(floating("state", state).shape)
+        if shape[len(shape) - len(event_shape) :] != event_shape:
+            raise ValueError(f"state must have shape (*items, *{event_shape}), got {shape}")
         self._check_device(state=state)
         state = state.to(torch.promote_types(state.dtype, self.field.dtype))
         return -((self.coupling.to(state) @ state + self.field) * state).sum((-2, -1))
@@ -120,45 +118,56 @@ class SphericalSpins(Value):
         implicit function theorem, of every order.
 
         Raises:
-            ConvergenceError: the steps ran out and `throw`; otherwise `solution.status` tells.
+            ConvergenceError: the steps ran out and `throw`; without it, `solution.status` says so.
         """
         dtype = promoted_dtype(self.field)
-        field, coupling, scale = (part.double() for part in (self.field, self.coupling, self.scale))
-        # One spin's own minimum, moved up by the row's sum: diagonally dominant.
-        alone = 1 + (1 + 4 * scale[..., None].square() * field.square().mean(-1)).sqrt()
-        start = coupling.abs().sum(-1) + alone / (4 * scale[..., None])
-        found = fixed_point(
-            _newton, start.detach(), (field, coupling, scale), method=Picard(), max_steps=max_steps, throw=throw
+        field = self.field.double()
+        coupling = self.coupling.double()
+        scale = self.scale.double()
+        # The minimum without couplings, plus the sum of the row's couplings: V is diagonally dominant, so V ≻ 0.
+        uncoupled = (1 + (1 + 4 * scale[..., None].square() * field.square().mean(-1)).sqrt()) / (4 * scale[..., None])
+        start = coupling.abs().sum(-1) + uncoupled
+        solution = fixed_point(
+            _newton_step, start.detach(), (field, coupling, scale), method=Picard(), max_steps=max_steps, throw=throw
         )
-        # One more step squares what is left of the error.
-        multiplier = _newton(found.value, field, coupling, scale)
-        precision = torch.diag_embed(multiplier) - coupling
+        # One more step squares the remaining error.
+        multiplier = _newton_step(solution.value, field, coupling, scale)
+        precision = torch.diag_embed(multiplier) - coupling  # V
         inverse = _inverse(precision)
         mean = 0.5 * inverse @ field
-        number, size = field.shape[-2:]
-        pull = 0.5 * scale / size * (field * mean).sum((-2, -1))
+        num_spins, size = field.shape[-2:]
+        # φ at the minimum, less the same without field and couplings; (β/4D) Tr hᵀV⁻¹h = (β/2D) Σ h_i·m_i.
+        field_term = 0.5 * scale / size * (field * mean).sum((-2, -1))
         # Not by slogdet, whose second derivatives are wrong within vmap (torch 2.13).
         half_log_determinant = torch.linalg.cholesky_ex(precision).L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        level = scale * multiplier.sum(-1) - half_log_determinant + pull
-        level = level - 0.5 * number * (1 + math.log(2) + scale.log())
-        transverse = inverse / (2 * scale[..., None, None])
-        return SaddlePointResult(multiplier.to(dtype), mean.to(dtype), transverse.to(dtype), level.to(dtype), found)
+        log_partition = scale * multiplier.sum(-1) - half_log_determinant + field_term
+        log_partition = log_partition - 0.5 * num_spins * (1 + math.log(2) + scale.log())
+        return SaddlePointResult(
+            multiplier.to(dtype),
+            mean.to(dtype),
+            transverse=(inverse / (2 * scale[..., None, None])).to(dtype),
+            log_partition=log_partition.to(dtype),
+            solution=solution,
+        )
 
     def covariance(self, point: SaddlePointResult) -> Float[Tensor, "*batch N D N D"]:
         """⟨σ_i σ_jᵀ⟩ − ⟨σ_i⟩⟨σ_j⟩ᵀ = β⁻¹ ∂⟨σ_i⟩/∂h_j at a saddle point of these spins.
 
-        Across the means it is `point.transverse`; along them, less what the constraint on the lengths takes.
+        Orthogonal to the means it is `point.transverse`; along them the constraint on the lengths lowers it.
         """
-        scale, size = self.scale[..., None, None], self.field.shape[-1]
-        inverse = 2 * scale * point.transverse
-        bent = _inverse(_curvature(inverse, point.mean, self.scale))
-        pushed = torch.einsum("...ik,...ka->...kia", inverse, point.mean)
-        taken = torch.einsum("...kia,...kl,...ljb->...iajb", pushed, bent, pushed) / size
+        size = self.field.shape[-1]
+        inverse = 2 * self.scale[..., None, None] * point.transverse  # V⁻¹
+        # A field changes t, too, by the implicit function theorem: ∇²φ ∂t = −∂∇φ.
+        inverse_curvature = _inverse(_curvature(inverse, point.mean, self.scale))
+        slope_in_multiplier = torch.einsum("...ik,...ka->...kia", inverse, point.mean)  # −∂⟨σ_i⟩/∂t_k
+        constraint = torch.einsum(
+            "...kia,...kl,...ljb->...iajb", slope_in_multiplier, inverse_curvature, slope_in_multiplier
+        )
         identity = torch.eye(size, dtype=inverse.dtype, device=inverse.device)
-        return torch.einsum("...ij,ab->...iajb", point.transverse, identity) - taken
+        return torch.einsum("...ij,ab->...iajb", point.transverse, identity) - constraint / size
 
 
-def _newton(multiplier: Tensor, field: Tensor, coupling: Tensor, scale: Tensor) -> Tensor:
+def _newton_step(multiplier: Tensor, field: Tensor, coupling: Tensor, scale: Tensor) -> Tensor:
     """A step of Newton's method on φ, shortened to s = 1/√(1 + 2μ²), μ² = Tr (V⁻¹ diag(move))².
 
     Along the step φ'' grows at most by (1 − sμ)⁻³, so that every s below 2/(1 + 2μ) makes φ fall and keeps V positive
@@ -166,10 +175,10 @@ def _newton(multiplier: Tensor, field: Tensor, coupling: Tensor, scale: Tensor) 
     """
     inverse = _inverse(torch.diag_embed(multiplier) - coupling)
     mean = 0.5 * inverse @ field
-    slope = scale[..., None] * (1 - mean.square().mean(-1)) - 0.5 * inverse.diagonal(dim1=-2, dim2=-1)
-    move = -(_inverse(_curvature(inverse, mean, scale)) @ slope.unsqueeze(-1)).squeeze(-1)
-    reach = (move * (inverse.square() @ move.unsqueeze(-1)).squeeze(-1)).sum(-1, keepdim=True)
-    return multiplier + move / (1 + 2 * reach).sqrt()
+    gradient = scale[..., None] * (1 - mean.square().mean(-1)) - 0.5 * inverse.diagonal(dim1=-2, dim2=-1)
+    move = -(_inverse(_curvature(inverse, mean, scale)) @ gradient.unsqueeze(-1)).squeeze(-1)
+    squared_length = (move * (inverse.square() @ move.unsqueeze(-1)).squeeze(-1)).sum(-1, keepdim=True)  # μ²
+    return multiplier + move / (1 + 2 * squared_length).sqrt()
 
 
 def _curvature(inverse: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
@@ -178,14 +187,14 @@ def _curvature(inverse: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 
 def _inverse(matrix: Tensor) -> Tensor:
-    """Without the check for singular matrices, which no compiled loop may make; ours are positive definite."""
+    """The inverse, without the check for singular matrices, which compiled loops cannot make; V is positive definite."""
     return torch.linalg.inv_ex(matrix).inverse
 
 
 def _check_coupling(coupling: Tensor) -> None:
-    own = coupling.diagonal(dim1=-2, dim2=-1).abs().amax().item()
-    if own > 0:
-        raise ValueError(f"a spin must not couple to itself, got a diagonal of size {own:.4g}")
+    largest_on_diagonal = coupling.diagonal(dim1=-2, dim2=-1).abs().amax().item()
+    if largest_on_diagonal > 0:
+        raise ValueError(f"a spin must not couple to itself, got a diagonal of size {largest_on_diagonal:.4g}")
     difference = (coupling - coupling.mT).abs().amax().item()
     if difference > 1e-6 * max(1.0, coupling.abs().amax().item()):
         raise ValueError(

@@ -11,7 +11,7 @@ from massieu.foundation.arguments import of_class
 from massieu.foundation.doors import door
 
 _ROUNDINGS = 32
-"""Energies that differ by less, relative to their size, are equal: forces decide between them."""
+"""Energies that differ by fewer roundings count as equal; then the smaller force is better."""
 
 
 @door(energy=partial(of_class, kind="Energy"))
@@ -31,19 +31,26 @@ def newton_step(energy: Energy, state: Float[Tensor, "*batch_query d"]) -> Float
         >>> [round(x, 3) for x in newton_step(energy, torch.zeros(2)).tolist()]  # quadratic: one step
         [1.0, 2.0]
     """
-    plain, state = energy.step(state), promoted(state)
+    descent_state = energy.step(state)
+    state = promoted(state)
     if energy._event_dims != 1:
         raise ValueError(f"newton_step needs an energy whose states are vectors, got {type(energy).__name__}")
     root, failed = torch.linalg.cholesky_ex(energy.hessian(state))
-    convex = (failed == 0).unsqueeze(-1)
-    root = torch.where(convex.unsqueeze(-1), root, torch.eye(state.shape[-1], dtype=root.dtype, device=root.device))
+    is_convex = (failed == 0).unsqueeze(-1)
+    # Any positive definite matrix where the Hessian is none; its step is not taken.
+    identity = torch.eye(state.shape[-1], dtype=root.dtype, device=root.device)
+    root = torch.where(is_convex.unsqueeze(-1), root, identity)
     move = torch.cholesky_solve(energy.force(state).unsqueeze(-1), root).squeeze(-1)
-    newton = torch.where(convex, state + move, plain)
-    return torch.where(_better(energy, newton, plain).unsqueeze(-1), newton, plain)
+    newton_state = torch.where(is_convex, state + move, descent_state)
+    is_better = _is_better(energy, newton_state, descent_state).unsqueeze(-1)
+    return torch.where(is_better, newton_state, descent_state)
 
 
-def _better(energy: Energy, newton: Tensor, plain: Tensor) -> Tensor:
-    here, there = energy(newton), energy(plain)
-    rounding = _ROUNDINGS * torch.finfo(here.dtype).eps * (1 + there.abs())
-    calmer = energy.force(newton).norm(dim=-1) <= energy.force(plain).norm(dim=-1)
-    return torch.where((here - there).abs() <= rounding, calmer, here < there)
+def _is_better(energy: Energy, newton_state: Tensor, descent_state: Tensor) -> Tensor:
+    """Whether Newton's state has the lower energy, or the same and a force that is not larger."""
+    newton_energy = energy(newton_state)
+    descent_energy = energy(descent_state)
+    rounding = _ROUNDINGS * torch.finfo(newton_energy.dtype).eps * (1 + descent_energy.abs())
+    is_equal = (newton_energy - descent_energy).abs() <= rounding
+    has_less_force = energy.force(newton_state).norm(dim=-1) <= energy.force(descent_state).norm(dim=-1)
+    return torch.where(is_equal, has_less_force, newton_energy < descent_energy)

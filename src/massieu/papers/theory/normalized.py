@@ -4,7 +4,7 @@ Richter and Wattenhofer's layer is a gradient: its potential is the *standard de
 log Σ exp (B18). As a memory it finds principal axes: implicit power iteration.
 """
 
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -68,15 +68,13 @@ class ScoreDeviation(PatternPotential):
             TypeError: something is not floating-point.
         """
         atoms = Atoms.create(floating("points", points), log_weight)
-        dtype = promoted_dtype(atoms.points)
-        spread, level = (
-            floating(name, value) if isinstance(value, Tensor) else as_tensor(name, value, atoms.points, dtype)
-            for name, value in (("gain", gain), ("bias", bias))
-        )
-        check_range("gain", spread, above=0)
-        check_range("bias", level)
-        spread, level = expanded("gain", spread, atoms.batch_shape), expanded("bias", level, atoms.batch_shape)
-        return cls(atoms, spread, level, float(number("eps", eps, least=0)))
+        gain = _as_tensor("gain", gain, atoms)
+        bias = _as_tensor("bias", bias, atoms)
+        check_range("gain", gain, above=0)
+        check_range("bias", bias)
+        gain = expanded("gain", gain, atoms.batch_shape)
+        bias = expanded("bias", bias, atoms.batch_shape)
+        return cls(atoms, gain, bias, float(number("eps", eps, least=0)))
 
     @property
     def covariance(self) -> Float[Tensor, "*batch d d"]:
@@ -86,37 +84,60 @@ class ScoreDeviation(PatternPotential):
         return (centred * share.unsqueeze(-1)).mT @ centred
 
     def principal_axes(self) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]:
-        """Eigenvalues λ of Σ̂, largest first, and gain·√λ times their unit eigenvectors, in rows.
+        """Eigenvalues λ of Σ̂, largest first, and gain·√λ times their unit eigenvectors as rows.
 
         With bias 0 and eps 0 these rows (either sign) are the fixed points of the mean, and of the step of the Hopfield
         energy ½‖x‖² − A(x), which is least, −½ gain²λ, at the first.
         """
-        values, vectors = torch.linalg.eigh(self.covariance)
-        values, axes = values.flip(-1).clamp_min(0), vectors.mT.flip(-2)
+        ascending, vectors = torch.linalg.eigh(self.covariance)
+        values = ascending.flip(-1).clamp_min(0)
+        axes = vectors.mT.flip(-2)
         return values, self.gain[..., None, None] * values.sqrt().unsqueeze(-1) * axes
 
     @property
     def _share(self) -> Tensor:
         return log_softmax(self.log_weight.to(promoted_dtype(self.points))).exp()
 
-    def _normalised(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Shares, the mean score, centred scores and their deviation, the last two 0 where there is none."""
+    def _statistics(self, scores: Tensor) -> "_ScoreStatistics":
         share = self._align(self._share, scores)
         mean = (share * scores).sum(-1, keepdim=True)
         centred = scores - mean
         variance = (share * centred.square()).sum(-1, keepdim=True) + self.eps
         rounding = 4 * torch.finfo(scores.dtype).eps * scores.detach().abs().amax(-1, keepdim=True)
-        flat = variance <= rounding.square()
-        return share, mean, centred, torch.where(flat, 0.0, torch.where(flat, 1.0, variance).sqrt())
+        is_flat = variance <= rounding.square()
+        # The inner `where` keeps the derivative of the root at 0 out of the gradient.
+        deviation = torch.where(is_flat, 0.0, torch.where(is_flat, 1.0, variance).sqrt())
+        return _ScoreStatistics(share, mean, centred, deviation)
 
     def _of_scores(self, scores: Tensor) -> Tensor:
-        _, mean, _, deviation = self._normalised(scores)
-        gain, bias = (self._align(tensor.unsqueeze(-1), scores) for tensor in (self.gain, self.bias))
-        value = (gain * deviation + bias * mean).squeeze(-1)
-        empty = (self.log_weight == -torch.inf).all(-1, keepdim=True)
-        return value.masked_fill(self._align(empty, scores).squeeze(-1), -torch.inf)
+        statistics = self._statistics(scores)
+        gain = self._align(self.gain.unsqueeze(-1), scores)
+        bias = self._align(self.bias.unsqueeze(-1), scores)
+        value = (gain * statistics.deviation + bias * statistics.mean).squeeze(-1)
+        is_empty = (self.log_weight == -torch.inf).all(-1, keepdim=True)
+        return value.masked_fill(self._align(is_empty, scores).squeeze(-1), -torch.inf)
 
     def _weights_of_scores(self, scores: Tensor) -> Tensor:
-        share, _, centred, deviation = self._normalised(scores)
-        gain, bias = (self._align(tensor.unsqueeze(-1), scores) for tensor in (self.gain, self.bias))
-        return share * (gain * centred / torch.where(deviation == 0, 1.0, deviation) + bias)
+        statistics = self._statistics(scores)
+        gain = self._align(self.gain.unsqueeze(-1), scores)
+        bias = self._align(self.bias.unsqueeze(-1), scores)
+        deviation = torch.where(statistics.deviation == 0, 1.0, statistics.deviation)
+        return statistics.share * (gain * statistics.centred / deviation + bias)
+
+
+class _ScoreStatistics(NamedTuple):
+    """Moments of the scores of each state under the shares of the points."""
+
+    share: Float[Tensor, "*batch_query N"]
+    mean: Float[Tensor, "*batch_query 1"]
+    centred: Float[Tensor, "*batch_query N"]
+    """Scores minus their mean."""
+    deviation: Float[Tensor, "*batch_query 1"]
+    """√(σ² + eps); 0 where it is no more than rounding."""
+
+
+def _as_tensor(name: str, value: Tensor | float, atoms: Atoms) -> Tensor:
+    """A tensor as it is; a number in the dtype and on the device of the points."""
+    if isinstance(value, Tensor):
+        return floating(name, value)
+    return as_tensor(name, value, atoms.points, promoted_dtype(atoms.points))

@@ -1,6 +1,6 @@
 """Gaussian keys and values: the score at which softmax attention is the conditional mean, and the best at finite L (X1, X2)."""
 
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,8 @@ from massieu.foundation.transforms import all_true, any_true, values_are_readabl
 from massieu.foundation.values import Value, promoted_dtype
 
 _BISECTIONS = 55
-_ROUNDING = 1e4
+"""As many as halve [0, 1] to below a rounding of float64."""
+_ROUNDINGS = 1e4
 """Roundings that a covariance may be off symmetry, or Cov(v | k) below 0, relative to the largest entry or eigenvalue."""
 
 
@@ -61,29 +62,39 @@ class GaussianTokens(Value):
         """
         check_shape("key_mean", floating("key_mean", key_mean), ("d",))
         check_shape("value_mean", floating("value_mean", value_mean), ("e",))
-        d, e = len(key_mean), len(value_mean)
-        needed = {
-            "key_mean": (key_mean, (d,)),
-            "value_mean": (value_mean, (e,)),
-            "key_covariance": (key_covariance, (d, d)),
-            "cross_covariance": (cross_covariance, (e, d)),
-            "value_covariance": (value_covariance, (e, e)),
+        d = len(key_mean)
+        e = len(value_mean)
+        parameters = {
+            "key_mean": key_mean,
+            "value_mean": value_mean,
+            "key_covariance": key_covariance,
+            "cross_covariance": cross_covariance,
+            "value_covariance": value_covariance,
         }
-        for name, (given, shape) in needed.items():
-            check_shape(name, floating(name, given), shape)
-            check_finite(**{name: given})
-        check_one_device(**{name: given for name, (given, _) in needed.items()})
-        tokens, *_ = cls(*(given for given, _ in needed.values()))._promoted()
+        shapes = {
+            "key_mean": (d,),
+            "value_mean": (e,),
+            "key_covariance": (d, d),
+            "cross_covariance": (e, d),
+            "value_covariance": (e, e),
+        }
+        for name, parameter in parameters.items():
+            check_shape(name, floating(name, parameter), shapes[name])
+            check_finite(**{name: parameter})
+        check_one_device(**parameters)
+        tokens, *_ = cls(**parameters)._promoted()
         _check_covariance("key_covariance", tokens.key_covariance)
         _check_symmetric("value_covariance", tokens.value_covariance)
         if values_are_readable(value_covariance) and e:
-            least = torch.linalg.eigvalsh(tokens.residual_covariance)[..., 0]
-            largest = torch.linalg.matrix_norm(tokens.value_covariance, 2)
-            if any_true(least < -_ROUNDING * torch.finfo(least.dtype).eps * largest):
-                raise ValueError(
-                    f"no law has these covariances: Cov(v | k) has the eigenvalue {least.min().item():.3g}"
-                )
+            tokens._check_residual_covariance()
         return tokens
+
+    def _check_residual_covariance(self) -> None:
+        """Check that Cov(v | k) is positive semidefinite, which a joint covariance needs."""
+        least = torch.linalg.eigvalsh(self.residual_covariance)[..., 0]
+        largest = torch.linalg.matrix_norm(self.value_covariance, 2)
+        if any_true(least < -_ROUNDINGS * torch.finfo(least.dtype).eps * largest):
+            raise ValueError(f"no law has these covariances: Cov(v | k) has the eigenvalue {least.min().item():.3g}")
 
     @property
     def score(self) -> Float[Tensor, "d d"]:
@@ -143,9 +154,7 @@ class GaussianTokens(Value):
         """
         share = as_tensor("share", share, query, self.key_mean.dtype)
         check_finite(share=share)
-        slope, spread, distance, log_keys = self._terms(query, keys)
-        growth = (share.square() * distance - log_keys).exp()
-        return (1 - share).square() * slope + growth * (spread + share * (2 - share) * slope)
+        return self._error_terms(query, keys).error(share)
 
     def optimal_share(
         self, query: Float[Tensor, "*lead d"], keys: Float[Tensor, "*lead"] | float
@@ -155,28 +164,33 @@ class GaussianTokens(Value):
         The error is convex in s there, so it is the only minimum. The logits' variance is then bounded, s²‖z‖² ≤ max(1,
         log L): full precision matching needs L ≫ e^{‖z‖²}. Two derivatives in `query` and `keys` are right.
         """
-        terms = self._terms(query, keys)
+        terms = self._error_terms(query, keys)
         with torch.no_grad():
-            low = torch.zeros_like(terms[2] + terms[3])
+            low = torch.zeros_like(terms.squared_distance + terms.log_keys)
             high = torch.ones_like(low)
             for _ in range(_BISECTIONS):
                 middle = 0.5 * (low + high)
-                rising = _slope(middle, *terms) > 0
-                low, high = torch.where(rising, low, middle), torch.where(rising, middle, high)
-        share = torch.where(terms[0] == 0, 0, 0.5 * (low + high))
-        # Newton's steps give a solution that was found without derivatives one and then two of them.
+                is_rising = terms.half_slope(middle) > 0
+                low = torch.where(is_rising, low, middle)
+                high = torch.where(is_rising, middle, high)
+        at_mean = terms.squared_bias == 0
+        share = torch.where(at_mean, 0, 0.5 * (low + high))
+        # A Newton step at a solution without derivatives gives it one; the second step gives the second derivative.
         for _ in range(2):
-            curvature = torch.where(terms[0] == 0, 1, _curvature(share, *terms))
-            share = share - torch.where(terms[0] == 0, 0, _slope(share, *terms) / curvature)
+            curvature = torch.where(at_mean, 1, terms.half_curvature(share))
+            share = share - torch.where(at_mean, 0, terms.half_slope(share) / curvature)
         return share
 
-    def _terms(self, query: Tensor, keys: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """b, tr RΣRᵀ + tr Cov(v | k) = tr Σ_vv, ‖z‖² and log L."""
+    def _error_terms(self, query: Tensor, keys: Tensor | float) -> "_ErrorTerms":
         centred = self._centred(query)
         keys = as_tensor("keys", keys, query, self.key_mean.dtype)
         check_range("keys", keys, least=1)
-        slope = (centred @ self.regression.mT).square().sum(-1)
-        return slope, self.value_covariance.diagonal().sum(), self.squared_distance(query), keys.log()
+        return _ErrorTerms(
+            squared_bias=(centred @ self.regression.mT).square().sum(-1),
+            value_variance=self.value_covariance.diagonal().sum(),
+            squared_distance=self.squared_distance(query),
+            log_keys=keys.log(),
+        )
 
     def _centred(self, query: Tensor) -> Tensor:
         """x − μ_k."""
@@ -203,7 +217,7 @@ def precision_matching_score(covariance: Float[Tensor, "*batch d d"]) -> Float[T
         >>> precision_matching_score(torch.diag(torch.tensor([2.0, 4.0]))).diagonal().tolist()
         [0.5, 0.25]
     """
-    covariance = _checked(covariance)
+    covariance = _checked_covariance(covariance)
     return torch.linalg.inv_ex(covariance).inverse
 
 
@@ -223,7 +237,7 @@ def denoising_score(
         >>> denoising_score(torch.eye(1), noise_variance=1.0).item()
         0.25
     """
-    covariance = _checked(covariance)
+    covariance = _checked_covariance(covariance)
     variance = as_tensor("noise_variance", noise_variance, covariance)
     check_shape("noise_variance", variance, ())
     check_range("noise_variance", variance, least=0)
@@ -232,24 +246,55 @@ def denoising_score(
     return inverse if clean_context else inverse - variance * inverse @ inverse
 
 
-def _slope(share: Tensor, slope: Tensor, spread: Tensor, distance: Tensor, log_keys: Tensor) -> Tensor:
-    """Half the derivative of `error` in s."""
-    growth = (share.square() * distance - log_keys).exp()
-    inner = spread + share * (2 - share) * slope
-    return -(1 - share) * slope + growth * (share * distance * inner + (1 - share) * slope)
+class _ErrorTerms(NamedTuple):
+    """The error of X2 as a function of s: (1 − s)²b + (e^{s²‖z‖²}/L)·[tr Σ_vv + (2s − s²)b]."""
+
+    squared_bias: Float[Tensor, "*lead"]
+    """b = ‖R(x − μ_k)‖², the squared error at s = 0 for infinitely many keys."""
+    value_variance: Float[Tensor, ""]
+    """tr Σ_vv = tr RΣRᵀ + tr Cov(v | k)."""
+    squared_distance: Float[Tensor, "*lead"]
+    """‖z‖²."""
+    log_keys: Float[Tensor, "*lead"]
+    """log L."""
+
+    def error(self, share: Tensor) -> Tensor:
+        factor = self._factor(share)
+        return (1 - share).square() * self.squared_bias + factor * self._variance(share)
+
+    def half_slope(self, share: Tensor) -> Tensor:
+        """Half the derivative of `error` in s."""
+        factor = self._factor(share)
+        variance = self._variance(share)
+        bias_slope = -(1 - share) * self.squared_bias
+        return bias_slope + factor * self._half_slope_of_sampling(share, variance)
+
+    def half_curvature(self, share: Tensor) -> Tensor:
+        """The derivative of `half_slope` in s."""
+        b = self.squared_bias
+        distance = self.squared_distance
+        factor = self._factor(share)
+        variance = self._variance(share)
+        slope = self._half_slope_of_sampling(share, variance)
+        # The product rule, without the factor, whose own derivative is 2s‖z‖² times it.
+        slope_change = distance * variance + 2 * share * distance * (1 - share) * b - b
+        return b + factor * (2 * share * distance * slope + slope_change)
+
+    def _factor(self, share: Tensor) -> Tensor:
+        """e^{s²‖z‖²}/L."""
+        return (share.square() * self.squared_distance - self.log_keys).exp()
+
+    def _variance(self, share: Tensor) -> Tensor:
+        """tr Σ_vv + (2s − s²)b."""
+        return self.value_variance + share * (2 - share) * self.squared_bias
+
+    def _half_slope_of_sampling(self, share: Tensor, variance: Tensor) -> Tensor:
+        """Half the derivative of factor·variance in s, over the factor."""
+        return share * self.squared_distance * variance + (1 - share) * self.squared_bias
 
 
-def _curvature(share: Tensor, slope: Tensor, spread: Tensor, distance: Tensor, log_keys: Tensor) -> Tensor:
-    """The derivative of `_slope` in s."""
-    growth = (share.square() * distance - log_keys).exp()
-    inner = spread + share * (2 - share) * slope
-    first = share * distance * inner + (1 - share) * slope
-    change = distance * inner + 2 * share * distance * (1 - share) * slope - slope
-    return slope + growth * (2 * share * distance * first + change)
-
-
-def _checked(covariance: Tensor) -> Tensor:
-    """In at least float32."""
+def _checked_covariance(covariance: Tensor) -> Tensor:
+    """The covariance in at least float32."""
     covariance = floating("covariance", covariance).to(promoted_dtype(covariance))
     _check_covariance("covariance", covariance)
     return covariance
@@ -267,5 +312,5 @@ def _check_symmetric(name: str, covariance: Tensor) -> None:
     # An asymmetry of rounding is a matrix product's; more is another matrix.
     largest = covariance.abs().amax() if covariance.numel() else covariance.new_zeros(())
     asymmetry = (covariance - covariance.mT).abs().amax() if covariance.numel() else largest
-    if not all_true(asymmetry <= _ROUNDING * torch.finfo(covariance.dtype).eps * largest):
+    if not all_true(asymmetry <= _ROUNDINGS * torch.finfo(covariance.dtype).eps * largest):
         raise ValueError(f"{name} must be symmetric and finite")

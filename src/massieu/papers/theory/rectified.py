@@ -66,39 +66,48 @@ class LogSumReLU(Energy):
 
     @property
     def radius(self) -> Float[Tensor, "*batch"]:
-        """√(2/scale): how far a pattern reaches."""
+        """√(2/scale), the distance within which a pattern is active."""
         return (2 / self.scale).sqrt()
 
     def active(self, state: Float[Tensor, "*batch_query d"]) -> Bool[Tensor, "*batch_query N"]:
-        """Which patterns are within `radius` of the state, the boundary left out."""
-        _, _, rise = self._rises(state)
-        return rise > 0
+        """Whether each pattern is within `radius` of the state, the boundary left out."""
+        energy, state = self._in_common_dtype(state)
+        return energy._kernel_values(state) > 0
 
     @property
     def _dampings(self) -> str:
         return "(0, 2)"
 
     def _energy(self, state: Tensor) -> Tensor:
-        _, scale, rise = self._rises(state)
-        total = rise.sum(-1)
-        outside = total == 0
-        value = -torch.log(torch.where(outside, 1.0, total)) / scale.squeeze(-1)
-        return torch.where(outside, torch.inf, value)
+        energy, state = self._in_common_dtype(state)
+        total = energy._kernel_values(state).sum(-1)
+        is_outside = total == 0
+        scale = align(energy.scale.unsqueeze(-1), state.ndim, 1).squeeze(-1)
+        value = -torch.log(torch.where(is_outside, 1.0, total)) / scale
+        return torch.where(is_outside, torch.inf, value)
 
     def _step(self, state: Tensor) -> Tensor:
-        energy, _, rise = self._rises(state)
-        # 0 · rise is 0, or NaN where the state is.
-        weight = torch.where(rise > 0, align(energy.atoms.log_weight, state.ndim, 1).exp(), 0.0 * rise)
+        energy, promoted_state = self._in_common_dtype(state)
+        kernel_values = energy._kernel_values(promoted_state)
+        # 0 · value is 0, or NaN where the state is.
+        weight = torch.where(kernel_values > 0, energy._multiplicities(state.ndim), 0.0 * kernel_values)
         total = weight.sum(-1, keepdim=True)
-        centroid = times(weight, energy.atoms.points) / torch.where(total == 0, 1.0, total)
-        return torch.where(total == 0, state.to(centroid.dtype), centroid)
+        has_active = total != 0
+        centroid = times(weight, energy.atoms.points) / torch.where(has_active, total, 1.0)
+        return torch.where(has_active, centroid, state.to(centroid.dtype))
 
-    def _rises(self, state: Tensor) -> tuple[Self, Tensor, Tensor]:
-        """The energy in the common dtype, scale (*batch, 1…, 1) and w_n relu(1 − scale·‖x − x_n‖²/2)."""
+    def _in_common_dtype(self, state: Tensor) -> tuple[Self, Tensor]:
         need_batch("LogSumReLU", "a state", self._checked_state(state).shape, self.batch_shape, self.atoms.event_shape)
         energy, state = self._promoted(state)
-        scale = align(energy.scale.unsqueeze(-1), state.ndim, 1)
+        return energy, state
+
+    def _kernel_values(self, state: Float[Tensor, "*batch_query d"]) -> Float[Tensor, "*batch_query N"]:
+        """w_n relu(1 − scale·‖x − x_n‖²/2)."""
+        scale = align(self.scale.unsqueeze(-1), state.ndim, 1)
         # Differences, not expanded squares: at a memory the distance is 0.
-        squares = (state.unsqueeze(-2) - align(energy.atoms.points, state.ndim + 1, 2)).square().sum(-1)
-        rise = torch.relu(1 - 0.5 * scale * squares)
-        return energy, scale, rise * align(energy.atoms.log_weight, state.ndim, 1).exp()
+        squares = (state.unsqueeze(-2) - align(self.atoms.points, state.ndim + 1, 2)).square().sum(-1)
+        return torch.relu(1 - 0.5 * scale * squares) * self._multiplicities(state.ndim)
+
+    def _multiplicities(self, ndim: int) -> Float[Tensor, "*batch_query N"]:
+        """w_n, with as many dimensions as the state."""
+        return align(self.atoms.log_weight, ndim, 1).exp()

@@ -1,4 +1,4 @@
-"""Softmax attention on the sphere as a smoother: what it estimates at a fixed temperature, and at the best one (Z7, X9).
+"""Softmax attention on the sphere as a smoother: its estimate at a fixed temperature, and at the best one (Z7, X9).
 
 Keys k uniform on the unit sphere of R^d, values of conditional mean f(k) = Σ f_n(k), f_n a spherical harmonic of degree n,
 a query q on the sphere, weights e^{βk·q}. With infinitely many keys the output is Σ ρ_n(β) f_n(q) (Funk–Hecke) and not f(q).
@@ -28,8 +28,12 @@ from massieu.foundation.arguments import (
 from massieu.foundation.doors import count, door
 from massieu.ops.bessel import bessel_ratios, log_sphere_partition, sphere_slack
 
-_SCALES = (1e-3, 1e6)
-_REFINEMENTS, _POINTS = 4, 65
+_LEAST_SCALE = 1e-3
+_LARGEST_SCALE = 1e6
+"""The range that `optimal_scale` searches."""
+_GRID_POINTS = 65
+_REFINEMENTS = 4
+"""Grids of log β, each over two intervals of the one before."""
 
 
 @door
@@ -71,16 +75,19 @@ def ridge_multipliers(
 
     Example:
         >>> from massieu.papers.theory import ridge_multipliers
-        >>> found = ridge_multipliers(1, dimension=3, scale=1.0, operator_ridge=1e-9)  # a small ridge loses little
-        >>> [round(x, 3) for x in found.tolist()]
+        >>> multipliers = ridge_multipliers(
+        ...     1, dimension=3, scale=1.0, operator_ridge=1e-9
+        ... )  # a small ridge loses little
+        >>> [round(x, 3) for x in multipliers.tolist()]
         [1.0, 1.0]
     """
     number("operator_ridge", operator_ridge, above=0)
     multipliers = sphere_multipliers(degree, dimension, scale)
     scale = _scale(scale, dimension, degree)
     unit = scale.detach().clamp_min(1)
-    log_mass = log_sphere_partition((scale / unit).square(), dimension, unit).unsqueeze(-1)
-    return multipliers / (multipliers + operator_ridge * (-log_mass).exp())  # Λ itself overflows from β = 700 on
+    log_partition = log_sphere_partition((scale / unit).square(), dimension, unit).unsqueeze(-1)
+    # Divided by Λ, which itself overflows from β = 700 on.
+    return multipliers / (multipliers + operator_ridge * (-log_partition).exp())
 
 
 @door(cut_off=count)
@@ -102,10 +109,10 @@ def deconvolution(multipliers: Float[Tensor, "*lead n"], cut_off: int) -> Float[
     if not multipliers.ndim:
         raise ValueError("multipliers must have shape (*lead, degrees), got a single number")
     whole_number("cut_off", cut_off, least=0, most=multipliers.shape[-1] - 1)
-    known = multipliers[..., : cut_off + 1]
-    check_range(f"multipliers up to degree {cut_off}", known, above=0)
-    kept = torch.arange(multipliers.shape[-1], device=multipliers.device) <= cut_off
-    return torch.where(kept, torch.where(kept, multipliers, 1).reciprocal(), 0)
+    check_range(f"multipliers up to degree {cut_off}", multipliers[..., : cut_off + 1], above=0)
+    is_kept = torch.arange(multipliers.shape[-1], device=multipliers.device) <= cut_off
+    # Those that are cut off may be 0: without the inner `where` their derivative would be NaN.
+    return torch.where(is_kept, torch.where(is_kept, multipliers, 1).reciprocal(), 0)
 
 
 @door
@@ -130,7 +137,7 @@ def zonal_harmonics(cosine: Float[Tensor, "*lead"], degree: int, dimension: int)
 
 @door
 def harmonic_count(degree: int, dimension: int) -> int:
-    """How many linearly independent harmonics of this degree there are on the unit sphere of R^d.
+    """The number of linearly independent harmonics of this degree on the unit sphere of R^d.
 
     Example:
         >>> from massieu.papers.theory import harmonic_count
@@ -138,8 +145,10 @@ def harmonic_count(degree: int, dimension: int) -> int:
         [1, 3, 5, 7]
     """
     _check_sphere(degree, dimension)
-    lower = math.comb(degree + dimension - 3, degree - 2) if degree > 1 else 0
-    return math.comb(degree + dimension - 1, degree) - lower
+    polynomials = math.comb(degree + dimension - 1, degree)
+    # Those divisible by ‖x‖², which on the sphere are of lower degree.
+    divisible = math.comb(degree + dimension - 3, degree - 2) if degree > 1 else 0
+    return polynomials - divisible
 
 
 @door
@@ -173,14 +182,14 @@ def spherical_kernel(
 
 
 class SmoothingFloorResult(NamedTuple):
-    """How far softmax attention over infinitely many keys is from the conditional mean: root mean squares over queries."""
+    """Distances of softmax attention over infinitely many keys from the conditional mean: root mean squares over queries."""
 
     error: Float[Tensor, "*lead"]
-    """Of the output as it is: no number of keys brings it lower."""
+    """The error of the output as it is: no number of keys brings it lower."""
     factor: Float[Tensor, "*lead"]
     """The C for which C times the output is nearest to f; 0 where the output is 0 for every query."""
     factor_error: Float[Tensor, "*lead"]
-    """What is left then: 0 if and only if f has one degree, so that no C serves every f."""
+    """The error of C times the output: 0 if and only if f has one degree, so that no C serves every f."""
 
 
 @door
@@ -204,24 +213,26 @@ def smoothing_floor(
     multipliers = sphere_multipliers(power.shape[-1] - 1, dimension, scale)
     check_broadcastable(power=power[..., 0], scale=multipliers[..., 0])
     check_one_device(power=power, scale=multipliers)
-    # In units of the largest ρ_n in use, so that no square underflows.
+    # C = Σ ρ_n E f_n² / Σ ρ_n² E f_n², in units of the largest ρ_n in use, so that no square underflows.
     used = torch.where(power > 0, multipliers, 0.0)
-    unit = used.amax(-1)
-    seen = unit > 0
-    shares = used / torch.where(seen, unit, 1.0).unsqueeze(-1)
-    squares = torch.where(seen, (shares.square() * power).sum(-1), 1.0)
-    factor = torch.where(seen, (shares * power).sum(-1) / squares / torch.where(seen, unit, 1.0), 0.0)
-    left = ((1 - factor.unsqueeze(-1) * used).square() * power).sum(-1)
-    return SmoothingFloorResult(((1 - multipliers).square() * power).sum(-1).sqrt(), factor, left.sqrt())
+    largest = used.amax(-1)
+    has_output = largest > 0
+    unit = torch.where(has_output, largest, 1.0)
+    relative = used / unit.unsqueeze(-1)
+    squares = torch.where(has_output, (relative.square() * power).sum(-1), 1.0)
+    factor = torch.where(has_output, (relative * power).sum(-1) / squares / unit, 0.0)
+    factor_error = ((1 - factor.unsqueeze(-1) * used).square() * power).sum(-1).sqrt()
+    error = ((1 - multipliers).square() * power).sum(-1).sqrt()
+    return SmoothingFloorResult(error, factor, factor_error)
 
 
 class SmoothingErrorResult(NamedTuple):
     """Mean squared error of softmax attention over L keys, over keys, values and queries."""
 
     smoothing: Float[Tensor, "*lead"]
-    """Of infinitely many keys: the floor's square."""
+    """The error of infinitely many keys: the floor's square."""
     sampling: Float[Tensor, "*lead"]
-    """What finitely many add: variance, and the product of both biases; proportional to 1/L."""
+    """The part that finitely many add: variance, and the product of both biases; proportional to 1/L."""
 
     @property
     def total(self) -> Float[Tensor, "*lead"]:
@@ -257,14 +268,20 @@ def smoothing_error(
         100.0
     """
     number("noise_variance", noise_variance, least=0)
-    keys, power = _keys(keys), _power(power)
+    keys = _keys(keys)
+    power = _power(power)
     degree = power.shape[-1] - 1
     scale = _scale(scale, dimension, degree)
     check_broadcastable(keys=keys, power=power[..., 0], scale=scale)
-    one, two = (sphere_multipliers(degree, dimension, factor * scale) for factor in (1, 2))
-    spread = ((1 - 2 * one * two + one.square() + 2 * (1 - one) * (two - one)) * power).sum(-1)
+    # ρ_n(β), and ρ_n(2β), the multipliers of w².
+    at_scale, at_twice = (sphere_multipliers(degree, dimension, factor * scale) for factor in (1, 2))
+    # Over E w²: the variance about the output, 1 − 2ρ(β)ρ(2β) + ρ(β)², and twice the product of both biases.
+    variance = 1 - 2 * at_scale * at_twice + at_scale.square()
+    bias_product = 2 * (1 - at_scale) * (at_twice - at_scale)
+    spread = ((variance + bias_product) * power).sum(-1)
     sampling = _log_mean_square(scale, dimension).exp() * (noise_variance + spread) / keys
-    return SmoothingErrorResult(((1 - one).square() * power).sum(-1), sampling)
+    smoothing = ((1 - at_scale).square() * power).sum(-1)
+    return SmoothingErrorResult(smoothing, sampling)
 
 
 @door(noise_variance=real)
@@ -290,17 +307,18 @@ def optimal_scale(
     power = _power(power)
     keys = _keys(keys).to(power.device)
     keys = keys.expand(torch.broadcast_shapes(keys.shape, power.shape[:-1]))
-    low, high = (torch.full_like(keys, math.log(end)) for end in _SCALES)
-    share = torch.linspace(0, 1, _POINTS, dtype=torch.float64, device=power.device)
+    low = torch.full_like(keys, math.log(_LEAST_SCALE))
+    high = torch.full_like(keys, math.log(_LARGEST_SCALE))
+    fractions = torch.linspace(0, 1, _GRID_POINTS, dtype=torch.float64, device=power.device)
     with torch.no_grad():
         for _ in range(_REFINEMENTS):
-            grid = low.unsqueeze(-1) + (high - low).unsqueeze(-1) * share
-            error = smoothing_error(
-                keys.unsqueeze(-1), power.unsqueeze(-2), noise_variance, dimension, grid.exp()
-            ).total
-            error = torch.where(_log_mean_square(grid.exp(), dimension) <= keys.log().unsqueeze(-1), error, torch.inf)
-            best = error.argmin(-1, keepdim=True)
-            low, high = (grid.gather(-1, (best + move).clamp(0, _POINTS - 1)).squeeze(-1) for move in (-1, 1))
+            log_scale = low.unsqueeze(-1) + (high - low).unsqueeze(-1) * fractions  # (*lead, points)
+            scale = log_scale.exp()
+            error = smoothing_error(keys.unsqueeze(-1), power.unsqueeze(-2), noise_variance, dimension, scale).total
+            is_valid = _log_mean_square(scale, dimension) <= keys.log().unsqueeze(-1)  # E w² ≤ L
+            best = torch.where(is_valid, error, torch.inf).argmin(-1, keepdim=True)
+            low = log_scale.gather(-1, (best - 1).clamp_min(0)).squeeze(-1)
+            high = log_scale.gather(-1, (best + 1).clamp_max(_GRID_POINTS - 1)).squeeze(-1)
     return (0.5 * (low + high)).exp()
 
 
@@ -334,13 +352,17 @@ def asymptotic_scale(
 
 def _log_mean_square(scale: Tensor, dimension: int) -> Tensor:
     """log E w² for w = e^{βk·q}/Λ(β): log Λ(2β) − 2 log Λ(β)."""
-    large = scale > 1
-    small, far = torch.where(large, 1.0, scale), torch.where(large, scale, 1.0)
-    once, twice = (log_sphere_partition((factor * small).square(), dimension) for factor in (1, 2))
-    # For large β both logarithms are nearly 2β, and what each lacks of it is the whole result.
-    unit = far.detach()
-    short, long = (sphere_slack((factor * far / unit).square(), dimension, unit) for factor in (1, 2))
-    return torch.where(large, 2 * short - long, twice - 2 * once)
+    is_large = scale > 1
+    small_scale = torch.where(is_large, 1.0, scale)
+    large_scale = torch.where(is_large, scale, 1.0)
+    # Both at β and at 2β.
+    log_partition, log_partition_at_twice = (
+        log_sphere_partition((factor * small_scale).square(), dimension) for factor in (1, 2)
+    )
+    # For large β both terms are nearly 2β. The slacks β − log Λ(β) are computed without it, so that no digits are lost.
+    unit = large_scale.detach()
+    slack, slack_at_twice = (sphere_slack((factor * large_scale / unit).square(), dimension, unit) for factor in (1, 2))
+    return torch.where(is_large, 2 * slack - slack_at_twice, log_partition_at_twice - 2 * log_partition)
 
 
 def _keys(keys: Tensor | float) -> Tensor:

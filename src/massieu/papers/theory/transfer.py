@@ -1,8 +1,8 @@
-"""What predicting masked tokens makes a representation contain, and how well another target is read off it (Z12, Z13).
+"""The best prediction of masked tokens, and how well another target can be read off it (Z12, Z13).
 
 Given the latent z tokens are independent, so the best prediction of a masked token is Gs: linear in the posterior s of z, with
 one row of G for each coordinate of the masked token. Another target's is Ds. Where D's rows lie in the span of G's (up to
-constants), Ds is a linear probe on Gs, and the condition number says what an error of the first becomes in the second.
+constants), Ds is a linear probe on Gs, and the condition number bounds the error of Ds by that of Gs.
 
 For finitely many latents s is their posterior, a point of the simplex. Latents of infinite number enter through finitely many
 features φ(z), G φ(z) being the target's mean given z, and s = E[φ(z) | tokens]: for Dirichlet–multinomial tokens φ(z) = z, on
@@ -59,12 +59,13 @@ def masked_mean(
         >>> [round(x, 3) for x in masked_mean(torch.eye(2), torch.tensor([0.9, 0.1]).log(), even).tolist()]
         [0.9, 0.1]
     """
-    targets, log_likelihood = real_tensor("targets", targets), real_tensor("log_likelihood", log_likelihood)
+    targets = real_tensor("targets", targets)
+    log_likelihood = real_tensor("log_likelihood", log_likelihood)
     log_prior = real_tensor("log_prior", log_prior)
     if targets.ndim != 2 or log_prior.shape != targets.shape[1:] or log_likelihood.shape[-1:] != log_prior.shape:
-        given = f"{tuple(targets.shape)}, {tuple(log_likelihood.shape)} and {tuple(log_prior.shape)}"
         raise ValueError(
-            f"targets, log_likelihood and log_prior must have shapes (p, k), (*lead, k), (k,), got {given}"
+            "targets, log_likelihood and log_prior must have shapes (p, k), (*lead, k), (k,), got "
+            f"{tuple(targets.shape)}, {tuple(log_likelihood.shape)} and {tuple(log_prior.shape)}"
         )
     check_one_device(targets=targets, log_likelihood=log_likelihood, log_prior=log_prior)
     check_finite(targets=targets)
@@ -94,7 +95,8 @@ def masked_gaussian_mean(
         >>> masked_gaussian_mean(torch.tensor([[2.0], [4.0]]), torch.tensor([0.0]), 1.0).tolist()
         [2.0]
     """
-    observed, prior_mean = real_tensor("observed", observed), real_tensor("prior_mean", prior_mean)
+    observed = real_tensor("observed", observed)
+    prior_mean = real_tensor("prior_mean", prior_mean)
     if observed.ndim < 2:
         raise ValueError(f"observed must have shape (*lead, L, d), got {tuple(observed.shape)}")
     check_shape("prior_mean", prior_mean, observed.shape[-1:])
@@ -123,7 +125,8 @@ def masked_token_probabilities(
         >>> masked_token_probabilities(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 1.0])).tolist()
         [0.75, 0.25]
     """
-    counts, concentration = real_tensor("counts", counts), real_tensor("concentration", concentration)
+    counts = real_tensor("counts", counts)
+    concentration = real_tensor("concentration", concentration)
     check_shape("concentration", concentration, ("k",))
     if counts.shape[-1:] != concentration.shape:
         raise ValueError(f"counts must have shape (*lead, {len(concentration)}), got {tuple(counts.shape)}")
@@ -135,7 +138,7 @@ def masked_token_probabilities(
 
 
 class TransferResult(NamedTuple):
-    """How a downstream target depends on a self-supervised one; with tangent directions t, Σt = 0, on the simplex."""
+    """How a downstream target depends on a self-supervised one; on the simplex, along tangent directions t, Σt = 0."""
 
     condition_number: float
     """κ = ‖Λ‖₂, the largest ‖Dt‖/‖Gt‖; ∞ where the target is not identifiable."""
@@ -146,9 +149,9 @@ class TransferResult(NamedTuple):
     offset: Float[Tensor, "c"]
     """Λ·(prediction) + offset is the downstream optimum, where it is identifiable."""
     rank: int
-    """Of GΠ: directions of the posterior that self-supervision fixes."""
+    """The rank of GΠ: the number of directions of the posterior that self-supervision fixes."""
     lost: Float[Tensor, "k r"]
-    """Orthonormal directions that D sees and G does not; no column where the target is identifiable."""
+    """Orthonormal directions of the posterior on which D depends and G does not; no column for an identifiable target."""
 
     @property
     def identifiable(self) -> bool:
@@ -156,7 +159,7 @@ class TransferResult(NamedTuple):
         return self.lost.shape[-1] == 0
 
     def predict(self, prediction: Float[Tensor, "*lead p"]) -> Float[Tensor, "*lead c"]:
-        """Λ·prediction + offset. Where the target is not identifiable: its part that is, with the rest at the centre."""
+        """Λ·prediction + offset; of a target that is not identifiable, the identifiable part, with the rest at the centre."""
         return prediction.to(self.probe.dtype) @ self.probe.mT + self.offset
 
 
@@ -193,34 +196,42 @@ def transfer(
         >>> found.condition_number, found.probe.tolist()
         (2.0, [[2.0, 0.0], [0.0, 2.0]])
     """
-    g, d = _checked("self_supervised", self_supervised), _checked("downstream", downstream)
+    g = _checked_matrix("self_supervised", self_supervised)
+    d = _checked_matrix("downstream", downstream)
     if g.shape[1] != d.shape[1]:
         raise ValueError(
             f"self_supervised and downstream must have one number of latents, got shapes {tuple(g.shape)} and {tuple(d.shape)}"
         )
-    rounding = 10 * max(*g.shape, *d.shape) * torch.finfo(torch.float64).eps
-    exact = tolerance is None
-    tolerance = rounding if tolerance is None else number("tolerance", tolerance, least=0, below=1)
-    g_tangent, d_tangent = (m - m.mean(1, keepdim=True) if simplex else m for m in (g, d))
-    # Rounding of the centring is measured by the matrix it was made from.
-    g_floor, d_floor = (tolerance * torch.linalg.matrix_norm(m, 2) for m in (g, d))
+    estimated = tolerance is not None
+    if tolerance is None:
+        tolerance = 10 * max(*g.shape, *d.shape) * torch.finfo(torch.float64).eps
+    else:
+        tolerance = number("tolerance", tolerance, least=0, below=1)
+    g_tangent = _centred_rows(g) if simplex else g
+    d_tangent = _centred_rows(d) if simplex else d
+    # Centring rounds relative to the matrix before it, so the floors are shares of that one's norm.
+    g_norm = torch.linalg.matrix_norm(g, 2)
+    g_floor = tolerance * g_norm
+    d_floor = tolerance * torch.linalg.matrix_norm(d, 2)
 
     left, values, right = torch.linalg.svd(g_tangent, full_matrices=False)
     rank = int((values > g_floor).sum())
-    left, values, right = left[:, :rank], values[:rank], right[:rank]
-    if exact and rank:
+    left = left[:, :rank]
+    values = values[:rank]
+    right = right[:rank]
+    if rank and not estimated:
         # Rounding turns the null space of G by up to tolerance·‖G‖/σ, σ the least singular value that is kept (Wedin).
-        d_floor = d_floor * (torch.linalg.matrix_norm(g, 2) / values[-1]).clamp_min(1.0)
+        d_floor = d_floor * (g_norm / values[-1]).clamp_min(1.0)
     probe = (d_tangent @ right.mT / values) @ left.mT
+    # The part of D that acts on G's null space.
     _, lost_values, lost = torch.linalg.svd(d_tangent - d_tangent @ right.mT @ right, full_matrices=False)
     lost = lost[lost_values > d_floor].mT
     offset = (d - probe @ g).mean(1) if simplex else torch.zeros_like(d[:, 0])
-
-    largest = torch.linalg.matrix_norm(d_tangent, 2).item()
     if lost.shape[1]:
         condition_number = ratio_bound = math.inf
     elif rank:
-        condition_number, ratio_bound = torch.linalg.matrix_norm(probe, 2).item(), largest / values[-1].item()
+        condition_number = torch.linalg.matrix_norm(probe, 2).item()
+        ratio_bound = torch.linalg.matrix_norm(d_tangent, 2).item() / values[-1].item()
     else:
         condition_number = ratio_bound = 0.0
     return TransferResult(condition_number, ratio_bound, probe, offset, rank, lost)
@@ -240,18 +251,29 @@ def excess_risk_bound(condition_number: float, self_supervised_excess: float, de
         >>> excess_risk_bound(condition_number=2.0, self_supervised_excess=0.1)
         0.4
     """
-    for name, value, least in (("condition_number", condition_number, 0), ("density_ratio", density_ratio, 1)):
-        if isinstance(value, bool) or not isinstance(value, float | int):
-            raise TypeError(f"{name} must be a number, got {described(value)}")
-        if not value >= least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    _check_at_least("condition_number", condition_number, 0)
+    _check_at_least("density_ratio", density_ratio, 1)
     number("self_supervised_excess", self_supervised_excess, least=0)
     if math.inf in (condition_number, density_ratio):
         return math.inf
     return condition_number**2 * density_ratio * self_supervised_excess
 
 
-def _checked(name: str, matrix: Tensor) -> Tensor:
+def _check_at_least(name: str, value: float, least: int) -> None:
+    """Unlike `number` this takes infinity."""
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        raise TypeError(f"{name} must be a number, got {described(value)}")
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _centred_rows(matrix: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
+    """The matrix times Π = I − 11ᵀ/k."""
+    return matrix - matrix.mean(1, keepdim=True)
+
+
+def _checked_matrix(name: str, matrix: Tensor) -> Float[Tensor, "m k"]:
+    """The matrix in float64, without its gradient."""
     matrix = doubles(name, matrix)
     check_values(**{name: matrix})
     if matrix.ndim != 2 or 0 in matrix.shape:

@@ -78,10 +78,12 @@ class TwoLayer(Energy):
         number("hidden_time", hidden_time, above=0)
         coupling = promoted(coupling)
         units = torch.eye(coupling.shape[-1], dtype=coupling.dtype, device=coupling.device)
+        if hidden is None:
+            hidden = Atoms.create(units)  # L_h = log Σ exp
         return cls(
             coupling,
             Identity() if visible is None else MeasureActivation.of("visible", visible),
-            MeasureActivation.of("hidden", Atoms.create(units) if hidden is None else hidden),
+            MeasureActivation.of("hidden", hidden),
             float(visible_time),
             float(hidden_time),
         )
@@ -89,22 +91,22 @@ class TwoLayer(Energy):
     def join(
         self, visible: Float[Tensor, "*batch_query n_v"], hidden: Float[Tensor, "*batch_query n_h"] | None = None
     ) -> Float[Tensor, "*batch_query n"]:
-        """The state (v, h); with h = Wᵀg_v, its limit, where it is not given."""
-        batch, sizes = self.coupling.shape[:-2], self.coupling.shape[-2:]
-        for name, layer, size in (("visible", visible, sizes[0]), ("hidden", hidden, sizes[1])):
-            if layer is not None or name == "visible":
-                need_batch("TwoLayer", name, floating(name, layer).shape, batch, (size,))
+        """The state (v, h); if h is not given, it is its limit Wᵀg_v."""
+        *batch, num_visible, num_hidden = self.coupling.shape
+        need_batch("TwoLayer", "visible", floating("visible", visible).shape, batch, (num_visible,))
         if hidden is None:
-            hidden = self._drive(self.visible(visible), upwards=True)
+            hidden = self._drive_on_hidden(visible)
+        else:
+            need_batch("TwoLayer", "hidden", floating("hidden", hidden).shape, batch, (num_hidden,))
         return torch.cat([visible, hidden], -1)
 
     def split(
         self, state: Float[Tensor, "*batch_query n"]
     ) -> tuple[Float[Tensor, "*batch_query n_v"], Float[Tensor, "*batch_query n_h"]]:
         """v and h of a state."""
-        sizes = self.coupling.shape[-2:]
-        need_batch("TwoLayer", "a state", self._checked_state(state).shape, self.coupling.shape[:-2], (sum(sizes),))
-        visible, hidden = promoted(state).split(tuple(sizes), -1)
+        *batch, num_visible, num_hidden = self.coupling.shape
+        need_batch("TwoLayer", "a state", self._checked_state(state).shape, batch, (num_visible + num_hidden,))
+        visible, hidden = promoted(state).split((num_visible, num_hidden), -1)
         return visible, hidden
 
     def flow(
@@ -129,7 +131,7 @@ class TwoLayer(Energy):
         states = [promoted(state)]
         for _ in range(steps):
             states.append(advance(states[-1], duration / steps))
-        return DescentResult(torch.stack(states), torch.stack([self._energy(each) for each in states]))
+        return DescentResult(torch.stack(states), torch.stack([self._energy(state) for state in states]))
 
     @property
     def _dampings(self) -> str:
@@ -137,36 +139,45 @@ class TwoLayer(Energy):
 
     def _energy(self, state: Tensor) -> Tensor:
         visible, hidden = self.split(state)
-        active_v, active_h = self.visible(visible), self.hidden(hidden)
-        own = _conjugate(self.visible, visible, active_v) + _conjugate(self.hidden, hidden, active_h)
-        return own - (active_v * self._drive(active_h, upwards=False)).sum(-1)
+        active_v = self.visible(visible)
+        active_h = self.hidden(hidden)
+        conjugates = _conjugate(self.visible, visible, active_v) + _conjugate(self.hidden, hidden, active_h)
+        return conjugates - (active_v * self._times_coupling(active_h, transposed=False)).sum(-1)
 
     def _step(self, state: Tensor) -> Tensor:
         visible, _ = self.split(state)
-        hidden = self._drive(self.visible(visible), upwards=True)
-        return self.join(self._drive(self.hidden(hidden), upwards=False), hidden)
+        hidden = self._drive_on_hidden(visible)
+        return self.join(self._drive_on_visible(hidden), hidden)
 
-    def _drive(self, activation: Tensor, upwards: bool) -> Tensor:
-        """Wᵀg_v or W g_h."""
+    def _drive_on_hidden(self, visible: Tensor) -> Tensor:
+        """Wᵀg_v."""
+        return self._times_coupling(self.visible(visible), transposed=True)
+
+    def _drive_on_visible(self, hidden: Tensor) -> Tensor:
+        """W g_h."""
+        return self._times_coupling(self.hidden(hidden), transposed=False)
+
+    def _times_coupling(self, activation: Tensor, transposed: bool) -> Tensor:
         matrix = self.coupling.to(torch.promote_types(self.coupling.dtype, activation.dtype))
-        return times(activation.to(matrix.dtype), matrix if upwards else matrix.mT)
+        # `times` multiplies rows from the left: g W is Wᵀg.
+        return times(activation.to(matrix.dtype), matrix if transposed else matrix.mT)
 
     def _velocity(self, state: Tensor) -> Tensor:
         visible, hidden = self.split(state)
-        v = (self._drive(self.hidden(hidden), upwards=False) - visible) / self.visible_time
-        h = (self._drive(self.visible(visible), upwards=True) - hidden) / self.hidden_time
-        return torch.cat([v, h], -1)
+        visible_change = (self._drive_on_visible(hidden) - visible) / self.visible_time
+        hidden_change = (self._drive_on_hidden(visible) - hidden) / self.hidden_time
+        return torch.cat([visible_change, hidden_change], -1)
 
     def _advance_split(self, state: Tensor, time: float) -> Tensor:
         visible, hidden = self.split(state)
-        visible = self._relax(visible, self._drive(self.hidden(hidden), False), 0.5 * time / self.visible_time)
-        hidden = self._relax(hidden, self._drive(self.visible(visible), True), time / self.hidden_time)
-        visible = self._relax(visible, self._drive(self.hidden(hidden), False), 0.5 * time / self.visible_time)
+        visible = self._relax(visible, self._drive_on_visible(hidden), 0.5 * time / self.visible_time)
+        hidden = self._relax(hidden, self._drive_on_hidden(visible), time / self.hidden_time)
+        visible = self._relax(visible, self._drive_on_visible(hidden), 0.5 * time / self.visible_time)
         return self.join(visible, hidden)
 
     @staticmethod
     def _relax(layer: Tensor, drive: Tensor, time: float) -> Tensor:
-        """Towards `drive`, which stands still; on the way ℰ falls, as −(x − drive)ᵀ∇²L(x − drive) ≤ 0 says."""
+        """The layer after a time, in units of its τ, for a constant drive; ℰ falls, as −(x − drive)ᵀ∇²L(x − drive) ≤ 0."""
         return layer - math.expm1(-time) * (drive - layer)
 
     def _advance_runge_kutta(self, state: Tensor, time: float) -> Tensor:
@@ -177,6 +188,6 @@ class TwoLayer(Energy):
         return state + time / 6 * (first + 2 * second + 2 * third + fourth)
 
 
-def _conjugate(activation: Activation, at: Tensor, active: Tensor) -> Tensor:
+def _conjugate(activation: Activation, x: Tensor, active: Tensor) -> Tensor:
     """L*(g) = x·g − L(x), at g = ∇L(x)."""
-    return (at * active).sum(-1) - activation.lagrangian(at)
+    return (x * active).sum(-1) - activation.lagrangian(x)

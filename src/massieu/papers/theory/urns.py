@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from massieu.foundation.arguments import whole_number
 from massieu.foundation.doors import count, door, sequence
 
-_MOST_SEQUENCES = 1_000_000
+_MOST_OUTCOMES = 1_000_000
 
 
 @door(k=count, n=count)
@@ -49,22 +49,29 @@ def urn_total_variation(counts: Sequence[int], k: int) -> float:
     total = sum(balls)
     _check_sizes(k, total)
     if len(balls) == total:
-        return -math.expm1(sum(math.log1p(-drawn / total) for drawn in range(k)))
-    visited = math.comb(k + len(balls) - 1, k)
-    if visited > _MOST_SEQUENCES:
-        raise ValueError(f"the urn has {visited} outcomes, more than the {_MOST_SEQUENCES} that are visited")
-    # Whole numbers, divided once: each factor of a probability can be beyond floating point.
-    ways, draws, orders = math.comb(total, k), total**k, math.factorial(k)
+        # 1 − n!/((n − k)! nᵏ), a product of the factors 1 − i/n, without cancellation.
+        return -math.expm1(sum(math.log1p(-num_drawn / total) for num_drawn in range(k)))
+    num_outcomes = math.comb(k + len(balls) - 1, k)
+    if num_outcomes > _MOST_OUTCOMES:
+        raise ValueError(f"the urn has {num_outcomes} outcomes, more than the {_MOST_OUTCOMES} that are visited")
     distance = 0.0
-    for ends in itertools.combinations(range(k + len(balls) - 1), len(balls) - 1):
-        edges = (-1, *ends, k + len(balls) - 1)
-        drawn = [right - left - 1 for left, right in itertools.pairwise(edges)]
-        pairs = list(zip(balls, drawn, strict=True))
-        without = math.prod(math.comb(count, take) for count, take in pairs) / ways
-        arrangements = orders // math.prod(math.factorial(take) for take in drawn)
-        replaced = arrangements * math.prod(count**take for count, take in pairs) / draws
-        distance += abs(without - replaced)
+    for draws in _compositions(k, len(balls)):
+        # Whole numbers, divided once: each factor of a probability can be beyond floating point.
+        sets = math.prod(math.comb(count, num) for count, num in zip(balls, draws, strict=True))
+        without_replacement = sets / math.comb(total, k)
+        orders = math.factorial(k) // math.prod(math.factorial(num) for num in draws)
+        sequences = orders * math.prod(count**num for count, num in zip(balls, draws, strict=True))
+        with_replacement = sequences / total**k
+        distance += abs(without_replacement - with_replacement)
     return 0.5 * distance
+
+
+def _compositions(total: int, parts: int) -> Iterator[list[int]]:
+    """All lists of this number of parts, at least 0, with this sum."""
+    # Bars among stars: the parts are the gaps between the bars.
+    length = total + parts - 1
+    for bars in itertools.combinations(range(length), parts - 1):
+        yield [right - left - 1 for left, right in itertools.pairwise((-1, *bars, length))]
 
 
 def _check_sizes(k: int, n: int) -> None:
