@@ -191,10 +191,12 @@ def measured(
         new_tokens=new_tokens, replace=replacing, per_token=rows, draws=0 if asked.quick else asked.draws,
         catalogue=selection.catalogue,
     )  # fmt: skip
-    settings["max_length"] = course.settings["max_length"] = given.max_length
+    settings["max_length"] = given.max_length
+    if course is not None:
+        course.settings["max_length"] = given.max_length
     limit = settings["max_tokens"]
     with interruptible() as interruption:
-        if run.resume and not course.found():
+        if run.resume and not (course is not None and course.found()):
             run.tell(ProbeProgress(f"nothing is stored in {run.folder}: reading from the beginning"))
         session = Session(
             loaded, given, options, _holding(run.tell, interruption), limit, course=course, sharing=sharing

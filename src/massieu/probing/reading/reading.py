@@ -30,7 +30,7 @@ from massieu.probing.model.packed import dense_inside
 from massieu.probing.model.unexpected import OwnFunctionError, calling_own
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.pooled import PooledLengths
-from massieu.probing.statistics import groups_of
+from massieu.probing.statistics import GROUP_CLASSES
 from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.group import (
     CallQueries,
@@ -46,7 +46,7 @@ from massieu.probing.statistics.group import (
     Source,
     fenced,
 )
-from massieu.probing.statistics.query_means import QueryResult, moments_read, query_statistics
+from massieu.probing.statistics.query_means import Functions, QueryResult, moments_read, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.stream.replay import HeadMaps, Replay, head_maps, write_maps
 from massieu.probing.stream.replays import Replays
@@ -113,7 +113,8 @@ class Reading(RunningParts):
         self.layout = layout
         self.options = options
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
-        groups = groups_of(options.groups, options.catalogue.groups)
+        known_groups = (*GROUP_CLASSES, *options.catalogue.groups.values())
+        groups = [group() for group in known_groups if group.name in options.groups]
         # The stream is followed only for groups that need its steps, since that costs time in every pass.
         follows_stream = any(group.events & _OF_THE_STREAM for group in groups)
         self.tracer = StreamTracer(model, sites, self._on_step) if follows_stream else None
@@ -125,7 +126,11 @@ class Reading(RunningParts):
         self.untold: set[int] = set()  # lengths of sequences whose padding counted as tokens
         self.broken = False  # the current batch has numbers that are not finite
         self._trouble = FirstTrouble()
-        self._functions = options.of_attention()
+        self._functions: Functions = options.catalogue.query_functions
+        if options.statistics is not None:
+            # Always the entropy, from which the number of error units is read.
+            wanted = options.statistics | {"entropy"}
+            self._functions = {name: each for name, each in self._functions.items() if name in wanted}
         self._one_window = one_window
         self._model_reading = ModelReading(
             model, sites, self.sublayers, options.units, options.max_length, options.seed, options.query_sample,

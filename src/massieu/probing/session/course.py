@@ -156,8 +156,6 @@ class Course:
         Raises:
             InputError: the text up to here is not what the stored sums were read from.
         """
-        if self.folder is None and self.processes == 1:
-            return  # nobody will compare it
         digest = hashlib.sha256(self.digest.encode())
         for name, value in inputs.items():
             digest.update(name.encode())
@@ -210,6 +208,20 @@ class Course:
     def _path(self) -> Path | None:
         return None if self.folder is None else self.folder / _FILE.format(self.rank + 1, self.processes)
 
+    def finish(self, session: Resumable, complete: bool) -> bool:
+        """Store the sums of a reading that was interrupted, and give every process those of all.
+
+        Returns:
+            Whether all have read to the end.
+
+        Raises:
+            InputError: as `gather`.
+            ProcessLostError: as `gather`.
+        """
+        if not complete:
+            self.store(session, now=True)
+        return complete if self.processes == 1 else self.gather(session, complete)
+
     # Several processes -------------------------------------------------------------------------------------------------
 
     def gather(self, session: Resumable, complete: bool) -> bool:
@@ -219,8 +231,6 @@ class Course:
             InputError: the processes were not given the same batches.
             ProcessLostError: another process has ended before its time.
         """
-        if self.processes == 1:
-            return complete
         own = {"complete": complete, "digest": self.digest, "session": session.state()}
         own["own_statistics"] = self.settings.get("own_statistics")
         try:

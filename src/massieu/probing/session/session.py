@@ -75,7 +75,7 @@ class Session(SessionRecord):
     check: SelfCheck = field(init=False)
     padding: PaddingCheck = field(init=False)
     draws: Draws | None = None
-    course: Course = field(default_factory=Course)
+    course: Course | None = None  # where sums are stored or processes share the text
     tokens: int = 0  # that were read here
     read: int = 0  # windows
     batches: int = 0  # of the text that this process has come past
@@ -105,24 +105,26 @@ class Session(SessionRecord):
                 if interrupted.is_set():
                     break
                 self._read(batch)
-                self.course.store(self)
+                if self.course is not None:
+                    self.course.store(self)
                 self.tell(ProbeProgress("reading", max(self.tokens, self.passed), self.max_tokens, self.windows))
         except Exception as error:
-            self.course.add_resume_hint(error)
+            if self.course is not None:
+                self.course.add_resume_hint(error)
             raise
         if not self.begun and interrupted.is_set():
             raise KeyboardInterrupt
         if not self.begun:
             raise InputError("there is no batch to read in data")
-        self.course.check_reached(self)
+        if self.course is not None:
+            self.course.check_reached(self)
         if self.token_rows is not None:
             self.token_rows.write()
         complete = not interrupted.is_set()
         if complete and self.draws_here is not None:
-            self.draws_here.take(self.course.rank, self.course.processes, whole=True)
-        if not complete:
-            self.course.store(self, now=True)
-        complete = self.course.gather(self, complete)
+            self.draws_here.take(*self._share, whole=True)
+        if self.course is not None:
+            complete = self.course.finish(self, complete)
         if complete and self.sharing is not None:
             self.sharing.keep_draws(self.loaded.module, self.options, self.draws)
         self.reading.finish()
@@ -142,27 +144,35 @@ class Session(SessionRecord):
             self.warnings += self.padding.warnings(inputs)
         first = self.batches == 0
         # A process that shares the text reads the first batch for the wiring alone, and then begins anew.
-        empty = self.state() if first and self.course.processes > 1 else {}
+        _, processes = self._share
+        empty = self.state() if first and processes > 1 else {}
         rows = self.reading.layout.rows(module, inputs)
         self.digest.add(inputs, rows if self.reading.layout.separable else None)
         counted = BatchTokens(inputs).counted()
         # The model's wiring is found in the first batch, so every process reads it, and a resumed run reads it again.
-        if first or self.course.owns(self.batches):
+        if first or self.course is None or self.course.owns(self.batches):
             self._measure(batch, inputs, special, rows, counted)
         if first:
             self._check_own_functions()
-            self.course.begin(self, empty)
-            if self.writer is not None and self.writer.silent:
-                self._go_on_with_rows(self.writer)
+            if self.course is not None:
+                self.course.begin(self, empty)
+            if self.course is not None and self.writer is not None and self.writer.silent:
+                self._go_on_with_rows(self.writer, self.course)
         if self.draws_here is not None:
             self._keep_for_draws(self.draws_here, inputs, special, rows)
-            self.draws_here.take(self.course.rank, self.course.processes, whole=False)
-        self.course.advance(self, inputs)
+            self.draws_here.take(*self._share, whole=False)
+        if self.course is not None:
+            self.course.advance(self, inputs)
         sampled = sum(is_sampled(self.windows + row) for row in range(rows))
         self.recorded += sampled > 0
         self.batches += 1
         self.windows += rows
         self.passed += counted or 0
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Number of this process, and how many processes share the text."""
+        return (0, 1) if self.course is None else (self.course.rank, self.course.processes)
 
     def _check_own_functions(self) -> None:
         """Check that the user's own functions work on the first batch, before much is read.
@@ -223,7 +233,7 @@ class Session(SessionRecord):
     def _begin_rows(self, names: Sequence[str]) -> None:
         """Make ready to write per-token rows of these statistics, and say how many bytes they may take."""
         course = self.course
-        if course.folder is None:
+        if course is None or course.folder is None:
             self.rows_kept = TemporaryFolder()
             self.rows_in = self.rows_kept.path / TOKENS
         else:
@@ -235,16 +245,16 @@ class Session(SessionRecord):
             self.warnings.append(
                 f"{size_in_words}; name fewer statistics in per_token, or read fewer tokens, for a smaller table"
             )
-        writer = TokenWriter(self.rows_in, names, self.given.tokenizer, (course.rank, course.processes))
+        writer = TokenWriter(self.rows_in, names, self.given.tokenizer, self._share)
         self.writer = writer
         self.token_rows = TokenRows(writer)
         self.reading.add_group(self.token_rows)
         # A batch that is read for the wiring alone leaves no rows.
-        writer.silent = course.rank > 0 or course.resumes()
+        writer.silent = course is not None and (course.rank > 0 or course.resumes())
         if not writer.silent:
             writer.begin(0)
 
-    def _go_on_with_rows(self, writer: TokenWriter) -> None:
+    def _go_on_with_rows(self, writer: TokenWriter, course: Course) -> None:
         """After the first batch: keep the rows that belong to the stored sums, and drop those after them.
 
         Raises:
@@ -252,7 +262,7 @@ class Session(SessionRecord):
         """
         token_rows = self.token_rows
         assert token_rows is not None
-        remaining = writer.begin(self.course.start)
+        remaining = writer.begin(course.start)
         writer.silent = False
         if remaining != token_rows.count and PER_TOKEN not in token_rows.failed:
             raise InputError(
