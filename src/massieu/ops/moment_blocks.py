@@ -139,8 +139,8 @@ def _empty_sums(slab: Slab, names: Set[str]) -> Sums:
 
 def _counted(slab: Slab, needed: Set[str]) -> Sums:
     """The sums where every visible key counts the same."""
-    sums = _empty_sums(slab, needed)
-    sums["count"] = slab.per_query(slab.seen.count).clamp_min(1)
+    sums = {"count": slab.per_query(slab.seen.count).clamp_min(1)}
+    sums |= _empty_sums(slab, needed)
     of_heads: Sums = {}
     for tile in slab.tiles() if needed else ():
         # The tiles of the same heads follow each other, from their first keys to the last.

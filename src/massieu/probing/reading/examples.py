@@ -141,15 +141,16 @@ def _numbers(call: AttentionCall) -> dict[str, np.ndarray]:
     reading = QueryReading(
         call, all_real, all_real, queries, False, (*ALWAYS_READ, *MOMENTS["selective_log_partition"])
     )
+    moments = reading.moments
     # log Z of no key at all is −∞.
-    sees_no_key = reading.log_partition == -torch.inf
+    sees_no_key = moments.log_partition == -torch.inf
     selective = reading.selective_log_partition().masked_fill(sees_no_key, torch.nan)
     if call.grade == "scores":
         selective = torch.full_like(selective, torch.nan)
     keys, weights = _strongest(call)
     numbers = {
         "selective_log_partition": selective,
-        "entropy": reading.moments.entropy.masked_fill(sees_no_key, torch.nan),
+        "entropy": moments.entropy.masked_fill(sees_no_key, torch.nan),
         "top_keys": keys,
         "top_weights": weights,
     }

@@ -378,8 +378,7 @@ class Reading(RunningParts):
 
     def _on_attention(self, call: AttentionCall) -> None:
         # The statistics are no part of the model: neither the tracer nor another function mode may see their operations.
-        unobserved = torch._C.DisableTorchFunction() if self.tracer is None else self.tracer.unobserved()
-        with unobserved:
+        with torch._C.DisableTorchFunction() if self.tracer is None else self.tracer.unobserved():
             self._read_attention(call)
 
     def _read_attention(self, call: AttentionCall) -> None:
