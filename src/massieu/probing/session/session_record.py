@@ -106,10 +106,8 @@ class SessionRecord:
         ratios = list(reading.ratios())
         of_text = next((each.ratio for each in ratios if not each.ratio.units.sampled), None)
         of_sample = {id(each.ratio): each.ratio for each in ratios if each.ratio.units.sampled}.values()  # each once
-        half_degrees = (
-            0.0 if of_text is None else _degrees(of_text.second_half()) or 0.0,
-            max((_degrees(ratio.second_half()) or 0.0 for ratio in of_sample), default=0.0),
-        )
+        half_text = None if of_text is None else _degrees(of_text.second_half())
+        half_sample = max((_degrees(ratio.second_half()) or 0.0 for ratio in of_sample), default=0.0)
         run = record.RunRecord(
             massieu_version=massieu.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -138,7 +136,7 @@ class SessionRecord:
                 max(filter(None, (_degrees(ratio.estimate()) for ratio in of_sample)), default=None),
             ),
             statistics=[statistic for statistic in statistics.values() if statistic.name in wanted],
-            findings=findings(heads, layers, half_degrees),
+            findings=findings(heads, layers, (half_text or 0.0, half_sample)),
             warnings=self.all_warnings(),
             unavailable=self._unavailable(),
             nonfinite=self._nonfinite(),
