@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from massieu.errors import InputError
@@ -37,9 +36,11 @@ class Catalogue:
     own: Mapping[str, OwnStatistic] = field(default_factory=dict)
     groups: Mapping[str, type[Group]] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def statistics(self) -> Mapping[str, Statistic]:
         """All statistics, by name: the package's first."""
+        if not self.own and not self.groups:
+            return STATISTICS
         own = {name: statistic.metadata for name, statistic in self.own.items()}
         of_groups = {statistic.name: statistic for group in self.groups.values() for statistic in group.statistics}
         return STATISTICS | own | of_groups
