@@ -242,13 +242,22 @@ def _checked(target: Target, checks: Mapping[str, Check | None]) -> Target:
         return target
 
     # A function of its own: the compiler may create classes with doors, and cannot hold checks in the closure of `call`.
-    def check(positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        _check_call(arguments, positional, named)
+    # Python's own error names an argument that is missing, so that an absent one is passed over.
+    def check_arguments(positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        for place, name, default, check in arguments:
+            if place < len(positional):
+                value = positional[place]
+            elif name in named:
+                value = named[name]
+            else:
+                continue
+            if value is not default:
+                check(name, value)
 
     @functools.wraps(target)
     def call(*positional: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
-            check(positional, named)
+            check_arguments(positional, named)
         return target(*positional, **named)
 
     return call  # pyright: ignore[reportReturnType]
@@ -262,16 +271,3 @@ def _arguments_of(target: Callable[..., Any], checks: Mapping[str, Check | None]
             continue
         by_name_only = parameter.kind is parameter.KEYWORD_ONLY
         yield _Argument(MOST if by_name_only else place, parameter.name, parameter.default, check)
-
-
-def _check_call(arguments: tuple[_Argument, ...], positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Check the arguments of one call. Python's own error names what is missing, so that an absent one is passed over."""
-    for place, name, default, check in arguments:
-        if place < len(positional):
-            value = positional[place]
-        elif name in named:
-            value = named[name]
-        else:
-            continue
-        if value is not default:
-            check(name, value)

@@ -131,12 +131,16 @@ def _run(
 
 def _empty_sums(slab: Slab, names: Set[str]) -> Sums:
     """Tensors for the sums of these names, not filled, each (b·Hk, G·rows, 1)."""
-    return {name: slab.new(1, dtype=torch.int64 if name == "position" else None)[0] for name in names}
+    sums: Sums = {}
+    for name in names:
+        sums[name] = slab.new(dtype=torch.int64 if name == "position" else None)
+    return sums
 
 
 def _counted(slab: Slab, needed: Set[str]) -> Sums:
     """The sums where every visible key counts the same."""
-    sums = _empty_sums(slab, needed) | {"count": slab.per_query(slab.seen.count).clamp_min(1)}
+    sums = {"count": slab.per_query(slab.seen.count).clamp_min(1)}
+    sums |= _empty_sums(slab, needed)
     of_heads: Sums = {}
     for tile in slab.tiles() if needed else ():
         # The tiles of the same heads follow each other, from their first keys to the last.

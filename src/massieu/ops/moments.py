@@ -1,6 +1,7 @@
 """Moments of attention's weights: what each query's attention looks like, in one pass over the scores."""
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import Generic, Literal, NamedTuple, TypeVar, overload
 
@@ -9,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.arguments import choice, described
-from massieu.foundation.listening import in_one_call, listeners
+from massieu.foundation.listening import as_one_call, listeners
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, moment_blocks, packed_rows, reference, tiles
 from massieu.ops import sink as with_sink
@@ -152,16 +153,15 @@ def attention_moments(
     choice("backend", backend, "auto", *BACKENDS)
     names = _checked_names(moments)
     computed_names = names if problem.sink is None else _with_sources(names)
-    chosen = backends.choose(backend, _registry(computed_names), problem)
-
-    def compute() -> dict[str, Tensor]:
-        labels = computed_names if value is None else (*computed_names, "output")
-        results = dict(zip(labels, _in_parts(chosen.forward, computed_names, problem, chosen.bands), strict=True))
-        return results if problem.sink is None else with_sink.moments(results, problem)
-
+    device = problem.query.device if backend == "auto" else None
+    chosen = backends.choose(backend, _registry(computed_names, device), problem)
     # Whoever observes attention is shown one call with its output, not the calls for each part.
     observers = () if value is None else listeners()
-    results = in_one_call(observers, compute)
+    with as_one_call(observers) if observers else nullcontext():
+        labels = computed_names if value is None else (*computed_names, "output")
+        results = dict(zip(labels, _in_parts(chosen.forward, computed_names, problem, chosen.bands), strict=True))
+        if problem.sink is not None:
+            results = with_sink.moments(results, problem)
     if observers:
         results["output"] = tell(observers, ObservedAttention(problem, results["output"].to(query.dtype)))
     restored = {name: problem.restore(results[name]) for name in names}
@@ -222,10 +222,10 @@ def _in_parts(
     if problem.queries_before_keys:
         whole = partial(_in_parts, forward, names, bands=bands)
         return band.after_queries_before_keys(whole, partial(_without_keys, names), problem)
-    if bands:
+    if bands or problem.window is None:
         return forward(problem)
     without_keys = partial(_without_keys, names)
-    if "max_position" not in names or problem.window is None:
+    if "max_position" not in names:
         return band.apply(forward, problem, without_keys=without_keys)
     place = names.index("max_position")
 
@@ -288,13 +288,13 @@ def moments_backend(
     return backends.choose("auto", _registry(_checked_names(moments)), problem).name
 
 
-def _registry(names: tuple[str, ...]) -> tuple[backends.Backend, ...]:
-    """Backends in order of preference."""
-    return (
-        TritonMoments(names),
-        tiles.Blocks(partial(moment_blocks.moments, names)),
-        reference.Reference(partial(_by_reference, names)),
-    )
+def _registry(names: tuple[str, ...], device: torch.device | None = None) -> tuple[backends.Backend, ...]:
+    """Backends in order of preference; of a device, those that may run there."""
+    blocks = tiles.Blocks(partial(moment_blocks.moments, names))
+    by_reference = reference.Reference(partial(_by_reference, names))
+    if device is not None and device.type != TritonMoments.device_type:
+        return blocks, by_reference
+    return TritonMoments(names), blocks, by_reference
 
 
 BACKENDS = ("triton", "blocks", "reference")

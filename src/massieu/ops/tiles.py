@@ -209,7 +209,8 @@ class Slab:
 
     def fold(self, tensor: Tensor) -> Tensor:
         """The slab's part of ``(B, Hk, G, L, C)`` as (b·Hk, G·rows, C)."""
-        return self.of(tensor).reshape(self.shape[0] * self.shape[1], -1, tensor.shape[-1])
+        part = self.of(tensor)
+        return part.reshape(part.shape[0] * part.shape[1], -1, part.shape[-1])
 
     def new(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         """A buffer ``(*size, b·Hk, G·rows, 1)``, of the query's dtype if no other is given."""

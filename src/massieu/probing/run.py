@@ -36,6 +36,8 @@ from massieu.storage.record import ModelRecord, SiteRecord, Sublayer, json_value
 
 BATCH_SIZE = 8
 """Windows in a batch, unless a probe is told otherwise."""
+NO_RULES: tuple[()] = ()
+"""What a probe replaces, unless it is told otherwise."""
 QUICK = "quick"
 """In place of names of statistics: those of the attention, without control and examples."""
 
@@ -45,7 +47,7 @@ def probe(
     data: Any = None,
     *,
     statistics: Iterable[Named] | str | None = None,
-    replace: str | Rule | Replacement | Sequence[str | Rule | Replacement] = (),
+    replace: str | Rule | Replacement | Sequence[str | Rule | Replacement] = NO_RULES,
     draws: int = DRAWS,
     per_token: bool | Sequence[str] = False,
     query_sample: int | None = None,
@@ -104,7 +106,8 @@ def probe(
         >>> [0 < row["value"] < 2.08 for row in result.heads.rows(named=True) if row["statistic"] == "entropy"]
         [True, True]
     """
-    asked = Measurement(statistics, replacements(replace), draws, per_token, query_sample, batch_size, seed)
+    rules = NO_RULES if replace is NO_RULES else replacements(replace)
+    asked = Measurement(statistics, rules, draws, per_token, query_sample, batch_size, seed)
     return measured(given_model(model), given_data(data), asked, given_run(run))
 
 
@@ -117,7 +120,7 @@ class Measurement:
     """
 
     statistics: Iterable[Named] | str | None = None
-    replace: tuple[Replacement, ...] = ()
+    replace: tuple[Replacement, ...] = NO_RULES
     draws: int = DRAWS
     per_token: bool | Sequence[str] = False
     query_sample: int | None = None
@@ -143,13 +146,20 @@ class Measurement:
         return isinstance(self.statistics, str)
 
     def settings(self) -> dict[str, Any]:
-        """What was said of it, as a result's record holds it."""
+        """The user's settings, as a result's record holds them."""
         named = None if self.quick else self.selection.requested
-        said: dict[str, Any] = {"statistics": named, "batch_size": self.batch_size, "query_sample": self.query_sample}
-        said |= {"quick": self.quick, "draws": self.draws}
+        settings: dict[str, Any] = {
+            "statistics": named,
+            "batch_size": self.batch_size,
+            "query_sample": self.query_sample,
+            "quick": self.quick,
+            "draws": self.draws,
+        }
         if own := self.selection.catalogue.digests():
-            said |= {"own_statistics": own}
-        return said | ({"replace": [f"{each.name} for {each.per}" for each in self.replace]} if self.replace else {})
+            settings["own_statistics"] = own
+        if self.replace:
+            settings["replace"] = [f"{replacement.name} for {replacement.per}" for replacement in self.replace]
+        return settings
 
 
 @torch.inference_mode(False)  # slopes need derivatives, wherever the caller stands
@@ -163,13 +173,15 @@ def measured(
     """
     selection = asked.selection
     wanted, groups = selection.names, selection.groups
-    rows = check_per_token(asked.per_token, selection)
+    rows = () if asked.per_token is False else check_per_token(asked.per_token, selection)
     replacing = with_heads(asked.replace) if REPLACEMENT in groups else asked.replace
     new_tokens = None if isinstance(data, Pairs | Images) else data.continue_for
     if new_tokens is not None:
         wanted, groups = _while_generating(selection), frozenset({ATTENTION})
     _check_together(run, new_tokens is not None, bool(replacing), bool(rows))
-    settings = _settings(model, data, with_changes(asked, replace=replacing), rows)
+    if replacing != asked.replace:
+        asked = with_changes(asked, replace=replacing)
+    settings = _settings(model, data, asked, rows)
     course = course_of(run, settings, stores=not replacing)  # the windows that are run again are in no running sums
     head = True if new_tokens is not None else "if any" if replacing or REPEATED in groups else False
     loaded, given = Opening(model, head, asked.batch_size, run.tell, sharing).input(data)
@@ -179,10 +191,12 @@ def measured(
         new_tokens=new_tokens, replace=replacing, per_token=rows, draws=0 if asked.quick else asked.draws,
         catalogue=selection.catalogue,
     )  # fmt: skip
-    settings["max_length"] = course.settings["max_length"] = given.max_length
+    settings["max_length"] = given.max_length
+    if course is not None:
+        course.settings["max_length"] = given.max_length
     limit = settings["max_tokens"]
     with interruptible() as interruption:
-        if run.resume and not course.found():
+        if run.resume and not (course is not None and course.found()):
             run.tell(ProbeProgress(f"nothing is stored in {run.folder}: reading from the beginning"))
         session = Session(
             loaded, given, options, _holding(run.tell, interruption), limit, course=course, sharing=sharing
@@ -219,10 +233,12 @@ def _check_together(run: Run, generates: bool, replaces: bool, rows: bool) -> No
 
 
 def _settings(model: Checkpoint | nn.Module, data: Data, asked: Measurement, rows: Sequence[str]) -> dict[str, Any]:
-    """What was said of a run, as its record holds it, and as a run that goes on from it has to say again."""
+    """The user's settings, as the record holds them, and as a run that goes on from this one has to repeat them."""
     loading = model if isinstance(model, Checkpoint) else Checkpoint()
     settings = data.settings() | asked.settings() | loading.settings()
-    return settings | ({"per_token": list(rows)} if rows else {})
+    if rows:
+        settings["per_token"] = list(rows)
+    return settings
 
 
 def _while_generating(selection: Selection) -> frozenset[str]:

@@ -222,14 +222,15 @@ def reading_interface(model: nn.Module, capture: Capture) -> Iterator[None]:
         InputError: the model runs attention through an implementation other than ``sdpa`` or ``eager``, or is being probed
             already.
     """
-    if "transformers" not in sys.modules or not _configurations(model):
+    configurations = _configurations(model) if "transformers" in sys.modules else []
+    if not configurations:
         yield
         return
     saved, ours = [], []
     try:
         with LOCK:
             _register()
-            saved = _implementations(model)
+            saved = _implementations(configurations)
             ours = [(c, _StandsFor(FUSED if name == "sdpa" else EAGER, name or "eager")) for c, name in saved]
             for config, name in ours:
                 config._attn_implementation_internal = name
@@ -241,9 +242,9 @@ def reading_interface(model: nn.Module, capture: Capture) -> Iterator[None]:
                 config._attn_implementation_internal = name
 
 
-def _implementations(model: nn.Module) -> list[tuple[Any, str | None]]:
-    """The attention implementation of each configuration in the model, all of which can be delegated to."""
-    found = [(config, config._attn_implementation_internal) for config in _configurations(model)]
+def _implementations(configurations: list[Any]) -> list[tuple[Any, str | None]]:
+    """The attention implementation of each configuration, all of which can be delegated to."""
+    found = [(config, config._attn_implementation_internal) for config in configurations]
     names = {name for _, name in found}
     if names & {FUSED, EAGER}:
         raise InputError(

@@ -7,6 +7,7 @@ module around it that has parameters. Heads of `massieu.nn.Attention` belong to 
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -25,12 +26,13 @@ SUM_TO_ONE = 1e-4
 """How far from 1 the weights of a query may add up to in float32 and be a distribution over its keys."""
 
 
+@dataclass(eq=False)
 class OwnCalls:
     """Hands what `massieu.ops` tells to a capture; a `massieu.foundation.listening.Listener`."""
 
-    def __init__(self, capture: Capture, tap: Tap) -> None:
-        self.capture, self.tap = capture, tap
-        self._unreadable: str | None = None
+    capture: Capture
+    tap: Tap
+    _unreadable: str | None = field(default=None, init=False)
 
     def listens(self) -> bool:
         """Whether the next call is one of the forward pass that is read, and not of another model beside it."""

@@ -301,7 +301,7 @@ def given_data(data: Any) -> Data:
             f"data must be text, images or batches, got {described(data)}; give massieu.Text(paths, tokenizer) for a "
             "tokenizer, and massieu.Images(images, processor) for a processor"
         )
-    if is_dataset(data):
+    if not isinstance(data, list | tuple) and is_dataset(data):
         raise InputError("data is a data set: give massieu.Text(strings=data, column=…), or massieu.Batches(data)")
     return Batches(data)
 

@@ -9,6 +9,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+AUDIO = frozenset({"input_values", "input_features"})
+"""Inputs that hold audio: its samples, or features of them."""
+NOT_TEXT = AUDIO | {"pixel_values"}
+"""Inputs whose tokens are not text, and may have names all the same."""
 SAMPLING_RATE = 16_000
 """Samples in a second of these families' training data; their feature extractors state it, not the models."""
 _HOP = 160

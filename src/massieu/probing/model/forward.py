@@ -213,8 +213,8 @@ def real_mask(inputs: Mapping[str, Any], *, decoder: bool) -> Bool[Tensor, "B L"
             if mask.is_floating_point() and (hidden or bool((mask < 0).any())):
                 return mask >= 0
             return ~mask.bool() if hidden else mask.bool()
-    labels = inputs.get("labels")
-    if decoder and is_tokens(labels):
+    labels = inputs.get("labels") if decoder else None
+    if labels is not None and is_tokens(labels):
         return labels != IGNORED
     return None
 

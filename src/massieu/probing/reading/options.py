@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from massieu.probing.replaced.replacement import Replacement
 from massieu.probing.statistics.catalogue import PACKAGE, Catalogue
-from massieu.probing.statistics.query_means import Functions
 from massieu.probing.sums.units import Units
 
 
@@ -39,11 +38,3 @@ class Options:
     per_token: tuple[str, ...] = ()
     draws: int = 8
     catalogue: Catalogue = PACKAGE
-
-    def of_attention(self) -> Functions:
-        """The attention's statistics to compute; always the entropy, from which the number of error units is read."""
-        functions = self.catalogue.query_functions
-        if self.statistics is None:
-            return dict(functions)
-        wanted = self.statistics | {"entropy"}
-        return {name: function for name, function in functions.items() if name in wanted}

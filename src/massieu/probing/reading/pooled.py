@@ -27,8 +27,7 @@ class PooledLengths:
     def __init__(self, model: nn.Module, sites: Sequence[SiteInfo]) -> None:
         self._model = model
         self._sites = {info.site: info for info in sites}
-        # Cross-attention outside a decoder means pooled queries; a decoder's tokens have a mask of their own.
-        self._needed = any(info.kind == "cross" and not info.in_decoder for info in sites)
+        self._needed = True
 
     def look_ahead(self, tokens: BatchTokens) -> None:
         """Give the tokens of a batch the real ones of each inner sequence, before the pass that is read."""

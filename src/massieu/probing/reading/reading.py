@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,14 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens, Tokens, drawn_for
 from massieu.probing.checks.nonfinite import FirstTrouble, at_real, in_batch, in_call, kind_of
-from massieu.probing.data.token_names import frames_of
+from massieu.probing.data.token_names import AUDIO, frames_of
 from massieu.probing.model.forward import decoder_given, output_tensor, run
 from massieu.probing.model.model import model_inputs
 from massieu.probing.model.packed import dense_inside
 from massieu.probing.model.unexpected import OwnFunctionError, calling_own
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.pooled import PooledLengths
-from massieu.probing.statistics import groups_of
+from massieu.probing.statistics import GROUP_CLASSES
 from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.group import (
     CallQueries,
@@ -46,7 +46,7 @@ from massieu.probing.statistics.group import (
     Source,
     fenced,
 )
-from massieu.probing.statistics.query_means import QueryResult, moments_read, query_statistics
+from massieu.probing.statistics.query_means import Functions, QueryResult, moments_read, query_statistics
 from massieu.probing.statistics.query_reading import QueryReading
 from massieu.probing.stream.replay import HeadMaps, Replay, head_maps, write_maps
 from massieu.probing.stream.replays import Replays
@@ -114,7 +114,8 @@ class Reading(RunningParts):
         self.layout = layout
         self.options = options
         self.by_site: dict[AttentionSite, SiteInfo] = {info.site: info for info in sites}
-        groups = groups_of(options.groups, options.catalogue.groups)
+        known_groups = (*GROUP_CLASSES, *options.catalogue.groups.values())
+        groups = [group() for group in known_groups if group.name in options.groups]
         # The stream is followed only for groups that need its steps, since that costs time in every pass.
         follows_stream = any(group.events & _OF_THE_STREAM for group in groups)
         self.tracer = StreamTracer(model, sites, self._on_step) if follows_stream else None
@@ -126,7 +127,11 @@ class Reading(RunningParts):
         self.untold: set[int] = set()  # lengths of sequences whose padding counted as tokens
         self.broken = False  # the current batch has numbers that are not finite
         self._trouble = FirstTrouble()
-        self._functions = options.of_attention()
+        self._functions: Functions = options.catalogue.query_functions
+        if options.statistics is not None:
+            # Always the entropy, from which the number of error units is read.
+            wanted = options.statistics | {"entropy"}
+            self._functions = {name: each for name, each in self._functions.items() if name in wanted}
         self._is_draw = is_draw
         self._model_reading = ModelReading(
             model, sites, self.sublayers, options.units, options.max_length, options.seed, options.query_sample,
@@ -134,7 +139,9 @@ class Reading(RunningParts):
             self._functions, options.catalogue.own, is_draw,
         )  # fmt: skip
         self._weighed: set[str] = set()  # sites whose weights were handed out
-        self._pooled = PooledLengths(model, sites)
+        # Queries that are no text and no decoder's: the model pools its tokens inside (Funnel).
+        pools_tokens = any(info.kind == "cross" and not info.in_decoder for info in sites)
+        self._pooled = PooledLengths(model, sites) if pools_tokens else None
         self._capture: Capture | None = None
         self._tokens = BatchTokens({})
         self._rows = 0
@@ -181,7 +188,7 @@ class Reading(RunningParts):
         prepared = model_inputs(self.model, inputs)
         # The decoder's tokens were made of the text's where the batch gives none of its own.
         follows = decoder_given(prepared) and not decoder_given(inputs)
-        audio = frames_of(self.model, prepared)
+        audio = frames_of(self.model, prepared) if AUDIO & prepared.keys() else None
         real_frames = None if audio is None else audio.real
         self._tokens = BatchTokens(prepared, special, follows, target_special, real_frames)
         self._rows = self.layout.rows(self.model, prepared)
@@ -191,7 +198,8 @@ class Reading(RunningParts):
         # Groups measure inside the forward pass; their seconds are subtracted from those of the pass.
         before = sum(self.seconds.values())
         with self._timed("forward"):
-            self._pooled.look_ahead(self._tokens)
+            if self._pooled is not None:
+                self._pooled.look_ahead(self._tokens)
             with torch.no_grad(), capturing(self.model, self._on_attention) as capture:
                 self._capture = capture
                 with self._following():
@@ -403,9 +411,10 @@ class Reading(RunningParts):
         failed: dict[str, str] = {}
         with fenced(failed, *(group.name for group in groups)):
             for part in self._query_parts(call, tokens):
-                queries = self._queries(call, tokens, part)
+                result = self._statistics(part.call, part.queries, part.keys, part.positions, tokens.info.itself)
+                event = part.event(result, tokens, call.query.shape[2])
                 for group in groups:
-                    self._deliver(group, group.on_queries, queries)
+                    self._deliver(group, group.on_queries, event)
         for group in groups:
             group.failed |= {name: reason for name, reason in failed.items() if name == group.name}
 
@@ -416,32 +425,23 @@ class Reading(RunningParts):
         # A call over something that all rows share, such as relative positions, has a single row.
         rows = 1 if sequences % tokens.rows else tokens.rows
         if sample is None or sample >= length:
-            yield _QueryPart(slice(None), torch.arange(length), range(rows))
+            positions = torch.arange(length, device=call.query.device)
+            yield _QueryPart(call, tokens.queries, tokens.keys, positions, slice(None), range(rows))
             return
         sequences_per_row = sequences // rows
         # Each row draws from its own window's generator, so that the batch size changes no sample.
         for row in range(rows):
             drawn = torch.randperm(length, generator=self._random(row, _QUERIES))
+            positions = drawn[:sample].sort().values.to(call.query.device)
             item = slice(row * sequences_per_row, (row + 1) * sequences_per_row)
-            yield _QueryPart(item, drawn[:sample].sort().values, range(row, row + 1))
-
-    def _queries(self, call: AttentionCall, tokens: CallTokens, read: "_QueryPart") -> CallQueries:
-        """The numbers of queries that are read together."""
-        item = read.item
-        rows = slice(read.rows.start, read.rows.stop)
-        num_rows = len(read.rows)
-        length = call.query.shape[2]
-        positions = read.positions.to(call.query.device)
-        part = call.rows(item).at(positions) if len(positions) < length else call
-        queries = _part(tokens.queries, item, positions)
-        keys = _part(tokens.keys, item, slice(None))
-        result = self._statistics(part, queries, keys, positions, tokens.info.itself)
-        # Places count positions in the whole sequence, so they take the ids of all its tokens.
-        query_ids = None if tokens.queries.ids is None else tokens.queries.ids[item]
-        key_ids = None if tokens.keys.ids is None else tokens.keys.ids[item]
-        places = Places(positions, tokens.windows[rows], num_rows, query_ids, key_ids)
-        numbers = None if tokens.numbers is None else tokens.numbers[rows]
-        return CallQueries(tokens.info, result, num_rows, numbers, places, part, queries.real, length)
+            yield _QueryPart(
+                call.rows(item).at(positions),
+                _part(tokens.queries, item, positions),
+                _part(tokens.keys, item, slice(None)),
+                positions,
+                item,
+                range(row, row + 1),
+            )
 
     def _statistics(
         self, call: AttentionCall, queries: Tokens, keys: Tokens, positions: Tensor, itself: bool, cut: bool = False
@@ -492,12 +492,40 @@ class Reading(RunningParts):
         return SiteWeights(info, maps, writes)
 
 
-class _QueryPart(NamedTuple):
-    """Queries that are read together: of some rows of a batch, whose sequences are an item of the call."""
+@dataclass(frozen=True, eq=False)
+class _QueryPart:
+    """Queries of a call that are read together: all of them, or a sample of one row's.
 
-    item: slice
+    Attributes:
+        call: of these queries alone.
+        queries, keys: their tokens, and those of the keys.
+        positions: of the queries in their sequence.
+        item: the sequences of the whole call that they are of.
+        rows: of the batch.
+    """
+
+    call: AttentionCall
+    queries: Tokens
+    keys: Tokens
     positions: Tensor
+    item: slice
     rows: range
+
+    def event(self, result: QueryResult, tokens: CallTokens, length: int) -> CallQueries:
+        """The statistics of these queries, as groups receive them.
+
+        Args:
+            tokens: of the whole call.
+            length: number of its queries.
+        """
+        rows = slice(self.rows.start, self.rows.stop)
+        num_rows = len(self.rows)
+        # Places count positions in the whole sequence, so they take the ids of all its tokens.
+        query_ids = None if tokens.queries.ids is None else tokens.queries.ids[self.item]
+        key_ids = None if tokens.keys.ids is None else tokens.keys.ids[self.item]
+        places = Places(self.positions, tokens.windows[rows], num_rows, query_ids, key_ids)
+        numbers = None if tokens.numbers is None else tokens.numbers[rows]
+        return CallQueries(tokens.info, result, num_rows, numbers, places, self.call, self.queries.real, length)
 
 
 def _part(tokens: Tokens, item: slice, positions: slice | Tensor) -> Tokens:

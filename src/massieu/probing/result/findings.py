@@ -28,6 +28,40 @@ MOSTLY = 0.5
 SIGNIFICANT = 0.05
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """One of the four findings.
+
+    Attributes:
+        needed: statistics of which it can be made, the first one for preference.
+        of_layers: it is made from the layers' table, else from the heads'.
+        sampled: its numbers come from the sampled windows, else from the whole text.
+    """
+
+    id: str
+    title: str
+    needed: tuple[str, ...]
+    of_layers: bool = False
+    sampled: bool = False
+
+
+SINK = _Kind("sink", "Attention on the first token", ("weight_first",))
+SHARPNESS = _Kind("sharpness", "Sharpest and flattest heads", ("entropy_fraction",))
+CLIMB = _Kind(
+    "climb",
+    "Does a head's write sharpen its own attention?",
+    ("own_write_step_selective", "update_step_selective"),
+    sampled=True,
+)
+COLLAPSE = _Kind(
+    "collapse",
+    "Where the tokens of a window come together",
+    ("effective_rank_change",),
+    of_layers=True,
+    sampled=True,
+)
+
+
 class _Lookup:
     """Cells of a long table by (site, head, statistic)."""
 
@@ -35,11 +69,13 @@ class _Lookup:
         self.cells: dict[tuple[str, int | None, str], Cell] = {}
         self.layers: dict[str, int | None] = {}
         self.order: dict[Place, None] = {}
+        self.statistics: set[str] = set()  # those with a row, be it without a number
         for site, layer, head, statistic, value, error, count in frame.iter_rows():
             if value is not None:  # a place without a number is neither counted nor compared
                 self.cells[site, head, statistic] = (value, float("nan") if error is None else error, count)
             self.layers[site] = layer
             self.order[site, head] = None
+            self.statistics.add(statistic)
 
     def column(self, statistic: str) -> tuple[list[Place], np.ndarray]:
         """All places that have this statistic, and its values there."""
@@ -281,8 +317,7 @@ def _law(cell: Cell) -> str:
 
 def _sink(heads: _Lookup, half_degrees: float) -> _Card:
     """The head with the largest weight on the first token."""
-    title = "Attention on the first token"
-    name = "weight_first"
+    (name,) = SINK.needed
     part = _Part.of(heads, name, "the weight of {place}", largest=True, half_degrees=half_degrees)
 
     def announce(parts: Sequence[_Part]) -> Finding:
@@ -298,7 +333,7 @@ def _sink(heads: _Lookup, half_degrees: float) -> _Card:
         share_of_heads = f"{len(mostly)} of {counted(len(places), 'head')}{heads.without(name)}"
         sentence += f". {share_of_heads} {verb} attention on the first token."
         return Finding(
-            "sink", title, sentence, *strongest.cell[:2], "of the attention",
+            SINK.id, SINK.title, sentence, *strongest.cell[:2], "of the attention",
             f"Heads of its layer that have learned nothing put {_law(strongest.nulls[0])} there.",
             strongest.cell[2],
             "Weight on a token is not information from it. A head that reads a small value there is a candidate no-op on "
@@ -306,13 +341,12 @@ def _sink(heads: _Lookup, half_degrees: float) -> _Card:
             name, [heads.pair(place) for place in (mostly or [strongest.place])[:12]],
         )  # fmt: skip
 
-    return _card("sink", title, name, [part], announce)
+    return _card(SINK, [part], announce)
 
 
 def _sharpness(heads: _Lookup, half_degrees: float) -> _Card:
     """The heads with the lowest and the highest entropy, and the one with the largest score."""
-    title = "Sharpest and flattest heads"
-    name = "entropy_fraction"
+    (name,) = SHARPNESS.needed
     above_mean = "largest_score_above_mean"
     sharp = _Part.of(heads, name, "the sharpness of {place}", largest=False, half_degrees=half_degrees)
     flat = _Part.of(heads, name, "the flatness of {place}", largest=True, half_degrees=half_degrees)
@@ -344,7 +378,7 @@ def _sharpness(heads: _Lookup, half_degrees: float) -> _Card:
         elif shown is flat:
             unit = "of log n, the flattest head"
         return Finding(
-            "sharpness", title, " ".join(sentences), *shown.cell[:2],
+            SHARPNESS.id, SHARPNESS.title, " ".join(sentences), *shown.cell[:2],
             unit,
             f"Heads of its layer that have learned nothing have {_law(shown.nulls[0])}.",
             shown.cell[2],
@@ -352,17 +386,15 @@ def _sharpness(heads: _Lookup, half_degrees: float) -> _Card:
             shown.statistic, [heads.pair(part.place) for part in parts],
         )  # fmt: skip
 
-    return _card("sharpness", title, name, [sharp, flat, score], announce)
+    return _card(SHARPNESS, [sharp, flat, score], announce)
 
 
 def _climb(heads: _Lookup, half_degrees: float) -> _Card:
     """The heads whose write, or whose layer's update, moves the query most and least towards sharper attention."""
-    title = "Does a head's write sharpen its own attention?"
-    name = "own_write_step_selective"
-    has_own_writes = bool(heads.column(name)[0])
+    of_writes, of_updates = CLIMB.needed
+    has_own_writes = bool(heads.column(of_writes)[0])
     # Without the heads' writes, the whole layer's update is read; it is compared with a random step of equal length.
-    if not has_own_writes:
-        name = "update_step_selective"
+    name = of_writes if has_own_writes else of_updates
     control = "mismatched" if has_own_writes else "random"
     what = "the effect on {place}"
     most = _Part.of(heads, name, what, largest=True, half_degrees=half_degrees, control=control)
@@ -405,7 +437,7 @@ def _climb(heads: _Lookup, half_degrees: float) -> _Card:
         share = _mean([heads.get(place, sharpens)[0] for place in places])
         shown = parts[0]
         return Finding(
-            "climb", title, sentence, *shown.cell[:2], "nats",
+            CLIMB.id, CLIMB.title, sentence, *shown.cell[:2], "nats",
             f"{mismatched}A random step of equal length: {_signed(random)} nats; it sharpens {100 * share:.0f} % of queries. "
             f"Heads that have learned nothing have {_law(shown.nulls[0])}.",
             shown.cell[2],
@@ -414,7 +446,7 @@ def _climb(heads: _Lookup, half_degrees: float) -> _Card:
             name, [heads.pair(place) for place in (sharpening + flattening)[:12]],
         )  # fmt: skip
 
-    return _card("climb", title, "own_write_step_selective", [most, least], announce)
+    return _card(CLIMB, [most, least], announce)
 
 
 def _is_significant(heads: _Lookup, statistic: str, place: Place, control: str) -> bool:
@@ -442,8 +474,7 @@ def _given_back(layers: _Lookup, fall: _Part, half_degrees: float, unit: str) ->
 
 def _collapse(layers: _Lookup, half_degrees: float) -> _Card:
     """The sublayers at which effective rank and volume fall most."""
-    title = "Where the tokens of a window come together"
-    rank = "effective_rank_change"
+    (rank,) = COLLAPSE.needed
     volume = "log_determinant_change"
     parts = [
         _Part.of(layers, name, f"the change of {word} at {{place}}", largest=False, half_degrees=half_degrees)
@@ -471,28 +502,37 @@ def _collapse(layers: _Lookup, half_degrees: float) -> _Card:
         sentences = [volume_sentence(part) if part.statistic == volume else rank_sentence(part) for part in parts]
         shown = parts[0]
         return Finding(
-            "collapse", title, " ".join(sentences), *shown.cell[:2], STATISTICS[shown.statistic].unit,
+            COLLAPSE.id, COLLAPSE.title, " ".join(sentences), *shown.cell[:2], STATISTICS[shown.statistic].unit,
             f"Models that have learned nothing change by {_law(shown.nulls[0])} there.", shown.cell[2],
             "Measured on at most 64 tokens of each window. The distance between tokens does not say what later layers can "
             "still read.",
             shown.statistic, [],
         )  # fmt: skip
 
-    return _card("collapse", title, rank, parts, announce)
+    return _card(COLLAPSE, parts, announce)
 
 
-def _card(
-    identity: str,
-    title: str,
-    needed: str,
-    parts: Sequence[_Part | None],
-    announce: Callable[[Sequence[_Part]], Finding],
-) -> _Card:
-    """The card of the parts that were measured; if the first was not, a card that names the statistic it needs."""
+def _card(kind: _Kind, parts: Sequence[_Part | None], announce: Callable[[Sequence[_Part]], Finding]) -> _Card:
+    """The card of the parts that were measured; one without parts if the first was not."""
     if parts[0] is None:
-        absent = Finding(identity, title, "Not measured in this run.", caveat=f"It needs the statistic {needed}.")
-        return _Card(identity, title, [], lambda _: absent)
-    return _Card(identity, title, [part for part in parts if part is not None], announce)
+        return _absent(kind)
+    return _Card(kind.id, kind.title, [part for part in parts if part is not None], announce)
+
+
+def _absent(kind: _Kind) -> _Card:
+    """The card of a finding whose statistics were not measured: it names the one that is needed."""
+    caveat = f"It needs the statistic {kind.needed[0]}."
+    finding = Finding(kind.id, kind.title, "Not measured in this run.", caveat=caveat)
+    return _Card(kind.id, kind.title, [], lambda _: finding)
+
+
+MAKERS: dict[_Kind, Callable[[_Lookup, float], _Card]] = {
+    SINK: _sink,
+    SHARPNESS: _sharpness,
+    CLIMB: _climb,
+    COLLAPSE: _collapse,
+}
+"""The four findings, in their order on the page: each is made from a table and from the degrees of freedom of its errors."""
 
 
 def findings(heads: Any, layers: Any, half_degrees: tuple[float, float] = (1.0, 1.0)) -> list[Finding]:
@@ -503,13 +543,13 @@ def findings(heads: Any, layers: Any, half_degrees: tuple[float, float] = (1.0, 
     """
     by_head = _Lookup(heads)
     by_layer = _Lookup(layers)
-    # Entropy and weights come from the whole text; the climb and the clouds of tokens from sampled windows.
     half_text, half_sample = half_degrees
-    cards = [
-        _sink(by_head, half_text),
-        _sharpness(by_head, half_text),
-        _climb(by_head, half_sample),
-        _collapse(by_layer, half_sample),
-    ]
+    cards = []
+    for kind, make in MAKERS.items():
+        table = by_layer if kind.of_layers else by_head
+        if table.statistics.isdisjoint(f"{name}/first_half" for name in kind.needed):
+            cards.append(_absent(kind))
+        else:
+            cards.append(make(table, half_sample if kind.sampled else half_text))
     levels = holm([card.p_value for card in cards], SIGNIFICANT)
     return [card.finding(level) for card, level in zip(cards, levels, strict=True)]

@@ -97,12 +97,17 @@ class ProbeResult:
         units: UnitSums | None = None,
         token_table: TokenTable | None = None,
     ) -> None:
-        self.run = stored.run_of(json_value(run), "the record of the run")
+        self._record = run
         self._details = details
         self.heads = heads
         self.layers = layers
         self.units = units
         self._token_table = token_table
+
+    @cached_property
+    def run(self) -> RunRecord:
+        """What ``run.json`` holds, entry by entry, with plain values; made when it is first read."""
+        return stored.run_of(json_value(self._record), "the record of the run")
 
     @cached_property
     def details(self) -> dict[str, Any]:

@@ -119,12 +119,13 @@ class Course:
             InputError: what was stored belongs to another run.
         """
         self._empty = empty
-        loaded = session.loaded
-        # The digest of a checkpoint is that of its weights, and its configuration can be edited.
-        model = {"model": loaded.hash, "model configuration": settings_hash(loaded.module)}
-        self.settings |= {"massieu": massieu.__version__, **model, "seed": session.options.seed}
         self._latest = time.monotonic()
         path = self._path()
+        if path is not None:
+            loaded = session.loaded
+            # The digest of a checkpoint is that of its weights, and its configuration can be edited.
+            model = {"model": loaded.hash, "model configuration": settings_hash(loaded.module)}
+            self.settings |= {"massieu": massieu.__version__, **model, "seed": session.options.seed}
         if path is not None and self.resumes():
             with explaining(f"{path} cannot be read"):
                 stored = unpacked(path.read_bytes(), str(path))
@@ -207,6 +208,20 @@ class Course:
     def _path(self) -> Path | None:
         return None if self.folder is None else self.folder / _FILE.format(self.rank + 1, self.processes)
 
+    def finish(self, session: Resumable, complete: bool) -> bool:
+        """Store the sums of a reading that was interrupted, and give every process those of all.
+
+        Returns:
+            Whether all have read to the end.
+
+        Raises:
+            InputError: as `gather`.
+            ProcessLostError: as `gather`.
+        """
+        if not complete:
+            self.store(session, now=True)
+        return complete if self.processes == 1 else self.gather(session, complete)
+
     # Several processes -------------------------------------------------------------------------------------------------
 
     def gather(self, session: Resumable, complete: bool) -> bool:
@@ -216,8 +231,6 @@ class Course:
             InputError: the processes were not given the same batches.
             ProcessLostError: another process has ended before its time.
         """
-        if self.processes == 1:
-            return complete
         own = {"complete": complete, "digest": self.digest, "session": session.state()}
         own["own_statistics"] = self.settings.get("own_statistics")
         try:

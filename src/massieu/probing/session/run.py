@@ -58,8 +58,8 @@ class Run:
         return (lambda _: None) if self.progress is None else self.progress
 
 
-def course_of(run: Run, settings: dict[str, Any], stores: bool) -> Course:
-    """The way of this process through the text; the folder and the other processes are looked at.
+def course_of(run: Run, settings: dict[str, Any], stores: bool) -> Course | None:
+    """The way of this process through the text; None where nothing is stored, and one process reads all.
 
     Args:
         settings: what has to be the same for stored sums to belong to this run.
@@ -69,6 +69,8 @@ def course_of(run: Run, settings: dict[str, Any], stores: bool) -> Course:
         InputError: as `course_for`.
     """
     folder = Path(run.folder) if stores and run.folder is not None else None
+    if folder is None and not run.distributed:
+        return None
     return course_for(run.distributed, folder, run.resume and stores, run.store_every, settings)
 
 

@@ -18,7 +18,7 @@ from massieu.probing.checks.padding import PaddingCheck
 from massieu.probing.checks.weights import check_weights
 from massieu.probing.data.text import Batch, TextBatches, token_strings
 from massieu.probing.data.text_digest import TextDigest
-from massieu.probing.data.token_names import token_names
+from massieu.probing.data.token_names import NOT_TEXT, token_names
 from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import named_inputs
 from massieu.probing.model.model import LoadedModel, model_inputs, with_target
@@ -75,7 +75,7 @@ class Session(SessionRecord):
     check: SelfCheck = field(init=False)
     padding: PaddingCheck = field(init=False)
     draws: Draws | None = None
-    course: Course = field(default_factory=Course)
+    course: Course | None = None  # where sums are stored or processes share the text
     tokens: int = 0  # that were read here
     read: int = 0  # windows
     batches: int = 0  # of the text that this process has come past
@@ -91,6 +91,7 @@ class Session(SessionRecord):
     rows_in: Path | None = None  # the folder of the per-token rows
     rows_kept: TemporaryFolder | None = None  # where that is a temporary one
     draws_shared: bool = False  # another probe has read them on the same windows
+    draws_here: Draws | None = None  # those that this probe reads itself
     source: Source | None = None
     effects: Effects | None = None
     replaced: ReplacedAttention | None = None
@@ -104,23 +105,26 @@ class Session(SessionRecord):
                 if interrupted.is_set():
                     break
                 self._read(batch)
-                self.course.store(self)
+                if self.course is not None:
+                    self.course.store(self)
                 self.tell(ProbeProgress("reading", max(self.tokens, self.passed), self.max_tokens, self.windows))
         except Exception as error:
-            self.course.add_resume_hint(error)
+            if self.course is not None:
+                self.course.add_resume_hint(error)
             raise
         if not self.begun and interrupted.is_set():
             raise KeyboardInterrupt
         if not self.begun:
             raise InputError("there is no batch to read in data")
-        self.course.check_reached(self)
-        self._write_rows()
+        if self.course is not None:
+            self.course.check_reached(self)
+        if self.token_rows is not None:
+            self.token_rows.write()
         complete = not interrupted.is_set()
-        if complete:
-            self._take_draws(whole=True)
-        else:
-            self.course.store(self, now=True)
-        complete = self.course.gather(self, complete)
+        if complete and self.draws_here is not None:
+            self.draws_here.take(*self._share, whole=True)
+        if self.course is not None:
+            complete = self.course.finish(self, complete)
         if complete and self.sharing is not None:
             self.sharing.keep_draws(self.loaded.module, self.options, self.draws)
         self.reading.finish()
@@ -134,28 +138,41 @@ class Session(SessionRecord):
         if not self.begun:
             self.begin(inputs)
             self._begin_beside(inputs)
-            self._begin_rows()
+            if self.options.per_token:
+                self._begin_rows(self.options.per_token)
         if self.options.new_tokens is None:
             self.warnings += self.padding.warnings(inputs)
         first = self.batches == 0
-        empty = self.state() if first else {}
+        # A process that shares the text reads the first batch for the wiring alone, and then begins anew.
+        _, processes = self._share
+        empty = self.state() if first and processes > 1 else {}
         rows = self.reading.layout.rows(module, inputs)
         self.digest.add(inputs, rows if self.reading.layout.separable else None)
+        counted = BatchTokens(inputs).counted()
         # The model's wiring is found in the first batch, so every process reads it, and a resumed run reads it again.
-        if first or self.course.owns(self.batches):
-            self._measure(batch, inputs, special, rows)
+        if first or self.course is None or self.course.owns(self.batches):
+            self._measure(batch, inputs, special, rows, counted)
         if first:
             self._check_own_functions()
-            self.course.begin(self, empty)
-            self._go_on_with_rows()
-        self._keep_for_draws(inputs, special, rows)
-        self._take_draws()
-        self.course.advance(self, inputs)
+            if self.course is not None:
+                self.course.begin(self, empty)
+            if self.course is not None and self.writer is not None and self.writer.silent:
+                self._go_on_with_rows(self.writer, self.course)
+        if self.draws_here is not None:
+            self._keep_for_draws(self.draws_here, inputs, special, rows)
+            self.draws_here.take(*self._share, whole=False)
+        if self.course is not None:
+            self.course.advance(self, inputs)
         sampled = sum(is_sampled(self.windows + row) for row in range(rows))
         self.recorded += sampled > 0
         self.batches += 1
         self.windows += rows
-        self.passed += BatchTokens(inputs).counted() or 0
+        self.passed += counted or 0
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Number of this process, and how many processes share the text."""
+        return (0, 1) if self.course is None else (self.course.rank, self.course.processes)
 
     def _check_own_functions(self) -> None:
         """Check that the user's own functions work on the first batch, before much is read.
@@ -168,7 +185,7 @@ class Session(SessionRecord):
             if name in failed:
                 raise InputError(f"the statistic {name} does not work on the first batch: {failed[name]}")
 
-    def _measure(self, batch: Any, inputs: dict[str, Any], special: Marks, rows: int) -> None:
+    def _measure(self, batch: Any, inputs: dict[str, Any], special: Marks, rows: int, counted: int | None) -> None:
         numbers = range(self.windows, self.windows + rows)
         ranks = {row: sampled_before(number) for row, number in enumerate(numbers) if is_sampled(number)}
         examples = self.reading.groups.get(Examples.name)
@@ -183,7 +200,6 @@ class Session(SessionRecord):
         alone = (lambda row: rows_of_batch(inputs, [row], rows)) if separable else None
         self.reading.forward(inputs, marks, ranks, numbers, RowNumbers(numbers, ranks), target, alone)
         self.read += rows
-        counted = BatchTokens(inputs).counted()
         # Where there is no text, what the first attention layer asks about, such as patches.
         self.tokens = self.reading.read_queries if counted is None else self.tokens + counted
 
@@ -191,7 +207,8 @@ class Session(SessionRecord):
 
     def state(self) -> State:
         """All that was measured, per-token rows written; see `massieu.probing.sums.running`."""
-        self._write_rows()
+        if self.token_rows is not None:
+            self.token_rows.write()
         draws = {} if self.draws is None else self.draws.state()
         return {"tokens": self.tokens, "read": self.read, "reading": self.reading.state(), "draws": draws}
 
@@ -213,13 +230,10 @@ class Session(SessionRecord):
 
     # Rows for each token -----------------------------------------------------------------------------------------------
 
-    def _begin_rows(self) -> None:
-        """Make ready to write per-token rows, and say how many bytes they may take."""
-        names = self.options.per_token
+    def _begin_rows(self, names: Sequence[str]) -> None:
+        """Make ready to write per-token rows of these statistics, and say how many bytes they may take."""
         course = self.course
-        if not names:
-            return
-        if course.folder is None:
+        if course is None or course.folder is None:
             self.rows_kept = TemporaryFolder()
             self.rows_in = self.rows_kept.path / TOKENS
         else:
@@ -231,30 +245,24 @@ class Session(SessionRecord):
             self.warnings.append(
                 f"{size_in_words}; name fewer statistics in per_token, or read fewer tokens, for a smaller table"
             )
-        writer = TokenWriter(self.rows_in, names, self.given.tokenizer, (course.rank, course.processes))
+        writer = TokenWriter(self.rows_in, names, self.given.tokenizer, self._share)
         self.writer = writer
         self.token_rows = TokenRows(writer)
         self.reading.add_group(self.token_rows)
         # A batch that is read for the wiring alone leaves no rows.
-        writer.silent = course.rank > 0 or course.resumes()
+        writer.silent = course is not None and (course.rank > 0 or course.resumes())
         if not writer.silent:
             writer.begin(0)
 
-    def _write_rows(self) -> None:
-        if self.token_rows is not None:
-            self.token_rows.write()
-
-    def _go_on_with_rows(self) -> None:
+    def _go_on_with_rows(self, writer: TokenWriter, course: Course) -> None:
         """After the first batch: keep the rows that belong to the stored sums, and drop those after them.
 
         Raises:
             InputError: the rows are not those of the stored sums.
         """
-        writer = self.writer
         token_rows = self.token_rows
-        if writer is None or token_rows is None or not writer.silent:
-            return
-        remaining = writer.begin(self.course.start)
+        assert token_rows is not None
+        remaining = writer.begin(course.start)
         writer.silent = False
         if remaining != token_rows.count and PER_TOKEN not in token_rows.failed:
             raise InputError(
@@ -274,7 +282,8 @@ class Session(SessionRecord):
         self.padding = PaddingCheck(module)
         look = first_look(module, inputs)
         self.check = look.check
-        self.warnings += check_weights(self.loaded, look.sites, inputs)
+        if self.loaded.from_files:  # of a module in memory no weight is missing
+            self.warnings += check_weights(self.loaded, look.sites, inputs)
         self.unexplained.update(look.unexplained)
         if look.silent:
             self.warnings.append(
@@ -299,15 +308,14 @@ class Session(SessionRecord):
         """Before the text: the control, and what is measured beside the reading of the text."""
         if self.options.new_tokens is not None:
             return
-        self._begin_effects(inputs)
+        if self.options.replace:
+            self._begin_effects(inputs)
         if self.options.examples and ATTENTION in self.options.groups:
             self.reading.add_group(Examples())
         if self.options.draws and self._compares():
             self._begin_draws(inputs)
 
     def _begin_effects(self, inputs: dict[str, Any]) -> None:
-        if not self.options.replace:
-            return
         if not self.reading.layout.separable:
             raise InputError("replace works on single windows, and these batches cannot be split into items")
         self.effects = Effects(self.loaded, self.options.replace, self.reading.sites, seed=self.options.seed)
@@ -348,25 +356,20 @@ class Session(SessionRecord):
             self.draws_shared = True
             return
         self.draws = Draws(module, self.reading, inputs, self.source, lambda copied: shows_nan(copied, sites, inputs))
+        self.draws_here = self.draws
 
-    def _keep_for_draws(self, inputs: dict[str, Any], special: Marks, rows: int) -> None:
+    def _keep_for_draws(self, draws: Draws, inputs: dict[str, Any], special: Marks, rows: int) -> None:
         """Keep the sampled windows that draws of the control read, whichever process reads them."""
-        if self.draws is None or self.draws_shared:
-            return
-        for row in filter(lambda row: is_sampled(self.windows + row), range(rows)):
+        for row in range(rows):
             number = self.windows + row
-            if not self.draws.wants(sampled_before(number)):
+            if not is_sampled(number) or not draws.wants(sampled_before(number)):
                 continue
             if self.reading.layout.separable:
                 marks, target = (None if each is None else each[[row]] for each in special)
-                self.draws.keep(ControlWindow(rows_of_batch(inputs, [row], rows), (marks, target), 0, [number]))
+                draws.keep(ControlWindow(rows_of_batch(inputs, [row], rows), (marks, target), 0, [number]))
             else:
                 numbers = list(range(self.windows, self.windows + rows))
-                self.draws.keep(ControlWindow(inputs, special, row, numbers))
-
-    def _take_draws(self, whole: bool = False) -> None:
-        if self.draws is not None and not self.draws_shared:
-            self.draws.take(self.course.rank, self.course.processes, whole)
+                draws.keep(ControlWindow(inputs, special, row, numbers))
 
     def _example(
         self, batch: Any, inputs: dict[str, Any], row: int, recorded: Sequence[ExampleWindow]
@@ -388,7 +391,7 @@ class Session(SessionRecord):
         for prefix in {info.prefix for info in self.reading.sites} - {0}:
             virtual = [f"[virtual {number}]" for number in range(1, prefix + 1)]
             names |= {behind_prefix(side, prefix): [*virtual, *tokens] for side, tokens in names.items()}
-        others = token_names(self.loaded.module, inputs, row)
+        others = token_names(self.loaded.module, inputs, row) if NOT_TEXT & inputs.keys() else {}
         if "text" in names and len(others.get("image", [])) == inputs["input_ids"].shape[1]:
             # A site's tokens are recognised by their number, and this number would fit text and image alike.
             names = {}

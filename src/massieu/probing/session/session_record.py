@@ -3,7 +3,7 @@
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ from massieu.probing.result.findings import findings
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.result.tables import Tables, arrangement_of, unit_sums
 from massieu.probing.session.draws import Draws
-from massieu.probing.statistics.group import Row, RunningRatio
+from massieu.probing.statistics.group import Row
 from massieu.probing.statistics.registry import ATTENTION
 from massieu.probing.sums.accumulate import Ratio
 from massieu.probing.sums.unit_sums import UnitSums
@@ -98,17 +98,23 @@ class SessionRecord:
         statistics = self.options.catalogue.statistics
         rows = list(reading.rows())
         wanted = wanted - reading.left_out()  # making the rows of a user's group may have failed just now
-        self._warn_of_empty_statistics(rows)
+        if self.options.catalogue.own:
+            self._warn_of_empty_statistics(rows)
         tables = Tables.of(rows, self.draws, {name: statistics[name] for name in wanted}, arrangements)
         heads = tables.heads.frame()
         layers = tables.layers.frame()
+        ratios = list(reading.ratios())
+        of_text = next((each.ratio for each in ratios if not each.ratio.units.sampled), None)
+        of_sample = {id(each.ratio): each.ratio for each in ratios if each.ratio.units.sampled}.values()  # each once
+        half_text = None if of_text is None else _degrees(of_text.second_half())
+        half_sample = max((_degrees(ratio.second_half()) or 0.0 for ratio in of_sample), default=0.0)
         run = record.RunRecord(
             massieu_version=massieu.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             complete=complete,
             model=self.model_record(),
             text=self._text(),
-            error_unit=self._error_unit(),
+            error_unit=self._error_unit(of_text),
             self_check=record.SelfCheckRecord(**vars(self.check), passed=self.check.passed),
             capture=record.CaptureRecord(
                 route=self.route(),
@@ -127,10 +133,10 @@ class SessionRecord:
             sample=record.SampleRecord(
                 reading.sampled_windows,
                 max((group.sampled_queries for group in reading.groups.values()), default=0),
-                self._sample_degrees(),
+                max(filter(None, (_degrees(ratio.estimate()) for ratio in of_sample)), default=None),
             ),
             statistics=[statistic for statistic in statistics.values() if statistic.name in wanted],
-            findings=findings(heads, layers, self._half_degrees()),
+            findings=findings(heads, layers, (half_text or 0.0, half_sample)),
             warnings=self.all_warnings(),
             unavailable=self._unavailable(),
             nonfinite=self._nonfinite(),
@@ -138,9 +144,7 @@ class SessionRecord:
             trouble=self.trouble(),
             per_token=token_rows,
         )
-        units = UnitSums(
-            self.digest.text(), vocabulary_digest(self.given.tokenizer), unit_sums(reading.ratios(), wanted)
-        )
+        units = UnitSums(self.digest.text(), vocabulary_digest(self.given.tokenizer), unit_sums(ratios, wanted))
         return ProbeResult(
             run=run, details=self._details(), heads=heads, layers=layers, units=units, token_table=tokens
         )
@@ -215,31 +219,11 @@ class SessionRecord:
             window=self.given.window,
         )
 
-    def _error_unit(self) -> record.ErrorUnitRecord:
-        ratio = next((each.ratio for each in self._ratios(sampled=False)), None)
-        if ratio is None:
+    def _error_unit(self, of_text: Ratio | None) -> record.ErrorUnitRecord:
+        """The units of a ratio that was measured on all of the text; windows where there is none."""
+        if of_text is None:
             return record.ErrorUnitRecord("window", self.read, None)
-        return record.ErrorUnitRecord(*ratio.error_unit(), _degrees(ratio.estimate()))
-
-    def _ratios(self, sampled: bool) -> Iterator[RunningRatio]:
-        """What was measured on the sampled windows alone, or on all of the text."""
-        yield from (each for each in self.reading.ratios() if each.ratio.units.sampled == sampled)
-
-    def _sampled(self) -> list[Ratio]:
-        """What was measured on the sampled windows alone, each once."""
-        return list({id(each.ratio): each.ratio for each in self._ratios(sampled=True)}.values())
-
-    def _sample_degrees(self) -> float | None:
-        """The most degrees of freedom that an error over the sampled windows has."""
-        degrees = [_degrees(ratio.estimate()) for ratio in self._sampled()]
-        return max((number for number in degrees if number), default=None)
-
-    def _half_degrees(self) -> tuple[float, float]:
-        """Degrees of freedom of errors over half the text, and over half the sample; 0 where there are none."""
-        ratio = next((each.ratio for each in self._ratios(sampled=False)), None)
-        half_text = None if ratio is None else _degrees(ratio.second_half())
-        half_sample = max((_degrees(each.second_half()) or 0.0 for each in self._sampled()), default=0.0)
-        return half_text or 0.0, half_sample
+        return record.ErrorUnitRecord(*of_text.error_unit(), _degrees(of_text.estimate()))
 
     def site_record(self, info: SiteInfo) -> record.SiteRecord:
         """A site as ``run.json`` describes it."""

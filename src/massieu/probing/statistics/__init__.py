@@ -1,8 +1,5 @@
 """What the probe measures: a file for each group of statistics."""
 
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
-
 # Statistics are listed in the order of their registration, which is that of `GROUPS`.
 # isort: off
 from massieu.probing.statistics.attention import AttentionGroup
@@ -29,7 +26,7 @@ from massieu.probing.statistics.own_groups import OwnSteps, OwnWindows
 # isort: on
 from massieu.probing.statistics.group import Group
 
-_GROUP_CLASSES: tuple[type[Group], ...] = (
+GROUP_CLASSES: tuple[type[Group], ...] = (
     AttentionGroup,
     ValuesGroup,
     ClimbGroup,
@@ -52,12 +49,3 @@ _GROUP_CLASSES: tuple[type[Group], ...] = (
     OwnSteps,
 )
 """Groups that are measured while the text is read; replaced attention is measured after it (`massieu.probing.replaced`)."""
-
-
-def groups_of(names: Collection[str], own_groups: Mapping[str, type[Group]] = MappingProxyType({})) -> list[Group]:
-    """New groups of these names, without any measurement yet.
-
-    Args:
-        own_groups: the user's own groups, by name.
-    """
-    return [group() for group in (*_GROUP_CLASSES, *own_groups.values()) if group.name in names]

@@ -10,14 +10,14 @@ from massieu.probing.statistics.attention import REGISTER
 from massieu.probing.statistics.code_digest import digest_of
 from massieu.probing.statistics.group import Event, Group
 from massieu.probing.statistics.own import OwnStatistic, as_own
-from massieu.probing.statistics.query_means import QueryFunction
+from massieu.probing.statistics.query_means import Functions, QueryFunction
 from massieu.probing.statistics.registry import (
     ATTENTION,
     GROUPS,
+    MOMENTS,
     NEEDS_SCORES,
     OPT_IN,
     STATISTICS,
-    moments_of,
 )
 from massieu.storage.record import Statistic
 
@@ -40,15 +40,17 @@ class Catalogue:
     @property
     def statistics(self) -> Mapping[str, Statistic]:
         """All statistics, by name: the package's first."""
+        if not self.own and not self.groups:
+            return STATISTICS
         own = {name: statistic.metadata for name, statistic in self.own.items()}
         of_groups = {statistic.name: statistic for group in self.groups.values() for statistic in group.statistics}
         return STATISTICS | own | of_groups
 
     @property
-    def query_functions(self) -> dict[str, QueryFunction]:
+    def query_functions(self) -> Functions:
         """The statistics of queries, by name."""
         functions = {
-            name: QueryFunction(measure, moments_of([name]), name in NEEDS_SCORES)
+            name: QueryFunction(measure, MOMENTS[name], name in NEEDS_SCORES)
             for name, measure in REGISTER.functions.items()
         }
         for name, statistic in self.own.items():
@@ -140,6 +142,8 @@ def _members(name: str) -> list[str]:
 
 def _catalogue_of(items: Sequence[object]) -> Catalogue:
     """The catalogue with these functions and groups of the user's own."""
+    if not items:
+        return PACKAGE
     own: dict[str, OwnStatistic] = {}
     groups: dict[str, type[Group]] = {}
     for item in items:

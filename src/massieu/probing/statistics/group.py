@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float64, Int
 from torch import Tensor, nn
 
 from massieu.errors import InputError
-from massieu.foundation.arguments import choice, described
+from massieu.foundation.arguments import described
 from massieu.foundation.doors import any_of, input_door, text
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.sites import SiteInfo
@@ -276,10 +276,6 @@ class RunningRatio(NamedTuple):
     index: Any
 
 
-def _part_of_the_text(name: str, value: object) -> object:
-    return choice(name, value, "estimate", *HALVES)
-
-
 class RatioParts:
     """The estimates of a running ratio, each computed once.
 
@@ -311,17 +307,27 @@ class RatioParts:
         """Estimates from its second half."""
         return self.ratio.second_half()
 
-    @input_door(part=_part_of_the_text)
+    @cached_property
+    def _has_few_units(self) -> bool:
+        return self.ratio.error_unit()[1] < FEWEST_UNITS
+
     def at(self, index: Any, part: Literal["estimate"] | Half = "estimate") -> Estimate:
         """Some entries.
 
         Raises:
             InputError: the array of statistics has none at ``index``.
         """
+        # Checked here and not by a door: there is a call for each row of the tables.
+        if not (isinstance(part, str) and part in ("estimate", *HALVES)):
+            raise InputError(f"part must be 'estimate', 'first_half' or 'second_half', got {described(part)}")
         estimate: Estimate = getattr(self, part)
         try:
-            # Iterating over an estimate leaves out its degrees of freedom.
-            return Estimate(*(array[index] for array in estimate), degrees=np.asarray(estimate.degrees)[index])
+            return Estimate(
+                estimate.value[index],
+                estimate.standard_error[index],
+                estimate.count[index],
+                np.asarray(estimate.degrees)[index],
+            )
         except (IndexError, TypeError) as error:
             shape = tuple(self.ratio.shape)
             raise InputError(f"index must pick entries of an array of shape {shape}, got {described(index)}") from error
@@ -333,8 +339,9 @@ class RatioParts:
             InputError: as `at`.
         """
         estimate = self.at(index)
-        if self.ratio.error_unit()[1] < FEWEST_UNITS:
-            return replace(estimate, degrees=np.zeros_like(estimate.value))
+        if self._has_few_units:
+            no_degrees = np.zeros_like(estimate.value)
+            return Estimate(estimate.value, estimate.standard_error, estimate.count, no_degrees)
         return estimate
 
 

@@ -87,7 +87,8 @@ class QueryReading:
     @cached_property
     def moments(self) -> "_Moments":
         """Moments of the scores of the centred keys."""
-        return _Moments(self.call, self.key, self.moment_names)
+        declared = _attention_moments(self.call, self.key, self.moment_names)
+        return _Moments(self.call, self.key, declared)
 
     @cached_property
     def max_score(self) -> Float[Tensor, "B H L"]:
@@ -366,10 +367,10 @@ class _Moments:
     calls in memory until the garbage collector comes by.
     """
 
-    def __init__(self, call: AttentionCall, key: Float[Tensor, "B Hk N D"], names: tuple[str, ...]) -> None:
+    def __init__(self, call: AttentionCall, key: Float[Tensor, "B Hk N D"], declared: MomentsResult[Any]) -> None:
         self._call = call
         self._key = key
-        self.declared = _attention_moments(call, key, names)
+        self.declared = declared
         self._undeclared: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Tensor:

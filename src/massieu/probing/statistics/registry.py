@@ -134,7 +134,8 @@ ALWAYS_READ = ("log_partition", "entropy")
 """The moments that tell which queries have finite numbers."""
 NEEDS_SCORES: set[str] = set()
 """Statistics of the attention that have no meaning where scores are not known apart from log-weights."""
-_MOMENTS: dict[str, tuple[str, ...]] = {}
+MOMENTS: dict[str, tuple[str, ...]] = {}
+"""The moments that each statistic of the attention reads beside `ALWAYS_READ`."""
 
 
 class Register(Generic[F]):
@@ -218,7 +219,7 @@ class Register(Generic[F]):
                 sampled=KINDS[self.group].sampled,
             )
             self.functions[statistic_name] = measure
-            _MOMENTS[statistic_name] = moments
+            MOMENTS[statistic_name] = moments
             return measure
 
         return register
@@ -242,4 +243,4 @@ def smallest_of(unit: str, scale: str) -> float:
 
 def moments_of(names: Collection[str]) -> tuple[str, ...]:
     """The moments that these statistics read, each once."""
-    return tuple(dict.fromkeys([*ALWAYS_READ, *(moment for name in names for moment in _MOMENTS[name])]))
+    return tuple(dict.fromkeys([*ALWAYS_READ, *(moment for name in names for moment in MOMENTS[name])]))
