@@ -20,7 +20,8 @@ def page(new_tab: Callable[..., Page]) -> Page:
     """A page of the site with three formulas, and a place to paste to."""
     style = (ASSETS / "site.css").read_text(encoding="utf-8")
     script = (ASSETS / "formulas.js").read_text(encoding="utf-8")
-    head = f"<!DOCTYPE html><html data-ready='yes'><head><meta charset='utf-8'><style>{style}</style></head>"
+    viewport = "<meta name='viewport' content='width=device-width'>"
+    head = f"<!DOCTYPE html><html data-ready='yes'><head><meta charset='utf-8'>{viewport}<style>{style}</style></head>"
     body = f"<body class='md-typeset'>{markdown().convert(TEXT)}<textarea></textarea><script>{script}</script></body>"
     shown = new_tab(NARROW)
     shown.open(f"{head}{body}</html>")
