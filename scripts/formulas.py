@@ -16,6 +16,9 @@ from math_core import LatexToMathML
 IN_A_LINE = re.compile(r"\$`([^`\n]+)`\$")
 DISPLAYED = re.compile(r"^```math\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 
+_SIGNS_BEHIND = "([).,;:?!]*)"
+"""Do not begin a line."""
+
 _ABOVE_CODE = 195
 """Priority: code spans have 190."""
 
@@ -46,14 +49,17 @@ def formulas(markdown: str) -> list[str]:
 
 
 class _InALine(InlineProcessor):
-    """What stands between dollars and backticks."""
+    """What stands between dollars and backticks, and the signs that close a sentence or a bracket behind it."""
 
     def handleMatch(self, m: re.Match[str], data: str) -> tuple[Element | str, int, int]:  # noqa: N802  # pyright: ignore
         """A placeholder, in whose place Markdown puts the MathML at the end."""
         formula = mathml(m[1])
         shown = re.sub(r"<annotation.*</annotation>|<[^>]*>", "", formula)
-        kind = "long formula" if len(shown) > _MOST_SIGNS else "formula"
-        return self.md.htmlStash.store(f'<span class="{kind}">{formula}</span>'), m.start(), m.end()
+        if len(shown) > _MOST_SIGNS:
+            placed = f'<span class="long formula">{formula}</span>{m[2]}'
+        else:
+            placed = f'<span class="formula">{formula}{m[2]}</span>'
+        return self.md.htmlStash.store(placed), m.start(), m.end()
 
 
 class Formulas(Extension):
@@ -61,7 +67,7 @@ class Formulas(Extension):
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
         """Register the pattern."""
-        md.inlinePatterns.register(_InALine(IN_A_LINE.pattern, md), "formula", _ABOVE_CODE)
+        md.inlinePatterns.register(_InALine(IN_A_LINE.pattern + _SIGNS_BEHIND, md), "formula", _ABOVE_CODE)
 
 
 def makeExtension(**settings: Any) -> Formulas:  # noqa: N802

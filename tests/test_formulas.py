@@ -42,6 +42,11 @@ def test_a_formula_in_a_line_carries_its_latex():
     assert page.count("<em>") == 0
 
 
+def test_a_sign_behind_a_formula_stays_on_its_line():
+    page = markdown().convert("(of $`x`$), $`y`$ and $`z`$.")
+    assert re.findall(r"</math>([^<]*)</span>", page) == ["),", "", "."]
+
+
 def test_a_displayed_formula_stands_alone():
     page = markdown().convert("So\n\n```math\nx = 1, \\\\\ny = 2\n```\n\nholds.")
     assert annotations(page) == Counter(["x = 1, \\\\\ny = 2"])
