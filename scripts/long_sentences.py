@@ -1,7 +1,7 @@
 """Sentences of more than 35 words in Markdown: `python scripts/long_sentences.py README.md docs`.
 
-A heading, a table's cell and an item of a list end a sentence too. Code in a line is one word, a link's target none. Blocks
-of code are not read.
+A heading, a table's cell and an item of a list end a sentence too. Code or a formula in a line is one word, a link's target
+none. Blocks of code are not read.
 """
 
 import re
@@ -37,9 +37,10 @@ def _line(token: Token) -> int:
 
 
 def _text(token: Token) -> str:
-    """A paragraph as it is read; code in it, and an image, is a word."""
+    """A paragraph as it is read; code in it, a formula and an image are a word each."""
     kinds = {"code_inline": "CODE", "image": "IMAGE", "softbreak": " ", "hardbreak": " "}
-    return "".join(part.content if part.type == "text" else kinds.get(part.type, "") for part in token.children or ())
+    text = "".join(part.content if part.type == "text" else kinds.get(part.type, "") for part in token.children or ())
+    return text.replace("$CODE$", "CODE")  # a formula
 
 
 def _split(paragraph: str) -> Iterator[str]:

@@ -17,7 +17,8 @@ def test_no_page_has_a_long_sentence():
 
 def test_a_sentence_ends_where_a_reader_ends_it():
     page = (
-        "# One head\n\nTwo words, e.g. these by Ramsauer et al. (2020), eq. 3. Three `a. b. C`? [Four](five.md)\n"
+        "# One head\n\nTwo words, e.g. these by Ramsauer et al. (2020), eq. 3. Three `a. b. C`? "
+        "$`d. E`$ is a formula. [Four](five.md)\n"
         "lines. (b) Seven.\n\n| eight | nine |\n|---|---|\n| ten | N1 one · N2 two |\n\n"
         "```python\neleven. Twelve\n```\n- log. 13!\n"
     )
@@ -25,6 +26,7 @@ def test_a_sentence_ends_where_a_reader_ends_it():
         "One head",
         "Two words, e.g. these by Ramsauer et al. (2020), eq. 3.",
         "Three CODE?",
+        "CODE is a formula.",
         "Four lines.",
         "(b) Seven.",
         "eight",

@@ -15,11 +15,13 @@ from markdown import Markdown
 from markdown_it import MarkdownIt
 from mkdocs.config import load_config
 from scripts.example_sections import as_markdown
+from scripts.formulas import formulas
 from scripts.papers import papers_page, standing, used_names
 from scripts.reference import places, public_names, reference_page, reference_uri, rooms
 from scripts.site_pages import bars
 from tests import test_house as house
 from tests.support.short_site import SHORTER
+from tests.test_formulas import ANNOTATION, annotations, prose
 
 from massieu.papers.claims.registry import claims
 
@@ -212,6 +214,13 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
         assert not re.search(r"(?:url\(|@import\s+)[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
     for path, (_, entry) in places().items():
         assert f'id="{path}"' in pages[Path(entry.partition("#")[0]).with_suffix(".html")], path
+    for page in DOCS.rglob("*.md"):
+        shown = pages[page.relative_to(DOCS).with_suffix(".html")]
+        assert annotations(shown) == Counter(formulas(page.read_text(encoding="utf-8"))), page
+        assert not re.findall(r"\$`|\\[a-z]{2}", prose(shown)), page
+    searched = (tmp_path / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert "Cov" in searched
+    assert "operatorname" not in searched
     assert "&gt;&gt;&gt; " not in re.sub(
         r"<(pre|code)\b.*?</\1>", "", pages[Path("reference/ops.html")], flags=re.DOTALL
     )
@@ -232,6 +241,15 @@ def test_the_site_shows_what_github_shows():
 
 
 def _shown(page: str) -> tuple[Counter[str], str]:
-    """How many lists, cells and emphases a page has, and its text."""
+    """How many lists, cells and emphases a page has, and its text. Formulas are their LaTeX, as plain Markdown has it."""
+    page = re.sub(r"<math\b.*?</math>", _latex, page, flags=re.DOTALL)
+    page = re.sub(
+        r'\$(<code>.*?</code>)\$|<pre><code class="language-math">(.*?)</code></pre>', r"\1\2", page, flags=re.DOTALL
+    )
     tags = Counter(re.findall(r"<(li|ul|ol|td|th|h\d|pre|em|strong|img|table)\b", page))
     return tags, re.sub(r"[\s¶]+", "", unescape(re.sub(r"<[^>]*>", "", page)))
+
+
+def _latex(formula: re.Match[str]) -> str:
+    (latex,) = ANNOTATION.findall(formula[0])
+    return latex

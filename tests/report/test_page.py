@@ -1,8 +1,10 @@
 """The page as a file: self-contained, harmless, complete in words, small enough; the numbers in it are the table's."""
 
 import base64
+import dataclasses
 import gzip
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -17,7 +19,10 @@ from tests.support.report.synthetic_results import HOSTILE, Results, encoder
 
 from massieu.errors import MissingExtraError
 from massieu.probing.result.stored import run_of
+from massieu.report.colours import SEQUENTIAL
+from massieu.report.overview import overview_of
 from massieu.report.page import render
+from massieu.report.tables import catalogue_of, head_columns, sites_of
 from massieu.report.terms import TERMS, explained
 
 SMALL_KINDS = ("encoder", "encoder_decoder", "bare", "hostile")
@@ -218,6 +223,48 @@ def test_first_screen_holds_strip_and_cards(parsed: dict[str, Parsed], results: 
     for part in ("all-MiniLM-L6-v2", "b3f1c9a04d7e5512", "pydoc_data.topics", "60 units", "✓ passed", "✓ complete"):
         assert part in text
     assert "INCOMPLETE" not in text
+
+
+def test_a_picture_stands_before_the_findings_and_provenance_is_folded(pages: dict[str, str]) -> None:
+    page = pages["encoder"]
+    marks = (
+        '<a class="skip" href="#findings">',
+        '<details class="provenance">',
+        '<figure class="overview">',
+        'class="card"',
+    )
+    places = [page.index(mark) for mark in marks]
+    assert places == sorted(places)
+    assert "Self-check passed" in page
+    assert '<figure class="overview">' not in pages["bare"]
+
+
+@pytest.mark.parametrize("kind", SMALL_KINDS)
+def test_no_heading_skips_a_level(kind: str, pages: dict[str, str]) -> None:
+    levels = [int(level) for level in re.findall(r"<h([1-6])\b", pages[kind].partition("<script")[0])]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_the_picture_has_a_square_for_every_number_of_a_head(results: dict[str, Results]) -> None:
+    run, _, heads, _ = results["encoder"]
+    sites = sites_of(run, heads)
+    columns = head_columns(sites, heads)
+    overview = overview_of(sites, columns, catalogue_of(run, columns, "head"), [{"statistic": "entropy_fraction"}])
+    assert overview is not None
+    values = heads.filter(polars.col("statistic") == "entropy_fraction")["value"]
+    assert (overview.low, overview.high) == (values.min(), values.max())
+    assert sum(path.count("M") for path in overview.paths.values()) == len(values)
+    row = heads.filter((polars.col("statistic") == "entropy_fraction") & (polars.col("value") == values.max()))
+    assert f"M{row['head'][0]} {row['layer'][0]}h" in overview.paths[SEQUENTIAL[-1]]
+
+
+def test_a_failed_self_check_is_unfolded(results: dict[str, Results]) -> None:
+    run, *tables = results["encoder"]
+    failed = dataclasses.replace(run, self_check=dataclasses.replace(run.self_check, passed=False))
+    page = render(failed, *tables)
+    assert '<details class="provenance" open>' in page
+    assert "Self-check FAILED" in page
 
 
 def test_a_head_that_several_sites_have_is_not_linked(parsed: dict[str, Parsed]) -> None:

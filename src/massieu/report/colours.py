@@ -3,6 +3,10 @@
 Sequential: Viridis. Diverging: blue to orange through a neutral that fits the theme.
 """
 
+import numpy as np
+
+from massieu.foundation.numbers import number
+
 SEQUENTIAL = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"]
 DIVERGING = {
     "light": ["#08519c", "#3182bd", "#8fc1e3", "#f3f3f0", "#fdbe85", "#e6772e", "#a63603"],
@@ -16,6 +20,24 @@ KINDS = {
     "attention_and_feed_forward": {"light": "#a0518a", "dark": "#e09ac8", "symbol": "cross", "sign": "✚"},
 }
 OTHER_KIND = {"light": "#666666", "dark": "#aaaaaa", "symbol": "star", "sign": "★"}
+
+
+def scale_of(values: np.ndarray, signed: bool, centre: float) -> tuple[list[str], float, float]:
+    """A colour scale, and the numbers of its two ends; for signed numbers `centre` has the middle colour."""
+    finite = values[np.isfinite(values)]
+    if finite.size == 0:
+        return SEQUENTIAL, 0.0, 1.0
+    low = float(finite.min())
+    high = float(finite.max())
+    if signed:
+        reach = max(high - centre, centre - low) or 1.0
+        return DIVERGING["light"], centre - reach, centre + reach
+    return SEQUENTIAL, low, high if high > low else low + 1.0
+
+
+def meaning(signed: bool, centre: float) -> str:
+    """What the colours of `scale_of` say, in words."""
+    return f"Blue: below {number(centre)}. Orange: above it." if signed else "Dark: low. Bright: high."
 
 
 def mix(scale: list[str], position: float) -> str:

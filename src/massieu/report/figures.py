@@ -44,19 +44,6 @@ def _verdict(columns: dict[str, Column], name: str, cell: int) -> str:
     return f"{relation} from its control (q = {number(q_value)})"
 
 
-def _scale(values: np.ndarray, signed: bool, centre: float) -> tuple[list[str], float, float]:
-    """A colour scale, and the numbers of its two ends; for signed numbers `centre` has the middle colour."""
-    finite = values[np.isfinite(values)]
-    if finite.size == 0:
-        return colours.SEQUENTIAL, 0.0, 1.0
-    low = float(finite.min())
-    high = float(finite.max())
-    if signed:
-        reach = max(high - centre, centre - low) or 1.0
-        return colours.DIVERGING["light"], centre - reach, centre + reach
-    return colours.SEQUENTIAL, low, high if high > low else low + 1.0
-
-
 def _cells(sites: list[MapRow], columns: dict[str, Column], entry: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """One rectangle per head (place, colour, hatching, the text that a pointer shows), and the meaning of the colours."""
     name = entry["name"]
@@ -66,7 +53,7 @@ def _cells(sites: list[MapRow], columns: dict[str, Column], entry: dict[str, Any
     centre = 0.0
     if null is not None and np.isfinite(null.value).any():
         centre = float(np.nanmedian(null.value))
-    scale, low, high = _scale(column.value, entry["signed"], centre)
+    scale, low, high = colours.scale_of(column.value, entry["signed"], centre)
     cells = []
     for row, site in enumerate(sites):
         for head in range(site.heads):
@@ -81,8 +68,7 @@ def _cells(sites: list[MapRow], columns: dict[str, Column], entry: dict[str, Any
             hatched = verdict.startswith(_ALIKE) and fill is not None
             place = {"x": head * CELL, "y": row * CELL}
             cells.append({**place, "fill": fill, "hatched": hatched, "title": "\n".join(lines)})
-    meaning = f"Blue: below {number(centre)}. Orange: above it." if entry["signed"] else "Dark: low. Bright: high."
-    return cells, meaning
+    return cells, colours.meaning(entry["signed"], centre)
 
 
 def head_map_html(run: "RunRecord", heads: "polars.DataFrame", statistic: str) -> str:

@@ -12,6 +12,7 @@ from massieu.errors import require_extra
 from massieu.foundation.numbers import bound, counted, number, whole, with_error
 from massieu.report import colours
 from massieu.report.encode import Payload, encodable, encode, gzipped, script_json
+from massieu.report.overview import overview_of
 from massieu.report.questions import questions
 from massieu.report.replacements import replacement_table
 from massieu.report.tables import (
@@ -219,6 +220,7 @@ def render(run: "RunRecord", details: dict[str, Any], heads: "polars.DataFrame",
         **{part: getattr(run, part) for part in ("model", "text", "error_unit", "self_check", "capture", "sample")},
         "sites": sites,
         "findings": findings,
+        "overview": overview_of(sites, of_heads, head_statistics, findings),
         "questions": questions(of_heads, of_layers, (head_statistics, layer_statistics), run.statistics),
         "groups": _grouped(head_statistics + layer_statistics),
         "unavailable": _unavailable(sites),
