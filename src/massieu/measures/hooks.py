@@ -150,6 +150,20 @@ class Hooks(Value):
         """A*(mu), shape ``lead``, on the boundary too; +inf outside. None: no closed form."""
         return None
 
+    # Units: groups of coordinates that are independent of each other under every p_eta.
+
+    def _unit_sizes(self) -> list[int]:
+        """How many coordinates each unit has, in their order. By default all are one unit."""
+        return [self.event_shape.numel()]
+
+    def _log_partition_of_units(self, eta: Tensor) -> Tensor:
+        """A of each unit, shape ``(*lead, units)``; their sum is A."""
+        return self._log_partition(eta).unsqueeze(-1)
+
+    def _log_prob_of_units(self, eta: Tensor, point: Tensor) -> Tensor:
+        """log p_eta of each unit's coordinates, shape ``(*lead, units)``; its sum is `_log_prob`."""
+        return self._log_prob(eta, point).unsqueeze(-1)
+
     # Derived from the log-partition.
 
     def _mean(self, eta: Tensor) -> Tensor:
