@@ -9,13 +9,21 @@ import pytest
 import torch
 from scipy import optimize, sparse, stats
 from scipy.special import logsumexp
+from sklearn.base import RegressorMixin, clone
+from sklearn.neighbors import KernelDensity
 from sklearn.preprocessing import StandardScaler
 from tests.support.rows import every_row
 
 from massieu import measures, nn
 from massieu.nn.boltzmann import _Training
 from massieu.nn.training_rows import TrainingRows
-from massieu.sklearn import BoltzmannEstimator, boltzmann
+from massieu.sklearn import (
+    AttentionRegressor,
+    BoltzmannEstimator,
+    ConditionalMeanRegressor,
+    HopfieldMemory,
+    boltzmann,
+)
 
 RANDOM = np.random.default_rng(0)
 BITS = (RANDOM.random((80, 6)) < 0.4).astype(float)
@@ -343,3 +351,73 @@ def test_methods_that_need_complete_rows_say_so():
     with pytest.raises(ValueError, match="impute needs a dense table"):
         model.impute(sparse.csr_array(BITS))
     assert np.array_equal(model.impute(BITS), BITS)
+
+
+# --- rows as tokens --------------------------------------------------------------------------------------------------
+
+TABLE = RANDOM.normal([1.0, -2.0, 50.0], 1.0, size=(40, 3))
+TARGET = np.sin(2 * TABLE[:, 0]) + 0.3 * TABLE[:, 1]
+ASKED = RANDOM.normal([1.0, -2.0, 50.0], 1.5, size=(10, 3))
+COUNTS = np.random.default_rng(4).integers(0, 4, 40)
+
+
+@every_row(
+    "model, method",
+    [
+        (ConditionalMeanRegressor(lengthscale=1.5, ridge=0.2), "predict"),
+        (ConditionalMeanRegressor(kernel="linear", ridge=0.2), "predict"),
+        (ConditionalMeanRegressor(kernel="exponential", lengthscale=3.0, ridge=0.2), "predict"),
+        (AttentionRegressor(scale=1.3), "predict"),
+        (AttentionRegressor(scale=1.3, scores="dot_product"), "predict"),
+        (HopfieldMemory(scale=0.8), "score_samples"),
+        (HopfieldMemory(scale=0.8), "transform"),
+    ],
+)
+def test_a_row_of_weight_two_is_two_equal_rows(model: Any, method: str):
+    weighted = getattr(clone(model).fit(TABLE, TARGET, sample_weight=COUNTS), method)(ASKED)
+    copied = getattr(clone(model).fit(TABLE.repeat(COUNTS, 0), TARGET.repeat(COUNTS)), method)(ASKED)
+    assert np.allclose(weighted, copied, rtol=1e-9, atol=1e-9)
+
+
+def test_intervals_by_weights_are_those_of_equal_rows():
+    model = ConditionalMeanRegressor(lengthscale=1.5, ridge=0.2)
+    weighted = clone(model).fit(TABLE, TARGET, sample_weight=COUNTS).predict(ASKED, return_std=True)[1]
+    copied = model.fit(TABLE.repeat(COUNTS, 0), TARGET.repeat(COUNTS)).predict(ASKED, return_std=True)[1]
+    assert np.allclose(weighted, copied, rtol=1e-9)
+
+
+@every_row("model", [ConditionalMeanRegressor(), AttentionRegressor(), HopfieldMemory()])
+def test_equal_weights_are_none(model: Any):
+    """Of those that choose by leaving rows out: the choice, too."""
+    method = "predict" if isinstance(model, RegressorMixin) else "score_samples"
+    equal = clone(model).fit(TABLE, TARGET, sample_weight=np.ones(40))
+    none = clone(model).fit(TABLE, TARGET)
+    assert np.allclose(getattr(equal, method)(ASKED), getattr(none, method)(ASKED), rtol=1e-8)
+
+
+def test_a_threshold_by_weights_is_that_of_a_density_without_the_row():
+    memory = HopfieldMemory(scale=0.8, false_alarm_rate=0.2).fit(TABLE, sample_weight=COUNTS)
+    kept = np.flatnonzero(COUNTS)
+    scores = []
+    for row in kept:
+        others = kept[kept != row]
+        density = KernelDensity(bandwidth=0.8**-0.5).fit(TABLE[others], sample_weight=COUNTS[others])
+        scores.append(density.score_samples(TABLE[[row]])[0])
+    assert np.isclose(memory.leave_one_out_score_, np.average(scores, weights=COUNTS[kept]))
+    scores = np.array(scores)
+    below = COUNTS[kept][scores < memory.offset_ - 1e-9].sum() / COUNTS.sum()
+    upto = COUNTS[kept][scores <= memory.offset_ + 1e-9].sum() / COUNTS.sum()
+    assert below < 0.2 <= upto
+
+
+def test_a_memory_fills_cells_by_a_mixture_of_gaussians():
+    memory = HopfieldMemory(scale=0.8).fit(TABLE, sample_weight=COUNTS)
+    asked = with_holes(ASKED)
+    asked[0] = NAN
+    filled = memory.impute(asked)
+    for row, cells in enumerate(asked):
+        known = ~np.isnan(cells)
+        weight = COUNTS * np.exp(-0.4 * np.square(TABLE[:, known] - cells[known]).sum(1))
+        assert np.allclose(filled[row], np.where(known, cells, weight @ TABLE / weight.sum()), rtol=1e-9)
+    with pytest.raises(ValueError, match="at least two rows of positive weight, got 1"):
+        memory.fit(TABLE, sample_weight=np.arange(40) == 3)

@@ -125,9 +125,31 @@ def _check_spread(name: str, table: np.ndarray, first: int) -> None:
         )
 
 
-def total_variance(rows: Float[Tensor, "rows columns"]) -> float:
+def without_weightless(
+    table: np.ndarray, weight: np.ndarray | None, *others: np.ndarray
+) -> tuple[np.ndarray | None, list[np.ndarray]]:
+    """The positive weights, and the rows of the tables that have them."""
+    tables = [table, *others]
+    if weight is None:
+        return None, tables
+    return weight[weight > 0], [each[weight > 0] for each in tables]
+
+
+def mean_of(rows: Float[Tensor, "rows columns"], weight: Float[Tensor, "rows"] | None) -> Float[Tensor, "columns"]:
+    """The mean of rows by their weights."""
+    return rows.mean(0) if weight is None else weight @ rows / weight.sum()
+
+
+def variance_of(rows: Float[Tensor, "rows columns"], weight: Float[Tensor, "rows"] | None) -> Float[Tensor, "columns"]:
+    """The variances of the columns by the rows' weights."""
+    if weight is None:
+        return rows.var(0, correction=0)
+    return mean_of((rows - mean_of(rows, weight)).square(), weight)
+
+
+def total_variance(rows: Float[Tensor, "rows columns"], weight: Float[Tensor, "rows"] | None = None) -> float:
     """Sum of the columns' variances; 1 where no column varies."""
-    total = rows.var(0, correction=0).sum().item()
+    total = variance_of(rows, weight).sum().item()
     return total if total > 0 else 1.0
 
 
