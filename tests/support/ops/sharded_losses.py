@@ -387,7 +387,9 @@ def trained_with_ddp(rank, size):
         found[loss] = model.weight.grad
         model, items, positive, others = supervised_batch(size)
         own = slice(rank * 12 // size, (rank + 1) * 12 // size)
-        point = torch.nn.parallel.DistributedDataParallel(model)(items[own])
+        # It must live until the backward pass, in which it adds gradients up.
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        point = wrapped(items[own])
         options = {"positive": positive[own], "log_weight": others[:, own], "temperature": 0.5, "loss": loss}
         sharded.info_nce(point, point, **options).backward()
         found[f"supervised, {loss}"] = model.weight.grad
