@@ -112,8 +112,8 @@ class Wrapped(Measure):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return self._times(self.measure._kl(self._pull(eta), self._pull_along(delta)))
 
-    def _kl_to(self, eta: Tensor, other: Tensor) -> Tensor:
-        return self._times(self.measure._kl_to(self._pull(eta), self._pull(other)))
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+        return self._times(self.measure._kl_to(self._pull(eta), self._pull(other), self._pull_along(delta)))
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         return self._times(self.measure._cumulants(self._pull(eta), self._pull_along(direction), order))

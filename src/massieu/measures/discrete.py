@@ -47,11 +47,11 @@ class _TwoValued(Coordinates):
         change = half * delta
         return _sign_kl(field, field + change, change).sum(-1)
 
-    def _kl_to(self, eta: Tensor, other: Tensor) -> Tensor:
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
         low, high = self._bounds
         half = 0.5 * (high - low)
         fields = half * self._local_field(eta), half * self._local_field(other)
-        return _sign_kl(*fields, half * (other - eta)).sum(-1)
+        return _sign_kl(*fields, half * delta).sum(-1)
 
     def _tilt(self, eta: Tensor) -> Any:
         constructor: Any = type(self)
@@ -210,8 +210,8 @@ class Poisson(Coordinates):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return self._divergence(eta, eta + delta, delta)
 
-    def _kl_to(self, eta: Tensor, other: Tensor) -> Tensor:
-        return self._divergence(eta, other, other - eta)
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+        return self._divergence(eta, other, delta)
 
     def _divergence(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
         """The mean λ of p_eta times φ(delta), φ(δ) = exp δ − 1 − δ."""

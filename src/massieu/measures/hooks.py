@@ -222,11 +222,13 @@ class Hooks(Value):
         # Rounding may leave either form a little below 0.
         return torch.where(is_exact, integral, difference).clamp_min(0).to(dtype)
 
-    def _kl_to(self, eta: Tensor, other: Tensor) -> Tensor:
-        """KL(p_eta ‖ p_other). Override it where its derivative in eta, the Fisher information times eta − other, may be tiny
-        beside that in `other`: through the difference of the two the latter's rounding would be added to it.
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+        """KL(p_eta ‖ p_other), delta = other − eta, which is more exact than a difference of what becomes of the two.
+
+        Override it where the derivative in eta, the Fisher information times −delta, may be tiny beside that in `other`: if all
+        goes through delta, the latter's rounding is added to the former.
         """
-        return self._kl(eta, other - eta)
+        return self._kl(eta, delta)
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         """κ_1 … κ_order of x·direction, stacked last: the derivatives of A(eta + t·direction) at t = 0."""

@@ -107,8 +107,8 @@ class Independent(Measure):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return total([measure._kl(x, move) for measure, x, move in self._parts(eta, delta)])
 
-    def _kl_to(self, eta: Tensor, other: Tensor) -> Tensor:
-        return total([measure._kl_to(x, y) for measure, x, y in self._parts(eta, other)])
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+        return total([measure._kl_to(*parts) for measure, *parts in self._parts(eta, other, delta)])
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         return total([measure._cumulants(x, v, order) for measure, x, v in self._parts(eta, direction)])
