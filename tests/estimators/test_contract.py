@@ -36,20 +36,42 @@ OF_A_PIPELINE = {
     "check_dont_overwrite_parameters": "a Pipeline changes its `steps`: scikit-learn's own expected failure of it",
     "check_estimators_overwrite_params": "a Pipeline changes its `steps`: scikit-learn's own expected failure of it",
 }
+WEIGHTS_ON_DENSE_DATA = "check_sample_weight_equivalence_on_dense_data"
+WEIGHTS_ON_SPARSE_DATA = "check_sample_weight_equivalence_on_sparse_data"
+
+
+def expected_failures(estimator: Any) -> dict[str, str]:
+    """What scikit-learn's checks may say of an estimator: copies of rows in the place of weights, where these differ."""
+    if isinstance(estimator, Pipeline):
+        return OF_A_PIPELINE
+    if isinstance(estimator, BoltzmannEstimator):
+        reason = "training draws rows: a row of weight 2 has the law of two rows, and other draws"
+        return {WEIGHTS_ON_DENSE_DATA: reason, WEIGHTS_ON_SPARSE_DATA: reason}
+    if "auto" in (estimator.get_params().get("ridge"), estimator.get_params().get("scale")):
+        return {WEIGHTS_ON_DENSE_DATA: "a row is left out as a whole, and of copies one"}
+    if isinstance(estimator, HopfieldMemory):
+        return {WEIGHTS_ON_DENSE_DATA: "the threshold leaves a row out as a whole, and of copies one"}
+    return {}
 
 
 @pytest.mark.medium
 @some_slow("estimator", CHEAP, 2, ids=lambda estimator: type(estimator).__name__)
 def test_scikit_learn_s_checks(estimator: Any):
-    """None is expected to fail, not even the two of `BernoulliRBM`: likelihoods here are no draws."""
-    check_estimator(estimator, on_skip=None)
+    """None but those on weights is expected to fail, not even the two of `BernoulliRBM`: likelihoods here are no draws."""
+    check_estimator(estimator, expected_failed_checks=expected_failures(estimator), on_skip=None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", OTHERS, ids=lambda estimator: repr(estimator).replace("\n", " "))
 def test_scikit_learn_s_checks_of_other_settings(estimator: Any):
-    expected_failures = OF_A_PIPELINE if isinstance(estimator, Pipeline) else None
-    check_estimator(estimator, expected_failed_checks=expected_failures, on_skip=None)
+    check_estimator(estimator, expected_failed_checks=expected_failures(estimator), on_skip=None)
+
+
+def test_tags_say_what_is_taken():
+    takes = [
+        (each.__sklearn_tags__().input_tags.allow_nan, each.__sklearn_tags__().input_tags.sparse) for each in DEFAULTS
+    ]
+    assert takes == [(True, True), (False, False), (False, False), (False, False)]
 
 
 TABLE = np.random.default_rng(0).normal(size=(60, 3))
@@ -75,7 +97,7 @@ def test_pickled_cloned_and_in_float32(estimator: Any):
         assert np.allclose(other, found, atol=1e-4)
 
 
-@every_row("estimator", DEFAULTS)
+@every_row("estimator", DEFAULTS[1:])
 def test_nan_and_sparse_tables_are_refused(estimator: Any):
     broken = TABLE.copy()
     broken[3, 1] = np.nan

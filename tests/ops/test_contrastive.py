@@ -118,6 +118,44 @@ def test_a_mask_of_one_positive_each_is_the_number_of_it():
     assert torch.allclose(by_mask, info_nce(query, key, positive=number, temperature=0.3), atol=1e-12)
 
 
+@every_row("weight", ["keys", "pairs", "float pairs"])
+@every_row("returned", [False, True])
+def test_nan_that_a_mask_does_not_count_has_no_gradient(weight: str, returned: bool):
+    """A query without a positive and a key that is hidden from all hold NaN: loss and gradients are those without them."""
+    query, key, _, temperature = tensors()
+    positive = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], *3 * [[0, 1, 0, 1, 0]]]).bool()
+    seen = torch.tensor([1, 1, 1, 1, 0]).bool()
+    given = {
+        "keys": seen,
+        "pairs": seen.expand(5, 5),
+        "float pairs": torch.where(seen, 0.0, -math.inf).double().expand(5, 5),
+    }
+    rows = torch.tensor([0, 2, 3, 4])
+    wanted = several_positives(query[rows], key[:4], positive[rows, :4], temperature)[0]
+    gradients = torch.autograd.grad(wanted, [query, key])
+    q = query.detach().index_fill(0, torch.tensor([1]), math.nan).requires_grad_()
+    k = key.detach().index_fill(0, torch.tensor([4]), math.nan).requires_grad_()
+    result = info_nce(
+        q, k, positive=positive, log_weight=given[weight], temperature=temperature, return_log_partition=returned
+    )
+    loss = result.loss if returned else result
+    assert torch.allclose(loss, wanted, rtol=1e-12)
+    for found, expected in zip(torch.autograd.grad(loss, [q, k]), gradients, strict=True):
+        assert torch.allclose(found, expected, atol=1e-12)
+    if returned:
+        assert result.log_partition.isnan().tolist() == [False, True, False, False, False]
+
+
+def test_nan_that_counts_stays_nan():
+    query, key, _, _ = tensors()
+    positive = torch.eye(5, dtype=torch.bool)
+    broken = query.detach().index_fill(0, torch.tensor([1]), math.nan)
+    assert info_nce(broken, key, positive=positive, temperature=1.0).isnan()
+    positive[1] = False
+    # A column of the keys' own loss.
+    assert info_nce(broken, key, positive=positive, temperature=1.0, symmetric=True).isnan()
+
+
 def test_second_derivatives_of_a_mask():
     query, key, _, temperature = tensors(3, 2)
     positive = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]]).bool()

@@ -188,6 +188,27 @@ def test_weights_of_pairs(found, symmetric, boolean):
     same(joined(results, f"weights of pairs, {symmetric}, {boolean}", dims), expected, 1e-11)
 
 
+@every_row(
+    "symmetric, full, loss",
+    [(False, False, ""), (False, True, ""), (True, False, ""), (True, True, ""), (False, True, "sharded")],
+)
+def test_a_mask_of_positives_anywhere(found, symmetric, full, loss):
+    """The supervised contrastive loss; three of seven queries have no positive, on either process."""
+    size, results = found
+    name = "several positives, sharded loss" if loss else f"several positives, {symmetric}, {full}"
+    expected = losses.several_positives_alone(size, symmetric, full, loss or "replicated")
+    gradients = [0, 0, "sum", 0] if full else [0, 0, "sum"]
+    dims = [None, 1 if symmetric else 0, *gradients, *gradients]
+    same(joined(results, name, dims), expected, 1e-11)
+
+
+def test_nan_that_a_mask_does_not_count_has_no_gradient(found):
+    _, results = found
+    actual = list(joined(results, "uncounted", [None, 0, 0, None]))
+    same(actual, losses.uncounted_alone())
+    assert not actual[1][2].any() and not actual[2][5].any()
+
+
 @every_row(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.02)])
 def test_precision(found, dtype, tolerance):
     _, results = found
@@ -368,6 +389,10 @@ def test_the_gradients_of_an_encoder_under_ddp():
     model, views = losses.encoder()
     query, key = model(views.reshape(-1, 5)).chunk(2)
     ops.info_nce(query, key, temperature=0.5, symmetric=True).backward()
+    other, items, positive, others = losses.supervised_batch(2)
+    point = other(items)
+    ops.info_nce(point, point, positive=positive, log_weight=others, temperature=0.5).backward()
     for result in processes.run(losses.trained_with_ddp, 2):
-        torch.testing.assert_close(result["sharded"], model.weight.grad, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(result["replicated"], model.weight.grad / 2, rtol=1e-12, atol=1e-12)
+        for prefix, wanted in (("", model.weight.grad), ("supervised, ", other.weight.grad)):
+            torch.testing.assert_close(result[f"{prefix}sharded"], wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(result[f"{prefix}replicated"], wanted / 2, rtol=1e-12, atol=1e-12)

@@ -121,7 +121,7 @@ class Measure(Hooks):
                 )
         measure, eta_p, eta_q = self._admit(eta_p, eta_q=eta_q)
         measure._check_domain(eta_q)
-        return measure._kl(eta_p, eta_q - eta_p)
+        return measure._kl_to(eta_p, eta_q, eta_q - eta_p)
 
     @final
     def tilt(self, eta: Float[Tensor, "*batch_event"]) -> "Measure":

@@ -112,6 +112,9 @@ class Wrapped(Measure):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return self._times(self.measure._kl(self._pull(eta), self._pull_along(delta)))
 
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+        return self._times(self.measure._kl_to(self._pull(eta), self._pull(other), self._pull_along(delta)))
+
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         return self._times(self.measure._cumulants(self._pull(eta), self._pull_along(direction), order))
 
@@ -156,6 +159,16 @@ class Tilted(Wrapped):
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         return self.measure._log_prob(self._pull(eta), point)
+
+    def _unit_sizes(self) -> list[int]:
+        return self.measure._unit_sizes()
+
+    def _log_partition_of_units(self, eta: Tensor) -> Tensor:
+        start = self.measure._log_partition_of_units(self._pull(torch.zeros_like(eta)))
+        return self.measure._log_partition_of_units(self._pull(eta)) - start
+
+    def _log_prob_of_units(self, eta: Tensor, point: Tensor) -> Tensor:
+        return self.measure._log_prob_of_units(self._pull(eta), point)
 
     def _nearest(self, point: Tensor) -> Tensor | None:
         return self.measure._nearest(point)

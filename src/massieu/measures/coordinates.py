@@ -116,9 +116,18 @@ class Coordinates(Measure):
         return torch.where(inside, density, -torch.inf).sum(-1)
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
+        return self._log_prob_of_units(eta, point).sum(-1)
+
+    def _unit_sizes(self) -> list[int]:
+        return [1] * self.event_shape[0]
+
+    def _log_partition_of_units(self, eta: Tensor) -> Tensor:
+        return self._log_partition_each(eta)
+
+    def _log_prob_of_units(self, eta: Tensor, point: Tensor) -> Tensor:
         inside = self._holds(point)
         density = self._log_prob_each(eta, torch.where(inside, point, self._anchor(point)))
-        return torch.where(inside, density, -torch.inf).sum(-1)
+        return torch.where(inside, density, -torch.inf)
 
     def _conjugate(self, mu: Tensor) -> Tensor | None:
         """A sum over coordinates; one at a bound b of its range adds −log h({b}), which is ∞ if b has no mass."""

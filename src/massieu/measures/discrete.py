@@ -43,7 +43,15 @@ class _TwoValued(Coordinates):
         low, high = self._bounds
         # Signs of the same log-odds, which are twice the field of a sign.
         half = 0.5 * (high - low)
-        return _sign_kl(half * self._local_field(eta), half * delta).sum(-1)
+        field = half * self._local_field(eta)
+        change = half * delta
+        return _sign_kl(field, field + change, change).sum(-1)
+
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+        low, high = self._bounds
+        half = 0.5 * (high - low)
+        fields = half * self._local_field(eta), half * self._local_field(other)
+        return _sign_kl(*fields, half * delta).sum(-1)
 
     def _tilt(self, eta: Tensor) -> Any:
         constructor: Any = type(self)
@@ -200,6 +208,12 @@ class Poisson(Coordinates):
         return self._align(self.rate, eta) * torch.exp(eta)
 
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
+        return self._divergence(eta, eta + delta, delta)
+
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+        return self._divergence(eta, other, delta)
+
+    def _divergence(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
         """The mean λ of p_eta times φ(delta), φ(δ) = exp δ − 1 − δ."""
         is_small = delta.abs() < 0.5
         mean = self._cumulant(eta, 1)
@@ -209,7 +223,7 @@ class Poisson(Coordinates):
         series = finite_mean * (small.square() * second_phi_series(small))
         # λ·exp δ is computed as the mean at eta + delta: one of the two factors may overflow and the other underflow.
         large = torch.where(is_small, 1.0, delta)
-        difference = self._cumulant(eta + large, 1) - finite_mean * (1 + large)
+        difference = self._cumulant(torch.where(is_small, eta + 1.0, other), 1) - finite_mean * (1 + large)
         divergence = torch.where(is_small, series, difference)
         return torch.where(overflows & (delta != 0), torch.inf, divergence).sum(-1)
 
@@ -258,18 +272,22 @@ def _bit_cumulant(logit: Tensor, order: int) -> Tensor:
     return polynomial
 
 
-def _sign_kl(field: Tensor, delta: Tensor) -> Tensor:
-    """KL divergence between signs in `field` and in `field + delta`: bits of twice those log-odds.
+def _sign_kl(field: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+    """KL divergence between signs in the fields `field` and `other`, delta apart: bits of twice those log-odds.
 
-    From 1/4 on it is a Bregman difference, and below the log-mean of the ratio of the two laws.
+    Where log-odds differ by more than 1 it is a Bregman difference, which then loses no more than a digit, and below the
+    log-mean of the ratio of the two laws. The difference reads `other` by itself: its derivative there, which may be far
+    larger than that in `field`, is not added to the latter.
     """
     # By symmetry the field is negative: +1 is the rarer sign, and exponentials are small.
+    is_negative = field < 0
     rarer = -magnitude(field)
-    change = torch.where(field < 0, delta, -delta)
+    moved = torch.where(is_negative, other, -other)
+    change = torch.where(is_negative, delta, -delta)
+    is_large = change.abs() > 0.5
     # The threshold is 40, as from the default of 20 on torch takes softplus for linear: too early for float64.
-    moved = F.softplus(2 * (rarer + change), threshold=40)
-    difference = moved - F.softplus(2 * rarer) - 2 * (change * torch.sigmoid(2 * rarer))
-    is_large = difference > 0.25
+    level = F.softplus(2 * moved, threshold=40)
+    difference = level - F.softplus(2 * rarer) - 2 * (change * torch.sigmoid(2 * rarer))
     # change·(x − mean) at x = ±1 is 2·change·P(−1) and −2·change·P(+1), which keep their digits in the tails.
     rarer = torch.where(is_large, 0.0, rarer)
     change = torch.where(is_large, 0.0, change)

@@ -203,6 +203,23 @@ class Gaussian(Measure):
         normaliser = self._align(log_volume, point, 0) + 0.5 * point.shape[-1] * math.log(2 * math.pi)
         return -0.5 * whitened.square().sum(-1) - normaliser
 
+    def _unit_sizes(self) -> list[int]:
+        size = self.event_shape[0]
+        return [1] * size if self._is_diagonal else [size]
+
+    def _log_partition_of_units(self, eta: Tensor) -> Tensor:
+        if not self._is_diagonal:
+            return super()._log_partition_of_units(eta)
+        return eta * (self._align(self.location, eta) + 0.5 * self._covariance_times(eta))
+
+    def _log_prob_of_units(self, eta: Tensor, point: Tensor) -> Tensor:
+        if not self._is_diagonal:
+            return super()._log_prob_of_units(eta, point)
+        variances = self._variances()
+        self._refuse_degenerate(~(variances > 0).all(-1))
+        variances = self._align(variances, point)
+        return -0.5 * ((point - self._mean(eta)).square() / variances + (2 * math.pi * variances).log())
+
     def _refuse_degenerate(self, is_degenerate: Tensor) -> None:
         if any_true(is_degenerate):
             raise MissingFormError(

@@ -150,6 +150,20 @@ class Hooks(Value):
         """A*(mu), shape ``lead``, on the boundary too; +inf outside. None: no closed form."""
         return None
 
+    # Units: groups of coordinates that are independent of each other under every p_eta.
+
+    def _unit_sizes(self) -> list[int]:
+        """How many coordinates each unit has, in their order. By default all are one unit."""
+        return [self.event_shape.numel()]
+
+    def _log_partition_of_units(self, eta: Tensor) -> Tensor:
+        """A of each unit, shape ``(*lead, units)``; their sum is A."""
+        return self._log_partition(eta).unsqueeze(-1)
+
+    def _log_prob_of_units(self, eta: Tensor, point: Tensor) -> Tensor:
+        """log p_eta of each unit's coordinates, shape ``(*lead, units)``; its sum is `_log_prob`."""
+        return self._log_prob(eta, point).unsqueeze(-1)
+
     # Derived from the log-partition.
 
     def _mean(self, eta: Tensor) -> Tensor:
@@ -207,6 +221,14 @@ class Hooks(Value):
         is_exact = ((integral - coarse_integral).abs() <= rounding) & ~misses_change
         # Rounding may leave either form a little below 0.
         return torch.where(is_exact, integral, difference).clamp_min(0).to(dtype)
+
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+        """KL(p_eta ‖ p_other), delta = other − eta, which is more exact than a difference of what becomes of the two.
+
+        Override it where the derivative in eta, the Fisher information times −delta, may be tiny beside that in `other`: if all
+        goes through delta, the latter's rounding is added to the former.
+        """
+        return self._kl(eta, delta)
 
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         """κ_1 … κ_order of x·direction, stacked last: the derivatives of A(eta + t·direction) at t = 0."""

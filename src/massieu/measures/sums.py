@@ -107,6 +107,9 @@ class Independent(Measure):
     def _kl(self, eta: Tensor, delta: Tensor) -> Tensor:
         return total([measure._kl(x, move) for measure, x, move in self._parts(eta, delta)])
 
+    def _kl_to(self, eta: Tensor, other: Tensor, delta: Tensor) -> Tensor:
+        return total([measure._kl_to(*parts) for measure, *parts in self._parts(eta, other, delta)])
+
     def _cumulants(self, eta: Tensor, direction: Tensor, order: int) -> Tensor:
         return total([measure._cumulants(x, v, order) for measure, x, v in self._parts(eta, direction)])
 
@@ -176,6 +179,15 @@ class Product(Independent):
 
     def _log_prob(self, eta: Tensor, point: Tensor) -> Tensor:
         return total([measure._log_prob(e, x) for measure, e, x in self._parts(eta, point)])
+
+    def _unit_sizes(self) -> list[int]:
+        return [size for measure in self.measures for size in measure._unit_sizes()]
+
+    def _log_partition_of_units(self, eta: Tensor) -> Tensor:
+        return torch.cat([measure._log_partition_of_units(x) for measure, x in self._parts(eta)], -1)
+
+    def _log_prob_of_units(self, eta: Tensor, point: Tensor) -> Tensor:
+        return torch.cat([measure._log_prob_of_units(e, x) for measure, e, x in self._parts(eta, point)], -1)
 
     def _nearest(self, point: Tensor) -> Tensor | None:
         nearest = all_or_none([measure._nearest(x) for measure, x in self._parts(point)])

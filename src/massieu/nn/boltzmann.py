@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Self
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -14,12 +14,23 @@ from torch.utils import _pytree as pytree
 
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.energy.normalisable import untilted, why_not_normalisable
-from massieu.foundation.arguments import check_dense, check_one_device, check_shape, instance, number, whole_number
+from massieu.foundation.arguments import (
+    check_dense,
+    check_one_device,
+    check_range,
+    check_shape,
+    floating,
+    instance,
+    number,
+    whole_number,
+)
 from massieu.foundation.transforms import all_true, any_true, unwrapped, values_are_readable
 from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Bernoulli, DomainError, Measure, Spin
 from massieu.nn.activation import HeldValue
+from massieu.nn.missing_units import complete_by_gibbs, complete_exactly, is_enumerable, missing_units
 from massieu.nn.modules import Device, Resettable, device_for
+from massieu.nn.training_rows import TrainingRows
 
 _NEWEST_BATCH_WEIGHT = 0.01
 """Weight of the newest batch in the running mean of the hidden units."""
@@ -193,6 +204,32 @@ class RestrictedBoltzmannMachine(Resettable):
         return torch.where(possible, total, -torch.inf)
 
     @torch.no_grad()
+    def impute(
+        self, data: Float[Tensor, "*items V"], *, sweeps: int = 1000, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "*items V"]:
+        """The data with each NaN replaced by the mean of that unit given the item's other units.
+
+        The mean is exact, by a sum over the states of the hidden units, where these have at most 2^16. Otherwise it is the
+        average over `sweeps` Gibbs sweeps of a chain for each item, after a tenth as many that are not counted.
+
+        Raises:
+            TypeError: not a tensor; `sweeps` not whole.
+            ValueError: a shape that does not fit; a part of units that depend on each other is missing, as some states of
+                one `Categorical`.
+        """
+        _check_positive(sweeps=sweeps)
+        is_missing = instance("data", data, Tensor, "a tensor").isnan()
+        rows = self._read(data.masked_fill(is_missing, 0))
+        width = rows.shape[-1]
+        rows_of = (rows.reshape(-1, width), is_missing.reshape(-1, width))
+        machine = self.machine()
+        if is_enumerable(machine):
+            completion = complete_exactly(machine, *rows_of)
+        else:
+            completion = complete_by_gibbs(machine, *rows_of, sweeps=sweeps, generator=generator)
+        return completion.visible.reshape(rows.shape)
+
+    @torch.no_grad()
     def sample(
         self, count: int, *, sweeps: int = 1000, generator: torch.Generator | None = None
     ) -> Float[Tensor, "count V"]:
@@ -214,6 +251,8 @@ class RestrictedBoltzmannMachine(Resettable):
         chains: int = 20,
         sweeps: int = 1,
         learning_rate: float = 1.0,
+        missing: Bool[Tensor, "items V"] | None = None,
+        weight: Float[Tensor, "items"] | None = None,
         generator: torch.Generator | None = None,
         progress: bool = True,
     ) -> Self:
@@ -230,6 +269,9 @@ class RestrictedBoltzmannMachine(Resettable):
             chains: Number of persistent chains.
             sweeps: Gibbs sweeps of the chains in each update.
             learning_rate: 1 suits bits; take 0.01 to 0.1 for unbounded units.
+            missing: True where a unit was not observed; the data may hold anything there. The likelihood is then that of the
+                observed units: whenever an item is used, a Gibbs sweep draws its missing units anew, from their last draw.
+            weight: Not negative, one for each item, by default 1: how often it counts. Only their ratios matter.
 
         Raises:
             TypeError: data that is no tensor, or a number that is not whole.
@@ -238,12 +280,12 @@ class RestrictedBoltzmannMachine(Resettable):
                 normaliser, which a smaller learning rate avoids.
         """
         options = {"epochs": epochs, "batch_size": batch_size, "chains": chains, "sweeps": sweeps}
-        self._train(data, learning_rate, generator, progress, **options)
+        self._train(self._training_rows(data, missing, weight), learning_rate, generator, progress, **options)
         return self
 
     def _train(
         self,
-        data: Tensor,
+        data: TrainingRows,
         learning_rate: float,
         generator: torch.Generator | None,
         progress: bool,
@@ -255,7 +297,7 @@ class RestrictedBoltzmannMachine(Resettable):
     ) -> bool:
         """`fit`; True if it was not interrupted."""
         _check_positive(epochs=epochs, batch_size=batch_size, chains=chains, sweeps=sweeps)
-        data = self._check_fit(data, learning_rate)
+        self._check_fit(learning_rate)
         trainer = _Training(self, data, chains, generator)
         num_updates = epochs * math.ceil(len(data) / batch_size)
         rounds: Iterable[int] = range(epochs)
@@ -265,10 +307,10 @@ class RestrictedBoltzmannMachine(Resettable):
         finished = False
         try:
             for epoch in rounds:  # noqa: B007
-                order = torch.randperm(len(data), generator=generator, device=data.device)
+                order = torch.randperm(len(data), generator=generator, device=self.weight.device)
                 for batch in order.split(batch_size):
                     # The learning rate falls linearly to 0.
-                    trainer.update(data[batch], learning_rate * (1 - trainer.num_updates / num_updates), sweeps)
+                    trainer.update(batch, learning_rate * (1 - trainer.num_updates / num_updates), sweeps)
                 self._check_normaliser(learning_rate)
             finished = True
         except KeyboardInterrupt:
@@ -306,24 +348,43 @@ class RestrictedBoltzmannMachine(Resettable):
             raise ValueError(f"data must have no NaN, got them in {_first_of(has_nan)}")
         return data.to(self.weight.dtype)
 
-    def _check_fit(self, data: Tensor, learning_rate: float) -> Tensor:
-        number("learning_rate", learning_rate, above=0)
-        if self.weight.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"training needs parameters of float32 or float64, got {self.weight.dtype}")
+    def _training_rows(self, data: Tensor, missing: Tensor | None, weight: Tensor | None) -> TrainingRows:
+        """The data, checked."""
+        if missing is not None:
+            instance("missing", missing, Tensor, "a tensor of booleans")
+            check_shape("missing", missing, tuple(instance("data", data, Tensor, "a tensor").shape))
+            if missing.dtype != torch.bool:
+                raise TypeError(f"missing must be booleans, got a tensor of {missing.dtype}")
+            data = data.masked_fill(missing, 0)
         data = self._read(data)
         check_shape("data", data, ("items", len(self.visible_bias)))
         if len(data) == 0:
             raise ValueError(f"data must have at least one item, got shape {tuple(data.shape)}")
-        machine = self.machine()
-        BoltzmannMachine.create(machine.visible, machine.hidden, machine.weight)
         visible = self.visible.value()
-        inside = visible.log_prob(torch.zeros_like(data), data) > -torch.inf
+        log_prob = visible._log_prob_of_units(torch.zeros_like(data), data)
+        if missing is not None:
+            log_prob = log_prob.masked_fill(missing_units(visible, missing), 0.0)
+        inside = (log_prob > -torch.inf).all(-1)
         if not all_true(inside):
             raise ValueError(
                 f"data must be states of {_kind(visible)} units, got others in {_first_of(~inside)}; values are from "
                 f"{data.min():.4g} to {data.max():.4g}"
             )
-        return data
+        if weight is not None:
+            weight = floating("weight", weight).to(data)
+            check_shape("weight", weight, (len(data),))
+            check_range("weight", weight, least=0)
+            if not bool(weight.sum() > 0):
+                raise ValueError("weight must be positive for at least one item")
+            weight = weight / weight.mean()
+        return TrainingRows(data, missing, weight)
+
+    def _check_fit(self, learning_rate: float) -> None:
+        number("learning_rate", learning_rate, above=0)
+        if self.weight.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"training needs parameters of float32 or float64, got {self.weight.dtype}")
+        machine = self.machine()
+        BoltzmannMachine.create(machine.visible, machine.hidden, machine.weight)
 
     def _check_normaliser(self, learning_rate: float) -> None:
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters()):
@@ -337,49 +398,83 @@ class _Training:
     """Persistent contrastive divergence with centred gradients, in place."""
 
     def __init__(
-        self, model: RestrictedBoltzmannMachine, data: Tensor, chains: int, generator: torch.Generator | None
+        self, model: RestrictedBoltzmannMachine, rows: TrainingRows, chains: int, generator: torch.Generator | None
     ) -> None:
         self.model = model
+        self.rows = rows
         self.generator = generator
         self.num_updates = 0
         self.visible_layer = model.visible.value()
         self.hidden_layer = model.hidden.value()
-        self.centre = data.mean(0)
+        # Missing units start at the law of the visible biases.
+        rows.fill(lambda index: self.visible_layer.sample(self._biases(len(index)), generator=generator))
+        self.centre = rows.mean()
         """The centre of the visible units: their mean over the data."""
         # Drawn in any case, so that the generator's numbers do not depend on whether there are chains.
-        drawn = torch.randint(len(data), (chains,), generator=generator, device=data.device)
+        drawn = rows.draw(chains, generator)
         has_chains = model.chains is not None and len(model.chains) == chains
-        self.visible: Tensor = model.chains if has_chains else data[drawn]  # pyright: ignore[reportAttributeAccessIssue]
+        self.visible: Tensor = model.chains if has_chains else rows.take(drawn)  # pyright: ignore[reportAttributeAccessIssue]
         """Visible units of the chains."""
         self.activity = model.transform(self.centre)
         """The centre of the hidden units: the running mean of their means over batches."""
 
+    def _biases(self, count: int) -> Tensor:
+        return self.model.visible_bias.detach().expand(count, -1)
+
     @torch.no_grad()
-    def update(self, batch: Tensor, learning_rate: float, sweeps: int) -> None:
+    def update(self, index: Tensor, learning_rate: float, sweeps: int) -> None:
         """One step along the gradient of the likelihood. The chains are swept with the parameters before the step."""
         model = self.model
         num_chains = len(self.visible)
+        batch = self._completed(index, sweeps)
         # Data and chains in one product of matrices.
         field = model._hidden_field(torch.cat([batch, self.visible]))
         data_hidden, chain_hidden = self.hidden_layer.mean(field).split([len(batch), num_chains])
+        if self.rows.weight is None:
+            total_weight = len(batch)
+            data_sum = batch.sum(0)
+            hidden_sum = data_hidden.sum(0)
+            product = batch.mT @ data_hidden
+        else:
+            weight = self.rows.weight[index]
+            total_weight = weight.sum().item()
+            data_sum = weight @ batch
+            hidden_sum = weight @ data_hidden
+            product = (weight.unsqueeze(1) * batch).mT @ data_hidden
         # Sums over the batch; a chain counts as this many items.
-        items_per_chain = len(batch) / num_chains
-        visible_gradient = batch.sum(0) - items_per_chain * self.visible.sum(0)
-        hidden_gradient = data_hidden.sum(0) - items_per_chain * chain_hidden.sum(0)
+        items_per_chain = total_weight / num_chains
+        visible_gradient = data_sum - items_per_chain * self.visible.sum(0)
+        hidden_gradient = hidden_sum - items_per_chain * chain_hidden.sum(0)
         if not math.isfinite(hidden_gradient.sum().item()):
             raise _diverged(learning_rate)
         step = learning_rate / len(batch)
         # Σ (v − centre)(h − activity)ᵀ over the data, less the same over the chains, with the product multiplied out: the
         # term centre·activityᵀ cancels.
-        gradient = torch.addmm(batch.mT @ data_hidden, self.visible.mT, chain_hidden, alpha=-items_per_chain)
+        gradient = torch.addmm(product, self.visible.mT, chain_hidden, alpha=-items_per_chain)
         gradient.addr_(visible_gradient, self.activity, alpha=-1).addr_(self.centre, hidden_gradient, alpha=-1)
         self._sweep(field[len(batch) :], sweeps)
         model.weight.add_(gradient, alpha=step)
         # The biases of centred units stay while the weight moves, so a + W·activity and b + Wᵀ·centre take the plain steps.
         model.visible_bias.add_(visible_gradient - gradient @ self.activity, alpha=step)
         model.hidden_bias.add_(hidden_gradient - self.centre @ gradient, alpha=step)
-        self.activity.lerp_(data_hidden.mean(0), _NEWEST_BATCH_WEIGHT)
+        if total_weight > 0:
+            self.activity.lerp_(hidden_sum / total_weight, _NEWEST_BATCH_WEIGHT)
         self.num_updates += 1
+
+    def _completed(self, index: Tensor, sweeps: int) -> Tensor:
+        """The rows of an index, their missing units drawn by Gibbs sweeps that start at their last draw."""
+        batch = self.rows.take(index)
+        if self.rows.is_missing is None:
+            return batch
+        is_missing = self.rows.is_missing[index]
+        if not bool(is_missing.any()):
+            return batch
+        for _ in range(sweeps):
+            hidden = self.hidden_layer.sample(self.model._hidden_field(batch), generator=self.generator)
+            drawn = self.visible_layer.sample(self.model._visible_field(hidden), generator=self.generator)
+            batch = torch.where(is_missing, drawn, batch)
+        self.rows.store(index, batch)
+        return batch
 
     def _sweep(self, field: Tensor, sweeps: int) -> None:
         """Gibbs sweeps of the chains; `field` is the hidden units' field of their present state."""

@@ -126,7 +126,8 @@ class StackedBoltzmannMachine(Resettable):
                         machine.weight.copy_(below.weight.mT)
                         machine.visible_bias.copy_(below.hidden_bias)
                         machine.hidden_bias.copy_(below.visible_bias)
-            if not machine._train(data, learning_rate, generator, progress, **options):
+            rows = machine._training_rows(data, None, None)
+            if not machine._train(rows, learning_rate, generator, progress, **options):
                 break
             below = machine
         return self

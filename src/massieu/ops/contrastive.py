@@ -105,7 +105,8 @@ def info_nce(
         query, key: (B, D) and (K, D), of one dtype and device. Without `positive`, K = B and query i's positive is key i.
         positive: (B,) integers, the number of each query's positive key; or (B, K) booleans, True for its positives. With
             several, −q·k₊/temperature is the mean over them: the supervised contrastive loss (Khosla et al. 2020, eq. 2).
-            A query without a positive is left out of the mean, which is NaN if all are.
+            A query without a positive is left out of the mean, which is NaN if all are. It gets no gradient then, and may hold
+            NaN unless the loss is symmetric; so may a key that the log-weight hides from all queries, and that is no positive.
         negatives: (M, D), more keys, which are no query's positive; there are N = K + M in all.
         log_weight: log w, below +inf, or booleans of which True keeps a key: (N,), one a key, or (B, N), one a query and
             key; or `FalseNegatives`, which hides keys of equal ids. It acts in A alone, so a hidden positive is left
@@ -179,22 +180,22 @@ def _of_several_positives(
     check_shape("positive", positive, (len(query), len(key)))
     check_one_device(query=query, positive=positive)
     keys = key if negatives is None else torch.cat([key, negatives])
-    if isinstance(log_weight, FalseNegatives):
-        # The tiles know of one positive a query; the mask is as large as this one.
-        fields = weights(log_weight, query, len(keys))
-        keep = fields["row_ids"].unsqueeze(1) != fields["column_ids"]
-        log_weight = torch.cat([keep[:, : len(key)] | positive, keep[:, len(key) :]], 1)
-    fields = weights(log_weight, query, len(keys))
+    fields = seen_pairs(weights(log_weight, query, len(keys)), positive)
+    is_unread = unread_queries(query, positive, symmetric, return_log_partition)
+    query = query.masked_fill(is_unread.unsqueeze(1), 0.0)
+    keys = keys.masked_fill(unread_keys(keys, positive, is_unread, symmetric, fields).unsqueeze(1), 0.0)
+    key = keys[: len(key)]
     dtype = working_dtype(query)
     with without_autocast(query.device):
         row = query.to(dtype) / one_number("temperature", temperature, dtype, above=0, query=query)
-        levels = [_log_partition(ScorePlan(row, keys, target=_no_target(row), **fields))]
-        losses = [_mean_excess(levels[0], row, key, positive)]
+        level = log_partition_of_rows(ScorePlan(row, keys, target=_no_target(row), **fields))
+        levels = [level.masked_fill(is_unread, torch.nan)]
+        losses = [_mean_excess(level, row, key, positive)]
         if symmetric:
-            of_pairs = fields.get("log_weight")
             column = key.to(dtype)
-            pairs = None if of_pairs is None else of_pairs[:, : len(key)].mT
-            levels.append(_log_partition(ScorePlan(column, row, None, target=_no_target(column), log_weight=pairs)))
+            pairs = pairs_of_keys(fields, len(key))
+            plan = ScorePlan(column, row, None, target=_no_target(column), log_weight=pairs)
+            levels.append(log_partition_of_rows(plan))
             losses.append(_mean_excess(levels[1], column, row, positive.mT))
         loss = torch.stack(losses).mean()
     if return_log_partition and len(levels) == 2 and len(query) != len(key):
@@ -205,12 +206,68 @@ def _of_several_positives(
     return contrast_result(loss, levels) if return_log_partition else loss
 
 
+def seen_pairs(fields: dict[str, Any], positive: Bool[Tensor, "B K"]) -> dict[str, Any]:
+    """The fields of a `ScorePlan` in which positives that a `FalseNegatives` would hide are seen.
+
+    The tiles know of one positive a query; a mask of pairs is as large as that of the positives.
+    """
+    if "row_ids" not in fields:
+        return fields
+    keep = fields["row_ids"].unsqueeze(1) != fields["column_ids"]
+    count = positive.shape[1]
+    return {"bias": None, "log_weight": torch.cat([keep[:, :count] | positive, keep[:, count:]], 1)}
+
+
+def pairs_of_keys(fields: dict[str, Any], count: int) -> Tensor | None:
+    """The log-weights of pairs of a key and a query, for the direction of keys over queries."""
+    log_weight = fields.get("log_weight")
+    return None if log_weight is None else log_weight[:, :count].mT
+
+
+def unread_queries(
+    query: Float[Tensor, "B D"], positive: Bool[Tensor, "B K"], symmetric: bool, is_returned: bool
+) -> Bool[Tensor, "B"]:
+    """Queries that are not counted and enter no result, or only as NaN: zeros in their place change nothing but derivatives,
+    where 0·NaN would be NaN.
+
+    Args:
+        symmetric: Queries are the keys' columns too, and all of them are read.
+        is_returned: The log-partitions of all queries are results: then only queries that are not finite are left out.
+    """
+    is_unread = ~positive.any(1)
+    if symmetric:
+        return torch.zeros_like(is_unread)
+    return is_unread & ~query.detach().isfinite().all(1) if is_returned else is_unread
+
+
+def unread_keys(
+    keys: Float[Tensor, "N D"],
+    positive: Bool[Tensor, "B K"],
+    is_unread: Bool[Tensor, "B"],
+    symmetric: bool,
+    fields: dict[str, Any],
+) -> Bool[Tensor, "N"]:
+    """Keys that no query that is read sees, and that are no positive. `positive` and `is_unread` are of all queries."""
+    count = positive.shape[1]
+    is_read = torch.nn.functional.pad(positive.any(0), (0, len(keys) - count))
+    pairs = fields.get("log_weight")
+    if pairs is not None:
+        seen = pairs if pairs.dtype == torch.bool else pairs.detach() > -torch.inf
+        return ~(is_read | (seen & ~is_unread.unsqueeze(1)).any(0))
+    bias = fields["bias"]
+    if bias is None or symmetric:
+        # Weights of single keys do not act on the keys' own loss.
+        return torch.zeros_like(is_read)
+    return ~(is_read | (bias.detach() > -torch.inf))
+
+
 def _no_target(row: Tensor) -> Tensor:
     """Targets of a plan whose log-partitions alone are read."""
     return torch.zeros(len(row), dtype=torch.long, device=row.device)
 
 
-def _log_partition(plan: ScorePlan) -> Tensor:
+def log_partition_of_rows(plan: ScorePlan) -> Tensor:
+    """log Z of each row over the columns."""
     return log_partitions(plan)[0].log_partition
 
 
@@ -221,19 +278,35 @@ def _mean_excess(
     positive: Bool[Tensor, "B K"],
 ) -> Float[Tensor, ""]:
     """Mean of log Z less the mean score of the positives, over rows that have some; 0 for a row that sees no key."""
+    score = positive_scores(row, key, positive, positive.sum(1))
+    has_positive = positive.any(1)
+    return excess_sum(log_partition, score, has_positive) / has_positive.sum()
+
+
+def excess_sum(
+    log_partition: Float[Tensor, "B"], score: Float[Tensor, "B"], has_positive: Bool[Tensor, "B"]
+) -> Float[Tensor, ""]:
+    """Sum of log Z less the score over rows that have a positive; 0 for a row that sees no key."""
+    is_counted = has_positive & (log_partition.detach() != -torch.inf)
+    # A difference that is not counted is taken of zeros: the derivative of NaN would be NaN.
+    return (log_partition.where(is_counted, 0.0) - score.where(is_counted, 0.0)).sum()
+
+
+def positive_scores(
+    row: Float[Tensor, "B D"], key: Float[Tensor, "K D"], positive: Bool[Tensor, "B K"], count: Int[Tensor, "B"]
+) -> Float[Tensor, "B"]:
+    """Sum of each row's scores over its positives, divided by a count of them."""
     rows_at_once = max(1, POSITIVE_PAIRS // max(1, len(key)))
     scores = [
-        recomputed(_mean_positive_score, row[rows], key, positive[rows])[0] for rows in slices(len(row), rows_at_once)
+        recomputed(_mean_positive_score, row[rows], key, positive[rows], count[rows])[0]
+        for rows in slices(len(row), rows_at_once)
     ]
-    score = torch.cat(scores) if scores else log_partition
-    excess = (log_partition - score).masked_fill(log_partition.detach() == -torch.inf, 0.0)
-    has_positive = positive.any(1)
-    return excess.where(has_positive, 0.0).sum() / has_positive.sum()
+    return torch.cat(scores) if scores else row.sum(1)
 
 
-def _mean_positive_score(row: Tensor, key: Tensor, positive: Tensor) -> tuple[Tensor]:
-    """Mean of row·key over the positives; 0 where there is none."""
-    share = positive.to(row.dtype) / positive.sum(1, keepdim=True).clamp_min(1)
+def _mean_positive_score(row: Tensor, key: Tensor, positive: Tensor, count: Tensor) -> tuple[Tensor]:
+    """Sum of row·key over the positives, divided by a count of them; 0 where there is none."""
+    share = positive.to(row.dtype) / count.clamp_min(1).unsqueeze(1)
     return ((row * (share @ key.to(row.dtype))).sum(-1),)
 
 

@@ -15,13 +15,17 @@ from massieu.sklearn.rows import (
     best,
     blocks,
     check_spread,
+    check_weights,
     in_blocks,
+    mean_of,
     number_or_auto,
     others,
     sample_of,
     tensor,
     total_variance,
     validate_data,
+    variance_of,
+    without_weightless,
 )
 
 _QUERIES = 1000
@@ -61,8 +65,14 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self.scores = scores
         self.scale = scale
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Keep the rows, and choose the scale.
+
+        Args:
+            X: Rows.
+            y: Targets, (n_samples,) or (n_samples, n_targets).
+            sample_weight: Weights of the rows, (n_samples,), by which exp(score) is multiplied; by default 1. At one scale a
+                row of weight 2 is two equal rows; to choose the scale, a row is left out as a whole.
 
         Raises:
             ValueError: NaN or infinity, arguments out of their range.
@@ -71,11 +81,14 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         choice("scores", self.scores, "distance", "dot_product")
         check_spread("X", table)
         check_spread("y", target)
+        weight = check_weights(sample_weight, table)
+        weight, (table, target) = without_weightless(table, weight, target)
         rows = tensor(table)
         values = tensor(target)
+        self._weight = None if weight is None else tensor(weight)
         self._has_one_target = values.ndim == 1
         self._values = values.reshape(len(values), -1)
-        self._centre = rows.mean(0)
+        self._centre = mean_of(rows, self._weight)
         self._keys = rows - self._centre
         scales = self._scales()
         if len(rows) > 1:
@@ -91,11 +104,11 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         scale = number_or_auto("scale", self.scale)
         if scale is not None:
             return [scale]
-        return [2.0**power / total_variance(self._keys) for power in _POWERS]
+        return [2.0**power / total_variance(self._keys, self._weight) for power in _POWERS]
 
     def _leave_one_out_error(self, scale: float, index: Tensor) -> float:
         """Mean squared error of the rows of an index, each predicted from all other rows, in the targets' variances."""
-        variance = self._values.var(0, correction=0)
+        variance = variance_of(self._values, self._weight)
         # The errors of a target that does not vary are 0 in any unit.
         variance = torch.where(variance > 0, variance, 1.0)
         count = len(self._keys)
@@ -105,16 +118,19 @@ class AttentionRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             mask = torch.zeros(len(left_out), count, dtype=torch.float64)
             mask.masked_fill_(~others(left_out, count), -torch.inf)
             predicted = self._attend(self._keys[left_out], scale, mask)
-            total += ((predicted - self._values[left_out]).square() / variance).mean(-1).sum().item()
-        return total / len(index)
+            errors = ((predicted - self._values[left_out]).square() / variance).mean(-1)
+            total += (errors.sum() if self._weight is None else self._weight[left_out] @ errors).item()
+        return total / (len(index) if self._weight is None else self._weight[index].sum().item())
 
     def _attend(self, query: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
         """The mean value under the attention of each query; `mask` has −∞ where a query does not see a row."""
         log_weight = mask
+        if self._weight is not None:
+            log_weight = self._weight.log() if mask is None else mask + self._weight.log()
         if self.scores == "distance":
             # −scale·‖x − xₙ‖²/2 is scale·x·xₙ less a half of each square; that of x changes no weight.
             of_rows = -0.5 * scale * self._keys.square().sum(-1)
-            log_weight = of_rows if mask is None else mask + of_rows
+            log_weight = of_rows if log_weight is None else log_weight + of_rows
         rows = as_heads(self._keys)
         values = as_heads(self._values)
         return ops.attention(as_heads(query), rows, values, scale=scale, log_weight=log_weight).output[0, 0]

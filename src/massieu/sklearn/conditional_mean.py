@@ -25,11 +25,15 @@ from massieu.sklearn.rows import (
     best,
     blocks,
     check_spread,
+    check_weights,
+    mean_of,
     number_or_auto,
     sample_of,
     tensor,
     total_variance,
     validate_data,
+    variance_of,
+    without_weightless,
 )
 from massieu.solve import ConjugateGradients
 
@@ -52,6 +56,18 @@ class _Choice(NamedTuple):
     lengthscale: float
     ridge: float
     kernel: Kernel
+
+
+class _Tokens(NamedTuple):
+    """Rows about their mean, targets in units of their deviation, and the rows' weights."""
+
+    keys: Tensor
+    values: Tensor
+    weight: Tensor | None
+
+    @property
+    def log_weight(self) -> Tensor | None:
+        return None if self.weight is None else self.weight.log()
 
 
 class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
@@ -106,58 +122,72 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self.ridge = ridge
         self.method = method
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Keep the rows, and choose lengthscale and ridge.
+
+        Args:
+            X: Rows.
+            y: Targets, (n_samples,) or (n_samples, n_targets).
+            sample_weight: The precision of each row's target, (n_samples,), by default 1: its ridge is λ divided by it. At one
+                kernel and ridge a row of weight 2 is two equal rows; to choose them, a row is left out as a whole.
 
         Raises:
             ValueError: NaN or infinity, arguments out of their range, a ridge at which the system is singular.
         """
         table, target = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        weight = check_weights(sample_weight, table)
         check_spread("X", table)
         check_spread("y", target)
+        weight, (table, target) = without_weightless(table, weight, target)
         rows = tensor(table)
         values = tensor(target)
+        self._weight = None if weight is None else tensor(weight)
         self._has_one_target = values.ndim == 1
         values = values.reshape(len(values), -1)
-        self._centre = rows.mean(0)
-        self._mean = values.mean(0)
-        deviation = values.std(0, correction=0)
+        self._centre = mean_of(rows, self._weight)
+        self._mean = mean_of(values, self._weight)
+        deviation = variance_of(values, self._weight).sqrt()
         self._deviation = torch.where(deviation > 0, deviation, 1.0)
         self._keys = rows - self._centre
         self._values = (values - self._mean) / self._deviation
         sample = sample_of(len(rows), _ROWS)
-        chosen = self._choose(self._keys[sample], self._values[sample])
+        tokens = _Tokens(
+            self._keys[sample], self._values[sample], None if self._weight is None else self._weight[sample]
+        )
+        chosen = self._choose(tokens)
         self.leave_one_out_error_ = chosen.error
         self.lengthscale_ = chosen.lengthscale
         self.ridge_ = chosen.ridge
         self.kernel_ = chosen.kernel
-        self._estimate_variances(self._keys[sample], self._values[sample])
+        self._estimate_variances(tokens)
         return self
 
-    def _choose(self, keys: Tensor, values: Tensor) -> _Choice:
+    def _choose(self, tokens: _Tokens) -> _Choice:
         """The kernel and the ridge with the least leave-one-out error."""
-        choices = [self._with_best_ridge(keys, values, lengthscale) for lengthscale in self._lengthscales(keys)]
+        choices = [self._with_best_ridge(tokens, lengthscale) for lengthscale in self._lengthscales(tokens)]
         return best([each.error for each in choices], choices)[0]
 
-    def _lengthscales(self, keys: Tensor) -> list[float]:
+    def _lengthscales(self, tokens: _Tokens) -> list[float]:
         """The lengthscales to try; NaN for a kernel that has none."""
         if isinstance(self.kernel, Kernel) or choice("kernel", self.kernel, *_KERNELS) == "linear":
             return [np.nan]
         lengthscale = number_or_auto("lengthscale", self.lengthscale)
         if lengthscale is not None:
             return [lengthscale]
-        return [2.0**power * total_variance(keys) ** 0.5 for power in _LENGTHSCALES[self.kernel]]
+        spread = total_variance(tokens.keys, tokens.weight) ** 0.5
+        return [2.0**power * spread for power in _LENGTHSCALES[self.kernel]]
 
-    def _with_best_ridge(self, keys: Tensor, values: Tensor, lengthscale: float) -> _Choice:
+    def _with_best_ridge(self, tokens: _Tokens, lengthscale: float) -> _Choice:
         """The ridge with the least leave-one-out error at one lengthscale, unless the ridge is given."""
         kernel = self.kernel if isinstance(self.kernel, Kernel) else _KERNELS[self.kernel](lengthscale)
-        key = as_heads(keys)
-        value = as_heads(values)
+        key = as_heads(tokens.keys)
+        value = as_heads(tokens.values)
+        log_weight = tokens.log_weight
         ridge = number_or_auto("ridge", self.ridge)
         if ridge is not None:
-            error = leave_one_out(key, value, kernel=kernel, ridge=ridge).mean_squared_error.item()
-            return _Choice(error, lengthscale, ridge, kernel)
-        errors = RidgeErrors(key, value, kernel=kernel)
+            result = leave_one_out(key, value, kernel=kernel, ridge=ridge, log_weight=log_weight)
+            return _Choice(result.mean_squared_error.item(), lengthscale, ridge, kernel)
+        errors = RidgeErrors(key, value, kernel=kernel, log_weight=log_weight)
 
         def best_of(ridges: list[float]) -> tuple[float, float]:
             ridge, error = best(errors.at(ridges).flatten().tolist(), ridges)
@@ -168,13 +198,15 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         error, ridge = min((error, ridge), best_of([ridge * 10.0**power for power in _FINER]))
         return _Choice(error, lengthscale, ridge, kernel)
 
-    def _estimate_variances(self, keys: Tensor, values: Tensor) -> None:
+    def _estimate_variances(self, tokens: _Tokens) -> None:
         """The most likely prior variance is vᵀ(G + λI)⁻¹v/N, and that of the noise λ times as large."""
-        key = as_heads(keys)
-        value = as_heads(values)
-        fitted = conditional_mean_attention(key, key, value, kernel=self.kernel_, ridge=self.ridge_).output[0, 0]
-        # v − fitted = λ(G + λI)⁻¹v.
-        noise = (values * (values - fitted)).mean(0) * self._deviation.square()
+        key = as_heads(tokens.keys)
+        value = as_heads(tokens.values)
+        fitted = conditional_mean_attention(
+            key, key, value, kernel=self.kernel_, ridge=self.ridge_, log_weight=tokens.log_weight
+        ).output[0, 0]
+        # v − fitted = λW⁻¹(G + λW⁻¹)⁻¹v, with W the weights.
+        noise = mean_of(tokens.values * (tokens.values - fitted), tokens.weight) * self._deviation.square()
         self.noise_variance_ = noise.numpy()
         self.prior_variance_ = self.noise_variance_ / self.ridge_
 
@@ -207,6 +239,7 @@ class ConditionalMeanRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             as_heads(self._values),
             kernel=self.kernel_,
             ridge=self.ridge_,
+            log_weight=None if self._weight is None else self._weight.log(),
             need_variance=need_variance,
             method=self.method,
         )

@@ -19,13 +19,16 @@ from massieu.sklearn.rows import (
     best,
     blocks,
     check_spread,
+    check_weights,
     in_blocks,
+    mean_of,
     number_or_auto,
     others,
     sample_of,
     tensor,
     total_variance,
     validate_data,
+    without_weightless,
 )
 from massieu.solve import Status
 
@@ -73,8 +76,14 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
         self.n_steps = n_steps
         self.false_alarm_rate = false_alarm_rate
 
-    def fit(self, X: Any, y: Any = None) -> Self:
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Self:
         """Store the rows; choose scale and threshold by leaving out each row of a sample in turn.
+
+        Args:
+            X: Rows, without missing cells.
+            y: Not used.
+            sample_weight: Weights of the rows in the density, (n_samples,), of which only the ratios matter; by default 1. At
+                one scale a row of weight 2 is two equal rows; to choose scale and threshold, a row is left out as a whole.
 
         Raises:
             ValueError: NaN or infinity in X, fewer than two rows, arguments out of their range.
@@ -84,19 +93,28 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
         if self.n_steps is not None:
             whole_number("n_steps", self.n_steps, least=1)
         check_spread("X", table)
+        weight = check_weights(sample_weight, table)
+        weight, (table,) = without_weightless(table, weight)
+        if len(table) < 2:
+            raise ValueError(f"a memory needs at least two rows of positive weight, got {len(table)}")
         rows = tensor(table)
-        location = rows.mean(0)
+        row_weight = None if weight is None else tensor(weight / weight.sum())
+        log_weight = None if row_weight is None else row_weight.log()
+        location = mean_of(rows, row_weight)
         self.location_ = location.numpy()
         rows = rows - location
         left_out = sample_of(len(rows), _QUERIES)
         scale = number_or_auto("scale", self.scale)
-        scales = _scales(rows) if scale is None else [scale]
-        scores = [_leave_one_out_scores(rows, scale, left_out) for scale in scales]
-        self.scale_, loss = best([-score.mean().item() for score in scores], scales)
+        scales = _scales(rows, row_weight) if scale is None else [scale]
+        scores = [_leave_one_out_scores(rows, scale, left_out, log_weight) for scale in scales]
+        of_sample = None if row_weight is None else row_weight[left_out]
+        means = [mean_of(score.unsqueeze(1), of_sample).item() for score in scores]
+        self.scale_, loss = best([-mean for mean in means], scales)
         self.leave_one_out_score_ = -loss
         # The threshold of outliers: so large a share of the rows lies below it.
-        self.offset_ = scores[scales.index(self.scale_)].quantile(rate).item()
-        self.energy_ = HopfieldEnergy.euclidean(rows, scale=self.scale_)
+        self.offset_ = _quantile(scores[scales.index(self.scale_)], rate, of_sample)
+        self.energy_ = HopfieldEnergy.euclidean(rows, log_weight, scale=self.scale_)
+        self._log_weight = log_weight
         return self
 
     def transform(self, X: Any) -> np.ndarray:
@@ -116,6 +134,28 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
                 stacklevel=4,
             )
         return result.state
+
+    def impute(self, X: Any) -> np.ndarray:
+        """The rows with each missing cell (NaN) filled by its mean given the row's other cells, under the density.
+
+        That is a step of attention whose scores are distances in the other cells: exact, in closed form.
+        """
+        check_is_fitted(self)
+        table = validate_data(self, X, dtype=[np.float64, np.float32], ensure_all_finite="allow-nan", reset=False)
+        query = tensor(table) - torch.from_numpy(self.location_)
+        filled = in_blocks(self._filled, query, self._count).numpy() + self.location_
+        # Cells that are there stay as they are, to the last bit.
+        return np.where(np.isnan(table), filled, table).astype(table.dtype)
+
+    def _filled(self, query: Tensor) -> Tensor:
+        rows = self.energy_.memory.points
+        is_known = ~query.isnan()
+        known = torch.where(is_known, query, 0.0)
+        # −scale·Σ (x − xₙ)²/2 over the known cells, less x's own squares, which change no weight.
+        score = self.scale_ * (known @ rows.mT - 0.5 * is_known.to(rows) @ rows.square().mT)
+        if self._log_weight is not None:
+            score = score + self._log_weight
+        return torch.where(is_known, query, score.softmax(-1) @ rows)
 
     def score_samples(self, X: Any) -> np.ndarray:
         """The log-density of each row, nats: that of a Gaussian kernel density estimate."""
@@ -149,24 +189,38 @@ class HopfieldMemory(OneToOneFeatureMixin, OutlierMixin, TransformerMixin, BaseE
         return tags
 
 
-def _scales(rows: Tensor) -> list[float]:
-    unit = rows.shape[-1] / total_variance(rows)
+def _scales(rows: Tensor, weight: Tensor | None) -> list[float]:
+    unit = rows.shape[-1] / total_variance(rows, weight)
     return [2.0**power * unit for power in _POWERS]
 
 
-def _leave_one_out_scores(rows: Tensor, scale: float, index: Tensor) -> Tensor:
+def _quantile(scores: Tensor, rate: float, weight: Tensor | None) -> float:
+    """The score below which a share of the rows lies; with weights, the first at which their share is reached."""
+    if weight is None:
+        return scores.quantile(rate).item()
+    ordered, order = scores.sort()
+    share = weight[order].cumsum(0) / weight.sum()
+    return ordered[int(torch.searchsorted(share, rate).clamp_max(len(scores) - 1))].item()
+
+
+def _leave_one_out_scores(rows: Tensor, scale: float, index: Tensor, log_weight: Tensor | None) -> Tensor:
     """log-densities of the rows of an index, each under the memory of all other rows.
 
     −scale·‖x − xₙ‖²/2 is scale·x·xₙ less a half of each square, so that the sum over the rows is a log-partition.
+
+    Args:
+        log_weight: Logarithms of the rows' shares; None: they are equal.
     """
     count, size = rows.shape
     half_square = 0.5 * scale * rows.square().sum(-1)
+    of_rows = -half_square if log_weight is None else log_weight - half_square
     log_sums = []
     for block in blocks(len(index), count):
         left_out = index[block]
-        log_weight = (-half_square).expand(len(left_out), -1).masked_fill(~others(left_out, count), -torch.inf)
+        seen = of_rows.expand(len(left_out), -1).masked_fill(~others(left_out, count), -torch.inf)
         query = as_heads(rows[left_out])
-        log_partition = ops.log_partition(query, as_heads(rows), log_weight=log_weight, scale=scale)[0, 0]
+        log_partition = ops.log_partition(query, as_heads(rows), log_weight=seen, scale=scale)[0, 0]
         log_sums.append(log_partition - half_square[left_out])
     # The mean over the other rows of Gaussian densities of variance 1/scale.
-    return torch.cat(log_sums) - math.log(count - 1) + 0.5 * size * math.log(scale / (2 * math.pi))
+    log_others = math.log(count - 1) if log_weight is None else torch.log1p(-log_weight[index].exp())
+    return torch.cat(log_sums) - log_others + 0.5 * size * math.log(scale / (2 * math.pi))

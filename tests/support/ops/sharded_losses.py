@@ -227,6 +227,69 @@ def told_positives_alone(size, loss):
     return [*result, *found[:3], (found[3], found[4]), *found[5:8], (found[8], found[9])]
 
 
+def mask_of_positives():
+    """Those of equal ids but the query itself; queries 2, 5 and 6 have none."""
+    return (IDS[:, None] == IDS) & ~torch.eye(7, dtype=torch.bool)
+
+
+def several_positives(rank, size, symmetric, full, loss):
+    """A mask of positives anywhere; with `full`, weights of pairs that hide each view from itself, and negatives."""
+    *both, negatives = pairs()
+    q, k = shards(both, PAIRS[size], rank, (0, 0))
+    (m,) = shards([negatives], NEGATIVES[size], rank, (0,))
+    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    options = {"positive": mask_of_positives().split(PAIRS[size])[rank], "loss": loss, "temperature": temperature}
+    if full:
+        own = (~torch.eye(7, dtype=torch.bool)).split(PAIRS[size], 1)[rank]
+        options |= {"negatives": m, "log_weight": torch.cat([own, own.new_ones(7, len(m))], 1)}
+    result = sharded.info_nce(q, k, symmetric=symmetric, return_log_partition=True, **options)
+    factor = 1 if loss == "replicated" else rank + 1
+    objective = factor * result.loss.square() + result.log_partition.sin().sum()
+    wanted = (q, k, temperature, m) if full else (q, k, temperature)
+    return [*(part.detach() for part in result), *gradients(objective, *wanted)]
+
+
+def several_positives_alone(size, symmetric, full, loss):
+    q, k, m = pairs()
+    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    options = {"positive": mask_of_positives(), "temperature": temperature}
+    if full:
+        own = ~torch.eye(7, dtype=torch.bool)
+        options |= {"negatives": m, "log_weight": torch.cat([own, own.new_ones(7, len(m))], 1)}
+    result = info_nce(q, k, symmetric=symmetric, return_log_partition=True, **options)
+    factor = 1 if loss == "replicated" else size * (size + 1) // 2
+    objective = factor * result.loss.square() + result.log_partition.sin().sum()
+    return [*result, *gradients(objective, *((q, k, temperature, m) if full else (q, k, temperature)))]
+
+
+def uncounted(rank, size):
+    """A query without a positive and a key that nobody sees hold NaN; ids hide keys, but not the positives."""
+    q, k, _ = (tensor.detach().clone() for tensor in pairs())
+    q[2], k[5] = math.nan, math.nan
+    q, k = ([part.clone().requires_grad_() for part in tensor.split(PAIRS[size])][rank] for tensor in (q, k))
+    seen = (torch.arange(7) != 5).split(PAIRS[size])[rank]
+    positive = mask_of_positives().split(PAIRS[size])[rank]
+    loss = sharded.info_nce(q, k, positive=positive, log_weight=seen, temperature=0.7)
+    ids = IDS.split(PAIRS[size])[rank]
+    by_ids = sharded.info_nce(
+        *(draw(7, SIZE, seed=seed).split(PAIRS[size])[rank] for seed in (1, 2)),
+        positive=positive,
+        log_weight=FalseNegatives(ids),
+        temperature=0.7,
+    )
+    return [loss.detach(), *(part.detach() for part in torch.autograd.grad(loss, (q, k))), by_ids]
+
+
+def uncounted_alone():
+    """The same without the query and the key."""
+    q, k, _ = pairs()
+    kept = torch.arange(7) != 5
+    positive = mask_of_positives()
+    loss = info_nce(q[torch.arange(7) != 2], k[kept], positive=positive[torch.arange(7) != 2][:, kept], temperature=0.7)
+    by_ids = info_nce(q, k, positive=positive, log_weight=FalseNegatives(IDS), temperature=0.7)
+    return [loss, *torch.autograd.grad(loss, (q, k)), by_ids]
+
+
 def by_process(pair, size):
     """Numbers of keys and of negatives in the order of the processes."""
     keys, negatives = pair[0].split(KEYS[size]), pair[1].split(NEGATIVES[size])
@@ -282,8 +345,13 @@ def everything(rank, size):
         for full in (False, True):
             found[f"contrast, {full}, {symmetric}"] = contrast(rank, size, full, symmetric)
             found[f"weights of pairs, {symmetric}, {full}"] = weighed_pairs(rank, size, symmetric, full)
+            found[f"several positives, {symmetric}, {full}"] = several_positives(
+                rank, size, symmetric, full, "replicated"
+            )
     for loss in PLACEMENTS:
         found[f"told positives, {loss} loss"] = told_positives(rank, size, loss)
+    found["several positives, sharded loss"] = several_positives(rank, size, False, True, "sharded")
+    found["uncounted"] = uncounted(rank, size)
     return found
 
 
@@ -294,8 +362,21 @@ def encoder():
     return model, torch.randn(2, 6, 5, dtype=torch.float64)
 
 
+LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
+
+
+def supervised_batch(size):
+    """Two views of each item in the order of the processes, and the mask of the other views of its label."""
+    model, views = encoder()
+    parts = range(0, 6, 6 // size)
+    items = torch.cat([views[:, first : first + 6 // size].reshape(-1, 5) for first in parts])
+    labels = torch.cat([LABELS[first : first + 6 // size].repeat(2) for first in parts])
+    others = ~torch.eye(12, dtype=torch.bool)
+    return model, items, (labels[:, None] == labels) & others, others
+
+
 def trained_with_ddp(rank, size):
-    """Gradients of an encoder under DDP, by the placement of the loss."""
+    """Gradients of an encoder under DDP, by the placement of the loss; also of the supervised contrastive loss."""
     found = {}
     for loss in ("replicated", "sharded"):
         model, views = encoder()
@@ -304,4 +385,12 @@ def trained_with_ddp(rank, size):
         query, key = wrapped(views[:, own].reshape(-1, 5)).chunk(2)
         sharded.info_nce(query, key, temperature=0.5, symmetric=True, loss=loss).backward()
         found[loss] = model.weight.grad
+        model, items, positive, others = supervised_batch(size)
+        own = slice(rank * 12 // size, (rank + 1) * 12 // size)
+        # It must live until the backward pass, in which it adds gradients up.
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        point = wrapped(items[own])
+        options = {"positive": positive[own], "log_weight": others[:, own], "temperature": 0.5, "loss": loss}
+        sharded.info_nce(point, point, **options).backward()
+        found[f"supervised, {loss}"] = model.weight.grad
     return found
