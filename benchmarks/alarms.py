@@ -27,7 +27,9 @@ import torch
 import alarm_runs
 import harness
 from alarm_runs import FAULTS, Run, Setting, settings, stored
-from massieu.probing.monitor.alarms import RULES, Alarms, History, Numbers, Place, Rule
+from massieu.probing.monitor.alarm_history import History, Numbers, Place
+from massieu.probing.monitor.alarm_rules import RULES, Rule
+from massieu.probing.monitor.alarms import Alarms
 
 FOLDER = Path("massieu-results/alarms")
 HEALTHY = 40

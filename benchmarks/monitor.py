@@ -140,7 +140,7 @@ def by_context(length: int, compiled: bool, rounds: int) -> list[harness.Compari
 
     times = harness.take_turns((step, lambda: monitor(0), watched, clipped), rounds)
     period = Period(None)
-    period.measured(0, float(np.median(times[:, 1])))
+    period.add_record(0, float(np.median(times[:, 1])))
     every = period.needed(float(np.median(times[:, 0])))
     times[:, 1] = times[:, 0] + times[:, 1] / every
     rows = []

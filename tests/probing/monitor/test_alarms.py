@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tests.support.rows import every_row
 
 import massieu
-from massieu.probing.monitor.alarms import RULES, RUNNING, WINDOW, Alarm, Alarms, Numbers, Place
+from massieu.probing.monitor.alarm_history import RUNNING, WINDOW, Alarm, Numbers, Place
+from massieu.probing.monitor.alarm_rules import RULES
+from massieu.probing.monitor.alarms import Alarms
 from massieu.report.curves import render
 from massieu.storage.record_lines import read_run
 

@@ -7,7 +7,7 @@ import torch
 from tests.support.probing.monitor_work import explicit_norm, with_gradient
 from torch import nn
 
-from massieu.probing.monitor.training import gradient_norm
+from massieu.probing.monitor.norms import gradient_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -663,7 +663,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.filterwarnings("error:massieu")
 def test_micro_batches_that_are_watched_are_one_batch(reentrant, monkeypatch):
     """Their backward passes too are within the block; padding is at the end, where causal queries cannot see it."""
-    monkeypatch.setattr("massieu.probing.monitor.measured_pass.CLOUD", 4)  # tokens are drawn, by the row's number
+    monkeypatch.setattr("massieu.probing.monitor.measured_stream.CLOUD", 4)  # tokens are drawn, by the row's number
     model = Checkpointed(reentrant).train()
     padded = torch.zeros(2, 12, dtype=torch.bool)
     padded[1, 8:] = True

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from massieu.probing.monitor.period import FIRST, LONGEST, Period, ToldPeriod, together
+from massieu.probing.monitor.period import FIRST, LONGEST, Period, PeriodProposal, agreed
 
 
 class Clock:
@@ -23,12 +23,12 @@ def followed(cost: float, seconds: float, budget: float, steps: int, compiled: f
     period = Period(None, budget, clock)
     records, spent = [], 0.0
     for step in range(steps):
-        period.arrived(step)
+        period.arrive(step)
         if period.is_due(step):
-            period.every = period.proposal()
+            period.every = period.affordable()
             clock.now += cost
             spent += cost
-            period.measured(step, cost)
+            period.add_record(step, cost)
             records.append(step)
         clock.now += seconds + (compiled if step == 0 else 0)
     return records, spent / clock.now
@@ -59,9 +59,9 @@ def test_a_first_step_that_compiles_does_not_count():
 
 def test_a_fixed_period_stays():
     period = Period(7)
-    period.measured(0, 1e3)
-    period.arrived(7)
-    assert period.proposal() == period.every == 7
+    period.add_record(0, 1e3)
+    period.arrive(7)
+    assert period.affordable() == period.every == 7
 
 
 def test_only_multiples_are_due():
@@ -74,11 +74,11 @@ def test_periods_are_rounded_up(needed, expected):
     clock = Clock()
     period = Period(None, 0.5, clock)
     period.every = 1
-    period.arrived(0)
-    period.measured(0, needed)
+    period.arrive(0)
+    period.add_record(0, needed)
     clock.now += 1
-    period.arrived(1)
-    assert period.proposal() == expected
+    period.arrive(1)
+    assert period.affordable() == expected
 
 
 @given(cost=st.floats(1e-3, 2), seconds=st.floats(1e-2, 10))
@@ -88,11 +88,11 @@ def test_what_a_watched_step_takes_more_is_its_cost(cost, seconds):
     period = Period(None, 0.01, clock)
     records = []
     for step in range(3000):
-        period.arrived(step)
+        period.arrive(step)
         if period.is_due(step):
-            period.agree(period.told())
+            period.adopt(period.proposal())
             clock.now += cost
-            period.watched()
+            period.add_watched_record()
             records.append(step)
         clock.now += seconds
     needed = 99 * cost / seconds
@@ -101,4 +101,4 @@ def test_what_a_watched_step_takes_more_is_its_cost(cost, seconds):
 
 
 def test_processes_take_the_longest_period():
-    assert together([ToldPeriod(20, 0.004), ToldPeriod(50, 0.01), ToldPeriod(10)]) == ToldPeriod(50, 0.01)
+    assert agreed([PeriodProposal(20, 0.004), PeriodProposal(50, 0.01), PeriodProposal(10)]) == PeriodProposal(50, 0.01)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from massieu.probing.monitor.writers import Outlets
+from massieu.probing.monitor.outlets import Outlets
 
 pytestmark = pytest.mark.medium
 RECORDS = {

@@ -17,8 +17,11 @@ import pytest
 from tests.support.rows import every_row
 
 from massieu import InputError
-from massieu.probing.monitor.alarms import RULES, Alarm, Place
-from massieu.probing.monitor.writers import LinesFile, Outlets, writer_for
+from massieu.probing.monitor.alarm_history import Alarm, Place
+from massieu.probing.monitor.alarm_rules import RULES
+from massieu.probing.monitor.lines_file import LinesFile
+from massieu.probing.monitor.outlets import Outlets
+from massieu.probing.monitor.writers import writer_for
 from massieu.storage.record_lines import read_run, record_line
 
 SETTINGS = {"every": 100, "prefix": "massieu", "model": "Model", "layers": 2, "heads": [4, 4]}
@@ -246,7 +249,7 @@ def test_the_module_wandb_stands_for_its_run():
 
 
 def test_only_the_first_process_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    dist = "massieu.probing.monitor.writers.dist"
+    dist = "massieu.probing.monitor.processes.dist"
     monkeypatch.setattr(f"{dist}.is_initialized", lambda: True)
     monkeypatch.setattr(f"{dist}.get_rank", lambda: 1)
     path = tmp_path / "run.jsonl"

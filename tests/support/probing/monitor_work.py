@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from massieu import Monitor
-from massieu.probing.monitor import measured_pass, processes
-from massieu.probing.monitor.training import gradient_norm
-from massieu.probing.monitor.writers import Outlets
+from massieu.probing.monitor import measured_stream, processes
+from massieu.probing.monitor.norms import gradient_norm
+from massieu.probing.monitor.outlets import Outlets
 
 SETTINGS = {"every": 100, "prefix": "massieu", "model": "Model", "layers": 2, "heads": [4, 4]}
 IDS = torch.arange(48).reshape(4, 12) * 7 % 31
@@ -142,7 +142,7 @@ def many_rows(ids: torch.Tensor, loss: float) -> dict[str, float]:
     model: Any = plain().double()
     with torch.no_grad():
         model.tokens.weight[7, 0] = 1e4  # one token has an extreme activation
-    with mock.patch.object(measured_pass, "CLOUD", 6):
+    with mock.patch.object(measured_stream, "CLOUD", 6):
         record = Monitor(model, ids, per_head=True, top_k=1, extreme_activations=True, norms=True)(0, loss=loss)
     assert record is not None
     return dict(record)

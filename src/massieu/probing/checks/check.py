@@ -4,9 +4,10 @@ The self-check recomputes attention in float64 from what was captured. It compar
 none: a NaN or an infinity is not within any tolerance, and is told apart from a wrong reading.
 """
 
+import math
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,23 +106,30 @@ def first_look(model: nn.Module, inputs: dict[str, Any]) -> FirstLook:
     check = _self_check(seen, sites, prepared, stock, output_tensor(model, seen.output))
     if check.finite and not check.passed:
         with torch.no_grad():
-            again = _relative_error(output_tensor(model, run(model, prepared)), stock)
-        if not again <= check.tolerance:
-            raise InputError(
-                f"the output of {type(model).__name__} is random: two passes over the same batch differ by {again:.1e} "
-                "(relative); turn off what draws at random, such as dropout or sampling, to probe it"
-            )
-        clue = ""
-        if seen.unexplained:
-            clue = f"; its attention was given {', '.join(sorted(seen.unexplained))}, which is not known"
-        raise InputError(
-            f"self-check failed at {check.site}: attention recomputed from what was captured differs from the model's own "
-            f"by {check.error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong{clue}"
-        )
+            second_output = output_tensor(model, run(model, prepared))
+        raise InputError(_why_check_failed(model, check, seen.unexplained, _relative_error(second_output, stock)))
     attending = {call.site.module_name for call in seen.calls} | set(seen.refused)
     layout = batch_layout(model, prepared, seen.sequences)
     silent = silent_attention(model, attending)
     return FirstLook(sites, check, sorted(seen.unexplained), silent, seen.refused, layout)
+
+
+def _why_check_failed(
+    model: nn.Module, check: SelfCheck, unexplained: Collection[str], error_of_two_passes: float
+) -> str:
+    # Not a comparison with >, which NaN would pass.
+    if not error_of_two_passes <= check.tolerance:
+        return (
+            f"the output of {type(model).__name__} is random: two passes over the same batch differ by "
+            f"{error_of_two_passes:.1e} (relative); turn off what draws at random, such as dropout or sampling, to probe it"
+        )
+    clue = ""
+    if unexplained:
+        clue = f"; its attention was given {', '.join(sorted(unexplained))}, which is not known"
+    return (
+        f"self-check failed at {check.site}: attention recomputed from what was captured differs from the model's own "
+        f"by {check.error:.1e} (relative; allowed {check.tolerance:.0e}), so its statistics would be wrong{clue}"
+    )
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ class _CallErrors:
     """What the self-check saw of one call.
 
     Attributes:
-        errors: if it is of the text's tokens and if it is of the decoder's.
+        errors: the error if the call's tokens are the text's, and if they are the decoder's; by whether it is the decoder.
         dtype: in which the model computed it.
     """
 
@@ -138,7 +146,7 @@ class _CallErrors:
 
 
 def _errors(call: AttentionCall, inputs: dict[str, Any]) -> _CallErrors:
-    """The self-check's error of one call, for either side that its tokens may be of."""
+    """The self-check's errors of one call, before it is known whether its tokens are the decoder's."""
     errors = {}
     for decoder in {False, decoder_given(inputs)}:
         real = real_tokens(call, inputs, decoder=decoder)
@@ -146,33 +154,39 @@ def _errors(call: AttentionCall, inputs: dict[str, Any]) -> _CallErrors:
             real = torch.ones(call.query.shape[0], call.query.shape[2], dtype=torch.bool, device=call.query.device)
         error = self_check_error(call, real)
         # Where the model's numbers are finite and ours are not, it is misread, not broken.
-        errors[decoder] = float("inf") if error != error and _finite(call, real) else error
+        if math.isnan(error) and _finite(call, real):
+            error = math.inf
+        errors[decoder] = error
     return _CallErrors(errors, computed_in(call.query, call.key, call.value, call.output))
 
 
 def _self_check(
     seen: FirstPass, sites: list[SiteInfo], inputs: dict[str, Any], stock: Tensor, probed: Tensor
 ) -> SelfCheck:
+    """The check of the site, or of the model's output, whose error is the largest beside its tolerance.
+
+    Args:
+        stock: the model's output.
+        probed: the same of a pass whose attention was captured.
+    """
     in_decoder = {info.site: info.in_decoder for info in sites}
-    noted: list[_CallErrors] = seen.noted
-    # The output's type is no witness: accelerate turns the output of a pass in bfloat16 into float32. Nor is float64 one, since
-    # most models of transformers form their softmax in float32 whatever the type of the rest.
-    errors = [
-        (
-            each.errors[in_decoder[call.site]],
-            tolerance(coarsest(each.dtype, stock.dtype, torch.float32)),
-            call.site.name,
-        )
-        for call, each in zip(seen.calls, noted, strict=True)
-    ]
+    errors_of_calls: list[_CallErrors] = seen.noted
+    checks: list[SelfCheck] = []
+    for call, call_errors in zip(seen.calls, errors_of_calls, strict=True):
+        # The output's type is no witness: accelerate turns the output of a pass in bfloat16 into float32. Nor is float64 one,
+        # since most models of transformers form their softmax in float32 whatever the type of the rest.
+        allowed = tolerance(coarsest(call_errors.dtype, stock.dtype, torch.float32))
+        checks.append(SelfCheck(call_errors.errors[in_decoder[call.site]], allowed, call.site.name))
     real = real_mask(inputs, decoder=decoder_given(inputs))
     if real is not None and sites[-1].tokens_first:
         real = real.mT
-    allowed = max(each for _, each, _ in errors)
-    errors.append((relative_difference(at_real(probed, real), at_real(stock, real)), allowed, "the model's output"))
-    compared = [each for each in errors if each[0] == each[0]]
-    worst = max(compared, key=lambda each: each[0] / each[1], default=(float("nan"), *errors[0][1:]))
-    return SelfCheck(*worst, len(compared) == len(errors))
+    output_error = relative_difference(at_real(probed, real), at_real(stock, real))
+    checks.append(SelfCheck(output_error, max(check.tolerance for check in checks), "the model's output"))
+    compared = [check for check in checks if not math.isnan(check.error)]
+    if not compared:
+        return replace(checks[0], finite=False)
+    worst = max(compared, key=lambda check: check.error / check.tolerance)
+    return replace(worst, finite=len(compared) == len(checks))
 
 
 def _finite(call: AttentionCall, real: Tensor) -> bool:
@@ -184,14 +198,14 @@ def _finite(call: AttentionCall, real: Tensor) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in parts)
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
+def _relative_error(output: Tensor, expected: Tensor) -> float:
     """`relative_difference` of the entries that are finite in both; infinite where they are finite in different places."""
-    if found.shape != expected.shape:
-        return float("inf")
+    if output.shape != expected.shape:
+        return math.inf
     finite = expected.isfinite()
-    if not bool((finite == found.isfinite()).all()):
-        return float("inf")
-    return relative_difference(found[finite], expected[finite])
+    if not bool((finite == output.isfinite()).all()):
+        return math.inf
+    return relative_difference(output[finite], expected[finite])
 
 
 def _why_nothing_was_read(model: nn.Module, refused: dict[str, str]) -> str:
@@ -208,7 +222,7 @@ def _why_nothing_was_read(model: nn.Module, refused: dict[str, str]) -> str:
     )
 
 
-def silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
+def silent_attention(model: nn.Module, attending: Collection[str]) -> list[str]:
     """Innermost modules that are called attention and were not seen attending."""
     # A scripted module has the name of its class as `original_name`.
     classes = {name: getattr(module, "original_name", type(module).__name__) for name, module in model.named_modules()}
@@ -217,7 +231,7 @@ def silent_attention(model: nn.Module, fired: set[str]) -> list[str]:
     return [
         name or "itself"
         for name in innermost
-        if not any(inside(attending, name) or inside(name, attending) for attending in fired)
+        if not any(inside(module, name) or inside(name, module) for module in attending)
     ]
 
 
@@ -230,8 +244,8 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
     """
     call = call.rows(slice(0, 2))
     length = call.query.shape[2]
-    picked = torch.linspace(0, length - 1, min(queries, length), device=call.query.device).long()
-    call = call.at(picked)
+    positions = torch.linspace(0, length - 1, min(queries, length), device=call.query.device).long()
+    call = call.at(positions)
     scores, weight = explicit_attention(call, torch.float64)
     visible = weight > -torch.inf
     scores = scores + weight
@@ -244,7 +258,7 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
     weights = distribution[..., :num_keys]
     sink_weight = distribution[..., num_keys:]
     # (B, L): real queries that see a key in every head; without one, ours is NaN and the model's is arbitrary.
-    compared = real[:2][:, picked] & visible.any(-1).all(1).expand(call.query.shape[0], -1)
+    compared = real[:2][:, positions] & visible.any(-1).all(1).expand(call.query.shape[0], -1)
     if call.output.shape[-1]:
         value = call.value.double().repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
         if call.no_distribution and call.weights is not None:
@@ -254,5 +268,5 @@ def self_check_error(call: AttentionCall, real: Bool[Tensor, "B L"], queries: in
             output = output + sink_weight * call.sink_value.double()
         return relative_difference(call.output.double()[compared], output.transpose(1, 2)[compared])
     if call.weights is None:
-        return float("inf")  # nothing of the model's to compare with
+        return math.inf  # nothing of the model's to compare with
     return relative_difference(call.weights.double().transpose(1, 2)[compared], weights.transpose(1, 2)[compared])

@@ -66,14 +66,18 @@ def in_batch(model: nn.Module, inputs: dict[str, Any], real: Tensor | None, batc
         what = kind_of(value) if isinstance(value, Tensor) else None
         if what:
             return Trouble(f"the input is broken: {what} in {name!r} of {batch}", what, name)
-    broken: list[tuple[str, str]] = []
+    broken: list[tuple[str, str]] = []  # a module's name and what its output holds
     names = {module: name for name, module in model.named_modules()}
 
     # A module's hook runs after those of the modules inside it, so the innermost one is named.
     def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        if not broken:
-            kinds = (kind_of(at_real(tensor, real)) for tensor in tensors_of(output))
-            broken.extend((names[module] or type(module).__name__, what) for what in kinds if what)
+        if broken:
+            return
+        name = names[module] or type(module).__name__
+        for tensor in tensors_of(output):
+            what = kind_of(at_real(tensor, real))
+            if what is not None:
+                broken.append((name, what))
 
     with torch.no_grad(), hooked(names, after=look):
         run(model, inputs)
@@ -115,17 +119,17 @@ def at_real(tensor: Tensor, real: Tensor | None) -> Tensor:
 
 def shows_nan(model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any]) -> bool:
     """Whether an attention call or a step along the residual stream has NaN, in one pass over a batch."""
-    found: list[bool] = []
+    kinds: list[str | None] = []
 
     def attend(call: AttentionCall) -> None:
-        parts = (call.query, call.key, call.value, call.output, call.log_weight)
-        found.extend(kind_of(part) == "NaN" for part in parts if part is not None)
+        tensors = (call.query, call.key, call.value, call.output, call.log_weight)
+        kinds.extend(kind_of(tensor) for tensor in tensors if tensor is not None)
         tracer.attention(call)
 
-    tracer = StreamTracer(model, sites, lambda step: found.append(kind_of(step.after) == "NaN"))
+    tracer = StreamTracer(model, sites, lambda step: kinds.append(kind_of(step.after)))
     with torch.no_grad(), capturing(model, attend), tracer.watching():
         run(model, model_inputs(model, inputs, items=2))
-    return any(found)
+    return "NaN" in kinds
 
 
 @dataclass

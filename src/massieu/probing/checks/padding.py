@@ -99,17 +99,18 @@ def shifted_positions(module: nn.Module, inputs: dict[str, Any], row: int) -> st
     GPT-2 does, give other numbers. Rotary positions are relative, and some models count real tokens; theirs stay the same
     up to rounding.
     """
-    tensors = {k: v[[row]] for k, v in inputs.items() if isinstance(v, Tensor) and k != "labels"}
+    tensors = {name: value[[row]] for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}
     real = real_mask(tensors, decoder=False)
     assert real is not None
-    begin = int(real[0].long().argmax())
+    begin = int(real[0].long().argmax())  # the first token of the row's text
     padded = model_inputs(module, tensors)
     cut = model_inputs(module, {name: value[:, begin:] for name, value in tensors.items()})
     with_padding = output_tensor(module, run(module, padded))[:, begin:]
-    without = output_tensor(module, run(module, cut))
-    kept = real[:, begin:].to(without.device)
+    without_padding = output_tensor(module, run(module, cut))
+    compared = real[:, begin:].to(without_padding.device)
     # Rounding of rotary angles differs with the position; a shift of learned positions is far larger than its square root.
-    if relative_difference(with_padding[kept], without[kept]) <= math.sqrt(torch.finfo(dtype_of(module)).eps):
+    allowed = math.sqrt(torch.finfo(dtype_of(module)).eps)
+    if relative_difference(with_padding[compared], without_padding[compared]) <= allowed:
         return None
     return (
         f"rows are padded at the left, and {type(module).__name__} counts positions from the beginning of the row, padding "
@@ -118,7 +119,7 @@ def shifted_positions(module: nn.Module, inputs: dict[str, Any], row: int) -> st
 
 
 class PaddingCheck:
-    """Says of a model's batches, each once, what padding they hold that the model is not told of."""
+    """Warns, once of each kind, of padding in a model's batches that the model is not told of."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -126,7 +127,7 @@ class PaddingCheck:
         self._tried_left = False
 
     def warnings(self, inputs: dict[str, Any]) -> list[str]:
-        """What was not said before."""
+        """Warnings of this batch that no batch before has brought."""
         sentences = []
         if not self._unmarked:
             sentence = unmarked_padding(self._module, inputs)

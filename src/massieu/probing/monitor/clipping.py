@@ -1,7 +1,7 @@
 """QK-clip from the training step's own forward passes: the largest logit of each head, and what was done about it."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,16 @@ from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import Tokens
 from massieu.probing.checks.check import FirstLook
-from massieu.probing.monitor.measured_pass import WatchedPasses
 from massieu.probing.monitor.processes import gathered, head_shard
+from massieu.probing.monitor.watched_passes import WatchedPasses
 from massieu.probing.statistics.query_reading import largest_logits
+
+
+class HeadShard(NamedTuple):
+    """The heads of an attention module that a process computes: all of them without tensor parallelism."""
+
+    module: str
+    first_head: int
 
 
 @dataclass
@@ -33,7 +40,7 @@ class LargestLogits(WatchedPasses):
     """The largest logit of each head over all real queries of some forward passes, and nothing else."""
 
     def __init__(self, model: nn.Module, look: FirstLook, inputs: dict[str, Any]) -> None:
-        self._largest: dict[tuple[str, int], Tensor] = {}
+        self._largest: dict[HeadShard, Tensor] = {}
         super().__init__(model, look, inputs)
 
     def forget(self) -> None:
@@ -44,19 +51,34 @@ class LargestLogits(WatchedPasses):
         """Keep the largest logits of a call, as the statistic ``largest_score`` defines them."""
         if info.grade != "full":
             return
-        largest = largest_logits(call).masked_fill(~queries.real[:, None], -torch.inf).amax((0, 2))
-        place = call.site.module_name, head_shard(call.module) * info.heads
-        known = self._largest.get(place)
-        self._largest[place] = largest if known is None else torch.maximum(known, largest)
+        logits = largest_logits(call)  # (B, H, L)
+        largest = logits.masked_fill(~queries.real[:, None], -torch.inf).amax((0, 2))
+        shard = HeadShard(call.site.module_name, head_shard(call.module) * info.heads)
+        _keep_largest(self._largest, shard, largest)
 
     def over_processes(self, step: int) -> dict[str, Tensor]:
         """By module, of all processes, every one of which has to call; float64 on the CPU."""
-        places = list(self._largest)
-        values = torch.cat([self._largest[place].double() for place in places]).cpu() if places else torch.empty(0)
-        own = dict(zip(places, values.split([len(self._largest[place]) for place in places]), strict=True))
-        joined: dict[str, dict[int, Tensor]] = {}
-        for part in gathered(step, own):
-            for (module, first), largest in part.items():
-                shards = joined.setdefault(module, {})
-                shards[first] = torch.maximum(shards[first], largest) if first in shards else largest
-        return {module: torch.cat([shards[first] for first in sorted(shards)]) for module, shards in joined.items()}
+        largest: dict[HeadShard, Tensor] = {}
+        for part in gathered(step, self._on_cpu()):
+            for shard, values in part.items():
+                _keep_largest(largest, shard, values)
+        modules = dict.fromkeys(shard.module for shard in largest)
+        return {module: torch.cat(_in_order(largest, module)) for module in modules}
+
+    def _on_cpu(self) -> dict[HeadShard, Tensor]:
+        if not self._largest:
+            return {}
+        # One copy for all modules: each copy from a GPU waits for it.
+        values = torch.cat([largest.double() for largest in self._largest.values()]).cpu()
+        parts = values.split([len(largest) for largest in self._largest.values()])
+        return dict(zip(self._largest, parts, strict=True))
+
+
+def _keep_largest(largest: dict[HeadShard, Tensor], shard: HeadShard, values: Tensor) -> None:
+    before = largest.get(shard)
+    largest[shard] = values if before is None else torch.maximum(before, values)
+
+
+def _in_order(largest: dict[HeadShard, Tensor], module: str) -> list[Tensor]:
+    """The largest logits of a module's shards, in the order of their heads."""
+    return [largest[shard] for shard in sorted(largest) if shard.module == module]

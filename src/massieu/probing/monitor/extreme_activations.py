@@ -1,4 +1,4 @@
-"""How many tokens have an activation that is extreme: huge by itself, and beside all others of its row."""
+"""How many tokens have an activation that is extreme: huge by itself, and compared with all others of its row."""
 
 import torch
 from jaxtyping import Float
@@ -18,5 +18,8 @@ def extreme_tokens(states: Float[Tensor, "n d"]) -> int:
     # The median costs far more than the maximum, and few rows need it.
     if not bool((largest > LEAST_MAGNITUDE).any()):
         return 0
-    least = LEAST_RATIO * magnitudes.flatten().to(torch.promote_types(states.dtype, torch.float32)).median()
-    return int(((largest > LEAST_MAGNITUDE) & (largest >= least)).sum())
+    # In half precision a thousand times the median may overflow.
+    precision = torch.promote_types(states.dtype, torch.float32)
+    least = LEAST_RATIO * magnitudes.flatten().to(precision).median()
+    is_extreme = (largest > LEAST_MAGNITUDE) & (largest >= least)
+    return int(is_extreme.sum())

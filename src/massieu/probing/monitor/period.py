@@ -15,12 +15,13 @@ LONGEST = 1000
 """A longer period is not chosen, whatever a record costs."""
 REMEMBERED = 3
 """Records whose cost is known; the median of theirs counts, so that one that was held up does not."""
-_ROUND = (1, 2, 5)
+_ROUND = (1, 2, 5, 10)
+"""A period is one of these times a power of ten."""
 
 
 @dataclass(frozen=True)
-class ToldPeriod:
-    """What a process, or all of them together, say of the period when a record is made.
+class PeriodProposal:
+    """The period that a process proposes when a record is made, or on which all of them agree.
 
     Attributes:
         every: steps until the next record.
@@ -32,13 +33,15 @@ class ToldPeriod:
 
     def numbers(self) -> dict[str, float]:
         """For the record, where the budget decides."""
-        return {} if self.share is None else {"monitor_every": float(self.every), "monitor_share": self.share}
+        if self.share is None:
+            return {}
+        return {"monitor_every": float(self.every), "monitor_share": self.share}
 
 
-def together(parts: Sequence[ToldPeriod]) -> ToldPeriod:
-    """What several processes agree on: the longest period, so that none is above its budget."""
-    shares = [part.share for part in parts if part.share is not None]
-    return ToldPeriod(max(part.every for part in parts), max(shares, default=None))
+def agreed(proposals: Sequence[PeriodProposal]) -> PeriodProposal:
+    """On what several processes agree: the longest period, so that none is above its budget."""
+    shares = [proposal.share for proposal in proposals if proposal.share is not None]
+    return PeriodProposal(max(proposal.every for proposal in proposals), max(shares, default=None))
 
 
 class Period:
@@ -57,61 +60,68 @@ class Period:
     def __init__(
         self, every: int | None, budget: float = BUDGET, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.fixed, self.budget, self.every = every is not None, budget, FIRST if every is None else every
+        self.fixed = every is not None
+        self.every = FIRST if every is None else every
+        self.budget = budget
         self._clock = clock
-        self._costs: deque[float] = deque(maxlen=REMEMBERED)
-        self._steps: list[float] = []
-        self._usual: deque[float] = deque(maxlen=10 * REMEMBERED)
-        self._watched = False
-        self._last: tuple[int, float] | None = None
+        self._costs: deque[float] = deque(maxlen=REMEMBERED)  # seconds of the latest records
+        # Seconds of training steps: since the last record, and of the latest whether there was a record between or not.
+        self._step_times: list[float] = []
+        self._recent_step_times: deque[float] = deque(maxlen=10 * REMEMBERED)
+        self._watched = False  # whether the step under way holds a record
+        self._last_step: int | None = None
+        self._last_time = 0.0  # at which that step began, or its record was made
 
     def is_due(self, step: int) -> bool:
         """Whether the step is one to measure at."""
         return step % self.every == 0
 
-    def arrived(self, step: int) -> None:
+    def arrive(self, step: int) -> None:
         """Training has come to this step."""
         if self.fixed:
             return
         now = self._clock()
-        if self._last is not None and step > self._last[0]:
-            self._took((now - self._last[1]) / (step - self._last[0]), step - self._last[0])
-        self._last = step, now
+        if self._last_step is not None and step > self._last_step:
+            steps = step - self._last_step
+            self._add_steps(steps, (now - self._last_time) / steps)
+        self._last_step = step
+        self._last_time = now
 
-    def _took(self, seconds: float, steps: int) -> None:
+    def _add_steps(self, steps: int, seconds: float) -> None:
         """So many steps took so long each; if the first of them was watched, what it took more is the record's cost."""
-        watched, self._watched = self._watched, False
-        if not watched:
-            self._steps.append(seconds)
-            self._usual.append(seconds)
-        elif self._usual:
-            self._costs.append(max(seconds - median(self._usual), 0.0) * steps)
+        if not self._watched:
+            self._step_times.append(seconds)
+            self._recent_step_times.append(seconds)
+        elif self._recent_step_times:
+            self._costs.append(max(seconds - median(self._recent_step_times), 0.0) * steps)
+        self._watched = False
 
-    def measured(self, step: int, seconds: float) -> None:
+    def add_record(self, step: int, seconds: float) -> None:
         """A record was made, which took so long, and training goes on."""
         self._costs.append(seconds)
-        self._steps.clear()
-        self._last = step, self._clock()
+        self._step_times.clear()
+        self._last_step = step
+        self._last_time = self._clock()
 
-    def watched(self) -> None:
+    def add_watched_record(self) -> None:
         """The step that is under way was measured in its own forward pass."""
-        self._steps.clear()
+        self._step_times.clear()
         self._watched = True
 
-    def told(self) -> ToldPeriod:
-        """What this process says when it makes a record."""
-        return ToldPeriod(self.proposal(), None if self.fixed else self.share)
+    def proposal(self) -> PeriodProposal:
+        """What this process proposes when it makes a record."""
+        return PeriodProposal(self.affordable(), None if self.fixed else self.share)
 
-    def agree(self, told: ToldPeriod) -> None:
-        """All processes go on with one period."""
-        self.every = told.every
+    def adopt(self, proposal: PeriodProposal) -> None:
+        """Go on with the period on which all processes have agreed."""
+        self.every = proposal.every
 
     @property
     def seconds_a_step(self) -> float | None:
         """Of training, since the last record; without the longest step, in which something may have been compiled."""
-        if not self._steps:
+        if not self._step_times:
             return None
-        counted = sorted(self._steps)[:-1] or self._steps
+        counted = sorted(self._step_times)[:-1] or self._step_times
         return sum(counted) / len(counted)
 
     @property
@@ -123,13 +133,15 @@ class Period:
         cost = median(self._costs)
         return cost / (cost + self.every * seconds)
 
-    def proposal(self) -> int:
+    def affordable(self) -> int:
         """The period that this process's times ask for."""
         seconds = self.seconds_a_step
         if self.fixed or seconds is None or not self._costs:
             return self.every
-        least, calm = self.needed(seconds), self.needed(seconds / 2)
-        return least if least > self.every else min(self.every, calm)
+        needed = self.needed(seconds)
+        if needed > self.every:
+            return needed
+        return min(self.every, self.needed(seconds / 2))
 
     def needed(self, seconds: float) -> int:
         """The shortest period within the budget for training steps of so many seconds, and the records so far."""
@@ -141,4 +153,4 @@ def _rounded_up(period: float) -> int:
     if period >= LONGEST:
         return LONGEST
     power = 10 ** max(math.floor(math.log10(max(period, 1))), 0)
-    return next(factor * power for factor in (*_ROUND, 10) if factor * power >= period)
+    return next(factor * power for factor in _ROUND if factor * power >= period)

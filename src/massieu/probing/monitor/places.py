@@ -10,29 +10,33 @@ def places(sites: Sequence[SiteInfo]) -> list[str]:
     """``layer3``; with the stack before it where there are several, and the kind or the module behind it where layers have
     several sites.
     """
-    stacks = {site.index: _stack_name(site) for site in sites}
-    several = len(set(stacks.values())) > 1
-    layers = {
-        site.index: f"{stacks[site.index]}/layer{site.layer}"
-        if several and stacks[site.index]
-        else f"layer{site.layer}"
-        for site in sites
-    }
-    shared = Counter(layers.values())
-    named = {
-        site.index: f"{layers[site.index]}/{site.kind}" if shared[layers[site.index]] > 1 else layers[site.index]
-        for site in sites
-    }
-    alike = Counter(named.values())
-    found: list[str] = []
-    for site in sites:
-        name = named[site.index]
-        if alike[name] > 1:
-            name = f"{layers[site.index]}/{site.site.name.rsplit('.', 1)[-1].replace(' ', '_')}"
-        while name in found:
+    stacks = [_stack_name(site) for site in sites]
+    has_several_stacks = len(set(stacks)) > 1
+    layers: list[str] = []
+    for site, stack in zip(sites, stacks, strict=True):
+        layer = f"layer{site.layer}"
+        layers.append(f"{stack}/{layer}" if has_several_stacks and stack else layer)
+    num_of_layer = Counter(layers)
+    kinds: list[str] = []
+    for site, layer in zip(sites, layers, strict=True):
+        kinds.append(f"{layer}/{site.kind}" if num_of_layer[layer] > 1 else layer)
+    num_of_kind = Counter(kinds)
+    names: list[str] = []
+    for site, layer, kind in zip(sites, layers, kinds, strict=True):
+        name = kind
+        if num_of_kind[kind] > 1:
+            module = site.site.name.rsplit(".", 1)[-1].replace(" ", "_")
+            name = f"{layer}/{module}"
+        while name in names:
             name += "_"
-        found.append(name)
-    return found
+        names.append(name)
+    return names
+
+
+def layer_place(place: str, info: SiteInfo) -> str:
+    """The name of a site's layer, from the place of the site: with the stack, without kind and module."""
+    stack = place.partition("layer")[0]
+    return f"{stack}layer{info.layer}"
 
 
 def _stack_name(site: SiteInfo) -> str:

@@ -14,8 +14,13 @@ from torch import nn
 from massieu.errors import InputError
 from massieu.foundation.shards import has_flat_shards
 from massieu.probing.data.text_digest import TextDigest
-from massieu.probing.monitor.period import ToldPeriod, together
-from massieu.probing.monitor.quantities import SiteNumbers, StreamNumbers, joined
+from massieu.probing.monitor.period import PeriodProposal, agreed
+from massieu.probing.monitor.site_numbers import SiteNumbers, joined
+from massieu.probing.monitor.stream_numbers import StreamNumbers
+
+PATIENCE = 30.0  # seconds
+"""After so long without the other processes a warning says what they lack."""
+NEEDED = "every process must make a Monitor and call it at the same steps"
 
 
 @dataclass(frozen=True)
@@ -31,18 +36,13 @@ class BatchShare:
     first_row: int = 0
 
 
-PATIENCE = 30.0  # seconds
-"""After so long without the other processes a warning says what they lack."""
-NEEDED = "every process must make a Monitor and call it at the same steps"
-
-
 @dataclass(eq=False)
 class MonitorSums:
     """What one process measured at a step.
 
     Attributes:
         stream: by layer.
-        beside: the numbers that were given beside the step.
+        extra: the numbers that were given with the step.
         period: when the next record is due.
     """
 
@@ -50,13 +50,18 @@ class MonitorSums:
     sites: list[SiteNumbers]
     stream: dict[str, StreamNumbers]
     share: BatchShare
-    beside: dict[str, float]
-    period: ToldPeriod
+    extra: dict[str, float]
+    period: PeriodProposal
 
 
 def is_distributed() -> bool:
     """Whether there are several processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_first_process() -> bool:
+    """Whether this is the process of rank 0, or the only one."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0)
 
 
 def batch_name(inputs: Mapping[str, Any]) -> str:
@@ -68,7 +73,7 @@ def batch_name(inputs: Mapping[str, Any]) -> str:
     return digest.text() or f"process {dist.get_rank()}"
 
 
-def batch_share(step: int, inputs: Mapping[str, Any], rows: int) -> BatchShare:
+def batch_share(step: int, inputs: Mapping[str, Any], num_rows: int) -> BatchShare:
     """The share of this process, which has so many rows; every process has to call.
 
     Raises:
@@ -76,56 +81,78 @@ def batch_share(step: int, inputs: Mapping[str, Any], rows: int) -> BatchShare:
     """
     if not is_distributed():
         return BatchShare()
-    own = (batch_name(inputs), rows)
-    shares = gathered(step, own)
-    distinct = list(dict.fromkeys(shares))
-    return BatchShare(own[0], sum(count for _, count in distinct[: distinct.index(own)]))
+    name = batch_name(inputs)
+    distinct = list(dict.fromkeys(gathered(step, (name, num_rows))))
+    before = distinct[: distinct.index((name, num_rows))]
+    return BatchShare(name, sum(rows for _, rows in before))
 
 
-def gathered(step: int, own: Any) -> list[Any]:
-    """What every process of the default group gives, in the order of ranks; all of them have to call.
+def gathered(step: int, value: Any) -> list[Any]:
+    """The values of all processes of the default group, in the order of ranks; all of them have to call.
 
     Raises:
         InputError: not all of them call.
     """
     if not is_distributed():
-        return [own]
-    parts: list[Any] = [None] * dist.get_world_size()
-    with _answers(step):
-        dist.all_gather_object(parts, own)
-    return parts
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    with _waiting_for_all(step):
+        dist.all_gather_object(values, value)
+    return values
 
 
-def over_processes(own: MonitorSums) -> MonitorSums:
+def over_processes(measured: MonitorSums) -> MonitorSums:
     """The sums of all processes of the default group; every one of them has to call.
 
     Processes that hold the same tokens and heads count equally often, which changes no mean and no maximum. Of processes
-    that hold the same rows, one measures a layer's stream. A number beside the step is the mean of what the processes gave.
+    that hold the same rows, one measures a layer's stream. An extra number is the mean of what the processes gave.
 
     Raises:
         InputError: they measure different steps, or not all of them call.
     """
     if not is_distributed():
-        return own
-    parts = gathered(own.step, own)
-    if len(steps := {part.step for part in parts}) > 1:
+        return measured
+    parts = gathered(measured.step, measured)
+    steps = {part.step for part in parts}
+    if len(steps) > 1:
         raise InputError(f"all processes must call the monitor at the same steps, got steps {sorted(steps)}")
-    places = dict.fromkeys(site.place for part in parts for site in part.sites)
-    sites = [joined([s for part in parts for s in part.sites if s.place == place]) for place in places]
+    return MonitorSums(
+        step=measured.step,
+        sites=_sites_of_all(parts),
+        stream=_stream_of_all(parts),
+        share=measured.share,
+        extra=_means_of_extra(parts),
+        period=agreed([part.period for part in parts]),
+    )
+
+
+def _sites_of_all(parts: Sequence[MonitorSums]) -> list[SiteNumbers]:
+    by_place: dict[str, list[SiteNumbers]] = {}
+    for part in parts:
+        for site in part.sites:
+            by_place.setdefault(site.place, []).append(site)
+    return [joined(sites) for sites in by_place.values()]
+
+
+def _stream_of_all(parts: Sequence[MonitorSums]) -> dict[str, StreamNumbers]:
     stream: dict[str, StreamNumbers] = {}
     counted: set[tuple[str, str]] = set()
     for part in parts:
         for layer, numbers in part.stream.items():
+            # Processes with the same rows have measured the same tokens: they count once.
             if (part.share.name, layer) not in counted:
                 counted.add((part.share.name, layer))
-                stream[layer] = stream[layer] + numbers if layer in stream else numbers
-    names = dict.fromkeys(name for part in parts for name in part.beside)
-    beside = {name: statistics.fmean(part.beside[name] for part in parts if name in part.beside) for name in names}
-    return MonitorSums(own.step, sites, stream, own.share, beside, together([part.period for part in parts]))
+                stream[layer] = stream.get(layer, StreamNumbers()) + numbers
+    return stream
+
+
+def _means_of_extra(parts: Sequence[MonitorSums]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part.extra)
+    return {name: statistics.fmean(part.extra[name] for part in parts if name in part.extra) for name in names}
 
 
 @contextmanager
-def _answers(step: int) -> Iterator[None]:
+def _waiting_for_all(step: int) -> Iterator[None]:
     """Around what waits for all processes: says what is needed where some do not come.
 
     Raises:
@@ -146,21 +173,24 @@ def _answers(step: int) -> Iterator[None]:
 def head_shard(module: nn.Module) -> int:
     """Which share of a module's heads this process computes under tensor parallelism, counted from 0.
 
-    Asked during the module's forward, where parameters that FSDP2 shards are whole.
+    Call it during the module's forward, where parameters that FSDP2 shards are whole.
     """
     for parameter in module.parameters():
-        mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
-        for dim, placement in enumerate(placements):
-            if mesh is not None and placement.is_shard():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            continue
+        for dim, placement in enumerate(getattr(parameter, "placements", ())):
+            if placement.is_shard():
                 return mesh.get_local_rank(dim)
     return 0
 
 
-def resharded(modules: Sequence[nn.Module]) -> None:
-    """Give back what FSDP1 or FSDP2 gathered for a forward pass that no backward pass follows."""
+def reshard(modules: Sequence[nn.Module]) -> None:
+    """Free what FSDP1 or FSDP2 gathered for a forward pass that no backward pass follows."""
     for module in modules:
-        if callable(reshard := getattr(module, "reshard", None)) and hasattr(module, "unshard"):
-            reshard()
+        reshard_module = getattr(module, "reshard", None)
+        if callable(reshard_module) and hasattr(module, "unshard"):
+            reshard_module()
     if not has_flat_shards(modules[0]):
         return
     from torch.distributed.fsdp import FullyShardedDataParallel

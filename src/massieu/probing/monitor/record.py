@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from massieu.probing.monitor.alarms import Alarm
+from massieu.probing.monitor.alarm_history import Alarm
 
 SUMMARY = (
     "loss",
@@ -40,7 +40,7 @@ class MonitorRecord(dict[str, float]):
             and caps; as `massieu.nn.clip_logits` takes it.
         where: whose numbers ``massieu/largest_logit_max`` and ``massieu/entropy_min`` are, by these names: ``layer3/head5``.
         alarms: what is far outside the run's own history, at most one for each rule: a
-            `massieu.probing.monitor.alarms.Alarm` each.
+            `massieu.probing.monitor.alarm_history.Alarm` each.
     """
 
     def __init__(
@@ -52,10 +52,11 @@ class MonitorRecord(dict[str, float]):
         prefix: str,
     ) -> None:
         super().__init__(values)
-        self.step, self.largest_logits = step, largest_logits
+        self.step = step
+        self.largest_logits = largest_logits
         self.alarms: list[Alarm] = []
-        self._begin = f"{prefix}/" if prefix else ""
-        self.where = {f"{self._begin}{name}": head for name, head in where.items()}
+        self._prefix = f"{prefix}/" if prefix else ""
+        self.where = {f"{self._prefix}{name}": head for name, head in where.items()}
 
     def summary(self) -> dict[str, float]:
         """The numbers of the whole model that one plots, at most 20, by the record's own names.
@@ -64,8 +65,14 @@ class MonitorRecord(dict[str, float]):
         log Z, entropy, the weight on the first token; and the least effective rank and spread of all layers, as
         ``massieu/effective_rank_min`` and ``massieu/spread_min``.
         """
-        named = {key: self[key] for name in SUMMARY if (key := f"{self._begin}{name}") in self}
+        summary: dict[str, float] = {}
+        for name in SUMMARY:
+            key = f"{self._prefix}{name}"
+            if key in self:
+                summary[key] = self[key]
         for name in LEAST_OF_LAYERS:
-            if values := [value for key, value in self.items() if key.endswith(f"/{name}")]:
-                named[f"{self._begin}{name}_min"] = float(np.min(values))  # NaN where one is
-        return named
+            of_layers = [value for key, value in self.items() if key.endswith(f"/{name}")]
+            if of_layers:
+                # NaN where one of them is, which `min` would not promise.
+                summary[f"{self._prefix}{name}_min"] = float(np.min(of_layers))
+        return summary

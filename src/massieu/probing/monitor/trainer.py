@@ -7,7 +7,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from massieu.errors import InputError
 from massieu.foundation.arguments import described
-from massieu.probing.monitor.training import Watching, check_trained, gradient_norm, optimizers_of
+from massieu.probing.monitor.callbacks import CallableMonitor, check_trained
+from massieu.probing.monitor.norms import gradient_norm
+from massieu.probing.monitor.optimizers import optimizers_of
 
 
 class MonitorTrainerCallback(TrainerCallback):
@@ -28,16 +30,18 @@ class MonitorTrainerCallback(TrainerCallback):
         InputError: ``trainer`` is no Trainer; when training begins: the monitor is of another model.
     """
 
-    def __init__(self, monitor: Watching, trainer: Trainer | None = None) -> None:
+    def __init__(self, monitor: CallableMonitor, trainer: Trainer | None = None) -> None:
         if trainer is not None and not isinstance(trainer, Trainer):
             raise InputError(f"trainer must be a transformers.Trainer, got {described(trainer)}")
-        self._monitor, self._trainer = monitor, trainer
-        self._due: int | None = None
-        self._known: dict[str, float] = {}
+        self._monitor = monitor
+        self._trainer = trainer
+        self._due: int | None = None  # a step that is due and not yet measured
+        self._extra: dict[str, float] = {}  # Trainer's own numbers of that step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Training goes on with the monitor's own model, or not at all; a new one is measured before its first step."""
-        self._due, self._known = None, {}
+        self._due = None
+        self._extra = {}
         check_trained(self._monitor, model, "Trainer")
         if state.global_step == 0:
             self._due = 0
@@ -50,15 +54,17 @@ class MonitorTrainerCallback(TrainerCallback):
 
         In float16 gradients still have the factor of the loss's scale, which is not known here: no norm is taken.
         """
-        if (state.global_step + 1) % self._monitor.every == 0:
-            known = self._monitor.norms_are_known and not args.fp16
-            norm = gradient_norm(model.parameters()) if known and not args.max_grad_norm else None
-            if self._monitor.layer_norms is not None and known:
-                [innermost] = optimizers_of(optimizer)
-                self._monitor.layer_norms.take(model.parameters(), id(innermost))
-            self._known = {"learning_rate": optimizer.param_groups[0]["lr"]} | (
-                {} if norm is None else {"gradient_norm": norm}
-            )
+        if (state.global_step + 1) % self._monitor.every != 0:
+            return
+        self._extra = {"learning_rate": optimizer.param_groups[0]["lr"]}
+        if not self._monitor.norms_are_known or args.fp16:
+            return
+        if self._monitor.layer_norms is not None:
+            [innermost] = optimizers_of(optimizer)
+            self._monitor.layer_norms.take(model.parameters(), id(innermost))
+        norm = None if args.max_grad_norm else gradient_norm(model.parameters())
+        if norm is not None:
+            self._extra["gradient_norm"] = norm
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step that is due is measured when Trainer logs it, or now if it does not."""
@@ -73,7 +79,9 @@ class MonitorTrainerCallback(TrainerCallback):
         if self._due != state.global_step or "loss" not in (logs or {}):
             return
         names = {"loss": "loss", "grad_norm": "gradient_norm", "learning_rate": "learning_rate"}
-        self._known |= {name: logs[key] for key, name in names.items() if key in logs}
+        for key, name in names.items():
+            if key in logs:
+                self._extra[name] = logs[key]
         self._measure(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -85,11 +93,14 @@ class MonitorTrainerCallback(TrainerCallback):
     def _measure(self, state: Any) -> None:
         if self._due is None:
             return
-        # Reporting calls back: what was due is done by then.
-        step, known, self._due, self._known = self._due, self._known, None, {}
-        if self._monitor.layer_norms is not None and "gradient_norm" not in known:
+        step = self._due
+        extra = self._extra
+        # Reporting calls back: by then nothing is due any more.
+        self._due = None
+        self._extra = {}
+        if self._monitor.layer_norms is not None and "gradient_norm" not in extra:
             self._monitor.layer_norms.clear()  # they were taken after clipping, by a factor that is not known
-        record = self._monitor(step, **known)
+        record = self._monitor(step, **extra)
         if record is None:
             return
         summary = record.summary()

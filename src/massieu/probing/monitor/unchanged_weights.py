@@ -1,25 +1,28 @@
 """Updates that rounding loses: the share of weights in half precision that an optimiser's step leaves as they were."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.optim import Optimizer
 
-from massieu.probing.monitor.training import groups
+from massieu.probing.monitor.optimizers import parameter_groups
 
 SAMPLE = 1024
 """Entries of a weight that are compared at most, evenly spaced."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class _Before(NamedTuple):
-    """Some entries of a weight before a step, and which of them have a gradient.
+@dataclass(frozen=True, eq=False)
+class _WeightSample:
+    """Entries of a weight before a step, evenly spaced.
 
     Attributes:
-        places: of the entries in the weight's row of numbers.
+        places: of the entries in the flattened weight.
+        values: of the entries before the step.
+        has_gradient: whether an entry's gradient is not zero.
         entries_each: how many entries of the weight one of the sample stands for.
     """
 
@@ -28,6 +31,22 @@ class _Before(NamedTuple):
     values: Float[Tensor, " S"]
     has_gradient: Bool[Tensor, " S"]
     entries_each: float
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "_WeightSample":
+        """The sample of a weight that has a gradient."""
+        assert weight.grad is not None
+        size = min(SAMPLE, weight.numel())
+        # In float64: float32 cannot tell the places of a large weight apart.
+        places = torch.linspace(0, weight.numel() - 1, size, dtype=torch.float64, device=weight.device).long()
+        values = weight.detach().flatten()[places]
+        has_gradient = weight.grad.flatten()[places] != 0
+        return cls(weight, places, values, has_gradient, weight.numel() / max(size, 1))
+
+    def counts(self) -> Float[Tensor, "2"]:
+        """Entries of the weight that are as they were although they have a gradient, and entries that have one."""
+        unchanged = self.has_gradient & (self.weight.detach().flatten()[self.places] == self.values)
+        return torch.stack([unchanged.sum(), self.has_gradient.sum()]).cpu() * self.entries_each
 
 
 class UnchangedWeights:
@@ -39,33 +58,29 @@ class UnchangedWeights:
     """
 
     def __init__(self) -> None:
-        # Of each optimiser's groups, at the step before.
-        self._rates: dict[int, list[float]] = {}
-        self._before: dict[int, list[_Before]] = {}
-        # For each optimiser (2,): entries that stayed, and entries that have a gradient.
-        self._counts: dict[int, Tensor] = {}
+        # Each by the optimiser's id.
+        self._rates: dict[int, list[float]] = {}  # of its groups, at the step before
+        self._samples: dict[int, list[_WeightSample]] = {}
+        self._counts: dict[int, Tensor] = {}  # (2,): entries that stayed, and entries that have a gradient
 
     @torch.no_grad()
     def begin(self, optimizer: Optimizer) -> None:
-        """Keep some entries of each weight, as a step of this optimiser begins."""
-        rates = [float(group["lr"]) for group in groups([optimizer])]
+        """Keep a sample of each weight, as a step of this optimiser begins."""
+        groups = parameter_groups([optimizer])
+        rates = [float(group["lr"]) for group in groups]
+        # Empty at the first step, of which therefore no group is compared.
         rates_before = self._rates.get(id(optimizer), [])
         self._rates[id(optimizer)] = rates
-        settled = [
-            group
-            for group, rate, before in zip(groups([optimizer]), rates, rates_before, strict=False)
-            if 0 < rate <= before
-        ]
-        trained = [weight for group in settled for weight in group["params"]]
-        self._before[id(optimizer)] = [_sampled(weight) for weight in _half(trained)]
+        weights: list[Tensor] = []
+        for group, rate, rate_before in zip(groups, rates, rates_before, strict=False):
+            if 0 < rate <= rate_before:
+                weights.extend(group["params"])
+        self._samples[id(optimizer)] = [_WeightSample.of(weight) for weight in _in_half_precision(weights)]
 
     @torch.no_grad()
     def end(self, optimizer: Optimizer) -> None:
-        """Compare them, as the step has ended."""
-        counts = []
-        for weight, places, values, has_gradient, entries_each in self._before.pop(id(optimizer), []):
-            stayed = has_gradient & (weight.detach().flatten()[places] == values)
-            counts.append(torch.stack([stayed.sum(), has_gradient.sum()]).cpu() * entries_each)
+        """Compare the samples with the weights, as the step has ended."""
+        counts = [sample.counts() for sample in self._samples.pop(id(optimizer), [])]
         if counts:
             self._counts[id(optimizer)] = torch.stack(counts).sum(0)
 
@@ -75,17 +90,17 @@ class UnchangedWeights:
         self.clear()
         if not counts:
             return None
-        stayed, total = torch.stack(counts).sum(0).tolist()
-        return stayed / total if total else None
+        unchanged, total = torch.stack(counts).sum(0).tolist()
+        return unchanged / total if total else None
 
     def clear(self) -> None:
         """Forget the steps."""
-        self._before.clear()
+        self._samples.clear()
         self._counts.clear()
 
 
-def _half(weights: Iterable[Tensor]) -> list[Tensor]:
-    """Those in half precision, with a gradient, that are whole on this process."""
+def _in_half_precision(weights: Iterable[Tensor]) -> list[Tensor]:
+    """Weights in half precision that have a gradient and are whole on this process."""
     return [
         weight
         for weight in weights
@@ -94,11 +109,3 @@ def _half(weights: Iterable[Tensor]) -> list[Tensor]:
         and weight.grad.layout == torch.strided
         and not hasattr(weight, "device_mesh")
     ]
-
-
-def _sampled(weight: Tensor) -> _Before:
-    count = min(SAMPLE, weight.numel())
-    places = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64, device=weight.device).long()
-    assert weight.grad is not None
-    has_gradient = weight.grad.flatten()[places] != 0
-    return _Before(weight, places, weight.detach().flatten()[places], has_gradient, weight.numel() / max(count, 1))

@@ -30,14 +30,18 @@ def scaled(values: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndar
     if scale == "share":
         inside = np.clip(values, _LEAST, 1 - _LEAST)
         return np.log(inside) - np.log1p(-inside)
-    return np.log(np.maximum(values, _LEAST**2)) if scale == "positive" else np.asarray(values, dtype=np.float64)
+    if scale == "positive":
+        return np.log(np.maximum(values, _LEAST**2))
+    return np.asarray(values, dtype=np.float64)
 
 
 def unscaled(numbers: Float64[np.ndarray, "*shape"], scale: str) -> Float64[np.ndarray, "*shape"]:
     """The inverse of `scaled`."""
     if scale == "share":
         return 1 / (1 + np.exp(-numbers))
-    return np.exp(numbers) if scale == "positive" else numbers
+    if scale == "positive":
+        return np.exp(numbers)
+    return numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,17 +79,23 @@ class RandomHeads:
         draws, clusters, heads = numbers.shape[:3]
         if draws < 2:
             raise ValueError(f"the law of random heads needs at least 2 draws, got {draws}")
-        of_clusters, of_draws = numbers.mean(2), numbers.mean((1, 2))
-        centre = of_draws.mean(0)
-        squares = (
-            clusters * heads * ((of_draws - centre) ** 2).sum(0),
-            heads * ((of_clusters - of_draws[:, None]) ** 2).sum((0, 1)),
-            ((numbers - of_clusters[:, :, None]) ** 2).sum((0, 1, 2)),
-        )
+        cluster_means = numbers.mean(2)
+        draw_means = numbers.mean((1, 2))
+        centre = draw_means.mean(0)
+        # Between draws, between clusters within a draw, between heads within a cluster.
+        squares = [
+            clusters * heads * ((draw_means - centre) ** 2).sum(0),
+            heads * ((cluster_means - draw_means[:, None]) ** 2).sum((0, 1)),
+            ((numbers - cluster_means[:, :, None]) ** 2).sum((0, 1, 2)),
+        ]
         degrees = np.array([draws - 1, draws * (clusters - 1), draws * clusters * (heads - 1)], dtype=np.float64)
-        factors = ((1 + 1 / draws) / (clusters * heads), (1 - 1 / clusters) / heads, 1 - 1 / heads)
-        parts = zip(squares, degrees, factors, strict=True)
-        return cls(centre, np.stack([each * factor / max(free, 1.0) for each, free, factor in parts]), degrees)
+        factors = [(1 + 1 / draws) / (clusters * heads), (1 - 1 / clusters) / heads, 1 - 1 / heads]
+        # A part without a degree of freedom has no squares either.
+        variances = [
+            part_squares * factor / max(part_degrees, 1.0)
+            for part_squares, part_degrees, factor in zip(squares, degrees, factors, strict=True)
+        ]
+        return cls(centre, np.stack(variances), degrees)
 
     @property
     def deviation(self) -> Float64[np.ndarray, "*batch"]:
@@ -94,9 +104,10 @@ class RandomHeads:
 
     def share(self, error: Float64[np.ndarray, "*#batch"]) -> Float64[np.ndarray, "*#batch"]:
         """How much of the variance of a head's distance from the centre is that of random heads; the rest is the text's."""
-        own, total = np.asarray(error) ** 2, self.variances.sum(0)
+        of_law = self.variances.sum(0)
+        total = of_law + np.asarray(error) ** 2
         with np.errstate(invalid="ignore"):
-            return np.where(total + own > 0, total / (total + own), 1.0)
+            return np.where(total > 0, of_law / total, 1.0)
 
     def p_value(
         self,
@@ -114,14 +125,15 @@ class RandomHeads:
         Source: Satterthwaite, "An approximate distribution of estimates of variance components" (Biometrics Bulletin 2,
             110, 1946).
         """
-        own = np.asarray(error) ** 2
-        freedom = np.where(np.asarray(degrees) > 0, degrees, np.nan)
-        total = self.variances.sum(0) + own
-        shape = (-1,) + (1,) * np.ndim(self.centre)
-        spread = (self.variances**2 / np.maximum(self.degrees, 1.0).reshape(shape)).sum(0) + own**2 / freedom
+        of_text = np.asarray(error) ** 2
+        degrees_of_text = np.where(np.asarray(degrees) > 0, degrees, np.nan)
+        total = self.variances.sum(0) + of_text
+        # (parts, 1, …), to divide the parts of every entry.
+        degrees_of_parts = np.maximum(self.degrees, 1.0).reshape(-1, *(1,) * np.ndim(self.centre))
+        divisor = (self.variances**2 / degrees_of_parts).sum(0) + of_text**2 / degrees_of_text
         with np.errstate(divide="ignore", invalid="ignore"):
-            found = np.where(total > 0, total**2 / spread, freedom)
-        return student_p(value - self.centre, np.sqrt(total), np.nan_to_num(found))
+            degrees_of_total = np.where(total > 0, total**2 / divisor, degrees_of_text)
+        return student_p(value - self.centre, np.sqrt(total), np.nan_to_num(degrees_of_total))
 
 
 def scaled_error(
@@ -143,18 +155,23 @@ def scaled_error(
     """
     if scale == "number":
         return np.hypot(errors, RESOLUTION * np.abs(values))
-    inside = unscaled(scaled(values, scale), scale)  # kept away from the ends of the scale
-    wide = np.hypot(errors, RESOLUTION * inside)
-    at_value = wide / (inside * (1 - inside) if scale == "share" else inside)
-    distance, variance = scaled(values, scale) - law.centre, law.variances.sum(0)
+    scaled_values = scaled(values, scale)
+    inside = unscaled(scaled_values, scale)  # kept away from the ends of the scale
+    rounded_errors = np.hypot(errors, RESOLUTION * inside)  # s
+    # The derivative of the logit is 1/(x (1 − x)), that of the logarithm 1/x.
+    by_slope_at_value = rounded_errors / (inside * (1 - inside) if scale == "share" else inside)
+    distance = scaled_values - law.centre
+    variance = law.variances.sum(0)  # V
+    # Places y along the way: (steps, 1, …), as shares of the distance.
     part = np.linspace(0.0, 1.0, _STEPS).reshape(-1, *(1,) * distance.ndim)
     with np.errstate(divide="ignore", invalid="ignore"):
         of_law = np.where(part > 0, (part * distance) ** 2 / variance, 0.0)
-        of_text = ((inside - unscaled(law.centre + part * distance, scale)) / wide) ** 2
-        least = (of_law + of_text).min(0)
+        of_text = ((inside - unscaled(law.centre + part * distance, scale)) / rounded_errors) ** 2
+        least = (of_law + of_text).min(0)  # z²
         # So near to the centre, both slopes are one, and the distances have lost their digits.
-        near = (distance == 0) | (least < 1e-6)
-        return np.where(near, at_value, np.sqrt(np.maximum(distance**2 / least - variance, 0.0)))
+        is_near = (distance == 0) | (least < 1e-6)
+        by_least = np.sqrt(np.maximum(distance**2 / least - variance, 0.0))
+        return np.where(is_near, by_slope_at_value, by_least)
 
 
 def each_against_the_others(
@@ -162,9 +179,12 @@ def each_against_the_others(
     errors: Float64[np.ndarray, "draws clusters heads *batch"],
 ) -> Float64[np.ndarray, "draws clusters heads *batch"]:
     """The p-values that the heads of each draw have against the other draws: those of heads that have learned nothing."""
-    law = RandomHeads.of(np.stack([np.delete(numbers, draw, 0) for draw in range(len(numbers))], 3))
-    heads, of_heads = np.moveaxis(numbers, 0, 2), np.moveaxis(errors, 0, 2)
-    return np.moveaxis(law.p_value(heads, of_heads, 1.0), 2, 0)
+    # (draws − 1, clusters, heads, draws, *batch): which draw is left out is a batch of laws.
+    other_draws = np.stack([np.delete(numbers, draw, 0) for draw in range(len(numbers))], 3)
+    law = RandomHeads.of(other_draws)
+    # (clusters, heads, draws, *batch), as the laws broadcast.
+    p_values = law.p_value(np.moveaxis(numbers, 0, 2), np.moveaxis(errors, 0, 2), 1.0)
+    return np.moveaxis(p_values, 2, 0)
 
 
 def tail_factor(p_values: Float64[np.ndarray, "draws tests"]) -> float:
@@ -182,13 +202,15 @@ def tail_factor(p_values: Float64[np.ndarray, "draws tests"]) -> float:
     draws, tests = p_values.shape
     if draws < FEWEST_FOR_TAILS:
         return UNSEEN_TAILS
+    # The smallest of n independent p-values is at most p with probability 1 − (1 − p)ⁿ.
     with np.errstate(divide="ignore"):
         smallest = -np.expm1(tests * np.log1p(-p_values.min(1)))
     scores = -special.ndtri(np.clip(smallest, 1e-300, 1 - 1e-15))
-    width = scores.std(ddof=1) * np.sqrt(1 + 1 / draws)
-    high = scores.mean() + special.stdtrit(draws - 1, 1 - _TAIL) * width
-    reached = surprise(np.array(special.ndtr(-high) / tests))
-    return max(1.0, float(reached / surprise(np.array(_TAIL / tests))))
+    deviation = scores.std(ddof=1) * np.sqrt(1 + 1 / draws)  # of one more draw
+    highest_score = scores.mean() + special.stdtrit(draws - 1, 1 - _TAIL) * deviation
+    reached = surprise(np.array(special.ndtr(-highest_score) / tests))
+    reached_without_tails = surprise(np.array(_TAIL / tests))
+    return max(1.0, float(reached / reached_without_tails))
 
 
 def surprise(p_values: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:

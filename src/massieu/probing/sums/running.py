@@ -7,7 +7,7 @@ merged with the rest.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
@@ -23,7 +23,9 @@ State = dict[str, Any]
 
 FORMAT = 4
 """Of stored states; another one is refused."""
-_HEADER, _CHECKSUM, _NOTES = "plain", "sha256", "notes"
+_HEADER = "plain"
+_CHECKSUM = "sha256"
+_NOTES = "notes"
 _LENGTH_BYTES = 8
 """At the beginning of a safetensors file: the length of its header."""
 
@@ -49,16 +51,17 @@ class RunningParts:
     """A running result made of others: its attributes that are running results, and lists and dictionaries of them.
 
     Attributes:
-        NOTES: names of plain attributes that belong to it as well. Numbers are added, also those in a dictionary; sets
-            and other dictionaries are united.
+        NOTES: names of attributes that belong to it as well and are no running results. Numbers are added, also those in
+            a dictionary; sets and other dictionaries are united.
     """
 
     NOTES: ClassVar[tuple[str, ...]] = ()
 
     def state(self) -> State:
         """Those of all parts, by name, and the notes."""
-        notes = {name: _copied(vars(self)[name]) for name in self.NOTES}
-        return {name: part.state() for name, part in self._parts()} | {_NOTES: notes}
+        state: State = {name: part.state() for name, part in self._parts()}
+        state[_NOTES] = {name: _storable(vars(self)[name]) for name in self.NOTES}
+        return state
 
     def restore(self, state: State) -> None:
         """Go on from such states in place of the parts' own.
@@ -66,10 +69,10 @@ class RunningParts:
         Raises:
             ValueError: the state is of other parts.
         """
-        for name, part in self._alike(state):
+        for name, part in self._parts_of(state):
             part.restore(state[name])
         for name in self.NOTES:
-            self._note(name, state[_NOTES][name])
+            self._set_note(name, state[_NOTES][name])
 
     def merge(self, other: Self) -> None:
         """Merge each part with the other's, and take over its notes."""
@@ -81,34 +84,48 @@ class RunningParts:
         Raises:
             ValueError: the state is of other parts.
         """
-        for name, part in self._alike(state):
+        for name, part in self._parts_of(state):
             add(part, state[name])
         for name in self.NOTES:
-            self._note(name, _united(vars(self)[name], state[_NOTES][name]))
+            self._set_note(name, _united(vars(self)[name], state[_NOTES][name]))
 
-    def _alike(self, state: State) -> list[tuple[str, Running]]:
+    def _parts_of(self, state: State) -> list[tuple[str, Running]]:
+        """The parts, all of which a state has, and no others."""
         parts = dict(self._parts())
-        if differing := sorted(parts.keys() ^ (state.keys() - {_NOTES})):
-            raise ValueError(f"the sums are of other statistics: {', '.join(differing)}")
+        differing = parts.keys() ^ (state.keys() - {_NOTES})
+        if differing:
+            raise ValueError(f"the sums are of other statistics: {', '.join(sorted(differing))}")
         return list(parts.items())
 
-    def _note(self, name: str, value: Any) -> None:
-        mine = vars(self)[name]
-        if isinstance(mine, set | dict):  # keeps its kind, as a Counter
-            value = list(value) if isinstance(mine, set) else dict(value)
-            mine.clear()
-            mine.update(value)
+    def _set_note(self, name: str, value: Any) -> None:
+        note = vars(self)[name]
+        # Sets and dictionaries are filled anew and not replaced, so that each keeps its kind, such as a Counter.
+        if isinstance(note, set):
+            values = list(value)  # a copy, since the value may be the note itself
+            note.clear()
+            note.update(values)
+        elif isinstance(note, dict):
+            entries = dict(value)
+            note.clear()
+            note.update(entries)
         else:
             setattr(self, name, value)
 
     def _parts(self) -> Iterator[tuple[str, Running]]:
+        """The running results among the attributes, by name; those in lists and dictionaries as ``attribute.key``."""
         for name, value in vars(self).items():
             if isinstance(value, Running):
                 yield name, value
-            elif isinstance(value, list | tuple):
-                yield from ((f"{name}.{i}", part) for i, part in enumerate(value) if isinstance(part, Running))
+                continue
+            if isinstance(value, list | tuple):
+                entries: Iterable[tuple[object, object]] = enumerate(value)
             elif isinstance(value, dict):
-                yield from ((f"{name}.{key}", part) for key, part in value.items() if isinstance(part, Running))
+                entries = value.items()
+            else:
+                continue
+            for key, part in entries:
+                if isinstance(part, Running):
+                    yield f"{name}.{key}", part
 
 
 def add(part: Running, state: State) -> None:
@@ -121,22 +138,29 @@ def add(part: Running, state: State) -> None:
         part.merge(other)
 
 
-def _copied(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else dict(value) if isinstance(value, dict) else value
+def _storable(note: Any) -> Any:
+    """A copy of a note as JSON can hold it, and in one order."""
+    if isinstance(note, set):
+        return sorted(note)
+    if isinstance(note, dict):
+        return dict(note)
+    return note
 
 
-def _united(mine: Any, other: Any) -> Any:
-    if isinstance(mine, set):
-        return mine | set(other)
-    if isinstance(mine, dict):
-        return dict(mine) | {
-            k: mine.get(k, 0) + v if isinstance(v, int | float) else mine.get(k, v) for k, v in other.items()
-        }
-    return mine + other
+def _united(note: Any, other: Any) -> Any:
+    if isinstance(note, set):
+        return note | set(other)
+    if not isinstance(note, dict):
+        return note + other
+    united = dict(note)
+    for key, value in other.items():
+        # Numbers are added; of anything else the first stays.
+        united[key] = note.get(key, 0) + value if isinstance(value, int | float) else note.get(key, value)
+    return united
 
 
 def fitting(array: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """A copy of a stored array, if it has this shape.
+    """A copy of a stored array, which must have this shape.
 
     Raises:
         ValueError: it has another.
@@ -153,16 +177,16 @@ def packed(state: Mapping[str, Any]) -> bytes:
     """A state as the bytes of a safetensors file: its arrays, and in its header the rest as JSON, and a checksum of both."""
     arrays: dict[str, np.ndarray] = {}
 
-    def plain(value: Any) -> Any:
+    def without_arrays(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             name = str(len(arrays))
             arrays[name] = np.ascontiguousarray(value)
             return {"array": name, "shape": list(value.shape)}
         if isinstance(value, Mapping):
-            return {"of": {key: plain(item) for key, item in value.items()}}
+            return {"of": {key: without_arrays(item) for key, item in value.items()}}
         return {"is": value}
 
-    rest = plain(state)
+    rest = without_arrays(state)
     header = {"format": FORMAT, _CHECKSUM: _checksum(arrays, rest), "state": rest}
     # One entry alone: the order of several would differ from call to call.
     return save(arrays, {_HEADER: json.dumps(header, separators=(",", ":"))})
@@ -198,24 +222,26 @@ def unpacked(content: bytes, where: str) -> State:
     try:
         arrays = load(content)
         length = int.from_bytes(content[:_LENGTH_BYTES], "little")
-        header = json.loads(json.loads(content[_LENGTH_BYTES : _LENGTH_BYTES + length])["__metadata__"][_HEADER])
+        metadata = json.loads(content[_LENGTH_BYTES : _LENGTH_BYTES + length])["__metadata__"]
+        header = json.loads(metadata[_HEADER])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{where} cannot be read: it holds no running sums ({error})") from error
     if header.get("format") != FORMAT:
         raise InputError(
             f"{where} has format {header.get('format')}, and this version of massieu reads {FORMAT}; begin without resume"
         )
-    if header.get(_CHECKSUM) != _checksum(arrays, header.get("state")):
+    rest = header.get("state")
+    if header.get(_CHECKSUM) != _checksum(arrays, rest):
         raise InputError(f"{where} is damaged: its checksum is not that of its content; begin without resume")
 
-    def original(value: dict[str, Any]) -> Any:
+    def with_arrays(value: dict[str, Any]) -> Any:
         if "array" in value:
             return arrays[value["array"]].reshape(value["shape"])
         if "of" in value:
-            return {key: original(item) for key, item in value["of"].items()}
+            return {key: with_arrays(item) for key, item in value["of"].items()}
         return value["is"]
 
     try:
-        return original(header["state"])
+        return with_arrays(header["state"])
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{where} cannot be read: it does not hold the sums that it names") from error

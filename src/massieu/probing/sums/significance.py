@@ -35,12 +35,12 @@ def difference_p(
     Raises:
         ValueError: a standard error is negative.
     """
-    values, errors, own, others, other_errors, freedom = _arrays(
+    values, errors, freedom, other_values, other_errors, other_freedom = _broadcast(
         value, standard_error, degrees, other_value, other_standard_error, other_degrees
     )
     if ((errors < 0) | (other_errors < 0)).any():
         raise ValueError("standard errors must be 0 or more")
-    return student_p(values - others, np.hypot(errors, other_errors), np.minimum(own, freedom))
+    return student_p(values - other_values, np.hypot(errors, other_errors), np.minimum(freedom, other_freedom))
 
 
 def summed_degrees(
@@ -53,11 +53,14 @@ def summed_degrees(
     Source: Satterthwaite, "An approximate distribution of estimates of variance components" (Biometrics Bulletin 2, 110,
         1946).
     """
-    parts, known = (np.stack(np.broadcast_arrays(*each)).astype(np.float64) for each in (variances, degrees))
+    # (parts, *shape) both.
+    parts = np.stack(np.broadcast_arrays(*variances)).astype(np.float64)
+    degrees_of_parts = np.stack(np.broadcast_arrays(*degrees)).astype(np.float64)
+    total = parts.sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = parts.sum(0) ** 2 / (parts**2 / known).sum(0)
-    found = np.where(parts.sum(0) > 0, found, known.sum(0))
-    return np.where((known > 0).all(0), found, 0.0)
+        satterthwaite = total**2 / (parts**2 / degrees_of_parts).sum(0)
+    degrees_of_total = np.where(total > 0, satterthwaite, degrees_of_parts.sum(0))
+    return np.where((degrees_of_parts > 0).all(0), degrees_of_total, 0.0)
 
 
 def two_sided_p(
@@ -92,14 +95,16 @@ def two_sided_p(
     Raises:
         ValueError: a standard error or deviation is negative.
     """
-    values, errors, means, deviations, counts, own = _arrays(
+    values, errors, means, deviations, counts, degrees_of_error = _broadcast(
         value, standard_error, null_value, null_standard_deviation, null_count, degrees
     )
     if ((errors < 0) | (deviations < 0)).any():
         raise ValueError("standard errors and deviations must be 0 or more")
-    n = np.where(counts >= 2, counts, 1.0)
-    variances = [errors**2, deviations**2 * (1 + 1 / n)]
-    return student_p(values - means, np.sqrt(variances[0] + variances[1]), summed_degrees(variances, [own, n - 1]))
+    n = np.where(counts >= 2, counts, 1.0)  # one null number has no degree of freedom: the result is then NaN
+    variance = errors**2
+    null_variance = deviations**2 * (1 + 1 / n)  # of one more null number
+    degrees_of_both = summed_degrees([variance, null_variance], [degrees_of_error, n - 1])
+    return student_p(values - means, np.sqrt(variance + null_variance), degrees_of_both)
 
 
 def student_p(
@@ -114,12 +119,13 @@ def student_p(
     Raises:
         ValueError: a standard error is negative.
     """
-    values, errors, freedom = _arrays(value, standard_error, degrees)
+    values, errors, freedom = _broadcast(value, standard_error, degrees)
     if (errors < 0).any():
         raise ValueError("standard errors must be 0 or more")
-    enough = freedom > 0
-    freedom = np.minimum(freedom, _NORMAL)
-    return np.where(enough, _student_t_two_sided(_standardised(values, errors), np.where(enough, freedom, 1.0)), np.nan)
+    has_freedom = freedom > 0
+    usable_freedom = np.where(has_freedom, np.minimum(freedom, _NORMAL), 1.0)
+    p_values = _student_t_two_sided(_standardised(values, errors), usable_freedom)
+    return np.where(has_freedom, p_values, np.nan)
 
 
 def benjamini_hochberg(p_values: Float[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
@@ -133,7 +139,7 @@ def benjamini_hochberg(p_values: Float[np.ndarray, "*shape"]) -> Float64[np.ndar
     Raises:
         ValueError: a p-value is outside [0, 1].
     """
-    (values,) = _arrays(p_values)
+    values = np.array(p_values, dtype=np.float64)
     tested = ~np.isnan(values)
     p = values[tested]
     if ((p < 0) | (p > 1)).any():
@@ -158,7 +164,8 @@ def holm(p_values: Sequence[float], level: float) -> list[float]:
     Source: Holm, "A simple sequentially rejective multiple test procedure" (Scand. J. Statist. 6, 65, 1979).
     """
     levels = [0.0] * len(p_values)
-    for rank, place in enumerate(np.argsort(p_values, kind="stable").tolist()):  # NaN last
+    smallest_first = np.argsort(p_values, kind="stable").tolist()  # NaN last
+    for rank, place in enumerate(smallest_first):
         allowed = level / (len(p_values) - rank)
         if not p_values[place] <= allowed:
             break
@@ -177,12 +184,14 @@ def other_heads(
     heads = len(matrix)
     if heads < 3:
         return np.full(heads, np.nan), np.full(heads, np.nan), heads - 1
-    columns = np.stack([np.delete(matrix[:, h], h) for h in range(heads)])
-    return columns.mean(1), columns.std(1, ddof=1), heads - 1
+    others = np.stack([np.delete(matrix[:, head], head) for head in range(heads)])  # (heads, heads − 1)
+    return others.mean(1), others.std(1, ddof=1), heads - 1
 
 
-def _arrays(*given: Real[np.ndarray, "*shape"]) -> list[np.ndarray]:
-    return list(map(np.array, np.broadcast_arrays(*(np.asarray(array, dtype=np.float64) for array in given))))
+def _broadcast(*arrays: Real[np.ndarray, "*shape"]) -> list[np.ndarray]:
+    """Copies in float64, all of one shape."""
+    in_float64 = [np.asarray(array, dtype=np.float64) for array in arrays]
+    return [np.array(array) for array in np.broadcast_arrays(*in_float64)]
 
 
 def _standardised(difference: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -196,6 +205,7 @@ def _student_t_two_sided(t: np.ndarray, degrees: np.ndarray) -> np.ndarray:
     special = require_extra("scipy.special", "probe")
     with np.errstate(divide="ignore", over="ignore"):
         squared = t**2
-        x, rest = 1 / (1 + squared / degrees), 1 / (1 + degrees / squared)
-    near = 1 - special.betainc(0.5, degrees / 2, rest)
-    return np.where(squared < 1, near, special.betainc(degrees / 2, 0.5, x))
+        x = 1 / (1 + squared / degrees)
+        one_minus_x = 1 / (1 + degrees / squared)
+    near_zero = 1 - special.betainc(0.5, degrees / 2, one_minus_x)
+    return np.where(squared < 1, near_zero, special.betainc(degrees / 2, 0.5, x))

@@ -7,7 +7,8 @@ error is that of Σ z_u. An interval takes Student's t with the degrees of freed
 import numpy as np
 from jaxtyping import Float64
 
-HARMONICS, POWER = 0.35, 2 / 3
+HARMONICS = 0.35
+POWER = 2 / 3
 """So many cosines are used: 0.35 · windows^(2/3), rounded down."""
 
 
@@ -45,9 +46,12 @@ def sum_error(
     moved: Float64[np.ndarray, "units *shape"], weights: Float64[np.ndarray, "units *shape"], windows: int | None
 ) -> tuple[Float64[np.ndarray, "*shape"], Float64[np.ndarray, "*shape"]]:
     """Standard error of Σ moved, and its degrees of freedom; NaN and 0 where fewer than two units were counted."""
-    error, degrees = _independent(moved, weights) if windows is None else _correlated(moved, weights, windows)
-    enough = (weights > 0).sum(0) > 1
-    return np.where(enough, error, np.nan), np.where(enough, degrees, 0.0)
+    if windows is None:
+        error, degrees = _independent(moved, weights)
+    else:
+        error, degrees = _correlated(moved, weights, windows)
+    has_two_units = (weights > 0).sum(0) > 1
+    return np.where(has_two_units, error, np.nan), np.where(has_two_units, degrees, 0.0)
 
 
 def harmonics(windows: int, units: int) -> int:
@@ -68,13 +72,13 @@ def _correlated(moved: np.ndarray, weights: np.ndarray, windows: int) -> tuple[n
     units = len(moved)
     if units < 2:
         return np.full(moved.shape[1:], np.nan), np.zeros(moved.shape[1:])
-    used = harmonics(windows, units)
-    angles = np.pi * np.arange(1, used + 1)[:, None] * (np.arange(units) + 0.5) / units
-    found = np.sqrt(2) * np.tensordot(np.cos(angles), moved, 1)
+    num_cosines = harmonics(windows, units)
+    angles = np.pi * np.arange(1, num_cosines + 1)[:, None] * (np.arange(units) + 0.5) / units  # (cosines, units)
+    coefficients = np.sqrt(2) * np.tensordot(np.cos(angles), moved, 1)  # (cosines, *shape)
     # Units that were not counted add nothing: the mean takes one degree from those that were.
     counted = np.maximum((weights > 0).sum(0), 2)
     correction = (counted / (counted - 1)) / (units / (units - 1))
-    return np.sqrt(correction * (found**2).mean(0)), np.minimum(float(used), counted - 1.0)
+    return np.sqrt(correction * (coefficients**2).mean(0)), np.minimum(float(num_cosines), counted - 1.0)
 
 
 def _independent(moved: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -86,12 +90,15 @@ def _independent(moved: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np
     Source: Bell and McCaffrey, "Bias reduction in standard errors for linear regression with multi-stage samples"
     (Survey Methodology 28, 169, 2002): the estimator CR2 and Satterthwaite's degrees of freedom, for a weighted mean.
     """
-    total = (weights**2).sum(0)
+    total = (weights**2).sum(0)  # W = Σ w²
+    # Of a unit's residual, the variance that fitting the mean leaves in it: r_u = 1 − 2 w_u + W.
     left = 1 - 2 * weights + total
-    left = np.where(left > 0, left, np.nan)
-    scales = weights**2 / left
-    sums = [(scales * weights**power).sum(0) for power in range(3)]
+    left = np.where(left > 0, left, np.nan)  # a single unit leaves nothing
+    scales = weights**2 / left  # a_u: se² = Σ a_u · residual_u²
+    # Satterthwaite's ν = (Σ a_u r_u)² / Σ_uv a_u a_v c_uv², where residuals have the covariances c_uu = r_u and, of two
+    # units, c_uv = W − w_u − w_v. The double sum is opened into the sums s_k = Σ a_u w_u^k. Its numerator is W².
+    s0, s1, s2 = ((scales * weights**power).sum(0) for power in range(3))
     squares = (scales**2 * (left**2 - (total - 2 * weights) ** 2)).sum(0)
-    squares += total**2 * sums[0] ** 2 - 4 * total * sums[0] * sums[1] + 2 * sums[0] * sums[2] + 2 * sums[1] ** 2
+    squares += total**2 * s0**2 - 4 * total * s0 * s1 + 2 * s0 * s2 + 2 * s1**2
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.sqrt((moved**2 / left).sum(0)), np.nan_to_num(total**2 / squares)

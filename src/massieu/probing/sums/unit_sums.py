@@ -48,18 +48,26 @@ class UnitSums:
         """As a file of safetensors; sites with the same units lie in one array."""
         tensors: dict[str, np.ndarray] = {}
         places: list[dict[str, Any]] = []
-        groups: dict[tuple[str, str, bytes], list[tuple[str, SiteSums]]] = {}
-        for (scope, site, statistic), sums in self.sums.items():
-            groups.setdefault((scope, statistic, sums.rows.tobytes()), []).append((site, sums))
-        for number, ((scope, statistic, _), members) in enumerate(groups.items()):
-            counts = np.concatenate([sums.counts for _, sums in members], axis=1)
-            tensors[f"{number}.totals"] = np.concatenate([sums.totals for _, sums in members], axis=1)
-            tensors[f"{number}.counts"] = counts[:, :1].copy() if (counts == counts[:, :1]).all() else counts
-            tensors[f"{number}.rows"] = members[0][1].rows
-            sites = [[site, sums.totals.shape[1]] for site, sums in members]
+        for number, ((scope, statistic, _), sums_of_sites) in enumerate(self._by_units().items()):
+            of_all_sites = list(sums_of_sites.values())
+            counts = np.concatenate([sums.counts for sums in of_all_sites], axis=1)
+            # Most statistics count the same entries in all heads: one column then says it.
+            if (counts == counts[:, :1]).all():
+                counts = counts[:, :1].copy()
+            tensors[f"{number}.totals"] = np.concatenate([sums.totals for sums in of_all_sites], axis=1)
+            tensors[f"{number}.counts"] = counts
+            tensors[f"{number}.rows"] = of_all_sites[0].rows
+            sites = [[site, sums.totals.shape[1]] for site, sums in sums_of_sites.items()]
             places.append({"scope": scope, "statistic": statistic, "sites": sites})
-        said = {"version": VERSION, "text": self.text, "tokenizer": self.tokenizer, "places": places}
-        return safetensors.numpy.save(tensors, {"massieu": json.dumps(said)})
+        header = {"version": VERSION, "text": self.text, "tokenizer": self.tokenizer, "places": places}
+        return safetensors.numpy.save(tensors, {"massieu": json.dumps(header)})
+
+    def _by_units(self) -> dict[tuple[str, str, bytes], dict[str, SiteSums]]:
+        """The sums of sites that have the same units, by scope, statistic and the units' rows."""
+        groups: dict[tuple[str, str, bytes], dict[str, SiteSums]] = {}
+        for (scope, site, statistic), sums in self.sums.items():
+            groups.setdefault((scope, statistic, sums.rows.tobytes()), {})[site] = sums
+        return groups
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> "UnitSums":
@@ -69,27 +77,41 @@ class UnitSums:
             InputError: it is something else; ``where`` is the file's name.
         """
         try:
-            size = int.from_bytes(content[:8], "little")
-            said = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["massieu"])
-            if said["version"] != VERSION:
-                raise InputError(f"{where} has version {said['version']}; this version of massieu reads {VERSION}")
+            header = _header(content)
+            if header["version"] != VERSION:
+                raise InputError(f"{where} has version {header['version']}; this version of massieu reads {VERSION}")
             tensors = safetensors.numpy.load(content)
-            return cls(said["text"], said["tokenizer"], dict(_apart(said["places"], tensors)))
+            return cls(header["text"], header["tokenizer"], dict(_by_site(header["places"], tensors)))
+        except InputError:
+            raise
         except (safetensors.SafetensorError, ValueError, LookupError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(f"{where} does not hold the sums of a result ({type(error).__name__}: {error})") from error
 
 
-def _apart(places: list[dict[str, Any]], tensors: dict[str, np.ndarray]) -> Iterator[tuple[Key, SiteSums]]:
+def _header(content: bytes) -> dict[str, Any]:
+    """The entry of a safetensors file that `UnitSums.to_bytes` has written beside the arrays."""
+    size = int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8 : 8 + size])["__metadata__"]
+    return json.loads(metadata["massieu"])
+
+
+def _by_site(places: list[dict[str, Any]], tensors: dict[str, np.ndarray]) -> Iterator[tuple[Key, SiteSums]]:
+    """The arrays of all sites together, cut into those of each.
+
+    Raises:
+        ValueError: they are not the sums of these places.
+    """
     for number, place in enumerate(places):
-        totals, counts, rows = (tensors[f"{number}.{part}"] for part in ("totals", "counts", "rows"))
+        totals = tensors[f"{number}.totals"]
+        counts = tensors[f"{number}.counts"]
+        rows = tensors[f"{number}.rows"]
         counts = np.broadcast_to(counts, totals.shape)
-        if totals.dtype != np.float64 or not all((part >= 0).all() for part in (counts, rows)):
+        if totals.dtype != np.float64 or not (counts >= 0).all() or not (rows >= 0).all():
             raise ValueError(f"the sums of {place['statistic']} are not numbers of their kind")
         if rows.shape != totals.shape[:1] or sum(heads for _, heads in place["sites"]) != totals.shape[1]:
             raise ValueError(f"the sums of {place['statistic']} have other shapes than they should")
         start = 0
         for site, heads in place["sites"]:
-            part = slice(start, start := start + heads)
-            yield (place["scope"], site, place["statistic"]), SiteSums(totals[:, part], counts[:, part], rows)
+            columns = slice(start, start + heads)
+            yield (place["scope"], site, place["statistic"]), SiteSums(totals[:, columns], counts[:, columns], rows)
+            start += heads
