@@ -24,8 +24,11 @@ from massieu.probing.data.text import token_strings
 from massieu.probing.data.token_names import frames_of, token_names
 from massieu.probing.model.forward import named_inputs, real_mask, run
 from massieu.probing.model.given import Checkpoint, Model, given_model
-from massieu.probing.model.model import load_model, load_tokenizer, longest, model_inputs, readable_trunk, with_target
+from massieu.probing.model.model import load_model, load_tokenizer
+from massieu.probing.model.model_inputs import model_inputs, with_target
+from massieu.probing.model.positions import max_positions
 from massieu.probing.model.tokenizers import check_ids, check_tokenizer
+from massieu.probing.model.trunk import readable_trunk
 from massieu.probing.model.unwrap import tokenizer_of
 from massieu.probing.weights.site_weights import SiteAttention
 
@@ -259,7 +262,7 @@ def _prompt_inputs(module: nn.Module, name: str, tokenizer: Any, prompt: Any) ->
         raise InputError(f"{name} has no tokenizer to read a prompt with; give tokenizer=, or a batch of tensors")
     check_tokenizer(tokenizer, module, name)
     batch = prompt_batch(tokenizer, prompt)
-    most, length = longest(module), batch["input_ids"].shape[1]
+    most, length = max_positions(module), batch["input_ids"].shape[1]
     if most is not None and length > most:
         raise InputError(f"the prompt has {length:,} tokens, and {name} has {most:,} positions; give a shorter one")
     return batch
