@@ -158,7 +158,7 @@ def _call_from(capture: Capture, given: _InterfaceCall, output: Tensor) -> Atten
     strange = (name for name, value in given.keywords.items() if value is not None and name not in _UNDERSTOOD)
     capture.unexplained.update(strange)
     query, key, value = given.query, given.key, given.value
-    site, repeated = capture.place(given.module, query, key)
+    site, repeated = capture.next_site(given.module, query, key)
     if key.shape[1] != value.shape[1]:  # a value for each query head, but a key for several
         heads = query.shape[1]
         key = key.repeat_interleave(heads // key.shape[1], dim=1)
