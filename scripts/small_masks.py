@@ -7,7 +7,7 @@ import torch
 from scripts.small_models import configurations
 from torch import Tensor, nn
 
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 
 MASKS = ("middle", "both sides")
 NOT_A_NUMBER = "the model's own attention is NaN"

@@ -20,7 +20,8 @@ from massieu.probing.capture.sites import SiteInfo, find_sites, first_pass
 from massieu.probing.checks.check import check_evaluating
 from massieu.probing.model.forward import named_inputs, run
 from massieu.probing.model.given import Model, given_model
-from massieu.probing.model.model import dummy_inputs, load, model_inputs
+from massieu.probing.model.model import load
+from massieu.probing.model.model_inputs import dummy_inputs, model_inputs
 from massieu.probing.model.precision import relative_difference
 from massieu.probing.model.watching import memory
 from massieu.probing.stream.chains import ModuleCall, chain_between, recording

@@ -18,7 +18,7 @@ from massieu.interruption import Interruption, interruptible
 from massieu.probing.data.given import Data, Images, Pairs, given_data
 from massieu.probing.model.forward import named_inputs
 from massieu.probing.model.given import Checkpoint, Model, given_model
-from massieu.probing.model.model import dummy_inputs
+from massieu.probing.model.model_inputs import dummy_inputs
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.per_token import check_per_token
 from massieu.probing.replaced.replacement import Replacement, replacements, with_heads

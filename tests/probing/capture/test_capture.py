@@ -13,7 +13,7 @@ from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.interface import stock_implementations
 from massieu.probing.capture.routes import capturing
 from massieu.probing.checks.check import self_check_error
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 
 
 def run(name: str, padded: bool, observer=lambda call: None):

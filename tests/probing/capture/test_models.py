@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from massieu.probing.capture.attention_call import AttentionCall, explicit_attention
-from massieu.probing.capture.interface import EAGER, _own_function
+from massieu.probing.capture.interface import EAGER, _model_function
 from massieu.probing.capture.layout import BatchLayout, batch_layout
 from massieu.probing.capture.routes import capturing
 from massieu.probing.checks.check import first_look
@@ -138,7 +138,7 @@ def test_a_class_without_a_forward_of_its_own_has_the_eager_function_of_its_base
         pass
 
     attention = Derived(small_llama().config, 0)
-    assert _own_function(attention, EAGER) is sys.modules[LlamaAttention.__module__].eager_attention_forward
+    assert _model_function(attention, EAGER) is sys.modules[LlamaAttention.__module__].eager_attention_forward
 
 
 def test_an_error_is_rounded_up_to_a_power_of_ten():

@@ -15,7 +15,7 @@ from tests.support.rows import every_row
 import massieu
 from massieu.probing.capture.sites import find_sites, first_pass
 from massieu.probing.checks.check import first_look
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.reading.options import Options
 from massieu.probing.reading.reading import Reading
 from massieu.probing.sums.units import Units

@@ -11,7 +11,7 @@ from torch import Tensor
 import massieu
 from massieu import Monitor
 from massieu.errors import InputError
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 
 PAD, START, LENGTH = 0, 2, 9
 IGNORED = -100

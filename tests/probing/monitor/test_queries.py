@@ -17,7 +17,7 @@ from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.tokens import BatchTokens, Tokens
 from massieu.probing.model.forward import run
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.monitor.record import MonitorRecord
 from massieu.probing.statistics.query_reading import QueryReading
 

@@ -9,7 +9,7 @@ from tests.support.rows import every_row
 from torch import Tensor, nn
 
 import massieu
-from massieu.probing.model.model import longest
+from massieu.probing.model.positions import max_positions
 from massieu.probing.statistics.registry import FEED_FORWARD, REPEATED, RESPONSE, STATISTICS, TAP
 from massieu.probing.statistics.tap import OTHER_TOKENS
 
@@ -119,5 +119,5 @@ def test_reasons_of_other_architectures_are_in_words(make, said):
 def test_mpt_reads_as_many_tokens_as_it_has_biases_by_position():
     """Its table of biases is as long as `max_seq_len`; longer made-up texts raised an error inside the model."""
     model, batch = mpt()
-    assert longest(model) == 32
+    assert max_positions(model) == 32
     assert REPEATED not in reasons(model, batch)

@@ -15,7 +15,7 @@ import massieu
 from massieu.errors import InputError
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import find_sites, first_pass
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.reading import reading as reading_file
 from massieu.probing.statistics import attention as attention_file
 from massieu.probing.statistics import climb as climb_file

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import find_sites, first_pass
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.stream.own_weights import maps_among_weights, replaced_output
 from massieu.probing.stream.replay import Replay, affine_projections
 from massieu.probing.stream.wiring import AttentionRead, StreamTracer

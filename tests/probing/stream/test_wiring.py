@@ -7,7 +7,7 @@ from tests.support.rows import every_row
 
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import find_sites, first_pass
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.stream.wiring import StreamTracer
 
 A, F, N, X, B = "attention", "feed_forward", "norm", "cross_attention", "attention_and_feed_forward"

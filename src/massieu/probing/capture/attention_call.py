@@ -11,9 +11,8 @@ from torch import Tensor, nn
 GAP = 80.0
 """Nats without a log-weight between them that tell a mask from a bias by position; e^−80 is nothing beside a float's digits."""
 
-
-_BROADCASTING = "log_weight", "seen", "sink", "sink_value"
-"""What a call has for each item and query, or once for all; the last two also once a head."""
+_BROADCASTING = ("log_weight", "seen", "sink", "sink_value")
+"""What a call has for each item, head and query, or once for all of them; a sink of one dimension is once a head."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,8 @@ class AttentionCall:
         (ALiBi) falls in steps without such a gap, so all its keys are visible. Scores, weights and log-weights keep the
         model's own numbers.
         """
-        length, keys = self.query.shape[2], self.key.shape[2]
+        length = self.query.shape[2]
+        keys = self.key.shape[2]
         if self.seen is not None:
             return self.seen.expand(*self.seen.shape[:2], length, keys)
         if self.is_causal:
@@ -101,12 +101,12 @@ class AttentionCall:
         if self.log_weight is None:
             return torch.ones(1, 1, length, keys, dtype=torch.bool, device=self.query.device)
         if self.log_weight.dtype == torch.bool:
-            seen = self.log_weight
+            visible = self.log_weight
         elif self.grade == "scores":  # log-weights that hold the scores too may have such gaps without a mask
-            seen = ~self.log_weight.isneginf()
+            visible = ~self.log_weight.isneginf()
         else:
-            seen = self._above_gap
-        return seen.expand(*seen.shape[:2], length, keys)
+            visible = self._above_gap
+        return visible.expand(*visible.shape[:2], length, keys)
 
     @cached_property
     def _above_gap(self) -> Bool[Tensor, "B H L N"]:
@@ -124,46 +124,56 @@ class AttentionCall:
 
     def rows(self, index: slice | Tensor) -> "AttentionCall":
         """The same call for some items of the batch."""
-        parts: dict[str, Any] = {name: getattr(self, name)[index] for name in ("query", "key", "value", "output")}
-        parts["weights"] = None if self.weights is None else self.weights[index]
-        for name in _BROADCASTING:
-            value = getattr(self, name)
-            if value is not None and value.dim() > 1 and value.shape[0] > 1:
-                value = value[index]
-            parts[name] = value
-        return replace(self, **parts)
+        return replace(
+            self,
+            query=self.query[index],
+            key=self.key[index],
+            value=self.value[index],
+            output=self.output[index],
+            weights=None if self.weights is None else self.weights[index],
+            **self._chosen(0, index),
+        )
 
     def at(self, positions: Int[Tensor, " S"]) -> "AttentionCall":
         """The same call for some of the queries, all keys kept; causality becomes a mask."""
-        weight = self.log_weight
+        parts = self._chosen(2, positions)
         if self.is_causal:
-            weight = (positions[:, None] >= torch.arange(self.key.shape[2], device=self.key.device))[None, None]
-        elif weight is not None and weight.shape[2] > 1:
-            weight = weight[:, :, positions]
-        weights = None if self.weights is None else self.weights[:, :, positions]
-        parts: dict[str, Any] = {"query": self.query[:, :, positions], "output": self.output[:, positions]}
-        parts["weights"] = weights
-        for name in _BROADCASTING[1:]:
-            value = getattr(self, name)
-            if value is not None and value.dim() > 1 and value.shape[2] > 1:
-                value = value[:, :, positions]
-            parts[name] = value
-        return replace(self, **parts, log_weight=weight, is_causal=False)
+            keys = torch.arange(self.key.shape[2], device=self.key.device)
+            parts["log_weight"] = (positions[:, None] >= keys)[None, None]
+        return replace(
+            self,
+            query=self.query[:, :, positions],
+            output=self.output[:, positions],
+            weights=None if self.weights is None else self.weights[:, :, positions],
+            is_causal=False,
+            **parts,
+        )
 
     def of_heads(self, heads: Int[Tensor, " S"]) -> "AttentionCall":
         """The same call for some of the query heads, each with its key head."""
         key_heads = heads // (self.query.shape[1] // self.key.shape[1])
-        parts: dict[str, Any] = {"query": self.query[:, heads], "output": self.output[:, :, heads]}
-        parts |= {"key": self.key[:, key_heads], "value": self.value[:, key_heads]}
-        parts["weights"] = None if self.weights is None else self.weights[:, heads]
-        for name in _BROADCASTING:
-            value = getattr(self, name)
-            if value is not None and value.dim() > 1 and value.shape[1] > 1:
-                value = value[:, heads]
-            parts[name] = value
+        parts = self._chosen(1, heads)
         if self.sink is not None and self.sink.dim() == 1:
             parts["sink"] = self.sink[heads]
-        return replace(self, **parts)
+        return replace(
+            self,
+            query=self.query[:, heads],
+            key=self.key[:, key_heads],
+            value=self.value[:, key_heads],
+            output=self.output[:, :, heads],
+            weights=None if self.weights is None else self.weights[:, heads],
+            **parts,
+        )
+
+    def _chosen(self, dim: int, index: slice | Tensor) -> dict[str, Any]:
+        """What broadcasts, with some entries of one dimension; as it is if it has one entry there, or is once a head."""
+        chosen: dict[str, Any] = {}
+        for name in _BROADCASTING:
+            value = getattr(self, name)
+            if value is not None and value.dim() > 1 and value.shape[dim] > 1:
+                value = value[(slice(None),) * dim + (index,)]
+            chosen[name] = value
+        return chosen
 
     def of_pairs(self, item: int, heads: Int[Tensor, " S"], queries: Int[Tensor, " S"]) -> "AttentionCall":
         """One query of each of some heads of one item of the batch, as S heads with a single query and keys of their own.
@@ -227,8 +237,10 @@ def explicit_weights(
     if sink is not None:
         column = sink.to(dtype).unsqueeze(-1).expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, column], dim=-1)
-    seen = ~logits.isneginf().all(-1, keepdim=True)  # NaN is seen, and stays
-    weights = torch.where(seen, torch.softmax(torch.where(seen, logits, 0.0), dim=-1), 0.0)
+    # A softmax over hidden keys alone would be NaN. A logit that is NaN is not hidden, and stays.
+    sees_some_key = ~logits.isneginf().all(-1, keepdim=True)
+    softmax = torch.softmax(torch.where(sees_some_key, logits, 0.0), dim=-1)
+    weights = torch.where(sees_some_key, softmax, 0.0)
     if sink is None:
         return weights, None
     return weights[..., :-1], weights[..., -1]

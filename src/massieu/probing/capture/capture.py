@@ -37,8 +37,10 @@ class Capture:
     Attributes:
         observer: called with each `AttentionCall`, in order. What it returns, if anything, takes the place of the output,
             (B, L, H, Dv), on the way to the rest of the model.
+        names: each module's name in the model.
         fired: how often each module was called in the forward pass under way; it numbers the calls.
-        unexplained: keyword arguments that reached an attention function and that this file does not know.
+        unexplained: keyword arguments that reached an attention function and whose meaning is not known.
+        projections: query, key and value of each call while a module is replayed; None at all other times.
         refused: modules that attend in a way that cannot be read, by name, with the reason.
         claimed: the attention that is being computed was read already, so that the tap is to leave it alone.
         thread: the thread whose calls are read.
@@ -56,23 +58,22 @@ class Capture:
     thread: int = field(default_factory=threading.get_ident)
     disturbed: bool = False
     finish: Callable[[], None] = lambda: None
-    _latest: tuple[nn.Module, Whereabouts, Whereabouts, AttentionSite] | None = None
+    _latest: "_LatestCall | None" = None
 
-    def place(self, module: nn.Module, query: Tensor, key: Tensor) -> tuple[AttentionSite, bool]:
+    def next_site(self, module: nn.Module, query: Tensor, key: Tensor) -> tuple[AttentionSite, bool]:
         """The site of the next call, and whether it repeats the one before with the same queries and keys."""
         name = self.names.get(module)
         if name is None:
             raise InputError(f"an attention module of class {type(module).__name__} is not part of the probed model")
         if self.projections is not None:  # a replay is no call of the forward pass
             return AttentionSite(name), False
-        call = module, Whereabouts(query), Whereabouts(key)
-        if self._latest is not None and self._latest[:3] == call:
-            return self._latest[3], True
         ordinal = self.fired.get(name, 0)
+        call = _LatestCall(module, Whereabouts(query), Whereabouts(key), AttentionSite(name, ordinal))
+        if self._latest is not None and self._latest.is_repeated_by(call):
+            return self._latest.site, True
         self.fired[name] = ordinal + 1
-        site = AttentionSite(name, ordinal)
-        self._latest = (*call, site)
-        return site, False
+        self._latest = call
+        return call.site, False
 
     def begin_pass(self) -> None:
         """Another forward pass of the model begins."""
@@ -91,30 +92,46 @@ class Capture:
             )
 
     def observe(self, call: AttentionCall) -> Tensor | None:
-        """Hand a call to the observer, whose own attention is nobody's to read; what it returns replaces the output."""
+        """Hand a call to the observer, whose own attention is not read; what it returns replaces the output."""
         self.check_undisturbed()
         with self.claiming():
             return self.observer(call)
 
     @contextmanager
     def claiming(self) -> Iterator[None]:
-        """Inside, attention is read by somebody else than the tap."""
-        before, self.claimed = self.claimed, True
+        """Inside, the tap leaves attention alone, since another route reads it."""
+        outer = self.claimed
+        self.claimed = True
         try:
             yield
         finally:
-            self.claimed = before
+            self.claimed = outer
 
     @contextmanager
     def replaying(self) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
         """Inside, an attention call only records (query, key, value) and raises `StopAfterQuery`."""
         self.projections = []
-        claimed, self.claimed = self.claimed, False
+        outer = self.claimed
+        self.claimed = False
         try:
             with torch._C._EnableTorchFunction():  # the tap listens, wherever this is called from
                 yield self.projections
         finally:
-            self.projections, self.claimed = None, claimed
+            self.projections = None
+            self.claimed = outer
+
+
+@dataclass(frozen=True, eq=False)
+class _LatestCall:
+    """The call before, by which one that repeats it is known: whose queries and keys are the same tensors."""
+
+    module: nn.Module
+    query: Whereabouts
+    key: Whereabouts
+    site: AttentionSite
+
+    def is_repeated_by(self, call: "_LatestCall") -> bool:
+        return self.module is call.module and self.query == call.query and self.key == call.key
 
 
 def replayed(

@@ -147,14 +147,15 @@ def _showing() -> Iterator[None]:
 @contextmanager
 def _listening(listener: Listener) -> Iterator[None]:
     """Inside, each call of an attention function is shown to the listener once."""
-    latest: Whereabouts | None = None
+    latest_output: Whereabouts | None = None
 
     def once(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> None:
         # Where a backend runs what was traced under the mode, as PyTorch's own "eager" does, a call is shown twice.
-        nonlocal latest
-        output = others[-1]
-        known, latest = latest, Whereabouts(output)
-        if latest != known:
+        nonlocal latest_output
+        output = Whereabouts(others[-1])
+        is_shown_again = output == latest_output
+        latest_output = output
+        if not is_shown_again:
             listener(query, key, value, *others)
 
     token = _listener.set(once)
@@ -172,23 +173,24 @@ def fused_sites(model: nn.Module, inputs: dict[str, Any]) -> list[AttentionSite 
     Args:
         inputs: what the model's forward is called with, from `model_inputs`.
     """
-    shown: list[Tensor] = []
-    read: list[tuple[AttentionSite, Tensor]] = []
+    shown_queries: list[Tensor] = []
+    unmatched: list[tuple[AttentionSite, Tensor]] = []
 
     def listener(query: Tensor, *_: Any) -> None:
-        shown.append(query)
+        shown_queries.append(query)
 
     def observer(call: AttentionCall) -> None:
         if call.grade == "full" and not call.repeated:
-            read.append((call.site, call.query))
+            unmatched.append((call.site, call.query))
 
     with torch.no_grad(), _showing(), _listening(listener), capturing(model, observer):
         run(model, inputs)
     sites: list[AttentionSite | None] = []
-    for query in shown:
-        site = next((site for site, known in read if known.shape == query.shape and torch.equal(known, query)), None)
-        read = [each for each in read if each[0] != site]
-        sites.append(site)
+    for shown in shown_queries:
+        matches = (site for site, query in unmatched if query.shape == shown.shape and torch.equal(query, shown))
+        match = next(matches, None)
+        unmatched = [(site, query) for site, query in unmatched if site != match]
+        sites.append(match)
     return sites
 
 
@@ -203,7 +205,9 @@ class CompiledPasses:
     """
 
     def __init__(self, model: nn.Module, entry: nn.Module, sites: Sequence[AttentionSite | None]) -> None:
-        self.model, self.entry, self.sites = model, entry, sites
+        self.model = model
+        self.entry = entry
+        self.sites = sites
         self.elsewhere = False
         self._calls = 0
 
@@ -224,27 +228,27 @@ class CompiledPasses:
 
         def forward(*arguments: Any, **keywords: Any) -> Any:
             if recomputing():
-                return inner(*arguments, **keywords)
+                return model_forward(*arguments, **keywords)
             before(arguments, keywords)
             self._calls = 0
             with _listening(listener):
-                output = inner(*arguments, **keywords)
+                output = model_forward(*arguments, **keywords)
             self.elsewhere |= self._calls != len(self.sites)
             return output
 
         # A hook on a module that is compiled in place would be compiled too.
         name = "forward" if self.entry._compiled_call_impl is None else "_compiled_call_impl"
-        inner = getattr(self.entry, name)
-        own = vars(self.entry).get(name)
+        model_forward = getattr(self.entry, name)
+        set_on_instance = vars(self.entry).get(name)
         self.entry.__dict__[name] = forward
         try:
             with _showing():
                 yield
         finally:
-            if own is None:
+            if set_on_instance is None:
                 del self.entry.__dict__[name]
             else:
-                self.entry.__dict__[name] = own
+                self.entry.__dict__[name] = set_on_instance
 
     def _call(
         self,
@@ -257,13 +261,16 @@ class CompiledPasses:
         scale: float | None,
         output: Tensor,
     ) -> AttentionCall:
-        length, keys = query.shape[2], key.shape[2]
+        length = query.shape[2]
+        keys = key.shape[2]
         if is_causal and length != keys:
             # PyTorch counts queries and keys from the first, whatever their numbers.
-            mask, is_causal = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(), False
+            mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril()
+            is_causal = False
         log_weight = None if mask is None else mask_log_weight(mask)
         if log_weight is not None:
-            log_weight = log_weight.reshape(*(1,) * (4 - log_weight.dim()), *log_weight.shape)
+            missing_dims = (1,) * (4 - log_weight.dim())
+            log_weight = log_weight.reshape(*missing_dims, *log_weight.shape)
         return AttentionCall(
             site,
             module=self.model.get_submodule(site.module_name),

@@ -13,7 +13,8 @@ registered, calls are counted, and every site is checked against the model's own
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,11 +60,10 @@ _UNDERSTOOD = (
     | {"use_cache", "cache_position", "position_ids", "past_key_values"}
 )
 
-
 _EAGER_ENDING = "eager_attention_forward"  # of the names of eager functions; a file may have several of them
 
 
-def _own_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
+def _model_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
     """The attention function the model would have used: the one that the module's code, or a base class's, speaks of.
 
     Of code that speaks of none, it is the first in the file that defines it.
@@ -86,10 +86,11 @@ def _own_function(module: nn.Module, implementation: str) -> Callable[..., tuple
 def _named_in_code(cls: type) -> tuple[dict[str, Any], list[str]]:
     """The eager functions that a class's own methods speak of, and where these names are looked up."""
     for method in filter(inspect.isfunction, vars(cls).values()):
-        code = inspect.unwrap(method)
-        names = [name for name in code.__code__.co_names if name.endswith(_EAGER_ENDING) and name in code.__globals__]
+        function = inspect.unwrap(method)
+        namespace = function.__globals__
+        names = [name for name in function.__code__.co_names if name.endswith(_EAGER_ENDING) and name in namespace]
         if names:
-            return code.__globals__, names
+            return namespace, names
     return {}, []
 
 
@@ -104,79 +105,119 @@ def _log_weight(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) ->
     """Mask and position bias as log-weights: boolean where that says everything, else float with −inf for hidden keys."""
     if mask is not None and mask.dtype != torch.bool:
         hidden = mask <= torch.finfo(dtype).min / 2  # models write the most negative number for "hidden"
-        visible = ~hidden
-        additive = mask.masked_fill(hidden, 0.0)
-        if bool(additive.any()):
-            bias = additive if bias is None else bias + additive
-        mask = visible
+        # What is left of an additive mask is a bias, as of relative positions in BEiT and Swin.
+        rest = mask.masked_fill(hidden, 0.0)
+        if bool(rest.any()):
+            bias = rest if bias is None else bias + rest
+        mask = ~hidden
     if bias is None:
         return mask
-    bias = bias.float() if bias.dtype in (torch.float16, torch.bfloat16) else bias
+    if bias.dtype in (torch.float16, torch.bfloat16):
+        bias = bias.float()
     return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
 
 
-def _call_from(
-    capture: Capture,
-    implementation: str,
-    module: nn.Module,
-    given: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    keywords: dict[str, Any],
-    output: Tensor,
-) -> AttentionCall:
-    capture.unexplained.update(k for k, v in keywords.items() if v is not None and k not in _UNDERSTOOD)
-    query, key, value = given
-    site, repeated = capture.place(module, query, key)
+@dataclass(frozen=True, eq=False)
+class _InterfaceCall:
+    """What transformers gave an attention function of ours.
+
+    Attributes:
+        implementation: `FUSED` or `EAGER`.
+        mask: of the form that the model's own implementation takes.
+        keywords: all others.
+    """
+
+    implementation: str
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    keywords: dict[str, Any]
+
+    def is_causal(self) -> bool:
+        """Whether causality is said by a keyword, or else by the module, in place of a mask: a rule of sdpa's alone."""
+        length = self.query.shape[2]
+        if self.implementation != FUSED or self.mask is not None or length <= 1:
+            return False
+        declared = self.keywords.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if declared is None else declared)
+
+    def scale(self) -> float:
+        """The scale of the scores; where none is given, the inverse square root of a head's size."""
+        scaling = self.keywords.get("scaling")
+        return self.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+
+    def eager_keyword(self, name: str) -> Any:
+        """A cap or sinks: a model that runs on sdpa, which knows neither, goes without them, and so do its statistics."""
+        return self.keywords.get(name) if self.implementation == EAGER else None
+
+
+def _call_from(capture: Capture, given: _InterfaceCall, output: Tensor) -> AttentionCall:
+    """The attention call of what transformers gave, and of what the model's own function made of it."""
+    strange = (name for name, value in given.keywords.items() if value is not None and name not in _UNDERSTOOD)
+    capture.unexplained.update(strange)
+    query, key, value = given.query, given.key, given.value
+    site, repeated = capture.next_site(given.module, query, key)
     if key.shape[1] != value.shape[1]:  # a value for each query head, but a key for several
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    length, keys = query.shape[2], key.shape[2]
-    causal = False
-    if implementation == FUSED and mask is None and length > 1:
-        # sdpa's own rule: without a mask, causality comes from the keyword or else from the module
-        declared = keywords.get("is_causal")
-        causal = bool(getattr(module, "is_causal", True) if declared is None else declared)
-    if causal and keys > length:
-        key, value = key[:, :, :length], value[:, :, :length]
-    if implementation == EAGER and mask is not None:
+        heads = query.shape[1]
+        key = key.repeat_interleave(heads // key.shape[1], dim=1)
+        value = value.repeat_interleave(heads // value.shape[1], dim=1)
+    length = query.shape[2]
+    is_causal = given.is_causal()
+    if is_causal and key.shape[2] > length:
+        # sdpa counts queries and keys from the first, so that no query sees the keys behind.
+        key = key[:, :, :length]
+        value = value[:, :, :length]
+    mask = given.mask
+    if given.implementation == EAGER and mask is not None:
         mask = mask.to(query.dtype)  # eager functions add it, so that True is a bias of 1 and shuts nothing
-    weight = _log_weight(mask, keywords.get("position_bias"), query.dtype)
-    if causal and weight is not None:
-        keep = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
-        weight, causal = weight.float().masked_fill(~keep, -torch.inf), False
-    # sdpa knows neither caps nor sinks: a model that runs on it goes without them, and so do its statistics
-    read = keywords if implementation == EAGER else {}
-    scale, softcap, sink = keywords.get("scaling"), read.get("softcap"), read.get("s_aux")
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    softcap = None if softcap is None else float(softcap)
-    sink = None if sink is None else sink.detach().float().reshape(-1)
+    log_weight = _log_weight(mask, given.keywords.get("position_bias"), query.dtype)
+    if is_causal and log_weight is not None:
+        past = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
+        log_weight = log_weight.float().masked_fill(~past, -torch.inf)
+        is_causal = False
+    softcap = given.eager_keyword("softcap")
+    sink = given.eager_keyword("s_aux")
     return AttentionCall(
-        *(site, module, query, key, value, weight, causal, scale, softcap, sink, output),
+        site=site,
+        module=given.module,
+        query=query,
+        key=key,
+        value=value,
+        log_weight=log_weight,
+        is_causal=is_causal,
+        scale=given.scale(),
+        softcap=None if softcap is None else float(softcap),
+        sink=None if sink is None else sink.detach().float().reshape(-1),
+        output=output,
         repeated=repeated,
         route="interface",
     )
 
 
 def _attention_function(implementation: str) -> Callable[..., tuple[Tensor, Any]]:
+    """What is registered with transformers: the model's own function, of which a capture is told."""
+
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
     ) -> tuple[Tensor, Any]:
         capture = own_capture(module)
-        own = _own_function(module, implementation)
+        function = _model_function(module, implementation)
         # sdpa leaves out what it does not know; what the model's own function makes of it, the tap follows.
-        strange = any(isinstance(v, Tensor) and name not in _UNDERSTOOD for name, v in keywords.items())
-        if implementation == EAGER and strange:
-            return own(module, query, key, value, attention_mask, **keywords)
-        if capture is not None and capture.projections is not None:
+        is_strange = any(
+            isinstance(argument, Tensor) and name not in _UNDERSTOOD for name, argument in keywords.items()
+        )
+        if capture is None or (implementation == EAGER and is_strange):
+            return function(module, query, key, value, attention_mask, **keywords)
+        if capture.projections is not None:
             capture.projections.append((query, key, value))
             raise StopAfterQuery
-        with nullcontext() if capture is None else capture.claiming():
-            output, weights = own(module, query, key, value, attention_mask, **keywords)
-            if capture is not None:
-                given = query, key, value
-                call = _call_from(capture, implementation, module, given, attention_mask, keywords, output)
-                replaced = capture.observe(call)
-                output = output if replaced is None else replaced
-        return output, weights
+        with capture.claiming():
+            output, weights = function(module, query, key, value, attention_mask, **keywords)
+            given = _InterfaceCall(implementation, module, query, key, value, attention_mask, keywords)
+            replacement = capture.observe(_call_from(capture, given, output))
+        return (output if replacement is None else replacement), weights
 
     return attention
 
@@ -196,17 +237,21 @@ def _configurations(model: nn.Module) -> list[Any]:
 
     Other parts may look at the implementation's name to choose their masks, and find one that they do not know.
     """
-    found: dict[int, Any] = {}
-    holding = [m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
-    pending: list[Any] = [m.config for m in holding]
-    deaf = {id(m.config) for m in holding if not getattr(m, "_can_set_attn_implementation", lambda: True)()}
+    holders: list[Any] = [m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    not_dispatching = {
+        id(module.config) for module in holders if not getattr(module, "_can_set_attn_implementation", lambda: True)()
+    }
+    # By identity: configurations compare as equal where their settings are.
+    configurations: dict[int, Any] = {}
+    pending = [module.config for module in holders]
     while pending:
         config = pending.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            nested = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
-            pending.extend(c for c in nested if hasattr(c, "_attn_implementation"))
-    return [config for key, config in found.items() if key not in deaf]
+        if id(config) in configurations:
+            continue
+        configurations[id(config)] = config
+        nested = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
+        pending.extend(c for c in nested if hasattr(c, "_attn_implementation"))
+    return [config for key, config in configurations.items() if key not in not_dispatching]
 
 
 def stock_implementations(model: nn.Module) -> list[str]:
@@ -226,26 +271,32 @@ def reading_interface(model: nn.Module, capture: Capture) -> Iterator[None]:
     if not configurations:
         yield
         return
-    saved, ours = [], []
+    stock_names: list[tuple[Any, str | None]] = []
+    our_names: list[tuple[Any, _StandsFor]] = []
     try:
         with LOCK:
             _register()
-            saved = _implementations(configurations)
-            ours = [(c, _StandsFor(FUSED if name == "sdpa" else EAGER, name or "eager")) for c, name in saved]
-            for config, name in ours:
+            stock_names = _implementations(configurations)
+            our_names = [(config, _standing_for(name)) for config, name in stock_names]
+            for config, name in our_names:
                 config._attn_implementation_internal = name
         yield
     finally:
         with LOCK:
-            capture.disturbed |= any(config._attn_implementation_internal is not name for config, name in ours)
-            for config, name in saved:
+            capture.disturbed |= any(config._attn_implementation_internal is not name for config, name in our_names)
+            for config, name in stock_names:
                 config._attn_implementation_internal = name
+
+
+def _standing_for(stock: str | None) -> _StandsFor:
+    """Our name for a stock implementation; None is eager, as it is to transformers."""
+    return _StandsFor(FUSED if stock == "sdpa" else EAGER, stock or "eager")
 
 
 def _implementations(configurations: list[Any]) -> list[tuple[Any, str | None]]:
     """The attention implementation of each configuration, all of which can be delegated to."""
-    found = [(config, config._attn_implementation_internal) for config in configurations]
-    names = {name for _, name in found}
+    implementations = [(config, config._attn_implementation_internal) for config in configurations]
+    names = {name for _, name in implementations}
     if names & {FUSED, EAGER}:
         raise InputError(
             "the model, or one that shares its configuration, is being probed already; give each its own copy"
@@ -255,4 +306,4 @@ def _implementations(configurations: list[Any]) -> list[tuple[Any, str | None]]:
         raise InputError(
             f"the model was loaded with attn_implementation={unreadable[0]!r}; load it with 'sdpa' or 'eager' to probe it"
         )
-    return found
+    return implementations

@@ -32,10 +32,11 @@ def batch_layout(module: nn.Module, inputs: Mapping[str, Any], sequences: Sequen
     if hasattr(module, "main_input_name") and separable(inputs):
         return BatchLayout()
     shape = main_input(module, inputs).shape
-    whole = [axis for axis, size in enumerate(shape[:2]) if size in sequences]
-    cut = [axis for axis, size in enumerate(shape[:1]) if any(count % size == 0 for count in sequences if size)]
-    found = [*whole, *cut]
-    return BatchLayout(found[0] if found else None, separable=False)
+    whole_axes = [axis for axis, size in enumerate(shape[:2]) if size in sequences]
+    # Attention within windows has several sequences for each item.
+    cut_axes = [axis for axis, size in enumerate(shape[:1]) if any(count % size == 0 for count in sequences if size)]
+    axes = [*whole_axes, *cut_axes]
+    return BatchLayout(axes[0] if axes else None, separable=False)
 
 
 def tokens_first(call: AttentionCall, state: Tensor | None) -> bool | None:
@@ -44,10 +45,11 @@ def tokens_first(call: AttentionCall, state: Tensor | None) -> bool | None:
     Args:
         state: what it was given.
     """
-    batch, length = call.query.shape[0], call.query.shape[2]
+    batch = call.query.shape[0]
+    length = call.query.shape[2]
     if state is None or call.route == "interface" or batch == length == 1:
         return False
     if batch != length:
         return tuple(state.shape[:2]) == (length, batch)
-    declared = getattr(call.module, "batch_first", None)
-    return None if declared is None else not declared
+    batch_first = getattr(call.module, "batch_first", None)
+    return None if batch_first is None else not batch_first

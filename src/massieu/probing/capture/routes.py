@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from massieu.foundation.listening import listening
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.capture import Capture, active
-from massieu.probing.capture.follow.mode import Tap
+from massieu.probing.capture.follow.mode import ScoreFollower
 from massieu.probing.capture.interface import reading_interface
 from massieu.probing.capture.own_calls import OwnCalls
 
@@ -26,12 +26,12 @@ def capturing(model: nn.Module, observer: Callable[[AttentionCall], Tensor | Non
             already, or was used by another thread in the meantime.
     """
     capture = Capture({module: name for name, module in model.named_modules()}, observer)
-    tap = Tap(model, capture)
-    capture.finish = tap.finish
+    follower = ScoreFollower(model, capture)
+    capture.finish = follower.finish
     try:
-        with active(capture), reading_interface(model, capture), tap, listening(OwnCalls(capture, tap)):
+        with active(capture), reading_interface(model, capture), follower, listening(OwnCalls(capture, follower)):
             yield capture
-        tap.finish()
+        follower.finish()
     finally:
         # The two hold each other, and with them all that the observer holds, until the garbage collector comes by.
         capture.finish = _nothing

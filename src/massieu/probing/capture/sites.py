@@ -6,10 +6,9 @@ block was called; the decoder of an encoder–decoder is the stack that attends 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -65,6 +64,10 @@ class SeenCall:
     """What says where a call stands and what it is; its tensors are not kept, of all layers they would be too many.
 
     Attributes:
+        visit: how often its module's forward had been entered by then.
+        sequences: how many it was of.
+        tokens_first: as `SiteInfo` has it.
+        noted: what `look` of `first_pass` made of it.
         heads, key_heads, head_size, value_size, prefix, apart: as `SiteInfo` has them.
         kind: "self", "causal" or "cross", by its lengths and masks alone.
         route, grade, moving, repeated: as `AttentionCall` has them.
@@ -72,6 +75,10 @@ class SeenCall:
 
     site: AttentionSite
     module: nn.Module
+    visit: int
+    sequences: int
+    tokens_first: bool | None
+    noted: Any
     heads: int
     key_heads: int
     head_size: int
@@ -85,12 +92,20 @@ class SeenCall:
     repeated: bool
 
     @classmethod
-    def of(cls, call: AttentionCall) -> "SeenCall":
-        """Look at a call."""
+    def of(cls, call: AttentionCall, *, visit: int, state: Tensor | None, noted: Any) -> "SeenCall":
+        """Look at a call.
+
+        Args:
+            state: the tokens that its module was given.
+        """
         kind = _kind(call)
         return cls(
             site=call.site,
             module=call.module,
+            visit=visit,
+            sequences=call.query.shape[0],
+            tokens_first=tokens_first(call, state),
+            noted=noted,
             heads=call.query.shape[1],
             key_heads=call.key.shape[1],
             head_size=call.query.shape[3],
@@ -111,10 +126,6 @@ class FirstPass:
 
     Attributes:
         decoder_tokens: the model was given tokens for a decoder beside those for the encoder.
-        visits: for each call, how often its module's forward had been entered by then.
-        sequences: for each call, how many it was of.
-        tokens_first: for each call, as `SiteInfo` has it.
-        noted: for each call, what `look` made of it.
         output: the model's.
         unexplained: keyword arguments of attention that are not known.
         refused: modules whose attention cannot be read, with the reason.
@@ -122,20 +133,20 @@ class FirstPass:
 
     decoder_tokens: bool
     calls: list[SeenCall] = field(default_factory=list)
-    visits: list[int] = field(default_factory=list)
-    sequences: list[int] = field(default_factory=list)
-    tokens_first: list[bool | None] = field(default_factory=list)
-    noted: list[Any] = field(default_factory=list)
     cross: set[nn.Module] = field(default_factory=set)
     output: Any = None
     unexplained: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def leave_out(self, refused: Collection[str]) -> None:
-        """Without the calls of modules of which a part cannot be read: the rest is not what they attend to."""
-        kept = [call.site.module_name not in refused for call in self.calls]
-        for name in ("calls", "visits", "sequences", "tokens_first", "noted"):
-            setattr(self, name, list(compress(getattr(self, name), kept)))
+    @property
+    def sequences(self) -> list[int]:
+        """For each call, how many sequences it was of."""
+        return [call.sequences for call in self.calls]
+
+    @property
+    def noted(self) -> list[Any]:
+        """For each call, what `look` of `first_pass` made of it."""
+        return [call.noted for call in self.calls]
 
 
 def first_pass(
@@ -149,43 +160,48 @@ def first_pass(
         prepared: what its forward is called with, from `model_inputs`.
         look: is shown each call with its tensors.
     """
-    found = FirstPass(decoder_given(prepared))
+    seen = FirstPass(decoder_given(prepared))
     entered = Counter[nn.Module]()
     states: dict[nn.Module, Tensor | None] = {}
+    # Modules under way whose attention did not come through the interface, which would say by keywords what they attend to.
     tapped: set[nn.Module] = set()
 
     def enter(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         entered[module] += 1
         states[module] = hidden_state(arguments, keywords)
         if any(keywords.get(name) is not None for name in ("key_value_states", "encoder_hidden_states")):
-            found.cross.add(module)
+            seen.cross.add(module)
 
     def leave(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], _: Any) -> None:
         if module in tapped and _crosses(capture, module, arguments, keywords):
-            found.cross.add(module)
+            seen.cross.add(module)
         tapped.discard(module)
         states.pop(module, None)  # else every activation of the pass would stay until its end
 
     def attend(call: AttentionCall) -> None:
+        module = call.module
         if call.route != "interface":
-            tapped.add(call.module)
-        found.noted.append(None if look is None else look(call))
-        found.sequences.append(call.query.shape[0])
-        found.tokens_first.append(tokens_first(call, states.get(call.module)))
-        found.calls.append(SeenCall.of(call))
-        found.visits.append(entered[call.module])
+            tapped.add(module)
+        noted = None if look is None else look(call)
+        seen.calls.append(SeenCall.of(call, visit=entered[module], state=states.get(module), noted=noted))
 
     with torch.no_grad(), capturing(model, attend) as capture, hooked(model.modules(), before=enter, after=leave):
-        found.output = run_first(model, prepared)
-    found.unexplained, found.refused = capture.unexplained, dict(capture.refused)
-    found.leave_out(found.refused)
-    return found
+        seen.output = run_first(model, prepared)
+    seen.unexplained = capture.unexplained
+    seen.refused = dict(capture.refused)
+    # Of a module of which a part cannot be read, the rest is not what it attends to.
+    seen.calls = [call for call in seen.calls if call.site.module_name not in seen.refused]
+    return seen
 
 
 def hidden_state(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
     """The tokens that a module is given: the first tensor of three dimensions and floating-point numbers."""
-    given = arguments[:1] or (keywords.get("hidden_states"), *keywords.values())
-    return next((v for v in given if isinstance(v, Tensor) and v.dim() == 3 and v.is_floating_point()), None)
+    candidates = arguments[:1] or (keywords.get("hidden_states"), *keywords.values())
+    return next((value for value in candidates if _has_form_of_tokens(value)), None)
+
+
+def _has_form_of_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
 
 
 def _crosses(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
@@ -195,26 +211,30 @@ def _crosses(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], ke
     """
     tokens: list[Tensor] = []
 
-    def same(value: Tensor) -> Tensor:
-        if value.dim() == 3 and value.is_floating_point():
+    def collect(value: Tensor) -> Tensor:
+        if _has_form_of_tokens(value):
             tokens.append(value)
         return value
 
-    def changed(value: Tensor, first: bool) -> Tensor:
-        chosen = value.dim() == 3 and value.is_floating_point() and same_tensor(value, tokens[0]) is first
-        return 2 * value + 1 if chosen else value
-
-    def found(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        given = mapped(arguments, change), {name: mapped(value, change) for name, value in keywords.items()}
-        return replayed(capture, module, *given)[:2]
-
-    mapped((arguments, keywords), same)
+    mapped((arguments, keywords), collect)
     if all(same_tensor(value, tokens[0]) for value in tokens):
         return False
+
+    def query_and_key(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        changed_keywords = {name: mapped(value, change) for name, value in keywords.items()}
+        query, key, _ = replayed(capture, module, mapped(arguments, change), changed_keywords)
+        return query, key
+
+    def change(value: Tensor, *, first: bool) -> Tensor:
+        """Other numbers for the first of the tensors, or for the others."""
+        if _has_form_of_tokens(value) and same_tensor(value, tokens[0]) is first:
+            return 2 * value + 1
+        return value
+
     try:
-        query, key = found(lambda value: value)
+        query, key = query_and_key(lambda value: value)
         for first in (False, True):
-            other_query, other_key = found(partial(changed, first=first))
+            other_query, other_key = query_and_key(partial(change, first=first))
             if torch.equal(query, other_query) and not torch.equal(key, other_key):
                 return True
     except Exception:  # of whatever class the module raises, called by itself or with other numbers
@@ -225,24 +245,26 @@ def _crosses(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], ke
 def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
     """Place every attention site of one forward pass."""
     items = _list_items(model)
-    names = list(dict.fromkeys(call.site.module_name for call in seen.calls))
-    layers: dict[str, dict[tuple[str, int], int]] = {}
-    sets = Counter(call.site for call in seen.calls)
-    blocks = {name: _block_of(name, items, names) for name in names}
+    module_names = list(dict.fromkeys(call.site.module_name for call in seen.calls))
+    blocks = {name: _block_of(name, items, module_names) for name in module_names}
+    value_sets = Counter(call.site for call in seen.calls)
+    # The first call of a site says of which kind it is.
     kinds = {call.site: "cross" if call.module in seen.cross else call.kind for call in reversed(seen.calls)}
     decoders = {stack_of(blocks[site.module_name]) for site, kind in kinds.items() if kind == "cross"}
-    found: list[SiteInfo] = []
-    for call, visit, order in zip(seen.calls, seen.visits, seen.tokens_first, strict=True):
+    # By stack: the number of a layer, which is one visit of a block.
+    layers: dict[str, dict[tuple[str, int], int]] = {}
+    sites: list[SiteInfo] = []
+    for call in seen.calls:
         block = blocks[call.site.module_name]
         stack = stack_of(block)
-        known = layers.setdefault(stack, {})
-        layer = known.setdefault((block, visit), len(known))
+        layers_of_stack = layers.setdefault(stack, {})
+        layer = layers_of_stack.setdefault((block, call.visit), len(layers_of_stack))
         if call.repeated:
             continue
         kind = kinds[call.site]
-        found.append(
+        sites.append(
             SiteInfo(
-                index=len(found),
+                index=len(sites),
                 site=call.site,
                 block=block,
                 layer=layer,
@@ -252,38 +274,41 @@ def find_sites(model: nn.Module, seen: FirstPass) -> list[SiteInfo]:
                 head_size=call.head_size,
                 value_size=call.value_size,
                 in_decoder=seen.decoder_tokens and stack in decoders,
-                value_sets=sets[call.site],
+                value_sets=value_sets[call.site],
                 route=call.route,
                 grade=call.grade,
                 moving=call.moving,
-                tokens_first=order,
+                tokens_first=call.tokens_first,
                 prefix=call.prefix if kind == "causal" else 0,
                 apart=call.apart,
             )
         )
-    return found
+    return sites
 
 
 def _apart(call: AttentionCall) -> bool:
-    # Of weights that are told as they are, only what a query can see is by construction.
+    """Whether log-weights differ between heads; of weights that are told as they are, what a query can see."""
     weight = call.log_weight if call.seen is None else call.seen
     return weight is not None and weight.shape[1] > 1 and not bool((weight == weight[:, :1]).all())
 
 
 def _kind(call: AttentionCall) -> str:
-    length, keys = call.query.shape[2], call.key.shape[2]
-    if keys != length and not _behind_a_prefix(call):
-        return "cross"
+    """Whether a call is "self", "causal" or "cross", by its lengths and masks alone."""
+    length = call.query.shape[2]
+    keys = call.key.shape[2]
     if keys != length:
+        return "causal" if _behind_a_prefix(call) else "cross"
+    if call.is_causal:  # a mask for it would have as many entries as there are pairs
         return "causal"
-    if call.is_causal or call.key.shape[2] < 2:  # a mask for it would have as many entries as there are pairs
-        return "causal" if call.is_causal else "self"
+    if keys < 2:
+        return "self"
     return "self" if bool(call.visible().triu(1).any()) else "causal"
 
 
 def _behind_a_prefix(call: AttentionCall) -> bool:
     """Whether queries see keys that stand before all of theirs, and of theirs their own and earlier ones."""
-    length, keys = call.query.shape[2], call.key.shape[2]
+    length = call.query.shape[2]
+    keys = call.key.shape[2]
     if call.is_causal or length < 2 or keys < length:
         return False
     visible = call.visible()
@@ -292,12 +317,9 @@ def _behind_a_prefix(call: AttentionCall) -> bool:
     own_seen = own.diagonal(dim1=-2, dim2=-1)
     padding = ~own.any(-2)
     sees_any = visible.any(-1)
-    return (
-        not bool(own.triu(1).any())
-        and bool((own_seen | padding).all())
-        and bool(own_seen.any())
-        and bool(visible[..., : keys - length][sees_any].all())
-    )
+    sees_no_later_key = not bool(own.triu(1).any())
+    sees_its_own_key = bool((own_seen | padding).all()) and bool(own_seen.any())
+    return sees_no_later_key and sees_its_own_key and bool(visible[..., : keys - length][sees_any].all())
 
 
 def _list_items(model: nn.Module) -> list[str]:
@@ -320,15 +342,21 @@ def _block_of(module_name: str, items: Sequence[str], attention_names: Sequence[
 
     Where there is none, as with self-attention and cross-attention of one name in one block, it is the innermost item.
     """
-    around = [item for item in items if inside(module_name, item)]
-    for item in around:
-        last = [n.rsplit(".", 1)[-1] for n in attention_names if inside(n, item)]
-        if len(last) == len(set(last)):
+    items_around = [item for item in items if inside(module_name, item)]
+    for item in items_around:
+        last_names = [name.rsplit(".", 1)[-1] for name in attention_names if inside(name, item)]
+        if len(last_names) == len(set(last_names)):
             return item
-    return around[-1] if around else module_name.rpartition(".")[0] or module_name
+    if items_around:
+        return items_around[-1]
+    parent = module_name.rpartition(".")[0]
+    return parent or module_name
 
 
 def stack_of(block: str) -> str:
+    """The name of the list that a block is in: its own, up to the first number."""
     parts = block.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit() or re.search(r"_\d+$", part)]
-    return ".".join(parts[: numbers[0]]) if numbers else block
+    for place, part in enumerate(parts):
+        if part.isdigit() or re.search(r"_\d+$", part):
+            return ".".join(parts[:place])
+    return block

@@ -43,10 +43,11 @@ def distinct_positions(
     places = places[torch.randperm(len(places), generator=generator).to(places.device)]
     if tokens is not None:
         # Read in one go: each look at a single number of a GPU waits for it.
-        known, seen = tokens.tolist(), dict[int, int]()
+        ids = tokens.tolist()
+        place_of_id: dict[int, int] = {}
         for place in places.tolist():
-            seen.setdefault(known[place], place)
-        places = torch.tensor(list(seen.values()), dtype=torch.long, device=real.device)
+            place_of_id.setdefault(ids[place], place)
+        places = torch.tensor(list(place_of_id.values()), dtype=torch.long, device=real.device)
     return places[:most].sort().values
 
 
@@ -104,16 +105,19 @@ def real_tokens(
         decoder: they are tokens of the decoder.
         cross: the queries attend to another sequence, whose keys tell nothing of them.
     """
-    batch, length = call.query.shape[0], call.key.shape[2] if keys else call.query.shape[2]
+    batch = call.query.shape[0]
+    length = call.key.shape[2] if keys else call.query.shape[2]
     mask = real_mask(inputs, decoder=decoder)
-    # Without a decoder's own tokens, a mask is of the queries, and may be as long as the sequence that they attend to.
-    fits = mask is not None and tuple(mask.shape) == (batch, length)
-    if mask is not None and fits and not (keys and cross and not decoder_given(inputs)):
-        return mask.to(call.query.device)
+    if mask is not None and tuple(mask.shape) == (batch, length):
+        # Without a decoder's own tokens, a mask is of the queries, and may be as long as the sequence that they attend to.
+        is_of_queries = keys and cross and not decoder_given(inputs)
+        if not is_of_queries:
+            return mask.to(call.query.device)
     if mask is None and not _is_masked(inputs, decoder=decoder):
         return torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
     if keys or (call.key.shape[2] == length and not cross):
-        return call.visible().any(dim=2).any(dim=1).expand(batch, -1)
+        some_query_sees_it = call.visible().any(dim=2).any(dim=1)
+        return some_query_sees_it.expand(batch, -1)
     return None
 
 
@@ -150,26 +154,29 @@ class BatchTokens:
         real = self._real(call, decoder, keys, cross)
         if self.frames is not None and not decoder and self.frames.shape == real.shape:
             real = real & self.frames  # of a row too short for a frame, wav2vec 2.0 attends to padding
+        # What there is of another sequence, as the text beside frames of audio, says nothing of these tokens.
         special = self._special(decoder)
-        fits = special is not None and special.shape == real.shape
+        if special is not None:
+            special = special.to(real.device) if special.shape == real.shape else None
         ids = self.ids(decoder=decoder)
-        known = ids is not None and ids.shape == real.shape
-        restarts = None if decoder and decoder_given(self.inputs) else self._restarts(call, real)
-        return Tokens(
-            real, special.to(real.device) if special is not None and fits else None, ids if known else None, restarts
-        )
+        if ids is not None and ids.shape != real.shape:
+            ids = None
+        has_own_tokens = decoder and decoder_given(self.inputs)
+        restarts = None if has_own_tokens else self._restarts(call, real)
+        return Tokens(real, special, ids, restarts)
 
     def _real(self, call: AttentionCall, decoder: bool, keys: bool, cross: bool) -> Bool[Tensor, "B L"]:
         real = real_tokens(call, self.inputs, decoder=decoder, keys=keys, cross=cross)
-        batch, length = call.query.shape[0], call.query.shape[2]
+        batch = call.query.shape[0]
+        length = call.query.shape[2]
         side = Side(decoder, length)
         if real is not None:
-            if not keys and self._rows() == batch:
+            if not keys and self._num_rows() == batch:
                 self.by_length[side] = real
             return real
-        known = self.by_length.get(side)
-        if known is not None and len(known) == batch:
-            return known
+        earlier = self.by_length.get(side)
+        if earlier is not None and len(earlier) == batch:
+            return earlier
         mask = self.mask(decoder=decoder)
         if mask is None or not bool(mask.all()):
             self.unknown.add(side)
@@ -184,22 +191,25 @@ class BatchTokens:
                 lengths.add(side.length)
         return sorted(lengths)
 
-    def _rows(self) -> int | None:
-        tensors = (value for value in self.inputs.values() if isinstance(value, Tensor) and value.dim())
-        first = next(tensors, None)
-        return None if first is None else len(first)
+    def _num_rows(self) -> int | None:
+        """Rows of the batch, by its first tensor; None where it has none."""
+        for value in self.inputs.values():
+            if isinstance(value, Tensor) and value.dim():
+                return len(value)
+        return None
 
     def _restarts(self, call: AttentionCall, real: Bool[Tensor, "B L"]) -> Bool[Tensor, "B L"] | None:
         """Where ``position_ids`` go back and attention does not: what packed rows of several documents do."""
-        places = self.inputs.get("position_ids")
-        if not isinstance(places, Tensor) or places.dim() != 2 or places.shape[1] != real.shape[1]:
+        positions = self.inputs.get("position_ids")
+        if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != real.shape[1]:
             return None
-        back = places.to(real.device).diff(dim=1) <= 0
-        if not bool(back.any()) or call.query.shape[2] != call.key.shape[2]:
+        goes_back = positions.to(real.device).diff(dim=1) <= 0
+        if not bool(goes_back.any()) or call.query.shape[2] != call.key.shape[2]:
             return None
-        reaches_back = call.visible().diagonal(-1, dim1=2, dim2=3).any(dim=1)
+        # Of each token but the first: whether some head lets it see the token before.
+        sees_previous = call.visible().diagonal(-1, dim1=2, dim2=3).any(dim=1)
         restarts = torch.zeros_like(real)
-        restarts[:, 1:] = back & ~reaches_back
+        restarts[:, 1:] = goes_back & ~sees_previous
         return restarts & real
 
     def _special(self, decoder: bool) -> Tensor | None:
@@ -209,9 +219,9 @@ class BatchTokens:
             return self.special
         if not self.follows:
             return None
-        moved = self.special.roll(1, dims=1)
-        moved[:, 0] = True  # the start token
-        return moved
+        shifted = self.special.roll(1, dims=1)
+        shifted[:, 0] = True  # the start token
+        return shifted
 
     def ids(self, *, decoder: bool) -> Tensor | None:
         """The tokens' numbers, where the model was given them."""
@@ -225,10 +235,14 @@ class BatchTokens:
     def counted(self) -> int | None:
         """Real tokens of the text, of both sides where the decoder is given its own; None where the batch is no text."""
         source = self._counted(decoder=False)
-        return source if source is None else source + (self._counted(decoder=True) or 0)
+        if source is None:
+            return None
+        target = self._counted(decoder=True)
+        return source if target is None else source + target
 
     def _counted(self, *, decoder: bool) -> int | None:
-        ids, mask = self.ids(decoder=decoder), self.mask(decoder=decoder)
+        ids = self.ids(decoder=decoder)
+        mask = self.mask(decoder=decoder)
         embedded = self.inputs.get("decoder_inputs_embeds" if decoder else "inputs_embeds")
         if ids is not None:
             shape = ids.shape
@@ -236,7 +250,9 @@ class BatchTokens:
             shape = embedded.shape[:2]
         else:
             return None
-        return int(mask.sum()) if mask is not None and mask.shape == shape else shape.numel()
+        if mask is not None and mask.shape == shape:
+            return int(mask.sum())
+        return shape.numel()
 
     def positions(
         self, row: int, length: int, most: int, decoder: bool, distinct: bool, generator: torch.Generator
@@ -245,24 +261,38 @@ class BatchTokens:
 
         None are given where the item has padding and it is not known which positions of the stream that is.
         """
-        ids, mask = self.ids(decoder=decoder), self.mask(decoder=decoder)
-        if ids is not None and ids.shape[1] != length:
-            ids = None
-        device = next(v.device for v in self.inputs.values() if isinstance(v, Tensor))
+        real = self._real_in_row(row, length, decoder)
+        if real is None:
+            return torch.empty(0, dtype=torch.long, device=self._device())
+        ids = self.ids(decoder=decoder)
+        if ids is None or ids.shape[1] != length or not distinct:
+            return distinct_positions(None, real, most, generator)
+        return distinct_positions(ids[row], real, most, generator)
+
+    def _real_in_row(self, row: int, length: int, decoder: bool) -> Bool[Tensor, " L"] | None:
+        """Which tokens of one item are real, in a stream of so many; None where there is padding and nothing tells where."""
+        mask = self.mask(decoder=decoder)
+        ids = self.ids(decoder=decoder)
+        side = Side(decoder, length)
         if mask is not None and mask.shape[1] == length:
-            real = mask[row]
-        elif self.frames is not None and not decoder and self.frames.shape[1] == length:
-            real = self.frames[row]
-        elif Side(decoder, length) in self.by_length:
-            real = self.by_length[Side(decoder, length)][row]
-        elif mask is not None and ids is None and not bool(mask[row].all()):
-            return torch.empty(0, dtype=torch.long, device=device)
-        else:
-            real = torch.ones(length, dtype=torch.bool, device=device)
-        return distinct_positions(ids[row] if ids is not None and distinct else None, real, most, generator)
+            return mask[row]
+        if self.frames is not None and not decoder and self.frames.shape[1] == length:
+            return self.frames[row]
+        if side in self.by_length:
+            return self.by_length[side][row]
+        has_ids = ids is not None and ids.shape[1] == length
+        if mask is not None and not has_ids and not bool(mask[row].all()):
+            return None
+        return torch.ones(length, dtype=torch.bool, device=self._device())
+
+    def _device(self) -> torch.device:
+        return next(value.device for value in self.inputs.values() if isinstance(value, Tensor))
 
 
 def rows_of_batch(inputs: dict[str, Any], chosen: Sequence[int], rows: int) -> dict[str, Any]:
     """Some items of a batch."""
-    along = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and v.shape[0] == rows}
-    return {k: v[list(chosen)] if k in along else v for k, v in inputs.items()}
+    index = list(chosen)
+    return {
+        name: value[index] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
+        for name, value in inputs.items()
+    }

@@ -22,7 +22,8 @@ from massieu.probing.capture.tokens import real_tokens
 from massieu.probing.checks.nonfinite import at_real
 from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import decoder_given, output_tensor, real_mask, run, run_first
-from massieu.probing.model.model import READABLE, model_inputs
+from massieu.probing.model.model import READABLE
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.model.precision import coarsest, computed_in, relative_difference, tolerance
 
 

@@ -12,7 +12,7 @@ from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import dtype_of, run, tensors_of
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.model.offload import weights
 from massieu.probing.model.watching import hooked
 from massieu.probing.stream.wiring import StreamTracer

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from massieu.probing.model.forward import dtype_of, output_tensor, real_mask, run
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.model.precision import relative_difference
 
 _TEXT_ALONE = frozenset({"input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "labels"})

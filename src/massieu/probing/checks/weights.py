@@ -14,7 +14,8 @@ from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo, first_pass, inside
 from massieu.probing.model.checkpoint import shortened, weights_are
 from massieu.probing.model.forward import output_tensor
-from massieu.probing.model.model import LoadedModel, model_inputs
+from massieu.probing.model.model import LoadedModel
+from massieu.probing.model.model_inputs import model_inputs
 
 _LAYER = re.compile(r"(.*\.)?\d+(?=\.|$)")
 _CONSTANTS = re.compile(r"(masked_bias|inv_freq|position_ids|num_batches_tracked)$")

@@ -17,8 +17,8 @@ from massieu.probing.data.given import Batches, Data, Images, Pairs, Text
 from massieu.probing.data.text_digest import TextDigest, vocabulary_digest
 from massieu.probing.model.checkpoint import file_hash, quiet
 from massieu.probing.model.given import Checkpoint
-from massieu.probing.model.model import found_files
 from massieu.probing.model.module_hash import module_hash
+from massieu.probing.model.source import source_files
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.run import Measurement
 from massieu.storage.folder import save_or_elsewhere
@@ -115,7 +115,7 @@ def _weights(model: Checkpoint | nn.Module) -> list[str | None]:
     if isinstance(model, nn.Module):
         return [module_hash(model, held=True)]
     with quiet():
-        checkpoint, adapter = found_files(model)
+        checkpoint, adapter = source_files(model)
         base = checkpoint if adapter is None else adapter.base
         # A branch of the hub moves on; the commit identifies its state.
         commit = None if base.files else _commit(str(base.place), base.options)

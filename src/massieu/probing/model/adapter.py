@@ -90,8 +90,8 @@ def find_adapter(checkpoint: CheckpointFiles, base: CheckpointFiles | None = Non
             f"{folder} holds an adapter ({ADAPTER}), which peft puts into its base model, and peft is not installed; "
             'install it with: pip install "massieu[peft]"'
         )
-    file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
-    if file is None:
+    files = [folder / name for name in _FILES if (folder / name).is_file()]
+    if not files:
         raise InputError(f"{folder} holds an adapter ({ADAPTER}) without its weights ({' or '.join(_FILES)})")
     try:
         settings = json.loads((folder / ADAPTER).read_text())
@@ -102,7 +102,7 @@ def find_adapter(checkpoint: CheckpointFiles, base: CheckpointFiles | None = Non
     if base is None:
         base = _base_of(folder, settings)
     base_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    return Adapter(folder, file, base, base_class or _CLASSES.get(task, "AutoModel"))
+    return Adapter(folder, files[0], base, base_class or _CLASSES.get(task, "AutoModel"))
 
 
 def _base_of(folder: Path, settings: dict[str, Any]) -> CheckpointFiles:
@@ -117,6 +117,7 @@ def _base_of(folder: Path, settings: dict[str, Any]) -> CheckpointFiles:
 
 
 def _names(file: Path) -> set[str]:
+    """The names of the weights in a file."""
     if file.suffix == ".safetensors":
         safetensors: Any = require_extra("safetensors", "probe")
         try:

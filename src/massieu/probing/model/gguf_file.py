@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -35,19 +36,19 @@ class Contents:
 
     def doubts(self, model: nn.Module) -> tuple[str, ...]:
         """Warnings where the model that was made of it has less than the file."""
-        found = []
+        doubts = []
         if self.unread:
-            found.append(
+            doubts.append(
                 f"settings of the GGUF file that transformers does not read: {', '.join(self.unread)}; "
                 "compare with the model's config.json whether they are what it takes by default"
             )
         unused = self.numbers - sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
         if unused > 0:
-            found.append(
+            doubts.append(
                 f"the GGUF file holds at least {unused:,} numbers beside its head that the model does not use, as biases or "
                 "layers that transformers does not know in this architecture"
             )
-        return tuple(found)
+        return tuple(doubts)
 
 
 def contents(file: Path) -> Contents:
@@ -63,21 +64,36 @@ def contents(file: Path) -> Contents:
     if not reader.tensors:
         raise InputError(f"{file} holds no weights, only a description or a vocabulary")
     architecture = str(reader.fields["general.architecture"].contents())
-    of_architecture = f"{architecture}."
-    settings = {k.removeprefix(of_architecture): f for k, f in reader.fields.items() if k.startswith(of_architecture)}
-    reading = require_extra("transformers.modeling_gguf_pytorch_utils", "probe").GGUF_TO_TRANSFORMERS_MAPPING["config"]
-    known = reading.get(architecture) or reading.get(architecture.replace("moe", "_moe").replace("-", "_")) or settings
-    scaling = settings.get("rope.scaling.type")
-    scaled = [tensor.name for tensor in reader.tensors if tensor.name.startswith(_ROTARY)]
-    if scaling is not None and scaling.contents() != "none":
-        scaled.append(f"rope.scaling.type = {scaling.contents()}")
-    if scaled and not architecture.startswith("gpt-oss"):
+    prefix = f"{architecture}."
+    settings = {name.removeprefix(prefix): value for name, value in reader.fields.items() if name.startswith(prefix)}
+    scalings = _rotary_scalings(reader, settings)
+    if scalings and not architecture.startswith("gpt-oss"):
         raise InputError(
-            f"{file} has scaled rotary frequencies ({', '.join(scaled)}), which transformers does not read from GGUF, so "
+            f"{file} has scaled rotary frequencies ({', '.join(scalings)}), which transformers does not read from GGUF, so "
             "queries and keys would be wrong; take the model's safetensors"
         )
+    types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    in_trunk = [tensor for tensor in reader.tensors if not tensor.name.startswith((*_HEAD, *_ROTARY))]
+    read_names = _settings_read(architecture) or settings
     return Contents(
-        tuple(name for name, _ in Counter(tensor.tensor_type.name for tensor in reader.tensors).most_common()),
-        sum(int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith((*_HEAD, *_ROTARY))),
-        tuple(key for key in settings if key not in known and not key.startswith("rope.scaling.")),
+        types=tuple(name for name, _ in types.most_common()),
+        numbers=sum(int(tensor.n_elements) for tensor in in_trunk),
+        unread=tuple(name for name in settings if name not in read_names and not name.startswith("rope.scaling.")),
     )
+
+
+def _settings_read(architecture: str) -> Any:
+    """The settings that transformers reads of an architecture; None where it does not know it."""
+    converting = require_extra("transformers.modeling_gguf_pytorch_utils", "probe")
+    settings = converting.GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    other_spelling = architecture.replace("moe", "_moe").replace("-", "_")
+    return settings.get(architecture) or settings.get(other_spelling)
+
+
+def _rotary_scalings(reader: Any, settings: dict[str, Any]) -> list[str]:
+    """The tensors and the setting of a file that scale rotary frequencies."""
+    scalings = [tensor.name for tensor in reader.tensors if tensor.name.startswith(_ROTARY)]
+    kind = settings.get("rope.scaling.type")
+    if kind is not None and kind.contents() != "none":
+        scalings.append(f"rope.scaling.type = {kind.contents()}")
+    return scalings

@@ -12,7 +12,8 @@ from pathlib import Path
 
 _BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a number, by the code of its type."""
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _DEEPEST = 8
 """Arrays in arrays; the format allows one level, and readers recurse."""
 _MOST_DIMENSIONS = 16
@@ -41,11 +42,13 @@ class _Walk:
             self._order = ">"
 
     def whole(self, tensor_bytes: Mapping[int, tuple[int, int]]) -> None:
-        tensors, settings = self._number("Q", "number of tensors"), self._number("Q", "number of settings")
-        for _ in range(settings):
+        num_tensors = self._number("Q", "number of tensors")
+        num_settings = self._number("Q", "number of settings")
+        for _ in range(num_settings):
             name = self._string("name of a setting")
-            self._value(self._number("I", "type of a setting"), name, 0)
-        for _ in range(tensors):
+            kind = self._number("I", "type of a setting")
+            self._value(kind, name, depth=0)
+        for _ in range(num_tensors):
             self._tensor(tensor_bytes)
 
     def _value(self, kind: int, name: str, depth: int) -> None:
@@ -61,7 +64,8 @@ class _Walk:
     def _array(self, name: str, depth: int) -> None:
         if depth > _DEEPEST:
             raise ValueError(f"its setting {name!r} holds arrays in arrays, more than {_DEEPEST} deep")
-        kind, count = self._number("I", name), self._number("Q", name)
+        kind = self._number("I", name)
+        count = self._number("Q", name)
         if kind in _BYTES:
             self._skip(_BYTES[kind] * count, name)
             return
@@ -75,9 +79,11 @@ class _Walk:
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"its tensor {name!r} has {dimensions:,} dimensions")
         numbers = math.prod(self._number("Q", name) for _ in range(dimensions))
-        kind, place = self._number("I", name), self._number("Q", name)
-        block, size = tensor_bytes.get(kind, (1, 0))
-        end = place + -(-numbers // block) * size
+        kind = self._number("I", name)
+        place = self._number("Q", name)
+        numbers_in_block, bytes_of_block = tensor_bytes.get(kind, (1, 0))
+        num_blocks = -(-numbers // numbers_in_block)  # rounded up
+        end = place + num_blocks * bytes_of_block
         if end > len(self._content):
             raise ValueError(f"its tensor {name!r} of {numbers:,} numbers ends behind the end of the file")
 

@@ -73,9 +73,16 @@ class Checkpoint:
 
     def settings(self) -> dict[str, Any]:
         """How the model is loaded, as a result's record holds it."""
-        said: dict[str, Any] = {name: getattr(self, name) for name in ("device", "dtype", "revision")}
-        said |= {"trust_remote_code": self.trust_remote_code, "device_map": self.device_map}
-        return said if self.adapter is None else said | {"adapter": str(self.adapter)}
+        settings: dict[str, Any] = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+            "device_map": self.device_map,
+        }
+        if self.adapter is not None:
+            settings["adapter"] = str(self.adapter)
+        return settings
 
 
 Model = str | Path | PathLike[str] | nn.Module | Checkpoint | None

@@ -1,6 +1,5 @@
 """Load a checkpoint for probing, or take a module in memory, and say exactly which one it is."""
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,34 +8,30 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from massieu.errors import InputError, require_extra
 from massieu.probing.model import packed
-from massieu.probing.model.adapter import Adapter, adapter_files, find_adapter
 from massieu.probing.model.checkpoint import (
     CheckpointFiles,
-    default_model,
     file_hash,
     find_checkpoint,
     quiet,
     sentence,
     shortened,
-    stored_dtype,
     weights_are,
 )
-from massieu.probing.model.forward import decoder_given, device_of, dtype_of, separable
+from massieu.probing.model.forward import device_of, dtype_of
 from massieu.probing.model.given import DTYPES, Checkpoint
 from massieu.probing.model.model_size import bounded, check_depth
 from massieu.probing.model.module_hash import module_hash
-from massieu.probing.model.offload import offloaded
-from massieu.probing.model.target_labels import IGNORED, is_tokens, predicts_labels, shifted_labels
+from massieu.probing.model.source import ModelSource, find_source
 from massieu.probing.model.tokenizers import embedded
+from massieu.probing.model.trunk import readable_trunk, trunk_of
 from massieu.probing.model.unwrap import is_pretrained, tokenizer_of, unwrapped
 from massieu.storage.record import ModelRecord
 
 _RANDOM = "not read from the checkpoint but random, and nothing here depends on them"
-_MORE_POSITIONS = 2  # rows that a table of positions may have beyond them, as OPT's
 READABLE = (
     "BERT, RoBERTa, ModernBERT, GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, T5, BART, Whisper, ViT and others"
 )
@@ -76,24 +71,35 @@ class LoadedModel:
     def describe(self) -> ModelRecord:
         """The ``model`` entry of ``run.json``; layers and heads are filled in once the sites are known."""
         config = getattr(self.module, "config", None)
-        placement = getattr(self.module, "hf_device_map", {}).values()
+        weights = [text for text in (self.weights, packed.described(self.module)) if text]
         return ModelRecord(
-            **{name: getattr(self, name) for name in ("name", "hash", "revision")},
-            weights="; ".join(filter(None, (self.weights, packed.described(self.module)))) or None,
+            name=self.name,
+            hash=self.hash,
+            revision=self.revision,
+            weights="; ".join(weights) or None,
             architecture=type(self.module).__name__,
             parameters=packed.numbers_in(self.module),
             dtype=str(dtype_of(self.module)).removeprefix("torch."),
             stored_dtype=self.stored_dtype,
-            device=", ".join(dict.fromkeys(map(str, placement))) or str(device_of(self.module) or "cpu"),
+            device=self._devices(),
             hidden_size=getattr(config, "hidden_size", None),
             missing_weights=self._listed((*self.missing, *self.reshaped), _RANDOM),
             unexpected_weights=self._listed(self.unexpected, "in the checkpoint but not in the model, and not used"),
         )
 
+    def _devices(self) -> str:
+        """The devices that the layers are on, each once."""
+        placement = getattr(self.module, "hf_device_map", {}).values()
+        names = dict.fromkeys(map(str, placement))
+        return ", ".join(names) or str(device_of(self.module) or "cpu")
+
     def _listed(self, names: Collection[str], what: str) -> str | None:
+        """A sentence on weights of these names; None where it is not known which they are."""
         if not self.from_files:
             return None
-        return f"{weights_are(names)} {what}: {shortened(names)}" if names else "none"
+        if not names:
+            return "none"
+        return f"{weights_are(names)} {what}: {shortened(names)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,106 +158,131 @@ def load_model(
             `accelerate`.
     """
     wanted = named if isinstance(named, Checkpoint) else Checkpoint(named)
-    device_map: Any = wanted.device_map
-    transformers = require_extra("transformers", "probe")
-    if device_map is not None:
+    require_extra("transformers", "probe")
+    if wanted.device_map is not None:
         require_extra("accelerate", "offload")
-    target, kind = _device(wanted.device), DTYPES[wanted.dtype or "float32"]
+    device = _device(wanted.device)
+    dtype = DTYPES[wanted.dtype or "float32"]
     with quiet():
-        given, adapter = found_files(wanted)
-        if adapter is not None and device_map is not None:
-            raise InputError(
-                f"{adapter.folder} is an adapter, and a device map needs a whole model; merge the adapter into its base first"
-            )
-        checkpoint = given if adapter is None else adapter.base
-        shown = _shown(wanted, checkpoint)
-        options = {**checkpoint.options, "trust_remote_code": wanted.trust_remote_code}
-        with _one_sentence(shown):
-            config = transformers.AutoConfig.from_pretrained(checkpoint.place, **options)
-        check_depth(shown, config)
-        read, problem = _tokenizer(given, options) if tokenizer else (None, None)
-        if tokenizer and read is None and adapter is not None:  # it is seldom saved beside an adapter
-            read, problem = _tokenizer(checkpoint, options)
+        source = find_source(wanted)
+        announced = _announce(source, with_tokenizer=tokenizer)
         if check is not None:
-            check(AnnouncedModel(shown, config, read, problem))
-        with _one_sentence(shown), bounded(shown, checkpoint.files):
-            stored = _stored_dtype(checkpoint, config)
-            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            if getattr(config, "quantization_config", None) is not None and device_map is None:
-                device_map = {"": str(target)}  # packed weights are made where they are to stay
-            if device_map is not None:
-                options["device_map"] = device_map
-            if head == "if any":
-                named_classes = getattr(config, "architectures", None) or (["CausalLM"] if checkpoint.gguf else [])
-                head = adapter is None and any(name.endswith(("CausalLM", "LMHeadModel")) for name in named_classes)
-            kind_of_model = "AutoModelForCausalLM" if head else "AutoModel" if adapter is None else adapter.auto
-            auto = getattr(transformers, kind_of_model)
-            whole, report = auto.from_pretrained(checkpoint.place, config=config, dtype=kind, **options)
-            tied = None if head or adapter is not None else _class_with_head(whole, report["missing_keys"])
-            if tied is not None:
-                whole, report = tied.from_pretrained(checkpoint.place, config=config, dtype=kind, **options)
-                module = _trunk(whole)
-            else:
-                module = whole if adapter is None else adapter.applied(whole)
-    whole_module: Any = module
-    if is_pretrained(module) and (adapter is not None or head):
-        module = _trunk(module)
-    own = _names_in(whole, module)
-    random = sorted(set(report["missing_keys"]) - {f"{whole.base_model_prefix}.{name}" for name in module.state_dict()})
-    if head and random:
-        raise InputError(f"{shown} does not generate text: its files have no language head ({shortened(random)})")
-    files = tuple(dict.fromkeys((*given.files, *checkpoint.files)))
-    if device_map is None:
-        whole_module.to(target)
-    whole_module.eval()
+            check(announced)
+        config = announced.config
+        with _one_sentence(source.name), bounded(source.name, source.checkpoint.files):
+            original_dtype = source.stored_dtype(config)
+            keeps_head = _names_head(source, config) if head == "if any" else head
+            read = _read_weights(source, config, dtype, device, keeps_head=keeps_head)
+    module = read.model
+    if is_pretrained(module) and (source.adapter is not None or keeps_head):
+        module = trunk_of(module)
+    if keeps_head:
+        _check_head_read(source.name, read, module)
+    if not read.is_placed:
+        read.model.to(device)
+    read.model.eval()
+    names_in_trunk = _names_in(read.as_read, module)
     return LoadedModel(
         module,
-        shown,
-        file_hash(files) or module_hash(module),
+        source.name,
+        file_hash(source.files()) or module_hash(module),
         wanted.revision or getattr(config, "_commit_hash", None),
-        read,
-        tokenizer_problem=problem,
+        announced.tokenizer,
+        tokenizer_problem=announced.tokenizer_problem,
         from_files=True,
-        weights=checkpoint.format_as(kind) if adapter is None else f"{checkpoint.format_as(kind)}, with an adapter",
-        stored_dtype=stored,
-        missing=tuple(sorted(own(dict.fromkeys(report["missing_keys"])))),
-        reshaped=own({key: (tuple(found), tuple(needed)) for key, found, needed in sorted(report["mismatched_keys"])}),
-        unexpected=tuple(sorted(report["unexpected_keys"])),
-        doubts=() if checkpoint.gguf is None else checkpoint.gguf.doubts(module),
-        whole=whole_module,
+        weights=source.format_as(dtype),
+        stored_dtype=original_dtype,
+        missing=tuple(sorted(names_in_trunk(dict.fromkeys(read.report["missing_keys"])))),
+        reshaped=names_in_trunk(_shapes(read.report["mismatched_keys"])),
+        unexpected=tuple(sorted(read.report["unexpected_keys"])),
+        doubts=() if source.checkpoint.gguf is None else source.checkpoint.gguf.doubts(module),
+        whole=read.model,
     )
 
 
-def found_files(wanted: Checkpoint) -> tuple[CheckpointFiles, Adapter | None]:
-    """The files that a checkpoint's name, or else its adapter, stands for; and the adapter, with its base model.
+def _announce(source: ModelSource, *, with_tokenizer: bool) -> AnnouncedModel:
+    """Read the configuration and, if it is wanted, the tokenizer."""
+    transformers = require_extra("transformers", "probe")
+    with _one_sentence(source.name):
+        config = transformers.AutoConfig.from_pretrained(source.checkpoint.place, **source.options)
+    check_depth(source.name, config)
+    if not with_tokenizer:
+        return AnnouncedModel(source.name, config, None, None)
+    tokenizer, problem = _tokenizer(source.named_files, source.options)
+    if tokenizer is None and source.adapter is not None:  # it is seldom saved beside an adapter
+        tokenizer, problem = _tokenizer(source.checkpoint, source.options)
+    return AnnouncedModel(source.name, config, tokenizer, problem)
 
-    Raises:
-        InputError: they are not there, or are no model or no adapter.
+
+@dataclass(frozen=True, eq=False)
+class _ReadWeights:
+    """A model with the weights of its files.
+
+    Attributes:
+        as_read: as transformers made it: it has the names that the report speaks of.
+        model: the same with its adapter at work in it; of a class with a head that is not wanted, the trunk.
+        report: transformers' report on missing, mismatched and unexpected weights.
+        is_placed: it is on its devices already.
     """
-    named = find_checkpoint(default_model() if wanted.name is None else wanted.name, wanted.revision)
-    if wanted.adapter is None:
-        return named, find_adapter(named)
-    if named.adapter:
-        raise InputError(
-            f"{wanted.name} is an adapter itself, so {wanted.adapter} cannot be put on it; name its base model"
-        )
-    folder = adapter_files(wanted.adapter)
-    return folder, find_adapter(folder, named)
+
+    as_read: Any
+    model: Any
+    report: dict[str, Any]
+    is_placed: bool
 
 
-def _shown(wanted: Checkpoint, files: CheckpointFiles) -> str:
-    """What the model is called; of a folder with a GGUF file the file says which model it is."""
-    name = "sentence-transformers/all-MiniLM-L6-v2 (the default model)" if wanted.name is None else str(wanted.name)
-    name = name if files.gguf is None else files.files[0].name
-    return name if wanted.adapter is None else f"{name} with the adapter {wanted.adapter}"
+def _read_weights(
+    source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device, *, keeps_head: bool
+) -> _ReadWeights:
+    transformers = require_extra("transformers", "probe")
+    options = {**source.options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    device_map: Any = source.wanted.device_map
+    if device_map is None and getattr(config, "quantization_config", None) is not None:
+        device_map = {"": str(device)}  # packed weights are made where they are to stay
+    if device_map is not None:
+        options["device_map"] = device_map
+
+    def read(kind: Any) -> tuple[Any, dict[str, Any]]:
+        return kind.from_pretrained(source.checkpoint.place, config=config, dtype=dtype, **options)
+
+    class_name = "AutoModel" if source.adapter is None else source.adapter.auto
+    if keeps_head:
+        class_name = "AutoModelForCausalLM"
+    as_read, report = read(getattr(transformers, class_name))
+    model = as_read
+    if source.adapter is not None:
+        model = source.adapter.applied(as_read)
+    elif not keeps_head:
+        class_with_head = _class_with_head(as_read, report["missing_keys"])
+        if class_with_head is not None:
+            as_read, report = read(class_with_head)
+            model = trunk_of(as_read)
+    return _ReadWeights(as_read, model, report, is_placed=device_map is not None)
 
 
-def _stored_dtype(checkpoint: CheckpointFiles, config: Any) -> str | None:
-    """The type of a checkpoint's weights, of a name on the hub as its configuration says; None where they are quantised."""
-    if checkpoint.gguf is not None or getattr(config, "quantization_config", None) is not None:
-        return None
-    said = getattr(config, "dtype", None)
-    return stored_dtype(checkpoint.files) or (None if said is None else str(said).removeprefix("torch."))
+def _names_head(source: ModelSource, config: Any) -> bool:
+    """Whether a checkpoint names a class with the head of a language model; GGUF files hold no other models."""
+    if source.adapter is not None:
+        return False
+    class_names = getattr(config, "architectures", None)
+    if not class_names and source.checkpoint.gguf:
+        return True
+    return any(name.endswith(("CausalLM", "LMHeadModel")) for name in class_names or [])
+
+
+def _check_head_read(name: str, read: _ReadWeights, trunk: nn.Module) -> None:
+    """Raises:
+    InputError: the files lack weights of the head, so that these would be random.
+    """
+    in_trunk = {f"{read.as_read.base_model_prefix}.{weight}" for weight in trunk.state_dict()}
+    random = sorted(set(read.report["missing_keys"]) - in_trunk)
+    if random:
+        raise InputError(f"{name} does not generate text: its files have no language head ({shortened(random)})")
+
+
+def _shapes(mismatched: Collection[Any]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shape in the files and the model's, by the name of the weight."""
+    return {name: (tuple(in_files), tuple(in_model)) for name, in_files, in_model in sorted(mismatched)}
 
 
 def _class_with_head(trunk: Any, missing: Collection[str]) -> Any:
@@ -264,8 +295,8 @@ def _class_with_head(trunk: Any, missing: Collection[str]) -> Any:
     if not names & set(missing):
         return None
     named_class = next(iter(getattr(config, "architectures", None) or ()), "")
-    found = getattr(require_extra("transformers", "probe"), named_class, None)
-    return None if found is type(trunk) else found
+    kind = getattr(require_extra("transformers", "probe"), named_class, None)
+    return None if kind is type(trunk) else kind
 
 
 def _names_in(whole: Any, trunk: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -331,7 +362,7 @@ def as_loaded(module: nn.Module) -> LoadedModel:
     """A module that is already in memory, without what wraps it; of a transformers model with a head, its trunk.
 
     Raises:
-        InputError: as `unwrapped`; packed weights, or none at all: on the meta device, or lazy ones.
+        InputError: as `readable_trunk`.
     """
     inner: Any = unwrapped(module)
     trunk: Any = readable_trunk(inner)
@@ -339,196 +370,3 @@ def as_loaded(module: nn.Module) -> LoadedModel:
     name = getattr(config, "_name_or_path", "") or type(inner).__name__
     revision = getattr(config, "_commit_hash", None)
     return LoadedModel(trunk, str(name), module_hash(trunk), revision, tokenizer_of(module), whole=inner)
-
-
-def readable_trunk(module: nn.Module) -> nn.Module:
-    """A module without what wraps it; of a transformers model with a head, its trunk.
-
-    Raises:
-        InputError: as `as_loaded`.
-    """
-    inner: Any = unwrapped(module)
-    trunk: Any = _trunk(inner) if is_pretrained(inner) else inner
-    kind = type(inner).__name__
-    entries = trunk.state_dict()
-    unread = [name for name, entry in entries.items() if _is_packed(name, entry)]
-    if unread:
-        raise InputError(
-            f"{kind} has packed weights that cannot be read ({shortened(unread)}), as quantize_dynamic of "
-            "torch makes them; give the model before quantisation"
-        )
-    check_loaded(trunk, kind)
-    return trunk
-
-
-def check_loaded(module: nn.Module, kind: str) -> None:
-    """Raises:
-    InputError: some of the module's weights have no numbers.
-    """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    fetched = {name for name, each in module.named_modules() if offloaded(each)}
-    empty = [n for n, tensor in tensors if _is_empty(tensor) and n.rpartition(".")[0] not in fetched]
-    if empty:
-        raise InputError(
-            f"{kind} is on the meta device or lazy, so it has no weights to read ({shortened(empty)}); load them first"
-        )
-
-
-def _is_empty(tensor: Tensor) -> bool:
-    return tensor.is_meta or nn.parameter.is_lazy(tensor)
-
-
-def _is_packed(name: str, entry: Any) -> bool:
-    if isinstance(entry, Tensor):
-        return not nn.parameter.is_lazy(entry) and entry.is_quantized
-    return not name.endswith("_extra_state")
-
-
-def _trunk(module: Any) -> nn.Module:
-    """A model without its head; the model itself where what its class calls the base cannot be given the model's input."""
-    trunk = module.base_model
-    parameters = inspect.signature(trunk.forward).parameters.values()
-    needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    return trunk if needed <= {str(module.main_input_name)} else module
-
-
-def model_inputs(module: nn.Module, inputs: Mapping[str, Any], items: int | None = None) -> dict[str, Any]:
-    """What the model's forward is called with: on its device, without a cache, with decoder tokens where it needs them.
-
-    Those are the labels behind a start token where the batch holds labels that the decoder is to predict, as in training;
-    else the source text behind it.
-
-    Args:
-        items: at most so many of the batch, where its first dimension is theirs: a model of transformers. None is all.
-
-    Raises:
-        InputError: a decoder has nothing to read, or it is not known what it reads of labels.
-    """
-    config: Any = getattr(module, "config", None)
-    items = items if hasattr(module, "main_input_name") and separable(inputs) else None
-    device = device_of(module)
-    ready = {k: (v[:items] if v.dim() else v).to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    accepted = inspect.signature(module.forward).parameters
-    if config is not None and "use_cache" in accepted:
-        ready.setdefault("use_cache", False)
-    ready = with_target(module, ready)
-    # Labels that are no tokens, as of several codebooks, are the model's own forward's to shift.
-    decodes = _decodes(module) and not predicts_labels(module, ready)
-    if decodes and not decoder_given(ready) and "input_ids" in ready:
-        ready["decoder_input_ids"] = _shifted(ready["input_ids"], config)
-        if "attention_mask" in ready:
-            ready["decoder_attention_mask"] = ready["attention_mask"]
-    elif decodes and not decoder_given(ready) and ready.get("labels") is None:
-        raise InputError(
-            f"{type(module).__name__} has a decoder beside its encoder, and the batch holds no tokens for it; "
-            "give decoder_input_ids too"
-        )
-    return ready
-
-
-def with_target(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs, with what the decoder reads where they hold labels that it is to predict, and no tokens for it.
-
-    A trunk takes no labels; in their place it is given a mask that hides their padding.
-
-    Raises:
-        InputError: as `shifted_labels`.
-    """
-    if not _decodes(module) or not predicts_labels(module, inputs) or not is_tokens(inputs["labels"]):
-        return inputs
-    targets, labels = dict(inputs), inputs["labels"]
-    if not decoder_given(targets):
-        targets["decoder_input_ids"] = shifted_labels(module, labels, type(module).__name__)
-    if "labels" not in inspect.signature(module.forward).parameters:
-        del targets["labels"]
-        if targets.get("decoder_attention_mask") is None:
-            targets["decoder_attention_mask"] = (labels != IGNORED).long()
-    return targets
-
-
-def _decodes(module: nn.Module) -> bool:
-    """Whether a model has a decoder beside its encoder that can be given tokens."""
-    config: Any = getattr(module, "config", None)
-    accepted = inspect.signature(module.forward).parameters
-    return getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted
-
-
-def longest(module: nn.Module) -> int | None:
-    """Positions an absolute position table has for tokens; None where there is no such table."""
-    config: Any = getattr(module, "config", None)
-    table = getattr(getattr(module, "embeddings", None), "position_embeddings", None)
-    padding = getattr(table, "padding_idx", None)  # of the RoBERTa family, whose tokens' positions come behind it
-    positions = longest_by(config)
-    return positions if positions is None or padding is None else positions - padding - 1
-
-
-def table_of_positions(module: nn.Module) -> int | None:
-    """As `longest`, for models that look positions up in a table, beyond which they cannot read; None for all others."""
-    rows = longest_by(getattr(module, "config", None))
-    if rows is None:
-        return None
-    tokens = _token_table(module)
-    tables = [each for each in module.modules() if isinstance(each, nn.Embedding) and each is not tokens]
-    sizes = {each.num_embeddings for each in tables}
-    return longest(module) if any(rows <= size <= rows + _MORE_POSITIONS for size in sizes) else None
-
-
-def _token_table(module: Any) -> nn.Module | None:
-    return module.get_input_embeddings() if embedded(module) is not None else None
-
-
-_POSITIONS = (
-    ("max_position_embeddings",),
-    ("n_positions",),
-    ("max_seq_len",),  # of MPT's biases by position
-    ("max_encoder_position_embeddings", "max_decoder_position_embeddings"),  # LED: both sides read the same text
-)
-
-
-def longest_by(config: Any) -> int | None:
-    """Rows of the position table that a configuration names; a few of them may be no token's. None without such a table."""
-    for names in _POSITIONS:
-        rows = [getattr(config, name, None) for name in names]
-        lengths = [each for each in rows if isinstance(each, int) and each > 0]
-        if lengths:
-            return min(lengths)
-    return None
-
-
-def _shifted(tokens: Tensor, config: Any) -> Tensor:
-    """The decoder reads the same text behind its start token, as in training."""
-    start = getattr(config, "decoder_start_token_id", None)
-    start = getattr(config, "bos_token_id", None) if start is None else start
-    shifted = tokens.roll(1, dims=1)
-    shifted[:, 0] = 0 if start is None else start
-    return shifted
-
-
-def dummy_inputs(module: nn.Module) -> dict[str, Tensor]:
-    """A tiny made-up input that makes every attention site fire; its values mean nothing.
-
-    Raises:
-        InputError: the model reads neither tokens nor images, or does not say what it reads.
-    """
-    config: Any = getattr(module, "config", None)
-    main = getattr(module, "main_input_name", None)
-    if config is None or main is None:
-        raise InputError(
-            f"{type(module).__name__} does not say what its inputs are; give data, a batch that its forward accepts"
-        )
-    generator = torch.Generator().manual_seed(0)
-    if main == "pixel_values":
-        vision = getattr(config, "vision_config", config)
-        size = vision.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.randn(1, vision.num_channels, height, width, generator=generator)}
-    vocabulary = getattr(config, "vocab_size", None)
-    if main != "input_ids" or vocabulary is None:
-        raise InputError(f"{type(module).__name__} reads {main!r}; give batches of it to probe or describe the model")
-    if vocabulary < 1:
-        raise InputError(
-            f"the configuration of {type(module).__name__} says vocab_size = {vocabulary}: it reads no token"
-        )
-    length = max(min(16, getattr(config, "max_position_embeddings", 16) or 16), 1)
-    ids = torch.randint(0, vocabulary, (1, length), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

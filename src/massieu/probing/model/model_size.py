@@ -27,11 +27,11 @@ _SMALL = 100_000_000
 
 def check_depth(model: str, config: Any) -> None:
     """Raise an InputError where a configuration, or one inside it, has more layers than a model can be made of."""
-    waiting = [config.to_dict()]
-    while waiting:
-        for name, value in waiting.pop().items():
+    pending = [config.to_dict()]
+    while pending:
+        for name, value in pending.pop().items():
             if isinstance(value, dict):
-                waiting.append(value)
+                pending.append(value)
             elif isinstance(name, str) and "layer" in name and type(value) is int and value > MOST_LAYERS:
                 raise InputError(
                     f"the configuration of {model} says {name} = {value:,}, and at most {MOST_LAYERS:,} layers can be read"
@@ -48,7 +48,8 @@ def bounded(model: str, files: Sequence[Path]) -> Iterator[None]:
     stored = sum(file.stat().st_size for file in files)
     most = max(_SMALL, _PER_BYTE * stored) if files else MOST_NUMBERS
     thread = threading.get_ident()
-    numbers = modules = 0
+    numbers = 0
+    modules = 0
 
     def count_numbers(module: nn.Module, name: str, parameter: Tensor | None) -> None:
         nonlocal numbers
@@ -76,5 +77,5 @@ def bounded(model: str, files: Sequence[Path]) -> Iterator[None]:
 
 
 def _too_many(model: str, most: int, stored: int | None) -> str:
-    told = f"the configuration of {model} asks for more than {most:,} parameters"
-    return told if stored is None else f"{told}, and its files of weights hold {stored:,} bytes"
+    message = f"the configuration of {model} asks for more than {most:,} parameters"
+    return message if stored is None else f"{message}, and its files of weights hold {stored:,} bytes"

@@ -27,10 +27,12 @@ def module_hash(module: nn.Module, *, held: bool = False) -> str:
     digest = hashlib.sha256()
     for name, tensor in _weights(module):
         _add(digest, name, tensor)
-    for name, part in module.named_modules() if held else ():
-        own = {attribute: value for attribute, value in sorted(vars(part).items()) if attribute not in OF_EVERY_MODULE}
-        for place, tensor in _tensors(own, name, set()):
-            _add(digest, place, tensor)
+    if held:
+        for name, part in module.named_modules():
+            attributes = sorted(vars(part).items())
+            of_class = {attribute: value for attribute, value in attributes if attribute not in OF_EVERY_MODULE}
+            for place, tensor in _tensors(of_class, name, set()):
+                _add(digest, place, tensor)
     digest.update(settings_hash(module).encode())
     return f"state sha256:{digest.hexdigest()}"
 
@@ -45,10 +47,9 @@ def settings_hash(module: nn.Module) -> str:
     for name, part in module.named_modules():
         digest.update(f"{name} {_class(part)}\n".encode())
         left_by_passes = _assigned_by(type(part), "forward")
-        for attribute, said in settings_of(part, visited).items():
-            if attribute in left_by_passes:
-                continue
-            digest.update(f"{name}.{attribute} {said}\n".encode())
+        for attribute, value in settings_of(part, visited).items():
+            if attribute not in left_by_passes:
+                digest.update(f"{name}.{attribute} {value}\n".encode())
     return digest.hexdigest()
 
 
@@ -56,15 +57,19 @@ def settings_hash(module: nn.Module) -> str:
 def _assigned_by(kind: type, method: str, callers: frozenset[str] = frozenset()) -> frozenset[str]:
     """Names of attributes that a method of a class assigns, by its byte code and that of the methods that it calls."""
     names: set[str] = set()
-    versions = [inspect.unwrap(vars(each)[method]) for each in kind.__mro__ if method in vars(each)]
-    functions = [each for each in versions if isinstance(each, FunctionType)]
-    for instruction in (each for function in functions for each in dis.get_instructions(function)):
-        if instruction.opname == "STORE_ATTR":
-            names.add(instruction.argval)
-        elif instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
-            called = instruction.argval
-            if isinstance(getattr(kind, called, None), FunctionType) and called not in callers | {method}:
-                names |= _assigned_by(kind, called, callers | {method})
+    callers |= {method}
+    # A class's own version may call that of the class it derives from.
+    versions = [inspect.unwrap(vars(base)[method]) for base in kind.__mro__ if method in vars(base)]
+    for function in versions:
+        if not isinstance(function, FunctionType):
+            continue
+        for instruction in dis.get_instructions(function):
+            if instruction.opname == "STORE_ATTR":
+                names.add(instruction.argval)
+            elif instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+                called = instruction.argval
+                if isinstance(getattr(kind, called, None), FunctionType) and called not in callers:
+                    names |= _assigned_by(kind, called, callers)
     return frozenset(names)
 
 
@@ -99,5 +104,5 @@ def _add(digest: Any, name: str, tensor: Tensor) -> None:
 
 def _class(part: nn.Module) -> str:
     """The name of a part's class; of a sharded part, that of its class before it was sharded."""
-    own = next(each for each in type(part).__mro__ if not each.__module__.startswith("torch.distributed"))
-    return f"{own.__module__}.{own.__qualname__}"
+    kind = next(base for base in type(part).__mro__ if not base.__module__.startswith("torch.distributed"))
+    return f"{kind.__module__}.{kind.__qualname__}"

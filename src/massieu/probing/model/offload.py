@@ -17,8 +17,8 @@ from massieu.probing.model.packed import parts
 
 def offloaded(module: nn.Module) -> bool:
     """Whether a module's own weights are elsewhere until it is called."""
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return hasattr(module, "_hf_hook") and any(tensor.is_meta for tensor in own)
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return hasattr(module, "_hf_hook") and any(tensor.is_meta for tensor in tensors)
 
 
 def moved(model: nn.Module) -> bool:
@@ -50,14 +50,15 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     for prefix, module in model.named_modules():
         fetched = offloaded(module)
         with at_hand(module):
-            named = [(name, tensor, False) for name, tensor in module.named_parameters(recurse=False)]
-            named += [(name, tensor, True) for name, tensor in module.named_buffers(recurse=False)]
-            for name, tensor, buffer in named:
-                if tensor not in yielded:
-                    whole = f"{prefix}.{name}" if prefix else name
-                    yield from ((whole, part, buffer) for part in parts(tensor))
+            parameters = list(module.named_parameters(recurse=False))
+            buffers = list(module.named_buffers(recurse=False))
+            for is_buffer, named_tensors in ((False, parameters), (True, buffers)):
+                for name, tensor in named_tensors:
+                    if tensor not in yielded:
+                        full_name = f"{prefix}.{name}" if prefix else name
+                        yield from ((full_name, part, is_buffer) for part in parts(tensor))
             if not fetched:
-                yielded.update(tensor for _, tensor, _ in named)
+                yielded.update(tensor for _, tensor in (*parameters, *buffers))
 
 
 def execution_device(model: nn.Module) -> torch.device | None:
@@ -65,14 +66,11 @@ def execution_device(model: nn.Module) -> torch.device | None:
     for module in model.modules():
         if offloaded(module):
             hook: Any = module._hf_hook
-            place = next((h.execution_device for h in (*getattr(hook, "hooks", ()), hook) if _runs(h)), None)
-            if place is not None:
-                return torch.device(place)
+            for each in (*getattr(hook, "hooks", ()), hook):  # a sequence of hooks has them inside
+                device = getattr(each, "execution_device", None)
+                if device is not None:
+                    return torch.device(device)
     return None
-
-
-def _runs(hook: Any) -> bool:
-    return getattr(hook, "execution_device", None) is not None
 
 
 def placed_like(copy: nn.Module, model: nn.Module) -> nn.Module | str:

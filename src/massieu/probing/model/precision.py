@@ -32,13 +32,13 @@ def tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
-def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
+def relative_difference(value: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
     """Largest difference over the largest expected size; NaN where a number of either is not finite, 0 where there is none."""
     if not expected.numel():
         return 0.0
-    if not bool(expected.isfinite().all() & found.isfinite().all()):
+    if not bool(expected.isfinite().all() & value.isfinite().all()):
         return float("nan")
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    return float((value - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
@@ -52,10 +52,10 @@ def computed_in(*tensors: Tensor) -> torch.dtype:
     A result may be of a finer type than what it was computed from: models under autocast give float32 as well. So the
     question is asked during the forward pass, where the autocast of the model's own code is active.
     """
-    own = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     devices = {tensor.device.type for tensor in tensors}
     casting = [d for d in devices if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
-    return coarsest(*own, *map(torch.get_autocast_dtype, casting))
+    return coarsest(*dtypes, *map(torch.get_autocast_dtype, casting))
 
 
 def is_one_point(points: Float[Tensor, "*batch n d"], dtype: torch.dtype) -> Bool[Tensor, "*batch"]:
@@ -87,4 +87,5 @@ def is_one_point(points: Float[Tensor, "*batch n d"], dtype: torch.dtype) -> Boo
     rounding = stored**2 * (squares + squares.mean(-1, keepdim=True)) + added**2 * squares.sum(-1, keepdim=True)
     variance = (points - points[..., :1, :]).var(-2, correction=0)
     # Rounding is 0 only where all tokens are 0.
-    return (variance / rounding.clamp_min(torch.finfo(torch.float64).tiny)).mean(-1) <= 1
+    ratio = variance / rounding.clamp_min(torch.finfo(torch.float64).tiny)
+    return ratio.mean(-1) <= 1

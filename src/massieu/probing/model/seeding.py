@@ -34,13 +34,14 @@ class OwnGenerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = dict(kwargs or {})
-        if draws_numbers(func, args, keywords):
-            func, keywords["generator"] = with_generator(func), self._generator(args, keywords)
-        return func(*args, **keywords)
+        if not draws_numbers(func, args, keywords):
+            return func(*args, **keywords)
+        keywords["generator"] = self._generator(args, keywords)
+        return with_generator(func)(*args, **keywords)
 
     def _generator(self, arguments: Any, keywords: dict[str, Any]) -> torch.Generator:
-        given = next((a.device for a in arguments if isinstance(a, Tensor)), None)
-        device = torch.device(given or keywords.get("device") or "cpu")
+        of_tensor = next((argument.device for argument in arguments if isinstance(argument, Tensor)), None)
+        device = torch.device(of_tensor or keywords.get("device") or "cpu")
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self._generators[device]
@@ -58,15 +59,21 @@ def _without_dropout(func: Any, args: Any, keywords: dict[str, Any]) -> bool:
     if "dropout_p" not in names:
         return False
     place = names.index("dropout_p")
-    return (args[place] if place < len(args) else keywords.get("dropout_p", 0.0)) == 0
+    dropout = args[place] if place < len(args) else keywords.get("dropout_p", 0.0)
+    return dropout == 0
 
 
 def with_generator(func: Any) -> Any:
     """The same operation in the form that takes a generator."""
-    own = [argument.name for argument in func._schema.arguments]
+    others = _other_arguments(func)
     for name in (func._overloadname, *func.overloadpacket.overloads()):
         overload = getattr(func.overloadpacket, name)
-        names = [argument.name for argument in overload._schema.arguments]
-        if "generator" in names and [n for n in names if n != "generator"] == [n for n in own if n != "generator"]:
+        takes_generator = any(argument.name == "generator" for argument in overload._schema.arguments)
+        if takes_generator and _other_arguments(overload) == others:
             return overload
     raise RuntimeError(f"{func} draws random numbers from the global generator, and takes no other")
+
+
+def _other_arguments(func: Any) -> list[str]:
+    """Names of an operation's arguments beside a generator."""
+    return [argument.name for argument in func._schema.arguments if argument.name != "generator"]

@@ -44,15 +44,26 @@ def shifted_labels(model: Any, labels: Int[Tensor, "B T"], name: str) -> Int[Ten
     Raises:
         InputError: the start token or the padding is not known, or the model's own shift fails.
     """
-    files = {kind.__module__: None for kind in type(model).__mro__ if kind is not object}
-    theirs = [each for file in files for each in vars(sys.modules[file]).values() if _of_same_config(each, model)]
-    shift = next((found for kind in (type(model), *theirs) if (found := getattr(kind, _SHIFT, None)) is not None), None)
+    shift = _shift_of(model)
     if shift is None:
         return _behind_start(model.config, labels, name)
     try:
         return shift(model, labels=labels)
     except Exception as error:  # of whatever class: code of the model, which asks for what its configuration lacks
         raise InputError(f"{name} cannot make decoder tokens of a target: {sentence(error)}") from error
+
+
+def _shift_of(model: Any) -> Any:
+    """The shift of the model's class, or of a class with a head in the files of its classes; None where there is none."""
+    file_names = dict.fromkeys(kind.__module__ for kind in type(model).__mro__ if kind is not object)
+    kinds = [type(model)]
+    for file_name in file_names:
+        kinds.extend(kind for kind in vars(sys.modules[file_name]).values() if _of_same_config(kind, model))
+    for kind in kinds:
+        shift = getattr(kind, _SHIFT, None)
+        if shift is not None:
+            return shift
+    return None
 
 
 def _behind_start(config: Any, labels: Tensor, name: str) -> Tensor:

@@ -14,8 +14,9 @@ def check_vocabulary(tokenizer: Any, name: str) -> None:
     """
     if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "all_special_ids"):
         raise InputError(f"{type(tokenizer).__name__} is not a tokenizer of transformers")
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {*tokenizer.all_special_ids, *(identifier for identifier, token in added.items() if token.special)}
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
+    special = set(tokenizer.all_special_ids)
+    special |= {identifier for identifier, token in added_tokens.items() if token.special}
     words = set(tokenizer.get_vocab().values()) - special
     if len(words) < 2:  # a SentencePiece one without its files still knows the space
         raise InputError(
@@ -53,12 +54,13 @@ def check_ids(model: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 def _check_ids(model: nn.Module, inputs: dict[str, Any], name: str) -> None:
-    ids, rows = inputs.get(name), embedded(model)
+    ids = inputs.get(name)
+    rows = embedded(model)
     if not isinstance(ids, Tensor) or rows is None or not ids.numel():
         return
     strange = ids[(ids < 0) | (ids >= rows)]
-    places = torch.tensor(_placeholders(getattr(model, "config", None)), dtype=ids.dtype, device=ids.device)
-    strange = strange[~torch.isin(strange, places)]
+    placeholders = torch.tensor(_placeholders(getattr(model, "config", None)), dtype=ids.dtype, device=ids.device)
+    strange = strange[~torch.isin(strange, placeholders)]
     if strange.numel():
         raise InputError(
             f"{name} hold the token {int(strange[0])}, and {type(model).__name__} embeds tokens 0 to {rows - 1:,}; "
@@ -77,16 +79,17 @@ def embedded(model: nn.Module) -> int | None:
 
 def special_ids(tokenizer: Any, config: Any) -> set[int]:
     """Tokens that are no words: a tokenizer's special and added ones, and those that a model's configuration names."""
-    named = {} if config is None else vars(config)
-    found = {v for name, v in named.items() if name.endswith("_token_id") and isinstance(v, int)}
-    found |= set(_placeholders(config))
+    settings = {} if config is None else vars(config)
+    ids = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
+    ids |= set(_placeholders(config))
     if tokenizer is not None:
-        found |= set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
-    return found
+        ids |= set(tokenizer.all_special_ids)
+        ids |= set(getattr(tokenizer, "added_tokens_decoder", {}))
+    return ids
 
 
 def _placeholders(config: Any) -> list[int]:
     """Tokens that stand for an image or a sound, which models put in the place of before they embed."""
-    named = {} if config is None else vars(config)
-    values = [value for name, value in named.items() if name.endswith(("_token_id", "_token_index"))]
+    settings = {} if config is None else vars(config)
+    values = [value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))]
     return [value for value in values if type(value) is int and abs(value) < 1 << 63]  # no tensor holds others

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+_LIBRARY_FOLDERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 """Folders of code that no user of a statistic has written."""
 
 
@@ -37,7 +37,7 @@ def calling_own(function: object = None, given: Sequence[Tensor | None] = ()) ->
     Raises:
         OwnFunctionError: it raised anything but that memory ran out, or changed a tensor in place.
     """
-    before = _versions(given)
+    versions = _versions(given)
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, OwnFunctionError):
@@ -45,25 +45,33 @@ def calling_own(function: object = None, given: Sequence[Tensor | None] = ()) ->
     except SystemExit as error:
         raise OwnFunctionError("it asks Python to end") from error
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        file = getattr(getattr(function, "__code__", None), "co_filename", None)
-        theirs = [frame for frame in frames if frame.filename == file]
-        theirs = theirs or [frame for frame in frames if _is_theirs(frame.filename)]
-        where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
-        raise OwnFunctionError(f"it raised {_in_a_line(error)}{where}") from error
-    if _versions(given) != before:
+        raise OwnFunctionError(f"it raised {_in_a_line(error)}{_place_of(error, function)}") from error
+    if _versions(given) != versions:
         raise OwnFunctionError("it changed a tensor that it was given, in place; work on a copy")
+
+
+def _place_of(error: Exception, function: object) -> str:
+    """The line of the user's that raised an error, in brackets; nothing where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    users_frames = [frame for frame in frames if frame.filename == file]
+    if not users_frames:
+        users_frames = [frame for frame in frames if _is_users(frame.filename)]
+    if not users_frames:
+        return ""
+    innermost = users_frames[-1]
+    return f" ({Path(innermost.filename).name}, line {innermost.lineno})"
 
 
 def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
     """How often each was changed in place, as PyTorch counts; tensors of inference mode are not counted."""
-    return [each._version for each in tensors if each is not None and not each.is_inference()]
+    return [tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference()]
 
 
-def _is_theirs(file: str) -> bool:
-    return not file.startswith((*_NOT_THE_USERS, "<frozen")) and Path(file).name != "contextlib.py"
+def _is_users(file: str) -> bool:
+    return not file.startswith((*_LIBRARY_FOLDERS, "<frozen")) and Path(file).name != "contextlib.py"
 
 
 def _in_a_line(error: Exception) -> str:
-    said = f"{type(error).__name__}: {error}".rstrip(": ")
-    return " ".join(said.split())[:200]
+    message = f"{type(error).__name__}: {error}".rstrip(": ")
+    return " ".join(message.split())[:200]

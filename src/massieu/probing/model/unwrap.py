@@ -8,7 +8,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from massieu.errors import InputError
 
-_MOST = 10  # wrappers around wrappers
+_MOST_WRAPPERS = 10  # around each other
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -30,7 +30,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, got {type(module).__name__}")
-    for _ in range(_MOST):
+    for _ in range(_MOST_WRAPPERS):
         inner = _inside(module)
         if inner is module:
             break
@@ -79,10 +79,10 @@ def _inside(module: Any) -> nn.Module:
     if _is(module, "sentence_transformers", "SentenceTransformer"):
         return _text_model(module)
     for library in ("lightning", "pytorch_lightning"):
-        if (
-            _is(module, library, "LightningModule")
-            and type(module).forward is _class(library, "LightningModule").forward
-        ):
+        if not _is(module, library, "LightningModule"):
+            continue
+        has_no_forward = type(module).forward is _class(library, "LightningModule").forward
+        if has_no_forward:
             return _only_model(module)
     return module
 
@@ -102,8 +102,8 @@ def _only_model(module: nn.Module) -> nn.Module:
         InputError: there are none, or several.
     """
     children = [child for child in module.children() if next(child.parameters(), None) is not None]
-    own = next(module.parameters(recurse=False), None)
-    if len(children) == 1 and own is None:
+    has_own_parameters = next(module.parameters(recurse=False), None) is not None
+    if len(children) == 1 and not has_own_parameters:
         return children[0]
     raise InputError(
         f"{type(module).__name__} has no forward of its own and {len(children)} submodules with parameters, so it cannot be "
@@ -117,5 +117,6 @@ def _class(library: str, name: str) -> Any:
 
 
 def _is(module: Any, library: str, name: str) -> bool:
-    found = _class(library, name)
-    return found is not None and isinstance(module, found)
+    """Whether a module is of a library's class."""
+    kind = _class(library, name)
+    return kind is not None and isinstance(module, kind)

@@ -19,7 +19,8 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.checks.padding import PaddingCheck
 from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import device_of, named_inputs, run
-from massieu.probing.model.model import check_loaded, model_inputs
+from massieu.probing.model.model_inputs import model_inputs
+from massieu.probing.model.trunk import check_loaded
 from massieu.probing.model.unwrap import unwrapped
 from massieu.probing.monitor.alarms import Alarms, watched_numbers
 from massieu.probing.monitor.clipping import Clipping, LargestLogits

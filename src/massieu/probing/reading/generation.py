@@ -22,7 +22,8 @@ from massieu.probing.capture.tokens import BatchTokens, Tokens
 from massieu.probing.checks.nonfinite import in_call
 from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import uncompiled
-from massieu.probing.model.model import model_inputs, table_of_positions
+from massieu.probing.model.model_inputs import model_inputs
+from massieu.probing.model.positions import max_table_positions
 from massieu.probing.model.seeding import OwnGenerator
 from massieu.probing.model.watching import hooked
 from massieu.probing.reading.options import Options
@@ -75,7 +76,7 @@ def check_room(model: nn.Module, prompt: int, most: int) -> None:
     Raises:
         InputError: its table of positions has fewer rows.
     """
-    positions = table_of_positions(model)
+    positions = max_table_positions(model)
     if positions is not None and prompt + most - 1 > positions:
         room = max(positions - prompt + 1, 0)  # the last new token needs no position
         raise InputError(

@@ -25,7 +25,7 @@ from massieu.probing.capture.tokens import BatchTokens, Tokens, drawn_for
 from massieu.probing.checks.nonfinite import FirstTrouble, at_real, in_batch, in_call, kind_of
 from massieu.probing.data.token_names import AUDIO, frames_of
 from massieu.probing.model.forward import decoder_given, output_tensor, run
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.model.packed import dense_inside
 from massieu.probing.model.unexpected import OwnFunctionError, calling_own
 from massieu.probing.reading.options import Options

@@ -21,7 +21,8 @@ from massieu.probing.capture.tokens import BatchTokens
 from massieu.probing.data.token_names import frames_of
 from massieu.probing.model.checkpoint import sentence
 from massieu.probing.model.forward import decoder_given, output_tensor, run
-from massieu.probing.model.model import LoadedModel, model_inputs
+from massieu.probing.model.model import LoadedModel
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.replaced.context import replaced
 from massieu.probing.replaced.replacement import Replacement
 from massieu.probing.replaced.rules import MEAN, AtRest, Off, Resampled, Rule, rule_of

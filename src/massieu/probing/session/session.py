@@ -21,7 +21,8 @@ from massieu.probing.data.text_digest import TextDigest
 from massieu.probing.data.token_names import NOT_TEXT, token_names
 from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import named_inputs
-from massieu.probing.model.model import LoadedModel, model_inputs, with_target
+from massieu.probing.model.model import LoadedModel
+from massieu.probing.model.model_inputs import model_inputs, with_target
 from massieu.probing.model.tokenizers import check_ids
 from massieu.probing.model.unwrap import prompt_tokens
 from massieu.probing.reading.examples import LONGEST, Examples, ExampleWindow, example_length

@@ -14,17 +14,10 @@ from massieu.probing.data.given import Batches, Data, Images, Pairs, Text
 from massieu.probing.data.images import ImageBatches, processor_of, reads_images
 from massieu.probing.data.pair_batches import PairBatches, check_pair_configuration, check_pair_model
 from massieu.probing.data.text import TextBatches
+from massieu.probing.model.checkpoint import default_model
 from massieu.probing.model.given import Checkpoint
-from massieu.probing.model.model import (
-    AnnouncedModel,
-    LoadedModel,
-    default_model,
-    load,
-    load_tokenizer,
-    longest,
-    longest_by,
-    table_of_positions,
-)
+from massieu.probing.model.model import AnnouncedModel, LoadedModel, load, load_tokenizer
+from massieu.probing.model.positions import config_positions, max_positions, max_table_positions
 from massieu.probing.model.tokenizers import check_tokenizer, check_vocabulary
 from massieu.probing.reading.generation import check_generates
 from massieu.probing.session.session import Input, ProbeProgress
@@ -176,7 +169,7 @@ def _check_announced(announced: AnnouncedModel, tokenizer: Any, max_length: int 
     check_vocabulary(tokenizer, announced.name)
     if pairs:
         check_pair_configuration(announced.config, announced.name)
-    most = longest_by(announced.config)
+    most = config_positions(announced.config)
     if max_length is not None and most is not None and max_length > most:
         raise _too_long(max_length, most, announced.name)
 
@@ -209,13 +202,13 @@ def _length(loaded: LoadedModel, max_length: int | None, generate: int | None) -
     Raises:
         InputError: more were asked for than the model has positions.
     """
-    most = longest(loaded.module)
+    most = max_positions(loaded.module)
     if max_length is not None:
         if most is not None and max_length > most:
             raise _too_long(max_length, most, loaded.name)
         return max_length, None
     reason = "the model has no more positions"
-    if generate is not None and (positions := table_of_positions(loaded.module)) is not None:
+    if generate is not None and (positions := max_table_positions(loaded.module)) is not None:
         most = max(positions - generate + 1, 1)
         reason += " beside those of the new tokens"
     if most is None or most >= DEFAULT_LENGTH:

@@ -22,7 +22,8 @@ from massieu.foundation.doors import any_of, input_door, text
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import Tokens
-from massieu.probing.model.model import LoadedModel, model_inputs
+from massieu.probing.model.model import LoadedModel
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.model.unexpected import unexpected
 from massieu.probing.statistics.extremes import Places
 from massieu.probing.statistics.own import OwnStatistic

@@ -21,7 +21,9 @@ from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import BatchTokens, Tokens, rows_of_batch
 from massieu.probing.model.forward import run
-from massieu.probing.model.model import LoadedModel, longest, model_inputs
+from massieu.probing.model.model import LoadedModel
+from massieu.probing.model.model_inputs import model_inputs
+from massieu.probing.model.positions import max_positions
 from massieu.probing.model.tokenizers import embedded, special_ids
 from massieu.probing.statistics.group import (
     Event,
@@ -179,7 +181,7 @@ class RepeatedTokens:
             begins_with_first = first in special and bool((ids[:, 0] == first).all())
             around = ([first] if begins_with_first else [], [])
         vocabulary = [number for number in range(vocabulary_size) if number not in special]
-        drawn = cls.drawn(vocabulary, *around, longest(loaded.module), seed)
+        drawn = cls.drawn(vocabulary, *around, max_positions(loaded.module), seed)
         if isinstance(drawn, str):
             return drawn
         continuous = sorted(

@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from massieu.probing.model.forward import run
-from massieu.probing.model.model import LoadedModel, model_inputs
+from massieu.probing.model.model import LoadedModel
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.model.packed import dense_weight
 from massieu.probing.model.watching import hooked
 from massieu.probing.stream.replay import norm_gain

@@ -79,10 +79,10 @@ class _Limit:
     def __init__(self, max_bytes: int, sites: list[SiteInfo], chosen: dict[AttentionSite, tuple[int, ...]]) -> None:
         self.max_bytes = max_bytes
         # Sites of one stack and kind have one length; an encoder's may be much longer than its decoder's.
-        self.length_of = {info.site: (stack_of(info.block), info.kind) for info in sites}
+        self.group_of = {info.site: (stack_of(info.block), info.kind) for info in sites}
         self.heads_left = Counter[tuple[str, str]]()
         for site, heads in chosen.items():
-            self.heads_left[self.length_of[site]] += len(heads)
+            self.heads_left[self.group_of[site]] += len(heads)
         self.held = 0
 
     def check(self, call: AttentionCall, heads: tuple[int, ...]) -> None:
@@ -90,15 +90,16 @@ class _Limit:
         InputError: these weights, and those of the heads of this kind in this stack that follow, would be too many.
         """
         batch, _, length, _ = call.query.shape
-        size = torch.promote_types(call.query.dtype, torch.float32).itemsize
-        of_head = batch * length * call.key.shape[2] * size
-        alike = self.length_of[call.site]
-        needed = self.held + of_head * self.heads_left[alike]
+        keys = call.key.shape[2]
+        bytes_of_number = torch.promote_types(call.query.dtype, torch.float32).itemsize
+        bytes_of_head = batch * length * keys * bytes_of_number
+        group = self.group_of[call.site]
+        needed = self.held + bytes_of_head * self.heads_left[group]
         if needed > self.max_bytes:
             raise InputError(
-                f"the weights of {self.heads_left[alike]} heads on {length:,} queries and {call.key.shape[2]:,} keys, with "
+                f"the weights of {self.heads_left[group]} heads on {length:,} queries and {keys:,} keys, with "
                 f"what is held, take {needed:,} bytes, more than max_bytes={self.max_bytes:,}; name fewer layers or heads, or "
                 "allow more"
             )
-        self.held += of_head * len(heads)
-        self.heads_left[alike] -= len(heads)
+        self.held += bytes_of_head * len(heads)
+        self.heads_left[group] -= len(heads)

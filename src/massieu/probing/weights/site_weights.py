@@ -1,6 +1,5 @@
 """The attention weights of one site, with the tokens that they are about."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -100,20 +99,22 @@ class SiteAttention:
         """
         if not self.same_tokens:
             return self.weights.new_full((len(self.heads),), torch.nan)
-        places = torch.arange(self.weights.shape[-1], dtype=self.weights.dtype)
-        distance = (places[: self.weights.shape[2], None] - places).abs()
-        total = self.weights.sum(-1)
+        positions = torch.arange(self.weights.shape[-1], dtype=self.weights.dtype)
+        distance = (positions[: self.weights.shape[2], None] - positions).abs()
+        total = self.weights.sum(-1)  # less than 1 where a sink takes a share
         counted = self.chooses() & (total > 0)
         mean = (self.weights * distance).sum(-1) / torch.where(counted, total, 1.0)
         return torch.where(counted, mean, 0.0).sum((0, 2)) / counted.sum((0, 2))
 
     def weight_on_first(self) -> Float[Tensor, " H"]:
         """Mean weight on the first real token of each sequence, over the queries behind it with two keys or more."""
-        first = self.key_real.int().argmax(1)
-        weights = self.weights.gather(3, first[:, None, None, None].expand(*self.weights.shape[:3], 1))[..., 0]
+        first = self._first_keys()
+        index = first[:, None, None, None].expand(*self.weights.shape[:3], 1)
+        weights = self.weights.gather(3, index)[..., 0]
         counted = self.chooses()
         if self.same_tokens:
-            counted = counted & (torch.arange(self.weights.shape[2]) != first[:, None])[:, None]
+            is_later = torch.arange(self.weights.shape[2]) != first[:, None]
+            counted = counted & is_later[:, None]
         return torch.where(counted, weights, 0.0).sum((0, 2)) / counted.sum((0, 2))
 
     @input_door(count=partial(whole_number, least=0))
@@ -123,29 +124,41 @@ class SiteAttention:
         Args:
             first: whether weights on the first real token of each sequence are among them.
         """
-        sizes = self._ranked(first).flatten()
-        found = sizes.topk(min(count, sizes.numel()))
-        return [self._strong(place, weight) for place, weight in _pairs(found.indices, found.values) if weight > 0]
+        ranked = self._ranked(first).flatten()
+        largest = ranked.topk(min(count, ranked.numel()))
+        return self._strong_weights(largest.indices, largest.values)
 
     def strongest_of_each_head(self, *, first: bool = True) -> list[StrongWeight]:
         """The largest weight of each head, as `strongest` counts them; none of a head without such a weight."""
-        batch, heads, length, keys = self.weights.shape
-        found = self._ranked(first).transpose(0, 1).flatten(1).max(1)
-        row, within = found.indices // (length * keys), found.indices % (length * keys)
-        places = (row * heads + torch.arange(heads)) * length * keys + within
-        return [self._strong(place, weight) for place, weight in _pairs(places, found.values) if weight > 0]
+        _, heads, length, keys = self.weights.shape
+        by_head = self._ranked(first).transpose(0, 1).flatten(1)  # (H, B·L·N)
+        largest = by_head.max(1)
+        row = largest.indices // (length * keys)
+        place_in_row = largest.indices % (length * keys)
+        # Places among all weights, which lie as (B, H, L, N).
+        places = (row * heads + torch.arange(heads)) * length * keys + place_in_row
+        return self._strong_weights(places, largest.values)
 
     def _ranked(self, first: bool) -> Float[Tensor, "B H L N"]:
         """The weights, −∞ where one is not ranked."""
         is_left_out = ~self.chooses()[..., None] | ~self.key_real[:, None, None] | self.weights.isnan()
-        sizes = self.weights.masked_fill(is_left_out, -torch.inf)
+        ranked = self.weights.masked_fill(is_left_out, -torch.inf)
         if first:
-            return sizes
-        begins = torch.nn.functional.one_hot(self.key_real.int().argmax(1), self.key_real.shape[1]).bool()
-        return sizes.masked_fill(begins[:, None, None], -torch.inf)
+            return ranked
+        is_first = torch.nn.functional.one_hot(self._first_keys(), self.key_real.shape[1]).bool()
+        return ranked.masked_fill(is_first[:, None, None], -torch.inf)
 
-    def _strong(self, place: int, weight: float) -> StrongWeight:
-        """What is said of one weight, by its place among all."""
+    def _first_keys(self) -> Int[Tensor, " B"]:
+        """Position of the first key of each sequence that is no padding."""
+        return self.key_real.int().argmax(1)
+
+    def _strong_weights(self, places: Int[Tensor, " S"], weights: Float[Tensor, " S"]) -> list[StrongWeight]:
+        """Weights above 0, by their places among all; −∞ stands for one that is not ranked."""
+        pairs = zip(places.tolist(), weights.tolist(), strict=True)
+        return [self._strong_weight(place, weight) for place, weight in pairs if weight > 0]
+
+    def _strong_weight(self, place: int, weight: float) -> StrongWeight:
+        """One weight with its tokens, by its place among all."""
         row, head, query, key = (int(index) for index in torch.unravel_index(torch.tensor(place), self.weights.shape))
         return StrongWeight(
             site=self.name,
@@ -159,10 +172,6 @@ class SiteAttention:
             weight=weight,
             visible=int(self.visible[row, head, query]),
         )
-
-
-def _pairs(places: Int[Tensor, " S"], weights: Float[Tensor, " S"]) -> Iterator[tuple[int, float]]:
-    yield from zip(places.tolist(), weights.tolist(), strict=True)
 
 
 def _token(tokens: list[list[str]] | None, row: int, place: int) -> str | None:

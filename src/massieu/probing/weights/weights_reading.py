@@ -24,8 +24,11 @@ from massieu.probing.data.text import token_strings
 from massieu.probing.data.token_names import frames_of, token_names
 from massieu.probing.model.forward import named_inputs, real_mask, run
 from massieu.probing.model.given import Checkpoint, Model, given_model
-from massieu.probing.model.model import load_model, load_tokenizer, longest, model_inputs, readable_trunk, with_target
+from massieu.probing.model.model import load_model, load_tokenizer
+from massieu.probing.model.model_inputs import model_inputs, with_target
+from massieu.probing.model.positions import max_positions
 from massieu.probing.model.tokenizers import check_ids, check_tokenizer
+from massieu.probing.model.trunk import readable_trunk
 from massieu.probing.model.unwrap import tokenizer_of
 from massieu.probing.weights.site_weights import SiteAttention
 
@@ -81,19 +84,21 @@ class WeightsReading:
         Raises:
             InputError: there is no such layer or head; the message says which there are.
         """
-        known = sorted({info.layer for info in self.sites})
+        all_layers = sorted({info.layer for info in self.sites})
         for layer in layers or ():
-            if layer not in known:
-                raise InputError(f"{self.name} has no layer {layer}; its layers are {known[0]} to {known[-1]}")
-        found: dict[AttentionSite, tuple[int, ...]] = {}
+            if layer not in all_layers:
+                raise InputError(
+                    f"{self.name} has no layer {layer}; its layers are {all_layers[0]} to {all_layers[-1]}"
+                )
+        heads_of_site: dict[AttentionSite, tuple[int, ...]] = {}
         for info in self.sites:
             if layers is not None and info.layer not in layers:
                 continue
             for head in heads or ():
                 if head >= info.heads:
                     raise InputError(f"{info.site.name} has no head {head}; its heads are 0 to {info.heads - 1}")
-            found[info.site] = tuple(range(info.heads)) if heads is None else tuple(heads)
-        return found
+            heads_of_site[info.site] = tuple(range(info.heads)) if heads is None else tuple(heads)
+        return heads_of_site
 
     def layers_by_stack(self) -> dict[str, int]:
         """How many layers with self-attention each stack has."""
@@ -152,7 +157,8 @@ class WeightsReading:
         queries = tokens.of(call, decoder=info.in_decoder, cross=cross)
         keys = tokens.of(call, decoder=info.in_decoder and not cross, keys=True, cross=cross)
         weights, sink = weights_of_heads(call, heads)
-        batch, length = call.query.shape[0], call.query.shape[2]
+        batch = call.query.shape[0]
+        length = call.query.shape[2]
         visible = call.visible().sum(-1).expand(batch, call.query.shape[1], length)
         return SiteAttention(
             name=info.site.name,
@@ -176,11 +182,16 @@ class WeightsReading:
         """The tokens of each sequence: of a text by the tokenizer, of images and sounds by their places."""
         if ids is not None and self.tokenizer is not None:
             return [token_strings(self.tokenizer, row) for row in ids.tolist()]
-        if ids is not None or batch != next(len(v) for v in self.inputs.values() if isinstance(v, Tensor) and v.dim()):
+        num_rows = next(len(value) for value in self.inputs.values() if isinstance(value, Tensor) and value.dim())
+        if ids is not None or batch != num_rows:
             return None
-        names = [list(token_names(self.module, self.inputs, row).values()) for row in range(batch)]
-        rows = [row[0] for row in names if row and len(row[0]) == length]
-        return rows if len(rows) == batch else None
+        names: list[list[str]] = []
+        for row in range(batch):
+            names_of_row = next(iter(token_names(self.module, self.inputs, row).values()), None)
+            if names_of_row is None or len(names_of_row) != length:
+                return None
+            names.append(names_of_row)
+        return names
 
 
 def check_inputs(inputs: Any) -> None:
@@ -206,32 +217,33 @@ def numbers_of(name: str, given: int | Iterable[int] | None) -> list[int] | None
     if given is None:
         return None
     values = given.tolist() if isinstance(given, Tensor) else given
-    several = [values] if isinstance(values, Integral) else values
-    if not isinstance(several, Iterable) or isinstance(several, str | bytes):
+    listed = [values] if isinstance(values, Integral) else values
+    if not isinstance(listed, Iterable) or isinstance(listed, str | bytes):
         raise InputError(f"{name} must be a whole number or a list of them, got {described(given)}")
-    found: list[int] = []
-    for number in several:
+    numbers: list[int] = []
+    for number in listed:
         if not isinstance(number, Integral) or isinstance(number, bool) or int(number) < 0:
             raise InputError(f"{name} must be whole numbers from 0, got {described(number)}")
-        found.append(int(number))
-    if not found:
+        numbers.append(int(number))
+    if not numbers:
         raise InputError(f"{name} must name at least one; leave it out for all")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(numbers))
 
 
 def weights_of_heads(call: AttentionCall, heads: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """Weights (B, H, L, N) and the sink's share (B, H, L) of some heads, in main memory, formed in float64."""
     dtype = torch.promote_types(call.query.dtype, torch.float32)
     device = call.query.device
+    num_keys = call.key.shape[2]
     is_whole = tuple(heads) == tuple(range(call.query.shape[1]))
-    some = call if is_whole else call.of_heads(torch.tensor(heads, device=device))
-    batch, count, length = some.query.shape[:3]
-    weights = torch.empty(batch, count, length, call.key.shape[2], dtype=dtype)
-    sink = None if call.sink is None else torch.empty(batch, count, length, dtype=dtype)
-    rows = max(1, SCORES // max(1, batch * count * call.key.shape[2]))
-    for places in torch.arange(length, device=device).split(rows):
-        part = slice(int(places[0]), int(places[-1]) + 1)
-        of_keys, of_sink = explicit_weights(some.at(places))
+    chosen = call if is_whole else call.of_heads(torch.tensor(heads, device=device))
+    batch, num_heads, length = chosen.query.shape[:3]
+    weights = torch.empty(batch, num_heads, length, num_keys, dtype=dtype)
+    sink = None if call.sink is None else torch.empty(batch, num_heads, length, dtype=dtype)
+    queries_at_a_time = max(1, SCORES // max(1, batch * num_heads * num_keys))
+    for positions in torch.arange(length, device=device).split(queries_at_a_time):
+        part = slice(int(positions[0]), int(positions[-1]) + 1)
+        of_keys, of_sink = explicit_weights(chosen.at(positions))
         weights[:, :, part] = of_keys.to("cpu", dtype)
         if sink is not None and of_sink is not None:
             sink[:, :, part] = of_sink.to("cpu", dtype)
@@ -240,15 +252,17 @@ def weights_of_heads(call: AttentionCall, heads: Sequence[int]) -> tuple[Tensor,
 
 def _opened(model: Checkpoint | nn.Module, tokenizer: Any) -> tuple[nn.Module, str, Any]:
     """A module, what it is called, and its tokenizer; None where there is none."""
-    named = isinstance(tokenizer, str) or hasattr(tokenizer, "__fspath__")
+    is_name = isinstance(tokenizer, str) or hasattr(tokenizer, "__fspath__")
     if isinstance(model, Checkpoint):
-        if named:
+        if is_name:
             tokenizer = load_tokenizer(tokenizer, trust_remote_code=model.trust_remote_code)
         loaded = load_model(model, tokenizer=tokenizer is None)
         check_readable(loaded.module)
         return loaded.module, loaded.name, loaded.tokenizer if tokenizer is None else tokenizer
-    tokenizer = load_tokenizer(tokenizer) if named else tokenizer
-    return readable_trunk(model), type(model).__name__, tokenizer_of(model) if tokenizer is None else tokenizer
+    if is_name:
+        tokenizer = load_tokenizer(tokenizer)
+    module = readable_trunk(model)
+    return module, type(model).__name__, tokenizer_of(model) if tokenizer is None else tokenizer
 
 
 def _prompt_inputs(module: nn.Module, name: str, tokenizer: Any, prompt: Any) -> dict[str, Any]:
@@ -259,7 +273,8 @@ def _prompt_inputs(module: nn.Module, name: str, tokenizer: Any, prompt: Any) ->
         raise InputError(f"{name} has no tokenizer to read a prompt with; give tokenizer=, or a batch of tensors")
     check_tokenizer(tokenizer, module, name)
     batch = prompt_batch(tokenizer, prompt)
-    most, length = longest(module), batch["input_ids"].shape[1]
+    most = max_positions(module)
+    length = batch["input_ids"].shape[1]
     if most is not None and length > most:
         raise InputError(f"the prompt has {length:,} tokens, and {name} has {most:,} positions; give a shorter one")
     return batch

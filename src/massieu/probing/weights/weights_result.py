@@ -60,19 +60,19 @@ class AttentionWeightsResult:
 
     def site_of(self, layer: int, head: int, site: str | None = None) -> SiteAttention:
         """The site of one head, as `of_head` takes it."""
-        here = [each for each in self.sites if each.layer == layer and (site is None or each.name == site)]
-        if not here:
-            of_layer = [each.name for each in self.sites if each.layer == layer]
-            if of_layer:
-                raise InputError(f"layer {layer} has no attention site {site!r}; it has {', '.join(of_layer)}")
+        of_layer = [each for each in self.sites if each.layer == layer]
+        if not of_layer:
             layers = sorted({each.layer for each in self.sites})
             raise InputError(f"there are no weights of layer {layer}; there are those of layers {layers}")
-        if len(here) > 1:
-            raise InputError(
-                f"layer {layer} has {len(here)} attention sites; name one with site=: {', '.join(e.name for e in here)}"
-            )
-        here[0].of_head(head)  # raises where there are none
-        return here[0]
+        matches = [each for each in of_layer if site is None or each.name == site]
+        names = ", ".join(each.name for each in of_layer)
+        if not matches:
+            raise InputError(f"layer {layer} has no attention site {site!r}; it has {names}")
+        if len(matches) > 1:
+            names = ", ".join(each.name for each in matches)
+            raise InputError(f"layer {layer} has {len(matches)} attention sites; name one with site=: {names}")
+        matches[0].of_head(head)  # raises where there are none
+        return matches[0]
 
     def mean_distance(self) -> dict[str, Float[Tensor, " H"]]:
         """Mean distance in tokens between a query and the keys that it attends to, by site and head.
@@ -110,13 +110,13 @@ class AttentionWeightsResult:
 
     def _of_stack(self, stack: str | None) -> list[SiteAttention]:
         """The self-attention of one stack, whole."""
-        own = [site for site in self.sites if site.same_tokens]
-        stacks = list(dict.fromkeys(site.stack for site in own))
-        if not own:
+        self_attention = [site for site in self.sites if site.same_tokens]
+        stacks = list(dict.fromkeys(site.stack for site in self_attention))
+        if not self_attention:
             raise InputError("rollout needs self-attention, and there are weights of other attention alone")
         if stack is None and len(stacks) > 1:
             raise InputError(f"the model has several stacks; name one with stack=: {', '.join(map(repr, stacks))}")
-        chosen = [site for site in own if stack is None or site.stack == stack]
+        chosen = [site for site in self_attention if stack is None or site.stack == stack]
         if not chosen:
             raise InputError(f"there is no stack {stack!r}; there are {', '.join(map(repr, stacks))}")
         for site in chosen:
@@ -125,8 +125,9 @@ class AttentionWeightsResult:
             if site.no_distribution:
                 raise InputError(f"rollout needs weights that add up to 1, and those of {site.name} do not")
         layers = sorted({site.layer for site in chosen})
-        if layers != list(range(self.layers_of[chosen[0].stack])):
-            raise InputError(f"rollout needs all {self.layers_of[chosen[0].stack]} layers, and has {layers}")
+        num_layers = self.layers_of[chosen[0].stack]
+        if layers != list(range(num_layers)):
+            raise InputError(f"rollout needs all {num_layers} layers, and has {layers}")
         return chosen
 
     @input_door(count=partial(whole_number, least=0))
@@ -138,8 +139,8 @@ class AttentionWeightsResult:
         Args:
             first: whether weights on the first token of a sequence are among them; in many models they are the largest.
         """
-        found = (weight for site in self.sites for weight in site.strongest(count, first=first))
-        return heapq.nlargest(count, found, key=lambda each: each.weight)
+        candidates = (weight for site in self.sites for weight in site.strongest(count, first=first))
+        return heapq.nlargest(count, candidates, key=lambda each: each.weight)
 
     @input_door(row=partial(whole_number, least=0))
     def plot(
@@ -169,12 +170,13 @@ class AttentionWeightsResult:
         if layer is None or head is None:
             if len(self.sites) != 1 or len(self.sites[0].heads) != 1:
                 raise InputError("there are weights of several heads; name one with layer= and head=")
-            layer, head = self.sites[0].layer, self.sites[0].heads[0]
-        place = self.site_of(layer, head, site)
-        rows = len(place.weights)
+            layer = self.sites[0].layer
+            head = self.sites[0].heads[0]
+        attention = self.site_of(layer, head, site)
+        rows = len(attention.weights)
         if row >= rows:
             raise InputError(f"row must be a number from 0 to {rows - 1}, got {row!r}")
-        query_tokens = None if place.query_tokens is None else place.query_tokens[row]
-        key_tokens = None if place.key_tokens is None else place.key_tokens[row]
+        query_tokens = None if attention.query_tokens is None else attention.query_tokens[row]
+        key_tokens = None if attention.key_tokens is None else attention.key_tokens[row]
         title = f"{PurePath(self.model).name}: layer {layer}, head {head}"
-        return draw_weights(place.of_head(head)[row].numpy(), query_tokens, key_tokens, title, ax)
+        return draw_weights(attention.of_head(head)[row].numpy(), query_tokens, key_tokens, title, ax)

@@ -6,6 +6,7 @@ label is split where a view splits a dimension, and all tensors that carry it se
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -30,79 +31,94 @@ Dims = list[Dim]
 
 def whole(labels: Iterable[Label]) -> Dim:
     """Labels with the parts in place of those that were split."""
-    found: list[Label] = []
+    parts: list[Label] = []
     for label in labels:
-        found.extend(whole(label.parts) if label.parts else (label,))
-    return tuple(found)
+        parts.extend(whole(label.parts) if label.parts else (label,))
+    return tuple(parts)
 
 
-def of(dims: Dims) -> Dim:
+def labels_of(dims: Dims) -> Dim:
     """All labels in their order."""
     return whole(label for dim in dims for label in dim)
 
 
+@dataclass(frozen=True, eq=False)
+class LabelledTensor:
+    """A tensor and what its dimensions mean."""
+
+    tensor: Tensor
+    dims: Dims
+
+    def labels(self) -> Dim:
+        """All labels in their order."""
+        return labels_of(self.dims)
+
+
 def regrouped(dims: Dims, sizes: Sequence[int]) -> Dims | None:
     """The dimensions of a view with these sizes; None where it cuts across them."""
-    left = list(of(dims))
-    found: Dims = []
+    remaining = list(labels_of(dims))
+    new_dims: Dims = []
     for size in sizes:
         dim: list[Label] = []
-        missing = size
+        missing = size  # the product of the sizes of the labels that the dimension still lacks
         while missing > 1:
-            if not left:
+            if not remaining:
                 return None
-            label = left.pop(0)
+            label = remaining.pop(0)
             if missing % label.size == 0:
                 missing //= label.size
                 dim.append(label)
             elif label.size % missing == 0:
                 first, rest = label.split(missing)
-                left.insert(0, rest)
+                remaining.insert(0, rest)
                 dim.append(first)
                 missing = 1
             else:
                 return None
-        found.append(tuple(dim))
-    return None if left or 0 in sizes else found
+        new_dims.append(tuple(dim))
+    if remaining or 0 in sizes:
+        return None
+    return new_dims
 
 
 def broadcast(dims: Dims, sizes: Sequence[int]) -> Dims:
     """The dimensions of a tensor of these sizes that is combined elementwise with one of ``dims``."""
-    behind = dims[len(dims) - len(sizes) :] if sizes else []
-    return [() if size == 1 else dim for size, dim in zip(sizes, behind, strict=True)]
+    # Elementwise, the last dimensions meet.
+    last = dims[len(dims) - len(sizes) :] if sizes else []
+    return [() if size == 1 else dim for size, dim in zip(sizes, last, strict=True)]
 
 
-def arranged(tensor: Tensor, dims: Dims, order: Sequence[Label]) -> Tensor:
+def arranged(labelled: LabelledTensor, order: Sequence[Label]) -> Tensor:
     """The tensor with one dimension for each label of ``order``, of size 1 for those that it does not have."""
-    own = of(dims)
-    tensor = tensor.reshape([label.size for label in own])
-    tensor = tensor.permute([own.index(label) for label in order if label in own])
+    labels = labelled.labels()
+    tensor = labelled.tensor.reshape([label.size for label in labels])
+    tensor = tensor.permute([labels.index(label) for label in order if label in labels])
     for place, label in enumerate(order):
-        if label not in own:
+        if label not in labels:
             tensor = tensor.unsqueeze(place)
     return tensor
 
 
-def merged(tensor: Tensor, dims: Dims, groups: Sequence[Dim], *, expand: bool = True) -> Tensor:
+def merged(labelled: LabelledTensor, groups: Sequence[Dim], *, expand: bool = True) -> Tensor:
     """The tensor with one dimension for each group of labels.
 
     Args:
         expand: give the tensor every label's size; else a group keeps size 1 where the tensor has none of its labels.
     """
-    own = set(of(dims))
+    labels = set(labelled.labels())
     order = [label for group in groups for label in group]
-    tensor = arranged(tensor, dims, order)
-    full = [g if expand or any(label in own for label in g) else () for g in groups]
-    wanted = {label for group in full for label in group}
-    sizes = [label.size if label in wanted else 1 for label in order]
-    return tensor.expand(sizes).reshape([entries(group) for group in full])
+    tensor = arranged(labelled, order)
+    full_groups = [group if expand or not labels.isdisjoint(group) else () for group in groups]
+    full_labels = {label for group in full_groups for label in group}
+    sizes = [label.size if label in full_labels else 1 for label in order]
+    return tensor.expand(sizes).reshape([entries(group) for group in full_groups])
 
 
 def unmerged(tensor: Tensor, groups: Sequence[Dim], dims: Dims) -> Tensor:
     """The way back of `merged`: from one dimension for each group of labels, all of which are in ``dims``, to those."""
     order = [label for group in groups for label in group]
     tensor = tensor.reshape([label.size for label in order])
-    tensor = tensor.permute([order.index(label) for label in of(dims)])
+    tensor = tensor.permute([order.index(label) for label in labels_of(dims)])
     return tensor.reshape([entries(whole(dim)) for dim in dims])
 
 

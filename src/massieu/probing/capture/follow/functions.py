@@ -1,18 +1,44 @@
 """What each function of PyTorch does to scores, weights and outputs: the vocabulary of the tap."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class FunctionCall:
+    """One call of a function of PyTorch.
+
+    Attributes:
+        result: None as long as it has not run.
+    """
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    result: Any = None
+
+    def name(self) -> str:
+        """What the function is called, for a sentence."""
+        return getattr(self.func, "__name__", str(self.func)).strip("_")
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """One argument, by its name or else by its place."""
+        by_place = self.args[place] if len(self.args) > place else default
+        return self.kwargs.get(name, by_place)
+
+
 def _all(*names: str) -> set[object]:
     """The functions of these names, and Tensor's methods of them, in place or not."""
-    found = set()
+    functions = set()
     for name in names:
-        for place, spelled in ((torch, name), (Tensor, name), (Tensor, f"{name}_"), (F, name)):
-            if hasattr(place, spelled):
-                found.add(getattr(place, spelled))
-    return found
+        for namespace, attribute in ((torch, name), (Tensor, name), (Tensor, f"{name}_"), (F, name)):
+            if hasattr(namespace, attribute):
+                functions.add(getattr(namespace, attribute))
+    return functions
 
 
 def _read(*names: str) -> set[object]:
@@ -59,7 +85,7 @@ UNRELATED = _all(
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "eq", "ne", "lt", "le", "gt", "ge", "isnan"
 )
 UNRELATED |= _all("isinf", "isfinite", "argmax", "argmin", "any", "all", "equal", "allclose", "item", "tolist")
-UNRELATED |= {getattr(Tensor, n) for n in dir(Tensor) if n.startswith("new_")}
+UNRELATED |= {getattr(Tensor, name) for name in dir(Tensor) if name.startswith("new_")}
 UNRELATED |= {Tensor.__eq__, Tensor.__ne__, Tensor.__lt__, Tensor.__le__, Tensor.__gt__, Tensor.__ge__, Tensor.__bool__}
 # The second tensor only says of which shape or type the result is to be.
 SHAPED_LIKE = _all("expand_as", "view_as", "reshape_as", "type_as", "to")

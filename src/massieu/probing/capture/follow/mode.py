@@ -6,8 +6,8 @@ clear which dimensions are batch, heads and tokens, and the capture's observer g
 followed is refused with its reason (`Capture.refused`), under the name of the innermost module around it that has parameters.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,51 +17,71 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from massieu.errors import InputError
-from massieu.nn.strategy import Heads
 from massieu.probing.capture.capture import Capture, StopAfterQuery, recomputing
 from massieu.probing.capture.follow import functions as f
-from massieu.probing.capture.follow.calls import HeadLayout, Output, layout_of, read_weights
-from massieu.probing.capture.follow.dims import Dim, entries, merged, of, unmerged, whole
-from massieu.probing.capture.follow.fused import FOREIGN, FUSED, RUN_OPEN
-from massieu.probing.capture.follow.scores import (
+from massieu.probing.capture.follow.calls import CallPlace, HeadLayout, Output, layout_of, read_weights
+from massieu.probing.capture.follow.contractions import (
     BADDBMM,
     CONTRACTIONS,
     EINSUMS,
-    Path,
-    Reduction,
-    ScoreProduct,
-    Scores,
-    Weights,
-    contracted,
+    Contraction,
     contraction,
-    labelled,
+    contraction_dims,
 )
-from massieu.probing.capture.follow.steps import added, is_largest, named, reshaped, scores_after, weights_after
+from massieu.probing.capture.follow.dims import Dim, LabelledTensor, entries, labels_of, merged, unmerged, whole
+from massieu.probing.capture.follow.functions import FunctionCall
+from massieu.probing.capture.follow.fused import FOREIGN, FUSED, RUN_OPEN
+from massieu.probing.capture.follow.origins import TensorOrigins, tensors_in
+from massieu.probing.capture.follow.paths import Path, common_path, owner_of
+from massieu.probing.capture.follow.scores import Reduction, ScoreProduct, Scores, Weights
+from massieu.probing.capture.follow.steps import added, is_largest, reshaped, scores_after, weights_after
 from massieu.probing.model.watching import hooked, mapped
 
-_CONSTANT, _WEIGHT, _MIXED = 1, 2, 4  # computed from parameters alone; a parameter itself; of activations, projected
+Note = Scores | Weights | Output | Reduction
 
 
-class Tap(TorchFunctionMode):
+@dataclass(frozen=True, eq=False)
+class _NotedTensor:
+    """An argument of a function, and what it is."""
+
+    tensor: Tensor
+    note: Note
+
+
+@dataclass(frozen=True, eq=False)
+class _ReplacedOutput:
+    """An attention output, and what takes its place in the next functions."""
+
+    output: Tensor
+    replacement: Tensor
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A product or a softmax of which nothing was read yet, and why not, if nothing ever is."""
+
+    path: Path
+    reason: str
+
+
+class ScoreFollower(TorchFunctionMode):
     """Hands every attention call that it can follow to the capture while it is entered."""
 
     def __init__(self, model: nn.Module, capture: Capture) -> None:
         super().__init__()
-        self.model, self.capture = model, capture
-        self._notes: Any = WeakIdKeyDictionary()
-        self._kinds: Any = WeakIdKeyDictionary()
-        tensors = (*model.parameters(), *model.buffers())
-        self._own = {id(tensor) for tensor in tensors if not isinstance(tensor, nn.Parameter)}
+        self.model = model
+        self.capture = capture
+        self._notes = _Notes()
+        self._origins = TensorOrigins(model)
         self._running: list[nn.Module] = []
-        self._open: dict[int, tuple[Path, str]] = {}  # products and softmaxes that nothing was read of yet
-        self._begun = 0
-        self._replaced: tuple[Tensor, Tensor] | None = None  # an output, and what takes its place
+        self._unread: dict[int, _Unread] = {}
+        self._latest_token = 0
+        self._replaced: _ReplacedOutput | None = None
 
-    def __enter__(self) -> "Tap":
+    def __enter__(self) -> "ScoreFollower":
         self._depth = _len_torch_function_stack()
-        modules = [
-            m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)
-        ]  # these take no such hooks
+        # Scripted modules take no such hooks.
+        modules = [module for module in self.model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._hooks = hooked(modules, before=self._enter, after=self._leave, elsewhere=self._disturbed)
         self._hooks.__enter__()
         return super().__enter__()
@@ -73,7 +93,7 @@ class Tap(TorchFunctionMode):
         self._hooks.__exit__(*error)
         self._running.clear()
         self._notes.clear()
-        self._kinds.clear()
+        self._origins.clear()
 
     def _disturbed(self) -> None:
         """Another thread runs a part of the model, where a function mode of this one sees nothing."""
@@ -84,6 +104,7 @@ class Tap(TorchFunctionMode):
         self._running.append(module)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
+        # Modules inside that ended with an error were not left.
         if module in self._running:
             while self._running.pop() is not module:
                 pass
@@ -95,288 +116,284 @@ class Tap(TorchFunctionMode):
         if not self._running and self.capture.projections is None:
             return func(*args, **kwargs)  # of another model, such as a teacher, or of the loss
         if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
-            self._foreign(func)
-        opened = RUN_OPEN.get(func)
-        if opened is not None:
+            self._refuse_foreign(func)
+        if func in RUN_OPEN:
             super().__enter__()  # its own code, step by step
             try:
-                return opened(*args, **kwargs)
+                return RUN_OPEN[func](*args, **kwargs)
             finally:
                 super().__exit__(None, None, None)
-        given = list(_tensors(args[:1] if func in f.SHAPED_LIKE else args, kwargs))
-        noted = [(tensor, note) for tensor in given if (note := self._note(tensor)) is not None]
+        inputs = list(tensors_in(*(args[:1] if func in f.SHAPED_LIKE else args), *kwargs.values()))
+        noted = self._notes.noted(inputs)
         if noted and self._ends_output(func, args, noted):
-            noted = [(tensor, note) for tensor, note in noted if not isinstance(note, Output)]
-        if (replaced := self._take_replaced()) is not None:
-            old, new = replaced
-            args, kwargs = mapped((tuple(args), kwargs), lambda value: new if value is old else value)
-        result = func(*args, **kwargs)
-        self._keep_kind(func, given, result)
-        if func in FUSED:
-            self._fused(func, args, kwargs, result)
-        elif func in CONTRACTIONS:
-            self._contract(func, args, kwargs, result)
-        elif noted and func not in f.UNRELATED:
-            self._follow(func, args, kwargs, noted, result)
+            noted = [each for each in noted if not isinstance(each.note, Output)]
         replaced = self._take_replaced()
-        return result if replaced is None else replaced[1]
+        if replaced is not None:
+            args, kwargs = mapped(
+                (tuple(args), kwargs), lambda tensor: replaced.replacement if tensor is replaced.output else tensor
+            )
+        result = func(*args, **kwargs)
+        self._origins.note(func, inputs, result)
+        call = FunctionCall(func, args, kwargs, result)
+        if func in FUSED:
+            self._read_fused(call)
+        elif func in CONTRACTIONS:
+            self._follow_product(call)
+        elif noted and func not in f.UNRELATED:
+            self._follow_step(call, noted)
+        replaced = self._take_replaced()
+        return result if replaced is None else replaced.replacement
 
-    def _take_replaced(self) -> tuple[Tensor, Tensor] | None:
-        found, self._replaced = self._replaced, None
-        return found
+    def _take_replaced(self) -> _ReplacedOutput | None:
+        replaced = self._replaced
+        self._replaced = None
+        return replaced
 
-    def _foreign(self, func: Any) -> None:
+    def _refuse_foreign(self, operator: Any) -> None:
         """A library's own operator that attends: its name says so, what it is given is its own affair."""
-        name = str(getattr(func, "_qualified_op_name", func))
+        name = str(getattr(operator, "_qualified_op_name", operator))
         library = name.partition("::")[0]
-        if library in FOREIGN or any(library.startswith(f"{each}_") for each in FOREIGN):
-            self._refuse(self._path(), f"it attends by {name}, an operator that is not read")
-
-    # Notes -----------------------------------------------------------------------------------------------------------
-
-    def _note(self, tensor: Tensor) -> Any:
-        found = self._notes.get(tensor)
-        if found is None:
-            return None
-        version, note = found
-        return note if version == _version(tensor) else None
-
-    def _keep(self, tensor: Any, note: Any) -> None:
-        if isinstance(tensor, Tensor):
-            self._notes[tensor] = (_version(tensor), note)
-
-    def _kind(self, tensor: Tensor) -> int:
-        return _CONSTANT | _WEIGHT if self._is_own(tensor) else self._kinds.get(tensor, 0)
-
-    def _is_own(self, tensor: Tensor) -> bool:
-        """Whether it is a weight or a buffer; weights of some models are made anew each time that they are asked for."""
-        return isinstance(tensor, nn.Parameter) or id(tensor) in self._own
-
-    def _keep_kind(self, func: Any, given: Sequence[Tensor], result: Any) -> None:
-        kinds = [self._kind(tensor) for tensor in given]
-        if all(kind & _CONSTANT for kind in kinds):
-            kind = _CONSTANT
-            if kinds and (func in f.REGROUPING or func in f.PERMUTING or func in f.KEEPING or func in f.INDEXING):
-                kind |= min(kinds) & _WEIGHT
-        elif func in CONTRACTIONS or func in f.PROJECTING:
-            kind = _MIXED
-        else:
-            kind = _MIXED if any(kind & _MIXED for kind in kinds) else 0
-        if kind:
-            for tensor in _tensors((result,), {}):
-                if not self._is_own(tensor):
-                    self._kinds[tensor] = kind
+        if library in FOREIGN or any(library.startswith(f"{foreign}_") for foreign in FOREIGN):
+            self.refuse(f"it attends by {name}, an operator that is not read")
 
     # Products --------------------------------------------------------------------------------------------------------
 
-    def _contract(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        found = contraction(func, args, kwargs)
-        if found is None or not isinstance(result, Tensor):
-            for tensor in _tensors(args, kwargs):
-                self._break(tensor, func)
+    def _follow_product(self, call: FunctionCall) -> None:
+        """A product is scores, weights on values, or the end of what was followed."""
+        product = contraction(call.func, call.args, call.kwargs)
+        if product is None or not isinstance(call.result, Tensor):
+            for tensor in tensors_in(*call.args, *call.kwargs.values()):
+                self._break(tensor, call)
             return
-        left, right, letters = found
-        notes = self._note(left), self._note(right)
-        which = 0 if isinstance(notes[0], Weights) else 1
-        if isinstance(notes[which], Weights) and not isinstance(notes[1 - which], Scores | Weights):
-            self._apply(notes[which], which, (left, right), letters, result)
-        elif any(isinstance(note, Scores | Weights) for note in notes):
-            for tensor in (left, right):
-                self._break(tensor, func)
-        elif self._are_activations(left, right):
-            dims = labelled(left, right, letters, None, 0)
-            if dims is None or result.shape != torch.Size([entries(d) for d in dims[2]]):
-                return
-            summed = contracted(*dims)
-            scores = Scores(ScoreProduct(left, right, dims[0], dims[1], summed, self._path()), dims[2])
-            if func in BADDBMM:
-                scores = self._with_addend(scores, args, kwargs)
-            self._keep(result, scores)
+        left_note, right_note = (self._notes.of(tensor) for tensor in product.factors)
+        if isinstance(left_note, Weights) and not isinstance(right_note, Scores | Weights):
+            self._apply(left_note, 0, product, call.result)
+        elif isinstance(right_note, Weights) and not isinstance(left_note, Scores | Weights):
+            self._apply(right_note, 1, product, call.result)
+        elif isinstance(left_note, Scores | Weights) or isinstance(right_note, Scores | Weights):
+            for tensor in product.factors:
+                self._break(tensor, call)
+        elif self._origins.are_activations(*product.factors):
+            self._begin_scores(call, product)
 
-    def _with_addend(self, scores: Scores, args: Any, kwargs: Any) -> Scores:
+    def _begin_scores(self, call: FunctionCall, product: Contraction) -> None:
+        dims = contraction_dims(product)
+        if call.result.shape != torch.Size([entries(dim) for dim in dims.result]):
+            return
+        left, right = (LabelledTensor(*each) for each in zip(product.factors, dims.factors, strict=True))
+        scores = Scores(ScoreProduct(left, right, dims.summed(), self._path()), dims.result)
+        if call.func in BADDBMM:
+            scores = self._with_addend(scores, call)
+        self._notes.keep(call.result, scores)
+
+    def _with_addend(self, scores: Scores, call: FunctionCall) -> Scores:
         """``baddbmm``: beta · input + alpha · product."""
-        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-        scores = scores.then("mul", float(alpha)) if alpha != 1 else scores
-        return added(scores, args[0], beta, self._moves) if beta else scores
+        beta = call.kwargs.get("beta", 1)
+        alpha = call.kwargs.get("alpha", 1)
+        if alpha != 1:
+            scores = scores.then("mul", float(alpha))
+        return added(scores, call.args[0], beta, self.is_moving) if beta else scores
 
-    def _are_activations(self, left: Tensor, right: Tensor) -> bool:
-        kinds = self._kind(left), self._kind(right)
-        floating = left.is_floating_point() and right.is_floating_point()
-        # Learned queries are computed from parameters too; so are weights that are made ready first, but in two dimensions.
-        made = [tensor.dim() < 3 for tensor, kind in zip((left, right), kinds, strict=True) if kind & _CONSTANT]
-        return floating and not any(k & _WEIGHT for k in kinds) and (len(made) != 1 or not made[0])
+    def _apply(self, weights: Weights, which: int, product: Contraction, result: Tensor) -> None:
+        """Weights on values.
 
-    def _apply(self, weights: Weights, which: int, factors: Any, letters: Any, result: Tensor) -> None:
-        """Weights on values."""
-        value = factors[1 - which]
-        dims = labelled(factors[0], factors[1], letters, weights.dims, which)
-        if dims is None:
-            return self._lose(weights, "its weights meet values in an unknown layout")
-        summed = contracted(dims[0], dims[1], dims[2])
-        own = dims[1 - which]
-        if set(whole(summed)) != set(whole(weights.keys)):
-            return self._lose(weights, "its weights are multiplied by something else than a value for each key")
-        values = tuple(label for label in of(own) if label in of(dims[2]) and label not in of(weights.dims))
-        product = weights.scores.product
-        sides = of(product.left_dims), of(product.right_dims)
-        side = 0 if set(whole(weights.keys)) <= set(sides[1]) else 1
-        queries = tuple(label for label in sides[side] if label not in sides[1 - side])
-        path = _common(product.path, weights.path, self._path())
-        owner = _owner(path) or self.model
-        self._open.pop(weights.token, None)
-        output = Output(read_weights(weights, value, own, owner, self.capture), dims[2], values, queries, path)
-        self._follow_from(result, output)
-        return None
+        Args:
+            which: the factor that the weights are, 0 or 1.
+        """
+        dims = contraction_dims(product, weights.dims, which)
+        value_factor = 1 - which
+        if set(whole(dims.summed())) != set(whole(weights.keys)):
+            self._lose(weights, "its weights are multiplied by something else than a value for each key")
+            return
+        value = LabelledTensor(product.factors[value_factor], dims.factors[value_factor])
+        result_labels = labels_of(dims.result)
+        weight_labels = labels_of(weights.dims)
+        value_labels = tuple(label for label in value.labels() if label in result_labels and label not in weight_labels)
+        scores = weights.scores.product
+        path = common_path(scores.path, weights.path, self._path())
+        self._unread.pop(weights.token, None)
+        output = Output(
+            read_weights(weights, value, self._place(path)),
+            dims.result,
+            values=value_labels,
+            queries=_query_labels(weights),
+            path=path,
+        )
+        self._begin_output(result, output)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, noted: Any, result: Any) -> None:
+    def _follow_step(self, call: FunctionCall, noted: Sequence[_NotedTensor]) -> None:
+        """What becomes of a tensor with a note in a function that is no product."""
         # Products that lost their way, as of queries with positions, are numbers like others beside scores.
-        noted = sorted(noted, key=lambda each: _lostness(each[1]))
-        tensor, note = noted[0]
+        noted = sorted(noted, key=lambda each: _lostness(each.note))
+        tensor = noted[0].tensor
+        note = noted[0].note
         if isinstance(note, Output):
-            self._follow_output(func, args, tensor, note, result)
+            self._follow_output(call, tensor, note)
         elif isinstance(note, Reduction):
-            if func in f.REGROUPING or func in f.KEEPING or func in f.INDEXING:
-                self._keep(result, note)
+            if call.func in f.REGROUPING or call.func in f.KEEPING or call.func in f.INDEXING:
+                self._notes.keep(call.result, note)
         elif isinstance(note, Weights):
-            after = weights_after(func, args, kwargs, tensor, note, result)
-            if after.broken is None:
-                self._keep(result, after)
+            weights = weights_after(call, tensor, note)
+            if weights.broken is None:
+                self._notes.keep(call.result, weights)
             else:
-                self._lose(note, after.broken)
+                self._lose(note, weights.broken)
         else:
-            others = [other for given, other in noted[1:] if given is not tensor]
-            after = scores_after(func, args, kwargs, tensor, note, others, result, self._moves)
-            if func in f.SOFTMAX and isinstance(after, Scores):
-                self._softmax(args, kwargs, tensor, after, result)
-            elif is_largest(func, args):
-                for part in _tensors((result,), {}):
-                    self._keep(part, Reduction(note))
-            elif func in f.ASSIGNING:
-                self._keep(tensor, after)
-            elif after is not None:
-                self._keep(result, after)
+            others = [each.note for each in noted[1:] if each.tensor is not tensor]
+            self._follow_scores(call, tensor, note, others)
 
-    def _moves(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and bool(self._kind(value) & _MIXED)
+    def _follow_scores(self, call: FunctionCall, tensor: Tensor, scores: Scores, others: Sequence[Note]) -> None:
+        after = scores_after(call, tensor, scores, others, self.is_moving)
+        if call.func in f.SOFTMAX and isinstance(after, Scores):
+            self._softmax(call, tensor, after)
+        elif is_largest(call):
+            for part in tensors_in(call.result):
+                self._notes.keep(part, Reduction(scores))
+        elif call.func in f.ASSIGNING:
+            self._notes.keep(tensor, after)
+        elif after is not None:
+            self._notes.keep(call.result, after)
 
-    def _softmax(self, args: Any, kwargs: Any, tensor: Tensor, note: Scores, result: Tensor) -> None:
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    def _softmax(self, call: FunctionCall, tensor: Tensor, scores: Scores) -> None:
+        dim = call.argument(1, "dim")
         if not isinstance(dim, int):
             return
-        path = _common(note.product.path, self._path())
-        if note.broken is not None:
-            self._begin(path, note.broken)
+        path = common_path(scores.product.path, self._path())
+        if scores.broken is not None:
+            self._begin(path, scores.broken)
             return
-        keys = whole(note.dims[dim])
-        if note.extended is not None:
-            whole_keys, plain = note.extended
-            keys = plain if keys == (whole_keys,) else keys
-        product = note.product
-        sides = set(of(product.left_dims)), set(of(product.right_dims))
-        if not any(set(keys) <= own - other for own, other in (sides, sides[::-1])):
+        keys = whole(scores.dims[dim])
+        if scores.extended is not None and keys == (scores.extended.label,):
+            keys = scores.extended.keys
+        left = set(scores.product.left.labels())
+        right = set(scores.product.right.labels())
+        if not (set(keys) <= left - right or set(keys) <= right - left):
             self._begin(path, "its softmax does not run over the keys alone")
             return
-        taken = None if note.affine else tensor
-        original = None if note.affine else (result, note.dims)
         token = self._begin(path, "its attention weights were not seen on values")
-        self._keep(result, Weights(note, note.dims, keys, path, token, taken, original))
+        weights = Weights(scores, scores.dims, keys, path, token)
+        if not scores.affine:
+            weights = replace(weights, taken=tensor, original=LabelledTensor(call.result, scores.dims))
+        self._notes.keep(call.result, weights)
 
     def _begin(self, path: Path, reason: str) -> int:
         """Something that is refused for this reason unless it comes to an end."""
-        self._begun += 1
-        self._open[self._begun] = path, reason
-        return self._begun
-
-    # Outputs ---------------------------------------------------------------------------------------------------------
-
-    def _fused(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        path = self._path()
-        owner = _owner(path) or self.model
-        found = FUSED[func](args, kwargs, owner, path, self.capture)
-        if isinstance(found, Output):
-            self._follow_from(result[0] if isinstance(result, tuple) else result, found)
-        elif isinstance(found, str):
-            self._refuse(path, found)
+        self._latest_token += 1
+        self._unread[self._latest_token] = _Unread(path, reason)
+        return self._latest_token
 
     def _lose(self, note: Weights | Output, reason: str) -> None:
         """Why something will not be read, if it never is: weights that have met their values may be averaged as well."""
-        if note.token in self._open:
-            self._open[note.token] = note.path, reason
+        if note.token in self._unread:
+            self._unread[note.token] = _Unread(note.path, reason)
 
-    def _follow_from(self, tensor: Tensor, output: Output) -> None:
+    def _break(self, tensor: Tensor, call: FunctionCall) -> None:
+        """Scores or weights enter a function that is not followed."""
+        note = self._notes.of(tensor)
+        if isinstance(note, Scores):
+            self._notes.keep(tensor, replace(note, broken=f"its scores go through {call.name()}"))
+        elif isinstance(note, Weights):
+            self._lose(note, f"its attention weights go through {call.name()}")
+
+    # Outputs ---------------------------------------------------------------------------------------------------------
+
+    def _read_fused(self, call: FunctionCall) -> None:
+        path = self._path()
+        output = FUSED[call.func](call.args, call.kwargs, self._place(path))
+        if isinstance(output, Output):
+            result = call.result[0] if isinstance(call.result, tuple) else call.result
+            self._begin_output(result, output)
+        else:
+            self._refuse(path, output)
+
+    def _begin_output(self, tensor: Tensor, output: Output) -> None:
         token = self._begin(output.path, "its output was not followed to a projection")
-        self._keep(tensor, replace(output, token=token))
+        self._notes.keep(tensor, replace(output, token=token))
 
-    def _follow_output(self, func: Any, args: Any, tensor: Tensor, note: Output, result: Any) -> None:
+    def _follow_output(self, call: FunctionCall, tensor: Tensor, output: Output) -> None:
+        result = call.result
         if not isinstance(result, Tensor):
             return
-        dims = reshaped(func, args, {}, tensor, note.dims, result)
+        dims = reshaped(FunctionCall(call.func, call.args, {}, result), tensor, output.dims)
         if dims is not None:
-            note = replace(note, dims=dims)
+            output = replace(output, dims=dims)
             last = whole(dims[-1]) if dims else ()
-            if set(last) > set(whole(note.values)):
-                self._deliver(note, result, None)
+            if set(last) > set(whole(output.values)):
+                self._deliver(output, result, None)
             else:
-                self._keep(result, note)
+                self._notes.keep(result, output)
         elif result.shape == tensor.shape:
-            self._keep(result, note if note.frozen else replace(note, frozen=(tensor, note.dims)))
+            # An elementwise change, as by a gate: the call keeps what attention gave.
+            frozen = output.frozen or LabelledTensor(tensor, output.dims)
+            self._notes.keep(result, replace(output, frozen=frozen))
         else:
-            self._lose(note, f"its output goes through {named(func)}")
+            self._lose(output, f"its output goes through {call.name()}")
 
-    def _ends_output(self, func: Any, args: Any, noted: Any) -> bool:
+    def _ends_output(self, func: Any, args: Any, noted: Sequence[_NotedTensor]) -> bool:
         """Whether the function takes an output that is still followed as what it is: a projection, or another product."""
-        found = [(tensor, note) for tensor, note in noted if isinstance(note, Output)]
-        if not found or not (func in CONTRACTIONS or func in f.PROJECTING):
+        if not (func in CONTRACTIONS or func in f.PROJECTING):
             return False
-        tensor, note = found[0]
-        if func in EINSUMS:
-            spelled = contraction(func, args, {})
-            if spelled is not None and self._kind(spelled[1] if spelled[0] is tensor else spelled[0]) & _CONSTANT:
-                letters = spelled[2][0 if spelled[0] is tensor else 1]
-                gone = [dim for letter, dim in zip(letters, note.dims, strict=True) if letter not in spelled[2][2]]
-                self._deliver(note, tensor, whole(label for dim in gone for label in dim))
-                return True
-        others = [other for other in _tensors(args, {}) if other is not tensor]
-        if any(not self._kind(other) & _CONSTANT for other in others):
-            self._lose(note, "its output is multiplied by another activation")
+        tensor = output = None
+        for each in noted:
+            if isinstance(each.note, Output):
+                tensor, output = each.tensor, each.note
+                break
+        if tensor is None or output is None:
+            return False
+        if func in EINSUMS and self._ends_in_einsum(contraction(func, args, {}), tensor, output):
+            return True
+        others = [other for other in tensors_in(*args) if other is not tensor]
+        if all(self._origins.is_constant(other) for other in others):
+            self._deliver(output, tensor, None)
         else:
-            self._deliver(note, tensor, None)
+            self._lose(output, "its output is multiplied by another activation")
         return True
 
-    def _deliver(self, note: Output, tensor: Tensor, last: Dim | None) -> None:
+    def _ends_in_einsum(self, product: Contraction | None, tensor: Tensor, output: Output) -> bool:
+        """Whether an einsum projects an output whose heads are not merged: it sums over heads and values."""
+        if product is None:
+            return False
+        which = 0 if product.factors[0] is tensor else 1
+        if not self._origins.is_constant(product.factors[1 - which]):
+            return False
+        letters = zip(product.letters[which], output.dims, strict=True)
+        summed = [dim for letter, dim in letters if letter not in product.result_letters]
+        self._deliver(output, tensor, labels_of(summed))
+        return True
+
+    def _deliver(self, output: Output, tensor: Tensor, last: Dim | None) -> None:
         """Give the call to the observer, or refuse it."""
-        layout = layout_of(note, last)
-        self._open.pop(note.token, None)
-        self._notes.pop(tensor, None)
-        if isinstance(layout, HeadLayout):
-            output, dims = (tensor, note.dims) if note.frozen is None else note.frozen
-            output = merged(output, dims, (layout.batch, layout.tokens, layout.heads, layout.values))
-            call = note.read(layout, output)
-        else:
-            call = layout
+        layout = layout_of(output, last)
+        self._unread.pop(output.token, None)
+        self._notes.forget(tensor)
+        if isinstance(layout, str):
+            self._refuse(output.path, layout)
+            return
+        attended = output.frozen or LabelledTensor(tensor, output.dims)
+        call = output.read(layout, merged(attended, (layout.batch, layout.tokens, layout.heads, layout.values)))
         if isinstance(call, str):
-            self._refuse(note.path, call)
-        elif self.capture.projections is not None:
+            self._refuse(output.path, call)
+            return
+        if self.capture.projections is not None:
             self.capture.projections.append((call.query, call.key, call.value))
             raise StopAfterQuery
-        else:
-            replaced = self.capture.observe(call)
-            if replaced is not None and isinstance(layout, HeadLayout):
-                self._replaced = tensor, self._in_place_of(tensor, replaced, note, layout)
+        replacement = self.capture.observe(call)
+        if replacement is not None:
+            self._replaced = _ReplacedOutput(tensor, self._in_place_of(tensor, replacement, output, layout))
 
-    def _in_place_of(self, tensor: Tensor, replaced: Tensor, note: Output, layout: HeadLayout) -> Tensor:
+    def _in_place_of(self, tensor: Tensor, replacement: Tensor, output: Output, layout: HeadLayout) -> Tensor:
         """Another output, (B, L, H, Dv), in the layout that the output's tensor has."""
         groups = layout.batch, layout.tokens, layout.heads, layout.values
-        if note.frozen is not None and not torch.equal(
-            tensor, unmerged(merged(*note.frozen, groups), groups, note.dims)
+        if output.frozen is not None and not torch.equal(
+            tensor, unmerged(merged(output.frozen, groups), groups, output.dims)
         ):
-            name = self.capture.names.get(_owner(note.path) or self.model, "")
+            name = self.capture.names.get(owner_of(output.path) or self.model, "")
             raise InputError(
                 f"the attention of {name or 'the module'} cannot be replaced: its output is changed before its heads are merged"
             )
-        return unmerged(replaced.to(tensor.dtype), groups, note.dims)
+        return unmerged(replacement.to(tensor.dtype), groups, output.dims)
 
     # Modules ---------------------------------------------------------------------------------------------------------
 
@@ -387,38 +404,74 @@ class Tap(TorchFunctionMode):
 
     def owner(self) -> nn.Module:
         """The module that is running, as a site has it."""
-        return _owner(self._path()) or self.model
+        return self._place(self._path()).owner
 
     def refuse(self, reason: str) -> None:
         """Say why the attention of the module that is running cannot be read."""
         self._refuse(self._path(), reason)
 
-    def is_moving(self, tensor: Tensor) -> bool:
-        """Whether a tensor was computed from activations that were projected."""
-        return self._moves(tensor)
+    def is_moving(self, value: Any) -> bool:
+        """Whether something is a tensor that was computed from activations that were projected."""
+        return self._origins.is_projected(value)
 
     def _path(self) -> Path:
         return tuple(self._running)
 
-    def _break(self, tensor: Tensor, func: Any) -> None:
-        note = self._note(tensor)
-        if isinstance(note, Scores):
-            self._keep(tensor, replace(note, broken=f"its scores go through {named(func)}"))
-        elif isinstance(note, Weights):
-            self._lose(note, f"its attention weights go through {named(func)}")
+    def _place(self, path: Path) -> CallPlace:
+        return CallPlace(owner_of(path) or self.model, path, self.capture)
 
     def _refuse(self, path: Path, reason: str) -> None:
-        owner = _owner(path) or self.model
+        owner = owner_of(path) or self.model
         self.capture.refused.setdefault(self.capture.names.get(owner, ""), reason)
 
     def finish(self) -> None:
         """After the forward pass: what was begun and came to no end is refused."""
-        for path, reason in self._open.values():
-            self._refuse(path, reason)
-        self._open.clear()
+        for unread in self._unread.values():
+            self._refuse(unread.path, unread.reason)
+        self._unread.clear()
 
 
-def _lostness(note: Any) -> int:
+class _Notes:
+    """What tensors are, each as long as its tensor lives and is not changed in place."""
+
+    def __init__(self) -> None:
+        self._notes: Any = WeakIdKeyDictionary()
+
+    def of(self, tensor: Tensor) -> Note | None:
+        """The note of a tensor; None where it has none, or was changed since."""
+        entry = self._notes.get(tensor)
+        if entry is None:
+            return None
+        version, note = entry
+        return note if version == _version(tensor) else None
+
+    def noted(self, tensors: Sequence[Tensor]) -> list[_NotedTensor]:
+        """Those of the tensors that have a note."""
+        notes = ((tensor, self.of(tensor)) for tensor in tensors)
+        return [_NotedTensor(tensor, note) for tensor, note in notes if note is not None]
+
+    def keep(self, tensor: Any, note: Note | None) -> None:
+        """Note what a tensor is; of anything else nothing."""
+        if isinstance(tensor, Tensor):
+            self._notes[tensor] = (_version(tensor), note)
+
+    def forget(self, tensor: Tensor) -> None:
+        self._notes.pop(tensor, None)
+
+    def clear(self) -> None:
+        self._notes.clear()
+
+
+def _query_labels(weights: Weights) -> Dim:
+    """The labels that queries have and keys have not."""
+    left = weights.scores.product.left.labels()
+    right = weights.scores.product.right.labels()
+    # The softmax runs over the labels of the key.
+    query, key = (left, right) if set(whole(weights.keys)) <= set(right) else (right, left)
+    return tuple(label for label in query if label not in key)
+
+
+def _lostness(note: Note) -> int:
     """How far a product is from scores: 0 where it may be scores itself, more the less is known of what became of it."""
     if not isinstance(note, Scores):
         return 0
@@ -429,27 +482,3 @@ def _lostness(note: Any) -> int:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value, {})
-
-
-def _common(*paths: Path) -> Path:
-    """The modules around all of these places."""
-    found = []
-    for modules in zip(*paths, strict=False):
-        if any(module is not modules[0] for module in modules):
-            break
-        found.append(modules[0])
-    return tuple(found)
-
-
-def _owner(path: Path) -> nn.Module | None:
-    """The innermost module that has parameters; heads belong to their module, whose projections make the scores."""
-    modules = (module for module in reversed(path) if not isinstance(module, Heads))
-    return next((module for module in modules if next(module.parameters(), None) is not None), None)

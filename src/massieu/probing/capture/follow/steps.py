@@ -1,6 +1,6 @@
 """What becomes of scores, attention weights and outputs in one more function of PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,145 +9,183 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from massieu.probing.capture.follow import functions as f
-from massieu.probing.capture.follow.dims import Dims, Label, entries, regrouped, whole
-from massieu.probing.capture.follow.scores import HIDES, Reduction, Scores, Weights
+from massieu.probing.capture.follow.dims import Dims, Label, LabelledTensor, entries, regrouped, whole
+from massieu.probing.capture.follow.functions import FunctionCall
+from massieu.probing.capture.follow.scores import HIDES, ExtendedKeys, Reduction, Scores, Weights
 
 Moves = Callable[[Any], bool]
 """Whether an operand was computed from queries or keys."""
 
 
 def scores_after(
-    func: Any, args: Any, kwargs: Any, tensor: Tensor, note: Scores, others: list[Any], result: Any, moves: Moves
+    call: FunctionCall, tensor: Tensor, scores: Scores, others: Sequence[Any], moves: Moves
 ) -> Scores | None:
-    """The note of scores after one more function."""
-    if (
-        note.broken is not None
-    ):  # what its dimensions are is not known, but a softmax may still come, which is then refused
-        return note if func in f.MOVING or func in f.FILLING or func in f.SOFTMAX else None
-    if func in f.SOFTMAX or is_largest(func, args):
-        return note
-    dims = reshaped(func, args, kwargs, tensor, note.dims, result)
+    """The note of scores after one more function.
+
+    Args:
+        tensor: the scores, as the function was given them.
+        others: notes of other tensors that it was given.
+    """
+    func = call.func
+    if scores.broken is not None:
+        # What its dimensions are is not known, but a softmax may still come, which is then refused.
+        return scores if func in f.MOVING or func in f.FILLING or func in f.SOFTMAX else None
+    if func in f.SOFTMAX or is_largest(call):
+        return scores
+    dims = reshaped(call, tensor, scores.dims)
     if dims is not None:
-        return replace(note, dims=dims)
-    second = _second(args, kwargs, tensor)
+        return replace(scores, dims=dims)
     products = [other for other in others if isinstance(other, Scores) and other.broken is None]
     # Beside scores that are known, a product of which entries were picked, as for relative positions, is a bias.
-    if any(other.affine or not note.affine for other in products):
-        return replace(note, broken="two products of activations make its scores")
-    if func in f.SUBTRACTING and others and args[0] is tensor:
-        return note  # a softmax does not see what is taken from all scores of a row
+    if any(other.affine or not scores.affine for other in products):
+        return replace(scores, broken="two products of activations make its scores")
+    if func in f.SUBTRACTING and others and call.args[0] is tensor:
+        return scores  # a softmax does not see what is taken from all scores of a row
+    changed = _masked_or_bent(call, tensor, scores)
+    if changed is not None:
+        return changed
+    if _second(call, tensor) is tensor or any(isinstance(other, Reduction) for other in others):
+        return replace(scores, affine=False)
+    return _combined(call, tensor, scores, moves)
+
+
+def _masked_or_bent(call: FunctionCall, tensor: Tensor, scores: Scores) -> Scores | None:
+    """Scores after a function of them alone, or one that fills, picks or joins; None after any other."""
+    func = call.func
     if func in f.NEGATING:
-        return note.then("mul", -1.0)
+        return scores.then("mul", -1.0)
     if func in f.CAPPING:
-        return note.then("tanh")
+        return scores.then("tanh")
     if func in f.FILLING:
-        return _filled(note, *_filling(args, kwargs))
+        return _filled(scores, call.argument(1, "mask"), call.argument(2, "value"))
     if func in f.SELECTING:
-        return _selected(note, args, kwargs, tensor)
+        return _selected(call, tensor, scores)
     if func in f.ASSIGNING:
-        return _filled(note, args[1], args[2]) if _is_mask(args[1]) else replace(note, affine=False)
+        place, value = call.args[1:3]
+        return _filled(scores, place, value) if _is_mask(place) else replace(scores, affine=False)
     if func in f.JOINING:
-        return _with_sink(note, args, kwargs, tensor)
+        return _with_sink(call, tensor, scores)
     if func in f.ELEMENTWISE:
-        return replace(note, affine=False)
+        return replace(scores, affine=False)
     if func in f.CLAMPING or func in f.LARGEST:
-        return note if _is_far(args, kwargs, tensor) else replace(note, affine=False)
-    if second is tensor or any(isinstance(other, Reduction) for other in others):
-        return replace(note, affine=False)
+        return scores if _is_far(call, tensor) else replace(scores, affine=False)
+    return None
+
+
+def _combined(call: FunctionCall, tensor: Tensor, scores: Scores, moves: Moves) -> Scores:
+    """Scores after arithmetic with something that is no score."""
+    func = call.func
+    other = _second(call, tensor)
     if func in f.ADDING:
-        return added(note, second, kwargs.get("alpha", 1), moves)
+        return added(scores, other, call.kwargs.get("alpha", 1), moves)
     if func in f.SUBTRACTING:
-        if args[0] is not tensor:
-            return added(note.then("mul", -1.0), args[0], 1, moves)
-        return added(note, second, -kwargs.get("alpha", 1), moves)
+        if call.args[0] is not tensor:
+            return added(scores.then("mul", -1.0), call.args[0], 1, moves)
+        return added(scores, other, -call.kwargs.get("alpha", 1), moves)
     if func in f.SUBTRACTED:
-        return added(note.then("mul", -1.0), second, 1, moves)
+        return added(scores.then("mul", -1.0), other, 1, moves)
     if func in f.MULTIPLYING:
-        return note.then("mul", second, moving=moves(second))
-    if func in f.DIVIDING and args[0] is tensor:
-        return note.then("mul", 1.0 / second, moving=moves(second))
+        return scores.then("mul", other, moving=moves(other))
+    if func in f.DIVIDING and call.args[0] is tensor:
+        return scores.then("mul", 1.0 / other, moving=moves(other))
     if func in f.DIVIDING:
-        return replace(note, affine=False)
-    return replace(note, broken=f"its scores go through {named(func)}")
+        return replace(scores, affine=False)
+    return replace(scores, broken=f"its scores go through {call.name()}")
 
 
-def is_largest(func: Any, args: Any) -> bool:
+def is_largest(call: FunctionCall) -> bool:
     """A largest entry along a dimension, and not the larger of two tensors."""
-    return func in f.LARGEST and not (len(args) > 1 and isinstance(args[1], Tensor))
+    return call.func in f.LARGEST and not (len(call.args) > 1 and isinstance(call.args[1], Tensor))
 
 
-def added(note: Scores, value: Any, factor: float, moves: Moves) -> Scores:
-    """Scores with a bias."""
+def added(scores: Scores, value: Any, factor: float, moves: Moves) -> Scores:
+    """Scores with a bias of ``factor · value``."""
     if not isinstance(value, Tensor):
-        return note.then("add", float(value) * factor)
-    value = value if factor == 1 else value * factor
-    return note.then("add", value, moving=moves(value))
+        return scores.then("add", float(value) * factor)
+    bias = value if factor == 1 else value * factor
+    return scores.then("add", bias, moving=moves(bias))
 
 
-def _selected(note: Scores, args: Any, kwargs: Any, tensor: Tensor) -> Scores:
-    condition, chosen, other = (
-        args if len(args) == 3 else (args[0], kwargs.get("input", args[-1]), kwargs.get("other", args[-1]))
-    )
+def _selected(call: FunctionCall, tensor: Tensor, scores: Scores) -> Scores:
+    """Scores after ``torch.where``, a function, or ``Tensor.where``, whose first argument is what is kept."""
+    args = call.args
+    if len(args) == 3:
+        condition, chosen, other = args
+    else:
+        condition = args[0]
+        chosen = call.kwargs.get("input", args[-1])
+        other = call.kwargs.get("other", args[-1])
     if isinstance(condition, Tensor) and condition.dtype != torch.bool:
-        chosen, condition, other = condition, chosen, other
+        condition, chosen = chosen, condition
     if chosen is tensor:
-        return _filled(note, ~condition, other)
-    return _filled(note, condition, chosen)
+        return _filled(scores, ~condition, other)
+    return _filled(scores, condition, chosen)
 
 
-def weights_after(func: Any, args: Any, kwargs: Any, tensor: Tensor, note: Weights, result: Any) -> Weights:
+def weights_after(call: FunctionCall, tensor: Tensor, weights: Weights) -> Weights:
     """The note of attention weights after one more function."""
-    dims = reshaped(func, args, kwargs, tensor, note.dims, result)
+    dims = reshaped(call, tensor, weights.dims)
     if dims is not None:
-        return replace(note, dims=dims)
-    extended = note.scores.extended
-    if func in f.INDEXING and extended is not None and isinstance(result, Tensor):
-        keys = [i for i, dim in enumerate(note.dims) if dim == (extended[0],)]
-        if keys and result.shape[keys[0]] == entries(extended[1]) and result.dim() == tensor.dim():
-            return replace(note, dims=[extended[1] if i == keys[0] else d for i, d in enumerate(note.dims)])
-    if func in f.FILLING and _filling(args, kwargs)[1] == 0:
-        return note  # rows that see no key
-    return replace(note, broken=f"its attention weights go through {named(func)}")
+        return replace(weights, dims=dims)
+    without_sink = _without_sink(call, tensor, weights)
+    if without_sink is not None:
+        return without_sink
+    if call.func in f.FILLING and call.argument(2, "value") == 0:
+        return weights  # rows that see no key
+    return replace(weights, broken=f"its attention weights go through {call.name()}")
 
 
-def _second(args: Any, kwargs: Any, tensor: Tensor) -> Any:
+def _without_sink(call: FunctionCall, tensor: Tensor, weights: Weights) -> Weights | None:
+    """The weights of the keys alone, where an index leaves out the sink behind them; None where it does not."""
+    extended = weights.scores.extended
+    result = call.result
+    if call.func not in f.INDEXING or extended is None or not isinstance(result, Tensor):
+        return None
+    places = [place for place, dim in enumerate(weights.dims) if dim == (extended.label,)]
+    if not places or result.dim() != tensor.dim() or result.shape[places[0]] != entries(extended.keys):
+        return None
+    dims = list(weights.dims)
+    dims[places[0]] = extended.keys
+    return replace(weights, dims=dims)
+
+
+def _second(call: FunctionCall, tensor: Tensor) -> Any:
     """The other operand; the tensor itself where it is both."""
-    given = [*args[:2], *(kwargs[name] for name in ("other", "value") if name in kwargs)]
-    return next((value for value in given if value is not tensor), tensor)
-
-
-def _filling(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
-    return mask, kwargs.get("value", args[2] if len(args) > 2 else None)
+    operands = [*call.args[:2], *(call.kwargs[name] for name in ("other", "value") if name in call.kwargs)]
+    return next((value for value in operands if value is not tensor), tensor)
 
 
 def _is_mask(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
-def _filled(note: Scores, mask: Any, value: Any) -> Scores:
+def _filled(scores: Scores, mask: Any, value: Any) -> Scores:
     """Scores of which some are replaced: hidden keys, where the value is as low as that."""
     highest = float(value.max()) if isinstance(value, Tensor) and value.numel() else value
     if isinstance(highest, int | float) and highest <= HIDES and isinstance(mask, Tensor):
-        return note.then("hide", mask.bool())
-    return replace(note, affine=False)
+        return scores.then("hide", mask.bool())
+    return replace(scores, affine=False)
 
 
-def _with_sink(note: Scores, args: Any, kwargs: Any, tensor: Tensor) -> Scores:
+def _with_sink(call: FunctionCall, tensor: Tensor, scores: Scores) -> Scores:
     """Scores with one more behind the keys that has no value."""
-    parts = list(args[0])
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % tensor.dim()
-    if len(parts) != 2 or parts[0] is not tensor or parts[1].shape[dim] != 1 or note.sink is not None:
-        return replace(note, broken="its scores are joined with others")
-    keys = whole(note.dims[dim])
-    sink = (parts[1], [() if i == dim or parts[1].shape[i] == 1 else d for i, d in enumerate(note.dims)])
+    parts = list(call.args[0])
+    dim = call.argument(1, "dim", 0) % tensor.dim()
+    if len(parts) != 2 or parts[0] is not tensor or parts[1].shape[dim] != 1 or scores.sink is not None:
+        return replace(scores, broken="its scores are joined with others")
+    sink = parts[1]
+    sink_dims: Dims = [() if sink.shape[place] == 1 else own for place, own in enumerate(scores.dims)]
     label = Label(tensor.shape[dim] + 1)
-    dims: Dims = [(label,) if i == dim else d for i, d in enumerate(note.dims)]
-    return replace(note, dims=dims, sink=sink, extended=(label, keys))
+    extended = ExtendedKeys(label, whole(scores.dims[dim]))
+    dims = list(scores.dims)
+    dims[dim] = (label,)
+    return replace(scores, dims=dims, sink=LabelledTensor(sink, sink_dims), extended=extended)
 
 
-def reshaped(func: Any, args: Any, kwargs: Any, tensor: Tensor, dims: Dims, result: Any) -> Dims | None:
+def reshaped(call: FunctionCall, tensor: Tensor, dims: Dims) -> Dims | None:
     """The dimensions after a function that moves no number; None after any other."""
+    func = call.func
+    result = call.result
     if not isinstance(result, Tensor):
         return None
     if func is F.dropout or func is torch.dropout:
@@ -157,10 +195,11 @@ def reshaped(func: Any, args: Any, kwargs: Any, tensor: Tensor, dims: Dims, resu
     if func in f.REGROUPING:
         return regrouped(dims, result.shape)
     if func in f.PERMUTING:
-        marked = torch.empty([i + 2 for i in range(tensor.dim())], device="meta")
-        moved = func(marked, *args[1:], **kwargs)
+        # The function itself says where each dimension goes: on the meta device, of sizes that differ and are not 1.
+        marked = torch.empty([place + 2 for place in range(tensor.dim())], device="meta")
+        moved = func(marked, *call.args[1:], **call.kwargs)
         return [dims[size - 2] for size in moved.shape]
-    if func in f.INDEXING and result.numel() == tensor.numel() and _keeps_order(args[1]):
+    if func in f.INDEXING and result.numel() == tensor.numel() and _keeps_order(call.args[1]):
         return regrouped(dims, result.shape)
     return None
 
@@ -171,12 +210,9 @@ def _keeps_order(index: Any) -> bool:
     return all(part is None or part is Ellipsis or isinstance(part, slice | int) for part in parts)
 
 
-def named(func: Any) -> str:
-    return getattr(func, "__name__", str(func)).strip("_")
-
-
-def _is_far(args: Any, kwargs: Any, tensor: Tensor) -> bool:
+def _is_far(call: FunctionCall, tensor: Tensor) -> bool:
     """Whether bounds are so far out that only masked scores reach them."""
-    bounds = [value for value in (*args, *kwargs.values()) if value is not tensor and value is not None]
-    sizes = [float(b.abs().min()) if isinstance(b, Tensor) else abs(float(b)) for b in bounds]
+    arguments = (*call.args, *call.kwargs.values())
+    bounds = [value for value in arguments if value is not tensor and value is not None]
+    sizes = [float(bound.abs().min()) if isinstance(bound, Tensor) else abs(float(bound)) for bound in bounds]
     return min(sizes, default=0.0) >= -HIDES

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from massieu.probing.model.model import longest
+from massieu.probing.model.positions import max_positions
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 30,
@@ -36,7 +36,7 @@ def create(architecture: str, padding: int) -> Any:
 )
 def test_it_is_what_the_model_runs_on(architecture, padding, expected):
     model = create(architecture, padding)
-    assert longest(model) == expected
+    assert max_positions(model) == expected
     with torch.no_grad():
         model(torch.full((1, expected), 5))
         with pytest.raises((IndexError, RuntimeError)):
