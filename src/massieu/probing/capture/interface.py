@@ -153,41 +153,41 @@ class _InterfaceCall:
         return self.keywords.get(name) if self.implementation == EAGER else None
 
 
-def _call_from(capture: Capture, given: _InterfaceCall, output: Tensor) -> AttentionCall:
+def _call_from(capture: Capture, inputs: _InterfaceCall, output: Tensor) -> AttentionCall:
     """The attention call of what transformers gave, and of what the model's own function made of it."""
-    strange = (name for name, value in given.keywords.items() if value is not None and name not in _UNDERSTOOD)
+    strange = (name for name, value in inputs.keywords.items() if value is not None and name not in _UNDERSTOOD)
     capture.unexplained.update(strange)
-    query, key, value = given.query, given.key, given.value
-    site, repeated = capture.next_site(given.module, query, key)
+    query, key, value = inputs.query, inputs.key, inputs.value
+    site, repeated = capture.next_site(inputs.module, query, key)
     if key.shape[1] != value.shape[1]:  # a value for each query head, but a key for several
         heads = query.shape[1]
         key = key.repeat_interleave(heads // key.shape[1], dim=1)
         value = value.repeat_interleave(heads // value.shape[1], dim=1)
     length = query.shape[2]
-    is_causal = given.is_causal()
+    is_causal = inputs.is_causal()
     if is_causal and key.shape[2] > length:
         # sdpa counts queries and keys from the first, so that no query sees the keys behind.
         key = key[:, :, :length]
         value = value[:, :, :length]
-    mask = given.mask
-    if given.implementation == EAGER and mask is not None:
+    mask = inputs.mask
+    if inputs.implementation == EAGER and mask is not None:
         mask = mask.to(query.dtype)  # eager functions add it, so that True is a bias of 1 and shuts nothing
-    log_weight = _log_weight(mask, given.keywords.get("position_bias"), query.dtype)
+    log_weight = _log_weight(mask, inputs.keywords.get("position_bias"), query.dtype)
     if is_causal and log_weight is not None:
         past = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
         log_weight = log_weight.float().masked_fill(~past, -torch.inf)
         is_causal = False
-    softcap = given.eager_keyword("softcap")
-    sink = given.eager_keyword("s_aux")
+    softcap = inputs.eager_keyword("softcap")
+    sink = inputs.eager_keyword("s_aux")
     return AttentionCall(
         site=site,
-        module=given.module,
+        module=inputs.module,
         query=query,
         key=key,
         value=value,
         log_weight=log_weight,
         is_causal=is_causal,
-        scale=given.scale(),
+        scale=inputs.scale(),
         softcap=None if softcap is None else float(softcap),
         sink=None if sink is None else sink.detach().float().reshape(-1),
         output=output,
@@ -215,8 +215,8 @@ def _attention_function(implementation: str) -> Callable[..., tuple[Tensor, Any]
             raise StopAfterQuery
         with capture.claiming():
             output, weights = function(module, query, key, value, attention_mask, **keywords)
-            given = _InterfaceCall(implementation, module, query, key, value, attention_mask, keywords)
-            replacement = capture.observe(_call_from(capture, given, output))
+            inputs = _InterfaceCall(implementation, module, query, key, value, attention_mask, keywords)
+            replacement = capture.observe(_call_from(capture, inputs, output))
         return (output if replacement is None else replacement), weights
 
     return attention

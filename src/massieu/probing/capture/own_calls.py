@@ -59,7 +59,7 @@ class OwnCalls:
         if self.capture.projections is None:
             self.follower.refuse(reason)
 
-    def hear(self, told: ObservedAttention | ObservedWeights) -> Tensor | None:
+    def hear(self, observed: ObservedAttention | ObservedWeights) -> Tensor | None:
         """Give a call to the capture's observer, and what takes its output's place back to `ops`."""
         reason = self._unreadable
         if reason is None and in_functorch():
@@ -68,23 +68,23 @@ class OwnCalls:
             self.refuse(reason)
             return None
         if self.capture.projections is not None:
-            self.capture.projections.append(_projections(told))
+            self.capture.projections.append(_projections(observed))
             raise StopAfterQuery
         owner = self.follower.owner()
-        if isinstance(told, ObservedWeights):
-            call = self._of_weights(told, owner)
+        if isinstance(observed, ObservedWeights):
+            call = self._of_weights(observed, owner)
         else:
-            call = self._of_problem(told, owner)
+            call = self._of_problem(observed, owner)
         replacement = self.capture.observe(call)
         if replacement is None:
             return None
-        return replacement.transpose(1, 2).reshape(told.output.shape).to(told.output.dtype)
+        return replacement.transpose(1, 2).reshape(observed.output.shape).to(observed.output.dtype)
 
-    def _of_problem(self, told: ObservedAttention, owner: nn.Module) -> AttentionCall:
-        problem = told.problem
+    def _of_problem(self, observed: ObservedAttention, owner: nn.Module) -> AttentionCall:
+        problem = observed.problem
         assert problem.value is not None
         queries = problem.query.flatten(1, 2)
-        if told.exchanged:
+        if observed.exchanged:
             site, repeated = self.capture.next_site(owner, problem.key, queries)
         else:
             site, repeated = self.capture.next_site(owner, queries, problem.key)
@@ -105,44 +105,44 @@ class OwnCalls:
             softcap=problem.softcap,
             sink=_by_head(sink),
             sink_value=_by_query(problem.sink_value, problem),
-            output=told.output.flatten(1, 2).transpose(1, 2),
-            moving=self._is_moving(told),
+            output=observed.output.flatten(1, 2).transpose(1, 2),
+            moving=self._is_moving(observed),
             repeated=repeated,
             route="ops",
         )
 
-    def _is_moving(self, told: ObservedAttention) -> bool:
+    def _is_moving(self, observed: ObservedAttention) -> bool:
         """Whether what is added to the scores was computed from activations, where the caller does not say."""
-        if told.moving is not None:
-            return told.moving
-        terms = told.problem.log_weight, told.problem.sink, told.problem.sink_value
+        if observed.moving is not None:
+            return observed.moving
+        terms = observed.problem.log_weight, observed.problem.sink, observed.problem.sink_value
         return any(term is not None and self.follower.is_moving(term) for term in terms)
 
-    def _of_weights(self, told: ObservedWeights, owner: nn.Module) -> AttentionCall:
-        site, repeated = self.capture.next_site(owner, told.query, told.key)
-        shares = _shares(told.weights)
+    def _of_weights(self, observed: ObservedWeights, owner: nn.Module) -> AttentionCall:
+        site, repeated = self.capture.next_site(owner, observed.query, observed.key)
+        shares = _shares(observed.weights)
         batch, heads, length, keys = shares.log_weight.shape
         # Scores are the log-weights alone: a query and a key of zeros add nothing to them.
         nothing = shares.log_weight.new_zeros(1)
         # A query none of whose keys has a weight is as one that sees none.
-        if told.seen is None:
+        if observed.seen is None:
             seen = ~shares.is_empty.expand(-1, -1, -1, keys)
         else:
-            seen = told.seen & ~shares.is_empty
+            seen = observed.seen & ~shares.is_empty
         return AttentionCall(
             site=site,
             module=owner,
             query=nothing.expand(batch, heads, length, 1),
             key=nothing.expand(batch, heads, keys, 1),
-            value=told.value,
+            value=observed.value,
             log_weight=shares.log_weight,
             is_causal=False,
             scale=1.0,
             softcap=None,
             sink=None,
-            output=told.output.transpose(1, 2),
+            output=observed.output.transpose(1, 2),
             grade="scores",
-            weights=told.weights,
+            weights=observed.weights,
             seen=seen,
             no_distribution=shares.no_distribution,
             moving=True,
@@ -151,13 +151,13 @@ class OwnCalls:
         )
 
 
-def _projections(told: ObservedAttention | ObservedWeights) -> tuple[Tensor, Tensor, Tensor]:
+def _projections(observed: ObservedAttention | ObservedWeights) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value by head, as a call has them; of an iteration the query with which it began."""
-    if isinstance(told, ObservedWeights):
-        return told.query, told.key, told.value
-    problem = told.problem
+    if isinstance(observed, ObservedWeights):
+        return observed.query, observed.key, observed.value
+    problem = observed.problem
     assert problem.value is not None
-    query = _scaled(problem)[0] if told.start is None else told.start
+    query = _scaled(problem)[0] if observed.start is None else observed.start
     return query, problem.key, problem.value
 
 

@@ -16,7 +16,9 @@ from massieu.probing.model.unwrap import is_pretrained
 
 SMALL = 2**22
 """Weights of a model that is compared as it is; a larger one is compared with fewer layers and a smaller vocabulary."""
-_LAYERS, _TOKENS, _EXPERTS = 2, 1000, 8
+_LAYERS = 2
+_TOKENS = 1000
+_EXPERTS = 8
 _NARROWER = 8
 _WIDE = 512
 _WIDTH = re.compile(r"(?:hidden_size|intermediate_size|d_model|d_ff|d_inner|n_embd|ffn_dim|ffn_hidden_size)$")
@@ -37,14 +39,16 @@ def blueprint_of(module: nn.Module) -> Blueprint | str:
     config: Any = module.config
     try:
         blueprint = _recorded(kind, config)
-        small = sum(each.numel() for each in blueprint.tree.parameters()) <= SMALL
-        example, recorded = (config, blueprint) if small else _small_example(kind, config)
-        name = kind, json.dumps(example.to_dict(), sort_keys=True, default=str)
-        if name not in _verdicts:
-            _verdicts[name] = _difference(kind, example, recorded)
+        num_weights = sum(parameter.numel() for parameter in blueprint.tree.parameters())
+        example, recorded = config, blueprint
+        if num_weights > SMALL:
+            example, recorded = _small_example(kind, config)
+        key = (kind, json.dumps(example.to_dict(), sort_keys=True, default=str))
+        if key not in _verdicts:
+            _verdicts[key] = _difference(kind, example, recorded)
     except Exception as error:  # of whatever class the constructor raises that finds tensors without numbers
         return f"the constructor of {kind.__name__} cannot be recorded ({sentence(error)})"
-    return _verdicts[name] or blueprint
+    return _verdicts[key] or blueprint
 
 
 def _recorded(kind: Any, config: Any) -> Blueprint:
@@ -68,13 +72,14 @@ def _difference(kind: Any, config: Any, blueprint: Blueprint) -> str | None:
     with torch.device("cpu"), OwnGenerator(0), quiet():
         whole = kind(copy.deepcopy(config))
     numbers = blueprint.record.all_numbers(torch.Generator().manual_seed(0))
-    own, recorded = _tensors(whole), _tensors(blueprint.tree)
-    if own.keys() != recorded.keys():
+    constructed = _tensors(whole)
+    recorded = _tensors(blueprint.tree)
+    if constructed.keys() != recorded.keys():
         return f"the record of the constructor of {kind.__name__} has other tensors than the model"
-    for name, tensor in own.items():
-        again = numbers(recorded[name])
-        same = again.dtype == tensor.dtype and again.requires_grad <= tensor.requires_grad
-        if not same or not torch.equal(*(each.detach().nan_to_num() for each in (tensor, again))):
+    for name, tensor in constructed.items():
+        redrawn = numbers(recorded[name])
+        is_same_kind = redrawn.dtype == tensor.dtype and redrawn.requires_grad <= tensor.requires_grad
+        if not is_same_kind or not torch.equal(tensor.detach().nan_to_num(), redrawn.detach().nan_to_num()):
             return f"{name} of {kind.__name__} is not what the record of its constructor makes"
     return None
 

@@ -35,15 +35,19 @@ def parts(tensor: Tensor) -> list[Tensor]:
     return [part for name in names for part in parts(getattr(tensor, name))]
 
 
-def plain(weight: Tensor) -> Tensor:
+def dequantised(weight: Tensor) -> Tensor:
     """The numbers that a weight stands for."""
     return weight.dequantize() if is_packed(weight) else weight
 
 
 def packed_linears(module: nn.Module) -> list[nn.Module]:
     """The modules inside one, or itself, that have a packed matrix of weights."""
-    held = ((each, {**each._buffers, **each._parameters}) for each in module.modules())  # no weight is computed by this
-    return [each for each, tensors in held if is_packed(tensors.get("weight"))]
+    linears = []
+    for part in module.modules():
+        tensors = {**part._buffers, **part._parameters}  # no weight is computed by this
+        if is_packed(tensors.get("weight")):
+            linears.append(part)
+    return linears
 
 
 def described(model: nn.Module) -> str | None:
@@ -57,15 +61,19 @@ def described(model: nn.Module) -> str | None:
 
 def numbers_in(model: nn.Module) -> int:
     """How many numbers a model's parameters stand for."""
-    packed: list[Any] = [each for each in packed_linears(model) if type(each.weight).__name__ in _BITSANDBYTES]
-    more = sum(each.in_features * each.out_features - each.weight.numel() for each in packed)
-    return more + sum(parameter.numel() for parameter in model.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    linears: list[Any] = packed_linears(model)
+    for linear in linears:
+        # A packed matrix of bitsandbytes counts bytes, of which one holds several numbers.
+        if type(linear.weight).__name__ in _BITSANDBYTES:
+            total += linear.in_features * linear.out_features - linear.weight.numel()
+    return total
 
 
 def dense_weight(module: Any) -> Float[Tensor, "Out In"]:
     """The matrix of a linear module; where its weights are packed, the one that they stand for."""
     if type(module.weight).__name__ not in _BITSANDBYTES:
-        return plain(module.weight).detach()
+        return dequantised(module.weight).detach()
     # Their layout depends on the device and on what was called before; what the module makes of basis vectors does not.
     bias = module.bias
     module.bias = None

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from massieu.probing.capture.attention_call import AttentionCall
 from massieu.probing.capture.sites import SiteInfo, hidden_state, inside
-from massieu.probing.model.packed import packed_linears, plain, projection_of
+from massieu.probing.model.packed import dequantised, packed_linears, projection_of
 from massieu.probing.model.watching import LatestTensors, Place, hooked, mapped, memory
 from massieu.storage.record import Sublayer
 
@@ -289,9 +289,9 @@ class StreamTracer(TorchFunctionMode):
                 inputs = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
                 self._project(inputs["input"], inputs["weight"], inputs.get("bias"), result)
             elif func is torch.addmm:  # Conv1D of the GPT-2 family: addmm(bias, input, weight)
-                self._project(args[1], plain(args[2]).mT, args[0], result)
+                self._project(args[1], dequantised(args[2]).mT, args[0], result)
             elif func in _MATMUL and args[1].dim() == 2:
-                self._project(args[0], plain(args[1]).mT, None, result)
+                self._project(args[0], dequantised(args[1]).mT, None, result)
             elif func is torch.nn.functional.multi_head_attention_forward:  # projects inside, tokens first
                 inputs = _MULTI_HEAD_SIGNATURE.bind(*args, **kwargs).arguments
                 output = result[0] if result[0].dim() == 3 else result[0][:, None]
@@ -313,7 +313,7 @@ class StreamTracer(TorchFunctionMode):
 
     def _set_projection(self, weight: Tensor, bias: Tensor | None, result: Tensor, update: Tensor | None) -> None:
         assert self._pending is not None
-        self._pending = replace(self._pending, projection=plain(weight), bias=bias, update=update)
+        self._pending = replace(self._pending, projection=dequantised(weight), bias=bias, update=update)
         self._carriers.add(result, None)
 
     def _add(self, func: Any, args: Any, kwargs: Any) -> Any:
