@@ -778,3 +778,22 @@ def test_a_compiled_training_step_is_not_compiled_again(way):
     assert seen.record["massieu/layer1/entropy_mean"] == pytest.approx(
         recorded(monitor, 5)["massieu/layer1/entropy_mean"]
     )
+
+
+def test_warnings_name_the_line_of_the_program():
+    """Of a call, of a block that is watched and of one that is clipped, each once."""
+    model: Any = gpt(fused=False)
+    monitor = Monitor(model, IDS, every=1)
+    with torch.no_grad():
+        model.blocks[1].attention.qkv.weight[0] = math.nan
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor(0)
+        with torch.no_grad():
+            model.blocks[0].attention.qkv.weight[-1] = math.nan
+        with monitor.watch(1):
+            model(IDS)
+        with monitor.clip(2, 1.0):
+            model(IDS)
+    assert len(caught) == 3
+    assert {warning.filename for warning in caught} == {__file__}

@@ -211,7 +211,7 @@ def test_gradients_that_are_clipped_or_still_have_the_loss_scale_give_no_norm(fp
         parameter.grad = torch.ones_like(parameter)
     given = SimpleNamespace(fp16=fp16, max_grad_norm=most), SimpleNamespace(global_step=1), None
     callback.on_pre_optimizer_step(*given, model=trained, optimizer=torch.optim.SGD(trained.parameters(), 0.1))
-    assert ("gradient_norm" in callback._known) is known and callback._known["learning_rate"] == 0.1
+    assert ("gradient_norm" in callback._extra) is known and callback._extra["learning_rate"] == 0.1
 
 
 def test_a_callback_that_keeps_trainer_from_logging_loses_no_record(trainer: Callable):
