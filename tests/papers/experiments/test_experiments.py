@@ -119,8 +119,8 @@ def test_quick_runs_end_with_every_quantity_that_is_judged(name: str, monkeypatc
     monkeypatch.setattr(length_free, "_REFERENCE_TOKENS", 2**14)  # No judged number needs more.
     first, complete = run(name, quick=True)
     assert complete and len(first.runs) == 1
-    wanted = {criterion.quantity for criterion in first.experiment.criteria}
-    assert wanted <= set(first.runs[5]) and all(math.isfinite(first.runs[5][quantity]) for quantity in wanted)
+    expected = {criterion.quantity for criterion in first.experiment.criteria}
+    assert expected <= set(first.runs[5]) and all(math.isfinite(first.runs[5][quantity]) for quantity in expected)
     if name == "temperature":  # all draw and train by the same functions
         again, _ = run(name, quick=True)
         assert first.runs == again.runs, "the same seed gave other numbers"

@@ -31,11 +31,11 @@ CRITERIA = (
 GOOD = {"error": 0.5, "risk": 0.05, "null": 3.0}
 
 
-def made(numbers: dict[str, float], seeds: int = 5, **options) -> Study:
+def study_of(numbers: dict[str, float], seeds: int = 5, **options) -> Study:
     """Seeds that differ by a thousandth."""
-    asked = Experiment("made-up", "Is it so?", "E0", "Nothing.", CRITERIA, 1, lambda seed, quick: numbers)
+    experiment = Experiment("made-up", "Is it so?", "E0", "Nothing.", CRITERIA, 1, lambda seed, quick: numbers)
     runs = {seed: {name: value * (1 + seed / 1000) for name, value in numbers.items()} for seed in range(seeds)}
-    return Study(asked, runs=runs, **options)
+    return Study(experiment, runs=runs, **options)
 
 
 def percentiles(samples: np.ndarray) -> float:
@@ -85,7 +85,7 @@ def test_intervals_are_called_what_they_are(law: str):
 
 
 def test_an_interval_is_shown_as_a_bootstrap(capsys: pytest.CaptureFixture[str]):
-    study = made(GOOD)
+    study = study_of(GOOD)
     show(study)
     printed = " ".join(capsys.readouterr().out.split())
     for text in (printed, page_of(study)):
@@ -143,39 +143,39 @@ def test_both_ends_of_an_equivalence_count():
     ],
 )
 def test_the_verdict_says_no_more_than_the_outcomes(changed, verdict):
-    assert made(GOOD | changed).verdict == verdict
+    assert study_of(GOOD | changed).verdict == verdict
 
 
 def test_few_seeds_and_quick_runs_decide_nothing():
-    assert made(GOOD, seeds=4).verdict == "undecided"
-    assert made(GOOD, quick=True).verdict == "undecided"
+    assert study_of(GOOD, seeds=4).verdict == "undecided"
+    assert study_of(GOOD, quick=True).verdict == "undecided"
 
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An experiment that counts which seeds it was asked for, and is interrupted at seed 13."""
-    asked: list[int] = []
+    measured_seeds: list[int] = []
 
     def measure(seed: int, quick: bool) -> dict[str, float]:
-        asked.append(seed)
+        measured_seeds.append(seed)
         if seed == 13:
             raise KeyboardInterrupt
         return GOOD | {"quick": float(quick), "odd": math.nan}
 
     entry = Experiment("made-up", "Is it <so>?", "E0", "Nothing.", CRITERIA, 1, measure)
     monkeypatch.setattr(room, "find", lambda name: entry)
-    return asked
+    return measured_seeds
 
 
 def test_what_is_done_is_kept_and_a_resumed_run_does_the_rest(registered: list[int], tmp_path: Path):
-    told = []
+    progress_calls = []
     study, complete = run("made-up", seeds=[11, 12, 13, 14], out=tmp_path)
     assert (sorted(study.runs), complete) == ([11, 12], False)
     assert sorted(load(tmp_path / "made-up.json").runs) == [11, 12]
     study, complete = run(
-        "made-up", seeds=[11, 12, 15], out=tmp_path, resume=True, progress=lambda *a: told.append(a[:3])
+        "made-up", seeds=[11, 12, 15], out=tmp_path, resume=True, progress=lambda *a: progress_calls.append(a[:3])
     )
-    assert complete and registered == [11, 12, 13, 15] and told == [(11, 1, 3), (12, 2, 3), (15, 3, 3)]
+    assert complete and registered == [11, 12, 13, 15] and progress_calls == [(11, 1, 3), (12, 2, 3), (15, 3, 3)]
     stored = json.loads((tmp_path / "made-up.json").read_text())
     assert list(stored["seeds"]) == ["11", "12", "15"] and stored["seeds"]["15"]["numbers"]["odd"] is None
     assert load(tmp_path / "made-up.json").to_dict()["criteria"] == study.to_dict()["criteria"]
@@ -231,7 +231,7 @@ def test_files_that_are_no_study_are_named(registered: list[int], tmp_path: Path
 
 
 def test_the_page_escapes_and_draws_each_seed():
-    study = made(GOOD | {"odd": math.nan})
+    study = study_of(GOOD | {"odd": math.nan})
     study.experiment.__dict__["question"] = "Is it <so>?"
     page = page_of(study)
     assert "Is it &lt;so&gt;?" in page and "<so>" not in page and page.count("<circle") == 15
@@ -243,25 +243,25 @@ def test_the_page_escapes_and_draws_each_seed():
 
 
 def test_every_experiment_declares_a_finding_a_training_rule_and_a_control():
-    for name, asked in experiments().items():
-        roles = {criterion.role for criterion in asked.criteria} - {"description"}
+    for name, experiment in experiments().items():
+        roles = {criterion.role for criterion in experiment.criteria} - {"description"}
         assert roles in ({"finding", "optimisation", "control"}, set()), name
-        assert asked.question.endswith("?") and asked.setting and asked.minutes <= 20
-        for criterion in asked.criteria:
+        assert experiment.question.endswith("?") and experiment.setting and experiment.minutes <= 20
+        for criterion in experiment.criteria:
             limited = math.isfinite(criterion.least) or math.isfinite(criterion.most)
             assert limited == (criterion.role != "description"), (name, criterion.quantity)
-    assert sum(asked.minutes for asked in experiments().values()) / 2 <= 150  # on two cores
+    assert sum(experiment.minutes for experiment in experiments().values()) / 2 <= 150  # on two cores
 
 
 def test_descriptions_have_numbers_and_no_verdict():
     alone = Criterion("size", "the size", role="description")
-    asked = Experiment("made-up", "How large?", "E0", "Nothing.", (alone,), 1, lambda seed, quick: {"size": 2.0})
-    study = Study(asked, runs={seed: {"size": 2.0 + seed} for seed in range(5)})
-    (found,) = study.judgements
-    assert study.verdict == "described" and found.outcome == "described" and found.criterion.threshold == "–"
-    assert found.low < found.mean == 4.0 < found.high
-    assert strip(found)["allowed"] is None and "Verdict: described." in page_of(study)
-    assert Study(asked, quick=True, runs={0: {"size": 2.0}}).verdict == "undecided"
+    experiment = Experiment("made-up", "How large?", "E0", "Nothing.", (alone,), 1, lambda seed, quick: {"size": 2.0})
+    study = Study(experiment, runs={seed: {"size": 2.0 + seed} for seed in range(5)})
+    (result,) = study.judgements
+    assert study.verdict == "described" and result.outcome == "described" and result.criterion.threshold == "–"
+    assert result.low < result.mean == 4.0 < result.high
+    assert strip(result)["allowed"] is None and "Verdict: described." in page_of(study)
+    assert Study(experiment, quick=True, runs={0: {"size": 2.0}}).verdict == "undecided"
     mixed = Experiment("made-up", "Is it so?", "E0", "Nothing.", (*CRITERIA, alone), 1, lambda seed, quick: {})
     assert (
         Study(mixed, runs={seed: GOOD | {"size": 1.0, "null": 3.0 + seed} for seed in range(5)}).verdict == "confirmed"
@@ -275,25 +275,25 @@ def test_unknown_names_get_a_hint():
 
 def test_the_loop_finds_the_minimum_of_a_noisy_square():
     drawn = torch.Generator().manual_seed(0)
-    wanted, found = torch.tensor([1.0, -2.0]), torch.zeros(2, requires_grad=True)
+    minimum, parameters = torch.tensor([1.0, -2.0]), torch.zeros(2, requires_grad=True)
     losses = minimise(
-        lambda: (found - wanted - 0.3 * torch.randn(2, generator=drawn)).square().sum(),
-        [found],
+        lambda: (parameters - minimum - 0.3 * torch.randn(2, generator=drawn)).square().sum(),
+        [parameters],
         steps=800,
         step_size=0.05,
         averaged_share=0.5,
     )
     # The mean of n noisy minimisers is off by σ/√n at best; here n is 400.
-    assert len(losses) == 800 and float((found - wanted).norm()) < 5 * 0.3 * math.sqrt(2 / 400)
+    assert len(losses) == 800 and float((parameters - minimum).norm()) < 5 * 0.3 * math.sqrt(2 / 400)
 
 
 @pytest.mark.medium
 def test_the_page_has_what_was_found_last():
     page = (ROOT / "docs" / "how-to" / "experiments.md").read_text(encoding="utf-8")
-    made = runpy.run_path(str(ROOT / "scripts" / "experiments_page.py"))
-    assert made["with_gallery"](page) == page, "run python scripts/experiments_page.py"
+    script = runpy.run_path(str(ROOT / "scripts" / "experiments_page.py"))
+    assert script["with_gallery"](page) == page, "run python scripts/experiments_page.py"
     page = (ROOT / "docs" / "theory" / "experiments.md").read_text(encoding="utf-8")
-    assert made["with_verdicts"](page) == page, "run python scripts/experiments_page.py"
+    assert script["with_verdicts"](page) == page, "run python scripts/experiments_page.py"
 
 
 def test_what_was_found_last_is_of_the_default_seeds_and_decided():

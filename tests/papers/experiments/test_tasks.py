@@ -49,9 +49,9 @@ def test_the_next_symbol_of_a_chain_is_that_of_all_hidden_paths():
             joint += weight * shown[path[-1]]
         torch.testing.assert_close(task.exact(tokens)[0, length - 1].exp(), joint / joint.sum())
     drawn = task.sample(20_000, torch.Generator().manual_seed(2))
-    wanted = task.exact(drawn)[:, 2].exp().mean(0)
+    expected = task.exact(drawn)[:, 2].exp().mean(0)
     share = torch.nn.functional.one_hot(drawn[:, 3], 4).double().mean(0)
-    assert ((share - wanted).abs() < 5 * (wanted * (1 - wanted) / 20_000).sqrt()).all()
+    assert ((share - expected).abs() < 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
 
 
 def test_the_divergence_is_nothing_for_the_exact_law_and_known_for_the_uniform_one():
@@ -62,9 +62,9 @@ def test_the_divergence_is_nothing_for_the_exact_law_and_known_for_the_uniform_o
     assert float(apart.abs().max()) < 1e-12 and float(entropy.abs().max()) < 1e-12
     uniform: Any = lambda shown: torch.zeros(50, 5, 6)  # noqa: E731
     apart, entropy = divergence(uniform, task, tokens)
-    wanted = torch.tensor([math.log(2), math.log(3), math.log(6)], dtype=torch.float64)  # 3, 2 and 1 of 6 are left
-    torch.testing.assert_close(apart, wanted.expand(50, 3))
-    torch.testing.assert_close(entropy, wanted.expand(50, 3))
+    expected = torch.tensor([math.log(2), math.log(3), math.log(6)], dtype=torch.float64)  # 3, 2 and 1 of 6 are left
+    torch.testing.assert_close(apart, expected.expand(50, 3))
+    torch.testing.assert_close(entropy, expected.expand(50, 3))
     assert float(mean_loss(uniform, task.judged, tokens)) == pytest.approx(math.log(6))
 
 
@@ -111,8 +111,8 @@ def test_alignment_is_that_of_the_gram_matrices():
     x, y = torch.randn(60, 5, generator=drawn).double(), torch.randn(60, 7, generator=drawn).double()
     centring = torch.eye(60, dtype=torch.float64) - 1 / 60
     gram, other = (centring @ points @ points.mT @ centring for points in (x, y))
-    wanted = float((gram * other).sum() / (gram.norm() * other.norm()))
-    assert alignment(x, y) == pytest.approx(wanted)
+    expected = float((gram * other).sum() / (gram.norm() * other.norm()))
+    assert alignment(x, y) == pytest.approx(expected)
     turn = torch.linalg.qr(torch.randn(5, 5, generator=drawn).double()).Q
     assert alignment(x, 3 * x @ turn + 1) == pytest.approx(1.0)
 
@@ -146,18 +146,18 @@ def test_the_cloud_drawn_at_eta_has_the_posterior_of_its_likelihoods():
                 )
                 for cloud in sums[row]
             ]
-            wanted = torch.tensor(ratios, dtype=torch.float64).log_softmax(0)
+            expected = torch.tensor(ratios, dtype=torch.float64).log_softmax(0)
             torch.testing.assert_close(
-                batch.log_posterior[row], wanted, atol=1e-4, rtol=1e-4
+                batch.log_posterior[row], expected, atol=1e-4, rtol=1e-4
             )  # η was rounded to float32
 
 
 def test_what_ridge_regression_leaves_is_what_least_squares_leaves():
     drawn = torch.Generator().manual_seed(0)
     inputs, noise = torch.randn(4000, 3, generator=drawn).double(), torch.randn(4000, 1, generator=drawn).double()
-    wanted = inputs @ torch.tensor([[1.0], [2.0], [0.0]], dtype=torch.float64) + 0.5 * noise
+    expected = inputs @ torch.tensor([[1.0], [2.0], [0.0]], dtype=torch.float64) + 0.5 * noise
     # The variance of what is left is σ²·(1 + p/n), of its estimate 2σ⁴/n.
-    assert minimality.residual_square(inputs, wanted) == pytest.approx(0.25, abs=5 * 0.25 * math.sqrt(2 / 2000))
+    assert minimality.residual_square(inputs, expected) == pytest.approx(0.25, abs=5 * 0.25 * math.sqrt(2 / 2000))
     assert minimality.residual_square(inputs, inputs @ torch.randn(3, 2, generator=drawn).double()) < 1e-9
 
 

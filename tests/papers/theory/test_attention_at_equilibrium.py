@@ -63,13 +63,13 @@ def test_a_renormalisation_before_attention_keeps_laws_too():
     """Pre-norm: attention reads the renormalised law, whose closure is the one of an affine map."""
     whole = Renormalisation.create(LAW.location, LAW.covariance)
     law = cases.law(seed=4)
-    found = AttentionLayer.from_score(COVARIANCE, COVARIANCE, step_size=0.5, normalisation=whole).gaussian(law)
+    result = AttentionLayer.from_score(COVARIANCE, COVARIANCE, step_size=0.5, normalisation=whole).gaussian(law)
     root = whole.matrix(cases.covariance(law))
     keys = cases.covariance(LAW)  # attended: COVARIANCE (m* + C*·COVARIANCE z), z renormalised
     matrix = torch.eye(2, dtype=F64) + 0.5 * COVARIANCE @ keys @ COVARIANCE @ root
     mean = law.location + 0.5 * COVARIANCE @ (LAW.location + keys @ COVARIANCE @ LAW.location)
-    torch.testing.assert_close(found.location, mean)
-    torch.testing.assert_close(cases.covariance(found), matrix @ cases.covariance(law) @ matrix.T)
+    torch.testing.assert_close(result.location, mean)
+    torch.testing.assert_close(cases.covariance(result), matrix @ cases.covariance(law) @ matrix.T)
 
 
 @pytest.mark.slow

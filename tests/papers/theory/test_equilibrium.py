@@ -226,22 +226,22 @@ def test_the_error_of_a_sample_of_keys():
 def test_a_gaussian_cloud_whose_precision_is_the_matrix_meets_every_assumption():
     hidden = equilibrium(torch.zeros(3, dtype=F64), SIGMA)
     cloud = Renormalisation.create(hidden.location, hidden.covariance)(draw(4000, 3))
-    found = equilibrium_report(cloud, SIGMA, 0.5)
-    assert max(found.mismatch, found.commutator, found.displacement) < 1e-12
-    assert found.skewness.abs().max() < 5
-    assert found.excess_kurtosis.abs().max() < 5
+    result = equilibrium_report(cloud, SIGMA, 0.5)
+    assert max(result.mismatch, result.commutator, result.displacement) < 1e-12
+    assert result.skewness.abs().max() < 5
+    assert result.excess_kurtosis.abs().max() < 5
     # Along an axis of Σ with eigenvalue s, b = 1 and the step is s times as long.
     s = torch.linalg.eigvalsh(SIGMA)
-    torch.testing.assert_close(found.growth[:, 0], 1 + 3 * 0.5 * s / (1 + 0.5 * s), rtol=1e-10, atol=0)
-    assert found.entropy_gain.item() == pytest.approx(
+    torch.testing.assert_close(result.growth[:, 0], 1 + 3 * 0.5 * s / (1 + 0.5 * s), rtol=1e-10, atol=0)
+    assert result.entropy_gain.item() == pytest.approx(
         math.log(np.linalg.det(np.eye(3) + 0.5 * SIGMA.numpy())), rel=1e-10
     )
 
 
 def test_the_report_sees_what_is_planted():
     exponential = draw(4000, 3).exp()
-    found = equilibrium_report(exponential, torch.diag(torch.tensor([1.0, 0.1, 3.0], dtype=F64)), 0.5)
-    assert found.skewness.abs().min() > 5
+    result = equilibrium_report(exponential, torch.diag(torch.tensor([1.0, 0.1, 3.0], dtype=F64)), 0.5)
+    assert result.skewness.abs().min() > 5
     mixed = draw(4000, 3) @ draw(3, 3, seed=2)
     turned = equilibrium_report(mixed, torch.diag(torch.tensor([1.0, 0.1, 3.0], dtype=F64)), 0.5)
     assert turned.commutator > 0.05

@@ -18,7 +18,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def test_everything_in_numpy():
     keys, weights, x, step = draw(7, 3).numpy(), draw(7, seed=1).numpy(), draw(5, 3, seed=2).numpy(), 0.8
-    found = expansion(Atoms.create(torch.from_numpy(keys), torch.from_numpy(weights)), torch.from_numpy(x), step)
+    result = expansion(Atoms.create(torch.from_numpy(keys), torch.from_numpy(weights)), torch.from_numpy(x), step)
 
     def level(points: np.ndarray) -> np.ndarray:
         return np.asarray(logsumexp(points @ keys.T + weights, axis=-1))
@@ -26,20 +26,22 @@ def test_everything_in_numpy():
     p = softmax(x @ keys.T + weights, axis=-1)
     mean = p @ keys
     after = x + step * mean
-    np.testing.assert_allclose(found.points, after, rtol=1e-13)
-    np.testing.assert_allclose(found.gain, level(after) - level(x), rtol=1e-11)
-    np.testing.assert_allclose(found.first_order, step * (mean**2).sum(-1), rtol=1e-12)
-    np.testing.assert_allclose(found.bregman, level(after) - level(x) - step * (mean**2).sum(-1), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(result.points, after, rtol=1e-13)
+    np.testing.assert_allclose(result.gain, level(after) - level(x), rtol=1e-11)
+    np.testing.assert_allclose(result.first_order, step * (mean**2).sum(-1), rtol=1e-12)
+    np.testing.assert_allclose(
+        result.bregman, level(after) - level(x) - step * (mean**2).sum(-1), rtol=1e-9, atol=1e-12
+    )
     covariance = np.einsum("nk,ki,kj->nij", p, keys, keys) - np.einsum("ni,nj->nij", mean, mean)
     gain = np.log(np.linalg.det(np.eye(3) + step * covariance))
-    np.testing.assert_allclose(found.entropy_gain, gain, rtol=1e-11)
+    np.testing.assert_allclose(result.entropy_gain, gain, rtol=1e-11)
     slope = -np.einsum("ni,nij,nj->n", x, covariance, mean)
-    np.testing.assert_allclose(found.attention_slope, slope, rtol=1e-11)
+    np.testing.assert_allclose(result.attention_slope, slope, rtol=1e-11)
 
     def squares(points: np.ndarray) -> np.ndarray:
         return ((points[:, None] - points[None]) ** 2).sum(-1)
 
-    np.testing.assert_allclose(found.margin, squares(after) - squares(x) - step**2 * squares(mean), atol=1e-12)
+    np.testing.assert_allclose(result.margin, squares(after) - squares(x) - step**2 * squares(mean), atol=1e-12)
 
 
 def test_trap_17_attention_sharpens_while_the_population_spreads():
@@ -48,9 +50,9 @@ def test_trap_17_attention_sharpens_while_the_population_spreads():
     for _ in range(5):
         p = softmax(state.numpy() @ keys.points.numpy().T, axis=-1)
         entropies.append(-(p * np.log(p)).sum(-1).mean())
-        found = expansion(keys, state, 1.0)
-        volumes.append(found.entropy_gain.mean().item())
-        state = found.points
+        result = expansion(keys, state, 1.0)
+        volumes.append(result.entropy_gain.mean().item())
+        state = result.points
     assert np.diff(entropies).max() < 0
     assert min(volumes) > 0
 
@@ -60,8 +62,8 @@ def test_batches_derivatives_and_a_step_of_zero():
     whole = expansion(keys, points, 0.5)
     for index in range(2):
         alone = expansion(Atoms.create(keys.points[index]), points[index], 0.5)
-        for found, expected in zip(whole, alone, strict=True):
-            torch.testing.assert_close(found[index], expected)
+        for result, expected in zip(whole, alone, strict=True):
+            torch.testing.assert_close(result[index], expected)
     still = expansion(keys, points, 0.0)
     torch.testing.assert_close(still.points, points)
     assert still.gain.abs().max() == 0
@@ -74,8 +76,8 @@ def test_batches_derivatives_and_a_step_of_zero():
 
 
 def test_half_precision_is_promoted():
-    found = expansion(Spin.create(dim=3), draw(4, 3).bfloat16(), 0.5)
-    assert {part.dtype for part in found} == {torch.float32}
+    result = expansion(Spin.create(dim=3), draw(4, 3).bfloat16(), 0.5)
+    assert {part.dtype for part in result} == {torch.float32}
 
 
 def test_bad_calls():

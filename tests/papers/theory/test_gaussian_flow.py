@@ -20,9 +20,9 @@ ONE = torch.eye(1).double()
 def test_one_dimension_has_a_closed_form():
     """ċ = 2c², ṁ = (1 + c)m."""
     start = Gaussian.create(torch.ones(1).double(), 0.5 * ONE)
-    found = gaussian_flow(start, value=ONE, score=ONE, time=0.9)
-    assert covariance(found).item() == pytest.approx(0.5 / (1 - 0.9), rel=1e-8)
-    assert found.location.item() == pytest.approx(math.exp(0.9) / math.sqrt(1 - 0.9), rel=1e-8)
+    result = gaussian_flow(start, value=ONE, score=ONE, time=0.9)
+    assert covariance(result).item() == pytest.approx(0.5 / (1 - 0.9), rel=1e-8)
+    assert result.location.item() == pytest.approx(math.exp(0.9) / math.sqrt(1 - 0.9), rel=1e-8)
     falling = gaussian_flow(start, value=ONE, score=-ONE, time=5.0)
     assert covariance(falling).item() == pytest.approx(0.5 / (1 + 5.0), rel=1e-8)
 
@@ -41,13 +41,13 @@ def test_any_weights_by_another_solver(heads, rank):
 
     at_first = np.concatenate([start.location, covariance(start).ravel()])
     expected = scipy.integrate.solve_ivp(slope, (0, 0.25), at_first, rtol=1e-11, atol=1e-12, method="DOP853").y[:, -1]
-    found = gaussian_flow(
+    result = gaussian_flow(
         start, value=value if heads > 1 else value[0], score=score if heads > 1 else score[0], time=0.25
     )
-    np.testing.assert_allclose(found.location, expected[:3], rtol=1e-8, atol=1e-9)
-    np.testing.assert_allclose(covariance(found), expected[3:].reshape(3, 3), rtol=1e-8, atol=1e-9)
-    assert found.factor.shape == (3, rank)
-    assert torch.linalg.matrix_rank(covariance(found), hermitian=True) == rank
+    np.testing.assert_allclose(result.location, expected[:3], rtol=1e-8, atol=1e-9)
+    np.testing.assert_allclose(covariance(result), expected[3:].reshape(3, 3), rtol=1e-8, atol=1e-9)
+    assert result.factor.shape == (3, rank)
+    assert torch.linalg.matrix_rank(covariance(result), hermitian=True) == rank
 
 
 @pytest.mark.medium
@@ -66,26 +66,26 @@ def test_the_blow_up_is_said_with_its_time():
 
 def test_laws_of_a_batch_and_of_no_spread():
     start, value, score = law(2, batch=(3,)), draw(2, 2, seed=1), draw(2, 2, seed=2)
-    found = gaussian_flow(start, value=value, score=score, time=0.2)
+    result = gaussian_flow(start, value=value, score=score, time=0.2)
     for index in range(3):
         one = Gaussian.create(start.location[index], factor=start.factor[index])
         alone = gaussian_flow(one, value=value, score=score, time=0.2)
-        torch.testing.assert_close(found.location[index], alone.location, rtol=1e-8, atol=1e-9)
-        torch.testing.assert_close(covariance(found)[index], covariance(alone), rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(result.location[index], alone.location, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(covariance(result)[index], covariance(alone), rtol=1e-8, atol=1e-9)
     point = Gaussian.create(draw(2), torch.zeros(()).double())
-    found = gaussian_flow(point, value=value, score=score, time=0.7)
+    result = gaussian_flow(point, value=value, score=score, time=0.7)
     torch.testing.assert_close(
-        found.location, torch.linalg.matrix_exp(0.7 * value) @ point.location, rtol=1e-8, atol=1e-9
+        result.location, torch.linalg.matrix_exp(0.7 * value) @ point.location, rtol=1e-8, atol=1e-9
     )
-    assert found.factor.shape == (2, 0)
+    assert result.factor.shape == (2, 0)
     torch.testing.assert_close(gaussian_flow(start, value=value, score=score, time=0.0).location, start.location)
 
 
 def test_precision():
     start = Gaussian.create(torch.ones(2, dtype=torch.float32), torch.eye(2, dtype=torch.float32))
-    found = gaussian_flow(start, value=torch.eye(2), score=-torch.eye(2), time=1.0)
-    assert found.location.dtype == torch.float32
-    torch.testing.assert_close(covariance(found), torch.eye(2) / 3)
+    result = gaussian_flow(start, value=torch.eye(2), score=-torch.eye(2), time=1.0)
+    assert result.location.dtype == torch.float32
+    torch.testing.assert_close(covariance(result), torch.eye(2) / 3)
     half = Gaussian(start.location.bfloat16(), start.covariance.bfloat16(), start.factor.bfloat16())
     assert gaussian_flow(half, value=torch.eye(2), score=-torch.eye(2), time=1.0).location.dtype == torch.float32
 
@@ -97,8 +97,8 @@ def test_derivatives(check):
 
     def after(value, score, mean):
         start = Gaussian(mean, torch.eye(2).double(), mean.new_zeros(2, 0))
-        found = gaussian_flow(start, value=value, score=score, time=0.1)
-        return found.location, covariance(found)
+        result = gaussian_flow(start, value=value, score=score, time=0.1)
+        return result.location, covariance(result)
 
     assert check(after, [each.requires_grad_() for each in inputs], fast_mode=True)
 
@@ -125,8 +125,8 @@ def test_a_wide_law_that_falls_is_no_blow_up():
     """C = 1/(1/c + 2t) in one dimension: at first it falls within 1/c, in steps far shorter than the whole time."""
     one, spread = torch.ones(1, 1).double(), 1e12
     start = Gaussian.create(torch.zeros(1).double(), spread * one)
-    found = gaussian_flow(start, value=one, score=-one, time=1.0)
-    assert covariance(found).item() == pytest.approx(1 / (1 / spread + 2), rel=1e-8)
+    result = gaussian_flow(start, value=one, score=-one, time=1.0)
+    assert covariance(result).item() == pytest.approx(1 / (1 / spread + 2), rel=1e-8)
     with pytest.raises(BlowUpError) as caught:
         gaussian_flow(start, value=one, score=one, time=1.0)
     assert 0 <= 0.5 / spread - caught.value.time < 1e-8

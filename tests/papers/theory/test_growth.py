@@ -23,5 +23,5 @@ def test_the_first_two_harmonics_in_three_dimensions():
     scale, step = 1.7, 0.6
     first = 1 / math.tanh(scale) - 1 / scale
     for order, ratio in ((1, first), (2, 1 - 3 * first / scale)):
-        wanted = 1 + step * order * (order + 1) * ratio / (scale * (1 + step * first))
-        assert harmonic_growth(order, step, scale, dim=3).item() == pytest.approx(wanted, rel=1e-13)
+        expected = 1 + step * order * (order + 1) * ratio / (scale * (1 + step * first))
+        assert harmonic_growth(order, step, scale, dim=3).item() == pytest.approx(expected, rel=1e-13)

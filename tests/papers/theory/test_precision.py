@@ -115,8 +115,8 @@ def test_the_error_at_4000_keys_is_right_to_a_percent():
     assert 0.5 < law.squared_distance(query) < 2
     for share in (0.5, 1.0):
         mean, error = simulated(law, query, share, 4000, 100)
-        found = law.error(query, share, 4000).item()
-        assert abs(found / mean - 1) < 0.01 + 5 * error / mean
+        result = law.error(query, share, 4000).item()
+        assert abs(result / mean - 1) < 0.01 + 5 * error / mean
 
 
 @pytest.mark.medium
@@ -126,11 +126,11 @@ def test_the_bias_of_finitely_many_keys_is_in_the_error():
     law = GaussianTokens.create(origin, origin, one, one, 1.001 * one)  # next to no noise
     query, share, keys = torch.tensor([1.5], dtype=torch.float64), 0.5, 120
     mean, error = simulated(law, query, share, keys, 50_000)
-    found = law.error(query, share, keys).item()
+    result = law.error(query, share, keys).item()
     growth = math.exp(share**2 * 2.25) / keys
-    without = found - growth * 2 * share * (1 - share) * 2.25
+    without = result - growth * 2 * share * (1 - share) * 2.25
     remainder = 10 * growth**2
-    assert abs(found - mean) < 5 * error + remainder
+    assert abs(result - mean) < 5 * error + remainder
     assert abs(without - mean) > 2 * (5 * error + remainder)
 
 
@@ -140,15 +140,15 @@ def test_the_optimal_share_is_the_only_minimum():
     query = law.key_mean + torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     grid = torch.linspace(0, 1, 100, dtype=torch.float64)
     for keys in (1, 2, 50, 10**6):
-        found = law.optimal_share(query, keys)
+        result = law.optimal_share(query, keys)
         error = law.error(query[:, None], grid, keys)
         assert (error.diff(n=2) > -1e-9 * error[:, 1:-1]).all()  # convex in s
-        for x, share in zip(query, found, strict=True):
-            wanted = optimize.minimize_scalar(
+        for x, share in zip(query, result, strict=True):
+            expected = optimize.minimize_scalar(
                 lambda s, x=x, keys=keys: law.error(x, s, keys).item(), bounds=(0, 1), options={"xatol": 1e-9}
             )
-            assert abs(share.item() - wanted.x) < 1e-4
-        assert (found.square() * law.squared_distance(query) <= max(1.0, math.log(keys))).all()
+            assert abs(share.item() - expected.x) < 1e-4
+        assert (result.square() * law.squared_distance(query) <= max(1.0, math.log(keys))).all()
     at_mean = law.optimal_share(law.key_mean, 100)
     assert at_mean == 0
     # Full precision matching needs L ≫ e^{‖z‖²}.
@@ -179,11 +179,11 @@ def test_half_precision_is_promoted_and_integers_are_refused():
     parameters = torch.zeros(2), torch.zeros(2), torch.eye(2), 0.5 * torch.eye(2), torch.eye(2)
     law = GaussianTokens.create(*(parameter.bfloat16() for parameter in parameters))
     query = torch.tensor([0.5, -1.0], dtype=torch.bfloat16)
-    found = law.conditional_mean(query), law.optimal_share(query, 100), law.error(query, 0.5, 100)
-    wanted = GaussianTokens.create(*(parameter.double() for parameter in parameters))
+    result = law.conditional_mean(query), law.optimal_share(query, 100), law.error(query, 0.5, 100)
+    expected = GaussianTokens.create(*(parameter.double() for parameter in parameters))
     wide = query.double()
-    exact = wanted.conditional_mean(wide), wanted.optimal_share(wide, 100), wanted.error(wide, 0.5, 100)
-    for one, other in zip(found, exact, strict=True):
+    exact = expected.conditional_mean(wide), expected.optimal_share(wide, 100), expected.error(wide, 0.5, 100)
+    for one, other in zip(result, exact, strict=True):
         assert (one.dtype, other.dtype) == (torch.float32, torch.float64)
         close(one.double(), other, rtol=1e-5, atol=1e-6)
     assert precision_matching_score(torch.eye(2, dtype=torch.float16)).dtype == torch.float32

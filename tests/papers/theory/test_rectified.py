@@ -56,12 +56,12 @@ def test_the_minima_are_the_centroids_of_what_is_active_at_them():
     starts = 2 * draw(300, 2, seed=4)
     # Some basins are small.
     starts = torch.cat([starts[energy(starts).isfinite()], torch.stack(minima) + 0.01])
-    found = energy.retrieve(starts, max_steps=50)
-    assert (found.status == 0).all() and (found.residual < 1e-14).all()
-    distance = (found.state[:, None] - torch.stack(minima)).norm(dim=-1)
+    result = energy.retrieve(starts, max_steps=50)
+    assert (result.status == 0).all() and (result.residual < 1e-14).all()
+    distance = (result.state[:, None] - torch.stack(minima)).norm(dim=-1)
     assert (distance.min(-1).values < 1e-14).all()
     assert set(distance.argmin(-1).tolist()) == set(range(len(minima))) and len(minima) > 1
-    assert (energy.hessian(found.state).diagonal(dim1=-2, dim2=-1) > 0).all()
+    assert (energy.hessian(result.state).diagonal(dim1=-2, dim2=-1) > 0).all()
 
 
 def test_a_memory_with_no_other_in_reach_is_a_minimum_exactly():

@@ -52,21 +52,21 @@ def exact(dimension: int, scale: float, degree: int) -> Any:
 def test_multipliers_are_ratios_of_bessel_functions(dimension):
     with mpmath.workdps(60):
         for scale in (1.0, 4e3) if dimension > 512 else (1e-6, 0.03, 1.0, 7.0, 40.0, 300.0, 4e4, 1e6):
-            found = sphere_multipliers(60, dimension, scale)
+            result = sphere_multipliers(60, dimension, scale)
             for degree in (0, 1, 7, 60):
-                wanted = exact(dimension, scale, degree)
-                if wanted < 1e-300:
-                    assert found[degree] < 1e-299
+                expected = exact(dimension, scale, degree)
+                if expected < 1e-300:
+                    assert result[degree] < 1e-299
                 else:
-                    error = abs(mpmath.mpf(found[degree].item()) / wanted - 1)
+                    error = abs(mpmath.mpf(result[degree].item()) / expected - 1)
                     assert error < 1e-14 * (degree + 1), (scale, degree)
 
 
 def test_ratios_of_one_recurrence_are_those_of_each_dimension():
     concentration = double(0.0, 1e-3, 2.0, 50.0, 1e5)
-    found = bessel_ratios(concentration, 5, 40)
+    result = bessel_ratios(concentration, 5, 40)
     for j in (0, 1, 17, 39):
-        close(found[:, j], bessel_ratios(concentration, 5 + 2 * j, 1)[:, 0], rtol=1e-14, atol=0)
+        close(result[:, j], bessel_ratios(concentration, 5 + 2 * j, 1)[:, 0], rtol=1e-14, atol=0)
     with pytest.raises(ValueError, match="count must be a whole number, at least 1"):
         bessel_ratios(concentration, 5, 0)
 
@@ -86,11 +86,11 @@ def test_funk_hecke_by_quadrature(dimension):
 def test_harmonics_are_gegenbauers_chebyshevs_and_counted():
     cosine = torch.linspace(-1, 1, 21, dtype=torch.float64)
     for dimension in (3, 4, 11):
-        found = zonal_harmonics(cosine, 8, dimension)
+        result = zonal_harmonics(cosine, 8, dimension)
         for n in range(9):
-            wanted = special.eval_gegenbauer(n, dimension / 2 - 1, cosine.numpy())
-            wanted = torch.from_numpy(wanted / special.eval_gegenbauer(n, dimension / 2 - 1, 1.0))
-            close(found[:, n], wanted, rtol=0, atol=1e-13)
+            expected = special.eval_gegenbauer(n, dimension / 2 - 1, cosine.numpy())
+            expected = torch.from_numpy(expected / special.eval_gegenbauer(n, dimension / 2 - 1, 1.0))
+            close(result[:, n], expected, rtol=0, atol=1e-13)
     close(zonal_harmonics(cosine, 8, 2)[:, 8], torch.from_numpy(special.eval_chebyt(8, cosine.numpy())))
     assert zonal_harmonics(cosine, 0, 3).shape == (21, 1)
     assert [harmonic_count(n, 2) for n in range(4)] == [1, 2, 2, 2]
@@ -103,16 +103,16 @@ def test_softmaxs_weight_is_the_kernel_of_its_multipliers(dimension):
     cosine, scale = torch.linspace(-1, 1, 33, dtype=torch.float64), 3.0
     half = dimension / 2
     mass = special.gamma(half) * (2 / scale) ** (half - 1) * special.iv(half - 1, scale)
-    found = spherical_kernel(cosine, sphere_multipliers(40, dimension, scale), dimension)
-    close(found, torch.exp(scale * cosine) / mass, rtol=1e-12, atol=0)
+    result = spherical_kernel(cosine, sphere_multipliers(40, dimension, scale), dimension)
+    close(result, torch.exp(scale * cosine) / mass, rtol=1e-12, atol=0)
 
 
 def test_the_limit_the_ridge_and_the_deconvolution_on_a_grid_of_the_circle():
     angle, keys = circle(128)
     parts = torch.stack([0.3 + 0 * angle, angle.cos(), (2 * angle + 1).sin(), 0 * angle, 0.5 * (4 * angle).cos()], -1)
     value, scale = parts.sum(-1, keepdim=True), 3.0
-    found = ops.attention(keys[None, None], keys[None, None], value[None, None], scale=scale).output.reshape(-1)
-    close((sphere_multipliers(4, 2, scale) * parts).sum(-1), found, rtol=0, atol=1e-13)
+    result = ops.attention(keys[None, None], keys[None, None], value[None, None], scale=scale).output.reshape(-1)
+    close((sphere_multipliers(4, 2, scale) * parts).sum(-1), result, rtol=0, atol=1e-13)
     limit = sphere_multipliers(4, 2, scale)
     close((limit * deconvolution(limit, 4))[:5], torch.ones(5, dtype=torch.float64), rtol=0, atol=1e-15)
 
@@ -131,16 +131,16 @@ def test_the_limit_the_ridge_and_the_deconvolution_on_a_grid_of_the_circle():
 def test_trap_19_the_operators_ridge_is_the_gram_matrixs_over_the_number_of_keys():
     """Z4: the same Gram ridge on twice the keys is another estimator, the same operator ridge is not."""
     scale, ridge, value_of = 2.0, 3.0, torch.cos
-    found = {}
+    result = {}
     for count in (64, 128):
         angle, keys = circle(count)
         gram = torch.exp(scale * keys @ keys.T)
         for name, own in (("gram", ridge), ("operator", count * ridge / 64)):
             system = gram + own * torch.eye(count, dtype=torch.float64)
-            found[name, count] = (gram @ torch.linalg.solve(system, value_of(angle)))[0]
-    close(found["operator", 64], found["operator", 128], rtol=1e-12, atol=0)
-    close(found["operator", 64], ridge_multipliers(1, 2, scale, ridge / 64)[1], rtol=1e-12, atol=0)
-    assert (1 - found["gram", 128]) < 0.6 * (1 - found["gram", 64])
+            result[name, count] = (gram @ torch.linalg.solve(system, value_of(angle)))[0]
+    close(result["operator", 64], result["operator", 128], rtol=1e-12, atol=0)
+    close(result["operator", 64], ridge_multipliers(1, 2, scale, ridge / 64)[1], rtol=1e-12, atol=0)
+    assert (1 - result["gram", 128]) < 0.6 * (1 - result["gram", 64])
 
 
 def test_trap_20_no_constant_relates_softmax_to_the_conditional_mean():
@@ -185,10 +185,10 @@ def test_what_finitely_many_keys_add_is_what_simulations_add():
     power = double(0, 1 / 3, 1 / 5)
     for keys, scale, repetitions in ((200, 4.0, 11_000),):
         mean, error = simulated_sampling(keys, scale, 0.4, repetitions)
-        found = float(smoothing_error(keys, power, 0.16, 3, scale).sampling)
+        result = float(smoothing_error(keys, power, 0.16, 3, scale).sampling)
         remainder = 5 * scale / keys  # the next order is smaller by E w²/L, about β/L for d = 3
-        assert abs(mean / found - 1) < 5 * error / found + remainder
-        assert 5 * error / found + remainder < 0.5
+        assert abs(mean / result - 1) < 5 * error / result + remainder
+        assert 5 * error / result + remainder < 0.5
 
 
 @every_row("scale", [0.3, 1.5, 4.0])
@@ -204,38 +204,38 @@ def test_the_error_of_finitely_many_keys_on_the_circle_to_its_last_digit(scale, 
     variance = (weight.square() * ((f - m[:, None]).square() + noise)).mean(-1)
     bias = -(weight.square() * (f - m[:, None])).mean(-1)
     power = double(0.2**2, 0.7**2 / 2, 0.4**2 / 2, 0, 0, 0.5**2 / 2)
-    found = smoothing_error(50, power, noise, 2, scale)
-    assert float(found.sampling) * 50 == pytest.approx((variance + 2 * (m - f) * bias).mean().item(), rel=1e-11)
-    assert float(found.smoothing) == pytest.approx((m - f).square().mean().item(), rel=1e-11)
+    result = smoothing_error(50, power, noise, 2, scale)
+    assert float(result.sampling) * 50 == pytest.approx((variance + 2 * (m - f) * bias).mean().item(), rel=1e-11)
+    assert float(result.smoothing) == pytest.approx((m - f).square().mean().item(), rel=1e-11)
 
 
 @pytest.mark.medium
 @some_slow(("keys", "dimension", "noise"), [(64, 2, 0.25), (10**5, 3, 0.1), (64, 8, 1.0)], 1)
 def test_the_optimal_scale_is_the_minimum(keys, dimension, noise):
     power = double(0.5, 0.3, 0.0, 0.1)
-    found = optimal_scale(keys, power, noise, dimension).item()
-    wanted = optimize.minimize_scalar(
+    result = optimal_scale(keys, power, noise, dimension).item()
+    expected = optimize.minimize_scalar(
         lambda log_scale: smoothing_error(keys, power, noise, dimension, math.exp(log_scale)).total.item(),
-        bracket=(math.log(found) - 1, math.log(found), math.log(found) + 1),
+        bracket=(math.log(result) - 1, math.log(result), math.log(result) + 1),
         options={"xtol": 1e-9},
     )
-    assert abs(math.log(found) - wanted.x) < 2e-5
+    assert abs(math.log(result) - expected.x) < 2e-5
 
 
 def test_optimal_scales_of_several_powers_are_those_of_each():
     powers = torch.stack([double(0.5, 0.3, 0.0, 0.1), double(0.2, 0.0, 0.6, 0.0)])
-    found = optimal_scale(64, powers[:, None], 0.25, 2)
+    result = optimal_scale(64, powers[:, None], 0.25, 2)
     alone = [optimal_scale(64, power, 0.25, 2).item() for power in powers]
-    assert found.shape == (2, 1) and found.flatten().tolist() == pytest.approx(alone, rel=1e-9)
+    assert result.shape == (2, 1) and result.flatten().tolist() == pytest.approx(alone, rel=1e-9)
 
 
 def test_the_optimal_scale_grows_as_theory_says():
     power = double(0, 0.3, 0.2)
     many = double(1e9, 1e10)
     for dimension in (2, 3, 4):
-        found = optimal_scale(many, power, 0.3, dimension)
-        close(found, asymptotic_scale(many, power, 0.3, dimension), rtol=0.05, atol=0)
-        slope = (found[1] / found[0]).log10().item()
+        result = optimal_scale(many, power, 0.3, dimension)
+        close(result, asymptotic_scale(many, power, 0.3, dimension), rtol=0.05, atol=0)
+        slope = (result[1] / result[0]).log10().item()
         assert abs(slope - 2 / (dimension + 3)) < 0.005
     # With next to no noise the scale stops where one key is left: Λ(β)² = Λ(2β)·L^{-1}, for d = 3 β coth β = L.
     edge = optimal_scale(100, power, 1e-9, 3).item()
@@ -273,10 +273,10 @@ def test_derivatives_in_the_scale(scale):
 @pytest.mark.slow
 def test_transforms_and_compilation():
     scales = double(0.0, 0.3, 5.0)
-    found = sphere_multipliers(3, 3, scales)
-    close(torch.func.vmap(lambda s: sphere_multipliers(3, 3, s))(scales), found, rtol=0, atol=1e-15)
+    result = sphere_multipliers(3, 3, scales)
+    close(torch.func.vmap(lambda s: sphere_multipliers(3, 3, s))(scales), result, rtol=0, atol=1e-15)
     compiled = torch.compile(lambda s: sphere_multipliers(3, 3, s), fullgraph=True, backend="aot_eager")
-    close(compiled(scales), found, rtol=0, atol=1e-15)
+    close(compiled(scales), result, rtol=0, atol=1e-15)
 
 
 @every_row(

@@ -36,18 +36,18 @@ def test_finite_latents_by_enumeration_of_all_sequences():
         joint[sequence] = float(probability)
     for observed in itertools.product(range(4), repeat=2):
         log_likelihood = emission.log()[:, list(observed)].sum(-1)
-        found = masked_mean(emission.mT, log_likelihood, prior.log())
+        result = masked_mean(emission.mT, log_likelihood, prior.log())
         mass = torch.tensor([joint[(*observed, x)] for x in range(4)], dtype=torch.float64)
-        close(found, mass / mass.sum(), rtol=1e-13, atol=0)
+        close(result, mass / mass.sum(), rtol=1e-13, atol=0)
 
 
 def test_two_categories_by_quadrature():
     alpha, counts = (1.5, 0.7), (3, 1)
     density = lambda p: p ** (alpha[0] - 1 + counts[0]) * (1 - p) ** (alpha[1] - 1 + counts[1])  # noqa: E731
     mass, first = (integrate.quad(lambda p, m=m: p**m * density(p), 0, 1, epsabs=1e-12)[0] for m in (0, 1))
-    found = masked_token_probabilities(torch.tensor(counts).double(), torch.tensor(alpha).double())
-    close(found[0], torch.tensor(first / mass, dtype=torch.float64), rtol=1e-7, atol=0)
-    close(found.sum(), torch.ones((), dtype=torch.float64))
+    result = masked_token_probabilities(torch.tensor(counts).double(), torch.tensor(alpha).double())
+    close(result[0], torch.tensor(first / mass, dtype=torch.float64), rtol=1e-7, atol=0)
+    close(result.sum(), torch.ones((), dtype=torch.float64))
 
 
 def test_gaussian_tokens_by_quadrature():
@@ -56,10 +56,10 @@ def test_gaussian_tokens_by_quadrature():
     log_density = stats.norm.logpdf(z, prior_mean, deviation / math.sqrt(weight))
     log_density = log_density + stats.norm.logpdf(observed[:, None], z, deviation).sum(0)
     density = np.exp(log_density - log_density.max())
-    found = masked_gaussian_mean(
+    result = masked_gaussian_mean(
         torch.from_numpy(observed)[:, None], torch.tensor([prior_mean], dtype=torch.float64), weight
     )
-    assert abs(found.item() - (z * density).sum() / density.sum()) < 1e-10
+    assert abs(result.item() - (z * density).sum() / density.sum()) < 1e-10
     nothing = masked_gaussian_mean(torch.zeros(0, 1).double(), torch.tensor([prior_mean]).double(), weight)
     assert nothing.item() == prior_mean
 
@@ -67,26 +67,26 @@ def test_gaussian_tokens_by_quadrature():
 @every_row(("p", "c", "k"), [(3, 2, 4), (6, 3, 4), (2, 1, 3), (8, 8, 5)])
 def test_the_probe_reads_the_optimum_and_the_condition_number_bounds_its_error(p, c, k):
     g, d = normal(p, k), normal(c, k, seed=1)
-    found, s, other = transfer(g, d), posteriors(5000, k), posteriors(5000, k, seed=2)
-    assert found.identifiable
-    assert found.rank == k - 1
-    close(found.predict(s @ g.mT), s @ d.mT, rtol=0, atol=1e-10)
+    result, s, other = transfer(g, d), posteriors(5000, k), posteriors(5000, k, seed=2)
+    assert result.identifiable
+    assert result.rank == k - 1
+    close(result.predict(s @ g.mT), s @ d.mT, rtol=0, atol=1e-10)
     ratio = ((s - other) @ d.mT).norm(dim=-1) / ((s - other) @ g.mT).norm(dim=-1)
-    assert ratio.max() <= found.condition_number * (1 + 1e-10)
-    assert found.condition_number <= found.ratio_bound * (1 + 1e-12)
+    assert ratio.max() <= result.condition_number * (1 + 1e-10)
+    assert result.condition_number <= result.ratio_bound * (1 + 1e-12)
     # Largest ratio over tangent directions as a generalised eigenvalue, in a basis of the tangent space.
     basis = torch.from_numpy(np.linalg.svd(np.ones((1, k)))[2][1:].T)
     left, right = (torch.from_numpy((m @ basis).numpy()) for m in (d, g))
     largest = max(np.linalg.eigvals(np.linalg.solve((right.mT @ right).numpy(), (left.mT @ left).numpy())).real)
-    assert found.condition_number == pytest.approx(math.sqrt(largest), rel=1e-10)
+    assert result.condition_number == pytest.approx(math.sqrt(largest), rel=1e-10)
 
 
 def test_trap_25_the_condition_number_lives_on_the_tangent_space():
     """Z13: constants in G and D cost nothing on the simplex, and the naive number counts them."""
     g, d = normal(3, 4), normal(2, 4, seed=1)
     shift_g, shift_d = (torch.ones(rows, 4, dtype=torch.float64) for rows in (3, 2))
-    found, moved = transfer(g, d), transfer(g + 5 * shift_g, d - 3 * shift_d)
-    assert moved.condition_number == pytest.approx(found.condition_number, rel=1e-12)
+    result, moved = transfer(g, d), transfer(g + 5 * shift_g, d - 3 * shift_d)
+    assert moved.condition_number == pytest.approx(result.condition_number, rel=1e-12)
     close(moved.predict((g + 5 * shift_g) @ posteriors(1, 4)[0]), (d - 3 * shift_d) @ posteriors(1, 4)[0])
     full = normal(4, 4, seed=3)  # the naive one exists where G has full rank
     naive = transfer(full, d, simplex=False).condition_number
@@ -104,14 +104,14 @@ def test_what_is_not_identifiable_is_named():
     g = normal(5, 4)
     g[:, 3] = g[:, 2]
     d = normal(2, 4, seed=1)
-    found = transfer(g, d)
-    assert not found.identifiable
-    assert found.condition_number == found.ratio_bound == math.inf
-    assert found.rank == 2
+    result = transfer(g, d)
+    assert not result.identifiable
+    assert result.condition_number == result.ratio_bound == math.inf
+    assert result.rank == 2
     direction = torch.tensor([0, 0, 1, -1], dtype=torch.float64) / math.sqrt(2)
-    assert found.lost.shape == (4, 1)
-    close(found.lost[:, 0].abs(), direction.abs(), rtol=0, atol=1e-12)
-    assert excess_risk_bound(found.condition_number, 0.0) == math.inf
+    assert result.lost.shape == (4, 1)
+    close(result.lost[:, 0].abs(), direction.abs(), rtol=0, atol=1e-12)
+    assert excess_risk_bound(result.condition_number, 0.0) == math.inf
     # A target that does not tell them apart either is read as before.
     d[:, 3] = d[:, 2]
     merged = transfer(g, d)
@@ -138,9 +138,9 @@ def test_rounding_of_an_ill_conditioned_matrix_loses_no_target_and_finds_none(le
         )
         g = left * torch.tensor([1.0, 0.7, 0.3, 0.1, least], dtype=torch.float64) @ right.mT
         d = torch.randn(3, 9, generator=drawn, dtype=torch.float64) @ right @ right.mT  # of latents and of G's rows
-        found = transfer(g, d, simplex=False)
-        assert found.identifiable and found.rank == 5
-        close(found.probe @ g, d, rtol=0, atol=1e-12 / least)
+        result = transfer(g, d, simplex=False)
+        assert result.identifiable and result.rank == 5
+        close(result.probe @ g, d, rtol=0, atol=1e-12 / least)
         other = torch.randn(1, 9, generator=drawn, dtype=torch.float64)
         other = other - other @ right @ right.mT  # what G does not see
         moved = transfer(g, d + 1e-2 * other / other.norm(), simplex=False)
@@ -156,28 +156,28 @@ def test_lists_of_numbers_are_read_in_float64():
 
 def test_a_simplex_is_not_always_meant():
     g, d = normal(3, 3), normal(2, 3, seed=1)
-    found = transfer(g, d, simplex=False)
+    result = transfer(g, d, simplex=False)
     z = normal(10, 3, seed=2)
-    close(found.predict(z @ g.mT), z @ d.mT, rtol=0, atol=1e-10)
+    close(result.predict(z @ g.mT), z @ d.mT, rtol=0, atol=1e-10)
 
 
 def test_the_downstream_risk_keeps_its_bound_where_inputs_shift():
     g, d, s = normal(4, 3), normal(2, 3, seed=1), posteriors(400, 3)
-    found = transfer(g, d)
+    result = transfer(g, d)
     density = torch.softmax(normal(400, seed=7), 0) * 400  # the downstream inputs' relative to these
     for seed in range(20):
         guess = s @ g.mT + 0.1 * normal(400, 4, seed=seed)
         own = (guess - s @ g.mT).square().sum(-1)
-        theirs = ((found.predict(guess) - s @ d.mT).square().sum(-1) * density).mean().item()
-        bound = excess_risk_bound(found.condition_number, own.mean().item(), density.max().item())
+        theirs = ((result.predict(guess) - s @ d.mT).square().sum(-1) * density).mean().item()
+        bound = excess_risk_bound(result.condition_number, own.mean().item(), density.max().item())
         assert theirs <= bound
 
     def shortfall(angle: float) -> float:
         error = torch.tensor([math.cos(angle), math.sin(angle), 0, 0], dtype=torch.float64)
-        return -(found.probe @ error).norm().item()
+        return -(result.probe @ error).norm().item()
 
     # Within the plane of the first two outputs an error that is as bad as can be is found by search.
-    assert -optimize.minimize_scalar(shortfall, bounds=(0, math.pi)).fun <= found.condition_number * (1 + 1e-9)
+    assert -optimize.minimize_scalar(shortfall, bounds=(0, math.pi)).fun <= result.condition_number * (1 + 1e-9)
 
 
 @every_row(

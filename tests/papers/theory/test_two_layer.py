@@ -51,11 +51,11 @@ def test_the_path_is_that_of_scipy():
 
 def test_the_energy_is_that_of_the_formula():
     layers, state = network("Hopfield"), draw(4, 8, seed=3)
-    for row, found in zip(state.numpy(), layers(state).tolist(), strict=True):
+    for row, result in zip(state.numpy(), layers(state).tolist(), strict=True):
         v, h = row[:3], row[3:]
         active = softmax(h)
         expected = v @ v / 2 + h @ active - logsumexp(h) - v @ layers.coupling.numpy() @ active
-        assert found == pytest.approx(expected, abs=1e-13)
+        assert result == pytest.approx(expected, abs=1e-13)
 
 
 @pytest.mark.medium
@@ -99,9 +99,9 @@ def test_at_the_hidden_limit_it_is_the_hopfield_network():
     state = layers.join(query)
     assert torch.allclose(layers(state), hopfield(query) - hopfield.constant, atol=1e-14)
     assert torch.allclose(layers.step(state)[..., :3], hopfield.step(query), atol=1e-14)
-    found, expected = layers.retrieve(state), hopfield.retrieve(query)
-    assert (found.status == 0).all()
-    assert torch.allclose(found.state[..., :3], expected.state, atol=1e-8)
+    result, expected = layers.retrieve(state), hopfield.retrieve(query)
+    assert (result.status == 0).all()
+    assert torch.allclose(result.state[..., :3], expected.state, atol=1e-8)
 
 
 @pytest.mark.medium

@@ -43,7 +43,8 @@ def cumulant_growth(
         1.2727
     """
     whole_number("order", order, least=3)
-    step, variance = doubles("step", step), doubles("variance", variance)
+    step = doubles("step", step)
+    variance = doubles("variance", variance)
     check_broadcastable(step=step, variance=variance)
     check_finite(step=step, variance=variance)
     return 1 + order * step * variance ** (order - 1) / (1 + step * variance)
