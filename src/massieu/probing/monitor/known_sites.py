@@ -9,7 +9,7 @@ from massieu.errors import InputError
 from massieu.probing.capture.attention_call import AttentionSite
 from massieu.probing.capture.compiled import fused_sites
 from massieu.probing.checks.check import first_look
-from massieu.probing.model.model import model_inputs
+from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.monitor.notices import Notices
 from massieu.probing.monitor.places import layer_place, places
 from massieu.probing.monitor.undisturbed import undisturbed
