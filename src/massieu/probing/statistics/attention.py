@@ -254,6 +254,11 @@ class AttentionGroup(Group):
         for info, results in zip(self.model.sites, self.sites, strict=True):
             place = RowPlace.of_site(info)
             parts = RatioParts(results.ratio)
+            if self.model.is_draw:
+                yield from (
+                    Row(place, name, "", parts.at(index)) for index, name in enumerate(results.names) if "/" not in name
+                )
+                continue
             for index, name in enumerate(results.names):
                 statistic_name, _, control = name.partition("/")
                 if control:
@@ -265,8 +270,7 @@ class AttentionGroup(Group):
                 yield Row(place, name, "spread", Estimate(value, np.full_like(value, np.nan), spread.count()))
             yield from _bins(place, results)
             counts = dict(zip(results.names, parts.estimate.count, strict=True))
-            if self.extremes:
-                yield from _extreme_rows(place, self.extremes[info.index], counts)
+            yield from _extreme_rows(place, self.extremes[info.index], counts)
 
     def ratios(self) -> Iterator[RunningRatio]:
         """The means."""

@@ -546,10 +546,11 @@ class ClimbGroup(Group):
             for (kind, mover), (index, part) in itertools.product(enumerate(MOVERS), enumerate(PARTS)):
                 name = f"{mover}_{part}"
                 estimate = steps.tested((kind, index))
+                if self.model.is_draw:
+                    yield Row(place, name, "", estimate)
+                    continue
                 yield from rows_of(place, name, steps, (kind, index))
                 if not np.any(estimate.count > 0):
-                    continue
-                if self.model.is_draw:
                     continue
                 # Both updates are compared with one random direction, as long as the update with its bias.
                 yield Row(place, name, "random", random.at((min(kind, 1), index)))
