@@ -115,11 +115,16 @@ class _Batch:
     lengths: Int[Tensor, " B"]
     means: Float64[Tensor, "B d"]
 
-    def attend(self, layer: _Layer, **sink: Tensor) -> tuple[Float64[Tensor, "B d"], Float64[Tensor, " B"]]:
+    def attend(
+        self, layer: _Layer, sink: Tensor | None = None, sink_value: Tensor | None = None
+    ) -> tuple[Float64[Tensor, "B d"], Float64[Tensor, " B"]]:
         """Output and log Z of one query, whose scores are `direction`·token."""
         tokens = self.tokens.unsqueeze(1)  # of one head
         query = layer.direction.expand(len(self.tokens), 1, 1, SIZE)
-        result = ops.attention(query, tokens, tokens, log_weight=self.real[:, None, None], scale=1.0, **sink)
+        log_weight = self.real[:, None, None]
+        result = ops.attention(
+            query, tokens, tokens, log_weight=log_weight, scale=1.0, sink=sink, sink_value=sink_value
+        )
         return result.output[:, 0, 0], result.log_partition[:, 0, 0]
 
 
