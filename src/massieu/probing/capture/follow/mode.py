@@ -55,6 +55,10 @@ class _ReplacedOutput:
     output: Tensor
     replacement: Tensor
 
+    def put_into(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a function, with the replacement where they hold the output."""
+        return mapped((tuple(args), kwargs), lambda tensor: self.replacement if tensor is self.output else tensor)
+
 
 @dataclass(frozen=True)
 class _Unread:
@@ -129,9 +133,7 @@ class ScoreFollower(TorchFunctionMode):
             noted = [each for each in noted if not isinstance(each.note, Output)]
         replaced = self._take_replaced()
         if replaced is not None:
-            args, kwargs = mapped(
-                (tuple(args), kwargs), lambda tensor: replaced.replacement if tensor is replaced.output else tensor
-            )
+            args, kwargs = replaced.put_into(args, kwargs)
         result = func(*args, **kwargs)
         self._origins.note(func, inputs, result)
         call = FunctionCall(func, args, kwargs, result)
