@@ -381,6 +381,36 @@ def test_positions_times_queries_are_a_bias_that_moves():
     assert not still.moving
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scores, bias: scores + bias,
+        lambda scores, bias: scores - bias,
+        lambda scores, bias: bias - scores,
+        lambda scores, bias: torch.add(scores, bias, alpha=2),
+        lambda scores, bias: torch.sub(scores, bias, alpha=2),
+    ],
+    ids=["plus", "minus", "from", "twice", "less twice"],
+)
+def test_a_bias_computed_from_keys_moves_however_it_is_added(change):
+    def with_bias(q, k, v):
+        return merged(change(q @ k.mT * 0.3, k.sum(-1)[:, :, None]).softmax(-1) @ v)
+
+    (call,) = read(Attention(with_bias).eval(), batch())[0]
+    assert (call.grade, call.moving) == ("full", True)
+    assert torch.allclose(call.output.double(), explicit(call), rtol=1e-5, atol=2e-6)
+
+
+def test_an_output_transposed_by_the_names_of_its_dimensions():
+    def by_name(q, k, v):
+        output = (q @ k.mT * 0.3).softmax(-1) @ v
+        return output.transpose(dim0=1, dim1=2).contiguous().view(BATCH, LENGTH, WIDTH)
+
+    (call,) = read(Attention(by_name).eval(), batch())[0]
+    assert call.grade == "full"
+    assert torch.allclose(call.output.double(), explicit(call), rtol=1e-5, atol=2e-6)
+
+
 def test_a_view_that_was_changed_behind_is_not_trusted():
     """Scores changed in place by another name: what was noted of them is no longer true."""
 

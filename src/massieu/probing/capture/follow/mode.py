@@ -318,7 +318,7 @@ class ScoreFollower(TorchFunctionMode):
         result = call.result
         if not isinstance(result, Tensor):
             return
-        dims = reshaped(FunctionCall(call.func, call.args, {}, result), tensor, output.dims)
+        dims = reshaped(call, tensor, output.dims)
         if dims is not None:
             output = replace(output, dims=dims)
             last = whole(dims[-1]) if dims else ()

@@ -102,8 +102,9 @@ def added(scores: Scores, value: Any, factor: float, moves: Moves) -> Scores:
     """Scores with a bias of ``factor · value``."""
     if not isinstance(value, Tensor):
         return scores.then("add", float(value) * factor)
+    # Where the value comes from is asked of the value itself: a product made here is known to nobody.
     bias = value if factor == 1 else value * factor
-    return scores.then("add", bias, moving=moves(bias))
+    return scores.then("add", bias, moving=moves(value))
 
 
 def _selected(call: FunctionCall, tensor: Tensor, scores: Scores) -> Scores:
