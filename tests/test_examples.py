@@ -15,6 +15,7 @@ from scripts.tutorials import executed
 from scripts.tutorials import run as run_blocks
 from tests.support.printed import differing
 from tests.support.probing.draws import draw_by_default
+from tests.support.rows import every_row
 
 from massieu.probing.statistics.registry import STATISTICS
 
@@ -61,6 +62,7 @@ PAGES_WITH_CODE = (
     "how-to/compile_export",
     "how-to/from_hopfield_layers",
     "how-to/reading_numbers",
+    "how-to/questions",
     "how-to/own_statistics",
 )
 SLOW_PAGES = {
@@ -520,3 +522,25 @@ def test_a_training_loop_prints_its_records():
     row = r"step (\d+): loss \d\.\d{3}, gradient norm \d+\.\d{3}, largest logit \d+\.\d{3} in layer\d/head\d"
     matches = [re.fullmatch(row, line) for line in lines]
     assert [match and match[1] for match in matches] == ["4", "8", "12"]
+
+
+SYMPTOMS = (
+    *("output_attentions", "rollout", "left padding", "SimCLR", "NT-Xent", "supervised contrastive"),
+    *(
+        "activation checkpointing",
+        "gradient accumulation",
+        "heavy hitters",
+        "vLLM",
+        "Theorem 1",
+        "W&B",
+        "pandas",
+        "attn_mask",
+    ),
+)
+"""Words with which people search: each is on a page of its own or on the page by question."""
+
+
+@every_row("word", SYMPTOMS)
+def test_the_words_of_a_symptom_are_on_a_page(word):
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "decisions" not in page.parts]
+    assert any(word in page.read_text() for page in pages), word
