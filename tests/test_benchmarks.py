@@ -404,9 +404,9 @@ def test_the_estimate_for_many_keys_is_of_the_measured_numbers():
     wanted.append(f"is a factor of {min(over):.2f} to {max(over):.2f} that")
     wanted += [
         f"read and summed | {rates['memory_bytes'] / 1e9:.1f} GB/s",
-        f"`B` | {rates['mapped_bytes'] / 1e9:.1f} GB/s",
+        f"$`B`$ | {rates['mapped_bytes'] / 1e9:.1f} GB/s",
     ]
-    wanted += [f"`F` | {rates['flops'] / 1e9:.0f} GFlop/s", f"`X` | {rates['exponentials'] / 1e9:.1f}·10⁹/s"]
+    wanted += [f"$`F`$ | {rates['flops'] / 1e9:.0f} GFlop/s", f"$`X`$ | {rates['exponentials'] / 1e9:.1f}·10⁹/s"]
     missing = [words for words in wanted if words not in text]
     assert missing == []
 

@@ -16,8 +16,8 @@ SOURCE = Path(massieu.__file__).parent
 DRAWS = {"bernoulli", "bernoulli_", "exponential_", "multinomial", "normal_", "poisson", "rand", "rand_like", "randint",
          "randn", "randn_like", "random_", "randperm", "uniform_"}  # fmt: skip
 """PyTorch's own functions and methods that take a generator."""
-OTHERS = {"__init__", "create", "reset_parameters"}
-"""Names that some classes give to what takes one and others to what takes none."""
+OTHERS = {"__init__", "create", "gaussian", "reset_parameters"}
+"""Names that stand for what takes one in some places and for what takes none in others."""
 
 
 def functions_with_a_generator() -> Iterator[tuple[Path, ast.FunctionDef]]:

@@ -109,7 +109,8 @@ def list_statistics(statistics: "Iterable[Statistic]") -> None:
             show(textwrap.fill(question, room - 4, initial_indent="    ", subsequent_indent="    "))
     show(f"\n{len(rows)} statistics; 'massieu statistics NAME' explains one, or all of a group")
     opt_in = sorted({statistic.group for statistic in statistics if statistic.group in OPT_IN})
-    show(f"groups that are measured only where they are named: {', '.join(opt_in)}")
+    if opt_in:
+        show(f"groups that are measured only where they are named: {', '.join(opt_in)}")
 
 
 def show_statistic(statistic: "Statistic") -> None:

@@ -209,6 +209,7 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
 
         Of a row with missing cells it is the mean given the others, computed as in `impute`.
         """
+        check_is_fitted(self)
         return self._by_rows(self.machine_.transform, lambda completion: completion.hidden, X)
 
     def impute(self, X: Any) -> np.ndarray:
@@ -286,6 +287,7 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
     def free_energy(self, X: Any) -> np.ndarray:
         """−log p of each row but for the normaliser, nats, in the machine's units (B2)."""
         with torch.no_grad():
+            check_is_fitted(self)
             return self._by_rows(self.machine_.energy, None, X)
 
     def pseudo_log_likelihood(self, X: Any) -> np.ndarray:
@@ -293,6 +295,7 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
 
         `BernoulliRBM.score_samples` estimates it from one random column.
         """
+        check_is_fitted(self)
         return self._by_rows(self.machine_.pseudo_log_likelihood, None, X)
 
     @property

@@ -80,7 +80,7 @@ def test_only_the_moments_that_are_needed_are_computed(monkeypatch):
 def test_a_moment_that_no_statistic_declared_costs_a_second_pass_and_no_number(monkeypatch):
     data, options = massieu.Batches(batches(1), window=24), {"draws": 0, "statistics": ["largest_weight"]}
     expected = massieu.probe(small_model(), data, **options)
-    monkeypatch.setitem(registry._MOMENTS, "largest_weight", ())
+    monkeypatch.setitem(registry.MOMENTS, "largest_weight", ())
     with pytest.warns(
         UserWarning, match=r"the moment 'max_weight' without declaring it: moments=\('max_weight',\) saves"
     ):

@@ -101,12 +101,12 @@ def _draw_labelled(
     """Random rows in each draw, equally many of each digit."""
     rows_of_digit = [(labels == digit).nonzero().squeeze(1) for digit in range(10)]
 
-    def draw() -> Int[Tensor, " num_labels"]:
+    def balanced_rows() -> Int[Tensor, " num_labels"]:
         return torch.cat(
             [rows[torch.randperm(len(rows), generator=generator)[: num_labels // 10]] for rows in rows_of_digit]
         )
 
-    return torch.stack([draw() for _ in range(draws)])
+    return torch.stack([balanced_rows() for _ in range(draws)])
 
 
 def _model(seed: int) -> VectorTransformer:

@@ -29,7 +29,7 @@ def predict(model: VectorTransformer, pairs: Pairs) -> Float[Tensor, "B L"]:
 
 
 def train_in_context(
-    sample: Callable[[], Pairs],
+    next_batch: Callable[[], Pairs],
     generator: torch.Generator,
     *,
     steps: int,
@@ -41,7 +41,7 @@ def train_in_context(
     """Train a causal transformer of width 32 and 4 heads, without positions, by squared error on samples alone.
 
     Args:
-        sample: Draws a batch of contexts.
+        next_batch: Draws a batch of contexts.
         generator: Draws the seed of the initial weights.
         steps: The number of steps.
         depth: The number of layers.
@@ -49,14 +49,14 @@ def train_in_context(
         shuffled: Whether the targets to predict are those of other contexts.
         with_attention: Without it, each position sees itself alone.
     """
-    features, _ = sample()
+    features, _ = next_batch()
     block = TransformerBlock if with_attention else partial(TransformerBlock, attention=None)
     with torch.random.fork_rng():
         torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
         model = VectorTransformer(2 * features.shape[-1] + 2, 1, depth=depth, block=block)
 
     def loss() -> Tensor:
-        features, targets = sample()
+        features, targets = next_batch()
         targets_to_predict = targets.roll(1, 0) if shuffled else targets
         return (predict(model, (features, targets)) - targets_to_predict).square().mean()
 

@@ -7,7 +7,7 @@ from massieu.papers.theory import KineticIsing, SphericalSpins, large_dimension
 
 _SADDLE = SphericalSpins.saddle_point
 _ECHO = KineticSpins._echo
-_NEWTON = large_dimension._newton
+_NEWTON = large_dimension._newton_step
 
 
 def _without_temperature(self, **options):
@@ -31,7 +31,7 @@ WRONG = {
     "B15: no minimum": (
         "B15",
         large_dimension,
-        "_newton",
+        "_newton_step",
         lambda t, field, coupling, scale: _NEWTON(t, 1.01 * field, coupling, scale),
     ),
     "B15: no longitudinal part": (
