@@ -77,13 +77,17 @@ class Replays:
         if way.checked:
             return replay
         way.checked = self._keep
-        reason = replay.why_not(positions)
-        if reason is not None:
-            replay = replace(replay, whole=True)
-            if replay.why_not(positions) is not None:
-                way.reason = reason
-                return reason
-        replay = replace(replay, affine=replay.query_map(positions)).in_two_parts(positions)
+        # A map that is found has already reproduced the module's queries, and then the module is not called again.
+        affine = replay.query_map(positions)
+        if affine is None:
+            reason = replay.why_not(positions)
+            if reason is not None:
+                replay = replace(replay, whole=True)
+                if replay.why_not(positions) is not None:
+                    way.reason = reason
+                    return reason
+                affine = replay.query_map(positions)
+        replay = replace(replay, affine=affine).in_two_parts(positions)
         if self._keep:
             way.whole = replay.whole
             way.affine = replay.affine
