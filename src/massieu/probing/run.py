@@ -196,7 +196,7 @@ def measured(
         course.settings["max_length"] = given.max_length
     limit = settings["max_tokens"]
     with interruptible() as interruption:
-        if run.resume and not (course is not None and course.found()):
+        if run.resume and not (course is not None and course.has_stored_sums()):
             run.tell(ProbeProgress(f"nothing is stored in {run.folder}: reading from the beginning"))
         session = Session(
             loaded, given, options, _holding(run.tell, interruption), limit, course=course, sharing=sharing

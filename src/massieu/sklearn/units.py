@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,30 @@ from massieu.foundation.arguments import choice, described, instance
 from massieu.measures import Bernoulli, Categorical, Gaussian, Measure, Poisson, Spin, product
 
 Kinds = str | Sequence[str] | Mapping[Any, str] | Measure
-Table = np.ndarray | sparse.csr_matrix | sparse.csr_array
+
+
+class SparseTable(Protocol):
+    """Rows in compressed sparse form: a `scipy.sparse.csr_array` or `csr_matrix`."""
+
+    shape: tuple[int, int]
+    dtype: np.dtype
+    data: np.ndarray
+    T: Any
+
+    def toarray(self) -> np.ndarray:
+        """The same table, dense."""
+        ...
+
+    def astype(self, dtype: Any, /) -> "SparseTable":
+        """The table in another type."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> "SparseTable": ...
+
+    def __matmul__(self, other: Any, /) -> Any: ...
+
+
+Table = np.ndarray | SparseTable
 """A table of float64; NaN, in an array alone, is a missing cell."""
 
 DEFAULT_KIND = "gaussian"
@@ -38,15 +61,15 @@ class _Visible(NamedTuple):
     """Derivative of an unbounded unit's mean in its field, at most; 0 for a bounded one, whose mean cannot run away."""
     units: Callable[["Statistics"], tuple[Any, Any]] = lambda statistics: (0.0, 1.0)
     """Location and scale of each column."""
-    bias: Callable[[np.ndarray, float], Any] = lambda mean, rows: 0.0
+    bias: Callable[[np.ndarray, np.ndarray], Any] = lambda mean, rows: 0.0
     """The field at which a unit alone has the column's mean."""
 
 
 class Statistics(NamedTuple):
     """Of columns, over the cells that are there, by the rows' weights."""
 
-    count: np.ndarray
-    """The number of rows that have the cell."""
+    num_rows: np.ndarray
+    """How many rows have the cell."""
     mean: np.ndarray
     square: np.ndarray
     """Mean of the squares."""
@@ -217,7 +240,7 @@ class Columns(NamedTuple):
                 _check(kind, unit, numbers, start, names)
                 statistics = Statistics.of(numbers, weight)
                 location[columns], scale[columns] = unit.units(statistics)
-                biases.append(np.zeros(numbers.shape[1]) + unit.bias(statistics.mean, statistics.count))
+                biases.append(np.zeros(numbers.shape[1]) + unit.bias(statistics.mean, statistics.num_rows))
                 response = max(response, unit.response(statistics, residual_variance))
             measures.append(unit.measure(torch.zeros(last - first, dtype=torch.float64), residual_variance))
             rate = min(rate, unit.rate)

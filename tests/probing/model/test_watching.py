@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from massieu.probing.model.watching import LatestTensors, Whereabouts, hooked, mapped, memory, same_tensor
+from massieu.probing.model.watching import LatestTensors, TensorIdentity, hooked, mapped, memory, same_tensor
 
 
 def test_hooks_see_this_threads_calls_alone_and_are_removed():
@@ -51,8 +51,8 @@ def test_one_memory_and_one_view():
 
 def test_whereabouts_are_of_one_memory_and_one_view():
     whole = torch.arange(4.0).reshape(2, 2)
-    place = Whereabouts(whole)
-    assert place == Whereabouts(whole.view(2, 2))
+    place = TensorIdentity(whole)
+    assert place == TensorIdentity(whole.view(2, 2))
     others = (
         whole.mT,
         whole.flatten(),
@@ -61,19 +61,19 @@ def test_whereabouts_are_of_one_memory_and_one_view():
         whole.clone(),
         torch.empty(2, 2, device="meta"),
     )
-    assert [place == Whereabouts(other) for other in others] == [False] * len(others)
-    assert Whereabouts(whole[:1]) != Whereabouts(whole[1:])
+    assert [place == TensorIdentity(other) for other in others] == [False] * len(others)
+    assert TensorIdentity(whole[:1]) != TensorIdentity(whole[1:])
     assert place != "text"
 
 
 def test_whereabouts_hold_no_memory_and_know_it_from_what_lies_there_next():
     numbers = np.zeros(4)
-    place, address = Whereabouts(first := torch.from_numpy(numbers)), first.data_ptr()
+    place, address = TensorIdentity(first := torch.from_numpy(numbers)), first.data_ptr()
     del first
     second = torch.from_numpy(numbers)
     assert second.data_ptr() == address
-    assert place != Whereabouts(second)
-    place, held = Whereabouts(second), weakref.ref(numbers)
+    assert place != TensorIdentity(second)
+    place, held = TensorIdentity(second), weakref.ref(numbers)
     del second, numbers
     assert held() is None
 

@@ -70,14 +70,15 @@ def info_nce(
         >>> dist.destroy_process_group()
     """
     shard = Peers.of(group)
-    by_mask = isinstance(positive, Tensor) and positive.dtype == torch.bool
+    mask = positive if isinstance(positive, Tensor) and positive.dtype == torch.bool else None
+    by_mask = mask is not None
 
     def check() -> tuple[tuple[Tensor, dict[str, Any]], Call]:
         count = contrastive.check_arguments(query, key, negatives, symmetric, return_log_partition)
         choice("loss", loss, "replicated", "sharded")
-        if by_mask:
-            _check_mask(positive, query, key, symmetric and return_log_partition)
-            target = positive
+        if mask is not None:
+            _check_mask(mask, query, key, symmetric and return_log_partition)
+            target = mask
         else:
             target = contrastive.targets(query, key, positive, symmetric)
         weight = log_weight if isinstance(log_weight, Tensor) else None

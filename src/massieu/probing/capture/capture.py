@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.probing.capture.attention_call import AttentionCall, AttentionSite
-from massieu.probing.model.watching import Whereabouts
+from massieu.probing.model.watching import TensorIdentity
 
 
 def recomputing() -> bool:
@@ -68,7 +68,7 @@ class Capture:
         if self.projections is not None:  # a replay is no call of the forward pass
             return AttentionSite(name), False
         ordinal = self.fired.get(name, 0)
-        call = _LatestCall(module, Whereabouts(query), Whereabouts(key), AttentionSite(name, ordinal))
+        call = _LatestCall(module, TensorIdentity(query), TensorIdentity(key), AttentionSite(name, ordinal))
         if self._latest is not None and self._latest.is_repeated_by(call):
             return self._latest.site, True
         self.fired[name] = ordinal + 1
@@ -126,8 +126,8 @@ class _LatestCall:
     """The call before, by which one that repeats it is known: whose queries and keys are the same tensors."""
 
     module: nn.Module
-    query: Whereabouts
-    key: Whereabouts
+    query: TensorIdentity
+    key: TensorIdentity
     site: AttentionSite
 
     def is_repeated_by(self, call: "_LatestCall") -> bool:

@@ -25,7 +25,7 @@ from massieu.probing.capture.capture import recomputing
 from massieu.probing.capture.follow.fused import mask_log_weight
 from massieu.probing.capture.routes import capturing
 from massieu.probing.model.forward import run
-from massieu.probing.model.watching import Whereabouts
+from massieu.probing.model.watching import TensorIdentity
 
 Observer = Callable[[AttentionCall], None]
 Listener = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float | None, Tensor], None]
@@ -147,12 +147,12 @@ def _showing() -> Iterator[None]:
 @contextmanager
 def _listening(listener: Listener) -> Iterator[None]:
     """Inside, each call of an attention function is shown to the listener once."""
-    latest_output: Whereabouts | None = None
+    latest_output: TensorIdentity | None = None
 
     def once(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> None:
         # Where a backend runs what was traced under the mode, as PyTorch's own "eager" does, a call is shown twice.
         nonlocal latest_output
-        output = Whereabouts(others[-1])
+        output = TensorIdentity(others[-1])
         is_shown_again = output == latest_output
         latest_output = output
         if not is_shown_again:

@@ -57,7 +57,10 @@ class DrawnWeights:
     """
 
     def __init__(self, record: Record, seed: int, device: torch.device | None, dtype: torch.dtype) -> None:
-        self.record, self.seed, self.device, self.dtype = record, seed, device, dtype
+        self.record = record
+        self.seed = seed
+        self.device = device
+        self.dtype = dtype
         self._block: str | None = None
         self._of_block: dict[str, nn.Parameter] = {}
         self._outside: dict[str, nn.Parameter] = {}
@@ -65,12 +68,13 @@ class DrawnWeights:
     def of(self, weight: Weight) -> nn.Parameter:
         """A weight; it stays what it is for whoever holds it, also when it is forgotten here."""
         if weight.block is not None and weight.block != self._block:
-            self._block, self._of_block = weight.block, {}
-        kept = self._outside if weight.block is None else self._of_block
-        if weight.name not in kept:
+            self._block = weight.block
+            self._of_block = {}
+        parameters = self._outside if weight.block is None else self._of_block
+        if weight.name not in parameters:
             with _computing():
-                kept[weight.name] = nn.Parameter(self._numbers(weight), weight.requires_grad)
-        return kept[weight.name]
+                parameters[weight.name] = nn.Parameter(self._numbers(weight), weight.requires_grad)
+        return parameters[weight.name]
 
     def at_work(self, weight: Weight) -> bool:
         """Whether weights of its block were the last to be asked for."""
@@ -78,7 +82,9 @@ class DrawnWeights:
 
     def forget(self) -> None:
         """Keep no weight."""
-        self._block, self._of_block, self._outside = None, {}, {}
+        self._block = None
+        self._of_block = {}
+        self._outside = {}
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """The numbers of any tensor of the recorded model, on the processor and in the type of the constructor."""
@@ -94,26 +100,28 @@ class DrawnWeights:
     def rows(self, weight: Weight, numbers: Tensor) -> Tensor:
         """Some rows of a table, in the order of their numbers, no two of which are the same."""
         assert weight.table is not None
-        kept: list[Tensor] = []
+        parts_drawn: list[Tensor] = []
         with _computing():
             blocks, places = (numbers.cpu() // ROWS).unique_consecutive(return_counts=True)
             parts = (numbers.cpu() % ROWS).split(places.tolist())
             for block, part in zip(blocks.tolist(), parts, strict=True):
-                drawn = rows(weight.table, weight.view, block, self._generator)
-                kept.append(self.placed(drawn[part]))
-        return torch.cat(kept) if kept else self.placed(torch.empty(0, *weight.view.size[1:]))
+                block_rows = rows(weight.table, weight.view, block, self._generator)
+                parts_drawn.append(self.placed(block_rows[part]))
+        if not parts_drawn:
+            return self.placed(torch.empty(0, *weight.view.size[1:]))
+        return torch.cat(parts_drawn)
 
     def _numbers(self, weight: Weight) -> Tensor:
         if weight.table is None:
             return self.placed(self.record.numbers(weight.view, self._generator))
-        found = torch.empty(weight.view.size, dtype=weight.view.dtype)
-        for block, part in enumerate(found.split(ROWS)):
+        table = torch.empty(weight.view.size, dtype=weight.view.dtype)
+        for block, part in enumerate(table.split(ROWS)):
             part.copy_(rows(weight.table, weight.view, block, self._generator))
-        return self.placed(found)
+        return self.placed(table)
 
     def _generator(self, operation: Operation, block: int) -> torch.Generator:
-        named = (self.record.names.get(storage) for storage in operation.writes)
-        name = next(filter(None, named), f"operation {operation.number}")
+        names = (self.record.names.get(storage) for storage in operation.writes)
+        name = next(filter(None, names), f"operation {operation.number}")
         seed = seed_of(self.seed, name, operation.place, block)
         return torch.Generator().manual_seed(seed)
 
@@ -129,12 +137,12 @@ class TableWeight(nn.Parameter):
     """A table of which rows are drawn when they are looked up; other functions are given the whole of it.
 
     Attributes:
-        whole: gives the whole table.
-        some: gives rows by their numbers.
+        draw_all: gives the whole table.
+        draw_rows: gives rows by their numbers.
     """
 
-    whole: Callable[[], nn.Parameter]
-    some: Callable[[Tensor], Tensor]
+    draw_all: Callable[[], nn.Parameter]
+    draw_rows: Callable[[Tensor], Tensor]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,7 +153,7 @@ class TableWeight(nn.Parameter):
             return _looked_up(*args, **keywords)
         if func is nn.functional.linear and not torch.is_grad_enabled():
             return _scored(*args, **keywords)
-        args, keywords = tree_map_only(TableWeight, lambda table: table.whole(), (args, keywords))
+        args, keywords = tree_map_only(TableWeight, lambda table: table.draw_all(), (args, keywords))
         return func(*args, **keywords)
 
 
@@ -159,10 +167,10 @@ def _of_shape(function: Any) -> bool:
 
 def _looked_up(input: Tensor, weight: TableWeight, *_: Any, **__: Any) -> Tensor:
     numbers, places = input.unique(return_inverse=True)
-    found = weight.some(numbers)
+    table_rows = weight.draw_rows(numbers)
     if torch.is_grad_enabled():
-        found.requires_grad_(weight.requires_grad)
-    return nn.functional.embedding(places, found)
+        table_rows.requires_grad_(weight.requires_grad)
+    return nn.functional.embedding(places, table_rows)
 
 
 def _scored(input: Tensor, weight: TableWeight, bias: Tensor | None = None) -> Tensor:
@@ -170,7 +178,8 @@ def _scored(input: Tensor, weight: TableWeight, bias: Tensor | None = None) -> T
     result = input.new_empty(*input.shape[:-1], len(weight))
     for numbers in torch.arange(len(weight)).split(_SCORED_ROWS):
         place = slice(int(numbers[0]), int(numbers[-1]) + 1)
-        result[..., place] = nn.functional.linear(input, weight.some(numbers), None if bias is None else bias[place])
+        part_of_bias = None if bias is None else bias[place]
+        result[..., place] = nn.functional.linear(input, weight.draw_rows(numbers), part_of_bias)
     return result
 
 
@@ -188,7 +197,8 @@ class _Parameters(dict[str, nn.Parameter | None]):
         self._drawn = drawn
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        stored, weight = super().__getitem__(name), self._weights.get(name)
+        stored = super().__getitem__(name)
+        weight = self._weights.get(name)
         if weight is None or stored is not self._stand_ins[name]:
             return stored
         if weight.by_rows and torch._C._is_torch_function_enabled():
@@ -203,15 +213,17 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
     def items(self) -> Any:
         """As of a dictionary, in numbers where the block is at work."""
-        return {name: self._seen(name) for name in self}.items()
+        return {name: self._listed(name) for name in self}.items()
 
     def values(self) -> Any:
         """As of a dictionary, in numbers where the block is at work."""
         return dict(self.items()).values()
 
-    def _seen(self, name: str) -> nn.Parameter | None:
+    def _listed(self, name: str) -> nn.Parameter | None:
         weight = self._weights.get(name)
-        return self[name] if weight is not None and self._drawn.at_work(weight) else super().__getitem__(name)
+        if weight is not None and self._drawn.at_work(weight):
+            return self[name]
+        return super().__getitem__(name)
 
 
 class Blueprint:
@@ -228,7 +240,8 @@ class Blueprint:
         Raises:
             UnrecordedError: a module holds a weight elsewhere than among its parameters.
         """
-        self.tree, self.record = tree, record
+        self.tree = tree
+        self.record = record
         for name, tensor in (*tree.named_buffers(), *tree.named_parameters()):
             if record.knows(tensor):
                 record.names[record.view(tensor).storage] = name
@@ -258,9 +271,10 @@ class Blueprint:
             memo[id(tensor)] = drawn.placed(drawn.tensor(tensor))
         fresh = copied(self.tree, memo, drawn.tensor)
         for module, made in zip(self.tree.modules(), fresh.modules(), strict=True):
-            named = {n: weights[id(t)] for n, t in module._parameters.items() if t is not None and id(t) in weights}
-            if named:
-                made.__dict__["_parameters"] = _Parameters(dict(made._parameters), named, drawn)
+            parameters = module._parameters.items()
+            drawn_here = {name: weights[id(each)] for name, each in parameters if id(each) in weights}
+            if drawn_here:
+                made.__dict__["_parameters"] = _Parameters(dict(made._parameters), drawn_here, drawn)
         return fresh.eval(), drawn
 
     def _weights(self, blocks: Collection[str]) -> Iterator[tuple[Tensor, Weight]]:
@@ -275,12 +289,12 @@ class Blueprint:
             block = of_block[name]
             if block is not None:
                 sizes[block] += tensor.numel()
-        most = max(sizes.values(), default=0)
+        largest_block = max(sizes.values(), default=0)
         tables = {id(each.weight) for each in self.tree.modules() if isinstance(each, nn.Embedding)}
         for name, tensor in named:
             view = self.record.view(tensor)
             table = self.record.by_rows(view) if id(tensor) in tables else None
-            by_rows = table is not None and tensor.numel() > most
+            by_rows = table is not None and tensor.numel() > largest_block
             yield tensor, Weight(name, view, of_block[name], tensor.requires_grad, table, by_rows)
 
 
@@ -291,8 +305,8 @@ def _stand_in(tensor: Tensor, weight: Weight, drawn: DrawnWeights) -> nn.Paramet
     if not weight.by_rows:
         return nn.Parameter(numbers, weight.requires_grad)
     table = TableWeight(numbers, weight.requires_grad)
-    table.whole = lambda: drawn.of(weight)
-    table.some = lambda numbers: drawn.rows(weight, numbers)
+    table.draw_all = lambda: drawn.of(weight)
+    table.draw_rows = lambda numbers: drawn.rows(weight, numbers)
     return table
 
 
@@ -308,10 +322,10 @@ def copied(tree: nn.Module, memo: dict[int, Any], replacement: Callable[[Tensor]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is not Tensor.__deepcopy__:
                 return func(*args, **(kwargs or {}))
-            tensor, known = args
-            if id(tensor) not in known:
-                known[id(tensor)] = replacement(tensor)
-            return known[id(tensor)]
+            tensor, copies = args
+            if id(tensor) not in copies:
+                copies[id(tensor)] = replacement(tensor)
+            return copies[id(tensor)]
 
     with Copying():
         return copy.deepcopy(tree, memo)

@@ -47,45 +47,52 @@ def reinitialised(
         return None, f"a freshly initialised copy of {type(module).__name__} cannot be made ({sentence(error)})"
     if not missed:
         return fresh.eval(), None
-    named = f"{len(missed)} weights that no reset_parameters or _init_weights reaches ({shortened(missed)})"
+    weights_missed = f"{len(missed)} weights that no reset_parameters or _init_weights reaches ({shortened(missed)})"
     if depends:
-        return None, f"what it shows would depend on {named}"
+        return None, f"what it shows would depend on {weights_missed}"
     learned = module.state_dict()
     with torch.no_grad():
         for name in missed:
             fresh.get_parameter(name).copy_(learned[name])
-    return fresh.eval(), f"it keeps the values of {named}; no attention and no hidden state depends on them"
+    return fresh.eval(), f"it keeps the values of {weights_missed}; no attention and no hidden state depends on them"
 
 
 def _reset(module: nn.Module, seed: int) -> list[str]:
     """Run every initialisation in the module; the names of the weights that none reached, which then are NaN."""
-    numbers = {n: p for n, p in module.named_parameters() if p.is_floating_point() or p.is_complex()}
+    numbers = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() or parameter.is_complex()
+    }
     with torch.no_grad(), OwnGenerator(seed), quiet():
         for parameter in numbers.values():
             parameter.fill_(torch.nan)
-        for each in reversed(list(module.modules())):  # the innermost first, as when they were made
-            _reset_one(each)
+        for submodule in reversed(list(module.modules())):  # the innermost first, as when they were made
+            _reset_one(submodule)
         _call(getattr(module, "init_weights", None))
-    whole = {n for n, p in module.named_parameters() if n not in numbers}
-    return [n for n, _ in module.named_parameters() if n in whole or bool(numbers[n].isnan().any())]
+    # Of whole numbers, which cannot be NaN, nobody knows whether they were reset.
+    names = [name for name, _ in module.named_parameters()]
+    return [name for name in names if name not in numbers or bool(numbers[name].isnan().any())]
 
 
 def _reset_one(module: Any) -> None:
     if not _call(getattr(module, "reset_parameters", None)):
         _call(getattr(module, "_reset_parameters", None))
-    of_each = getattr(module, "_init_weights", None)
-    if not _call(of_each) and callable(of_each) and len(_needed(of_each)) == 1:
-        module.apply(of_each)
+    reset_submodule = getattr(module, "_init_weights", None)
+    if not _call(reset_submodule) and callable(reset_submodule) and len(_required(reset_submodule)) == 1:
+        module.apply(reset_submodule)
 
 
 def _call(function: Any) -> bool:
     """Call an initialisation that needs no argument; False where there is none."""
-    if not callable(function) or _needed(function):
+    if not callable(function) or _required(function):
         return False
     function()
     return True
 
 
-def _needed(function: Callable[..., Any]) -> list[str]:
-    given = inspect.signature(function).parameters.values()
-    return [p.name for p in given if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Names of the positional arguments without a default."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.default is each.empty and each.kind in positional]

@@ -105,14 +105,15 @@ class Operation:
 
     def run(self, storages: dict[int, torch.UntypedStorage], generator_of: GeneratorOf) -> None:
         """Do it again to memory that has numbers."""
-        given = self.arguments, self.keywords
-        arguments, keywords = tree_map_only(View, lambda view: view.of(storages[view.storage]), given)
+        arguments, keywords = tree_map_only(
+            View, lambda view: view.of(storages[view.storage]), (self.arguments, self.keywords)
+        )
         if self.draws:
             keywords = keywords | {"generator": generator_of(self, 0)}
         results = tree_leaves(self.function(*arguments, **keywords))
         for place, view in self.created.items():
             result = results[place]
-            layout = tuple(result.shape), result.stride(), result.storage_offset()
+            layout = (tuple(result.shape), result.stride(), result.storage_offset())
             if layout != (view.size, view.stride, view.offset):
                 raise UnrecordedError(f"{self.function} lays its result out in another way than on the meta device")
             storages[view.storage] = result.untyped_storage()
@@ -152,8 +153,8 @@ class Record:
         if not self.knows(tensor):
             raise UnrecordedError(f"a tensor of shape {tuple(tensor.shape)} comes from what is not recorded")
         covers = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return View(_number(tensor), tensor.dtype, *layout, covers)
+        offset = int(tensor.storage_offset())
+        return View(_number(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, covers)
 
     def hold(self, tensor: Tensor) -> None:
         """Know the memory of a tensor from here on."""
@@ -213,30 +214,31 @@ class Record:
         history = self.history(view.storage)
         if not view.covers or len(view.size) < 2 or view.storage in self.constants:
             return None
-        able = all(
+        is_drawn_by_rows = all(
             each.writes == {view.storage}
             and not each.reads
             and (each.function in _OF_A_SIZE or _of_all_rows(each, view) or _row_of(each, view) is not None)
             for each in history
         )
-        return history if able else None
+        return history if is_drawn_by_rows else None
 
 
 def rows(history: Sequence[Operation], view: View, block: int, generator_of: GeneratorOf) -> Tensor:
     """One block of `ROWS` rows of a table, made by the operations of `Record.by_rows`."""
     first = block * ROWS
     size = [min(ROWS, view.size[0] - first), *view.size[1:]]
-    found = torch.empty(size, dtype=view.dtype)
+    table_rows = torch.empty(size, dtype=view.dtype)
     for operation in history:
         row = None if _of_all_rows(operation, view) else _row_of(operation, view)
         if operation.created:
-            found = operation.function(size, *operation.arguments[1:], **operation.keywords)
-        elif row is None or first <= row < first + len(found):
+            table_rows = operation.function(size, *operation.arguments[1:], **operation.keywords)
+        elif row is None or first <= row < first + len(table_rows):
             keywords = operation.keywords
             if operation.draws:
                 keywords = keywords | {"generator": generator_of(operation, block)}
-            operation.function(found if row is None else found[row - first], *operation.arguments[1:], **keywords)
-    return found
+            target = table_rows if row is None else table_rows[row - first]
+            operation.function(target, *operation.arguments[1:], **keywords)
+    return table_rows
 
 
 def _of_all_rows(operation: Operation, table: View) -> bool:
@@ -245,10 +247,13 @@ def _of_all_rows(operation: Operation, table: View) -> bool:
 
 def _row_of(operation: Operation, table: View) -> int | None:
     """The row to which an operation writes one number everywhere; None where it does something else."""
-    target, width = operation.target, math.prod(table.size[1:])
+    target = operation.target
+    width = math.prod(table.size[1:])
     if target is None or operation.function not in _CONSTANT or target.size != table.size[1:]:
         return None
-    return target.offset // width if target.offset % width == 0 and target.stride == table.stride[1:] else None
+    if target.offset % width != 0 or target.stride != table.stride[1:]:
+        return None
+    return target.offset // width
 
 
 class Recording(TorchDispatchMode):
@@ -270,10 +275,10 @@ class Recording(TorchDispatchMode):
         if func._schema.name in _EXCHANGING:
             raise UnrecordedError(f"{func} exchanges the memory of a tensor")
         if func in _OF_NUMBERS:
-            return func(*tree_map_only(Tensor, self._known, args), **keywords)
-        given = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor)]
+            return func(*tree_map_only(Tensor, self._constant, args), **keywords)
+        tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor)]
         draws = draws_numbers(func, args, keywords)
-        if not draws and not any(each.is_meta for each in given) and (given or func in _AT_ONCE):
+        if not draws and not any(tensor.is_meta for tensor in tensors) and (tensors or func in _AT_ONCE):
             return func(*args, **keywords)  # nothing of it is random: it has its numbers at once
         return self._recorded(func, args, keywords, draws)
 
@@ -301,8 +306,8 @@ class Recording(TorchDispatchMode):
         views = [leaf for leaf in tree_leaves(described) if isinstance(leaf, View)]
         writes = frozenset(view.storage for view in (*written, *created.values()))
         reads = frozenset(view.storage for view in views) - writes
-        alone = all(view.storage not in writes for view in views[1:])
-        whole = function in _OVERWRITING and views[0].covers and alone
+        reads_only_others = all(view.storage not in writes for view in views[1:])
+        whole = function in _OVERWRITING and views[0].covers and reads_only_others
         place = max(len(record.writers[storage]) for storage in writes)
         function = with_generator(function) if draws else function
         operation = Operation(
@@ -312,38 +317,45 @@ class Recording(TorchDispatchMode):
 
     def record_truncated_normal(self, tensor: Tensor, *settings: float) -> Tensor:
         """Write down that a tensor is drawn from a truncated normal law, which is done by trial and error."""
-        view, record = self.record.view(tensor), self.record
-        none, place = frozenset[int](), len(record.writers[view.storage])
-        record.add(
-            Operation(
-                len(record.operations), _TRUNCATED_NORMAL, (view, *settings), {}, {}, none, frozenset({view.storage}),
-                draws=True, whole=view.covers, place=place,
-            )
-        )  # fmt: skip
+        record = self.record
+        view = record.view(tensor)
+        operation = Operation(
+            number=len(record.operations),
+            function=_TRUNCATED_NORMAL,
+            arguments=(view, *settings),
+            keywords={},
+            created={},
+            reads=frozenset(),
+            writes=frozenset({view.storage}),
+            draws=True,
+            whole=view.covers,
+            place=len(record.writers[view.storage]),
+        )
+        record.add(operation)
         return tensor
 
     def _created(self, results: Any) -> dict[int, View]:
         """The results that lie in new memory, by their place."""
-        found: dict[int, View] = {}
+        created: dict[int, View] = {}
         for place, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor) and not self.record.knows(result):
                 if not result.is_meta:
                     raise UnrecordedError(f"a tensor is made on {result.device}")
                 self.record.hold(result)
-                found[place] = self.record.view(result)
-        return found
+                created[place] = self.record.view(result)
+        return created
 
     def _on_meta(self, tensor: Tensor) -> Tensor:
         """A tensor that comes from elsewhere as one of the record, with the numbers that it has now."""
         if tensor.is_meta:
             return tensor
         numbers = tensor.detach().clone(memory_format=torch.contiguous_format)
-        known = torch.empty_like(numbers, device=_META)
-        self.record.hold(known)
-        self.record.constants[_number(known)] = numbers
-        return known
+        recorded = torch.empty_like(numbers, device=_META)
+        self.record.hold(recorded)
+        self.record.constants[_number(recorded)] = numbers
+        return recorded
 
-    def _known(self, tensor: Tensor) -> Tensor:
+    def _constant(self, tensor: Tensor) -> Tensor:
         """A tensor's numbers, where they depend on no random ones."""
         return self.record.numbers(self.record.view(tensor), _refused) if tensor.is_meta else tensor
 
@@ -355,7 +367,8 @@ def recording() -> Iterator[Record]:
     PyTorch draws truncated normal numbers by trial and error, and on the meta device not at all. So this one function is
     another one meanwhile in this thread, and the same as ever in all others.
     """
-    thread, mode = threading.get_ident(), Recording()
+    thread = threading.get_ident()
+    mode = Recording()
 
     def truncated_normal(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         if threading.get_ident() != thread or not tensor.is_meta:

@@ -30,9 +30,9 @@ def hooked(
     thread = threading.get_ident()
 
     def of_this_thread(look: Callable[..., None]) -> Callable[..., None]:
-        def hook(*given: Any) -> None:
+        def hook(*call: Any) -> None:
             if threading.get_ident() == thread:
-                look(*given)
+                look(*call)
             elif elsewhere is not None and look is before:
                 elsewhere()
 
@@ -55,7 +55,9 @@ def hooked(
 
 def memory(value: Any) -> Place | None:
     """Where a tensor's numbers lie, whatever its views; None for an empty tensor, or what is none."""
-    return (value.data_ptr(), value.numel()) if isinstance(value, Tensor) and value.numel() else None
+    if isinstance(value, Tensor) and value.numel():
+        return value.data_ptr(), value.numel()
+    return None
 
 
 def same_tensor(left: Tensor, right: Tensor) -> bool:
@@ -63,7 +65,7 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
     return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
 
 
-class Whereabouts:
+class TensorIdentity:
     """Which memory a tensor lies in, and in which view. It does not hold the memory, which is known again all the same."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -71,7 +73,7 @@ class Whereabouts:
         self._view = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Whereabouts):
+        if not isinstance(other, TensorIdentity):
             return NotImplemented
         return self._storage == other._storage and self._view == other._view
 
@@ -103,8 +105,10 @@ class LatestTensors(Generic[Note]):
     def get(self, place: Place | None) -> Note | None:
         """What was noted of the tensor in this place; None where it is unknown."""
         self._forget_dead()
-        found = self._notes.get(place) if place is not None else None
-        return None if found is None else found[1]
+        if place is None or place not in self._notes:
+            return None
+        _, note = self._notes[place]
+        return note
 
     def __contains__(self, place: Place | None) -> bool:
         """Whether the tensor in this place has a note."""
@@ -124,7 +128,7 @@ class LatestTensors(Generic[Note]):
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """A value with ``change`` applied to it where it is a tensor, and to the tensors in tuples, lists and dictionaries."""
     if isinstance(value, tuple | list):
-        return type(value)(mapped(v, change) for v in value)
+        return type(value)(mapped(item, change) for item in value)
     if isinstance(value, dict):
-        return {name: mapped(v, change) for name, v in value.items()}
+        return {name: mapped(item, change) for name, item in value.items()}
     return change(value) if isinstance(value, Tensor) else value

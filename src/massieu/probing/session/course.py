@@ -91,7 +91,7 @@ class Course:
         """Whether this process reads a batch: the processes take them in turn."""
         return batch >= self.start and batch % self.processes == self.rank
 
-    def found(self) -> bool:
+    def has_stored_sums(self) -> bool:
         """Whether there is something to resume.
 
         Raises:
@@ -100,9 +100,10 @@ class Course:
         if self.folder is None or not self.resume:
             return False
         stored = _stored_in(self.folder)
-        if others := set(stored.values()) - {self.processes}:
+        other_numbers = set(stored.values()) - {self.processes}
+        if other_numbers:
             raise InputError(
-                f"{self.folder} holds the running sums of {_number(min(others))}; resume with as many, not with "
+                f"{self.folder} holds the running sums of {_number(min(other_numbers))}; resume with as many, not with "
                 f"{_number(self.processes)}"
             )
         return bool(stored)
@@ -110,7 +111,7 @@ class Course:
     def resumes(self) -> bool:
         """Whether this process goes on from sums of its own."""
         path = self._path()
-        return self.found() and path is not None and path.exists()
+        return self.has_stored_sums() and path is not None and path.exists()
 
     def begin(self, session: Resumable, empty: State) -> None:
         """After the first batch: put what was stored, or nothing, in place of sums that are not this process's own.
@@ -138,17 +139,23 @@ class Course:
             session.restore(empty)
 
     def _check(self, stored: State, path: Path) -> None:
-        for name, mine in self.settings.items():
-            if (other := stored.get("settings", {}).get(name)) != mine:
-                if name == "own_statistics":
-                    before, now = other or {}, mine or {}
-                    changed = [each for each in before | now if before.get(each) != now.get(each)]
-                    raise InputError(
-                        f"cannot resume: {path} is of a run in which the code of {', '.join(changed)} was another; give the "
-                        "statistic that it was begun with, or begin without resume"
-                    )
-                what = f"{name} (by its digest)" if name.startswith("model") else name
-                raise InputError(f"cannot resume: {path} is of a run with another {what}: {other!r}, not {mine!r}")
+        stored_settings = stored.get("settings", {})
+        for name, setting in self.settings.items():
+            stored_setting = stored_settings.get(name)
+            if stored_setting == setting:
+                continue
+            if name == "own_statistics":
+                before = stored_setting or {}
+                now = setting or {}
+                changed = [statistic for statistic in before | now if before.get(statistic) != now.get(statistic)]
+                raise InputError(
+                    f"cannot resume: {path} is of a run in which the code of {', '.join(changed)} was another; give the "
+                    "statistic that it was begun with, or begin without resume"
+                )
+            what = f"{name} (by its digest)" if name.startswith("model") else name
+            raise InputError(
+                f"cannot resume: {path} is of a run with another {what}: {stored_setting!r}, not {setting!r}"
+            )
 
     def advance(self, session: Resumable, inputs: dict[str, Any]) -> None:
         """Add a batch to the digest of the text, and compare it with the stored one at the place to resume at.
@@ -197,7 +204,8 @@ class Course:
                     old.unlink(missing_ok=True)
         except OSError as error:
             note = f"running sums could not be stored in {path.parent}: {error.strerror or error}"
-            session.warnings += [note] if note not in session.warnings else []
+            if note not in session.warnings:
+                session.warnings.append(note)
         self._latest = time.monotonic()
 
     def add_resume_hint(self, error: Exception) -> None:
@@ -231,10 +239,15 @@ class Course:
             InputError: the processes were not given the same batches.
             ProcessLostError: another process has ended before its time.
         """
-        own = {"complete": complete, "digest": self.digest, "session": session.state()}
-        own["own_statistics"] = self.settings.get("own_statistics")
+        own_statistics = self.settings.get("own_statistics")
+        mine = {
+            "complete": complete,
+            "digest": self.digest,
+            "session": session.state(),
+            "own_statistics": own_statistics,
+        }
         try:
-            sent = self._exchange(packed(own))
+            sent = self._exchange(packed(mine))
         except RuntimeError as error:
             self.store(session, now=True)
             kept = "" if self.folder is None else f"; what was read is stored in {self.folder}"
@@ -243,7 +256,7 @@ class Course:
             ) from error
         parts = [unpacked(content, f"what process {rank} has sent") for rank, content in enumerate(sent, 1)]
         complete = all(part["complete"] for part in parts)
-        if any(part["own_statistics"] != own["own_statistics"] for part in parts):
+        if any(part["own_statistics"] != own_statistics for part in parts):
             raise InputError(
                 "every process must be given the same statistics; the code of one's own differs between them"
             )

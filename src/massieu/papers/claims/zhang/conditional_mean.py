@@ -21,6 +21,7 @@ from massieu.papers.claims.inputs import Normal, check_at_least, normal_draws
 from massieu.papers.claims.rates import has_rate, rate
 from massieu.papers.claims.registry import claim
 from massieu.regression import FeatureKernel, GaussianKernel, LinearKernel, conditional_mean_attention, ridge_from
+from massieu.regression.tokens import Ridge
 
 
 def _quadratic(points: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def posterior_mean(
     yield from _coverage(normal, keys, dimensions, noise, prior_variance)
 
 
-def _feature_form(key: Tensor, query: Tensor, value: Tensor, mean: Tensor, ridge: float) -> Iterator[Check]:
+def _feature_form(key: Tensor, query: Tensor, value: Tensor, mean: Tensor, ridge: Ridge) -> Iterator[Check]:
     """φ(q)(ΦᵀΦ + λI)⁻¹ΦᵀV is the same, also for fewer keys than features, where the library takes the Gram form."""
     key_features = _quadratic(key[0, 0])
     query_features = _quadratic(query[0, 0])
@@ -306,17 +307,19 @@ def parts_of_the_error(
     variance = _limit_variance(turned, scale, noise)
     query = _circle(turned).expand(repetitions, 1, -1, -1)
 
-    lengths = [32, 64, 128, 256, 512, 1024]
-    statistical = []
-    for length in lengths:
-        # Uniform angles of the keys, from normal draws.
+    def drawn(length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, by uniform angles from normal draws, their values, and the output."""
         key_angle = 2 * math.pi * torch.special.ndtr(normal(repetitions, 1, length))
         value = (_target(key_angle) + noise * normal(repetitions, 1, length)).unsqueeze(-1)
         output = ops.attention(query, _circle(key_angle), value, scale=scale).output[:, 0, :, 0]
-        statistical.append((output - limit).norm(dim=-1))
-    slope = rate(lengths, torch.stack(statistical))
-    yield has_rate("statistical part: slope of log error", slope, -0.5)
-    # Keys, values and output of the last length.
+        return key_angle, value, output
+
+    lengths = [32, 64, 128, 256, 512, 1024]
+    draws = [drawn(length) for length in lengths]
+    statistical = torch.stack([(output - limit).norm(dim=-1) for _, _, output in draws])
+    yield has_rate("statistical part: slope of log error", rate(lengths, statistical), -0.5)
+    length = lengths[-1]
+    key_angle, value, output = draws[-1]
     error = output - _target(angle)
     # A ratio of means is biased by O(1/L): less than a standard error here, and allowed one.
     bias = output.std(0) / math.sqrt(repetitions)
