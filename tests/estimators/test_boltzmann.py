@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 from scipy.special import log_expit, logsumexp
+from sklearn.exceptions import NotFittedError
 from sklearn.mixture import GaussianMixture
 from sklearn.neural_network import BernoulliRBM
 from tests.support.memory import LargestTensor
@@ -240,3 +241,9 @@ def test_hidden_units_of_another_number_are_refused():
         trained(BITS, visible="bernoulli").inverse_transform(np.zeros((2, 3)))
     with pytest.raises(ValueError, match="Bernoulli or Spin visible units"):
         trained(NUMBERS).pseudo_log_likelihood(NUMBERS)
+
+
+@every_row("method", ["transform", "impute", "score_samples", "free_energy", "pseudo_log_likelihood", "gibbs"])
+def test_every_method_says_that_the_machine_is_not_fitted(method: str):
+    with pytest.raises(NotFittedError):
+        getattr(BoltzmannEstimator(), method)(np.zeros((2, 3)))

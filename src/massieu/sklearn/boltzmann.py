@@ -331,6 +331,7 @@ class BoltzmannEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Base
 
     def gibbs(self, X: Any) -> np.ndarray:
         """One Gibbs sweep: draw the hidden units of each row, and a new row given them."""
+        check_is_fitted(self)
         machine = self.machine_.machine()
         generator = self._generator()
 

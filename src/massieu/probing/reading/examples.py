@@ -13,7 +13,7 @@ from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.capture.tokens import Tokens
 from massieu.probing.statistics.group import CallTokens, Event, Group
 from massieu.probing.statistics.query_reading import QueryReading
-from massieu.probing.statistics.registry import ALWAYS_READ, MOMENTS
+from massieu.probing.statistics.registry import moments_of
 from massieu.probing.sums.running import State
 
 STRONGEST = 5
@@ -138,9 +138,7 @@ def _numbers(call: AttentionCall) -> dict[str, np.ndarray]:
     # One window has no padding: every token is real.
     all_real = Tokens(torch.ones(1, call.key.shape[2], dtype=torch.bool, device=call.key.device), None)
     queries = torch.arange(call.query.shape[2], device=call.query.device)
-    reading = QueryReading(
-        call, all_real, all_real, queries, False, (*ALWAYS_READ, *MOMENTS["selective_log_partition"])
-    )
+    reading = QueryReading(call, all_real, all_real, queries, False, moments_of(["selective_log_partition"]))
     moments = reading.moments
     # log Z of no key at all is −∞.
     sees_no_key = moments.log_partition == -torch.inf
