@@ -181,6 +181,7 @@ def test_every_page_with_code_is_run():
         "docs/how-to/probe.md",
         "docs/how-to/extending.md",
         "docs/start/first_hour.md",  # tests/test_first_hours.py
+        "docs/how-to/papers_questions.md",  # tests/test_papers_map.py
         *(f"docs/tutorials/{path.name}" for path in TUTORIALS),  # run as the site is built: tests/test_site.py
     }
 
