@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 from massieu.regression import transfer_estimate
@@ -133,6 +134,70 @@ def test_rows_of_one_sequence_are_resampled_together():
     assert alone.interval[1] - alone.interval[0] < 0.75 * (once.interval[1] - once.interval[0])
 
 
+def two_stages(features: np.ndarray, masked: np.ndarray, labels: np.ndarray, rank: int) -> np.ndarray:
+    """Λ by two regressions with a constant, the second on the first principal directions of the first one's fit."""
+    columns = np.column_stack([np.ones(len(features)), features])
+    tokens, targets = (columns @ np.linalg.lstsq(columns, each, rcond=None)[0] for each in (masked, labels))
+    tokens, targets = tokens - tokens.mean(0), targets - targets.mean(0)
+    axes = np.linalg.svd(tokens, full_matrices=False)[2][:rank]
+    return (np.linalg.lstsq(tokens @ axes.T, targets, rcond=None)[0].T) @ axes
+
+
+def test_the_interval_is_that_of_two_regressions_on_resampled_rows():
+    counts, _, masked, labels = (each[:80] for each in LATENTS.sample(80, 3))
+    counts = counts[:, :3]  # the last count follows from the others
+    estimate = transfer_estimate(counts, masked, labels, rank=2, resamples=15, level=0.8)
+    arrays = (counts.numpy(), masked.numpy(), labels.numpy())
+    assert estimate.probe.numpy() == pytest.approx(two_stages(*arrays, rank=2), rel=1e-8, abs=1e-10)
+    drawn = torch.Generator().manual_seed(0)
+    norms = []
+    for _ in range(15):
+        rows = torch.randint(80, (80,), generator=drawn).numpy()
+        norms.append(np.linalg.norm(two_stages(*(each[rows] for each in arrays), rank=2), 2))
+    assert estimate.interval == pytest.approx(np.quantile(norms, [0.1, 0.9]), rel=1e-8)
+
+
+def test_noise_is_taken_off_the_share_that_is_lost():
+    """Twenty features of noise predict labels in the sample, which is no loss."""
+    drawn = torch.Generator().manual_seed(0)
+    _, posterior, masked, labels = LATENTS.sample(200, 1)
+    features = torch.cat([posterior[:, :2], torch.randn(200, 20, generator=drawn, dtype=torch.float64)], 1)
+    estimate = transfer_estimate(features, masked, labels, rank=1, resamples=2)
+    columns = np.column_stack([np.ones(200), features.numpy()])
+    tokens, targets = (columns @ np.linalg.lstsq(columns, each.numpy(), rcond=None)[0] for each in (masked, labels))
+    noise = ((targets - labels.numpy()) ** 2).sum() / (200 - 22 - 1)
+    carried = (((tokens - tokens.mean(0)) @ estimate.probe.numpy().T) ** 2).sum() - noise
+    predicted = ((targets - targets.mean(0)) ** 2).sum() - 22 * noise
+    assert 0.01 < 1 - carried / predicted < 0.99
+    assert estimate.lost_share == pytest.approx(1 - carried / predicted, rel=1e-8)
+
+
+def bartlett_rank(features: np.ndarray, masked: np.ndarray) -> int:
+    """Canonical correlations by the covariances, and Bartlett's χ² for those that are left."""
+    size = features.shape[1]
+    covariance = np.cov(np.column_stack([features, masked]), rowvar=False)
+    own, cross, other = covariance[:size, :size], covariance[:size, size:], covariance[size:, size:]
+    squares = np.linalg.eigvals(np.linalg.solve(own, cross) @ np.linalg.solve(other, cross.T)).real
+    squares = np.sort(squares)[::-1][: min(size, masked.shape[1])]
+    for rank in range(len(squares)):
+        statistic = -(len(features) - 1 - (size + masked.shape[1] + 1) / 2) * np.log1p(-squares[rank:]).sum()
+        if stats.chi2.sf(statistic, (size - rank) * (masked.shape[1] - rank)) > 0.01:
+            return rank
+    return len(squares)
+
+
+def test_the_rank_is_that_of_bartletts_test():
+    drawn = torch.Generator().manual_seed(0)
+    ranks = set()
+    for _ in range(60):
+        features, noise = (torch.randn(60, 3, generator=drawn, dtype=torch.float64) for _ in range(2))
+        masked = features * torch.tensor([2.0, 0.45, 0.0]).double() + noise  # the second one is found now and then
+        rank = _rank_beyond_noise(_orthonormal(features), masked)
+        assert rank == bartlett_rank(features.numpy(), masked.numpy())
+        ranks.add(rank)
+    assert {1, 2} <= ranks
+
+
 def test_directions_of_noise_are_found_as_often_as_the_level_says():
     drawn = torch.Generator().manual_seed(0)
     found = 0
@@ -140,6 +205,7 @@ def test_directions_of_noise_are_found_as_often_as_the_level_says():
         features, masked = (torch.randn(60, size, generator=drawn, dtype=torch.float64) for size in (3, 4))
         found += _rank_beyond_noise(_orthonormal(features), masked) > 0
     assert found <= 12  # of 400 at 1 %: more with probability 4e-4
+    features = torch.randn(60, 3, generator=drawn, dtype=torch.float64)
     signal = torch.cat([features[:, :2], torch.randn(60, 2, generator=drawn, dtype=torch.float64)], 1)
     assert _rank_beyond_noise(_orthonormal(features), signal) == 2
 
