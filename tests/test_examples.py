@@ -89,6 +89,7 @@ EXAMPLES = {
     "posterior_attention.py",
     "smoothing.py",
     "transfer.py",
+    "condition_number.py",
     "flow.py",
     "in_context_regression.py",
     "tokens_as_particles.py",
@@ -180,6 +181,7 @@ def test_every_page_with_code_is_run():
         "docs/how-to/probe.md",
         "docs/how-to/extending.md",
         "docs/start/first_hour.md",  # tests/test_first_hours.py
+        "docs/how-to/papers_questions.md",  # tests/test_papers_map.py
         *(f"docs/tutorials/{path.name}" for path in TUTORIALS),  # run as the site is built: tests/test_site.py
     }
 
@@ -434,6 +436,14 @@ def test_masks_of_digits_transfer_as_their_condition_number_says(tmp_path):
     assert float(accuracy) < -0.7
     assert "κ = inf" in found
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_what_a_worse_prediction_costs_is_below_the_bound_of_the_condition_number(tmp_path):
+    found = run("examples/condition_number.py", "--picture", tmp_path / "picture.png", WINDOWS=400)
+    rows = numbers(r"excess at the labels (\S+) ± (\S+), bound (\S+)", found)
+    assert len(rows) == 3
+    assert all(float(excess) < float(bound) + 3 * float(error) for excess, error, bound in rows)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from massieu.foundation.arguments import (
     check_shape,
@@ -18,6 +19,10 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import MODULE, door, function
+from massieu.foundation.patches import image_patches, patch_size, with_patches
+
+_MOST_BEFORE = 8
+"""Tokens that may stand before an image's patches."""
 
 
 class PermutationGapResult(NamedTuple):
@@ -122,26 +127,35 @@ def _permuted(name: str, value: Tensor, order: Int[Tensor, "L"]) -> Tensor:
 @door(model=MODULE)
 def model_permutation_gap(
     model: nn.Module,
-    input_ids: Int[Tensor, "B L"],
+    input_ids: Int[Tensor, "B L"] | None = None,
     *,
+    pixel_values: Float[Tensor, "B channels height width"] | None = None,
     draws: int = 8,
     generator: torch.Generator | None = None,
 ) -> PermutationGapResult:
-    """`permutation_gap` of a Hugging Face text model: of its last hidden states, or its logits where it has none (Z14).
+    """`permutation_gap` of a Hugging Face model of texts or images: of its last hidden states, else of its logits (Z14).
 
-    Position indices are passed where the model takes them, 0 … L − 1 (from padding_idx + 1 in RoBERTa's kin), and permuted
-    with the tokens. The mask is that of all tokens to all, or the causal one: whichever reproduces the model's own output;
-    where neither does (windows, for one), or positions cannot be passed (relative biases), that gap is None. Sequences are
-    taken to be without padding. Use float32 or float64: rounding in half precision hides small gaps.
+    Texts: position indices are passed where the model takes them, 0 … L − 1 (from padding_idx + 1 in RoBERTa's kin), and
+    permuted with the tokens. The mask is that of all tokens to all, or the causal one: whichever reproduces the model's own
+    output; where neither does (windows, for one), or positions cannot be passed (relative biases), that gap is None.
+    Sequences are taken to be without padding.
+
+    Images: tokens are square patches, of the size in the model's configuration. The rows of its table of positions are
+    permuted with the patches; without such a table, with_positions is None. with_mask is always None. Of a model that
+    returns logits of whole images, the gap says how far these change.
+
+    Use float32 or float64: rounding in half precision hides small gaps.
 
     Args:
-        model: In evaluation mode, taking `input_ids`.
+        model: In evaluation mode, taking `input_ids` or `pixel_values`.
         input_ids: Of at least two tokens each; a few sequences of a few tens are enough.
+        pixel_values: Images of at least two patches each, in place of `input_ids`.
         draws, generator: As of `permutation_gap`.
 
     Raises:
-        TypeError, ValueError: a model in training mode, one that takes no `input_ids` or returns neither hidden states nor
-            logits, an encoder with a decoder, or as `permutation_gap`.
+        TypeError, ValueError: not exactly one of `input_ids` and `pixel_values`, a model in training mode, one that does not
+            take them or returns neither hidden states nor logits, an encoder with a decoder, one of texts with images, a
+            model without square patches or whose tokens are not these patches, or as `permutation_gap`.
 
     Example:
         >>> import torch
@@ -153,13 +167,24 @@ def model_permutation_gap(
         >>> model_permutation_gap(Bag(5, 2).eval(), torch.tensor([[0, 1, 2]])).content
         0.0
     """
+    if (input_ids is None) == (pixel_values is None):
+        given = "neither" if input_ids is None else "both"
+        raise ValueError(f"give either input_ids or pixel_values, got {given}")
+    if any(module.training for module in model.modules()):
+        raise ValueError("the model must be in evaluation mode, or dropout changes each call: call model.eval()")
+    if input_ids is not None:
+        return _text_gap(model, input_ids, draws, generator)
+    return _image_gap(model, pixel_values, draws, generator)
+
+
+def _text_gap(
+    model: nn.Module, input_ids: Int[Tensor, "B L"], draws: int, generator: torch.Generator | None
+) -> PermutationGapResult:
     parameters = inspect.signature(model.forward).parameters
     if "input_ids" not in parameters:
         raise ValueError(f"{type(model).__name__} takes no input_ids; use permutation_gap with a function of your own")
     if "decoder_input_ids" in parameters:
         raise ValueError(f"{type(model).__name__} has an encoder and a decoder: pass one, as model.get_encoder()")
-    if any(module.training for module in model.modules()):
-        raise ValueError("the model must be in evaluation mode, or dropout changes each call: call model.eval()")
     check_shape("input_ids", integers("input_ids", input_ids), ("B", "L"))
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     positions = _positions(model, input_ids) if "position_ids" in parameters else None
@@ -170,13 +195,72 @@ def model_permutation_gap(
             mask = tokens.new_ones(tokens.shape)
         position_ids = {} if positions is None else {"position_ids": positions}
         output = model(input_ids=tokens, attention_mask=mask, **position_ids, **options)
-        for name in ("last_hidden_state", "logits"):
-            if isinstance(getattr(output, name, None), Tensor):
-                return getattr(output, name)
-        raise TypeError(f"the model must return last_hidden_state or logits, got {described(output)}")
+        return _states_or_logits(output)
 
     mask = _explicit_mask(run, model, input_ids, positions)
     return permutation_gap(run, input_ids, positions=positions, mask=mask, draws=draws, generator=generator)
+
+
+def _states_or_logits(output: Any) -> Tensor:
+    for name in ("last_hidden_state", "logits"):
+        if isinstance(getattr(output, name, None), Tensor):
+            return getattr(output, name)
+    raise TypeError(f"the model must return last_hidden_state or logits, got {described(output)}")
+
+
+def _image_gap(
+    model: nn.Module, pixel_values: object, draws: int, generator: torch.Generator | None
+) -> PermutationGapResult:
+    class_name = type(model).__name__
+    parameters = inspect.signature(model.forward).parameters
+    if "pixel_values" not in parameters:
+        raise ValueError(f"{class_name} takes no pixel_values; use permutation_gap with a function of your own")
+    if "input_ids" in parameters:
+        raise ValueError(f"{class_name} reads texts with images: pass the part that reads images")
+    pixels = floating("pixel_values", pixel_values)
+    check_shape("pixel_values", pixels, ("B", "channels", "height", "width"))
+    size = patch_size(model)
+    if size is None:
+        raise ValueError(f"the configuration of {class_name} must name patch_size, the side of square patches")
+    patches = image_patches(pixels, size)
+    length = patches.shape[1]
+    with torch.no_grad():
+        output = _states_or_logits(model(pixel_values=pixels))
+    # Tokens of their own, such as one for the class, stand before the patches and stay.
+    num_before = output.shape[1] - length if output.ndim == 3 else 0
+    if not 0 <= num_before <= _MOST_BEFORE:
+        raise ValueError(f"the tokens of {class_name} are not its patches: {output.shape[1]} tokens, {length} patches")
+    table_name = _position_table(model, length)
+
+    def run(patches: Tensor, positions: Tensor | None = None) -> Tensor:
+        arguments = {"pixel_values": with_patches(pixels, patches)}
+        if positions is None or table_name is None:
+            output = model(**arguments)
+        else:
+            table = model.get_parameter(table_name)
+            first = table.shape[-2] - length
+            rows = torch.cat([torch.arange(first, device=table.device), first + positions[0]])
+            output = functional_call(model, {table_name: table[..., rows, :]}, (), arguments)
+        return _states_or_logits(output)[:, num_before:]
+
+    positions = None
+    if table_name is not None:
+        positions = torch.arange(length, device=pixels.device).expand(patches.shape[:2])
+    return permutation_gap(
+        run, patches, positions=positions, equivariant=output.ndim == 3, draws=draws, generator=generator
+    )
+
+
+def _position_table(model: nn.Module, length: int) -> str | None:
+    """The name of the parameter with a vector for each patch's position; None if there is not exactly one."""
+    tables = [
+        name
+        for name, parameter in model.named_parameters()
+        if any(word in name for word in ("position", "pos_embed"))
+        and parameter.ndim >= 2
+        and 0 <= parameter.shape[-2] - length <= _MOST_BEFORE
+    ]
+    return tables[0] if len(tables) == 1 else None
 
 
 def _positions(model: nn.Module, input_ids: Tensor) -> Int[Tensor, "B L"]:

@@ -5,6 +5,7 @@ from massieu.regression.exact import Cholesky
 from massieu.regression.kernels import ExponentialKernel, FeatureKernel, GaussianKernel, Kernel, LinearKernel
 from massieu.regression.leave_one_out import choose_ridge, leave_one_out
 from massieu.regression.low_rank import LowRank
+from massieu.regression.transfer import transfer_estimate
 
 __all__ = [
     "Cholesky",
@@ -18,6 +19,7 @@ __all__ = [
     "conditional_mean_attention",
     "leave_one_out",
     "ridge_from",
+    "transfer_estimate",
 ]
 
 

@@ -42,6 +42,10 @@ QUESTIONS = {
     "tap": ("Does a feed-forward layer add the Onsager reaction of a mean field?", "reaction_gain"),
     "response": ("Does a token respond to other tokens one by one, or collectively?", "response_by_weights"),
     "symmetry": ("How much does the order of the tokens matter to the model?", "permutation_gap"),
+    "sufficiency": (
+        "Does a state depend on its context only through the counts of its tokens, as a posterior does?",
+        "sufficiency_gap",
+    ),
 }
 """By group, the question of the papers and the main statistic, in the order of the cards."""
 LEVEL = 0.05

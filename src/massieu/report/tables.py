@@ -35,6 +35,7 @@ GROUP_TITLES = {
     "uncertainty": "Sensitivity of a head's output",
     "response": "How a token responds to other tokens",
     "symmetry": "Tokens in another order",
+    "sufficiency": "Contexts with equal counts",
 }
 CONTROLS = {
     "mismatched": "mismatched heads",

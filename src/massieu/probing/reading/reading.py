@@ -44,6 +44,7 @@ from massieu.probing.statistics.group import (
     SampledWindow,
     SiteWeights,
     Source,
+    UnsuitableInputsError,
     fenced,
 )
 from massieu.probing.statistics.query_means import Functions, QueryResult, moments_read, query_statistics
@@ -193,7 +194,7 @@ class Reading(RunningParts):
         self._tokens = BatchTokens(prepared, special, follows, target_special, real_frames)
         self._rows = self.layout.rows(self.model, prepared)
         self._chosen.clear()
-        self._sampled = [self._window(row, alone) for row in sampled]
+        self._sampled = [self._window(row, prepared, alone) for row in sampled]
         self.broken = False
         # Groups measure inside the forward pass; their seconds are subtracted from those of the pass.
         before = sum(self.seconds.values())
@@ -230,11 +231,18 @@ class Reading(RunningParts):
         for group in self.groups.values():
             self._deliver(group, group.finish)
 
-    def _window(self, row: int, alone: Callable[[int], dict[str, Any]] | None) -> SampledWindow:
+    def _window(self, row: int, batch: dict[str, Any], alone: Callable[[int], dict[str, Any]] | None) -> SampledWindow:
+        num_rows = self._rows
+
         def inputs() -> dict[str, Any]:
-            if alone is None:
-                raise ValueError("the items of these batches cannot be told apart")
-            return model_inputs(self.model, alone(row))
+            if alone is not None:
+                return model_inputs(self.model, alone(row))
+            if num_rows == 1:
+                return batch
+            raise UnsuitableInputsError(
+                "the windows of these batches cannot be told apart, since this module does not say which dimension is "
+                "theirs; give batches of one window each"
+            )
 
         def replay(item: Step, positions: Tensor) -> Replay | str:
             assert self._capture is not None

@@ -21,6 +21,7 @@ from massieu.probing.statistics.residual import ResidualGroup
 from massieu.probing.statistics.tap import TapGroup
 from massieu.probing.statistics.response import ResponseGroup
 from massieu.probing.statistics.symmetry import SymmetryGroup
+from massieu.probing.statistics.sufficiency import SufficiencyGroup
 from massieu.probing.statistics.own_groups import OwnSteps, OwnWindows
 
 # isort: on
@@ -45,6 +46,7 @@ GROUP_CLASSES: tuple[type[Group], ...] = (
     TapGroup,
     ResponseGroup,
     SymmetryGroup,
+    SufficiencyGroup,
     OwnWindows,
     OwnSteps,
 )

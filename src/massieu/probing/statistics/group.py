@@ -131,6 +131,10 @@ class ModelReading:
         return self.names is None or name in self.names
 
 
+class UnsuitableInputsError(Exception):
+    """The group's question does not fit these inputs or this model; the message says why."""
+
+
 @dataclass(frozen=True, eq=False)
 class SampledWindow:
     """A sampled window of the text: one row of the batch that is read.

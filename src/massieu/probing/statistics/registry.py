@@ -35,6 +35,7 @@ RESIDUAL = "residual"
 TAP = "tap"
 RESPONSE = "response"
 SYMMETRY = "symmetry"
+SUFFICIENCY = "sufficiency"
 GROUPS = (
     ATTENTION,
     VALUES,
@@ -55,6 +56,7 @@ GROUPS = (
     TAP,
     RESPONSE,
     SYMMETRY,
+    SUFFICIENCY,
 )
 """The package's groups, in the order of the tables."""
 OWN_WINDOWS = "own_windows"
@@ -106,6 +108,7 @@ KINDS: dict[str, Kind] = {
         "only when named; 8 windows again with gradients: of 2 tokens' states, to each layer and to all before them"
     ),
     SYMMETRY: _question("only when named; 16 windows again, each in 2 orders, and twice more to find position numbers"),
+    SUFFICIENCY: _question("only when named; 16 windows again, with their context in another order and drawn anew"),
     FEED_FORWARD: _question("only when named; at most 2,048 tokens: each layer once, 2 derivatives, 4 regressions"),
     OWN_WINDOWS: Kind("the sample: a function of the user's own", sampled=True, opt_in=True),
     OWN_STEPS: Kind("the sample: a function of the user's own, at every step", sampled=True, opt_in=True),

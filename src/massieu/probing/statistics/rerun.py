@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from massieu.foundation.patches import patch_size
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
-from massieu.probing.statistics.group import Event, SampledWindow
+from massieu.probing.model.forward import output_tensor, run
+from massieu.probing.statistics.group import Event, SampledWindow, UnsuitableInputsError
 from massieu.probing.statistics.layer_groups import SublayerGroup
 from massieu.probing.stream.wiring import Step, StreamTracer
 
@@ -22,10 +24,6 @@ PURPOSE = 300_000
 """Of the random numbers."""
 ControlledSums = tuple[Float[Tensor, "statistics 2"], Float[Tensor, "statistics 2"]]
 """Totals and what they are divided by, of the model and of the control."""
-
-
-class UnsuitableInputsError(Exception):
-    """The group's question does not fit these inputs or this model; the message says why."""
 
 
 class RerunGroup(SublayerGroup):
@@ -86,6 +84,55 @@ def without_padding(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     if mask is None and "attention_mask" in inspect.signature(model.forward).parameters:
         return inputs | {"attention_mask": torch.ones_like(ids)}
     return inputs
+
+
+def text_ids(inputs: dict[str, Any]) -> Int[Tensor, "B L"]:
+    """The ids of a text.
+
+    Raises:
+        UnsuitableInputsError: the inputs are not the ids of one text.
+    """
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or any(name.startswith("decoder_") for name in inputs):
+        raise UnsuitableInputsError(
+            "tokens can be reordered only if they are the ids of one text, or patches of an image"
+        )
+    return ids
+
+
+def rearranged_text(inputs: dict[str, Any], source: Int[Tensor, " L"]) -> dict[str, Any]:
+    """The inputs of a text with other tokens at its places: ``source`` says which of its tokens stands at each."""
+    ids = text_ids(inputs)
+    return inputs | {"input_ids": ids[:, source.to(ids.device)]}
+
+
+def image_pixels(model: nn.Module, inputs: dict[str, Any]) -> tuple[Float[Tensor, "B channels height width"], int]:
+    """The pixels of images, and the side of the model's patches.
+
+    Raises:
+        UnsuitableInputsError: the inputs are not images alone, or the model has no square patches of one size.
+    """
+    pixels = inputs["pixel_values"]
+    size = patch_size(model)
+    if "input_ids" in inputs or not isinstance(pixels, Tensor) or pixels.dim() != 4 or size is None:
+        raise UnsuitableInputsError(
+            "patches can be reordered only if a batch is of images alone, in square patches of one size"
+        )
+    return pixels, size
+
+
+def stream_states(
+    model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any]
+) -> tuple[Tensor, dict[int, Float[Tensor, "L D"]]]:
+    """The model's output, and the stream after each of its steps by the sublayer's index, in float64."""
+    states: dict[int, Tensor] = {}
+
+    def collect(step: Step) -> None:
+        if step.after.dim() == 3 and step.after.shape[0] == 1:
+            states[step.sublayer.index] = step.after[0].detach().double()
+
+    with torch.no_grad(), watching(model, sites, collect):
+        return output_tensor(model, run(model, inputs)), states
 
 
 @contextmanager

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import run
 from massieu.probing.model.packed import dense_inside
+from massieu.probing.statistics.group import UnsuitableInputsError
 from massieu.probing.statistics.layer_groups import has_own_control
 from massieu.probing.statistics.registry import BAL, RESPONSE, STATISTICS, Register
 from massieu.probing.statistics.rerun import (
     FEWEST,
     ControlledSums,
     RerunGroup,
-    UnsuitableInputsError,
     watching,
     without_padding,
 )

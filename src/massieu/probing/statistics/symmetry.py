@@ -16,19 +16,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from massieu.foundation.patches import num_patches, rearranged_patches
 from massieu.probing.capture.sites import SiteInfo
-from massieu.probing.model.forward import output_tensor, run
 from massieu.probing.model.precision import relative_difference, tolerance
 from massieu.probing.statistics.registry import SYMMETRY, ZHANG, Register
 from massieu.probing.statistics.rerun import (
     FEWEST,
     ControlledSums,
     RerunGroup,
-    UnsuitableInputsError,
-    watching,
+    image_pixels,
+    rearranged_text,
+    stream_states,
+    text_ids,
     without_padding,
 )
-from massieu.probing.stream.wiring import Step
 
 _POSITIONS = "position_ids"
 REGISTER = Register[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]](SYMMETRY)
@@ -92,13 +93,13 @@ def permutation_gaps(
         reordered = _reordered_text(inputs, drawn)
     if len(reordered.order) < FEWEST:
         return {}
-    output, states = _states(model, sites, inputs)
+    output, states = stream_states(model, sites, inputs)
     # With positions that stay, and for the control with positions that move along.
-    reordered_states = [_states(model, sites, reordered.inputs)[1]]
+    reordered_states = [stream_states(model, sites, reordered.inputs)[1]]
     positions = _positions(model, sites, inputs, output) if "input_ids" in inputs else None
     if positions is not None:
         with_positions = reordered.inputs | {_POSITIONS: positions[:, reordered.order]}
-        reordered_states.append(_states(model, sites, with_positions)[1])
+        reordered_states.append(stream_states(model, sites, with_positions)[1])
     # One and the same shift pairs each token with another one.
     shift = int(torch.randint(1, len(reordered.order), (), generator=drawn))
     other_token = torch.arange(len(reordered.order)).roll(shift)
@@ -116,49 +117,16 @@ def permutation_gaps(
 
 
 def _reordered_text(inputs: dict[str, Any], drawn: torch.Generator) -> Reordered:
-    ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or any(name.startswith("decoder_") for name in inputs):
-        raise UnsuitableInputsError(
-            "tokens can be reordered only if they are the ids of one text, or patches of an image"
-        )
-    length = ids.shape[1]
+    length = text_ids(inputs).shape[1]
     order = torch.arange(length)
     order[1:-1] = 1 + torch.randperm(max(length - 2, 0), generator=drawn)  # special tokens stay at both ends
-    order = order.to(ids.device)
-    return Reordered(inputs | {"input_ids": ids[:, order]}, order, 0)
+    return Reordered(rearranged_text(inputs, order), order.to(inputs["input_ids"].device), 0)
 
 
 def _reordered_images(model: nn.Module, inputs: dict[str, Any], drawn: torch.Generator) -> Reordered:
-    pixels = inputs["pixel_values"]
-    config = getattr(model, "config", None)
-    size = getattr(getattr(config, "vision_config", config), "patch_size", None)
-    if "input_ids" in inputs or not isinstance(pixels, Tensor) or pixels.dim() != 4 or not isinstance(size, int):
-        raise UnsuitableInputsError(
-            "patches can be reordered only if a batch is of images alone, in square patches of one size"
-        )
-    rows, columns = (extent // size for extent in pixels.shape[-2:])
-    order = torch.randperm(rows * columns, generator=drawn).to(pixels.device)
-    whole = pixels[..., : rows * size, : columns * size]
-    # (1, channels, patches, size, size), and back to pixels.
-    patches = whole.unflatten(3, (columns, size)).unflatten(2, (rows, size)).transpose(3, 4).flatten(2, 3)
-    moved = patches[:, :, order].unflatten(2, (rows, columns)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
-    changed = pixels.clone()
-    changed[..., : rows * size, : columns * size] = moved
-    return Reordered(inputs | {"pixel_values": changed}, order, FEWEST)
-
-
-def _states(
-    model: nn.Module, sites: Sequence[SiteInfo], inputs: dict[str, Any]
-) -> tuple[Tensor, dict[int, Float[Tensor, "L D"]]]:
-    """The model's output, and the stream after each of its steps, in float64."""
-    states: dict[int, Tensor] = {}
-
-    def collect(step: Step) -> None:
-        if step.after.dim() == 3 and step.after.shape[0] == 1:
-            states[step.sublayer.index] = step.after[0].detach().double()
-
-    with torch.no_grad(), watching(model, sites, collect):
-        return output_tensor(model, run(model, inputs)), states
+    pixels, size = image_pixels(model, inputs)
+    order = torch.randperm(num_patches(pixels, size), generator=drawn).to(pixels.device)
+    return Reordered(inputs | {"pixel_values": rearranged_patches(pixels, size, order)}, order, FEWEST)
 
 
 def _positions(
@@ -177,7 +145,7 @@ def _positions(
     for first in (0, *([] if padding is None else [int(padding) + 1])):
         numbers = torch.arange(ids.shape[1], device=ids.device)[None] + first
         try:
-            output, _ = _states(model, sites, inputs | {_POSITIONS: numbers})
+            output, _ = stream_states(model, sites, inputs | {_POSITIONS: numbers})
         except IndexError:  # more positions than there are vectors
             continue
         if relative_difference(output, model_output) <= tolerance(model_output.dtype):
