@@ -52,6 +52,7 @@ PAGES_WITH_CODE = (
     "how-to/posterior",
     "explanation/smoothing",
     "explanation/transfer",
+    "explanation/capacity",
     "how-to/conditional_mean",
     "how-to/entropy_collapse",
     "how-to/attention_sinks",
