@@ -54,6 +54,7 @@ PAGES_WITH_CODE = (
     "explanation/transfer",
     "explanation/capacity",
     "how-to/conditional_mean",
+    "how-to/papers_questions",
     "how-to/entropy_collapse",
     "how-to/attention_sinks",
     "how-to/largest_logit",
