@@ -1,10 +1,14 @@
 """The pictures of the pages on the package's rooms: one function a picture, each from a computation that the page is about.
 
-Run: python -m scripts.pictures [--out DIR] [NAME ...]. Without names: all, into docs/images, with `probe` a minute.
+Run: python -m scripts.pictures [--out DIR] [NAME ...]. Without names: all, into docs/images; `probe` and `capacity` take a
+minute each.
 """
 
 import argparse
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +19,7 @@ from torch import Tensor
 
 import massieu
 from massieu import measures, nn, ops
-from massieu.energy import HopfieldEnergy
+from massieu.energy import BinaryHopfieldEnergy, DenseHopfieldEnergy, Energy, HopfieldEnergy
 from massieu.solve import Anderson, Auto, Method, Newton, Picard, fixed_point
 
 BLUE, RED, GREEN, ORANGE, VIOLET, GREY = "#2a6f97", "#c8553d", "#4f8a3d", "#d1891f", "#7b4fa3", "#777777"
@@ -234,10 +238,80 @@ def probe_picture() -> Figure:
     return figure
 
 
+def overlap_of_theory(load: float) -> float:
+    """Overlap of Hebb's network with a pattern at temperature 0 (Amit, Gutfreund and Sompolinsky 1985); 0 if there is none.
+
+    The largest root y of erf(y) = y·(√(2·load) + 2/√π·e^(−y²)); the overlap is erf(y).
+    """
+    y = torch.linspace(0.05, 8, 200_000, dtype=F64)
+    is_above = torch.erf(y) > y * ((2 * load) ** 0.5 + 2 / math.pi**0.5 * (-y.square()).exp())
+    return float(torch.erf(y[is_above][-1])) if bool(is_above.any()) else 0.0
+
+
+def all_stored(network: Callable[[Tensor], Energy], patterns: Tensor) -> int:
+    """How many of the patterns, in order, a network stores with no unit of any changed: to a twentieth of the number."""
+    low, high = 1, 2
+    while high < len(patterns) and _stay(network, patterns[:high]):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 20):
+        middle = (low + high) // 2
+        low, high = (middle, high) if _stay(network, patterns[:middle]) else (low, middle)
+    return low
+
+
+def _stay(network: Callable[[Tensor], Energy], patterns: Tensor) -> bool:
+    return torch.equal(network(patterns).step(patterns), patterns)
+
+
+def capacity_picture() -> Figure:
+    """Overlaps after retrieval by the load, for two rules, beside theory; the numbers stored without error by the width."""
+    generator = torch.Generator().manual_seed(0)
+
+    def signs(count: int, width: int) -> Tensor:
+        return 2 * torch.randint(0, 2, (count, width), generator=generator).to(F64) - 1
+
+    figure, (left, right) = panels(2)
+    loads = [0.03, 0.06, 0.09, 0.11, 0.125, 0.14, 0.155, 0.18, 0.22, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99]
+    for rule, name, colour in (("hebb", "Hebb", RED), ("pseudo_inverse", "pseudo-inverse", BLUE)):
+        for flipped, style in ((0.0, "o-"), (0.1, "s--")):
+            overlaps = []
+            for load in loads:
+                patterns = signs(round(load * 200), 200)
+                start = torch.where(torch.rand(patterns.shape, generator=generator) < flipped, -patterns, patterns)
+                end = BinaryHopfieldEnergy.of_patterns(patterns, rule=rule).retrieve(start, steps=12).state
+                overlaps.append((end * patterns).mean())
+            label = f"{name}, {flipped:.0%} of units flipped"
+            left.plot(loads, overlaps, style, color=colour, markersize=3, linewidth=1, label=label)
+    below = torch.linspace(0.005, 0.137, 60).tolist()
+    left.plot(below, [overlap_of_theory(load) for load in below], color="black", linewidth=2, label="theory for Hebb")
+    left.axvline(0.138, color=GREY, linewidth=0.8, linestyle=":")
+    left.set(xlabel="patterns / units (200 units)", ylabel="overlap with the pattern", title="recall by the load")
+    left.set_ylim(-0.15, 1.04)
+    left.legend(fontsize=7, loc="lower right")
+    networks: dict[str, tuple[Callable[[Tensor], Energy], Sequence[int]]] = {
+        "Hebb": (BinaryHopfieldEnergy.of_patterns, (8, 16, 32, 64, 128)),
+        "degree 3": (partial(DenseHopfieldEnergy.create, degree=3), (8, 12, 16, 24, 32, 48)),
+        "degree 4": (partial(DenseHopfieldEnergy.create, degree=4), (8, 12, 16, 24, 32)),
+        "exponential": (DenseHopfieldEnergy.create, (8, 10, 12, 14, 16, 18, 20)),
+    }
+    for (name, (network, widths)), colour in zip(networks.items(), (RED, GREEN, ORANGE, VIOLET), strict=True):
+        stored = [statistics.median(all_stored(network, signs(4096, width)) for _ in range(21)) for width in widths]
+        right.loglog(widths, stored, "o-", color=colour, markersize=3.5, linewidth=1, label=name)
+    widths = torch.linspace(8, 130, 200)
+    right.loglog(widths, widths, color=BLUE, linewidth=1, label="pseudo-inverse: d")
+    right.loglog(widths, widths / (4 * widths.log()), "--", color=RED, linewidth=1, label="d / (4 ln d)")
+    exponential_widths = torch.linspace(8, 21, 100)
+    right.loglog(exponential_widths, 2 ** (exponential_widths / 2), "--", color=VIOLET, linewidth=1, label="2^(d/2)")
+    right.set(xlabel="units d", ylabel="patterns", title="stored without any error, median of 21", ylim=(0.8, 1e5))
+    right.legend(fontsize=7, loc="upper right", ncols=2)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "ops": ops_picture,
     "nn": nn_picture,
     "energy": energy_picture,
+    "capacity": capacity_picture,
     "measures": measures_picture,
     "solve": solve_picture,
     "losses": losses_picture,

@@ -179,6 +179,62 @@ def test_capacity_grows_with_the_degree():
     assert kept["exp"] == 1.0
 
 
+def signs(count: int, width: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randint(0, 2, (count, width), generator=generator).double() - 1
+
+
+@pytest.mark.parametrize("values", PAIRS)
+def test_pseudo_inverse_energy_is_half_the_squared_distance_from_the_span(values: str):
+    low, high = PAIRS[values]
+    patterns = torch.where(signs(3, WIDTH, 0) > 0, high, low).double()
+    bias, states = draw(WIDTH, seed=1), every_state(values)
+    energy = BinaryHopfieldEnergy.of_patterns(patterns, bias, values=values, rule="pseudo_inverse")
+    # Least squares, by NumPy: the distance of each state from the nearest combination of patterns.
+    coefficients = np.linalg.lstsq(patterns.numpy().T, states.numpy().T, rcond=None)[0]
+    distance = np.linalg.norm(states.numpy().T - patterns.numpy().T @ coefficients, axis=0)
+    constant = 0.5 * WIDTH if values == "spins" else 0.0
+    expected = 0.5 * distance**2 - constant - states.numpy() @ bias.numpy()
+    np.testing.assert_allclose(energy(states), expected, rtol=1e-11, atol=1e-11)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 15),
+    values=st.sampled_from(sorted(PAIRS)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, F64]),
+)
+def test_pseudo_inverse_keeps_patterns_however_alike(seed: int, count: int, values: str, dtype: torch.dtype):
+    """Fifteen patterns of 16 units, most of them one flip from the first, and each there twice."""
+    low, high = PAIRS[values]
+    patterns = signs(1, 16, seed).repeat(count, 1)
+    patterns[torch.arange(1, count), torch.arange(1, count)] *= -1
+    patterns = torch.where(patterns > 0, high, low).to(dtype).repeat(2, 1)
+    energy = BinaryHopfieldEnergy.of_patterns(patterns, values=values, rule="pseudo_inverse")
+    found = energy.step(patterns)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found, patterns.to(found.dtype), rtol=0, atol=0)
+
+
+def test_pseudo_inverse_stores_where_hebb_fails_and_derivatives_are_right():
+    patterns = signs(30, 40, 0)
+    kept = {
+        rule: float((BinaryHopfieldEnergy.of_patterns(patterns, rule=rule).step(patterns) == patterns).double().mean())
+        for rule in ("hebb", "pseudo_inverse")
+    }
+    # 0.138·40 = 5.5 patterns: beyond that Hebb's errors are P(z > √(d/N)) = 12 % of the units.
+    assert kept["hebb"] < 0.95
+    assert kept["pseudo_inverse"] == 1.0
+    state = every_state("spins")[:5]
+    points = draw(3, WIDTH).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: BinaryHopfieldEnergy.of_patterns(x, rule="pseudo_inverse")(state), points)
+    stacked = torch.stack([points.detach(), points.detach().flip(0)])
+    batched = BinaryHopfieldEnergy.of_patterns(stacked, rule="pseudo_inverse")(state.expand(2, -1, -1))
+    torch.testing.assert_close(batched[0], batched[1])
+    mapped = torch.func.vmap(lambda x: BinaryHopfieldEnergy.of_patterns(x, rule="pseudo_inverse")(state))(stacked)
+    torch.testing.assert_close(mapped, batched)
+
+
 def test_retrieval_ends_at_a_fixed_point():
     patterns = draw(3, 16).sign()
     energy = DenseHopfieldEnergy.create(patterns)
@@ -201,6 +257,23 @@ def test_low_precision_and_vmap():
 REFUSED = {
     "asymmetric": (lambda: BinaryHopfieldEnergy.create(draw(4, 4)), ValueError, "symmetric"),
     "not square": (lambda: BinaryHopfieldEnergy.create(draw(4, 3)), ValueError, r"\(4, 3\)"),
+    "patterns as couplings": (lambda: BinaryHopfieldEnergy.create(draw(4, 3)), ValueError, "of_patterns"),
+    "as many patterns as units": (lambda: BinaryHopfieldEnergy.create(draw(4, 4)), ValueError, "of_patterns"),
+    "rule": (
+        lambda: BinaryHopfieldEnergy.of_patterns(draw(2, 4), rule="delta"),
+        ValueError,
+        "delta.*pseudo_inverse|pseudo_inverse.*delta",
+    ),
+    "span": (
+        lambda: BinaryHopfieldEnergy.of_patterns(draw(5, 4), rule="pseudo_inverse"),
+        ValueError,
+        "fewer than their 4 dimensions, got 5 patterns",
+    ),
+    "NaN, pseudo-inverse": (
+        lambda: BinaryHopfieldEnergy.of_patterns(draw(2, 4) * torch.nan, rule="pseudo_inverse"),
+        ValueError,
+        "finite",
+    ),
     "bias": (lambda: BinaryHopfieldEnergy.create(torch.eye(4), torch.zeros(3)), ValueError, r"\(4,\).*\(3,\)"),
     "values": (lambda: DenseHopfieldEnergy.create(draw(2, 4), values="trits"), ValueError, "trits"),
     "degree": (lambda: DenseHopfieldEnergy.create(draw(2, 4), degree=1), ValueError, "1"),

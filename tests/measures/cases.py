@@ -50,10 +50,12 @@ from massieu.measures import (
     mixture,
     power,
     product,
+    switched,
 )
 from massieu.testing import MeasureCase
 
 F64 = torch.float64
+_BITS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -315,6 +317,16 @@ def composed_cases() -> dict[str, MeasureCase]:
         "mixture of a batch": case_of(mixture(draw(2, seed=18), components), batched),
         "mixture of spins and a Gaussian, in a batch": MeasureCase(
             mixture(draw(2, 3), [Spin.create(dim=3), Gaussian.create(field, full), Spin.create(draw(3))])
+        ),
+        "switched bits": case_of(
+            switched(Bernoulli.create(torch.tensor([0.3, 0.8], dtype=F64)), 2),
+            # Either copy of two bits is on, the other 0; then which: no prior weight of the copies.
+            Enumerated(
+                np.array(
+                    [[*first, 0, 0, 1, 0] for first in _BITS] + [[0, 0, *second, 0, 1] for second in _BITS], float
+                ),
+                np.log([[0.7, 0.3][a] * [0.2, 0.8][b] for a, b in _BITS] * 2),
+            ),
         ),
         "hybrid of atoms and a Gaussian": case_of(
             hybrid(Atoms.create(keys), Gaussian.create(unit[0], unit[1]), 0.7),

@@ -63,6 +63,10 @@ def machines(**place: Any) -> nn.Module:
     return modules.StackedBoltzmannMachine([BITS, FEW_BITS, TWO_BITS], **place)
 
 
+def deep_machine(**place: Any) -> nn.Module:
+    return modules.DeepBoltzmannMachine([BITS, FEW_BITS, TWO_BITS], **place)
+
+
 def fitted(points: Tensor, log_weight: Tensor) -> measures.Measure:
     return measures.Gaussian.create(points.mean(-2), torch.diag_embed(points.square().mean(-2)))
 
@@ -152,6 +156,9 @@ CASES = {
     ),
     "RestrictedBoltzmannMachine": Case(
         machine, "visible=Bernoulli × 8 hidden=Spin × 3", any_dtype="data are cast, as bits are whole numbers"
+    ),
+    "DeepBoltzmannMachine": Case(
+        deep_machine, "layers=8 – 3 – 2", any_dtype="data are cast, as bits are whole numbers"
     ),
     "StackedBoltzmannMachine": Case(
         machines, "hidden=Bernoulli × 2", any_dtype="data are cast, as bits are whole numbers"

@@ -19,7 +19,7 @@ FIXED_LENGTH = {
     "EnergyTransformerStack": "the same",
 }
 """Of these the length stays that of the example."""
-NO_TOKENS = ("RestrictedBoltzmannMachine", "StackedBoltzmannMachine", "SigmaReparametrization")
+NO_TOKENS = ("RestrictedBoltzmannMachine", "StackedBoltzmannMachine", "DeepBoltzmannMachine", "SigmaReparametrization")
 SAME_GRAPH = ("EntmaxHeads, learned", "ImplicitHeads, learned", "Hopfield, to its end", "SpinAttention, to its end")
 """They are solved as "EntmaxHeads", "ImplicitHeads" and "TAPHeads" are, in graphs that take long."""
 QUICK = ("HopfieldLayer",)

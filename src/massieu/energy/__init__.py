@@ -9,12 +9,14 @@
   whether a map is a gradient at all;
 - `TransformerEnergy`: tokens that attend to each other, and memories; `least_entropy`: of attention whose scores are bounded;
 - `BoltzmannMachine`, `SpinModel`: energies of two layers and of coupled sites, with all constants;
+- `integrate_out`, `decimation_flow`, `decimation_fixed_point`: what spins that are summed out leave to the others;
 - `KineticSpins`: synchronous dynamics of vector spins.
 """
 
 from massieu.energy import activations, bounds
 from massieu.energy.base import Energy
 from massieu.energy.boltzmann import BoltzmannMachine
+from massieu.energy.decimation import decimation_fixed_point, decimation_flow, integrate_out
 from massieu.energy.density import HopfieldDensity
 from massieu.energy.discrete import BinaryHopfieldEnergy, DenseHopfieldEnergy
 from massieu.energy.entropy import least_entropy
@@ -41,7 +43,10 @@ __all__ = [
     "activations",
     "boosting_energy",
     "bounds",
+    "decimation_fixed_point",
+    "decimation_flow",
     "fenchel_young_loss",
+    "integrate_out",
     "is_conservative",
     "jacobian_asymmetry",
     "least_entropy",

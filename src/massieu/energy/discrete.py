@@ -13,9 +13,14 @@ from massieu.foundation.values import align, need_batch, static_field
 
 Values = Literal["spins", "bits"]
 """Units of ±1, or of 0 and 1."""
+Rule = Literal["hebb", "pseudo_inverse"]
+"""How patterns become couplings."""
 
 _TIE_ROUNDINGS = 8
 """A difference of energies below this number of roundings of its terms counts as a tie."""
+_FREE_ROUNDINGS = 64
+"""A row of a projection without its diagonal is 0 up to this number of roundings of each entry."""
+_ADVICE = "; for patterns of shape (*batch, N, d) call BinaryHopfieldEnergy.of_patterns"
 
 
 class _TwoValued(Energy):
@@ -61,8 +66,8 @@ class BinaryHopfieldEnergy(_TwoValued):
     unit stays too. So E never rises, and after finitely many steps nothing changes: a local minimum under single flips.
     For spins the diagonal of the couplings is a constant; for bits it shifts the bias by half of it, since v_i² = v_i.
 
-    With couplings W Wᵀ it is what Gaussian hidden units N(0, 1) leave (B2). Of random patterns stored so, about 0.138·d are
-    recalled with few errors. Use `create` or `of_patterns`.
+    With couplings W Wᵀ it is what Gaussian hidden units N(0, 1) leave (B2). Use `create` for couplings, `of_patterns` for
+    patterns.
 
     Attributes:
         couplings: Symmetric, shape (*batch, d, d).
@@ -94,10 +99,12 @@ class BinaryHopfieldEnergy(_TwoValued):
         """
         check_finite(couplings=floating("couplings", couplings))
         if couplings.ndim < 2 or couplings.shape[-1] != couplings.shape[-2] or couplings.shape[-1] == 0:
-            raise ValueError(f"couplings must have shape (*batch, d, d) with d ≥ 1, got {tuple(couplings.shape)}")
+            raise ValueError(
+                f"couplings must have shape (*batch, d, d) with d ≥ 1, got {tuple(couplings.shape)}{_ADVICE}"
+            )
         size = couplings.abs().amax((-2, -1), keepdim=True)
         if not all_true((couplings - couplings.mT).abs() <= 8 * torch.finfo(couplings.dtype).eps * size):
-            raise ValueError("couplings must be symmetric: other networks have no energy")
+            raise ValueError(f"couplings must be symmetric: other networks have no energy{_ADVICE}")
         values = choice("values", values, "spins", "bits")
         return cls(_bias(bias, couplings.shape[:-1], couplings), values, couplings)
 
@@ -108,10 +115,42 @@ class BinaryHopfieldEnergy(_TwoValued):
         bias: Float[Tensor, "*batch d"] | None = None,
         *,
         values: Values = "spins",
+        rule: Rule = "hebb",
     ) -> Self:
-        """Hebb's rule: couplings Σ_n x_n x_nᵀ of the patterns. Raises as `create`."""
+        """A network that stores patterns, by one of two rules.
+
+        "hebb": couplings Σ_n x_n x_nᵀ. Of random patterns of ±1, about 0.138·d are recalled with few errors.
+
+        "pseudo_inverse": couplings P, the projection on the span of the patterns (Personnaz, Guyon and Dreyfus 1985), for bits
+        with a bias of −½ beside the given one. Without a given bias E(v) is half the squared distance ‖v − Pv‖² from the span,
+        for spins less d/2. So every pattern is a minimum, however alike patterns are, and up to d − 1 of them are stored; how
+        far around each the network still finds it shrinks with their number. Computed in float64, returned in at least
+        float32; for numbers near d take float64, since differences of energies are small. Differentiable while the rank stays.
+
+        Raises:
+            ValueError: as `create`; no pattern; an unknown rule; patterns that span all d dimensions for "pseudo_inverse",
+                for then every state would be stored.
+            TypeError: a tensor is not floating-point.
+
+        Example:
+            >>> import torch
+            >>> from massieu.energy import BinaryHopfieldEnergy
+            >>> alike = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, -1.0], [1.0, 1.0, -1.0, 1.0]])
+            >>> [
+            ...     bool((BinaryHopfieldEnergy.of_patterns(alike, rule=rule).step(alike) == alike).all())
+            ...     for rule in ("hebb", "pseudo_inverse")
+            ... ]
+            [False, True]
+        """
         _check_patterns(patterns)
-        return cls.create(patterns.mT @ patterns, bias, values=values)
+        rule = choice("rule", rule, "hebb", "pseudo_inverse")
+        if rule == "hebb":
+            return cls.create(patterns.mT @ patterns, bias, values=values)
+        network = cls.create(_projection(promoted(patterns)), bias, values=values)
+        if network.values == "spins":
+            return network
+        # For bits ½‖v‖² = ½ Σ v_i, a bias; for spins it is a constant.
+        return cls(network.bias - 0.5, network.values, network.couplings)
 
     def _energy(self, state: Tensor) -> Tensor:
         state = self._two_valued(state)
@@ -247,6 +286,29 @@ def _bias(bias: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     check_finite(bias=floating("bias", bias))
     check_shape("bias", bias, shape)
     return bias
+
+
+def _projection(patterns: Tensor) -> Tensor:
+    """The projection on the span of the patterns, (*batch, d, d)."""
+    # In float64, so that rounding to float32 stays below what counts as a tie, also where patterns are nearly dependent. The
+    # pseudo-inverse leaves out directions below the rounding of the largest one, so patterns may repeat.
+    wide = patterns.double()
+    projection = torch.linalg.pinv(wide) @ wide
+    projection = 0.5 * (projection + projection.mT)
+    width = patterns.shape[-1]
+    # The trace of a projection is its rank, a whole number.
+    if not all_true(projection.diagonal(dim1=-2, dim2=-1).sum(-1) < width - 0.5):
+        raise ValueError(
+            f"pseudo_inverse needs patterns that span fewer than their {width} dimensions, got {patterns.shape[-2]} patterns "
+            "that span all of them: every state would be stored"
+        )
+    # A unit that is free within the span has the row of the unit matrix, and both its values have one energy. Rounding must
+    # not decide between them; subtracted as a constant, it leaves derivatives as they are.
+    identity = torch.eye(width, dtype=wide.dtype, device=wide.device)
+    off_diagonal = torch.linalg.vector_norm(projection.detach() * (1 - identity), dim=-1)
+    is_free = off_diagonal <= _FREE_ROUNDINGS * width**0.5 * torch.finfo(wide.dtype).eps
+    rounding = torch.where(is_free.unsqueeze(-1) | is_free.unsqueeze(-2), projection - identity, 0.0)
+    return (projection - rounding.detach()).to(patterns.dtype)
 
 
 def _check_patterns(patterns: Tensor) -> None:

@@ -16,9 +16,9 @@ def why_not_normalisable(visible: Measure, hidden: Measure, weight: Tensor) -> s
     if not bool((weight != 0).any()):
         return None
     names = f"{type(untilted(hidden)).__name__} hidden and {type(untilted(visible)).__name__} visible units"
-    if _is_bounded(visible):
+    if is_bounded(visible):
         return _why_outside_domain(hidden, visible, weight, "hidden")
-    if _is_bounded(hidden):
+    if is_bounded(hidden):
         return _why_outside_domain(visible, hidden, weight.mT, "visible")
     # Two unbounded layers: the couplings' bilinear exponent decides, whatever linear one a tilt adds.
     visible = untilted(visible)
@@ -45,7 +45,7 @@ def untilted(measure: Measure) -> Measure:
     return untilted(measure.measure) if isinstance(measure, Tilted) else measure
 
 
-def _is_bounded(measure: Measure) -> bool:
+def is_bounded(measure: Measure) -> bool:
     """Whether the support is bounded in every direction of the axes."""
     bounds = measure._range()
     return bounds is not None and all(bool(bound.isfinite().all()) for bound in bounds)

@@ -19,6 +19,7 @@ from massieu.foundation import matrices
 from massieu.foundation.values import Value
 from massieu.measures import Atoms, Bernoulli, Categorical, Constant, Gaussian, Measure, Sphere, Spin
 from massieu.measures.combine import Tilted
+from massieu.measures.sums import Product
 
 MAX_STATES = 1 << 20
 """The most states that a sum goes through."""
@@ -34,6 +35,10 @@ def num_states(measure: Measure) -> int | None:
         return size
     if isinstance(measure, Constant):
         return 1
+    if isinstance(measure, Product):
+        numbers = [num_states(part) for part in measure.measures]
+        if None not in numbers:
+            return math.prod(number for number in numbers if number is not None)
     return None
 
 
@@ -49,6 +54,9 @@ def state_blocks(measure: Measure, like: Tensor) -> Iterator[Float[Tensor, "bloc
     if isinstance(measure, Constant):
         yield measure.value.to(like).unsqueeze(0)
         return
+    if isinstance(measure, Product):
+        yield from _states_of_parts(measure, number, like)
+        return
     # State number k is the binary expansion of k, the first unit its highest bit.
     powers = 2 ** torch.arange(size - 1, -1, -1, device=like.device)
     for first in range(0, number, _STATES_PER_BLOCK):
@@ -58,6 +66,18 @@ def state_blocks(measure: Measure, like: Tensor) -> Iterator[Float[Tensor, "bloc
             yield 2 * bits - 1
         else:
             yield bits
+
+
+def _states_of_parts(measure: Product, number: int, like: Tensor) -> Iterator[Float[Tensor, "block d"]]:
+    """All combinations of the states of independent parts, the last part changing first."""
+    parts = [torch.cat(list(state_blocks(part, like))) for part in measure.measures]
+    for first in range(0, number, _STATES_PER_BLOCK):
+        index = torch.arange(first, min(first + _STATES_PER_BLOCK, number), device=like.device)
+        joined = []
+        for states in reversed(parts):
+            joined.insert(0, states[index % len(states)])
+            index = index // len(states)
+        yield torch.cat(joined, -1)
 
 
 def num_states_per_site(site: Measure) -> int | None:

@@ -13,7 +13,7 @@ from massieu.measures.divergence import sampled_kl
 from massieu.measures.gaussian import Gaussian
 from massieu.measures.hooks import MissingFormError
 from massieu.measures.mixture import mixture
-from massieu.measures.named import boosting, divergence_kernel, hybrid
+from massieu.measures.named import boosting, divergence_kernel, hybrid, switched
 from massieu.measures.sphere import Sphere
 from massieu.measures.sums import power, product
 from massieu.measures.uniform import Uniform
@@ -45,6 +45,7 @@ __all__ = [
     "product",
     "sampled_kl",
     "static_field",
+    "switched",
 ]
 
 

@@ -4,11 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import check_range, real_tensor
+from massieu.foundation.arguments import check_range, real_tensor, whole_number
 from massieu.foundation.doors import MEASURE, door
 from massieu.foundation.transforms import all_true
 from massieu.measures.atoms import Atoms
 from massieu.measures.base import Measure
+from massieu.measures.combine import affine
 from massieu.measures.gaussian import Gaussian
 from massieu.measures.mixture import Mixture, mixture
 
@@ -97,3 +98,39 @@ def divergence_kernel(measure: Measure, eta: Float[Tensor, "*batch N event"]) ->
             f"{tuple(eta.shape)}"
         )
     return Atoms(measure.mean(eta), measure.entropy(eta))
+
+
+@door(measure=MEASURE)
+def switched(measure: Measure, count: int) -> Mixture:
+    """One of `count` copies of a measure on R^d is on, the others are 0; then which one, as a vector of one 1 and zeros.
+
+    Points have count·d coordinates of the copies and `count` of the switch. As the hidden units of a machine it makes an
+    implicit mixture of machines (Nair and Hinton 2008): p(v) = Σ_k Z_k p_k(v)/Σ Z_k, in which machine k has the weights of
+    copy k, the column of switch k as its visible biases, and a share that its normaliser Z_k decides.
+
+    Raises:
+        TypeError: no measure, or a count that is not whole.
+        ValueError: a count below 1; a measure with a batch, or whose points are not vectors.
+
+    Example:
+        >>> import torch
+        >>> from massieu.measures import Bernoulli, switched
+        >>> law = switched(Bernoulli.create([0.5, 0.5]), 2)
+        >>> law.mean(torch.zeros(6)).tolist()  # either copy is on half of the time; a bit of it is 1 in half of that
+        [0.25, 0.25, 0.25, 0.25, 0.5, 0.5]
+    """
+    whole_number("count", count, least=1)
+    if measure.batch_shape or len(measure.event_shape) != 1:
+        raise ValueError(
+            f"switched needs one measure on vectors, got batch shape {tuple(measure.batch_shape)} and event shape "
+            f"{tuple(measure.event_shape)}"
+        )
+    size = measure.event_shape[0]
+    origin = measure.mean(torch.zeros(size))
+    # Column i of the unit matrix puts coordinate i of a copy into its place.
+    identity = torch.eye(count * size + count, dtype=origin.dtype, device=origin.device)
+    copies = [
+        affine(measure, identity[:, copy * size : (copy + 1) * size].contiguous(), identity[:, count * size + copy])
+        for copy in range(count)
+    ]
+    return mixture(origin.new_zeros(count), copies)

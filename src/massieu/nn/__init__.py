@@ -10,7 +10,8 @@
 - `SigmaReparametrization` bounds a weight's spectral norm;
 - `SpinAttention` moves tokens as spins that attention couples;
 - `Activation` trains one of `massieu.energy.activations`: a normalisation that is the gradient of a convex function;
-- `RestrictedBoltzmannMachine` has any units, `StackedBoltzmannMachine` several of them on top of each other;
+- `RestrictedBoltzmannMachine` has any units, `StackedBoltzmannMachine` several of them on top of each other,
+  `DeepBoltzmannMachine` several layers in one energy;
 - `clip_logits` scales the queries and keys of heads whose largest logit is above a threshold.
 
 Modules can be made on `meta`, and compute shapes there; iterations that stop by values take no step on `meta`.
@@ -26,6 +27,7 @@ from massieu.nn.attention import Attention
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 from massieu.nn.clip_logits import clip_logits
 from massieu.nn.conditional_mean import ConditionalMeanHeads
+from massieu.nn.deep_boltzmann import DeepBoltzmannMachine
 from massieu.nn.dual_link import DualLinkHeads
 from massieu.nn.elementwise import ReLUHeads, SigmoidHeads
 from massieu.nn.energy_transformer import EnergyTransformer, EnergyTransformerStack
@@ -44,6 +46,7 @@ __all__ = [
     "Activation",
     "Attention",
     "ConditionalMeanHeads",
+    "DeepBoltzmannMachine",
     "DualLinkHeads",
     "EnergyTransformer",
     "EnergyTransformerStack",

@@ -82,7 +82,7 @@ class RestrictedBoltzmannMachine(Resettable):
         """
         super().__init__()
         shape = (_num_units(visible, "visible"), _num_units(hidden, "hidden"))
-        like = _like(visible, hidden)
+        like = like_measures(visible, hidden)
         like = like.to(device_for(like, device), dtype)
         place = {"device": like.device, "dtype": like.dtype}
         self.visible = HeldValue(visible, **place)
@@ -337,16 +337,7 @@ class RestrictedBoltzmannMachine(Resettable):
 
     def _read(self, data: Tensor) -> Tensor:
         """The data as visible units: checked, in the dtype of the parameters."""
-        check_dense("data", instance("data", data, Tensor, "a tensor"))
-        if data.is_complex():
-            raise TypeError(f"data must be real, got a tensor of {data.dtype}")
-        check_one_device(data=data, **{"the machine": self.weight})
-        if data.ndim == 0 or data.shape[-1] != len(self.visible_bias):
-            raise ValueError(f"data must have shape (*items, {len(self.visible_bias)}), got {tuple(data.shape)}")
-        if any_true(data.isnan()):
-            has_nan = unwrapped(data).isnan().reshape(-1, data.shape[-1]).any(-1)
-            raise ValueError(f"data must have no NaN, got them in {_first_of(has_nan)}")
-        return data.to(self.weight.dtype)
+        return read_units(data, self.weight, len(self.visible_bias))
 
     def _training_rows(self, data: Tensor, missing: Tensor | None, weight: Tensor | None) -> TrainingRows:
         """The data, checked."""
@@ -357,19 +348,7 @@ class RestrictedBoltzmannMachine(Resettable):
                 raise TypeError(f"missing must be booleans, got a tensor of {missing.dtype}")
             data = data.masked_fill(missing, 0)
         data = self._read(data)
-        check_shape("data", data, ("items", len(self.visible_bias)))
-        if len(data) == 0:
-            raise ValueError(f"data must have at least one item, got shape {tuple(data.shape)}")
-        visible = self.visible.value()
-        log_prob = visible._log_prob_of_units(torch.zeros_like(data), data)
-        if missing is not None:
-            log_prob = log_prob.masked_fill(missing_units(visible, missing), 0.0)
-        inside = (log_prob > -torch.inf).all(-1)
-        if not all_true(inside):
-            raise ValueError(
-                f"data must be states of {_kind(visible)} units, got others in {_first_of(~inside)}; values are from "
-                f"{data.min():.4g} to {data.max():.4g}"
-            )
+        check_states(self.visible.value(), data, missing)
         if weight is not None:
             weight = floating("weight", weight).to(data)
             check_shape("weight", weight, (len(data),))
@@ -392,6 +371,42 @@ class RestrictedBoltzmannMachine(Resettable):
         reason = why_not_normalisable(self.machine().visible, self.machine().hidden, self.weight.detach())
         if reason is not None:
             raise ValueError(f"training diverged to a machine without a normaliser: {reason}{_advice(learning_rate)}")
+
+
+def read_units(data: object, weight: Tensor, count: int) -> Float[Tensor, "*items V"]:
+    """The data as `count` visible units an item: checked, in the dtype of the weight.
+
+    Raises:
+        TypeError: no tensor of real numbers.
+        ValueError: another shape, another device, or a NaN.
+    """
+    data = instance("data", data, Tensor, "a tensor")
+    check_dense("data", data)
+    if data.is_complex():
+        raise TypeError(f"data must be real, got a tensor of {data.dtype}")
+    check_one_device(data=data, **{"the machine": weight})
+    if data.ndim == 0 or data.shape[-1] != count:
+        raise ValueError(f"data must have shape (*items, {count}), got {tuple(data.shape)}")
+    if any_true(data.isnan()):
+        has_nan = unwrapped(data).isnan().reshape(-1, data.shape[-1]).any(-1)
+        raise ValueError(f"data must have no NaN, got them in {_first_of(has_nan)}")
+    return data.to(weight.dtype)
+
+
+def check_states(visible: Measure, data: Float[Tensor, "items V"], missing: Bool[Tensor, "items V"] | None) -> None:
+    """Raise a ValueError unless the data are items to learn from, states of the visible units but for what is missing."""
+    check_shape("data", data, ("items", visible.event_shape.numel()))
+    if len(data) == 0:
+        raise ValueError(f"data must have at least one item, got shape {tuple(data.shape)}")
+    log_prob = visible._log_prob_of_units(torch.zeros_like(data), data)
+    if missing is not None:
+        log_prob = log_prob.masked_fill(missing_units(visible, missing), 0.0)
+    inside = (log_prob > -torch.inf).all(-1)
+    if not all_true(inside):
+        raise ValueError(
+            f"data must be states of {_kind(visible)} units, got others in {_first_of(~inside)}; values are from "
+            f"{data.min():.4g} to {data.max():.4g}"
+        )
 
 
 class _Training:
@@ -507,7 +522,7 @@ def _kind(measure: Measure) -> str:
     return type(untilted(measure)).__name__
 
 
-def _like(*measures: Measure) -> Tensor:
+def like_measures(*measures: Measure) -> Tensor:
     """A tensor of the dtype that the measures' parameters promote to, on their device."""
     leaves = [leaf for leaf in pytree.tree_leaves(measures) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not leaves:

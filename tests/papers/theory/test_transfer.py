@@ -149,6 +149,17 @@ def test_rounding_of_an_ill_conditioned_matrix_loses_no_target_and_finds_none(le
         assert (moved.lost.mT @ other.mT).abs().item() == pytest.approx(other.norm().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("unit", [1e-20, 1.0, 1e20])
+def test_what_is_learned_does_not_depend_on_the_unit_of_the_downstream_task(unit: float):
+    """G sees three of five latents: a D of their span is learned, one with a part outside is not, in any unit."""
+    g = normal(3, 5, seed=2)
+    learned = normal(4, 3, seed=3) @ g
+    found = transfer(g, unit * learned, simplex=False)
+    expected = np.linalg.norm(learned.numpy() @ np.linalg.pinv(g.numpy()), 2)
+    assert found.condition_number == pytest.approx(unit * expected, rel=1e-10)
+    assert transfer(g, unit * normal(4, 5, seed=4), simplex=False).condition_number == math.inf
+
+
 def test_lists_of_numbers_are_read_in_float64():
     # The second row is three times the first, in float64 to rounding; in float32 it is not.
     assert transfer([[0.1, 0.7], [0.3, 2.1]], [[1.0, 0.0]], simplex=False).rank == 1  # pyright: ignore

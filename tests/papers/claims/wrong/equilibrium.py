@@ -21,6 +21,12 @@ def _with_its_own_inverse(score: Any, covariance: Any, *, power: float = -1.0, *
     return _ALIGNMENT(score, covariance, power=-power, **keywords)
 
 
+def _share_of_the_draws(*arguments: Any, **keywords: Any) -> Any:
+    """The share of the draws that reach the cosine, which may be 0, in place of a p-value."""
+    alignment = _ALIGNMENT(*arguments, **keywords)
+    return alignment._replace(share=float((alignment.null >= alignment.cosine).double().mean()))
+
+
 def _a_triangular_root(self: Renormalisation, covariance: torch.Tensor) -> torch.Tensor:
     root = torch.linalg.cholesky(covariance)
     target_root = torch.linalg.cholesky(self.covariance)
@@ -38,6 +44,7 @@ def _one_more_order(function: Callable[..., Any]) -> Callable[..., Any]:
 
 WRONG = {
     "S11: the inverse power": ("S11", precision, "precision_alignment", _with_its_own_inverse),
+    "S11: a p-value of 0": ("S11", precision, "precision_alignment", _share_of_the_draws),
     "S12: a mean map that is not monotone": ("S12", Atoms, "_mean", lambda self, eta: -_MEAN(self, eta)),
     "S12: the gain of half a step": (
         "S12",

@@ -16,6 +16,7 @@ from massieu.population import FeedForward
 
 _STEP = FeedForward._moved
 _BASIN = bounds.basin
+_RETRIEVAL_BOUND = bounds.retrieval_bound
 _EXACT = SpinModel.exact
 _ENERGY = BinaryHopfieldEnergy._energy
 _PRODUCTION = KineticSpins.entropy_production
@@ -48,6 +49,24 @@ def _twice_the_value_constant(*arguments):
     return AttentionLipschitzResult(2 * constants.value, constants.score)
 
 
+def _half_the_distance(hopfield: HopfieldEnergy, state: torch.Tensor) -> bounds.RetrievalBoundResult:
+    """M for 2M."""
+    bound = _RETRIEVAL_BOUND(hopfield, state)
+    return bound._replace(distance=0.5 * bound.distance)
+
+
+def _without_the_norm(hopfield: HopfieldEnergy, state: torch.Tensor) -> bounds.RetrievalBoundResult:
+    """2 for 2M."""
+    bound = _RETRIEVAL_BOUND(hopfield, state)
+    return bound._replace(distance=2 * bound.weight)
+
+
+def _half_the_basin_distance(hopfield: HopfieldEnergy, radius: float) -> bounds.BasinResult:
+    """M for 2M in a ball."""
+    basin = _BASIN(hopfield, radius)
+    return basin._replace(distance=0.5 * basin.distance)
+
+
 WRONG = {
     "S21: a layer of half the step": (
         "S21",
@@ -63,6 +82,9 @@ WRONG = {
         lambda self, v: 0.5 * _ENERGY(self, v),
     ),
     "B5: balls of twice the radius": ("B5", bounds, "basin", _half_the_radius),
+    "B5: half the distance of a retrieval": ("B5", bounds, "retrieval_bound", _half_the_distance),
+    "B5: a distance without the norm": ("B5", bounds, "retrieval_bound", _without_the_norm),
+    "B5: half the distance in a ball": ("B5", bounds, "basin", _half_the_basin_distance),
     "B16: one and a half of the entropy production": (
         "B16",
         KineticSpins,

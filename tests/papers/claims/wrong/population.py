@@ -49,7 +49,19 @@ def _always(residual: bool) -> Callable:
     return call
 
 
+def _bias_forgotten(self, law):
+    after = _ATTENTION(self, law)
+    return after._replace(offset=after.offset - self.bias)
+
+
+def _query_bias_forgotten(self, law):
+    weights = (self.query_weight, self.key_weight, self.value_weight, self.output_weight)
+    return _ATTENTION(AttentionLayer.create(*weights, bias=self.bias, scale=self.scale), law)
+
+
 WRONG = {
+    "S20: no bias in the closure": ("S20", AttentionLayer, "_attention_to", _bias_forgotten),
+    "S20: no bias of queries in the closure": ("S20", AttentionLayer, "_attention_to", _query_bias_forgotten),
     "S20: the score transposed": ("S20", AttentionLayer, "_attention_to", _transposed),
     "S20: too little covariance": ("S20", AttentionLayer, "_attention_to", _without_spread),
     "S20: particles without what they were": ("S20", AttentionLayer, "__call__", _always(False)),

@@ -176,20 +176,33 @@ def _basins(patterns: Tensor) -> Iterator[Check]:
 
 
 def _pairs(pattern: Tensor) -> Iterator[Check]:
-    """The bound of property 7 is attained for patterns ±x: the step towards the other takes 2M·radius off the lead."""
-    scale = torch.linspace(0.3, 9.0, len(pattern), dtype=torch.float64)
+    """The bounds of property 7 are attained for patterns ±x: the step towards the other takes 2M·radius off the lead."""
+    # A norm other than 1, so that a power of M too many or too few is noticed.
+    norm = 1.5
+    pattern = norm * pattern
+    scale = torch.linspace(0.3, 9.0, len(pattern), dtype=torch.float64) / norm**2
     energy = HopfieldEnergy.create(torch.stack([pattern, -pattern], -2), scale=scale)
-    for radius in (0.1, 0.3, 0.5):
+    for share in (0.1, 0.3, 0.5):
+        radius = share * norm
         basin = bounds.basin(energy, radius)
-        distance = (energy.step((1 - radius) * pattern) - pattern).norm(dim=-1)
+        edge = (1 - share) * pattern
+        distance = (energy.step(edge) - pattern).norm(dim=-1)
         exists = basin.exists[:, 0]
-        yield at_least(f"pairs ±x: balls of radius {radius} that are promised", exists.double().sum(), 1.0)
-        yield at_most(f"pairs ±x: ‖f(ξ) − x‖/r at the edge of such balls, r = {radius}", distance[exists] / radius, 1.0)
-        odds_of_other = torch.exp(-scale * (2 - 2 * radius))
+        yield at_least(f"pairs ±x: balls of radius {share}‖x‖ that are promised", exists.double().sum(), 1.0)
+        ratio = distance[exists] / radius
+        yield at_most(f"pairs ±x: ‖f(ξ) − x‖/r at the edge of such balls, r = {share}‖x‖", ratio, 1.0)
+        # ‖f(ξ) − x‖ is 2M times the other's weight, whose odds are e^(−βΔ) with Δ = (x − (−x))·ξ.
+        odds_of_other = torch.exp(-scale * norm**2 * (2 - 2 * share))
+        attained = distance * (1 + odds_of_other)
         yield close(
-            f"pairs ±x: the bound and ‖f(ξ) − x‖(1 + e^(−βΔ)), r = {radius}",
-            basin.distance[:, 0],
-            distance * (1 + odds_of_other),
+            f"pairs ±x: the ball's bound and ‖f(ξ) − x‖(1 + e^(−βΔ)), r = {share}‖x‖", basin.distance[:, 0], attained
+        )
+        bound = bounds.retrieval_bound(energy, edge.unsqueeze(-2))
+        weight_bound = bound.weight[:, 0, 0]
+        yield close(f"pairs ±x: (N − 1)e^(−βΔ) and the other's odds, ξ = {1 - share:g}x", weight_bound, odds_of_other)
+        distance_bound = bound.distance[:, 0, 0]
+        yield close(
+            f"pairs ±x: the step's bound and ‖f(ξ) − x‖(1 + e^(−βΔ)), ξ = {1 - share:g}x", distance_bound, attained
         )
 
 

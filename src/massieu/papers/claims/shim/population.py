@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
 from massieu.measures import Gaussian
@@ -18,6 +19,10 @@ _LAYERS = 3
 _STEP = 0.5
 _LOGIT = 0.25
 """Standard deviation of the logits before the first layer."""
+_NODES = 60
+"""Nodes of the Gauss–Hermite rule in each coordinate."""
+_QUADRATURE = 1e-8
+"""Rounding of the rule; it is exact for logits of less than four standard deviations."""
 
 
 @claim(
@@ -45,6 +50,7 @@ def tokens_as_particles(
     yield has_rate(f"moments of N particles after {_LAYERS} layers: rate in N", rate(_SIZES, errors), -0.5)
     yield from _interaction(problem.layer, normal(5, 2))
     yield from _coupling(normal, populations)
+    yield from _biases(problem, normal)
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,42 @@ def _coupling(normal: Normal, populations: int) -> Iterator[Check]:
     yield mean_of_draws(f"covariance of two tokens after a layer, N = {tokens}", products, expected)
     name = "covariance of two tokens after a layer: its distance from 0, in standard errors"
     yield differs(name, products, 0.0, expected)
+
+
+def _biases(problem: _Problem, normal: Normal) -> Iterator[Check]:
+    """A layer with a bias of queries, b_Q, and one of what it writes, b: its closure, and quadrature over the law of keys.
+
+    Attention to N(m, C) is affine in the token, so that its values at three points give the law behind the layer.
+    """
+    query_bias = 0.5 * normal(2)
+    bias = normal(2)
+    identity = torch.eye(2, dtype=torch.float64)
+    layer = AttentionLayer.create(
+        *(weight.unsqueeze(0) for weight in (problem.score.T, identity, problem.write, identity)),
+        query_bias=query_bias.unsqueeze(0),
+        bias=bias,
+        scale=1.0,
+        step_size=_STEP,
+    )
+    mean = problem.mean
+    tokens = torch.cat([mean.unsqueeze(0), mean + identity])
+    queries = tokens @ problem.score + query_bias
+    moved = tokens + _STEP * (_mean_key(problem, queries) @ problem.write.T + bias)
+    # Column j: how the moved token follows coordinate j of the token.
+    jacobian = (moved[1:] - moved[0]).T
+    after = layer.gaussian(problem.law)
+    yield close("biases: mean behind the layer, and by quadrature over keys", after.location, moved[0], _QUADRATURE)
+    expected = jacobian @ problem.covariance @ jacobian.T
+    covariance = after.fisher(torch.zeros(2).double())
+    yield close("biases: covariance behind the layer, and by quadrature over keys", covariance, expected, _QUADRATURE)
+
+
+def _mean_key(problem: _Problem, queries: Tensor) -> Tensor:
+    """Mean of y under N(dy; m, C)·e^(query·y), for queries (n, 2), by the Gauss–Hermite rule in whitened coordinates."""
+    nodes, weights = (torch.from_numpy(each) for each in hermegauss(_NODES))
+    keys = problem.mean + torch.cartesian_prod(nodes, nodes) @ problem.root.T
+    log_weight = torch.cartesian_prod(weights, weights).log().sum(-1)
+    return torch.softmax(queries @ keys.T + log_weight, -1) @ keys
 
 
 def _mean_products(tokens: Tensor) -> Tensor:

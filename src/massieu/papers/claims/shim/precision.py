@@ -48,6 +48,9 @@ def score_matrix_and_precision(
     for name, (score, covariance) in readings.items():
         alignment = precision_alignment(score, covariance, draws=_NULL_DRAWS, generator=_generator(seed))
         yield close(f"{name}: cosine of M and Cov(hidden)⁻¹", alignment.cosine, 1.0)
+        # No rotation reaches a cosine of 1, and the p-value of a test with n draws is never below 1/(1 + n).
+        least_share = 1 / (1 + _NULL_DRAWS)
+        yield close(f"{name}: p-value and 1/{1 + _NULL_DRAWS}", alignment.share, least_share)
         alignment = precision_alignment(score, covariance, power=1, draws=1, generator=_generator(seed))
         yield at_most(f"{name}: cosine of M and Cov(hidden)", alignment.cosine, 1 - 1e-3)
     # The published M = Σ⁻¹ is right for Cov(h) = Σ: the equilibrium of Σ⁻¹ in place of Σ, with keys Σ⁻¹h.
