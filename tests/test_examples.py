@@ -63,6 +63,7 @@ PAGES_WITH_CODE = (
     "how-to/from_hopfield_layers",
     "how-to/reading_numbers",
     "how-to/questions",
+    "how-to/papers_questions",
     "how-to/own_statistics",
 )
 SLOW_PAGES = {

@@ -7,6 +7,7 @@
   its query; `TAPHeads`, tokens as spins that attention couples;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `EnergyTransformer` descends one energy of all tokens, `EnergyTransformerStack` several in sequence;
+- `Equilibrium` makes any block an implicit layer, `MonotoneEquilibrium` is one that always converges;
 - `SigmaReparametrization` bounds a weight's spectral norm;
 - `SpinAttention` moves tokens as spins that attention couples;
 - `Activation` trains one of `massieu.energy.activations`: a normalisation that is the gradient of a convex function;
@@ -29,6 +30,7 @@ from massieu.nn.conditional_mean import ConditionalMeanHeads
 from massieu.nn.dual_link import DualLinkHeads
 from massieu.nn.elementwise import ReLUHeads, SigmoidHeads
 from massieu.nn.energy_transformer import EnergyTransformer, EnergyTransformerStack
+from massieu.nn.equilibrium import Equilibrium, MonotoneEquilibrium
 from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitHeads
 from massieu.nn.normalized import NormalizedHeads
@@ -48,11 +50,13 @@ __all__ = [
     "EnergyTransformer",
     "EnergyTransformerStack",
     "EntmaxHeads",
+    "Equilibrium",
     "Hopfield",
     "HopfieldLayer",
     "HopfieldPooling",
     "ImplicitHeads",
     "MeasureHeads",
+    "MonotoneEquilibrium",
     "NormalizedHeads",
     "RandomFeatureHeads",
     "ReLUHeads",
