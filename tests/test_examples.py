@@ -64,6 +64,7 @@ PAGES_WITH_CODE = (
     "how-to/reading_numbers",
     "how-to/questions",
     "how-to/papers_questions",
+    "how-to/memory_hops",
     "how-to/own_statistics",
 )
 SLOW_PAGES = {

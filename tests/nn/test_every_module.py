@@ -110,6 +110,10 @@ CASES = {
         "scale=[0.5, 0.25] sink=0.3 window=3",
         ("scale",),
     ),
+    "CosineHeads": Case(heads(modules.CosineHeads), "CosineHeads log_scale=[2.30259, 2.30259] trained", ("scale",)),
+    "CosineHeads, constant": Case(
+        heads(lambda: modules.CosineHeads(scale=HEADS, sink=0.3, window=3)), "scale=[0.5, 0.25] sink=0.3 window=3"
+    ),
     "MeasureHeads": Case(heads(lambda **options: modules.MeasureHeads(fitted, **options)), "MeasureHeads", ("scale",)),
     "EntmaxHeads": Case(
         heads(lambda **options: modules.EntmaxHeads(**{"alpha": 1.25, "scale": HEADS} | options)),

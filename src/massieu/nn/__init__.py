@@ -1,7 +1,7 @@
 """Modules that own parameters and build measures and energies of them in each forward pass.
 
 - `Attention` takes the place of `torch.nn.MultiheadAttention`; what its heads do is a strategy:
-  `SoftmaxHeads`, with log Z and moments; `MeasureHeads`, of any measure; `EntmaxHeads`, `NormalizedHeads`, `SigmoidHeads`, of
+  `SoftmaxHeads`, with log Z and moments; `CosineHeads`, of directions; `MeasureHeads`, of any measure; `EntmaxHeads`, `NormalizedHeads`, `SigmoidHeads`, of
   other potentials; `ReLUHeads`, of none; `DualLinkHeads`, of keys through a family's link; `RandomFeatureHeads`, of linear
   cost; `ConditionalMeanHeads`, the mean of a value given a key; `ImplicitHeads`, the fixed point of attention, pulled to
   its query; `TAPHeads`, tokens as spins that attention couples;
@@ -27,6 +27,7 @@ from massieu.nn.attention import Attention
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 from massieu.nn.clip_logits import clip_logits
 from massieu.nn.conditional_mean import ConditionalMeanHeads
+from massieu.nn.cosine import CosineHeads
 from massieu.nn.dual_link import DualLinkHeads
 from massieu.nn.elementwise import ReLUHeads, SigmoidHeads
 from massieu.nn.energy_transformer import EnergyTransformer, EnergyTransformerStack
@@ -46,6 +47,7 @@ __all__ = [
     "Activation",
     "Attention",
     "ConditionalMeanHeads",
+    "CosineHeads",
     "DualLinkHeads",
     "EnergyTransformer",
     "EnergyTransformerStack",
