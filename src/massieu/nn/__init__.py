@@ -1,10 +1,10 @@
 """Modules that own parameters and build measures and energies of them in each forward pass.
 
 - `Attention` takes the place of `torch.nn.MultiheadAttention`; what its heads do is a strategy:
-  `SoftmaxHeads`, with log Z and moments; `CosineHeads`, of directions; `MeasureHeads`, of any measure; `EntmaxHeads`, `NormalizedHeads`, `SigmoidHeads`, of
-  other potentials; `ReLUHeads`, of none; `DualLinkHeads`, of keys through a family's link; `RandomFeatureHeads`, of linear
-  cost; `ConditionalMeanHeads`, the mean of a value given a key; `ImplicitHeads`, the fixed point of attention, pulled to
-  its query; `TAPHeads`, tokens as spins that attention couples;
+  `SoftmaxHeads`, with log Z and moments; `CosineHeads`, of directions; `MeasureHeads`, of any measure; `EntmaxHeads`,
+  `NormalizedHeads`, `SigmoidHeads`, of other potentials; `ReLUHeads`, of none; `DualLinkHeads`, of keys through a family's
+  link; `RandomFeatureHeads`, of linear cost; `ConditionalMeanHeads`, the mean of a value given a key; `ImplicitHeads`, the
+  fixed point of attention, pulled to its query; `TAPHeads`, tokens as spins that attention couples;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `EnergyTransformer` descends one energy of all tokens, `EnergyTransformerStack` several in sequence;
 - `Equilibrium` makes any block an implicit layer, `MonotoneEquilibrium` is one that always converges;
