@@ -15,6 +15,7 @@ from massieu.population.observables import (
     pairwise_distance,
 )
 from massieu.population.operator import Operator
+from massieu.population.push_forward import PushForward
 from massieu.population.reading import ObservableReading
 from massieu.population.renormalisation import Renormalisation, TraceRenormalisation
 from massieu.population.resampled import ResampledLayer
@@ -32,6 +33,7 @@ __all__ = [
     "Normalisation",
     "ObservableReading",
     "Operator",
+    "PushForward",
     "Renormalisation",
     "ResampledLayer",
     "SelfAttention",
