@@ -139,10 +139,12 @@ def test_derivatives_in_keys_law_and_measure():
 def test_where_no_query_leads():
     push = PushForward.create(TRIANGLE)
     keys = torch.tensor([[5.0, 5.0], [0.0, 0.0], [math.nan, 0.0], [0.8, 0.5]], dtype=F64, requires_grad=True)
-    density = push.log_prob(QUERIES, keys)
+    location = torch.tensor([0.5, -1.0], dtype=F64, requires_grad=True)
+    density = push.log_prob(Gaussian.create(location, torch.eye(2, dtype=F64)), keys)
     assert density[:2].tolist() == [-math.inf, -math.inf]
     assert bool(density[2].isnan())
-    (gradient,) = torch.autograd.grad(density[3], keys)
+    gradient, shared = torch.autograd.grad(density[3], [keys, location])
+    assert bool(shared.isfinite().all())
     assert bool(gradient[3].isfinite().all())
     assert not bool(gradient[:2].any())
 
