@@ -130,5 +130,7 @@ def test_errors_say_what_is_needed():
         evidence_bounds(log_joint, lambda z: torch.full_like(z, -torch.inf), latent)
     with pytest.raises(ValueError, match=r"log_joint\(latent\) must not be NaN"):
         evidence_bounds(lambda z: z * torch.nan, PROPOSAL.log_prob, latent)
+    with pytest.raises(ValueError, match=r"log-densities must be below \+inf at every draw"):
+        evidence_bounds(lambda z: z + torch.inf, PROPOSAL.log_prob, latent)
     with pytest.raises(TypeError, match="log_proposal must be a function"):
         evidence_bounds(log_joint, PROPOSAL, latent)  # pyright: ignore[reportArgumentType]
