@@ -75,7 +75,7 @@ def test_steps_are_as_many_as_asked_for():
         return x
 
     for times, steps, wanted in (
-        ([0, 0.3], 10, 3),
+        ([0, 0.07], 100, 7),
         ([0, 0.31], 10, 4),
         ([0, 0.01], 1, 1),
         ([2, 2], 5, 0),

@@ -36,7 +36,7 @@ def density_of_queries(q: float) -> float:
 # A Gaussian measure is a linear map ----------------------------------------------------------------------------------
 
 
-def linear_law() -> stats.rv_continuous:
+def linear_law():
     """N(μ + Σm, ΣCΣ)."""
     mean, matrix = np.array([1.0, 2.0]), np.array([[2.0, -0.5], [-0.5, 1.0]])
     covariance = np.array([[1.0, 0.3], [0.3, 0.5]])

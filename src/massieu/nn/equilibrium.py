@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from massieu.foundation.arguments import choice, floating, instance, number, whole_number
+from massieu.foundation.arguments import choice, described, floating, instance, number, whole_number
 from massieu.foundation.transforms import in_functorch, values_are_readable, without_autocast
 from massieu.nn.modules import Device, Iterating, Resettable, check_input, settings
 from massieu.solve import Implicit, Method, OneStep, Unrolled, fixed_point
@@ -81,7 +81,9 @@ class Equilibrium(Iterating, Resettable):
         self.method = instance("method", method, Method, "a Method, such as Auto(), Picard(), Anderson() or Newton()")
         if adjoint is None:
             adjoint = Implicit(lost="nan" if throw else "zero")
-        self.adjoint = instance("adjoint", adjoint, Adjoint, "Implicit(), OneStep() or Unrolled()")
+        if not isinstance(adjoint, Adjoint):
+            raise TypeError(f"adjoint must be Implicit(), OneStep() or Unrolled(), got {described(adjoint)}")
+        self.adjoint = adjoint
         self.max_steps = max_steps
         self.rtol = rtol
         self.atol = atol
@@ -175,7 +177,7 @@ def _random_numbers(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from massieu.foundation.arguments import described, floating, real, whole_number
+from massieu.foundation.arguments import described, floating, number, whole_number
 from massieu.foundation.doors import door, sequence
 
 Layer = Callable[[Tensor], Tensor]
@@ -80,12 +80,10 @@ def integrate(
 
 def _times(times: Sequence[float], last: int | None) -> list[float]:
     """The checked times; `last` is the largest one allowed, None for any time."""
-    moments = [float(real("each of times", time)) for time in sequence("times", times)]
+    moments = [float(number("each of times", time)) for time in sequence("times", times)]
     if not moments:
         raise ValueError("times must name at least one time, got none")
     for time in moments:
-        if not math.isfinite(time):
-            raise ValueError(f"times must be finite, got {time}")
         if last is not None and not 0 <= time <= last:
             raise ValueError(f"times must lie between 0 and {last}, the number of layers, got {time:g}")
     return moments

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.duality import natural
+from massieu.duality.maps import DualResult
 from massieu.energy.activations import MeasureActivation
 from massieu.foundation import matrices
 from massieu.foundation.arguments import instance, real_tensor, whole_number
@@ -94,6 +95,7 @@ class PushForward(Operator):
             raise ValueError(f"keys must have shape (*items, {size}), got {tuple(keys.shape)}")
         self._check_minimal(keys)
         dual = natural(self.measure, keys, throw=False)
+        assert isinstance(dual, DualResult)
         converged = dual.status == Status.CONVERGED
         has_query = converged & dual.value.isfinite().all(-1)
         # A query of zeros in the place of those that are missing: NaN would reach the gradients of all.
