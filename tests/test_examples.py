@@ -54,7 +54,6 @@ PAGES_WITH_CODE = (
     "explanation/transfer",
     "explanation/capacity",
     "how-to/conditional_mean",
-    "how-to/papers_questions",
     "how-to/entropy_collapse",
     "how-to/attention_sinks",
     "how-to/largest_logit",
@@ -65,6 +64,7 @@ PAGES_WITH_CODE = (
     "how-to/from_hopfield_layers",
     "how-to/reading_numbers",
     "how-to/questions",
+    "how-to/memory_hops",
     "how-to/own_statistics",
 )
 SLOW_PAGES = {

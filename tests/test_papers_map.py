@@ -22,6 +22,14 @@ ROWS = (
     "Is my model's representation the posterior?",
     "ViT as a function of a set",
     "A condition number pivotal to downstream tasks",
+    "Deep equilibrium transformers, monotone operators",
+    "Memory networks of several hops, cosine attention",
+    "A distribution of queries into a distribution of keys",
+    "The evidence lower bound",
+    "Residual networks as discretised differential equations",
+    "Storing patterns in discrete networks, classical and modern",
+    "Renormalisation, flows and fixed points in the space of theories",
+    "Layers stacked into a deep machine; mixtures of machines",
 )
 """The headings of the rows that have code, in the order of the page."""
 NAMED = (

@@ -71,6 +71,29 @@ def fitted(points: Tensor, log_weight: Tensor) -> measures.Measure:
     return measures.Gaussian.create(points.mean(-2), torch.diag_embed(points.square().mean(-2)))
 
 
+class SmallLinear(nn.Linear):
+    """Weights so small that a layer of them contracts."""
+
+    def __init__(self, **place: Any) -> None:
+        super().__init__(SIZE, SIZE, **place)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+
+
+class Contracting(nn.Module):
+    """A block of the state and the input."""
+
+    def __init__(self, **place: Any) -> None:
+        super().__init__()
+        self.linear = SmallLinear(**place)
+
+    def forward(self, state: Tensor, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.linear(state) + inputs)
+
+
 def hopfield(**options: Any) -> nn.Module:
     given = {"scale": HEADS, "steps": 3, "activation": activations.RMSNorm.create(0.9)}
     return modules.Hopfield(SIZE, 2, **given | options)
@@ -90,6 +113,10 @@ CASES = {
         heads(lambda **options: modules.SoftmaxHeads(**{"scale": HEADS, "sink": 0.3, "window": 3} | options)),
         "scale=[0.5, 0.25] sink=0.3 window=3",
         ("scale",),
+    ),
+    "CosineHeads": Case(heads(modules.CosineHeads), "CosineHeads log_scale=[2.30259, 2.30259] trained", ("scale",)),
+    "CosineHeads, constant": Case(
+        heads(lambda: modules.CosineHeads(scale=HEADS, sink=0.3, window=3)), "scale=[0.5, 0.25] sink=0.3 window=3"
     ),
     "MeasureHeads": Case(heads(lambda **options: modules.MeasureHeads(fitted, **options)), "MeasureHeads", ("scale",)),
     "EntmaxHeads": Case(
@@ -140,6 +167,14 @@ CASES = {
         ("scale",),
     ),
     "EnergyTransformerStack": Case(stack, "EnergyTransformer steps=2"),
+    "Equilibrium": Case(lambda **options: modules.Equilibrium(Contracting(**options)), "injection=argument Linear"),
+    "Equilibrium, by a sum": Case(
+        lambda **place: modules.Equilibrium(nn.Sequential(SmallLinear(**place), nn.Tanh())),
+        "injection=sum SmallLinear",
+    ),
+    "MonotoneEquilibrium": Case(
+        lambda **options: modules.MonotoneEquilibrium(SIZE, 3, **options), "input_size=8 hidden_size=3 monotonicity=1"
+    ),
     "SigmaReparametrization": Case(
         lambda **place: modules.SigmaReparametrization(2.0, **place),
         "gain=2 trained",

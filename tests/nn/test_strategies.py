@@ -13,6 +13,7 @@ from massieu import measures
 from massieu.nn import (
     Attention,
     ConditionalMeanHeads,
+    CosineHeads,
     DualLinkHeads,
     EntmaxHeads,
     ImplicitHeads,
@@ -35,6 +36,7 @@ STRATEGIES = {
     "SoftmaxHeads": lambda: SoftmaxHeads(
         scale=numbers(), sink=nn.Parameter(-numbers()), sink_value=nn.Parameter(torch.ones(4)), window=3
     ),
+    "CosineHeads": lambda: CosineHeads(sink=numbers()),
     "MeasureHeads": lambda: MeasureHeads(measures.Atoms.create, scale=numbers()),
     "EntmaxHeads": lambda: EntmaxHeads(alpha=1 + numbers(), learn_alpha=True, scale=nn.Parameter(numbers())),
     "EntmaxHeads, given": lambda: EntmaxHeads(alpha=1 + numbers()),

@@ -8,7 +8,7 @@ from tests.support.suites import compiled, every_check, without_a_case
 from torch import Tensor
 
 from massieu.energy.activations import LayerNorm, RMSNorm, Tanh
-from massieu.measures import Gaussian
+from massieu.measures import Gaussian, Spin
 from massieu.population import (
     AttentionLayer,
     Composition,
@@ -16,6 +16,7 @@ from massieu.population import (
     FeedForward,
     Normalisation,
     Operator,
+    PushForward,
     Renormalisation,
     ResampledLayer,
     TraceRenormalisation,
@@ -29,7 +30,8 @@ MEAN = draw(3)
 COVARIANCE = torch.eye(3, dtype=torch.float64) + 0.2
 GAIN = draw(3, seed=3).abs()
 BIAS = draw(3, seed=4)
-LAW = Gaussian.create(0.3 * draw(3, seed=1), 0.5 * torch.eye(3, dtype=torch.float64))
+LAW_MEAN = 0.3 * draw(3, seed=1)
+LAW = Gaussian.create(LAW_MEAN, 0.5 * torch.eye(3, dtype=torch.float64))
 GENERATOR = torch.Generator()
 VALUES = "it needs values: tensors on meta are refused"
 DRAWS = "which numbers are drawn depends on the batch and the order"
@@ -97,6 +99,10 @@ CASES = {
         CLOUDS,
         lambda x: _of_trace(_attention(x)),
         LAW,
+    ),
+    "push-forward": OperatorCase(PushForward.create(LAW), CLOUDS, lambda x: LAW_MEAN + 0.5 * x, LAW),
+    "push-forward to spins": OperatorCase(
+        PushForward.create(Spin.create(LAW_MEAN)), CLOUDS, lambda x: (x + LAW_MEAN).tanh()
     ),
     "renormalisation": OperatorCase(Renormalisation.create(MEAN, COVARIANCE), CLOUDS, _renormalised, LAW),
     "trace": OperatorCase(TraceRenormalisation.create(2.0), CLOUDS, _of_trace, LAW),

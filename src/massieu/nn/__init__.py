@@ -1,12 +1,13 @@
 """Modules that own parameters and build measures and energies of them in each forward pass.
 
 - `Attention` takes the place of `torch.nn.MultiheadAttention`; what its heads do is a strategy:
-  `SoftmaxHeads`, with log Z and moments; `MeasureHeads`, of any measure; `EntmaxHeads`, `NormalizedHeads`, `SigmoidHeads`, of
-  other potentials; `ReLUHeads`, of none; `DualLinkHeads`, of keys through a family's link; `RandomFeatureHeads`, of linear
-  cost; `ConditionalMeanHeads`, the mean of a value given a key; `ImplicitHeads`, the fixed point of attention, pulled to
-  its query; `TAPHeads`, tokens as spins that attention couples;
+  `SoftmaxHeads`, with log Z and moments; `CosineHeads`, of directions; `MeasureHeads`, of any measure; `EntmaxHeads`,
+  `NormalizedHeads`, `SigmoidHeads`, of other potentials; `ReLUHeads`, of none; `DualLinkHeads`, of keys through a family's
+  link; `RandomFeatureHeads`, of linear cost; `ConditionalMeanHeads`, the mean of a value given a key; `ImplicitHeads`, the
+  fixed point of attention, pulled to its query; `TAPHeads`, tokens as spins that attention couples;
 - `Hopfield`, `HopfieldPooling`, `HopfieldLayer` repeat attention until a stored pattern is retrieved;
 - `EnergyTransformer` descends one energy of all tokens, `EnergyTransformerStack` several in sequence;
+- `Equilibrium` makes any block an implicit layer, `MonotoneEquilibrium` is one that always converges;
 - `SigmaReparametrization` bounds a weight's spectral norm;
 - `SpinAttention` moves tokens as spins that attention couples;
 - `Activation` trains one of `massieu.energy.activations`: a normalisation that is the gradient of a convex function;
@@ -27,10 +28,12 @@ from massieu.nn.attention import Attention
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 from massieu.nn.clip_logits import clip_logits
 from massieu.nn.conditional_mean import ConditionalMeanHeads
+from massieu.nn.cosine import CosineHeads
 from massieu.nn.deep_boltzmann import DeepBoltzmannMachine
 from massieu.nn.dual_link import DualLinkHeads
 from massieu.nn.elementwise import ReLUHeads, SigmoidHeads
 from massieu.nn.energy_transformer import EnergyTransformer, EnergyTransformerStack
+from massieu.nn.equilibrium import Equilibrium, MonotoneEquilibrium
 from massieu.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
 from massieu.nn.implicit import ImplicitHeads
 from massieu.nn.normalized import NormalizedHeads
@@ -46,16 +49,19 @@ __all__ = [
     "Activation",
     "Attention",
     "ConditionalMeanHeads",
+    "CosineHeads",
     "DeepBoltzmannMachine",
     "DualLinkHeads",
     "EnergyTransformer",
     "EnergyTransformerStack",
     "EntmaxHeads",
+    "Equilibrium",
     "Hopfield",
     "HopfieldLayer",
     "HopfieldPooling",
     "ImplicitHeads",
     "MeasureHeads",
+    "MonotoneEquilibrium",
     "NormalizedHeads",
     "RandomFeatureHeads",
     "ReLUHeads",

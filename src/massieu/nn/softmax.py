@@ -96,7 +96,7 @@ class SoftmaxHeads(Heads):
         hold(self, "sink_value", value, isinstance(value, nn.Parameter), device, dtype)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> HeadsResult:
-        settings: dict[str, Any] = {"scale": self.scale, "sink": self.sink, "softcap": self.softcap}
+        settings: dict[str, Any] = {"scale": self._inverse_temperature(), "sink": self.sink, "softcap": self.softcap}
         options: dict[str, Any] = settings | {
             "log_weight": request.log_weight,
             "is_causal": request.is_causal,
@@ -113,6 +113,10 @@ class SoftmaxHeads(Heads):
             return HeadsResult(moments.output, extra=moments._replace(output=None))
         output, log_partition = ops.attention(query, key, value, **options)
         return HeadsResult(output, extra=log_partition)
+
+    def _inverse_temperature(self) -> Tensor | float | None:
+        """The scale of the scores; None for the head's size to the −½."""
+        return self.scale
 
     def _forward_with_weights(
         self,

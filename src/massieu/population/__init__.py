@@ -6,6 +6,7 @@ from massieu.population.cloud_shape import CloudShape
 from massieu.population.clusters import Clusters
 from massieu.population.doubly_stochastic import DoublyStochasticLayer, doubly_stochastic_attention, sinkhorn
 from massieu.population.flow import Flow
+from massieu.population.integrate import integrate
 from massieu.population.layer import Composition, FeedForward, Normalisation
 from massieu.population.observables import (
     CloudMoments,
@@ -15,6 +16,7 @@ from massieu.population.observables import (
     pairwise_distance,
 )
 from massieu.population.operator import Operator
+from massieu.population.push_forward import PushForward
 from massieu.population.reading import ObservableReading
 from massieu.population.renormalisation import Renormalisation, TraceRenormalisation
 from massieu.population.resampled import ResampledLayer
@@ -32,6 +34,7 @@ __all__ = [
     "Normalisation",
     "ObservableReading",
     "Operator",
+    "PushForward",
     "Renormalisation",
     "ResampledLayer",
     "SelfAttention",
@@ -39,6 +42,7 @@ __all__ = [
     "covariance_spectrum",
     "doubly_stochastic_attention",
     "effective_rank",
+    "integrate",
     "log_determinant",
     "pairwise_distance",
     "precision_alignment",

@@ -1,5 +1,6 @@
 """A function of a state and parameters, seen as one of flat vectors and of tensors."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,8 @@ def pose(
     floating(start_name, start)
     if not callable(function):
         raise TypeError(f"{name} must be callable, got {type(function).__name__}")
-    instance("parameters", parameters, tuple, "a tuple, one entry for each argument after z")
+    instance("parameters", parameters, tuple, "a tuple, one entry for each argument after z, as (parameters,) of one")
+    _check_call(function, name, len(parameters))
     whole_number("item_dims", item_dims, least=0, most=start.ndim)
     leaves, structure = pytree.tree_flatten(parameters)
     tensors = tuple(_promote(leaf) for leaf in leaves if isinstance(leaf, Tensor))
@@ -124,6 +126,25 @@ def pose(
     other_leaves = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     problem = FixedPointProblem(function, tuple(start.shape), item_dims, structure, other_leaves, name)
     return problem, problem.flat(_promote(start)), tensors
+
+
+def _check_call(function: _Function, name: str, num_parameters: int) -> None:
+    """Raise a TypeError if the function cannot be called with a state and so many parameters."""
+    if torch.compiler.is_compiling():
+        return
+    # The signature of a module's `__call__` says nothing: it takes anything.
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    if not (inspect.isfunction(called) or inspect.ismethod(called)):
+        return
+    try:
+        inspect.signature(called).bind(*[None] * (1 + num_parameters))
+    except TypeError as error:
+        advice = "give `parameters` one entry for each argument after the first"
+        if isinstance(function, torch.nn.Module):
+            advice += ", or take massieu.nn.Equilibrium, which passes the module's own parameters too"
+        raise TypeError(
+            f"{name} cannot be called with the state and {num_parameters} parameters ({error}): {advice}"
+        ) from None
 
 
 def _captured(image: Tensor) -> Tensor | None:
@@ -169,7 +190,8 @@ def refuse_captured(image: Tensor, name: str = "function") -> None:
     which = "" if captured is image else f" of shape {tuple(captured.shape)}"
     raise ValueError(
         f"{name} uses a tensor{which} that requires grad and is not among its parameters, "
-        "whose gradient would be lost; pass it in `parameters` (a module's by torch.func.functional_call)"
+        "whose gradient would be lost; pass it in `parameters` (a module's by torch.func.functional_call, as "
+        "massieu.nn.Equilibrium does)"
     )
 
 

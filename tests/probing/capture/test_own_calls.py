@@ -66,6 +66,11 @@ def of(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Ex
     return expected
 
 
+def by_cosines(q: Tensor, k: Tensor, v: Tensor, heads: nn.Module) -> Expected:
+    cosine = torch.cosine_similarity(q.unsqueeze(-2), k.unsqueeze(-3), dim=-1)
+    return by_softmax(heads.log_scale.exp()[:, None, None] * cosine, v)
+
+
 def with_sink(value: Tensor | None) -> Callable[..., Expected]:
     def expected(q: Tensor, k: Tensor, v: Tensor, heads: nn.Module) -> Expected:
         scores = SCALE * q @ k.mT
@@ -164,6 +169,11 @@ STRATEGIES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Expected], fl
     "squared distances": (
         lambda: own.DualLinkHeads("gaussian"),
         of(lambda q, k, s: -SCALE / 2 * (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1)),
+        ROUNDING,
+    ),
+    "directions": (
+        own.CosineHeads,
+        by_cosines,
         ROUNDING,
     ),
     "linked keys": (

@@ -1,12 +1,13 @@
 """The law of tokens through the depth: against NumPy and SciPy on hidden states that hooks catch, and clouds of known law."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from tests.support.probing.groups import begun, rows_at, step_to, window
+from tests.support.probing.groups import begun, rows_at, step_to, sublayer, window
 from torch import Tensor
 
 import massieu
@@ -23,6 +24,7 @@ from massieu.probing.statistics.flow import (
     stream_third_cumulant,
 )
 from massieu.probing.statistics.flow import REGISTER as FLOW_REGISTER
+from massieu.probing.stream.wiring import Step
 from massieu.probing.sums.units import Units
 
 IDS = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i))[:16] for i in range(3)])
@@ -196,3 +198,77 @@ def test_functions_are_those_that_are_registered():
         stream_effective_rank, stream_third_cumulant, stream_fourth_cumulant, stream_gaussian_distance, stream_cosine,
         stream_clusters,
     ]  # fmt: skip
+
+
+def halving(states: list[Tensor], positions: Tensor | None = None, kinds: str = "aa") -> dict[int, float]:
+    """The statistic at each step of a stream that has these states, by the sublayer's number."""
+    group = begun(FlowGroup, Units("document"), *range(len(states) - 1))
+    positions = torch.arange(len(states[0])) if positions is None else positions
+    for index, (before, after) in enumerate(itertools.pairwise(states)):
+        kind = {"a": "attention", "f": "feed_forward"}[kinds[index % 2]]
+        step = Step(sublayer(index, kind), before[None], after[None], None)
+        group.on_step(step, window(positions, 0, torch.Generator().manual_seed(index)))
+    found = {index: rows_at(group, index).get("stream_step_halving") for index in range(len(states) - 1)}
+    return {index: row[0] for index, row in found.items() if row is not None}
+
+
+def test_halving_the_steps_of_a_flow_changes_little_and_of_unrelated_layers_much():
+    """Euler's steps of dx/dt = Ax: g = hAx, f = hA(x + hAx). Half the step makes a quarter of the squared difference."""
+    drawn = torch.Generator().manual_seed(0)
+    start, matrix = torch.randn(20, 4, generator=drawn).double(), torch.randn(4, 4, generator=drawn).double()
+    numbers = {}
+    for length in (0.02, 0.01):
+        states = [start]
+        for _ in range(2):
+            states.append(states[-1] + length * states[-1] @ matrix.T)
+        first, second = states[1] - states[0], states[2] - states[1]
+        numbers[length] = halving(states)
+        expected = float((second - first).norm() ** 2 / (second + first).norm() ** 2)
+        assert numbers[length] == {1: pytest.approx(expected, rel=1e-9)}
+    assert numbers[0.02][1] / numbers[0.01][1] == pytest.approx(4, rel=0.1)
+
+    unrelated = [start, *(start + each for each in torch.randn(3, 20, 4, generator=drawn).double().cumsum(0))]
+    assert halving(unrelated)[2] == pytest.approx(1, abs=0.5)
+    turned = [
+        torch.zeros(20, 4),
+        torch.eye(4).repeat(5, 1),
+        torch.eye(4).repeat(5, 1) + torch.eye(4).roll(1, 0).repeat(5, 1),
+    ]
+    assert halving(turned)[1] == pytest.approx(1)  # orthogonal updates of one length
+
+
+def test_updates_are_compared_within_their_kind_and_their_tokens():
+    drawn = torch.Generator().manual_seed(0)
+    states = list(torch.randn(5, 20, 4, generator=drawn).double())
+    updates = [after - before for before, after in itertools.pairwise(states)]
+    found = halving(states, positions=torch.arange(3, 17), kinds="af")
+    assert set(found) == {2, 3}
+    for index in found:
+        now, last = updates[index][3:17], updates[index - 2][3:17]
+        assert found[index] == pytest.approx(float((now - last).norm() ** 2 / (now + last).norm() ** 2))
+    # A second pass does not follow the first one.
+    group = begun(FlowGroup, Units("document"), 0)
+    for number in range(2):
+        step = Step(sublayer(0), states[number][None], states[number + 1][None], None)
+        group.on_step(step, window(torch.arange(20), number, drawn))
+    assert "stream_step_halving" not in rows_at(group, 0)
+
+
+@pytest.mark.medium
+def test_halving_on_a_model_is_that_of_its_hidden_states():
+    """Each block's last step adds what the feed-forward layer adds; layer 0 has no layer before."""
+    network = model("llama", num_hidden_layers=2)
+    inputs: dict[int, Tensor] = {}
+    updates: dict[int, Tensor] = {}
+    for number, layer in enumerate(network.layers):
+        layer.mlp.register_forward_hook(lambda _, __, output, number=number: updates.update({number: output.double()}))
+        layer.register_forward_hook(lambda _, given, __, number=number: inputs.update({number: given[0]}))
+    result = massieu.probe(network, [{"input_ids": IDS[:1]}], statistics=["stream_step_halving"], draws=2)
+    with torch.no_grad():
+        network(input_ids=IDS[:1])
+    rows = result.layers.filter(result.layers["statistic"] == "stream_step_halving")
+    here = rows.filter(rows["site"] == "layers.1 feed-forward")
+    expected = (updates[1] - updates[0]).norm() ** 2 / (updates[1] + updates[0]).norm() ** 2
+    assert here["value"][0] == pytest.approx(float(expected), rel=1e-3)
+    assert "layers.0 feed-forward" not in rows["site"].to_list()
+    assert "stream_step_halving/reinitialised" in result.layers["statistic"].to_list()
