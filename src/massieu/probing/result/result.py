@@ -36,6 +36,8 @@ from massieu.storage.writing import check_name, write_whole
 if TYPE_CHECKING:
     import polars
 
+    from massieu.report.plots import ResultPlots
+
 DIGITS = 4
 """Significant digits of the numbers in ``details.json``."""
 
@@ -378,16 +380,12 @@ class ProbeResult:
         sites = sites_with(self.run, self.heads, layer, head, attention)
         return self._token_table.rows(sites, head, window)
 
-    def plot(self, statistic: str, *, attention: str | None = None) -> Any:
-        """The same as a figure of plotly, for a notebook or ``write_html``.
+    @property
+    def plot(self) -> "ResultPlots":
+        """Figures of plotly, or in axes of matplotlib: ``plot.map("entropy")``, ``plot.head(3, 5)``, ``plot.depth()``."""
+        from massieu.report.plots import ResultPlots
 
-        Raises:
-            InputError: As `matrix`.
-            MissingExtraError: Plotly is not installed.
-        """
-        from massieu.report.matrix import figure_of
-
-        return figure_of(self.run, self.heads, statistic, attention)
+        return ResultPlots(self.run, self.details, self.heads, self.layers)
 
     def show(self, layer: int, head: int) -> Fragment:
         """One head in a notebook: its numbers, distributions and example tokens.
