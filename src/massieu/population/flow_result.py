@@ -51,6 +51,11 @@ class FlowResult:
     complete: bool
     settings: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        state = f"{self.layers} layers" if self.complete else f"{self.layers} layers (interrupted: incomplete)"
+        tokens = " × ".join(map(str, self.particles.shape))
+        return f"FlowResult: {state}, {tokens} numbers at the end; observables {', '.join(self.observables) or 'none'}"
+
     @property
     def observables(self) -> tuple[str, ...]:
         """The names of the observables, in the order of their first appearance."""

@@ -18,6 +18,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import MODULE, door, function
+from massieu.foundation.short_repr import fields_repr
 
 
 class PermutationGapResult(NamedTuple):
@@ -34,6 +35,8 @@ class PermutationGapResult(NamedTuple):
     """Tokens, positions and both sides of the mask permuted together."""
     rounding: float
     """√ε of the output's dtype: a gap above it is more than rounding."""
+
+    __repr__ = fields_repr
 
     def passes(self) -> tuple[str, ...]:
         """Names of the gaps that are no larger than rounding."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -345,6 +346,11 @@ class Comparison:
             changes = [f"  {change.sentence(model)}" for change in self.changed(4, model)]
             lines += changes or [f"  {model}: no head is named"]
         return visible("\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        first, *others = repr(self).split("\n")
+        sentences = "".join(f"<li>{escape(line.strip())}</li>" for line in others)
+        return f"<div><strong>{escape(first)}</strong><ul>{sentences}</ul></div>"
 
 
 def _steps(names: Sequence[str]) -> list[float]:
