@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from massieu.errors import InputError, require_extra
-from massieu.foundation.arguments import flag
+from massieu.foundation.arguments import described, flag
 from massieu.foundation.doors import input_door, text
+from massieu.foundation.pandas_tables import pandas_table
 from massieu.foundation.printable import visible
 from massieu.probing.reading.per_token import TokenTable
 from massieu.probing.result import stored
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 DIGITS = 4
 """Significant digits of the numbers in ``details.json``."""
+PANDAS_TABLES = ("table", "heads", "layers", "extremes")
+"""What `ProbeResult.to_pandas` turns into a table of pandas."""
 
 
 class Fragment:
@@ -124,6 +127,17 @@ class ProbeResult:
             frame.select(polars.lit(scope).alias("scope"), *COLUMNS)
             for scope, frame in (("head", self.heads), ("layer", self.layers))
         )
+
+    def to_pandas(self, table: Literal["table", "heads", "layers", "extremes"] = "table") -> Any:
+        """A table as a ``pandas.DataFrame``, without pyarrow; numbers of layers and heads stay whole.
+
+        Raises:
+            InputError: there is no such table.
+            MissingExtraError: pandas is not installed.
+        """
+        if table not in PANDAS_TABLES:
+            raise InputError(f"table must be one of {', '.join(PANDAS_TABLES)}, got {described(table)}")
+        return pandas_table(getattr(self, table))
 
     @property
     def extremes(self) -> "polars.DataFrame":
