@@ -1,5 +1,6 @@
 """What scikit-learn expects of an estimator, by its own checks, and that a missing scikit-learn is one sentence."""
 
+import importlib
 import importlib.util
 import pickle
 import subprocess
@@ -147,8 +148,7 @@ def test_names_of_features():
 @pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="`make bridges` has pandas")
 @pytest.mark.medium
 def test_tables_of_pandas_go_in_and_come_out():
-    import pandas
-
+    pandas = importlib.import_module("pandas")
     frame = pandas.DataFrame(
         TABLE, columns=["age", "height", "weight"], index=[f"row {row}" for row in range(len(TABLE))]
     )

@@ -1,5 +1,6 @@
 """A table of polars as one of pandas, without pyarrow."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from massieu.errors import MissingExtraError
@@ -18,7 +19,7 @@ def pandas_table(table: "polars.DataFrame") -> Any:
         MissingExtraError: pandas is not installed.
     """
     try:
-        import pandas
+        pandas: Any = importlib.import_module("pandas")
     except ModuleNotFoundError as error:
         if error.name != "pandas":
             raise

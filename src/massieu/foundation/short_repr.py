@@ -23,15 +23,15 @@ _LONGEST = 120
 """Characters of anything else."""
 
 
-def fields_repr(record: Any) -> str:
+def fields_repr(self: Any) -> str:
     """The class of a dataclass or named tuple with its fields, the ``__repr__`` of values and results."""
-    if dataclasses.is_dataclass(record):
-        names = [field.name for field in dataclasses.fields(record) if field.repr]
+    if dataclasses.is_dataclass(self):
+        names = [field.name for field in dataclasses.fields(self) if field.repr]
     else:
-        names = record._fields
+        names = self._fields
     # A value that a transform rebuilds may hold placeholders, or have no fields yet.
-    parts = [f"{name}={short_repr(getattr(record, name, None))}" for name in names]
-    return f"{type(record).__name__}({', '.join(parts)})"
+    parts = [f"{name}={short_repr(getattr(self, name, None))}" for name in names]
+    return f"{type(self).__name__}({', '.join(parts)})"
 
 
 def short_repr(thing: Any) -> str:

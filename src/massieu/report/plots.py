@@ -134,7 +134,8 @@ class ResultPlots:
             return distribution_figure(list(distributions.values()), title)
         if len(distributions) > 1:
             raise InputError(f"axes hold one distribution; name one with statistic=: {names}")
-        return draw_distribution(ax, *distributions.values(), title)
+        (only,) = distributions.values()
+        return draw_distribution(ax, only, title)
 
     @input_door(quantity=text)
     def depth(self, quantity: str = "pairwise_distance", *, ax: Any = None) -> Any:
