@@ -152,8 +152,9 @@ $(BRIDGES)/installed: $(VENV)/installed constraints-bridges.txt
 	$(BRIDGES)/$(PIP_INSTALL) -c constraints.txt -c constraints-bridges.txt transformer-lens nnsight
 	touch $@
 
-bridges: $(BRIDGES)/installed ## models that other libraries hold, given as they are
-	$(BRIDGES)/bin/python -m pytest -m "slow or not slow" tests/probing/model/test_bridges.py
+bridges: $(BRIDGES)/installed ## models that other libraries hold, given as they are; tables of pandas
+	$(BRIDGES)/bin/python -m pytest -m "slow or not slow" -k "bridges or pandas" tests/probing/model/test_bridges.py \
+	  tests/foundation/test_pandas_tables.py tests/estimators/test_contract.py
 
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
 BENCHMARKS := ops half_precision lengths losses tokens policy packed measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe monitor alarms
