@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder sample check test slow emulated emulated-all claims floor core lint types types-changed docs packages bench \
+.PHONY: demo demo-decoder sample check test slow emulated emulated-all claims floor bridges core lint types types-changed docs packages bench \
   release-check clean
 
 # Keep pytest's bytecode cache: the next run starts three times as fast.
@@ -144,6 +144,18 @@ floor: $(FLOOR)/installed
 READS_MODELS := $(call tests_of,probing,population_layers probe) $(call tests_of,probing/model,gguf loading) \
   $(call tests_of,probing/capture,capture) $(call tests_of,probing/stream,wiring) $(call tests_of,probing/statistics,climb statistics)
 
+# Libraries that hold models: TransformerLens and nnsight, with what they need in its place; all else is the first environment's.
+BRIDGES := .venv-bridges
+$(BRIDGES)/installed: $(VENV)/installed constraints-bridges.txt
+	$(PYTHON) -m venv --clear $(BRIDGES)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > $$($(BRIDGES)/bin/python -c '$(SITE)')/first.pth
+	$(BRIDGES)/$(PIP_INSTALL) -c constraints.txt -c constraints-bridges.txt transformer-lens nnsight
+	touch $@
+
+bridges: $(BRIDGES)/installed ## models that other libraries hold, given as they are; tables of pandas
+	$(BRIDGES)/bin/python -m pytest -m "slow or not slow" -k "bridges or pandas" tests/probing/model/test_bridges.py \
+	  tests/foundation/test_pandas_tables.py tests/estimators/test_contract.py
+
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
 BENCHMARKS := ops half_precision lengths losses tokens policy packed measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe monitor alarms
 MEASURED := massieu-results/bench
@@ -168,4 +180,4 @@ release-check: ## what a release must pass; leaves the two files in dist/
 	scripts/release_check.sh $(PYTHON)
 
 clean:
-	rm -rf $(VENV) $(FLOOR) massieu-results build dist site
+	rm -rf $(VENV) $(FLOOR) $(BRIDGES) massieu-results build dist site

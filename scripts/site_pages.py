@@ -2,7 +2,7 @@
 
 - `reference/`: a page per room, from the docstrings (mkdocstrings);
 - `theory/papers.md`: from the papers to the code;
-- `tutorials/`: with what their blocks print and draw;
+- `tutorials/`: with what their blocks print and draw, and each as a notebook;
 - `repository/`: what the pages link to outside docs/: scripts, results, how to contribute. In the repository pages link to
   these files by relative paths; on the site the same links lead to `repository/`.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from scripts.notebooks import notebook_json, tutorials
 from scripts.papers import papers_page
 from scripts.reference import ROOT, Uri, reference_page, reference_uri, rooms
 from scripts.tutorials import executed
@@ -41,6 +42,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The generated pages, and what all pages link to outside docs/."""
     for uri, text in generated_pages().items():
         files.append(File.generated(config, uri, content=text))
+    for path in tutorials():
+        content = notebook_json(path.read_text(encoding="utf-8"))
+        files.append(File.generated(config, f"tutorials/{path.stem}.ipynb", content=content))
     left = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
     while left:
         for path in _outside(*left.pop()):
@@ -63,7 +67,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return os.path.relpath(_uri(path), here) if _is_moved(source, path) else link[1]
 
     markdown = LINK.sub(on_site, bars(markdown))
-    return executed(markdown) if uri.startswith("tutorials/") else markdown
+    return _tutorial(markdown, Path(uri)) if uri.startswith("tutorials/") else markdown
+
+
+def _tutorial(markdown: str, uri: Path) -> str:
+    """A tutorial with its output and, below its title, a link to the notebook."""
+    shown = executed(markdown)
+    if uri.stem == "index":
+        return shown
+    title, rest = shown.split("\n", 1)
+    link = f'<a href="{uri.stem}.ipynb" download>This page as a notebook</a>, which runs without a network.'
+    return f"{title}\n\n{link}\n{rest}"
 
 
 def bars(markdown: str) -> str:

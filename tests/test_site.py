@@ -1,6 +1,7 @@
 """The documentation as a site: links lead somewhere, every name and claim has its entry, nothing comes from a network."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -212,6 +213,9 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
     tutorials = {path.stem for path in (DOCS / "tutorials").glob("*.md")} - {"index"}
     shown = {name: pages[Path(f"tutorials/{name}.html")] for name in tutorials}
     assert {name for name, text in shown.items() if 'src="data:image/png' in text} == tutorials  # they were run
+    for name in tutorials:
+        assert re.search(rf'href="?{name}\.ipynb', pages[Path(f"tutorials/{name}.html")])
+        assert json.loads((tmp_path / "tutorials" / f"{name}.ipynb").read_text(encoding="utf-8"))["nbformat"] == 4
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"(?:url\(|@import\s+)[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
     for path, (_, entry) in places().items():

@@ -1,5 +1,7 @@
 """What scikit-learn expects of an estimator, by its own checks, and that a missing scikit-learn is one sentence."""
 
+import importlib
+import importlib.util
 import pickle
 import subprocess
 import sys
@@ -141,6 +143,23 @@ def test_names_of_features():
     assert list(memory.feature_names_in_) == memory.transform(frame).columns == ["age", "height", "weight"]
     with pytest.raises(ValueError, match="column 'height' must hold 0 and 1"):
         BoltzmannEstimator(visible=["gaussian", "bernoulli", "gaussian"]).fit(frame)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="`make bridges` has pandas")
+@pytest.mark.medium
+def test_tables_of_pandas_go_in_and_come_out():
+    pandas = importlib.import_module("pandas")
+    frame = pandas.DataFrame(
+        TABLE, columns=["age", "height", "weight"], index=[f"row {row}" for row in range(len(TABLE))]
+    )
+    memory = HopfieldMemory().set_output(transform="pandas").fit(frame)
+    recalled = memory.transform(frame)
+    assert list(recalled.columns) == ["age", "height", "weight"] and list(recalled.index) == list(frame.index)
+    hidden = clone(QUICK).set_output(transform="pandas").fit(frame).transform(frame)
+    assert list(hidden.columns) == [f"boltzmannestimator{unit}" for unit in range(3)]
+    assert AttentionRegressor().fit(frame, TARGET).predict(frame).shape == (len(TABLE),)
+    with pytest.raises(ValueError, match="feature names should match"):
+        memory.transform(frame[["height", "age", "weight"]])
 
 
 @pytest.mark.medium

@@ -1,4 +1,4 @@
-"""A statistic of every head as an array and a figure, against the rows of the table."""
+"""A statistic of every head as an array, against the rows of the table."""
 
 import numpy as np
 import polars
@@ -6,7 +6,7 @@ import pytest
 from tests.support.report.synthetic_results import Results
 
 from massieu.errors import InputError
-from massieu.report.matrix import figure_of, matrix_of
+from massieu.report.matrix import matrix_of
 from massieu.report.tables import sites_of
 
 
@@ -32,16 +32,6 @@ def test_every_head_is_where_the_table_says(results: dict[str, Results], name: s
     assert seen == len(result.heads.filter(polars.col("statistic") == "entropy").drop_nulls(column)) > 0
 
 
-def test_the_figure_has_the_same_numbers(results: dict[str, Results]) -> None:
-    result = results["encoder"]
-    drawn = figure_of(result.run, result.heads, "own_write_sharpens", None).data[0]
-    expected = matrix_of(result.run, result.heads, "own_write_sharpens")
-    np.testing.assert_array_equal(np.array(drawn.z, dtype=float), expected)
-    assert drawn.zmin == -drawn.zmax == -np.nanmax(np.abs(expected))  # signed: 0 is in the middle
-    plain = figure_of(result.run, result.heads, "entropy", None)
-    assert plain.data[0].zmin is None and plain.layout.title.text == "Entropy"
-
-
 def test_bad_names(results: dict[str, Results]) -> None:
     one = results["encoder"]
     pair = results["encoder_decoder"]
@@ -50,4 +40,4 @@ def test_bad_names(results: dict[str, Results]) -> None:
     with pytest.raises(InputError, match=r"attention must be one of '.*', '.*'; none was named"):
         matrix_of(pair.run, pair.heads, "entropy")
     with pytest.raises(InputError, match=r"attention must be one of .*; got 'sideways'"):
-        figure_of(one.run, one.heads, "entropy", "sideways")
+        matrix_of(one.run, one.heads, "entropy", attention="sideways")

@@ -10,6 +10,7 @@ from torch import Tensor
 from massieu.duality.newton import STEPS, Solution, lead_mask, solve, times
 from massieu.errors import ConvergenceError
 from massieu.foundation.doors import MEASURE, door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import any_true, derivative_orders, unwrapped, values_are_readable
 from massieu.measures import Measure
 from massieu.solve import Status
@@ -33,6 +34,8 @@ class DualResult(NamedTuple):
     value: Tensor
     status: Int[Tensor, "*batch_query"]
     residual: Float[Tensor, "*batch_query"]
+
+    __repr__ = fields_repr
 
 
 @overload

@@ -16,6 +16,7 @@ from massieu.energy import sites
 from massieu.energy.sites import as_matrix, block_diagonal, diagonal_blocks, identity_like
 from massieu.errors import ConvergenceError
 from massieu.foundation import matrices
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import all_true, unwrapped, values_are_readable
 from massieu.measures import Measure
 from massieu.solve import Auto, Status, fixed_point
@@ -33,6 +34,8 @@ class MagnetisationResult(NamedTuple):
     """log E exp(½ Σ SᵀJS) over the sites' probabilities: 0 without couplings. Nats."""
     solution: FixedPointResult | None
     """Status, residual and steps of the equations that were solved; None for exact results."""
+
+    __repr__ = fields_repr
 
 
 def adaptive_tap(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from massieu.energy.gradients import jacobian
 from massieu.foundation.arguments import floating, number, whole_number
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.values import Value, promoted_dtype
 from massieu.solve import Picard, Status, fixed_point
 from massieu.solve.methods import default_tolerance
@@ -58,6 +59,8 @@ class DescentResult(NamedTuple):
     states: Float[Tensor, "steps+1 *batch_query_event"]
     energies: Float[Tensor, "steps+1 *batch_query"]
 
+    __repr__ = fields_repr
+
 
 class RetrievalResult(NamedTuple):
     """Where a descent ended.
@@ -71,6 +74,8 @@ class RetrievalResult(NamedTuple):
     residual: Float[Tensor, "*batch_query"]
     steps: Int[Tensor, "*batch_query"]
     status: Int[Tensor, "*batch_query"]
+
+    __repr__ = fields_repr
 
 
 class Energy(Value):

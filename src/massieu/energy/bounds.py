@@ -19,6 +19,7 @@ from massieu.energy.base import promoted, times
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.foundation.arguments import check_one_device, choice, floating, instance, number, real, whole_number
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.values import align, need_batch, promoted_dtype
 from massieu.measures import Atoms
 
@@ -39,6 +40,8 @@ class RetrievalBoundResult(NamedTuple):
     weight: Float[Tensor, "*batch_query N"]
     distance: Float[Tensor, "*batch_query N"]
 
+    __repr__ = fields_repr
+
 
 class BasinResult(NamedTuple):
     """Guarantees for the ball about every pattern.
@@ -51,6 +54,8 @@ class BasinResult(NamedTuple):
     unique: Bool[Tensor, "*batch N"]
     distance: Float[Tensor, "*batch N"]
 
+    __repr__ = fields_repr
+
 
 class CapacityResult(NamedTuple):
     """How many random `patterns` can be stored, √p·base^((d−1)/4); whether the theorem's condition on the base `holds`."""
@@ -58,6 +63,8 @@ class CapacityResult(NamedTuple):
     base: float
     patterns: float
     holds: bool
+
+    __repr__ = fields_repr
 
 
 def stored(hopfield: HopfieldEnergy, *, any_reference: bool = False) -> Atoms:

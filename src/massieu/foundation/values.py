@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from massieu.foundation.arguments import check_one_device
 from massieu.foundation.doors import check_methods
 from massieu.foundation.guesses import explain_constructor
+from massieu.foundation.short_repr import fields_repr
 
 
 def static_field(**keywords: Any) -> Any:
@@ -55,11 +56,13 @@ class Value(ABC):  # noqa: B024 - what is abstract is up to the families
             raise TypeError(
                 f"{cls.__name__} must check in a classmethod create: transforms would run __post_init__ again"
             )
-        _register(dataclasses.dataclass(frozen=True, eq=False)(cls))
+        _register(dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls))
         if cls.__module__.startswith("massieu."):  # users' own classes may give argument names another meaning
             if hasattr(cls, "create"):
                 explain_constructor(cls)
             check_methods(cls)  # not the constructor, which transforms call with placeholders of any type
+
+    __repr__ = fields_repr
 
     def to(self, *targets: torch.dtype | torch.device | str) -> Self:
         """The value on another device, or with its floating-point tensors in another dtype, or both.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, check_values, described, floating, number, whole_number
 from massieu.foundation.doors import MOST, door, function
+from massieu.foundation.short_repr import fields_repr
 from massieu.inference.resampling import effective_sample_size, resample
 
 Path = Callable[[Tensor, float], Tensor]
@@ -50,6 +51,8 @@ class AnnealResult(NamedTuple):
     effective_sample_size: Float[Tensor, ""]
     """1/Σ weight²."""
     history: AnnealHistory
+
+    __repr__ = fields_repr
 
 
 class _Particles(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, check_values, floating, number, of_class, real
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 
 LogDensity = Callable[[Float[Tensor, "chains *event"]], Float[Tensor, " chains"]]
 
@@ -34,6 +35,8 @@ class LangevinNoiseResult(NamedTuple):
     normal: Float[Tensor, "chains *event"]
     uniform: Float[Tensor, " chains"]
 
+    __repr__ = fields_repr
+
 
 class LangevinResult(NamedTuple):
     """The chains after one step, and which of them moved."""
@@ -42,6 +45,8 @@ class LangevinResult(NamedTuple):
     accepted: Bool[Tensor, " chains"]
     acceptance: Float[Tensor, " chains"]
     """The probability with which the proposal was to be accepted."""
+
+    __repr__ = fields_repr
 
 
 @door

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import real_tensor
 from massieu.foundation.doors import MEASURE, door
+from massieu.foundation.short_repr import fields_repr
 from massieu.measures.base import Measure
 
 
@@ -16,6 +17,8 @@ class SampledKLResult(NamedTuple):
 
     value: Float[Tensor, "*batch_query"]
     standard_error: Float[Tensor, "*batch_query"]
+
+    __repr__ = fields_repr
 
 
 @door(p=MEASURE, q=MEASURE)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from massieu.energy import sites
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.foundation.arguments import flag, instance, whole_number
+from massieu.foundation.short_repr import fields_repr
 from massieu.measures import Measure
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 from massieu.nn.modules import Device, Resettable
@@ -32,6 +33,8 @@ class BoundResult(NamedTuple):
     """Standard error of `bound`; NaN for one draw."""
     log_likelihood: Float[Tensor, "*items"]
     """The importance-weighted estimate, log of the mean of exp: between `bound` and, on average, log p(v)."""
+
+    __repr__ = fields_repr
 
 
 class StackedBoltzmannMachine(Resettable):

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.guesses import meant
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, packed_rows, reference, tiles
 from massieu.ops import sink as with_sink
@@ -45,6 +46,8 @@ class AttentionResult(NamedTuple):
     """Σ_n p_n value_n, in the query's dtype; 0 where no key is visible."""
     log_partition: Float[Tensor, "*query"]
     """log Z in nats, float32 or float64; −inf where no key is visible (and there is no sink)."""
+
+    __repr__ = fields_repr
 
 
 @meant(

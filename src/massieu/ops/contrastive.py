@@ -10,6 +10,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_one_device, check_shape, described, flag, floating, integers, number
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.differentiable import recomputed
 from massieu.ops.documents import Documents, check_documents
@@ -28,6 +29,8 @@ class ContrastResult(NamedTuple):
     """Mean over the queries, in nats; one a document, where there are documents."""
     log_partition: Float[Tensor, "..."]
     """log Z of each query, (B,), in nats; for a symmetric loss (2, B), of queries over keys and of keys over queries."""
+
+    __repr__ = fields_repr
 
 
 @door(query_ids=integers, key_ids=integers)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import described, flag, whole_number
 from massieu.foundation.arguments import generator as check_generator
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops.attention import log_partition
 from massieu.ops.shapes import AttentionProblem, check_problem
@@ -25,6 +26,8 @@ class RandomFeaturesResult(NamedTuple):
     standard_error: Float[Tensor, "*query"] | None
     """The standard deviation of Ẑ in units of Z, from its formula; None without `standard_error`. To first order it is also
     that of log Ẑ, whose bias is then −½ of its square. Inf beyond the range of the dtype; 0 where no key is visible."""
+
+    __repr__ = fields_repr
 
 
 @uncompiled

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import any_true, in_autocast_dtype, may_be_differentiated, values_are_readable
 from massieu.ops import reference
 from massieu.ops import sink as with_sink
@@ -41,6 +42,8 @@ class AttentionReceivedResult(NamedTuple):
     """Σ_i p_in, the attention that all queries together give to key n: between 0 and the number of queries."""
     share: Float[Tensor, "*heads N"]
     """total/Σ_n total: sums to 1 over the keys of a head, and of a document; 0 where no query sees a key."""
+
+    __repr__ = fields_repr
 
 
 def attention_received(

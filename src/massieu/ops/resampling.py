@@ -9,6 +9,7 @@ from torch import Tensor
 from massieu.foundation.arguments import choice, whole_number
 from massieu.foundation.arguments import generator as check_generator
 from massieu.foundation.listening import unreadable
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import reference
 from massieu.ops.shapes import AttentionProblem, Scale, check_problem
@@ -28,6 +29,8 @@ class ResamplingResult(NamedTuple):
     """1/Σ_j P_ij², between 1 and the number of visible keys, and at most the perplexity; 0 where there is none."""
     offspring: Float[Tensor, "*head N"]
     """Σ_i P_ij: how often key j is expected to be drawn if each query of a head draws once."""
+
+    __repr__ = fields_repr
 
 
 @uncompiled

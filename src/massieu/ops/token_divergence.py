@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from massieu.foundation.arguments import check_one_device, flag, number, whole_number
 from massieu.foundation.numerics import exp_
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import (
     in_functorch,
     in_nested_forward_mode,
@@ -47,6 +48,8 @@ class TokenDivergenceResult(NamedTuple):
     reverse_divergence: Float[Tensor, "*lead"]
     """KL(q ‖ p)."""
 
+    __repr__ = fields_repr
+
 
 class MixtureDivergenceResult(NamedTuple):
     """What `token_divergence` returns if a divergence through the mixture, or the total variation, is asked for."""
@@ -59,6 +62,8 @@ class MixtureDivergenceResult(NamedTuple):
     """π·KL(p ‖ m) + (1 − π)·KL(q ‖ m) with m = π·p + (1 − π)·q; None if it was not asked for."""
     total_variation: Float[Tensor, "*lead"] | None
     """½·Σ_v |p_v − q_v|, from 0 to 1; None if it was not asked for."""
+
+    __repr__ = fields_repr
 
 
 @overload

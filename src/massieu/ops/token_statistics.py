@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.foundation.arguments import flag, integers, whole_number
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.differentiable import recomputed
 from massieu.ops.linear_scores import RowStatistics, check_places, compute, index_tensor, one_number, values_are_known
@@ -36,6 +37,8 @@ class TokenStatisticsResult(NamedTuple):
     largest_probability: Float[Tensor, "*lead"]
     """Of the most probable word; without gradient."""
 
+    __repr__ = fields_repr
+
 
 class WordStatisticsResult(NamedTuple):
     """What `token_statistics` returns if it is asked for several words of a token, or for its most probable one."""
@@ -49,6 +52,8 @@ class WordStatisticsResult(NamedTuple):
     """Of each of the `words`; None if none were given."""
     largest_word: Int[Tensor, "*lead"] | None
     """The number of the most probable word, of equal ones the first; −1 where that is not known; None if not asked for."""
+
+    __repr__ = fields_repr
 
 
 @overload

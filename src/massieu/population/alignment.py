@@ -8,6 +8,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_finite, check_values, floating, number, real, whole_number
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 
 
 class AlignmentResult(NamedTuple):
@@ -23,6 +24,8 @@ class AlignmentResult(NamedTuple):
     """Rank of sym(M): at most twice a head's width."""
     symmetric_share: float
     """‖sym(M)‖/‖M‖: √½ for independent entries, 1 for a symmetric matrix."""
+
+    __repr__ = fields_repr
 
 
 @door(power=real)

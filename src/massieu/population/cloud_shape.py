@@ -17,6 +17,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_values, floating, instance, whole_number
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 from massieu.ops.sharded.collectives import Peers
 from massieu.population.reading import (
     ObservableReading,
@@ -49,6 +50,8 @@ class ProjectedCumulantsResult(NamedTuple):
     """k₃/k₂^{3/2}: skewness."""
     fourth: Float[Tensor, "*batch m"]
     """k₄/k₂²: excess kurtosis."""
+
+    __repr__ = fields_repr
 
 
 def random_directions(

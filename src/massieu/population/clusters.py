@@ -9,6 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_values, number, real, whole_number
 from massieu.foundation.doors import count, door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.values import promoted_dtype
 from massieu.ops.sharded.collectives import Peers
 from massieu.population.reading import ObservableReading, Processes, check_call, check_cloud, greatest, summed
@@ -26,6 +27,8 @@ class ClusterCountResult(NamedTuple):
     """Share of the tokens that are near a leader: 1 unless the limit was reached."""
     largest: Float[Tensor, "*batch"]
     """Share of the tokens in the largest cluster."""
+
+    __repr__ = fields_repr
 
 
 @torch.no_grad()

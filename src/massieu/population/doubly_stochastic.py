@@ -20,6 +20,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.values import promoted_dtype, static_field
 from massieu.measures import Gaussian
 from massieu.ops.sharded.collectives import Peers
@@ -46,6 +47,8 @@ class SinkhornResult(NamedTuple):
     steps: Int[Tensor, "B H"]
     """Number of updates of both potentials."""
 
+    __repr__ = fields_repr
+
 
 class DoublyStochasticResult(NamedTuple):
     """The result of `doubly_stochastic_attention`."""
@@ -53,6 +56,8 @@ class DoublyStochasticResult(NamedTuple):
     output: Float[Tensor, "B H n e"]
     """Σ_j P_ij value_j."""
     potentials: SinkhornResult
+
+    __repr__ = fields_repr
 
 
 @door(scale=real)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.errors import InputError, require_extra
+from massieu.foundation.pandas_tables import pandas_table
 
 if TYPE_CHECKING:
     import polars
@@ -51,6 +52,11 @@ class FlowResult:
     complete: bool
     settings: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        state = f"{self.layers} layers" if self.complete else f"{self.layers} layers (interrupted: incomplete)"
+        tokens = " × ".join(map(str, self.particles.shape))
+        return f"FlowResult: {state}, {tokens} numbers at the end; observables {', '.join(self.observables) or 'none'}"
+
     @property
     def observables(self) -> tuple[str, ...]:
         """The names of the observables, in the order of their first appearance."""
@@ -83,6 +89,14 @@ class FlowResult:
         types = (polars.Int32, polars.String, polars.Int32, polars.Float64, polars.Float64, polars.Float64)
         schema = dict(zip((column.name for column in fields(FlowRow)), types, strict=True))
         return polars.DataFrame([astuple(row) for row in self.rows], schema=schema, orient="row")
+
+    def to_pandas(self) -> Any:
+        """The long table as a ``pandas.DataFrame``, without pyarrow.
+
+        Raises:
+            MissingExtraError: polars or pandas is not installed.
+        """
+        return pandas_table(self.table)
 
     def _column(self, observable: str, column: str) -> Tensor:
         rows = [row for row in self.rows if row.observable == observable]

@@ -11,6 +11,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.foundation.arguments import number, real
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.values import promoted_dtype
 from massieu.ops.moments import MomentsResult
 from massieu.population.reading import (
@@ -35,6 +36,8 @@ class SelfAttentionLevelsResult(NamedTuple):
     """H(p_i), between 0 and log n: the entropy of attention, not of the population (trap 17)."""
     log_interaction_energy: Float[Tensor, "*batch"]
     """log of (1/(2·scale·n²)) Σ_ij exp(scale·x_i·x_j), which clustering on the sphere raises (N5); not a mean."""
+
+    __repr__ = fields_repr
 
 
 def self_attention_levels(

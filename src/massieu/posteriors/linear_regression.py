@@ -10,6 +10,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_finite, check_one_device, check_shape, floating, real_tensor
 from massieu.foundation.matrices import is_singular
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import all_true, any_true, values_are_readable
 from massieu.foundation.values import promoted_dtype
 from massieu.posteriors.base import Posterior, numbers
@@ -26,6 +27,8 @@ class PredictionResult(NamedTuple):
     mean: Float[Tensor, "*batch_query e"]
     variance: Float[Tensor, "*batch_query"]
     """Variance of each target, noise included."""
+
+    __repr__ = fields_repr
 
 
 class LinearRegression(Posterior):

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from massieu.foundation import numerics
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import any_true
 from massieu.posteriors.discrete import EmittingPosterior, LogLikelihood, check_log_weight, log_tables
 
@@ -20,6 +21,8 @@ class PathResult(NamedTuple):
     """log P(state at ℓ | all tokens)."""
     log_predictive: Float[Tensor, "*batch n"]
     """log p(token ℓ | tokens before), 0 where it is masked; their sum is the log-evidence."""
+
+    __repr__ = fields_repr
 
 
 class HiddenMarkov(EmittingPosterior):

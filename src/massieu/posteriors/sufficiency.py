@@ -17,6 +17,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.values import promoted_dtype
 
 _MOST_SEQUENCES = 1_000_000
@@ -39,6 +40,8 @@ class SufficiencyResult(NamedTuple):
     """What I(z; ·) loses by the cheapest merger of two different posteriors: positive, since the posterior is minimal."""
     least_label_loss: float
     """The same of I(y; ·) for the given label: it may be 0, since the posterior is not minimal for one label (trap 23)."""
+
+    __repr__ = fields_repr
 
 
 @door
@@ -165,6 +168,8 @@ class RegretResult(NamedTuple):
     """min_z −Σ log p(token i | z), of the best concept in hindsight."""
     bound: Float[Tensor, "*batch t"]
     """min_z [−Σ log p(token i | z) + log 1/π(z)]: an exact average of all concepts never loses more."""
+
+    __repr__ = fields_repr
 
     @property
     def average(self) -> Float[Tensor, "*batch t"]:

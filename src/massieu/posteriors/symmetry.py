@@ -20,6 +20,7 @@ from massieu.foundation.arguments import (
 )
 from massieu.foundation.doors import MODULE, door, function
 from massieu.foundation.patches import image_patches, patch_size, with_patches
+from massieu.foundation.short_repr import fields_repr
 
 _MOST_BEFORE = 8
 """Tokens that may stand before an image's patches."""
@@ -39,6 +40,8 @@ class PermutationGapResult(NamedTuple):
     """Tokens, positions and both sides of the mask permuted together."""
     rounding: float
     """√ε of the output's dtype: a gap above it is more than rounding."""
+
+    __repr__ = fields_repr
 
     def passes(self) -> tuple[str, ...]:
         """Names of the gaps that are no larger than rounding."""

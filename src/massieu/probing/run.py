@@ -1,6 +1,7 @@
 """`probe`: a model and text in, a result out; and `describe`: what would be read, without any text."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as with_changes
@@ -14,6 +15,7 @@ from massieu.errors import InputError
 from massieu.foundation.arguments import described
 from massieu.foundation.doors import check_fields, count, sequence
 from massieu.foundation.doors import seed as check_seed
+from massieu.foundation.printable import visible
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.data.given import Data, Images, Pairs, given_data
 from massieu.probing.model.forward import named_inputs
@@ -40,6 +42,8 @@ NO_RULES: tuple[()] = ()
 """What a probe replaces, unless it is told otherwise."""
 QUICK = "quick"
 """In place of names of statistics: those of the attention, without control and examples."""
+_SHOWN = 4
+"""Sentences of each kind that a description prints."""
 
 
 def probe(
@@ -276,6 +280,18 @@ class Description:
     sublayers: list[Sublayer]
     unavailable: list[str]
     warnings: list[str]
+
+    def __repr__(self) -> str:
+        kinds = Counter(site.kind for site in self.sites)
+        sites = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        lines = [
+            f"Description of {self.model.name}: {self.model.architecture}, {self.model.layers} layers",
+            f"  attention modules: {sites}; read by {self.route}",
+            f"  sublayers: {len(self.sublayers)}",
+        ]
+        lines += [f"  left out: {each}" for each in self.unavailable[:_SHOWN]]
+        lines += [f"  warning: {each}" for each in self.warnings[:_SHOWN]]
+        return visible("\n".join(lines))
 
     def to_dict(self) -> dict[str, Any]:
         """The description as JSON can hold it."""

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.arguments import check_range, check_values, doubles
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import all_true, unwrapped
 from massieu.regression.exact import features_factor, solve_lower
 from massieu.regression.kernels import Kernel
@@ -26,6 +27,8 @@ class LeaveOneOutResult(NamedTuple):
     mean_squared_error: Float[Tensor, "B H"]
     """Mean of the squared residuals over tokens, by their weights, and over the value's coordinates."""
 
+    __repr__ = fields_repr
+
 
 class RidgeChoiceResult(NamedTuple):
     """The ridge of the least leave-one-out error, for each head."""
@@ -33,6 +36,8 @@ class RidgeChoiceResult(NamedTuple):
     ridge: Float[Tensor, "B H"]
     mean_squared_error: Float[Tensor, "R B H"]
     """The error at each of the ridges."""
+
+    __repr__ = fields_repr
 
 
 def leave_one_out(

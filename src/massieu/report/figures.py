@@ -140,7 +140,7 @@ def _histograms(details: dict[str, Any], site: MapRow, head: int, titles: dict[s
         bars = [
             {
                 "height": round(BAR_HEIGHT * count / top, 1),
-                "title": f"{_bin(edges, place)}: {whole(count)} tokens",
+                "title": f"{bin_in_words(edges, place)}: {whole(count)} tokens",
             }
             for place, count in enumerate(counts[head])
         ]
@@ -150,7 +150,7 @@ def _histograms(details: dict[str, Any], site: MapRow, head: int, titles: dict[s
     return drawn
 
 
-def _bin(edges: list[float], place: int) -> str:
+def bin_in_words(edges: list[float], place: int) -> str:
     """A bin in words; those at both ends hold all that lies beyond them too."""
     if place == len(edges) - 2:
         return f"{number(edges[place])} or more"

@@ -1,13 +1,12 @@
-"""One statistic of all heads as an array, layers by heads, and as a drawing."""
+"""One statistic of all heads as an array, layers by heads."""
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float64
 
 from massieu.errors import InputError, require_extra
-from massieu.report import colours
 from massieu.report.tables import MapRow, sites_of
 
 if TYPE_CHECKING:
@@ -76,37 +75,3 @@ def matrix_of(
         if site in row_of_site and value is not None:
             values[row_of_site[site], head] = value
     return values
-
-
-def figure_of(run: "RunRecord", heads: "polars.DataFrame", statistic: str, attention: str | None) -> Any:
-    """The array as a plotly figure, which shows the standard error of the head under the pointer.
-
-    Raises:
-        InputError: as `matrix_of`.
-        MissingExtraError: plotly is not installed.
-    """
-    plotly = require_extra("plotly.graph_objects", "probe")
-    values = matrix_of(run, heads, statistic, attention=attention)
-    errors = matrix_of(run, heads, statistic, error=True, attention=attention)
-    name, _, qualifier = statistic.partition("/")
-    record = {entry.name: entry for entry in run.statistics}.get(name)
-    signed = record is not None and record.signed
-    reach = float(np.nanmax(np.abs(values))) if signed and np.isfinite(values).any() else None
-    shades = colours.DIVERGING["light"] if signed else colours.SEQUENTIAL
-    text = "layer %{y}, head %{x}: %{z:.4g} ± %{customdata:.2g}<extra></extra>"
-    heatmap = plotly.Heatmap(
-        z=values,
-        customdata=errors,
-        x=list(range(values.shape[1])),
-        y=[row.label for row in rows_of(run, heads, attention)],
-        colorscale=[[i / (len(shades) - 1), shade] for i, shade in enumerate(shades)],
-        zmin=None if reach is None else -reach,
-        zmax=reach,
-        hovertemplate=text,
-        colorbar={"title": record.unit if record is not None else ""},
-    )
-    title = statistic
-    if record is not None:
-        title = f"{record.title} ({qualifier})" if "/" in statistic else record.title
-    axes: dict[str, Any] = {"xaxis": {"title": "head", "dtick": 1}, "yaxis": {"title": "layer", "type": "category"}}
-    return plotly.Figure(heatmap, layout={"title": title, **axes, "yaxis_autorange": "reversed"})

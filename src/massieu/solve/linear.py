@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from massieu.foundation.arguments import check_dense, described, number, whole_number
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
@@ -32,6 +33,8 @@ class LinearSolveResult(NamedTuple):
     status: Int[Tensor, "*items"]
     steps: Int[Tensor, "*items"]
     residual: Float[Tensor, "*items"]
+
+    __repr__ = fields_repr
 
 
 class LinearSolver(ABC):

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.errors import ConvergenceWarning
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import unwrapped, values_are_readable
 
 
@@ -64,6 +65,8 @@ class FixedPointResult(NamedTuple):
     evaluations: Int[Tensor, "*items"]
     residual: Float[Tensor, "*items"]
     lipschitz_estimate: Float[Tensor, "*items"]
+
+    __repr__ = fields_repr
 
     @property
     def converged(self) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from massieu.errors import InputError, require_extra
+from massieu.foundation.printable import visible
 
 SCHEMA_VERSION = 1
 
@@ -382,6 +383,13 @@ class RunRecord(Entry):
     trouble: Trouble | None = None
     replacements: list[ReplacementRecord] = field(default_factory=list)
     per_token: PerTokenRecord | None = None
+
+    def __repr__(self) -> str:
+        state = "" if self.complete else ", interrupted"
+        return visible(
+            f"RunRecord of {self.model.name}{state}: {len(self.sites)} attention modules, {len(self.statistics)} statistics, "
+            f"{len(self.findings)} findings; to_dict() has all of it"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The record as ``run.json`` holds it: plain lists, dictionaries and finite numbers."""

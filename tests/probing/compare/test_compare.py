@@ -338,6 +338,7 @@ def test_a_stored_comparison_is_read_back(pair, tmp_path: Path):
     assert read.changed() == comparison.changed()
     json.dumps(comparison.to_dict(), allow_nan=False)
     assert "layer 1 head 1" in repr(read)
+    assert "layer 1 head 1" in read._repr_html_() and read._repr_html_().count("<li>") == repr(read).count("\n")
 
 
 @pytest.mark.medium

@@ -1,6 +1,7 @@
 """Attention weights of models as they run, beside transformers' own eager ones in float64 and explicit matrices."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -389,3 +390,15 @@ def test_attention_that_was_not_seen_is_named():
     result = massieu.attention_weights(WithSpareAttention().eval(), torch.randn(1, 5, 8))
     assert [site.name for site in result] == ["used"]
     assert result.refused == {"spare": "it looks like attention, and was not seen attending"}
+
+
+def test_a_result_prints_shortly_and_a_notebook_shows_its_strongest_weights() -> None:
+    model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    tokens = torch.randn(1, 200, 8)
+    result = massieu.attention_weights(model, (tokens, tokens, tokens))
+    assert len(repr(result)) < 400
+    assert "2 heads of 1 attention module" in repr(result) and "1 × 200 queries over 200 keys" in repr(result)
+    assert result._repr_html_().count("<tr>") == 6
+    hostile = replace(result.sites[0], query_tokens=[["<script>"] * 200], key_tokens=[["</td>\x1b"] * 200])
+    shown = replace(result, sites=(hostile,))._repr_html_()
+    assert "<script" not in shown and "&lt;script&gt;" in shown and "\x1b" not in shown

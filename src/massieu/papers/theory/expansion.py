@@ -9,6 +9,7 @@ from torch import Tensor
 from massieu.foundation import matrices
 from massieu.foundation.arguments import floating, instance, number, real
 from massieu.foundation.doors import MEASURE, door
+from massieu.foundation.short_repr import fields_repr
 from massieu.measures import Measure
 
 
@@ -29,6 +30,8 @@ class ExpansionResult(NamedTuple):
     """log det(1 + step·∇²A(η)): its mean over a population is the gain of the population's differential entropy."""
     attention_slope: Float[Tensor, "*batch n"]
     """−ηᵀ∇²A(η)∇A(η): the slope in the step, at 0, of the entropy of p_η relative to h; mostly negative."""
+
+    __repr__ = fields_repr
 
 
 @door(measure=MEASURE, step=real)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from massieu.foundation.arguments import number, real, whole_number
 from massieu.foundation.doors import count, door
+from massieu.foundation.short_repr import fields_repr
 
 
 class AttentionLipschitzResult(NamedTuple):
@@ -22,6 +23,8 @@ class AttentionLipschitzResult(NamedTuple):
     """R, in the value matrix."""
     score: float
     """βR³‖W‖, in the score matrix."""
+
+    __repr__ = fields_repr
 
 
 @door(radius=real, value_norm=real, scale=real)

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import as_tensor, check_finite, check_range, floating
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import unwrapped, values_are_readable
 from massieu.foundation.values import Value, promoted_dtype
 from massieu.solve import Picard, fixed_point
@@ -35,6 +36,8 @@ class SaddlePointResult(NamedTuple):
     """D⁻¹ log E exp(−βenergy), σ uniform on the spheres: 0 for β = 0. Nats for each component."""
     solution: FixedPointResult
     """The solution for t: status, residual, steps."""
+
+    __repr__ = fields_repr
 
     @property
     def correlation(self) -> Float[Tensor, "*batch N N"]:

@@ -26,6 +26,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import count, door
+from massieu.foundation.short_repr import fields_repr
 from massieu.ops.bessel import bessel_ratios, log_sphere_partition, sphere_slack
 
 _LEAST_SCALE = 1e-3
@@ -191,6 +192,8 @@ class SmoothingFloorResult(NamedTuple):
     factor_error: Float[Tensor, "*lead"]
     """The error of C times the output: 0 if and only if f has one degree, so that no C serves every f."""
 
+    __repr__ = fields_repr
+
 
 @door
 def smoothing_floor(
@@ -233,6 +236,8 @@ class SmoothingErrorResult(NamedTuple):
     """The error of infinitely many keys: the floor's square."""
     sampling: Float[Tensor, "*lead"]
     """The part that finitely many add: variance, and the product of both biases; proportional to 1/L."""
+
+    __repr__ = fields_repr
 
     @property
     def total(self) -> Float[Tensor, "*lead"]:

@@ -34,6 +34,7 @@ from massieu.foundation.arguments import (
     real_tensor,
 )
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import all_true
 
 
@@ -152,6 +153,8 @@ class TransferResult(NamedTuple):
     """The rank of GΠ: the number of directions of the posterior that self-supervision fixes."""
     lost: Float[Tensor, "k r"]
     """Orthonormal directions of the posterior on which D depends and G does not; no column for an identifiable target."""
+
+    __repr__ = fields_repr
 
     @property
     def identifiable(self) -> bool:

@@ -217,7 +217,8 @@ def _crosses(capture: Capture, module: nn.Module, arguments: tuple[Any, ...], ke
         return value
 
     mapped((arguments, keywords), collect)
-    if all(same_tensor(value, tokens[0]) for value in tokens):
+    # TransformerLens applies one norm for queries, keys and values each: other tensors, and the same numbers.
+    if all(same_tensor(value, tokens[0]) or torch.equal(value, tokens[0]) for value in tokens):
         return False
 
     def query_and_key(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

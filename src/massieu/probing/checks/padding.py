@@ -1,6 +1,5 @@
 """Whether a batch holds padding that the model is not told of: tokens that stand for nothing then count as text."""
 
-import inspect
 import math
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from massieu.probing.model.forward import dtype_of, output_tensor, real_mask, run
 from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.model.precision import relative_difference
+from massieu.probing.model.signature import forward_signature
 
 _TEXT_ALONE = frozenset({"input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "labels"})
 """Inputs of a row that can be cut; images, sounds and caches beside the text cannot be cut with it."""
@@ -79,7 +79,7 @@ def _padded_rows(ids: Int[Tensor, "B L"], token: int, marks_text: bool, *, decod
 
 def left_padded_row(module: nn.Module, inputs: dict[str, Any]) -> int | None:
     """The first row that begins with padding, of a batch whose positions could be given and are not; None without one."""
-    if "position_ids" not in inspect.signature(module.forward).parameters or inputs.get("position_ids") is not None:
+    if "position_ids" not in forward_signature(module).parameters or inputs.get("position_ids") is not None:
         return None
     tensors = {name for name, value in inputs.items() if isinstance(value, Tensor)}
     mask = inputs.get("attention_mask")

@@ -5,13 +5,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import massieu
 from massieu.errors import InputError, require_extra
-from massieu.foundation.arguments import real
+from massieu.foundation.arguments import described, real
 from massieu.foundation.doors import count, input_door, sequence, text
+from massieu.foundation.pandas_tables import pandas_table
 from massieu.foundation.printable import visible
 from massieu.probing.compare.changes import Change, changes_of, examples_of
 from massieu.probing.compare.files import read_files, record_bytes
@@ -304,6 +306,17 @@ class Comparison:
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
+    def to_pandas(self, table: Literal["differences", "values"] = "differences") -> Any:
+        """A table as a ``pandas.DataFrame``, without pyarrow.
+
+        Raises:
+            InputError: there is no such table.
+            MissingExtraError: pandas is not installed.
+        """
+        if table not in ("differences", "values"):
+            raise InputError(f"table must be 'differences' or 'values', got {described(table)}")
+        return pandas_table(getattr(self, table))
+
     def report(self, path: str | os.PathLike[str] | None = None) -> Path | Fragment:
         """Draw the page: one HTML file that works offline; without a path, an object that a notebook shows.
 
@@ -345,6 +358,11 @@ class Comparison:
             changes = [f"  {change.sentence(model)}" for change in self.changed(4, model)]
             lines += changes or [f"  {model}: no head is named"]
         return visible("\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        first, *others = repr(self).split("\n")
+        sentences = "".join(f"<li>{escape(line.strip())}</li>" for line in others)
+        return f"<div><strong>{escape(first)}</strong><ul>{sentences}</ul></div>"
 
 
 def _steps(names: Sequence[str]) -> list[float]:

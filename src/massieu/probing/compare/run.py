@@ -16,6 +16,7 @@ from massieu.probing.compare.stored_results import StoredResults, key_of
 from massieu.probing.data.given import Batches, Data, Images, Pairs, Text, given_data
 from massieu.probing.model.given import Checkpoint, given_model
 from massieu.probing.model.model import load_tokenizer
+from massieu.probing.model.unwrap import holds_model, module_in
 from massieu.probing.replaced.replacement import Replacement, replacements
 from massieu.probing.replaced.rules import Rule
 from massieu.probing.result.result import ProbeResult
@@ -178,8 +179,8 @@ def _named_model(model: Any) -> _NamedModel:
     """
     if isinstance(model, ProbeResult):
         return _NamedModel(model.run.model.name or "result", model)
-    if isinstance(model, nn.Module):
-        config: Any = getattr(model, "config", None)
+    if isinstance(model, nn.Module) or holds_model(model):
+        config: Any = getattr(module_in(model), "config", None)
         return _NamedModel(str(getattr(config, "_name_or_path", "") or type(model).__name__), model)
     if isinstance(model, Checkpoint):
         name = model.name if model.adapter is None else model.adapter

@@ -19,6 +19,7 @@ from massieu.probing.model.checkpoint import file_hash, quiet
 from massieu.probing.model.given import Checkpoint
 from massieu.probing.model.module_hash import module_hash
 from massieu.probing.model.source import source_files
+from massieu.probing.model.unwrap import module_in
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.run import Measurement
 from massieu.storage.folder import save_or_elsewhere
@@ -112,8 +113,8 @@ def _tokenizer(tokenizer: Any) -> str | None:
 
 def _weights(model: Checkpoint | nn.Module) -> list[str | None]:
     """What identifies a model's weights: a hash, and for a checkpoint also its name, revision and commit."""
-    if isinstance(model, nn.Module):
-        return [module_hash(model, held=True)]
+    if not isinstance(model, Checkpoint):
+        return [module_hash(module_in(model), held=True)]
     with quiet():
         checkpoint, adapter = source_files(model)
         base = checkpoint if adapter is None else adapter.base

@@ -1,6 +1,5 @@
 """Images as input: files, folders and values in memory, made into batches by the checkpoint's own processor."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -14,6 +13,7 @@ from massieu.errors import InputError, require_extra
 from massieu.probing.data.text import Batch, TextReport
 from massieu.probing.model.checkpoint import find_checkpoint, quiet, sentence
 from massieu.probing.model.model import LoadedModel
+from massieu.probing.model.signature import forward_signature
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
 """Kinds of files that are read in folders; a file named by itself may be of any kind that Pillow reads."""
@@ -169,7 +169,7 @@ def reads_images(loaded: LoadedModel, processor: Any, texts: Sequence[str] | Non
         InputError: the model reads no images, or it reads text with them and there is none.
     """
     module: Any = loaded.module
-    parameters = inspect.signature(module.forward).parameters
+    parameters = forward_signature(module).parameters
     if "pixel_values" not in parameters:
         raise InputError(f"{loaded.name} ({type(module).__name__}) reads no images")
     if texts is not None:
@@ -179,7 +179,7 @@ def reads_images(loaded: LoadedModel, processor: Any, texts: Sequence[str] | Non
     if "input_ids" not in parameters or image_token(processor) is not None:
         return loaded
     tower = getattr(module, "vision_model", None)
-    if tower is None or "pixel_values" not in inspect.signature(tower.forward).parameters:
+    if tower is None or "pixel_values" not in forward_signature(tower).parameters:
         raise InputError(
             f"{loaded.name} ({type(module).__name__}) reads text beside images: give captions, one for each image"
         )

@@ -1,6 +1,5 @@
 """From pairs of texts to batches: sources tokenised for the encoder, targets as the decoder reads them in training."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from massieu.errors import InputError
 from massieu.probing.data.pairs import Pair, Side
 from massieu.probing.data.text import Batch, TextReport, padding_token, special_ids
 from massieu.probing.model.checkpoint import counted
+from massieu.probing.model.signature import forward_signature
 from massieu.probing.model.target_labels import shifted_labels
 
 _TOKENIZER_OPTIONS = {
@@ -75,7 +75,7 @@ def check_pair_model(model: nn.Module, tokenizer: Any, name: str) -> None:
         InputError: it has not; its decoder's first token is not known; the tokenizer would mark the target as text in
             the source's language.
     """
-    parameters = inspect.signature(model.forward).parameters
+    parameters = forward_signature(model).parameters
     has_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if not has_decoder or not {"input_ids", "decoder_input_ids"} <= set(parameters):
         raise _no_pairs(name)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.model.checkpoint import sentence
 from massieu.probing.model.offload import execution_device
+from massieu.probing.model.signature import forward_signature, name_of_ids
 from massieu.probing.model.target_labels import IGNORED, is_tokens
 
 _BY_PLACE = "*"  # before the number of an argument that has no name of its own
@@ -51,9 +52,9 @@ def named_inputs(module: nn.Module, batch: Any) -> dict[str, Any]:
     for value in (*arguments, *keywords.values()):
         if isinstance(value, Tensor):
             _check_readable(module, value)
-    signature = inspect.signature(module.forward)
+    signature = forward_signature(module)
     try:
-        bound = signature.bind(*arguments, **keywords)
+        bound = signature.bind(*arguments, **_by_own_names(module, keywords))
     except TypeError as error:
         raise InputError(f"the forward of {name} does not take the batch {_described(batch)}: {error}") from error
     if not arguments:
@@ -81,9 +82,23 @@ def _check_readable(module: nn.Module, tensor: Tensor) -> None:
 def called_with(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """What a forward that is about to run is given, by the names of its parameters; what has no name is left out."""
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
+    parameters = forward_signature(module).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind in by_place]
     return dict(zip(names, arguments, strict=False)) | dict(keywords)
+
+
+def _by_own_names(module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with the ids of tokens under the name that the module's forward has for them.
+
+    Everywhere else they are called ``input_ids``, so that the tokens are known.
+    """
+    if "input_ids" not in keywords:
+        return keywords
+    name = name_of_ids(module)
+    if name is None or name in keywords:
+        return keywords
+    others = {key: value for key, value in keywords.items() if key != "input_ids"}
+    return {name: keywords["input_ids"], **others}
 
 
 def _described(batch: Any) -> str:
@@ -110,6 +125,7 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """
     arguments = [value for name, value in inputs.items() if name.startswith(_BY_PLACE)]
     keywords = {name: value for name, value in inputs.items() if not name.startswith(_BY_PLACE)}
+    keywords = _by_own_names(module, keywords)
     with uncompiled():
         try:
             return module(*arguments, **keywords)

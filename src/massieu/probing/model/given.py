@@ -12,6 +12,7 @@ from torch import nn
 from massieu.errors import InputError
 from massieu.foundation.arguments import described, flag
 from massieu.foundation.doors import any_of, check_fields, path, text
+from massieu.probing.model.unwrap import check_in_reach, holds_model, module_in
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -86,17 +87,24 @@ class Checkpoint:
 
 
 Model = str | Path | PathLike[str] | nn.Module | Checkpoint | None
-"""What is taken for a model: a name, a module, or a `Checkpoint`; None is the default model."""
+"""What is taken for a model: a name, a module, or a `Checkpoint`; None is the default model.
+
+Objects of other libraries that hold a module are taken too: `massieu.probing.model.unwrap.HOLDERS`.
+"""
 
 
-def given_model(model: Model) -> Checkpoint | nn.Module:
-    """A model as a caller gives it: a module, or a checkpoint.
+def given_model(model: Any) -> Checkpoint | nn.Module:
+    """A model as a caller gives it: a checkpoint, a module, or what `unwrapped` takes for one.
 
     Raises:
         InputError: it is something else.
     """
     if isinstance(model, Checkpoint | nn.Module):
         return model
+    if holds_model(model):
+        module_in(model)  # raises where it cannot be read
+        return model  # with the tokenizer that it holds beside the module
     if model is None or isinstance(model, str | PathLike):
         return Checkpoint(model)
+    check_in_reach(model)
     raise InputError(f"model must be a name, a path, a torch.nn.Module or a massieu.Checkpoint, got {described(model)}")

@@ -335,7 +335,7 @@ def load(
     check: Callable[[AnnouncedModel], None] | None = None,
 ) -> LoadedModel:
     """A model as it was given: `load_model` of a checkpoint, `as_loaded` of a module."""
-    if isinstance(given, nn.Module):
+    if not isinstance(given, Checkpoint):
         return as_loaded(given)
     return load_model(given, tokenizer=tokenizer, head=head, check=check)
 

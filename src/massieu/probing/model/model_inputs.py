@@ -1,6 +1,5 @@
 """What a model's forward is called with: a batch on its device, without a cache, with decoder tokens where it needs them."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.probing.model.forward import decoder_given, device_of, separable
+from massieu.probing.model.signature import forward_signature
 from massieu.probing.model.target_labels import IGNORED, is_tokens, predicts_labels, shifted_labels
 
 _DUMMY_LENGTH = 16
@@ -79,7 +79,7 @@ def with_target(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def _accepts(module: nn.Module, name: str) -> bool:
     """Whether a module's forward has a parameter of this name."""
-    return name in inspect.signature(module.forward).parameters
+    return name in forward_signature(module).parameters
 
 
 def _has_decoder(module: nn.Module) -> bool:

@@ -1,6 +1,5 @@
 """What the decoder of an encoder–decoder reads where a batch holds labels: their shift, as training makes it."""
 
-import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from massieu.errors import InputError
 from massieu.probing.model.checkpoint import sentence
+from massieu.probing.model.signature import forward_signature
 
 IGNORED = -100
 """The label of a token that the loss leaves out, as of padding."""
@@ -29,7 +29,7 @@ def predicts_labels(module: nn.Module, inputs: Mapping[str, Any]) -> bool:
     labels = inputs.get("labels")
     if labels is None:
         return False
-    if "labels" not in inspect.signature(module.forward).parameters:
+    if "labels" not in forward_signature(module).parameters:
         return is_tokens(labels)
     can_generate: Any = getattr(module, "can_generate", None)
     return can_generate is not None and can_generate()

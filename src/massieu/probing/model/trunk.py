@@ -1,6 +1,5 @@
 """The part of a module in memory that is read: without what wraps it, without its head, and with weights that have numbers."""
 
-import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 from massieu.errors import InputError
 from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.offload import offloaded
+from massieu.probing.model.signature import forward_signature
 from massieu.probing.model.unwrap import is_pretrained, unwrapped
 
 
@@ -63,6 +63,6 @@ def _is_packed(name: str, entry: Any) -> bool:
 def trunk_of(model: Any) -> nn.Module:
     """A model of transformers without its head; the model itself where the base cannot be called with the model's input."""
     base = model.base_model
-    parameters = inspect.signature(base.forward).parameters.values()
+    parameters = forward_signature(base).parameters.values()
     required = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     return base if required <= {str(model.main_input_name)} else model

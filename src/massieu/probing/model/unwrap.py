@@ -1,6 +1,7 @@
 """A module without what wraps it: what trains, compiles or adapts a model is taken off, and its names with it."""
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,12 +12,34 @@ from massieu.errors import InputError
 _MOST_WRAPPERS = 10  # around each other
 
 
+@dataclass(frozen=True)
+class Holder:
+    """A class of another library whose objects hold a model and its tokenizer, as attributes of these names."""
+
+    library: str
+    name: str
+    model: str
+    tokenizer: str
+
+
+HOLDERS = (
+    Holder("transformers.pipelines.base", "Pipeline", "model", "tokenizer"),
+    Holder("transformers.trainer", "Trainer", "model", "processing_class"),
+    Holder("nnsight.intervention.envoy", "Envoy", "_module", "tokenizer"),
+    Holder("transformer_lens.model_bridge.bridge_core", "BridgeCore", "original_model", "tokenizer"),
+    Holder("sentence_transformers", "SentenceTransformer", "", "tokenizer"),
+    Holder("transformer_lens.HookedTransformer", "HookedTransformer", "", "tokenizer"),
+)
+"""The model of a SentenceTransformer is in its first module, and a HookedTransformer is a model itself."""
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module whose own forward attends, with the parameters in place and its names free of wrappers' prefixes.
 
     Taken off are ``DistributedDataParallel``, ``torch.compile``, a ``PeftModel`` (its adapters stay at work in the base
     model), a ``SentenceTransformer`` and a ``LightningModule`` that has no forward of its own around its one model. A module
-    that FSDP2 shards, or that was compiled in place, is the module itself.
+    that FSDP2 shards, that accelerate prepared, or that was compiled in place, is the module itself. Objects that hold a
+    model are taken too: a pipeline or Trainer of transformers, an nnsight model, a TransformerBridge of TransformerLens.
 
     Raises:
         InputError: no module; a ``DataParallel``, whose threads cannot be read; a scripted or traced module.
@@ -28,8 +51,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         >>> unwrapped(torch.compile(layer)) is layer
         True
     """
-    if not isinstance(module, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, got {type(module).__name__}")
+    module = module_in(module)
     for _ in range(_MOST_WRAPPERS):
         inner = _inside(module)
         if inner is module:
@@ -41,6 +63,36 @@ def unwrapped(module: nn.Module) -> nn.Module:
             "was made from"
         )
     return module
+
+
+def module_in(model: Any) -> nn.Module:
+    """The module that an object of another library holds; a module itself where it holds none.
+
+    Raises:
+        InputError: neither is the case.
+    """
+    holder = _holder_of(model)
+    module = model if holder is None or not holder.model else getattr(model, holder.model)
+    if isinstance(module, nn.Module):
+        return module
+    check_in_reach(model)
+    raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def check_in_reach(model: Any) -> None:
+    """Raises:
+    InputError: the model is one of vLLM, which another process runs.
+    """
+    if _is(model, "vllm", "LLM"):
+        raise InputError(
+            "a model of vLLM attends in kernels of another process, where no score can be seen; give the name of its "
+            "checkpoint, which transformers loads"
+        )
+
+
+def holds_model(model: Any) -> bool:
+    """Whether an object is no module and holds one."""
+    return not isinstance(model, nn.Module) and _holder_of(model) is not None
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -61,9 +113,18 @@ def prompt_tokens(module: Any) -> int:
     return settings.num_virtual_tokens
 
 
-def tokenizer_of(module: Any) -> Any:
-    """The tokenizer that a ``SentenceTransformer`` brings; None for every other module."""
-    return module.tokenizer if _is(module, "sentence_transformers", "SentenceTransformer") else None
+def tokenizer_of(model: Any) -> Any:
+    """The tokenizer that a model brings with it, as a pipeline and a ``SentenceTransformer`` do; None where it brings none."""
+    holder = _holder_of(model)
+    if holder is None:
+        return None
+    processor = getattr(model, holder.tokenizer, None)
+    # A Trainer's may be a processor of text and images.
+    return processor if hasattr(processor, "get_vocab") else getattr(processor, "tokenizer", None)
+
+
+def _holder_of(model: Any) -> Holder | None:
+    return next((holder for holder in HOLDERS if _is(model, holder.library, holder.name)), None)
 
 
 def _inside(module: Any) -> nn.Module:
@@ -78,6 +139,9 @@ def _inside(module: Any) -> nn.Module:
         return module.get_base_model()
     if _is(module, "sentence_transformers", "SentenceTransformer"):
         return _text_model(module)
+    holder = _holder_of(module)
+    if holder is not None and holder.model:
+        return getattr(module, holder.model)
     for library in ("lightning", "pytorch_lightning"):
         if not _is(module, library, "LightningModule"):
             continue

@@ -21,7 +21,7 @@ from massieu.probing.model.checkpoint import shortened
 from massieu.probing.model.forward import device_of, named_inputs, run
 from massieu.probing.model.model_inputs import model_inputs
 from massieu.probing.model.trunk import check_loaded
-from massieu.probing.model.unwrap import unwrapped
+from massieu.probing.model.unwrap import module_in, unwrapped
 from massieu.probing.monitor.alarms import Alarms, watched_numbers
 from massieu.probing.monitor.clipping import Clipping, LargestLogits
 from massieu.probing.monitor.known_sites import KnownSites
@@ -162,7 +162,7 @@ class Monitor:
         optimizers = optimizers_of(optimizer)
         self.model = unwrapped(model)
         check_loaded(self.model, type(self.model).__name__)
-        self._entry = entry_of(model, self.model)
+        self._entry = entry_of(module_in(model), self.model)
         self._period = Period(every, budget)
         self._batch: Any = batch if _is_function(batch) else named_inputs(self.model, batch)
         self._notices = Notices(type(self.model).__name__)

@@ -1,6 +1,7 @@
 """What one call of a monitor found, as a flat dictionary that every logger takes."""
 
 from collections.abc import Mapping
+from html import escape
 
 import numpy as np
 from torch import Tensor
@@ -57,6 +58,12 @@ class MonitorRecord(dict[str, float]):
         self.alarms: list[Alarm] = []
         self._prefix = f"{prefix}/" if prefix else ""
         self.where = {f"{self._prefix}{name}": head for name, head in where.items()}
+
+    def _repr_html_(self) -> str:
+        rows = [f"<tr><td>{escape(name)}</td><td>{value:.4g}</td></tr>" for name, value in self.summary().items()]
+        alarms = [f"<li>{escape(str(alarm))}</li>" for alarm in self.alarms]
+        heading = f"step {self.step}: {len(self)} numbers, of which these are the whole model's"
+        return f"<p>{heading}</p><table>{''.join(rows)}</table><ul>{''.join(alarms)}</ul>"
 
     def summary(self) -> dict[str, float]:
         """The numbers of the whole model that one plots, at most 20, by the record's own names.

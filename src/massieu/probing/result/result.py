@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from massieu.errors import InputError, require_extra
-from massieu.foundation.arguments import flag
+from massieu.foundation.arguments import described, flag
 from massieu.foundation.doors import input_door, text
+from massieu.foundation.pandas_tables import pandas_table
 from massieu.foundation.printable import visible
 from massieu.probing.reading.per_token import TokenTable
 from massieu.probing.result import stored
@@ -36,8 +37,12 @@ from massieu.storage.writing import check_name, write_whole
 if TYPE_CHECKING:
     import polars
 
+    from massieu.report.plots import ResultPlots
+
 DIGITS = 4
 """Significant digits of the numbers in ``details.json``."""
+PANDAS_TABLES = ("table", "heads", "layers", "extremes")
+"""What `ProbeResult.to_pandas` turns into a table of pandas."""
 
 
 class Fragment:
@@ -122,6 +127,17 @@ class ProbeResult:
             frame.select(polars.lit(scope).alias("scope"), *COLUMNS)
             for scope, frame in (("head", self.heads), ("layer", self.layers))
         )
+
+    def to_pandas(self, table: Literal["table", "heads", "layers", "extremes"] = "table") -> Any:
+        """A table as a ``pandas.DataFrame``, without pyarrow; numbers of layers and heads stay whole.
+
+        Raises:
+            InputError: there is no such table.
+            MissingExtraError: pandas is not installed.
+        """
+        if table not in PANDAS_TABLES:
+            raise InputError(f"table must be one of {', '.join(PANDAS_TABLES)}, got {described(table)}")
+        return pandas_table(getattr(self, table))
 
     @property
     def extremes(self) -> "polars.DataFrame":
@@ -378,16 +394,12 @@ class ProbeResult:
         sites = sites_with(self.run, self.heads, layer, head, attention)
         return self._token_table.rows(sites, head, window)
 
-    def plot(self, statistic: str, *, attention: str | None = None) -> Any:
-        """The same as a figure of plotly, for a notebook or ``write_html``.
+    @property
+    def plot(self) -> "ResultPlots":
+        """Figures of plotly, or in axes of matplotlib: ``plot.map("entropy")``, ``plot.head(3, 5)``, ``plot.depth()``."""
+        from massieu.report.plots import ResultPlots
 
-        Raises:
-            InputError: As `matrix`.
-            MissingExtraError: Plotly is not installed.
-        """
-        from massieu.report.matrix import figure_of
-
-        return figure_of(self.run, self.heads, statistic, attention)
+        return ResultPlots(self.run, self.details, self.heads, self.layers)
 
     def show(self, layer: int, head: int) -> Fragment:
         """One head in a notebook: its numbers, distributions and example tokens.

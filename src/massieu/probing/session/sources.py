@@ -120,7 +120,7 @@ class Opening:
             processor = processor_of(processor, None, self.trust_remote_code)
         loaded = self.loaded()
         if processor is None:
-            if isinstance(self.model, nn.Module):
+            if not isinstance(self.model, Checkpoint):
                 raise InputError("a model in memory needs a processor of images: massieu.Images(images, processor)")
             name = default_model() if self.model.name is None else self.model.name
             processor = processor_of(name, self.model.revision, self.trust_remote_code)

@@ -1,6 +1,5 @@
 """Groups for which some sampled windows are run again, alone: in another order of their tokens, or with gradients."""
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from massieu.foundation.patches import patch_size
 from massieu.probing.capture.routes import capturing
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.forward import output_tensor, run
+from massieu.probing.model.signature import forward_signature
 from massieu.probing.statistics.group import Event, SampledWindow, UnsuitableInputsError
 from massieu.probing.statistics.layer_groups import SublayerGroup
 from massieu.probing.stream.wiring import Step, StreamTracer
@@ -81,7 +81,7 @@ def without_padding(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             name: value[:, real] if isinstance(value, Tensor) and value.shape == ids.shape else value
             for name, value in inputs.items()
         }
-    if mask is None and "attention_mask" in inspect.signature(model.forward).parameters:
+    if mask is None and "attention_mask" in forward_signature(model).parameters:
         return inputs | {"attention_mask": torch.ones_like(ids)}
     return inputs
 

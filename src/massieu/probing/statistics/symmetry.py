@@ -7,7 +7,6 @@ the other order is like any other token. In the control the position numbers mov
 see each other must then give the same states, and what is left shows its mask.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from massieu.foundation.patches import num_patches, rearranged_patches
 from massieu.probing.capture.sites import SiteInfo
 from massieu.probing.model.precision import relative_difference, tolerance
+from massieu.probing.model.signature import forward_signature
 from massieu.probing.statistics.registry import SYMMETRY, ZHANG, Register
 from massieu.probing.statistics.rerun import (
     FEWEST,
@@ -138,7 +138,7 @@ def _positions(
     """
     if _POSITIONS in inputs:
         return inputs[_POSITIONS]
-    if _POSITIONS not in inspect.signature(model.forward).parameters:
+    if _POSITIONS not in forward_signature(model).parameters:
         return None
     ids = inputs["input_ids"]
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)

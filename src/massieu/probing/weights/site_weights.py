@@ -74,6 +74,13 @@ class SiteAttention:
     key_tokens: list[list[str]] | None = field(repr=False)
     visible: Int[Tensor, "B H L"] = field(repr=False)
 
+    def __repr__(self) -> str:
+        batch, heads, queries, keys = self.weights.shape
+        return (
+            f"{self.name}: {self.kind}, layer {self.layer}, {heads} of {self.num_heads} heads, weights of {batch} × "
+            f"{queries} queries over {keys} keys"
+        )
+
     def of_head(self, head: int) -> Float[Tensor, "B L N"]:
         """The weights of one head, by its number in the module.
 

@@ -29,7 +29,7 @@ from massieu.probing.model.model_inputs import model_inputs, with_target
 from massieu.probing.model.positions import max_positions
 from massieu.probing.model.tokenizers import check_ids, check_tokenizer
 from massieu.probing.model.trunk import readable_trunk
-from massieu.probing.model.unwrap import tokenizer_of
+from massieu.probing.model.unwrap import module_in, tokenizer_of
 from massieu.probing.weights.site_weights import SiteAttention
 
 SCORES = 2**22
@@ -262,7 +262,7 @@ def _opened(model: Checkpoint | nn.Module, tokenizer: Any) -> tuple[nn.Module, s
     if is_name:
         tokenizer = load_tokenizer(tokenizer)
     module = readable_trunk(model)
-    return module, type(model).__name__, tokenizer_of(model) if tokenizer is None else tokenizer
+    return module, type(module_in(model)).__name__, tokenizer_of(model) if tokenizer is None else tokenizer
 
 
 def _prompt_inputs(module: nn.Module, name: str, tokenizer: Any, prompt: Any) -> dict[str, Any]:

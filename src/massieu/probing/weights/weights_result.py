@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import PurePath
 from typing import Any
 
@@ -14,8 +15,14 @@ from torch import Tensor
 from massieu.errors import InputError
 from massieu.foundation.arguments import whole_number
 from massieu.foundation.doors import input_door
+from massieu.foundation.printable import visible
 from massieu.probing.weights.site_weights import SiteAttention, StrongWeight
 from massieu.report.weights import draw_weights
+
+SHOWN = 6
+"""Attention modules that are written out."""
+STRONGEST = 5
+"""Weights that a notebook shows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +40,25 @@ class AttentionWeightsResult:
     sites: tuple[SiteAttention, ...]
     refused: dict[str, str]
     layers_of: dict[str, int]
+
+    def __repr__(self) -> str:
+        heads = sum(len(site.heads) for site in self.sites)
+        modules = f"{len(self.sites)} attention modules" if len(self.sites) != 1 else "1 attention module"
+        lines = [f"AttentionWeightsResult of {self.model}: {heads} heads of {modules}"]
+        lines += [f"  {site!r}" for site in self.sites[:SHOWN]]
+        if len(self.sites) > SHOWN:
+            lines.append(f"  … {len(self.sites) - SHOWN} more")
+        lines += [f"  not read: {name}, {reason}" for name, reason in list(self.refused.items())[:SHOWN]]
+        return visible("\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        rows = [
+            f"<tr><td>{each.layer}</td><td>{each.head}</td><td>{escape(_token(each.query_token, each.query))}</td>"
+            f"<td>{escape(_token(each.key_token, each.key))}</td><td>{each.weight:.3f}</td></tr>"
+            for each in self.strongest(STRONGEST)
+        ]
+        heading = "<tr><th>layer</th><th>head</th><th>query</th><th>key</th><th>weight</th></tr>"
+        return f"<pre>{escape(repr(self))}</pre><table>{heading}{''.join(rows)}</table>"
 
     def __getitem__(self, name: str) -> SiteAttention:
         for site in self.sites:
@@ -180,3 +206,8 @@ class AttentionWeightsResult:
         key_tokens = None if attention.key_tokens is None else attention.key_tokens[row]
         title = f"{PurePath(self.model).name}: layer {layer}, head {head}"
         return draw_weights(attention.of_head(head)[row].numpy(), query_tokens, key_tokens, title, ax)
+
+
+def _token(text: str | None, place: int) -> str:
+    """A token with its place, or the place alone."""
+    return f"{place}" if text is None else f"{visible(text)} ({place})"

@@ -108,7 +108,18 @@ def added(scores: Scores, value: Any, factor: float, moves: Moves) -> Scores:
 
 
 def _selected(call: FunctionCall, tensor: Tensor, scores: Scores) -> Scores:
-    """Scores after ``torch.where``, a function, or ``Tensor.where``, whose first argument is what is kept."""
+    """Scores after ``torch.where``, or ``Tensor.where``."""
+    condition, chosen, other = _selection(call)
+    if chosen is tensor:
+        return _filled(scores, ~condition, other)
+    return _filled(scores, condition, chosen)
+
+
+def _selection(call: FunctionCall) -> tuple[Any, Any, Any]:
+    """The condition of ``torch.where``, what is taken where it is true, and what is taken elsewhere.
+
+    The first argument of ``Tensor.where`` is what is kept.
+    """
     args = call.args
     if len(args) == 3:
         condition, chosen, other = args
@@ -117,10 +128,8 @@ def _selected(call: FunctionCall, tensor: Tensor, scores: Scores) -> Scores:
         chosen = call.kwargs.get("input", args[-1])
         other = call.kwargs.get("other", args[-1])
     if isinstance(condition, Tensor) and condition.dtype != torch.bool:
-        condition, chosen = chosen, condition
-    if chosen is tensor:
-        return _filled(scores, ~condition, other)
-    return _filled(scores, condition, chosen)
+        return chosen, condition, other
+    return condition, chosen, other
 
 
 def weights_after(call: FunctionCall, tensor: Tensor, weights: Weights) -> Weights:
@@ -133,7 +142,18 @@ def weights_after(call: FunctionCall, tensor: Tensor, weights: Weights) -> Weigh
         return without_sink
     if call.func in f.FILLING and call.argument(2, "value") == 0:
         return weights  # rows that see no key
+    if call.func in f.SELECTING and _selects_zero(call, tensor):
+        return weights  # the same, as TransformerLens writes it
     return replace(weights, broken=f"its attention weights go through {call.name()}")
+
+
+def _selects_zero(call: FunctionCall, tensor: Tensor) -> bool:
+    """Whether weights stay as they are but where zeros take their place."""
+    _, chosen, other = _selection(call)
+    replacement = other if chosen is tensor else chosen
+    if isinstance(replacement, Tensor):
+        return not replacement.requires_grad and not bool(replacement.any())
+    return replacement == 0
 
 
 def _without_sink(call: FunctionCall, tensor: Tensor, weights: Weights) -> Weights | None:
