@@ -357,7 +357,7 @@ def check_alike(mixed: bool = False, /, **tensors: Any) -> None:
             raise TypeError(f"{first} and {name} must have one dtype, got {like.dtype} and {dtype}")
     # `check_one_device` is slow beside a small call, which takes microseconds.
     device = like.device
-    if any([tensor.device != device for tensor in tensors.values()]):
+    if any(tensor.device != device for tensor in tensors.values()):
         check_one_device(**tensors)
 
 
