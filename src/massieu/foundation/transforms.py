@@ -66,10 +66,18 @@ def may_be_differentiated(*tensors: Tensor) -> bool:
         return False
     if torch.compiler.is_compiling():
         return in_functorch() or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floating))
-    if forward_ad._current_level >= 0 or {"Grad", "Jvp"} & set(_transforms()):
+    transforms = _transforms()
+    if forward_ad._current_level >= 0 or "Grad" in transforms or "Jvp" in transforms:
         return True
-    # Every layer, since the item that `vmap` shows requires no gradient even if its batch does.
-    return torch.is_grad_enabled() and any(layer.requires_grad for tensor in floating for layer in layers(tensor))
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in floating:
+        if tensor.requires_grad:
+            return True
+        # Every layer, since the item that `vmap` shows requires no gradient even if its batch does.
+        if is_functorch_wrapped_tensor(tensor) and any(layer.requires_grad for layer in layers(tensor)):
+            return True
+    return False
 
 
 def _transforms() -> list[str]:

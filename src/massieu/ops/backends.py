@@ -46,7 +46,8 @@ def choose(name: str, registry: Sequence[Backend], problem: AttentionProblem, *o
     Raises:
         ValueError: there is no such backend, or it refuses; the message gives its reason.
     """
-    check_name(name, registry)
+    if type(name) is not str or name != "auto":
+        check_name(name, registry)
     for backend in registry:
         if name not in ("auto", backend.name):
             continue

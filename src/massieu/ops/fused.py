@@ -57,7 +57,10 @@ class Fused:
             # The kernel must have values: with the keys as values its output is the gradient of log Z.
             return (self._run(problem, query, key, key.detach(), mask, scale)[1],)
         # The kernel does not check that key and value have the same number of heads.
-        value = _repeat_heads(problem.value.to(query.dtype), key.shape[1])
+        value = problem.value
+        if value.dtype != query.dtype:
+            value = value.to(query.dtype)
+        value = _repeat_heads(value, key.shape[1])
         value_size = value.shape[-1]
         size = self._size(query, value)
         query = _padded(query, size)
@@ -67,8 +70,11 @@ class Fused:
             # The compiler does not take one tensor for two arguments of a custom function.
             value = value.view_as(value)
         output, log_z = self._run(problem, query, key, value, mask, scale)
-        output = output[..., :value_size].to(problem.query.dtype)
-        return output.reshape(*log_z.shape, value_size), log_z
+        if size != value_size:
+            output = output[..., :value_size]
+        if output.dtype != problem.query.dtype:
+            output = output.to(problem.query.dtype)
+        return output.reshape((*log_z.shape, value_size)), log_z
 
     def _size(self, *tensors: Tensor) -> int:
         """The least head size that the kernel takes and that all tensors can be padded to."""

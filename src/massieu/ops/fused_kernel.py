@@ -108,7 +108,7 @@ def by_reference(
 
 def rows_contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors, copied if the numbers of a row are not adjacent, as kernels need them."""
-    return tuple(part if part is None or part.stride(-1) == 1 else part.contiguous() for part in tensors)
+    return tuple([part if part is None or part.stride(-1) == 1 else part.contiguous() for part in tensors])
 
 
 def _gradient(

@@ -65,7 +65,7 @@ class AttentionProblem:
 
     def restore(self, result: Tensor) -> Tensor:
         """From ``(B, Hk, G, L, ...)`` to the shape of the caller's query."""
-        return result.reshape(*self.lead, *result.shape[4:])
+        return result.reshape(self.lead + result.shape[4:])
 
     def scaled_query(self) -> Tensor:
         """scale·query in `dtype`, so that scores are plain dot products."""
@@ -210,17 +210,11 @@ class CallLayout(NamedTuple):
     @staticmethod
     def of(query: Tensor, key: Tensor) -> "CallLayout":
         """The layout of a query and a key whose shapes were checked."""
+        *batch, key_heads, keys, _ = key.shape
+        *_, heads, length, _ = query.shape
         grouped = query.ndim > key.ndim
-        key_heads = key.shape[-3]
-        group = query.shape[-3] if grouped else query.shape[-3] // key_heads
-        return CallLayout(
-            batch=tuple(key.shape[:-3]),
-            key_heads=key_heads,
-            group=group,
-            length=query.shape[-2],
-            keys=key.shape[-2],
-            grouped=grouped,
-        )
+        group = heads if grouped else heads // key_heads
+        return CallLayout(tuple(batch), key_heads, group, length, keys, grouped)
 
     def flatten_batch(self, tensor: Tensor, others: int) -> Tensor:
         """From ``(#*batch, ...)`` to ``(#B, ...)``, where ``...`` are `others` dimensions."""
@@ -362,7 +356,8 @@ def check_alike(mixed: bool = False, /, **tensors: Any) -> None:
         if dtype != like.dtype and not mixed:
             raise TypeError(f"{first} and {name} must have one dtype, got {like.dtype} and {dtype}")
     # `check_one_device` is slow beside a small call, which takes microseconds.
-    if any(tensor.device != like.device for tensor in tensors.values()):
+    device = like.device
+    if any(tensor.device != device for tensor in tensors.values()):
         check_one_device(**tensors)
 
 

@@ -38,7 +38,7 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_single_queries_of_single_heads(option):
     call = replace(whole_call(), **OPTIONS[option])
-    heads, queries, item = torch.tensor([3, 0, 2]), torch.tensor([4, 1, 1]), 1
+    item, heads, queries = torch.tensor([[1, 0, 1], [3, 0, 2], [4, 1, 1]])
     part = call.of_pairs(item, heads, queries)
     for found, expected in zip(explicit_attention(part), explicit_attention(call), strict=True):
         torch.testing.assert_close(found[0, :, 0], expected.expand(BATCH, -1, -1, -1)[item, heads, queries])

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import re
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -331,6 +332,26 @@ def of_exchanged_memory() -> nn.Parameter:
 def test_what_a_record_cannot_hold_is_said(make, reason):
     found = blueprint_of(odd(make))
     assert isinstance(found, str) and re.search(reason, found)
+
+
+def test_a_record_is_made_once_for_a_model_and_its_configuration():
+    model = zoo.fresh("gpt2")
+    first = blueprint(model)
+    assert blueprint(model) is first
+    model.config.initializer_range *= 2
+    second = blueprint(model)
+    assert second is not first
+    weight, wider_weight = (
+        made.draw(blocks_of(model), 1, torch.device("cpu"), torch.float32)[0].h[0].mlp.c_fc.weight
+        for made in (first, second)
+    )
+    torch.testing.assert_close(wider_weight, 2 * weight)
+
+
+def test_no_two_modules_of_a_draw_share_hooks():
+    fresh, _ = draw(zoo.fresh("gpt2"))
+    hooks = [value for module in fresh.modules() for value in vars(module).values() if isinstance(value, OrderedDict)]
+    assert len({id(each) for each in hooks}) == len(hooks)
 
 
 def test_a_module_without_a_configuration_is_said():

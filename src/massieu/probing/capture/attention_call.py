@@ -175,19 +175,22 @@ class AttentionCall:
             chosen[name] = value
         return chosen
 
-    def of_pairs(self, item: int, heads: Int[Tensor, " S"], queries: Int[Tensor, " S"]) -> "AttentionCall":
-        """One query of each of some heads of one item of the batch, as S heads with a single query and keys of their own.
+    def of_pairs(
+        self, items: Int[Tensor, " S"], heads: Int[Tensor, " S"], queries: Int[Tensor, " S"]
+    ) -> "AttentionCall":
+        """One query of each of some heads, each in an item of the batch, as S heads with a single query and keys of their own.
 
         It has scores and no more: values and output are empty, since copies of them for each head would be large.
         """
         key_heads = heads // (self.query.shape[1] // self.key.shape[1])
+        zeros = torch.zeros_like(heads)
 
         def of_pair(part: Tensor) -> Tensor:
             """From (B or 1, H or 1, L or 1, …) to (1, S, 1, …)."""
-            of_item = part[item if part.shape[0] > 1 else 0]
-            head = heads if of_item.shape[0] > 1 else torch.zeros_like(heads)
-            query = queries if of_item.shape[1] > 1 else torch.zeros_like(queries)
-            return of_item[head, query][None, :, None]
+            places = (items, heads, queries)
+            # A dimension of size 1 is broadcast.
+            indices = [place if size > 1 else zeros for place, size in zip(places, part.shape[:3], strict=True)]
+            return part[tuple(indices)][None, :, None]
 
         parts: dict[str, Any] = {}
         for name in ("weights", "log_weight", "seen", "sink_value"):
@@ -199,7 +202,7 @@ class AttentionCall:
         if self.sink is not None:
             parts["sink"] = self.sink[heads] if self.sink.dim() == 1 else of_pair(self.sink)
         parts["query"] = of_pair(self.query)
-        parts["key"] = self.key[item, key_heads][None]
+        parts["key"] = self.key[items, key_heads][None]
         parts["value"] = self.value.new_empty(1, len(heads), self.value.shape[2], 0)
         parts["output"] = self.output.new_empty(1, 1, len(heads), 0)
         return replace(self, **parts, is_causal=False)

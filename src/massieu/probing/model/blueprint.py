@@ -3,7 +3,9 @@
 import copy
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,19 @@ _DEPTH = re.compile(r"(?:^|_)(?:layers?|depths?|blocks)$|^n_layers?$")
 _verdicts: dict[tuple[type, str], str | None] = {}
 
 
+@dataclass(frozen=True)
+class _Made:
+    """What was found for a model, and the settings under which it was."""
+
+    config: Any
+    dtype: torch.dtype
+    result: Blueprint | str
+
+
+_made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
+"""By the model in memory: a second probe of it records nothing anew. The record goes when the model goes."""
+
+
 def blueprint_of(module: nn.Module) -> Blueprint | str:
     """From what models like this one are drawn block by block; or why they cannot be, in a few words.
 
@@ -35,19 +50,32 @@ def blueprint_of(module: nn.Module) -> Blueprint | str:
     """
     if not is_pretrained(module):
         return f"{type(module).__name__} has no configuration from which it could be built"
-    kind: Any = type(module)
-    config: Any = module.config
     try:
-        blueprint = _recorded(kind, config)
-        num_weights = sum(parameter.numel() for parameter in blueprint.tree.parameters())
-        example, recorded = config, blueprint
-        if num_weights > SMALL:
-            example, recorded = _small_example(kind, config)
-        key = (kind, json.dumps(example.to_dict(), sort_keys=True, default=str))
-        if key not in _verdicts:
-            _verdicts[key] = _difference(kind, example, recorded)
+        return _made_for(module)
     except Exception as error:  # of whatever class the constructor raises that finds tensors without numbers
-        return f"the constructor of {kind.__name__} cannot be recorded ({sentence(error)})"
+        return f"the constructor of {type(module).__name__} cannot be recorded ({sentence(error)})"
+
+
+def _made_for(module: Any) -> Blueprint | str:
+    """The record of a model's constructor, made once for as long as the model and its configuration stay."""
+    config = module.config
+    dtype = torch.get_default_dtype()
+    made = _made.get(module)
+    if made is None or made.dtype != dtype or vars(made.config) != vars(config):
+        made = _Made(copy.deepcopy(config), dtype, _checked_record(type(module), config))
+        _made[module] = made
+    return made.result
+
+
+def _checked_record(kind: Any, config: Any) -> Blueprint | str:
+    blueprint = _recorded(kind, config)
+    num_weights = sum(parameter.numel() for parameter in blueprint.tree.parameters())
+    example, recorded = config, blueprint
+    if num_weights > SMALL:
+        example, recorded = _small_example(kind, config)
+    key = (kind, json.dumps(example.to_dict(), sort_keys=True, default=str))
+    if key not in _verdicts:
+        _verdicts[key] = _difference(kind, example, recorded)
     return _verdicts[key] or blueprint
 
 

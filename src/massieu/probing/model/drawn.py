@@ -7,6 +7,7 @@ weight depends on the seed and its own name alone, so that neither the order nor
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,6 +243,7 @@ class Blueprint:
         """
         self.tree = tree
         self.record = record
+        self._weights_by_blocks: dict[frozenset[str], dict[int, Weight]] = {}
         for name, tensor in (*tree.named_buffers(), *tree.named_parameters()):
             if record.knows(tensor):
                 record.names[record.view(tensor).storage] = name
@@ -259,7 +261,7 @@ class Blueprint:
             blocks: names of the modules of which one at a time has its weights.
         """
         drawn = DrawnWeights(self.record, seed, device, dtype)
-        weights = {id(tensor): weight for tensor, weight in self._weights(blocks)}
+        weights = self._weights_of(frozenset(blocks))
         memo: dict[int, Any] = {}
         for tensor in self.tree.parameters():
             weight = weights.get(id(tensor))
@@ -276,6 +278,12 @@ class Blueprint:
             if drawn_here:
                 made.__dict__["_parameters"] = _Parameters(dict(made._parameters), drawn_here, drawn)
         return fresh.eval(), drawn
+
+    def _weights_of(self, blocks: frozenset[str]) -> dict[int, Weight]:
+        """How each parameter is drawn, by its `id`: the same for every seed."""
+        if blocks not in self._weights_by_blocks:
+            self._weights_by_blocks[blocks] = {id(tensor): weight for tensor, weight in self._weights(blocks)}
+        return self._weights_by_blocks[blocks]
 
     def _weights(self, blocks: Collection[str]) -> Iterator[tuple[Tensor, Weight]]:
         """Each parameter, and how it is drawn."""
@@ -327,5 +335,10 @@ def copied(tree: nn.Module, memo: dict[int, Any], replacement: Callable[[Tensor]
                 copies[id(tensor)] = replacement(tensor)
             return copies[id(tensor)]
 
+    # A module has a dozen dictionaries of hooks, nearly all empty. New ones cost a tenth of what copying them does.
+    for module in tree.modules():
+        for hooks in vars(module).values():
+            if type(hooks) is OrderedDict and not hooks:
+                memo[id(hooks)] = OrderedDict()
     with Copying():
         return copy.deepcopy(tree, memo)

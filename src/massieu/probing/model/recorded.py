@@ -105,11 +105,10 @@ class Operation:
 
     def run(self, storages: dict[int, torch.UntypedStorage], generator_of: GeneratorOf) -> None:
         """Do it again to memory that has numbers."""
-        arguments, keywords = tree_map_only(
-            View, lambda view: view.of(storages[view.storage]), (self.arguments, self.keywords)
-        )
+        arguments = [_in_memory(argument, storages) for argument in self.arguments]
+        keywords = {name: _in_memory(argument, storages) for name, argument in self.keywords.items()}
         if self.draws:
-            keywords = keywords | {"generator": generator_of(self, 0)}
+            keywords["generator"] = generator_of(self, 0)
         results = tree_leaves(self.function(*arguments, **keywords))
         for place, view in self.created.items():
             result = results[place]
@@ -122,6 +121,15 @@ class Operation:
     def target(self) -> View | None:
         """What an operation in place works on."""
         return self.arguments[0] if self.arguments and isinstance(self.arguments[0], View) else None
+
+
+def _in_memory(argument: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
+    """An argument of an operation, with tensors for its views."""
+    if isinstance(argument, View):
+        return argument.of(storages[argument.storage])
+    if isinstance(argument, list | tuple):  # of tensors, as of `torch.cat`
+        return tree_map_only(View, lambda view: view.of(storages[view.storage]), argument)
+    return argument
 
 
 @dataclass(eq=False)

@@ -123,21 +123,17 @@ def _places(
     columns = np.full((len(heads), len(PLACES)), _UNKNOWN)
     window, query, key, query_token, key_token = columns.T  # views: each writes one column
     items, queries = np.divmod(indices, call.query.shape[2])
-    for item in map(int, np.unique(items)):
-        of_item = items == item
-        item_queries = torch.from_numpy(queries[of_item]).to(call.query.device)
-        item_heads = torch.from_numpy(heads[of_item]).to(call.query.device)
-        pairs = call.of_pairs(item, item_heads, item_queries)
-        scores, log_weight = explicit_attention(pairs)
-        logits = scores.masked_fill(~pairs.visible(), -torch.inf) if by_score else scores + log_weight
-        keys = logits[0, :, 0].argmax(-1).cpu().numpy()
-        positions = places.positions[item_queries].cpu().numpy()
-        sequences_per_row = max(len(call.query) // places.rows, 1)
-        window[of_item] = places.windows[item // sequences_per_row]
-        query[of_item] = positions
-        key[of_item] = keys
-        if places.query_ids is not None:
-            query_token[of_item] = places.query_ids[item].cpu().numpy()[positions]
-        if places.key_ids is not None:
-            key_token[of_item] = places.key_ids[item].cpu().numpy()[keys]
+    item_of_head, query_of_head = (torch.from_numpy(each).to(call.query.device) for each in (items, queries))
+    # All heads at once: their keys take no more memory than those of one item.
+    pairs = call.of_pairs(item_of_head, torch.from_numpy(heads).to(call.query.device), query_of_head)
+    scores, log_weight = explicit_attention(pairs)
+    logits = scores.masked_fill(~pairs.visible(), -torch.inf) if by_score else scores + log_weight
+    sequences_per_row = max(len(call.query) // places.rows, 1)
+    window[:] = np.asarray(places.windows)[items // sequences_per_row]
+    query[:] = places.positions[query_of_head].cpu().numpy()
+    key[:] = logits[0, :, 0].argmax(-1).cpu().numpy()
+    if places.query_ids is not None:
+        query_token[:] = places.query_ids.cpu().numpy()[items, query]
+    if places.key_ids is not None:
+        key_token[:] = places.key_ids.cpu().numpy()[items, key]
     return columns

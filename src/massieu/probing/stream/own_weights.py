@@ -32,8 +32,9 @@ def maps_among_weights(
     if state.dtype not in _ROUNDING:
         return None
     maps: list[tuple[Tensor, Tensor]] = []
+    candidates = _Candidates(module, state)
     for result in results:
-        match = next(_matching(module, state, result.flatten()), None)
+        match = next(candidates.matching(result.flatten()), None)
         if match is None:
             return None
         weight, bias = match
@@ -41,38 +42,49 @@ def maps_among_weights(
     return maps
 
 
-def _matching(
-    module: nn.Module, state: Float[Tensor, " D"], result: Float[Tensor, " N"]
-) -> Iterator[tuple[Float[Tensor, "N D"], Float[Tensor, " N"]]]:
-    """Parts of the module's weights and biases that map the state to the result."""
-    size = len(result)
-    largest_error = _ROUNDING[state.dtype] * result.abs().max()
-    matrices, vectors = _parameters(module, state)
-    for matrix in matrices:
-        if matrix.shape[0] % size:
-            continue
-        product = matrix @ state
-        for bias in (product.new_zeros(len(product)), *vectors[len(product)]):
-            # Every part of a fused weight at once: (parts, size) against the result.
-            errors = (product + bias).view(-1, size).sub(result).abs().amax(1)
-            for part in (errors <= largest_error).nonzero()[:, 0].tolist():
-                rows = slice(part * size, (part + 1) * size)
-                yield matrix[rows], bias[rows]
+class _Candidates:
+    """The weights and biases of a module that can be applied to a state.
 
+    Attributes:
+        matrices: weights, as they are or transposed.
+        vectors: biases, by their size.
+    """
 
-def _parameters(module: nn.Module, like: Tensor) -> tuple[list[Float[Tensor, "_ D"]], dict[int, list[Tensor]]]:
-    """Matrices that can be applied to a state, as they are or transposed, and vectors by their size."""
-    matrices: list[Tensor] = []
-    vectors: dict[int, list[Tensor]] = defaultdict(list)
-    for parameter in module.parameters():
-        if type(parameter) is not nn.Parameter or (parameter.dtype, parameter.device) != (like.dtype, like.device):
-            continue
-        weight = parameter.detach()
-        if weight.dim() == 1:
-            vectors[len(weight)].append(weight)
-        elif weight.dim() == 2:
-            matrices += [matrix for matrix in (weight, weight.mT) if matrix.shape[1] == len(like)]
-    return matrices, vectors
+    def __init__(self, module: nn.Module, state: Float[Tensor, " D"]) -> None:
+        self.state = state
+        self.matrices: list[Float[Tensor, "_ D"]] = []
+        self.vectors: dict[int, list[Tensor]] = defaultdict(list)
+        self._products: dict[int, Tensor] = {}
+        for parameter in module.parameters():
+            is_alike = (parameter.dtype, parameter.device) == (state.dtype, state.device)
+            if type(parameter) is not nn.Parameter or not is_alike:
+                continue
+            weight = parameter.detach()
+            if weight.dim() == 1:
+                self.vectors[len(weight)].append(weight)
+            elif weight.dim() == 2:
+                self.matrices += [matrix for matrix in (weight, weight.mT) if matrix.shape[1] == len(state)]
+
+    def matching(self, result: Float[Tensor, " N"]) -> Iterator[tuple[Float[Tensor, "N D"], Float[Tensor, " N"]]]:
+        """Parts of the module's weights and biases that map the state to the result."""
+        size = len(result)
+        largest_error = _ROUNDING[self.state.dtype] * result.abs().max()
+        for place, matrix in enumerate(self.matrices):
+            if matrix.shape[0] % size:
+                continue
+            product = self._product(place)
+            for bias in (product.new_zeros(len(product)), *self.vectors[len(product)]):
+                # Every part of a fused weight at once: (parts, size) against the result.
+                errors = (product + bias).view(-1, size).sub(result).abs().amax(1)
+                for part in (errors <= largest_error).nonzero()[:, 0].tolist():
+                    rows = slice(part * size, (part + 1) * size)
+                    yield matrix[rows], bias[rows]
+
+    def _product(self, place: int) -> Tensor:
+        """A matrix times the state, computed for the first result that asks for it."""
+        if place not in self._products:
+            self._products[place] = self.matrices[place] @ self.state
+        return self._products[place]
 
 
 @contextmanager

@@ -180,7 +180,9 @@ def each_against_the_others(
 ) -> Float64[np.ndarray, "draws clusters heads *batch"]:
     """The p-values that the heads of each draw have against the other draws: those of heads that have learned nothing."""
     # (draws − 1, clusters, heads, draws, *batch): which draw is left out is a batch of laws.
-    other_draws = np.stack([np.delete(numbers, draw, 0) for draw in range(len(numbers))], 3)
+    draws = range(len(numbers))
+    others = [[other for other in draws if other != draw] for draw in draws]
+    other_draws = np.ascontiguousarray(np.moveaxis(numbers[others], 0, 3))
     law = RandomHeads.of(other_draws)
     # (clusters, heads, draws, *batch), as the laws broadcast.
     p_values = law.p_value(np.moveaxis(numbers, 0, 2), np.moveaxis(errors, 0, 2), 1.0)
