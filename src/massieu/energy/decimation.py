@@ -18,6 +18,7 @@ from massieu.energy.sites import MAX_STATES, state_blocks
 from massieu.energy.spins import SpinModel
 from massieu.foundation.arguments import as_tensor, check_finite, instance, number_or_tensor, whole_number
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import all_true
 from massieu.measures import Spin
 
@@ -198,6 +199,8 @@ class DecimationFlowResult(NamedTuple):
     field: Float[Tensor, "steps+1 *batch"]
     constant: Float[Tensor, "steps+1 *batch"]
 
+    __repr__ = fields_repr
+
 
 class DecimationFixedPointResult(NamedTuple):
     """Where a flow stays.
@@ -208,6 +211,8 @@ class DecimationFixedPointResult(NamedTuple):
 
     coupling: float
     exponent: float
+
+    __repr__ = fields_repr
 
 
 @door(coupling=number_or_tensor, field=number_or_tensor)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, floating, whole_number
 from massieu.foundation.doors import door, function
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import any_true
 from massieu.inference.resampling import effective_sample_size
 
@@ -36,6 +37,8 @@ class EvidenceResult(NamedTuple):
     """The relative standard error of Z; not to be trusted if the effective sample size is a few draws."""
     effective_sample_size: Float[Tensor, "*items"]
     """(Σ w)²/Σ w² of all draws."""
+
+    __repr__ = fields_repr
 
 
 @door(log_joint=function, log_proposal=function, samples=whole_number)

@@ -29,6 +29,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import door
+from massieu.foundation.short_repr import fields_repr
 
 _RESAMPLES = 200
 _LEVEL = 0.95
@@ -50,6 +51,8 @@ class TransferRiskResult(NamedTuple):
     bound: float
     """κ² · masked_excess."""
 
+    __repr__ = fields_repr
+
 
 class TransferEstimateResult(NamedTuple):
     """The probe from masked tokens to labels, and its condition number with an interval."""
@@ -69,6 +72,8 @@ class TransferEstimateResult(NamedTuple):
 
     It is about 0 if the labels can be identified from the masked tokens. NaN where the features predict no label beyond noise.
     """
+
+    __repr__ = fields_repr
 
     def predict(self, prediction: Float[Tensor, "*lead p"]) -> Float[Tensor, "*lead c"]:
         """The labels' means that follow from predictions of the masked tokens."""
