@@ -166,6 +166,7 @@ $(VENV)/measured: $(VENV)/installed
 
 bench: $(VENV)/measured ## the benchmarks one after the other, written to benchmarks/results/ and docs/benchmarks.md
 	@mkdir -p $(MEASURED)
+	@$(BIN)/python benchmarks/how_long.py $(filter-out $(notdir $(wildcard $(MEASURED)/*)),$(BENCHMARKS))
 	@for name in $(BENCHMARKS); do \
 	  if [ ! -e $(MEASURED)/$$name ]; then \
 	    echo "== benchmarks/$$name.py ($$(ls $(MEASURED) | wc -l) of $(words $(BENCHMARKS)) done)"; \

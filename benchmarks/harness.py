@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
+_STARTED = time.perf_counter()
 Work = Callable[[], object]
 
 
@@ -221,7 +222,7 @@ def write(name: str, rows: list[Comparison], **more: object) -> Path:
 
 
 def save(name: str, **content: object) -> Path:
-    """Write ``results/<name>.json``: date, machine, and the content given."""
+    """Write ``results/<name>.json``: date, machine, how long this process took until now, and the content given."""
     machine = {"processor": _processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
@@ -229,6 +230,7 @@ def save(name: str, **content: object) -> Path:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python benchmarks/{name}.py",
         "machine": machine | {"python": platform.python_version()},
+        "minutes": round((time.perf_counter() - _STARTED) / 60, 1),
         **content,
     }
     path.write_text(json.dumps(whole, indent=1) + "\n")

@@ -3,6 +3,7 @@
 import importlib
 import math
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ def _module(name: str) -> ModuleType:
 
 comparisons, explicit, fit, harness = map(_module, ("comparisons", "explicit_attention", "fit", "harness"))
 lengths, losses, on_cuda, page, right = map(_module, ("lengths", "losses", "on_cuda", "page", "right"))
-conditional_mean, scaling, sections = map(_module, ("conditional_mean", "scaling", "sections"))
+conditional_mean, how_long, scaling, sections = map(_module, ("conditional_mean", "how_long", "scaling", "sections"))
 RESULTS = page.read(FOLDER / "results")
 
 
@@ -250,6 +251,18 @@ def test_the_page_of_a_fixture():
     )
     assert "| work | 250 ms | 1 s | 4.00 |" in text
     assert text.index("## Attention, log Z, moments") < text.index("## new") < text.index("## CUDA: not measured")
+
+
+def test_what_a_run_takes_is_stored_and_said_before_the_next(monkeypatch, tmp_path):
+    for module in (harness, how_long):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "_STARTED", time.perf_counter() - 90)
+    harness.save("one", rows=[])
+    harness.save("two", rows=[])
+    (tmp_path / "old.json").write_text("{}", encoding="utf-8")
+    assert how_long.stored_minutes("one") == pytest.approx(1.5, abs=0.5)
+    assert how_long.sentence(["one", "two"]) == "2 benchmarks take about 3 minutes, as when they were last run"
+    assert how_long.sentence(["old", "new"]) == "no time is stored of old, new"
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
