@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder sample check test slow emulated emulated-all claims floor bridges core lint types types-changed docs packages bench \
+.PHONY: demo demo-decoder sample check test slow release-tests emulated emulated-all claims floor bridges core lint types types-changed docs packages bench \
   release-check clean
 
 # Keep pytest's bytecode cache: the next run starts three times as fast.
@@ -80,7 +80,11 @@ endif
 
 # Tests by Hypothesis run once more, with many more examples.
 slow: $(VENV)/decoder packages ## the longer ones
-	$(PYTEST) --dist worksteal --hypothesis-profile=slow -m "slow or hypothesis"
+	$(PYTEST) --dist worksteal --hypothesis-profile=slow -m "(slow or hypothesis) and not release"
+
+# More forms of what the longer tests try; part of the release check.
+release-tests: $(VENV)/installed packages
+	$(PYTEST) --dist worksteal --hypothesis-profile=slow -m release
 
 # A C++ compiler and a browser, which some tests need: installed where that may be done, else those tests are skipped.
 packages: $(VENV)/installed

@@ -25,6 +25,8 @@ from massieu.solve import Anderson, Auto, Method, Newton, Picard, fixed_point
 BLUE, RED, GREEN, ORANGE, VIOLET, GREY = "#2a6f97", "#c8553d", "#4f8a3d", "#d1891f", "#7b4fa3", "#777777"
 COLOURS = (BLUE, RED, GREEN, ORANGE, VIOLET)
 F64 = torch.float64
+CAPACITY_TRIALS = 21
+"""Sets of random patterns for each width."""
 
 
 def panels(count: int, height: float = 3.4) -> tuple[Figure, list]:
@@ -295,14 +297,22 @@ def capacity_picture() -> Figure:
         "exponential": (DenseHopfieldEnergy.create, (8, 10, 12, 14, 16, 18, 20)),
     }
     for (name, (network, widths)), colour in zip(networks.items(), (RED, GREEN, ORANGE, VIOLET), strict=True):
-        stored = [statistics.median(all_stored(network, signs(4096, width)) for _ in range(21)) for width in widths]
+        stored = []
+        for width in widths:
+            counts = [all_stored(network, signs(4096, width)) for _ in range(CAPACITY_TRIALS)]
+            stored.append(statistics.median(counts))
         right.loglog(widths, stored, "o-", color=colour, markersize=3.5, linewidth=1, label=name)
     widths = torch.linspace(8, 130, 200)
     right.loglog(widths, widths, color=BLUE, linewidth=1, label="pseudo-inverse: d")
     right.loglog(widths, widths / (4 * widths.log()), "--", color=RED, linewidth=1, label="d / (4 ln d)")
     exponential_widths = torch.linspace(8, 21, 100)
     right.loglog(exponential_widths, 2 ** (exponential_widths / 2), "--", color=VIOLET, linewidth=1, label="2^(d/2)")
-    right.set(xlabel="units d", ylabel="patterns", title="stored without any error, median of 21", ylim=(0.8, 1e5))
+    right.set(
+        xlabel="units d",
+        ylabel="patterns",
+        title=f"stored without any error, median of {CAPACITY_TRIALS}",
+        ylim=(0.8, 1e5),
+    )
     right.legend(fontsize=7, loc="upper right", ncols=2)
     return figure
 

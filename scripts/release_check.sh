@@ -73,6 +73,9 @@ say "every claim at 40 seeds that nobody chose"
 cd "$root"
 make claims
 
+say "further forms of what CI tries on some"
+make release-tests
+
 say "every room, as other processors compute"
 make emulated-all
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 # A failed assertion of a helper tells its values, as one of a test does.
 pytest.register_assert_rewrite("tests.support")
-from tests.support import needs  # noqa: E402
+from tests.support import needs, release  # noqa: E402
 
 # Before torch and transformers are loaded, and for the processes that tests start. Their problems are small and share the
 # cores; models and texts are on this machine.
@@ -64,8 +64,12 @@ def few_draws() -> Generator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are chosen by
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    for item in items:
+        if release.in_release_alone(item):
+            item.add_marker(release.MARK)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

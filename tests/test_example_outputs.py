@@ -158,5 +158,6 @@ def test_the_sample_report_is_small_whole_and_of_no_machine():
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_drawn(name, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["pictures.py", "--out", str(tmp_path), name])
+    monkeypatch.setattr("scripts.pictures.CAPACITY_TRIALS", 1)
     main()
     assert 10_000 < (tmp_path / f"{name}.png").stat().st_size < 150_000

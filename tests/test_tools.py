@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import linprog
 from scripts import mutants, test_table
 from tests import conftest
-from tests.support import cpu_times, needs
+from tests.support import cpu_times, needs, release
 from tests.support.rounding import FAST_EXPONENTIAL, rounding_error
 from tests.support.rows import every_row, one_in, some_slow
 
@@ -197,3 +197,20 @@ def test_the_table_adds_up_rooms():
     names = ("covered_lines", "covered_branches", "num_statements", "num_branches")
     files = {f"src/massieu/{name}": {"summary": dict(zip(names, row, strict=True))} for name, row in summaries.items()}
     assert test_table.coverage_by_room({"files": files}) == {"ops": 50.0, "errors": 100.0, "all": 1000 / 15}
+
+
+@pytest.mark.slow
+def test_what_ci_leaves_out_exists_and_another_form_of_it_stays():
+    root = Path(__file__).parent.parent
+    files = sorted({test.partition("::")[0] for test in release.FORMS})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files, "-m"]
+
+    def collected(mark: str) -> list[str]:
+        done = subprocess.run([*command, mark], cwd=root, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    expected = [f"{test}[{case}]" for test, cases in release.FORMS.items() for case in cases]
+    expected += [test for test, cases in release.FORMS.items() if not cases]
+    assert sorted(collected("release")) == sorted(expected)
+    stay = {test.partition("[")[0] for test in collected("not release")}
+    assert {test for test, cases in release.FORMS.items() if cases} <= stay

@@ -1,0 +1,53 @@
+"""Longer tests that CI leaves to the release check: one more form of a property that CI tries on other forms.
+
+Each repeats for one more class, shape or draw what a test that stays in CI does for another. Most of their time is tracing.
+`make release-tests` runs them, and so does `make release-check`.
+"""
+
+import pytest
+
+MARK = "release"
+
+FORMS: dict[str, tuple[str, ...]] = {
+    # Exported: the strategies whose head is an equation, but one; SoftmaxHeads and twenty others stay.
+    "tests/nn/test_export.py::test_an_exported_module_takes_any_batch_and_length": (
+        *("ImplicitHeads", "TAPHeads", "EntmaxHeads", "Equilibrium", "Equilibrium, by a sum"),
+    ),
+    # Compiled: ops, the fixed point with three adjoints, attention, implicit heads and an energy of each kind stay.
+    "tests/energy/test_conformance.py::test_compiled_is_eager": ("transformer", "two layers", "clustering"),
+    "tests/energy/test_activation_conformance.py::test_compiled_is_eager": ("sparse atoms", "sphere", "RMSNorm"),
+    "tests/posteriors/test_conformance.py::test_compiled_is_eager": (
+        *("hidden Markov", "regression", "regression of unknown noise", "concepts"),
+    ),
+    "tests/population/test_conformance.py::test_compiled_is_eager": ("doubly stochastic",),
+    "tests/measures/test_conformance.py::test_conforms_compiled": (
+        *("gamma", "mixture of atoms and spins", "kernel density", "uniform", "poisson", "laplace"),
+    ),
+    "tests/measures/test_conformance.py::test_conforms_for_other_draws": (
+        *(
+            "sphere in eight dimensions",
+            "sphere in five dimensions",
+            "mixture of a batch",
+            "atoms, two batch dimensions",
+        ),
+    ),
+    "tests/papers/theory/test_large_dimension.py::test_compiled": (),
+    "tests/nn/test_spin.py::test_compiled": (),
+    "tests/nn/test_sparse.py::test_compiled": (),
+    "tests/nn/test_hopfield.py::test_compiled": (),
+    "tests/nn/test_tap.py::test_compiled": (),
+    "tests/test_duality.py::TestCompile::test_transforms_inside": (),
+    "tests/ops/test_transforms.py::test_compiled_for_any_length": ("all",),
+    "tests/ops/test_window.py::test_compiled_with_any_length": ("auto-lengths0",),
+    "tests/solve/test_compiled.py::test_compiled_once_for_all_sizes": (),
+    "tests/solve/test_compiled.py::test_compiled_without_a_compiler": ("Newton", "Anderson"),
+    "tests/solve/test_nestings.py::test_triples": (),
+    "tests/energy/test_entmax.py::test_a_compiled_transform_differentiates_in_alpha": (),
+}
+"""By test the names of its cases; all of them where none is named."""
+
+
+def in_release_alone(item: pytest.Item) -> bool:
+    """Whether CI leaves the test out."""
+    test, _, case = item.nodeid.removesuffix("]").partition("[")
+    return test in FORMS and (not FORMS[test] or case in FORMS[test])
