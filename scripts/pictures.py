@@ -27,6 +27,7 @@ COLOURS = (BLUE, RED, GREEN, ORANGE, VIOLET)
 F64 = torch.float64
 CAPACITY_TRIALS = 21
 """Sets of random patterns for each width."""
+CAPACITY_LOADS = (0.03, 0.06, 0.09, 0.11, 0.125, 0.14, 0.155, 0.18, 0.22, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99)
 
 
 def panels(count: int, height: float = 3.4) -> tuple[Figure, list]:
@@ -273,17 +274,16 @@ def capacity_picture() -> Figure:
         return 2 * torch.randint(0, 2, (count, width), generator=generator).to(F64) - 1
 
     figure, (left, right) = panels(2)
-    loads = [0.03, 0.06, 0.09, 0.11, 0.125, 0.14, 0.155, 0.18, 0.22, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.99]
     for rule, name, colour in (("hebb", "Hebb", RED), ("pseudo_inverse", "pseudo-inverse", BLUE)):
         for flipped, style in ((0.0, "o-"), (0.1, "s--")):
             overlaps = []
-            for load in loads:
+            for load in CAPACITY_LOADS:
                 patterns = signs(round(load * 200), 200)
                 start = torch.where(torch.rand(patterns.shape, generator=generator) < flipped, -patterns, patterns)
                 end = BinaryHopfieldEnergy.of_patterns(patterns, rule=rule).retrieve(start, steps=12).state
                 overlaps.append((end * patterns).mean())
             label = f"{name}, {flipped:.0%} of units flipped"
-            left.plot(loads, overlaps, style, color=colour, markersize=3, linewidth=1, label=label)
+            left.plot(CAPACITY_LOADS, overlaps, style, color=colour, markersize=3, linewidth=1, label=label)
     below = torch.linspace(0.005, 0.137, 60).tolist()
     left.plot(below, [overlap_of_theory(load) for load in below], color="black", linewidth=2, label="theory for Hebb")
     left.axvline(0.138, color=GREY, linewidth=0.8, linestyle=":")
