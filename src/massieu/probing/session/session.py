@@ -292,14 +292,30 @@ class Session(SessionRecord):
                 f"result: {shortened(look.silent, 5)}"
             )
         self.warnings += [f"the attention of {name} is not read: {reason}" for name, reason in look.refused.items()]
-        read = self.options, look.layout, look.refused
         if self.options.new_tokens is not None:
             check_causal(look.sites, inputs, self.loaded.name)
-            self.reading = GeneratingReading(self.loaded.whole, self.options.new_tokens, module, look.sites, *read)
+            self.reading = GeneratingReading(
+                self.loaded.whole,
+                self.options.new_tokens,
+                module,
+                look.sites,
+                self.options,
+                layout=look.layout,
+                refused=look.refused,
+            )
         else:
             around = self.given.batches.around if isinstance(self.given.batches, TextBatches) else None
             self.source = Source(self.loaded, self.given.tokenizer, around)
-            self.reading = Reading(module, look.sites, *read, inputs, self.source, self._say)
+            self.reading = Reading(
+                module,
+                look.sites,
+                self.options,
+                layout=look.layout,
+                refused=look.refused,
+                inputs=inputs,
+                source=self.source,
+                tell=self._say,
+            )
         self.begun = True
 
     def _say(self, stage: str) -> None:
