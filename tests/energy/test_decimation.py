@@ -233,6 +233,8 @@ REFUSED = {
     "text": (lambda: decimation_flow("1"), TypeError, "coupling"),
     "field in two dimensions": (lambda: decimation_flow(1.0, 0.1, dimension=2), ValueError, "field"),
     "block": (lambda: decimation_flow(1.0, block=1), ValueError, "block"),
+    "bonds of a flow": (lambda: decimation_flow(1.0, dimension=2000), ValueError, r"2\^53, got 2\^1999"),
+    "bonds at a fixed point": (lambda: decimation_fixed_point(54, block=3), ValueError, r"2\^53, got 3\^53"),
     "dimension": (lambda: decimation_fixed_point(0), ValueError, "dimension"),
 }
 

@@ -13,7 +13,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "tests/nn/test_export.py::test_an_exported_module_takes_any_batch_and_length": (
         *("ImplicitHeads", "TAPHeads", "EntmaxHeads", "Equilibrium", "Equilibrium, by a sum"),
     ),
-    # Compiled: ops, the fixed point with three adjoints, attention, implicit heads and an energy of each kind stay.
+    # Compiled: ops, the fixed point with three adjoints, attention, implicit heads and five energies stay.
     "tests/energy/test_conformance.py::test_compiled_is_eager": ("transformer", "two layers", "clustering"),
     "tests/energy/test_activation_conformance.py::test_compiled_is_eager": ("sparse atoms", "sphere", "RMSNorm"),
     "tests/posteriors/test_conformance.py::test_compiled_is_eager": (

@@ -22,6 +22,8 @@ from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import all_true
 from massieu.measures import Spin
 
+_MOST_BONDS = 2**53
+"""Whole numbers up to here are exact in float64."""
 _BISECTIONS = 200
 """Halvings of the interval of the fixed point, more than float64 has digits."""
 
@@ -44,6 +46,8 @@ class IntegratedResult:
     interactions: Float[Tensor, "..."]
     model: SpinModel
     constant: Float[Tensor, ""]
+
+    __repr__ = fields_repr
 
     def strength(self) -> Float[Tensor, "k+1"]:
         """Root of the sum of squares of all interactions of each order, from 0 to k: what `model` leaves out is from 3 on."""
@@ -257,15 +261,24 @@ def decimation_flow(
     whole_number("steps", steps, least=0)
     whole_number("block", block, least=2)
     whole_number("dimension", dimension, least=1)
+    bonds = _parallel_bonds(block, dimension)
     coupling, field = _couplings_of_flow(coupling, field)
     if dimension > 1 and not all_true(field == 0):
         raise ValueError(f"field must be 0 in {dimension} dimensions: a field is decimated in one dimension alone")
     path = [(coupling, field, torch.zeros_like(coupling))]
     for _ in range(steps):
-        moved = block ** (dimension - 1) * coupling
+        moved = bonds * coupling
         coupling, field, constant = _decimated_chain(moved, field, block)
         path.append((coupling, field, constant))
     return DecimationFlowResult(*(torch.stack(values) for values in zip(*path, strict=True)))
+
+
+def _parallel_bonds(block: int, dimension: int) -> int:
+    """How many parallel bonds are moved together, block^(dimension − 1)."""
+    bonds = block ** min(dimension - 1, 64)
+    if bonds > _MOST_BONDS:
+        raise ValueError(f"block^(dimension − 1) must be at most 2^53, got {block}^{dimension - 1}")
+    return bonds
 
 
 def _couplings_of_flow(coupling: Tensor | float, field: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -326,7 +339,7 @@ def decimation_fixed_point(dimension: int, *, block: int = 2) -> DecimationFixed
     whole_number("block", block, least=2)
     if dimension == 1:
         return DecimationFixedPointResult(math.inf, 0.0)
-    bonds = block ** (dimension - 1)
+    bonds = _parallel_bonds(block, dimension)
     # Below the fixed point a step weakens the coupling. At 1 it strengthens it, as bonds·K − ½ log(block) > K there.
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):

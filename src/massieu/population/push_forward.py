@@ -12,6 +12,7 @@ from massieu.duality.maps import DualResult
 from massieu.energy.activations import MeasureActivation
 from massieu.foundation import matrices
 from massieu.foundation.arguments import instance, real_tensor, whole_number
+from massieu.foundation.short_repr import fields_repr
 from massieu.foundation.transforms import all_true
 from massieu.foundation.values import promoted_dtype
 from massieu.measures import Measure
@@ -30,6 +31,8 @@ class PushedMoments(NamedTuple):
     covariance: Float[Tensor, "d d"]
     covariance_error: Float[Tensor, "d d"]
     """Of each entry."""
+
+    __repr__ = fields_repr
 
 
 class PushForward(Operator):

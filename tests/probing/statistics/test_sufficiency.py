@@ -168,6 +168,17 @@ def test_the_states_are_those_of_three_passes_of_our_own():
     assert float(count[0, 0]) == pytest.approx(moves[1], rel=1e-4)
 
 
+def test_a_layer_of_nan_is_counted_as_nan_and_not_left_out():
+    network = Bags(torch.zeros(LENGTH, LENGTH)).eval()
+    window = {"input_ids": IDS[:1]}
+    sites = first_look(network, window).sites
+    nn.init.constant_(network.layers[1].attention.out.weight, torch.nan)  # pyright: ignore
+    sums = sufficiency_sums(network, sites, window, torch.Generator().manual_seed(0))
+    first, last = sorted(sums)
+    assert bool(sums[first][0].isfinite().all())
+    assert bool(sums[last][0][:, 0].isnan().all()) and bool(sums[last][1][:, 0].isnan().all())
+
+
 @pytest.mark.medium
 def test_an_encoder_without_positions_has_no_gap_and_random_models_are_beside_it():
     network = transformer("roberta")

@@ -163,7 +163,8 @@ def sufficiency_sums(
             continue
         states = ReaderStates(window, equal_counts, other_counts)
         # Before the first attention, readers see no context: they move by rounding, or not at all.
-        if not bool(states.counts_change > rounding**2 * window.square().sum()):
+        # A NaN is no small move: it is counted, and shows.
+        if bool(states.counts_change <= rounding**2 * window.square().sum()):
             continue
         total, count = torch.zeros(2, len(REGISTER.functions), 2, dtype=torch.float64)
         for place, statistic in enumerate(REGISTER.functions.values()):
