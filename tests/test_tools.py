@@ -105,7 +105,7 @@ def test_browsers_are_found_by_their_names(names, found, tmp_path_factory):
         assert browser == needs.Browser(kind, str(folder / program), driver and str(folder / driver))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_program_that_is_missing_is_named_in_the_closing_lines_and_fails_where_ci_runs(tmp_path):
     test = tmp_path / "test_needy.py"
     test.write_text("import pytest\n\n@pytest.mark.needs('browser')\ndef test_it():\n    pass\n")

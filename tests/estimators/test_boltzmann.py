@@ -200,7 +200,7 @@ def test_an_update_is_a_partial_fit():
     assert part.score(BITS) > before + 0.2
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_annealed_normaliser_is_the_exact_one(monkeypatch):
     exact, annealed = (trained(BITS, visible="bernoulli", hidden="spin") for _ in range(2))
     wanted = exact.log_partition_

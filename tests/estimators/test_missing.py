@@ -117,7 +117,7 @@ def test_two_gaussian_layers_are_filled_as_one_gaussian():
     assert np.array_equal(filled[:, known], np.tile(asked[known], (50, 1)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_many_hidden_units_are_sampled_and_a_call_repeats_itself(monkeypatch: pytest.MonkeyPatch):
     model = fitted(BITS, visible="bernoulli", n_components=5)
     asked = with_holes(BITS[:8])
@@ -157,7 +157,7 @@ def test_what_is_filled_is_what_is_drawn():
 # --- learning from incomplete rows -----------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_incomplete_rows_are_learned_to_the_optimum_of_their_likelihood():
     """Three bits that mostly agree; the second is often unseen where the first is 0: missing at random, and not by chance
     alone, so that rows without holes, or holes filled with 1, have another law."""
@@ -294,7 +294,7 @@ def test_kinds_by_name_are_kinds_in_a_list():
         fitted(frame, visible={"smoke": "bernoulli"})
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_column_of_categories():
     """Values 10, 20 and 40: three states of one unit, beside a number that depends on them; the whole law by quadrature."""
     random = np.random.default_rng(3)

@@ -219,7 +219,7 @@ def test_first_guesses_are_told_what_is_meant(call, message):
         call()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled_code_makes_and_calls_what_is_behind_doors():
     """In one graph, and once for all calls of one shape."""
 

@@ -137,7 +137,7 @@ def test_annealing_agrees_and_samples_have_the_law():
     assert ((share - p).abs() < 5 * (p * (1 - p) / 4000).sqrt()).all()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_training_fits_the_law_of_the_data():
     """Two rows of equal halves: an independent law has 6·log 2 = 4.2 nats, the law of the data log 8 = 2.1."""
     generator = torch.Generator().manual_seed(0)
@@ -216,7 +216,7 @@ def test_an_implicit_mixture_is_the_sum_of_its_machines():
     torch.testing.assert_close(mixture.transform(visible)[:, 6:], of_machines.softmax(-1))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_implicit_mixture_learns_and_annealing_agrees():
     """Two kinds of rows, each of which one machine takes."""
     generator = torch.Generator().manual_seed(0)

@@ -298,7 +298,7 @@ def test_a_monotone_layer_trains_with_large_weights():
     "make",
     [
         pytest.param(lambda: Equilibrium(Squashed(Linear()), method=Picard()), id="block", marks=pytest.mark.slow),
-        pytest.param(lambda: monotone(3, method=Picard()), id="monotone", marks=pytest.mark.medium),
+        pytest.param(lambda: monotone(3, method=Picard()), id="monotone", marks=pytest.mark.slow),
     ],
 )
 @torch.no_grad()

@@ -384,6 +384,7 @@ def test_a_process_that_dies_is_an_error_of_the_others(what):
     assert seconds < 10  # a bound on a hang, not a timing: the group's timeout is 1 s
 
 
+@pytest.mark.slow
 def test_the_gradients_of_an_encoder_under_ddp():
     """With loss="sharded" they are those of one process with the whole batch; with the default half of them."""
     model, views = losses.encoder()

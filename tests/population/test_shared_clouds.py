@@ -15,6 +15,7 @@ def results():
     return processes.run(work.everything, 2)
 
 
+@pytest.mark.slow
 def test_the_spectrum_is_that_of_all_tokens(results):
     for each in results:
         torch.testing.assert_close(each["spectrum"], covariance_spectrum(work.cloud()), atol=1e-13, rtol=1e-12)

@@ -73,7 +73,7 @@ def test_with_the_moments_of_the_law_the_probe_is_that_of_the_matrices(kind):
     assert predicted.numpy() == pytest.approx((posterior @ torch.tensor(LATENTS.labels).T).numpy(), abs=1e-12)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["posterior", "counts"])
 def test_the_interval_covers_the_condition_number_of_the_matrices(features):
     """Were the intervals' level 0.8, fewer than 7 of 12 would cover with probability 0.02."""

@@ -215,8 +215,8 @@ def test_a_narrow_page_is_short_and_its_parts_open(open_page: Callable[..., Page
 # --- the pages of a training run, of a comparison and of a flow ------------------------------------------------------
 
 
-@pytest.mark.medium
-@some_slow(("width", "theme"), [(390, "dark"), (1300, "light")], 1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1300, "light")])
 def test_the_page_of_a_training_run(width: int, theme: str, driver: ChromiumDriver, tmp_path: Path):
     """Drawn without a request or an error, as wide as the window; the map follows its selectors."""
     hot = training_run("<i>hot</i>", loss=lambda step: math.nan if step == 300 else 10.0 ** (step / 100))

@@ -494,7 +494,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     assert (tmp_path / folders.STORE / ".massieu-theirs").is_dir()  # it may be alive
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_processes_save_and_a_third_reads_whole_results(tmp_path):
     save(tmp_path, files("first"))
     start = multiprocessing.get_context("spawn")

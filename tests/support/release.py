@@ -11,7 +11,7 @@ MARK = "release"
 FORMS: dict[str, tuple[str, ...]] = {
     # Exported: the strategies whose head is an equation, but one; SoftmaxHeads and twenty others stay.
     "tests/nn/test_export.py::test_an_exported_module_takes_any_batch_and_length": (
-        *("ImplicitHeads", "TAPHeads", "EntmaxHeads", "Equilibrium", "Equilibrium, by a sum"),
+        *("ImplicitHeads", "TAPHeads", "EntmaxHeads", "MonotoneEquilibrium", "Equilibrium", "Equilibrium, by a sum"),
     ),
     # Compiled: ops, the fixed point with three adjoints, attention, implicit heads and five energies stay.
     "tests/energy/test_conformance.py::test_compiled_is_eager": ("transformer", "two layers", "clustering"),
@@ -31,6 +31,7 @@ FORMS: dict[str, tuple[str, ...]] = {
             "atoms, two batch dimensions",
         ),
     ),
+    "tests/energy/test_transformer.py::test_compiled": (),
     "tests/papers/theory/test_large_dimension.py::test_compiled": (),
     "tests/nn/test_spin.py::test_compiled": (),
     "tests/nn/test_sparse.py::test_compiled": (),
@@ -40,9 +41,19 @@ FORMS: dict[str, tuple[str, ...]] = {
     "tests/ops/test_transforms.py::test_compiled_for_any_length": ("all",),
     "tests/ops/test_window.py::test_compiled_with_any_length": ("auto-lengths0",),
     "tests/solve/test_compiled.py::test_compiled_once_for_all_sizes": (),
-    "tests/solve/test_compiled.py::test_compiled_without_a_compiler": ("Newton", "Anderson"),
+    "tests/solve/test_compiled.py::test_compiled_without_a_compiler": ("Newton", "Anderson", "dense"),
+    "tests/solve/test_linear_solve.py::test_compiled_inside_transforms_and_unsolved": (),
     "tests/solve/test_nestings.py::test_triples": (),
     "tests/energy/test_entmax.py::test_a_compiled_transform_differentiates_in_alpha": (),
+    "tests/probing/monitor/test_compiled.py::test_training_is_the_same_bit_for_bit_and_compiled_once_more": (
+        *("in place", "layers"),
+    ),
+    "tests/probing/monitor/test_processes.py::test_compiled_training_of_two_processes_is_watched_and_clipped": (),
+    # Many draws: false findings are counted on sums of random heads, and of findings and alarms, in each run of CI.
+    "tests/probing/session/test_draws.py::test_few_random_models_are_announced": (),
+    "tests/probing/statistics/test_group_errors.py::test_two_halves_of_a_text_are_told_apart_in_few_places": (),
+    # Random models of a class without building one: four classes stay, among them MiniLM's.
+    "tests/probing/model/test_drawn.py::test_draws_have_the_law_of_whole_models": ("t5", "bert"),
 }
 """By test the names of its cases; all of them where none is named."""
 

@@ -50,7 +50,7 @@ def test_any_weights_by_another_solver(heads, rank):
     assert torch.linalg.matrix_rank(covariance(result), hermitian=True) == rank
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_blow_up_is_said_with_its_time():
     """V = 1: C(t)⁻¹ = C⁻¹ − t(B + Bᵀ), singular at 1/λmax(C(B + Bᵀ))."""
     start, score = law(3), draw(3, 3, seed=4)
@@ -120,7 +120,7 @@ def test_bad_calls(changes, error, named):
         gaussian_flow(given.pop("law"), **given)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_wide_law_that_falls_is_no_blow_up():
     """C = 1/(1/c + 2t) in one dimension: at first it falls within 1/c, in steps far shorter than the whole time."""
     one, spread = torch.ones(1, 1).double(), 1e12

@@ -816,6 +816,7 @@ class Crossing(nn.Module):
         return x + self.hopfield((memory, x, memory)) + self.at_rest((memory, x, memory))
 
 
+@pytest.mark.slow
 def test_attention_to_another_sequence_is_told_from_attention_to_itself() -> None:
     found = massieu.describe(Crossing().eval(), {"x": tokens(0).float(), "memory": tokens(1).float()}).sites
     assert [(site.name, site.kind) for site in found] == [
@@ -1029,7 +1030,7 @@ def test_logits_that_weights_do_not_scale_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("export", [False, True], ids=["compiled", "exported"])
-@pytest.mark.medium
+@pytest.mark.slow
 def test_nothing_is_traced_and_no_graph_is_broken(export: bool) -> None:
     layer, x, calls = Layer().eval(), tokens().float(), []
     with torch.no_grad():

@@ -120,7 +120,7 @@ def test_a_decoder_beside_an_encoder_reads_its_own_tokens():
     np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_decoder_tokens_of_another_length_have_their_own_padding():
     model, given = sharp(lambda: hf.BartModel(hf.BartConfig(**_BART))), batch()
     longer = zoo.inputs("bert", rows=3, length=28, seed=4)

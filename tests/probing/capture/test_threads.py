@@ -156,7 +156,7 @@ def test_a_model_is_probed_once_at_a_time():
     assert stock_implementations(model) == ["sdpa"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_models_can_be_probed_in_two_threads():
     names = ("bert", "llama")
     how = {"statistics": ["entropy", "climb"]}

@@ -85,7 +85,7 @@ TWO_PADS = ids([5, 6, 7, 8, 9, 3], [5, 6, 7, 3, 0, 0])
 ENDS = ids([5, 6, 7, 8, 9, 4], [5, 6, 7, 2, 2, 2])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row(
     "make, batch, name",
     [
@@ -108,7 +108,7 @@ def test_rows_that_are_padded_without_a_mask_are_warned_of(make, batch, name):
     assert f"give {name}" in sentence
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row(
     "make, batch",
     [

@@ -370,7 +370,7 @@ def test_folders_that_are_no_comparison_are_refused(pair, tmp_path: Path):
         comparison.save(tmp_path / "file")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_stored_results_are_not_measured_again(tmp_path: Path):
     model = made()
     models = [model, sharper(model, 1, 1, 60.0)]

@@ -180,7 +180,7 @@ def test_without_text_the_vision_tower_alone_is_read(folder, clip):
     assert result.run.model is not None and result.run.model.name.endswith("(vision_model)")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_with_texts_both_towers_are_read_and_each_has_its_names(folder, clip):
     from transformers import CLIPModel, CLIPProcessor
 

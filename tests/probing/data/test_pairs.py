@@ -97,7 +97,7 @@ def values(result: Any, statistic: str) -> torch.Tensor:
     return torch.tensor([row["value"] for row in result.heads.rows(named=True) if row["statistic"] == statistic])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row("name", MODELS)
 def test_the_numbers_are_those_of_batches_made_by_hand(name):
     network, tokens = model(name), tokenizer(BEHIND.get(name, "</s>"))

@@ -78,7 +78,7 @@ def check(record: dict[str, float], layers: list[Tensor]) -> None:
             assert record[names[0]] == pytest.approx(float(value), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row(("name", "length"), [("bart", LENGTH), *((name, 6) for name in MODELS)])
 def test_the_decoder_reads_what_the_models_own_forward_makes_of_labels(name, length):
     """Labels of the source's length, and of another."""
@@ -105,7 +105,7 @@ def test_padding_of_labels_is_padding_of_the_tokens_that_a_collator_made_of_them
     check(record, expected(made, inputs))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row("name", ["bart", "whisper"])
 def test_the_probe_reads_labels_too(name):
     """It reads the model without its head, which takes no labels: they are shifted by the rule of the head."""

@@ -99,7 +99,7 @@ def behind(prefix: str) -> Callable[[Weights], Weights]:
 # --- weights that are missing ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row(
     "make, change, configuration, words",
     [
@@ -534,7 +534,7 @@ def test_the_terminal_says_it(save, tmp_path):
     assert "warning: 50 % of the text's tokens" in ran.stderr
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row(
     "stored, flags, sentence",
     [
@@ -642,7 +642,7 @@ def test_what_the_configuration_decides_is_said_before_the_weights_are_read(save
 # --- models in memory, and strings -----------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_tokenizer_may_be_named(save, tmp_path):
     folder, words = save(bert(1)), tmp_path / "words"
     tokenizer(folder)

@@ -193,7 +193,7 @@ def _adapted(active: bool) -> nn.Module:
     return adapted
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -56,7 +56,7 @@ def without_control(frame):
     return frame.filter(~frame["statistic"].str.contains("/(reinitialised|p_value|q_value)$"))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_offloaded_to_main_memory():
     """Weights are on the meta device until a module is called; no number may depend on it, the control's included."""
     plain, moved = llama(), llama()
@@ -164,7 +164,7 @@ def assert_nothing_is_missing(found, expected):
         assert next(names) == next(names)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_packed_weights_that_refuse_to_be_viewed_are_read_as_their_numbers():
     """Of a model with the same numbers in full every statistic is the same, up to the order in which products are added."""
     torch.manual_seed(0)

@@ -45,7 +45,7 @@ def test_tokens_that_are_not_finite_are_no_point():
     assert is_one_point(points, torch.float32).tolist() == [True, False, False]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_effective_ranks_of_the_probe_are_1_where_tokens_collapsed():
     """Two rows: in one the tokens are one vector but for 1e-7, in the other they differ."""
     generator = torch.Generator().manual_seed(0)

@@ -47,7 +47,7 @@ def group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_trains_in_several_processes(group):
     expected = entropies(plain.gpt())
     around = nn.parallel.DistributedDataParallel(plain.gpt()).eval()
@@ -63,7 +63,7 @@ def test_what_trains_in_several_processes(group):
     assert module_hash(sharded) == module_hash(plain.gpt())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_compiled_whole_in_place_and_in_part():
     expected = entropies(plain.gpt())
     whole, place, part = plain.gpt(), plain.gpt(), plain.gpt()
@@ -126,7 +126,7 @@ def test_adapters_of_peft_are_at_work_and_names_are_the_models():
 
 
 @installed("peft")
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_folder_with_an_adapter_is_loaded_onto_its_base(tmp_path):
     import transformers
 

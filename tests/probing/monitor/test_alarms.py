@@ -121,7 +121,7 @@ def test_a_rule_with_a_bound_does_not_compare_with_its_history():
 # --- false alarms ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row(
     ("kind", "deviation", "count"),
     [("walk", 0.1, 1), ("walk", 0.1, 100), ("walk", 0.3, 24), ("noise", 0.3, 100), ("autoregressive", 0.3, 24)],
@@ -252,7 +252,7 @@ def test_a_monitor_rings_writes_and_draws_without_a_reference(tmp_path: Path):
     assert "<code>massieu/layer1/largest_logit_max</code>" in render([read_run(path)])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_training_batches_have_a_history_of_their_own_and_alarms_can_be_switched_off():
     model, monitor, batch = monitored()
     _, silent, _ = monitored(alarms=False)

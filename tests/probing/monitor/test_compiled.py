@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tests.support.probing.logits import largest_logits
-from tests.support.rows import some_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -111,7 +110,8 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@some_slow("form", ["whole", "in place", "layers"], 1)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["whole", "in place", "layers"])
 @pytest.mark.filterwarnings("ignore:massieu.Monitor. in compiled code watch sees")
 def test_training_is_the_same_bit_for_bit_and_compiled_once_more(form):
     alone, _, graphs = trained(form)
@@ -127,6 +127,7 @@ def test_training_is_the_same_bit_for_bit_and_compiled_once_more(form):
         assert torch.allclose(logits[0], largest(encoder(), BATCHES[0]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_logit_of_the_steps_micro_batches_is_above_the_bound():
     model = encoder()
     called, before = compiled(model, "whole"), largest(model, *BATCHES)

@@ -110,6 +110,7 @@ def fit(pl: ModuleType, tmp_path: Path) -> Callable[..., Any]:
     return fitted
 
 
+@pytest.mark.slow
 def test_once_in_so_many_optimiser_steps_before_clipping(pl: ModuleType, fit: Callable):
     module = module_of(pl)
     monitor = Seen(module.body, BATCH, every=2)

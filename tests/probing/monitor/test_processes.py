@@ -34,6 +34,7 @@ def check_equal(record: dict[str, float], expected: dict[str, float]) -> None:
         assert math.isfinite(value)
 
 
+@pytest.mark.slow
 def test_data_parallel(processes: list[Any]):
     expected = work.one_process()
     for process in processes:
@@ -78,6 +79,7 @@ def test_processes_at_different_steps_are_told(processes: list[Any]):
         assert process["at_different_steps"] == said
 
 
+@pytest.mark.slow
 def test_a_monitor_in_one_process_alone_is_told_before_it_waits_long_and_when_the_time_is_over():
     shown: Any = run_first(work.in_one_process_alone, 2, 60)
     raised, warned = shown

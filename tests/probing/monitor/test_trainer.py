@@ -139,6 +139,7 @@ class Collecting(transformers.Trainer):
         super().log(logs, *arguments, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["steps", "epoch", "no"])
 def test_what_trainer_logs_and_prints_is_as_without_a_monitor(
     trainer: Callable, capsys: pytest.CaptureFixture[str], strategy: str
@@ -226,6 +227,7 @@ def test_a_callback_that_keeps_trainer_from_logging_loses_no_record(trainer: Cal
     assert all("massieu/learning_rate" in monitor.seen[step] for step in (2, 4))
 
 
+@pytest.mark.slow
 def test_a_resumed_training_continues_and_a_record_is_strict_json_in_trainers_own_state(
     trainer: Callable, tmp_path: Path
 ):
@@ -249,6 +251,7 @@ def test_a_resumed_training_continues_and_a_record_is_strict_json_in_trainers_ow
     }
 
 
+@pytest.mark.slow
 def test_with_its_trainer_its_trackers_get_the_summaries(trainer: Callable, tmp_path: Path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monitor = Seen(trained := model(), BATCH, every=2)

@@ -77,6 +77,7 @@ def test_with_everything_on_request(name: str):
         assert record["massieu/layer1/extreme_activations"] == 0.0
 
 
+@pytest.mark.slow
 def test_in_two_processes():
     """The record, which the first process writes, has the mean of their losses and the norm of the gradients they share."""
     ran = processes.run(in_process, 2, 60)

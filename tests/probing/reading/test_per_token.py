@@ -374,7 +374,7 @@ def test_where_files_cannot_be_linked_they_are_copied(result_with_rows, tmp_path
     assert rows_of(ProbeResult.load(tmp_path)).equals(expected)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_former_rows_or_the_new_ones(tmp_path, monkeypatch):
     """Killed before each move of a file; then what is there is loaded, and a later save settles it."""
 

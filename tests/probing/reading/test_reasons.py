@@ -78,7 +78,7 @@ def segformer() -> tuple[nn.Module, dict[str, Tensor]]:
     return eager.create("Segformer", settings), {"pixel_values": pixels}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_windows_of_an_image_are_not_the_streams_tokens():
     """Its attention has fewer queries than the stream has tokens, and more rows than the batch: no token's own weights."""
     model = zoo.fresh("swin", depths=[1], num_heads=[2], image_size=16)
@@ -115,7 +115,7 @@ def test_reasons_of_other_architectures_are_in_words(make, said):
     assert said.items() <= reasons(model, batch).items()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_mpt_reads_as_many_tokens_as_it_has_biases_by_position():
     """Its table of biases is as long as `max_seq_len`; longer made-up texts raised an error inside the model."""
     model, batch = mpt()

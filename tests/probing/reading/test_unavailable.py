@@ -81,7 +81,7 @@ def given(name, seed=1):
     return zoo.inputs("vit" if "vit" in name else "bert", seed=seed)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @every_row("name", MAKERS)
 def test_models_with_other_tables_of_positions_are_read_whole(name):
     model = made(name)

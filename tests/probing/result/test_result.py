@@ -467,7 +467,7 @@ def test_a_matrix_holds_values_or_their_standard_errors():
 # --- Power failures ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("former", [True, False])
 def test_after_a_power_failure_there_is_a_result_or_the_sums_it_is_made_of(tmp_path, former):
     """What was written and not waited for may be lost, and what was removed may be gone before it."""

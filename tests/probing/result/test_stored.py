@@ -140,6 +140,7 @@ def _try_edits(folder: Path, edits: list[tuple[str, tuple, Any]], use: Callable[
     return works
 
 
+@pytest.mark.slow
 def test_the_stored_result_works_as_it_is(stored):
     _use(stored)
 
@@ -149,7 +150,7 @@ def test_no_edit_of_an_entry_ends_a_load_in_a_traceback(stored):
     assert 0 < _try_edits(stored, edits, ProbeResult.load) < len(edits)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_no_edit_of_an_entry_ends_a_page_in_a_traceback(stored):
     edits = random.Random(1).sample(_all_edits(stored), 20)
     assert 0 < _try_edits(stored, edits, _use) < len(edits)

@@ -105,7 +105,7 @@ def shared(
     return first.result(frozenset(STATISTICS), {}, complete)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "number", "processes", "groups"),
     [("gpt2", 3, 2, GROUPS), ("bart", 1, 2, frozenset({ATTENTION, EXPANSION}))],

@@ -69,6 +69,7 @@ def entropies(model: Any, ids: torch.Tensor) -> np.ndarray:
     return np.stack([torch.special.entr(each[0]).sum(-1).mean(-1).numpy() for each in found])
 
 
+@pytest.mark.slow
 def test_the_law_is_that_of_eight_models_each_on_its_window(whole):
     """Four of the six windows are sampled, so that draw 4 reads the first one again."""
     given, model = batches(6, 1), gpt2()
@@ -88,11 +89,13 @@ def test_the_law_is_that_of_eight_models_each_on_its_window(whole):
             np.testing.assert_allclose(found, (heads.mean(), deviation), rtol=2e-3)
 
 
+@pytest.mark.slow
 @every_row("size", [1, 3, 6])
 def test_the_size_of_batches_changes_no_draw(whole, size):
     assert_alike(whole, massieu.probe(gpt2(), batches(6, size), statistics=STATISTICS, draws=8))
 
 
+@pytest.mark.slow
 def test_processes_share_the_draws(whole):
     """Each takes every second draw of all windows, whoever reads them, and their numbers are put together."""
     taken: list[list[int]] = []
@@ -114,6 +117,7 @@ class BrokenError(Exception):
     """The run is killed."""
 
 
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_draws_the_same(whole, tmp_path):
     def broken(state: Any) -> None:
         if state.windows >= 4:
@@ -142,6 +146,7 @@ def test_no_draw_keeps_weights_for_the_next(monkeypatch):
     assert len(made) == 5
 
 
+@pytest.mark.slow
 def test_controls_that_a_draw_leaves_out_change_none_of_its_numbers(whole, monkeypatch):
     def with_controls(*arguments: Any, is_draw: bool) -> Any:
         assert is_draw
@@ -188,6 +193,7 @@ def test_one_whole_model_at_a_time_is_in_memory_where_it_must_be_whole(monkeypat
     assert len(made) == 5
 
 
+@pytest.mark.slow
 def test_from_fewer_than_four_windows_nothing_is_announced():
     for windows, tested in ((3, False), (4, True)):
         result = massieu.probe(gpt2(), batches(windows, 4), statistics=STATISTICS, draws=4)

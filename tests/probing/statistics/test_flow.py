@@ -116,7 +116,7 @@ def measured(clouds: list[Tensor]) -> dict[str, list[float]]:
     return rows_at(group, 0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_gaussian_cloud_is_inside_its_null_and_others_are_not():
     drawn = torch.Generator().manual_seed(0)
     laws = {

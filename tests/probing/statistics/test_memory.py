@@ -173,6 +173,7 @@ def test_batches_change_nothing_and_controls_stand_beside(kind):
     np.testing.assert_allclose(left["value"].to_numpy(), right["value"].to_numpy(), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_opt_in_and_runs_by_itself():
     plain = massieu.probe(model("bert"), [{"input_ids": IDS[:1]}])
     assert not {*NAMES} & {*plain.heads["statistic"]}

@@ -80,7 +80,7 @@ def test_it_is_in_the_tables_beside_the_packages_own(probed):
     assert "nearby" not in STATISTICS
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_padding_and_a_sample_of_queries_change_no_mean(name):
     batch = zoo.inputs(name, padded=True)

@@ -214,6 +214,7 @@ def test_stream_update_and_gradient_are_the_explicit_ones(kind, monkeypatch):
     assert {f"{name}/q_value" for name in names} <= {*result.layers["statistic"]}
 
 
+@pytest.mark.slow
 def test_a_layer_that_steps_along_its_gradient_is_found_and_a_random_one_is_not(monkeypatch):
     tied, free = model("bert"), model("bert")
     with torch.no_grad():
@@ -275,7 +276,7 @@ def test_a_reaction_is_found_where_there_is_one(weight):
     assert abs(null) < 5 * null_error + 1e-3
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_batches_change_nothing():
     whole = [{"input_ids": IDS[:4], "attention_mask": MASK[:4]}]
     apart = [{"input_ids": IDS[i : i + 2], "attention_mask": MASK[i : i + 2]} for i in (0, 2)]

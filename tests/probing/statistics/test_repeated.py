@@ -211,6 +211,7 @@ def test_weights_are_the_models_own(kind, monkeypatch):
     assert {*rows(result, "induction_weight/reinitialised")} == {*rows(result, "induction_weight")}
 
 
+@pytest.mark.slow
 def test_cross_attention_has_none_and_the_decoders_own_has_one(monkeypatch):
     config = T5Config(
         vocab_size=WORDS, d_model=32, d_kv=8, num_layers=1, num_heads=4, d_ff=48, decoder_start_token_id=0
@@ -350,6 +351,7 @@ def test_other_precisions(dtype, monkeypatch):
         assert value == pytest.approx(single[key][0], abs=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_opt_in_and_needs_no_control():
     data = [{"input_ids": IDS}]
     for statistics in (None, "quick"):

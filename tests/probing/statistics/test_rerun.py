@@ -75,7 +75,7 @@ def sites_of(network: nn.Module, inputs: dict[str, Any]) -> Any:
     return first_look(network, inputs).sites
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["roberta", "llama"])
 def test_without_positions_and_masks_the_order_does_not_matter(kind):
     network = model(kind)
@@ -104,7 +104,7 @@ def test_patches_of_an_image_change_places():
     assert torch.equal(nn.functional.unfold(changed.inputs["pixel_values"], 5, stride=5), patches[:, :, changed.order])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_padding_changes_nothing():
     network, pad = model("roberta"), torch.ones(3, 5, dtype=torch.long)
     padded = {
@@ -223,7 +223,7 @@ def test_weights_keep_requires_grad_and_get_no_gradient():
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_batch_size_moves_nothing_and_frozen_weights_are_read():
     network = model("llama").requires_grad_(False)
     groups = ["response", "symmetry"]

@@ -179,7 +179,7 @@ def test_a_layer_of_nan_is_counted_as_nan_and_not_left_out():
     assert bool(sums[last][0][:, 0].isnan().all()) and bool(sums[last][1][:, 0].isnan().all())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_encoder_without_positions_has_no_gap_and_random_models_are_beside_it():
     network = transformer("roberta")
     assert min(values(measured(network), "sufficiency_gap")) > 1e-3
