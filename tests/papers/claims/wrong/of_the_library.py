@@ -8,7 +8,7 @@ from massieu.energy.gradients import jacobian_asymmetry
 from massieu.papers.claims.bal import gradient_maps, random_features
 from massieu.papers.claims.shim import layers
 from massieu.papers.claims.zhang import generalisation
-from massieu.papers.theory import attention_lipschitz, generalisation_bound
+from massieu.papers.theory import attention_lipschitz, damped_descent, generalisation_bound
 from massieu.papers.theory.generalisation import AttentionLipschitzResult
 from massieu.papers.theory.normalized import ScoreDeviation
 from massieu.papers.theory.two_layer import TwoLayer
@@ -68,6 +68,12 @@ def _half_the_basin_distance(hopfield: HopfieldEnergy, radius: float) -> bounds.
 
 
 WRONG = {
+    "S22: a fall of a tenth more": (
+        "S22",
+        layers,
+        "damped_descent",
+        lambda force, damping: 1.1 * damped_descent(force, damping),
+    ),
     "S21: a layer of half the step": (
         "S21",
         FeedForward,
