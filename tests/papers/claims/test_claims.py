@@ -92,6 +92,7 @@ TOO_FEW: list[tuple[str, dict[str, int]]] = [
     ("Z12", {"sequences": 10}),
     ("Z13", {"pairs": 10}),
     ("Z14", {"tokens": 1}),
+    ("S23", {"atoms": 1}),
     ("X1", {"repetitions": 3}),
     ("X2", {"keys": 5}),
     ("X4", {"repetitions": 5}),

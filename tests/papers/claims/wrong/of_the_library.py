@@ -22,6 +22,7 @@ _ENERGY = BinaryHopfieldEnergy._energy
 _PRODUCTION = KineticSpins.entropy_production
 _WEIGHTS = ScoreDeviation._weights_of_scores
 _LEVEL = TwoLayer._energy
+_RETRIEVAL_STEP = HopfieldEnergy.step
 _SPARSE = SparseAtoms._weights_of_scores
 _FEATURES = random_features.random_feature_log_partition
 
@@ -104,6 +105,12 @@ WRONG = {
         gradient_maps,
         "jacobian_asymmetry",
         lambda f, x: 0.5 * jacobian_asymmetry(f, x),
+    ),
+    "B19: a step of nearly twice the length": (
+        "B19",
+        HopfieldEnergy,
+        "step",
+        lambda self, state: state + 1.8 * (_RETRIEVAL_STEP(self, state) - state),
     ),
     "B19: another sparsemax": ("B19", SparseAtoms, "_weights_of_scores", lambda self, z: 1.01 * _SPARSE(self, z)),
     "B20: an energy that rises": ("B20", TwoLayer, "_energy", lambda self, x: -_LEVEL(self, x)),
