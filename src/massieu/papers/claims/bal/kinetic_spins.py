@@ -131,8 +131,9 @@ def _contraction(normal: Normal, draws: int, spins: int, components: int) -> Ite
     together = torch.full((spins, spins), 1 / spins, dtype=torch.float64)
     no_field = torch.zeros(spins, components, dtype=torch.float64)
     model = KineticSpins.create(no_field, together, scale=scale[0], exact=False)
-    small = no_field + 1e-4 / scale[0]
-    change = _distance(model.step(small), model.step(-small)) / _distance(small, -small)
+    size = 1e-4 / scale[0]
+    small = no_field + size
+    change = _distance(model.step(small), model.step(-small)) / (2 * size * math.sqrt(components))
     name = "equal spins in small fields: ‖Δθ′‖/‖Δθ‖ by β/2, and 1"
     yield close(name, change / (0.5 * scale[0]), 1.0, 1e-4)
     # Rows of softmax couplings sum to one: the bound is β/2 < 1.
