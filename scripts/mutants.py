@@ -2,19 +2,21 @@
 
     python scripts/mutants.py                      # 40 mutants, drawn with the commit's hash as the seed
     python scripts/mutants.py --seed abc --only 7  # one of them again
-    python scripts/mutants.py --rooms ops nn       # of these rooms alone
+    python scripts/mutants.py --rooms ops nn       # of these rooms alone; a folder of a room is papers/claims
     python scripts/mutants.py --list ops           # all that there are in a room, without running any
 
 A mutant is one change of one expression: another sign, a factor or a term left out, another axis, an argument forgotten.
-It is made in a copy of `src`, which the tests import in place of the original. The tests of its file run first, then the
-fast tests of its room, then all fast tests, unless `--room-only`; the first failure ends the run. A mutant that no test
-notices is printed with its line: it is equivalent, or a test is missing.
+It is made in a copy of `src`, which the tests import in place of the original. The tests of its file run first (those of
+its claims, in papers/claims), then the fast tests of its folder, those of its room, and all fast tests, unless
+`--room-only`; the first failure ends the run. A mutant that no test notices is printed with its line: it is equivalent,
+or a test is missing.
 """
 
 import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -181,6 +183,10 @@ def all_mutants() -> dict[str, list[Mutant]]:
 def drawn(count: int, seed: str, rooms: Sequence[str] = ()) -> list[Mutant]:
     """So many, one room after the other in a random order, and again from the first; of all rooms if none is named."""
     by_room = all_mutants()
+    for folder in rooms:
+        if "/" in folder:
+            everywhere = by_room[folder.partition("/")[0]]
+            by_room[folder] = [mutant for mutant in everywhere if mutant.path.is_relative_to(SOURCE / folder)]
     generator = random.Random(seed)
     order = sorted(rooms or by_room)
     generator.shuffle(order)
@@ -213,13 +219,29 @@ def _run_tests(source: Path, tests: Sequence[str]) -> tuple[bool, str]:
     return ended.returncode != 0, failures[0] if failures else ended.stdout[-200:]
 
 
+def _tests_of_file(mutant: Mutant) -> list[str]:
+    """The files named after it, or the tests of the claims that it states."""
+    claims = re.findall(r'^@claim\(\s*"(\w+)"', mutant.path.read_text(encoding="utf-8"), re.MULTILINE)
+    if claims:
+        names = [f"[{claim}{end}" for claim in claims for end in "]:-"]
+        return ["tests/papers/claims/test_claims.py", "-k", " or ".join(names)]
+    return [str(path.relative_to(ROOT)) for path in ROOT.glob(f"tests/{mutant.room}/**/test_{mutant.path.stem}*.py")]
+
+
+def _tests_of_folder(mutant: Mutant) -> list[str]:
+    """Of the first folder below its room, if the tests have one of that name."""
+    folder = Path("tests", *mutant.path.relative_to(SOURCE).parts[:-1][:2])
+    return [str(folder)] if len(folder.parts) == 3 and (ROOT / folder).is_dir() else []
+
+
 def noticed_by(mutant: Mutant, room_only: bool) -> str | None:
     """The first test that fails; None if all pass."""
     own = TESTS_OF_ROOM.get(mutant.room, [f"tests/{mutant.room}"])
-    of_file = [str(path.relative_to(ROOT)) for path in ROOT.glob(f"tests/{mutant.room}/**/test_{mutant.path.stem}*.py")]
     with tempfile.TemporaryDirectory() as folder:
         source = _source_with(mutant, Path(folder))
-        for tests in filter(None, [of_file, own, [] if room_only else ["tests"]]):
+        for tests in filter(
+            None, [_tests_of_file(mutant), _tests_of_folder(mutant), own, [] if room_only else ["tests"]]
+        ):
             failed, reason = _run_tests(source, tests)
             if failed:
                 return reason
@@ -230,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", help="of the draw; the commit's hash by default")
-    parser.add_argument("--rooms", nargs="+", default=[], metavar="ROOM", help="draw from these rooms alone")
+    parser.add_argument("--rooms", nargs="+", default=[], metavar="ROOM", help="draw from these rooms or their folders")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the draw")
     parser.add_argument("--room-only", action="store_true", help="run the tests of the mutant's room alone")
     parser.add_argument("--workers", type=int, default=2)

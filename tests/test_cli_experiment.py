@@ -52,3 +52,18 @@ def test_a_quick_run_prints_thresholds_and_writes_page_and_numbers(tmp_path: Pat
     again = run(*command, "--resume")
     assert json.loads((tmp_path / "temperature.quick.json").read_text())["seeds"] == stored["seeds"]
     assert again.exit_code == 0
+
+
+@pytest.mark.medium
+def test_tuning_is_given_the_seed_the_size_and_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    def tune(name: str, **settings: object) -> dict[str, float]:
+        calls.append((name, settings))
+        return {"all at 0.024": 0.5}
+
+    monkeypatch.setattr("massieu.papers.experiments.run.tune", tune)
+    ran = run("experiment", "conservative", "--tune", "--quick", "--seeds", "3", "--out", tmp_path)
+    assert ran.exit_code == 0, ran.stderr
+    assert calls == [("conservative", {"seed": 3, "quick": True, "out": tmp_path})]
+    assert "all at 0.024" in ran.stdout and f"numbers: {tmp_path / 'conservative.tuning.json'}" in ran.stdout

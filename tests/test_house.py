@@ -1,5 +1,6 @@
 """The house as its source shows it: every public name in a page, one meaning for each word."""
 
+import ast
 import importlib
 import re
 from collections import defaultdict
@@ -8,10 +9,12 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import massieu
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "massieu"
+SOURCE = Path(massieu.__file__).parent  # of the package that is tested, which mutants change in a copy
 ROOMS = sorted(set(massieu.__all__) & {path.name for path in SOURCE.iterdir() if path.is_dir()})
 
 
@@ -155,6 +158,43 @@ def test_eigenvalues_are_asked_for_in_one_place():
     """`torch.linalg.eigvals` and `eig` end the process at a NaN; the second caller replaces what is not finite."""
     assert _callers("torch.linalg.eigvals(") == {"massieu.foundation.matrices"}
     assert _callers("torch.linalg.eig(") == {"massieu.solve.attraction"}
+
+
+NUMERICS = ("duality", "energy", "foundation", "inference", "measures", "ops", "regression", "solve")
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
+             "randperm", "tensor", "tril_indices", "triu_indices", "zeros"}  # fmt: skip
+ON_THE_CPU = {
+    "energy/entropy.py": "numbers without dimensions",
+    "energy/sites.py": "nodes of a rule, moved when it is made",
+    "energy/transformer.py": "a tensor, or a number without dimensions",
+    "ops/cuda/packed_flash.py": "boundaries, read as lists or moved afterwards",
+    "regression/transfer.py": "the argument of a function that has no other implementation",
+}
+"""Files that make tensors without a device, and why that is right."""
+
+
+@pytest.mark.medium
+def test_tensors_of_numerics_are_made_on_a_named_device():
+    """A `device` that was forgotten shows on an accelerator only."""
+    named = [_without_device(path) for room in NUMERICS for path in sorted((SOURCE / room).rglob("*.py"))]
+    calls = [call for calls in named for call in calls]
+    assert not [call for call in calls if call.partition(":")[0] not in ON_THE_CPU]
+    assert {call.partition(":")[0] for call in calls} == set(ON_THE_CPU)
+
+
+def _without_device(path: Path) -> list[str]:
+    """Calls that make a tensor of some dimensions, neither on a device nor by a generator, which has one."""
+    calls = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if ast.unparse(node.func.value) != "torch" or node.func.attr not in FACTORIES:
+            continue
+        has_device = any(keyword.arg in ("device", "generator", None) for keyword in node.keywords)
+        has_no_dimension = bool(node.args) and ast.unparse(node.args[0]) == "()"
+        if not has_device and not has_no_dimension:
+            calls.append(f"{path.relative_to(SOURCE).as_posix()}:{node.lineno}: {ast.unparse(node)}")
+    return calls
 
 
 def _callers(call: str) -> set[str]:

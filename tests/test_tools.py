@@ -185,6 +185,16 @@ def test_mutants_are_other_formulas_and_leave_messages_and_annotations_alone(tmp
     }
 
 
+def test_a_mutant_is_tried_by_the_tests_of_its_claims_or_of_its_file_and_of_its_folder():
+    claim = mutants.mutants_of(mutants.SOURCE / "papers" / "claims" / "shim" / "population.py")[0]
+    _, option, names = mutants._tests_of_file(claim)
+    assert (option, names) == ("-k", "[S20] or [S20: or [S20-")
+    assert mutants._tests_of_folder(claim) == ["tests/papers/claims"]
+    bessel = mutants.mutants_of(mutants.SOURCE / "ops" / "bessel.py")[0]
+    assert "tests/ops/test_bessel.py" in mutants._tests_of_file(bessel)
+    assert mutants._tests_of_folder(bessel) == []
+
+
 def test_the_table_adds_up_rooms():
     times = {
         "tests/ops/test_a.py::test_x[1]": 1.0,

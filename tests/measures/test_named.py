@@ -7,7 +7,17 @@ import torch
 from tests.support.rows import every_row
 from torch import Tensor
 
-from massieu.measures import Bernoulli, Categorical, Gaussian, Poisson, Spin, boosting, divergence_kernel, hybrid
+from massieu.measures import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Poisson,
+    Spin,
+    boosting,
+    divergence_kernel,
+    hybrid,
+    switched,
+)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -98,3 +108,8 @@ def test_bad_arguments_are_refused():
     atoms = boosting(torch.ones(3), torch.zeros(3), torch.ones(3, 2))
     with pytest.raises(ValueError, match="concentration must be positive and finite, got -1"):
         hybrid(atoms, Gaussian.create(torch.zeros(2), torch.tensor(1.0)), -1)
+
+
+def test_switched_copies_are_where_the_measure_is():
+    law = switched(Bernoulli.create([0.3, 0.8]).to("meta"), 2)
+    assert {tensor.device.type for tensor in law._tensors()} == {"meta"}

@@ -116,6 +116,8 @@ def test_three_dimensions_are_elementary(kappa):
         ratio = mpmath.coth(k) - 1 / k if k < 100 else 1 - 1 / k
         derivative = 1 / k**2 - 1 / mpmath.sinh(k) ** 2 if k < 100 else 1 / k**2
         entropy = value - k * ratio if k < 100 else 1 - mpmath.log(2 * k)
+        unit_length = max(k, 1)
+        bend = (ratio / k - derivative) * unit_length**3 / k**2
     tensor = torch.tensor(kappa, dtype=torch.float64)
     assert ratio_of(tensor, 3).item() == pytest.approx(float(ratio), rel=1e-14)
     # Below the smallest normal number digits are lost.
@@ -125,6 +127,7 @@ def test_three_dimensions_are_elementary(kappa):
     square = (tensor / unit).square()
     assert bessel.log_sphere_partition(square, 3, unit).item() == pytest.approx(float(value), rel=1e-14, abs=tiny)
     assert bessel.sphere_entropy(square, 3, unit).item() == pytest.approx(float(entropy), rel=1e-13, abs=tiny)
+    assert bessel.sphere_slopes(square, 3, unit).bend.item() == pytest.approx(float(bend), rel=1e-12)
 
 
 @every_row("dimension", [2, 3, 40])

@@ -21,6 +21,7 @@ from tests.support.storage.saving import NAMES, RECORD, files, save, save_often
 from massieu.errors import InputError
 from massieu.storage import folder as folders
 from massieu.storage import locking
+from massieu.storage.directory import Directory
 from massieu.storage.locking import is_locked, locked
 from massieu.storage.writing import check_name, try_to_write, write_whole
 
@@ -618,6 +619,21 @@ def test_the_first_error_is_the_one_that_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(InputError, match=r"cannot write the page .*: No space left on device"):
         write_whole(tmp_path / "page.html", "page", "the page")
+
+
+def test_what_cannot_be_removed_stays(tmp_path, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("text")
+    with Directory.open(tmp_path) as directory:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refuse)
+            directory.remove_all("full")
+        assert (tmp_path / "full" / "file").read_text() == "text"
+        directory.remove_all("full")
+        assert directory.names() == []
 
 
 def test_names():

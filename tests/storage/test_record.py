@@ -2,9 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
+from decimal import ROUND_HALF_EVEN, Context, Decimal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from massieu.probing.result import stored
-from massieu.storage.record import Entry
+from massieu.storage.record import Entry, json_value
 
 NULL_BUT_THERE = {
     "ModelRecord": {"name", "layers", "heads"},
@@ -41,3 +47,21 @@ def test_what_every_version_has_written_has_to_be_there():
         if with_default := {each.name for each in parts if _needed(each) and each.default is not MISSING}:
             result[name] = with_default
     assert result == NULL_BUT_THERE
+
+
+@pytest.mark.medium
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1), st.integers(1, 17))
+def test_an_array_is_rounded_to_digits_as_decimal_numbers_are(values, digits):
+    """By decimal arithmetic; near a tie to either side, as the products of an array are rounded themselves."""
+    for value, rounded in zip(values, json_value(np.array(values), digits), strict=True):
+        context = Context(prec=digits, rounding=ROUND_HALF_EVEN)
+        nearest = float(context.create_decimal(Decimal(value)))
+        if rounded != nearest:
+            step = Decimal(1).scaleb(Decimal(value).adjusted() - digits + 1)
+            off = abs(Decimal(value) - Decimal(rounded))
+            assert off <= step / 2 * (1 + Decimal("1e-12")) + Decimal(abs(value)) * Decimal(2) ** -52
+
+
+def test_numbers_that_json_cannot_hold_are_null_in_an_array():
+    assert json_value(np.array([[1.26, np.nan], [np.inf, -0.001234]]), 2) == [[1.3, None], [None, -0.0012]]
+    assert json_value(np.array([1, 2])) == [1, 2]

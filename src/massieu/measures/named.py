@@ -126,7 +126,7 @@ def switched(measure: Measure, count: int) -> Mixture:
             f"{tuple(measure.event_shape)}"
         )
     size = measure.event_shape[0]
-    origin = measure.mean(torch.zeros(size))
+    origin = measure.mean(real_tensor("origin", [0.0] * size, measure._some_leaf()))
     # Column i of the unit matrix puts coordinate i of a copy into its place.
     identity = torch.eye(count * size + count, dtype=origin.dtype, device=origin.device)
     copies = [

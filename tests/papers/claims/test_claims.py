@@ -66,6 +66,7 @@ TOO_FEW: list[tuple[str, dict[str, int]]] = [
     ("S20", {"particles": 10}),
     ("S20", {"repetitions": 5}),
     ("B1", {"machines": 1}),
+    ("B7", {"patterns": 1}),
     ("B8", {"chains": 100}),
     ("B8", {"sweeps": 3}),
     ("B9", {"samples": 100}),
@@ -91,6 +92,7 @@ TOO_FEW: list[tuple[str, dict[str, int]]] = [
     ("Z12", {"sequences": 10}),
     ("Z13", {"pairs": 10}),
     ("Z14", {"tokens": 1}),
+    ("S23", {"atoms": 1}),
     ("X1", {"repetitions": 3}),
     ("X2", {"keys": 5}),
     ("X4", {"repetitions": 5}),
@@ -173,7 +175,7 @@ OTHER_SETTINGS: list[tuple[str, dict[str, int | float]]] = [
 
 def _named(row: tuple[str, dict[str, int | float]]) -> str:
     id, settings = row
-    return " ".join([id, *(f"{name}={value}" for name, value in settings.items())])
+    return "-".join([id, *(f"{name}={value}" for name, value in settings.items())])
 
 
 @pytest.mark.parametrize("row", TOO_FEW, ids=_named)

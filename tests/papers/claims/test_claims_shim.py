@@ -60,3 +60,10 @@ def test_the_least_curvature_bounds_the_variance():
     for share in torch.linspace(0, 1, 11):
         curvature = (step.mT @ member.covariance(torch.lerp(start, end, share.double())) @ step).flatten()
         assert bool((curvature >= member.least_curvature(start, end) - 1e-12).all())
+
+
+def test_three_conjugate_priors_are_compared_with_closed_forms():
+    (claim,) = verify("S16", settings={"draws": 2, "observations": 2})
+    checks = {check.name for check in claim.checks}
+    for name in ("Bernoulli", "Poisson", "Gaussian"):
+        assert {f"{name}: B and its closed form", f"{name}: ∇B and its closed form"} <= checks

@@ -78,6 +78,9 @@ def test_one_side_and_away():
     near = differs("near", draws + 6 / math.sqrt(1000), 0.0, 6 / math.sqrt(1000))
     assert near.false_alarm == pytest.approx(0.2, rel=0.5)
     assert not differs("not away", draws, 0.0, 1.0).holds
+    # The same at another origin.
+    moved = differs("near", draws + 40 + 6 / math.sqrt(1000), 40.0, 40 + 6 / math.sqrt(1000))
+    assert moved.false_alarm == pytest.approx(near.false_alarm, rel=1e-6)
 
 
 def test_right_claims_pass_as_often_as_they_say():

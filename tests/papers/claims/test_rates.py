@@ -55,7 +55,9 @@ def test_another_exponent_and_a_useless_interval_fail():
     assert not has_rate("wrong", rate(SIZES, errors(-0.5, 1000)), -0.75).holds
     with pytest.raises(InputError, match=r"slope of 'vague' to ±0.3 only, and ±0.1 is needed; take more"):
         has_rate("vague", Rate(-0.5, 0.3, 1e-7, 100.0), -0.5)
-    assert has_rate("near", Rate(-0.5 - RATE, 0.05, 1e-7, 100.0), -0.5).holds
+    near = has_rate("near", Rate(-0.5 - RATE, 0.05, 1e-7, 100.0), -0.5)
+    assert near.holds
+    assert (near.false_alarm, near.basis) == (1e-7, "slope, Student's law, 100 degrees of freedom")
 
 
 def test_too_little_is_refused():

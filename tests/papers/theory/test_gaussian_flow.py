@@ -8,6 +8,7 @@ import scipy.integrate
 import torch
 from tests.population.cases import covariance, draw, law
 from tests.support.rows import every_row, some_slow
+from torch.nn.functional import pad
 
 from massieu.errors import ConvergenceError
 from massieu.measures import Atoms, Gaussian
@@ -48,6 +49,38 @@ def test_any_weights_by_another_solver(heads, rank):
     np.testing.assert_allclose(covariance(result), expected[3:].reshape(3, 3), rtol=1e-8, atol=1e-9)
     assert result.factor.shape == (3, rank)
     assert torch.linalg.matrix_rank(covariance(result), hermitian=True) == rank
+
+
+@every_row("rank", [1, 3])
+def test_biases_are_weights_of_a_coordinate_that_is_always_1(rank):
+    """ṁ = Σ_h V_h(m + C(B_hᵀm + q_h)) + b, by another solver."""
+    heads = 2
+    value, score, query_bias, bias = (
+        0.5 * draw(*shape, seed=seed) for seed, shape in enumerate([(heads, 3, 3), (heads, 3, 3), (heads, 3), (3,)])
+    )
+    start = law(3, rank=rank)
+
+    def slope(_, state):
+        mean, spread = state[:3], state[3:].reshape(3, 3)
+        drift, change = bias.numpy(), np.zeros((3, 3))
+        for v, b, q in zip(value.numpy(), score.numpy(), query_bias.numpy(), strict=True):
+            drift = drift + v @ (mean + spread @ (b.T @ mean + q))
+            change = change + v @ spread @ b.T
+        return np.concatenate([drift, (change @ spread + spread @ change.T).ravel()])
+
+    at_first = np.concatenate([start.location, covariance(start).ravel()])
+    expected = scipy.integrate.solve_ivp(slope, (0, 0.25), at_first, rtol=1e-11, atol=1e-12, method="DOP853").y[:, -1]
+    wide_value = torch.zeros(heads, 4, 4).double()
+    wide_value[:, :3, :3] = value
+    wide_value[:, :3, 3] = bias / heads
+    wide_score = torch.zeros(heads, 4, 4).double()
+    wide_score[:, :3, :3] = score
+    wide_score[:, 3, :3] = query_bias
+    wide_law = Gaussian.create(pad(start.location, (0, 1), value=1.0), factor=pad(start.factor, (0, 0, 0, 1)))
+    result = gaussian_flow(wide_law, value=wide_value, score=wide_score, time=0.25)
+    np.testing.assert_allclose(result.location, [*expected[:3], 1.0], rtol=1e-8, atol=1e-9)
+    np.testing.assert_allclose(covariance(result)[:3, :3], expected[3:].reshape(3, 3), rtol=1e-8, atol=1e-9)
+    assert (covariance(result)[3] == 0).all()
 
 
 @pytest.mark.slow

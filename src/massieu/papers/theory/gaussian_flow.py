@@ -83,6 +83,9 @@ def gaussian_flow(
     integrated is a factor of C, L̇ = ML, so C stays positive semi-definite of exactly its rank, and the result has that factor.
     Steps are chosen for a relative error of `tolerance` each; computed in float64, differentiable through the steps taken.
 
+    Biases are weights of a coordinate that is always 1: ẋ = Σ_h V_h ∇A(B_hᵀx + q_h) + b is the flow of (x, 1) with the values
+    (V_h b/H; 0 0) and the scores (B_h 0; q_hᵀ 0). Its law has the mean (m, 1), and zeros for the last row of the factor of C.
+
     Source: Castin, Ablin, Carrillo, Peyré, arXiv 2501.18322; S20.
 
     Args:

@@ -8,7 +8,7 @@ from massieu.energy.gradients import jacobian_asymmetry
 from massieu.papers.claims.bal import gradient_maps, random_features
 from massieu.papers.claims.shim import layers
 from massieu.papers.claims.zhang import generalisation
-from massieu.papers.theory import attention_lipschitz, generalisation_bound
+from massieu.papers.theory import attention_lipschitz, damped_descent, generalisation_bound
 from massieu.papers.theory.generalisation import AttentionLipschitzResult
 from massieu.papers.theory.normalized import ScoreDeviation
 from massieu.papers.theory.two_layer import TwoLayer
@@ -22,6 +22,7 @@ _ENERGY = BinaryHopfieldEnergy._energy
 _PRODUCTION = KineticSpins.entropy_production
 _WEIGHTS = ScoreDeviation._weights_of_scores
 _LEVEL = TwoLayer._energy
+_RETRIEVAL_STEP = HopfieldEnergy.step
 _SPARSE = SparseAtoms._weights_of_scores
 _FEATURES = random_features.random_feature_log_partition
 
@@ -68,6 +69,12 @@ def _half_the_basin_distance(hopfield: HopfieldEnergy, radius: float) -> bounds.
 
 
 WRONG = {
+    "S22: a fall of a tenth more": (
+        "S22",
+        layers,
+        "damped_descent",
+        lambda force, damping: 1.1 * damped_descent(force, damping),
+    ),
     "S21: a layer of half the step": (
         "S21",
         FeedForward,
@@ -98,6 +105,12 @@ WRONG = {
         gradient_maps,
         "jacobian_asymmetry",
         lambda f, x: 0.5 * jacobian_asymmetry(f, x),
+    ),
+    "B19: a step of nearly twice the length": (
+        "B19",
+        HopfieldEnergy,
+        "step",
+        lambda self, state: state + 1.8 * (_RETRIEVAL_STEP(self, state) - state),
     ),
     "B19: another sparsemax": ("B19", SparseAtoms, "_weights_of_scores", lambda self, z: 1.01 * _SPARSE(self, z)),
     "B20: an energy that rises": ("B20", TwoLayer, "_energy", lambda self, x: -_LEVEL(self, x)),

@@ -83,6 +83,8 @@ WRONG = {
         "gaussian_flow",
         lambda law, *, value, score, time: gaussian_flow(law, value=value, score=score, time=1.01 * time),
     ),
+    "N6: no bias in the closure": ("N6", AttentionLayer, "_attention_to", _bias_forgotten),
+    "N6: no bias of queries in the closure": ("N6", AttentionLayer, "_attention_to", _query_bias_forgotten),
     "N6: layers that add to every direction": ("N6", AttentionLayer, "gaussian", _blurred),
     "N12: a skip connection that is always there": ("N12", AttentionLayer, "__call__", _always(True)),
     "N12: none ever": ("N12", AttentionLayer, "__call__", _always(False)),

@@ -14,6 +14,11 @@ def _too_wide(self, eta, shape, generator):
     return 1.05 * _SAMPLE(self, eta, shape, generator)
 
 
+def _spread(self, eta, shape, generator):
+    mean = self._mean(eta)
+    return mean + 1.2 * (_SAMPLE(self, eta, shape, generator) - mean)
+
+
 def _swapped(self, eta, delta):
     return _KL(Spin(self.field + delta), eta, -delta)
 
@@ -25,6 +30,7 @@ _MEAN = Atoms._mean
 WRONG = {
     "S1: no domain": ("S1", Exponential, "_in_domain", lambda self, eta: None),
     "S2: a sampler five percent too wide": ("S2", Gaussian, "_sample", _too_wide),
+    "S2: a sampler of the right mean that spreads too far": ("S2", Gaussian, "_sample", _spread),
     "S2: a density without its constant": (
         "S2",
         Poisson,

@@ -109,6 +109,11 @@ def _means(model: KineticSpins, state: Tensor) -> Iterator[Check]:
     yield at_most("largest eigenvalue of dm/dθ over β/2", eigenvalues / (beta / 2), 1.0)
 
 
+def _distance(first: Tensor, second: Tensor) -> Tensor:
+    """The largest distance of a spin's fields."""
+    return (first - second).norm(dim=-1).amax(-1)
+
+
 def _contraction(normal: Normal, draws: int, spins: int, components: int) -> Iterator[Check]:
     """A step of first order changes the distance of two states by at most (β/2)maxᵢ Σ|Jᵢⱼ|."""
     scale = normal(draws).exp()
@@ -117,11 +122,20 @@ def _contraction(normal: Normal, draws: int, spins: int, components: int) -> Ite
         model = KineticSpins.create(normal(draws, spins, components), coupling, scale=scale, exact=exact)
         first = normal(draws, spins, components)
         second = first + normal(draws, 1, 1).exp() * normal(draws, spins, components)
-        distance_after = (model.step(first) - model.step(second)).norm(dim=-1).amax(-1)
-        distance_before = (first - second).norm(dim=-1).amax(-1)
+        distance_after = _distance(model.step(first), model.step(second))
+        distance_before = _distance(first, second)
         bound = 0.5 * scale * coupling.abs().sum(-1).amax(-1)
         name = "exact" if exact else "many components"
         yield at_most(f"{name}: ‖Δθ′‖/‖Δθ‖ by (β/2)maxᵢ Σ|Jᵢⱼ|", distance_after / distance_before / bound, 1.0)
+    # Many components attain it where all spins have the same small field: its slope is β/(1 + γ), and γ → 1.
+    together = torch.full((spins, spins), 1 / spins, dtype=torch.float64)
+    no_field = torch.zeros(spins, components, dtype=torch.float64)
+    model = KineticSpins.create(no_field, together, scale=scale[0], exact=False)
+    size = 1e-4 / scale[0]
+    small = no_field + size
+    change = _distance(model.step(small), model.step(-small)) / (2 * size * math.sqrt(components))
+    name = "equal spins in small fields: ‖Δθ′‖/‖Δθ‖ by β/2, and 1"
+    yield close(name, change / (0.5 * scale[0]), 1.0, 1e-4)
     # Rows of softmax couplings sum to one: the bound is β/2 < 1.
     attention = torch.softmax(normal(spins, spins), -1)
     model = KineticSpins.create(normal(spins, components), attention, scale=1.9)

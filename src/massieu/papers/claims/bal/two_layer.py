@@ -14,6 +14,8 @@ from massieu.papers.theory.two_layer import TwoLayer
 
 _ROUNDING = 1e-12
 _DURATION = 5.0
+_EPS = 1e-2
+"""Of LayerNorm's variance."""
 
 
 @claim(
@@ -35,11 +37,12 @@ def two_layer_dynamics(
     state = torch.cat([query, normal(draws, memories)], -1)
     networks = {
         "½‖v‖² and log Σ exp": TwoLayer.create(coupling, visible_time=0.5, hidden_time=2.0),
-        "LayerNorm and log Σ exp": TwoLayer.create(coupling, visible=LayerNorm.create(eps=1e-2), hidden_time=0.5),
+        "LayerNorm and log Σ exp": TwoLayer.create(coupling, visible=LayerNorm.create(eps=_EPS), hidden_time=0.5),
         "spins and spins": TwoLayer.create(coupling, visible=Tanh.create(), hidden=Tanh.create()),
     }
     for name, layers in networks.items():
         yield from _falls(name, layers, state, steps)
+    yield from _formulas(networks, state)
     yield from _energy_rate(networks["½‖v‖² and log Σ exp"], state)
     yield from _limit(coupling, query)
 
@@ -58,6 +61,31 @@ def _falls(name: str, layers: TwoLayer, state: Tensor, steps: int) -> Iterator[C
         layers.descend(state, steps=10).energies.diff(dim=0),
         _ROUNDING * energy_scale,
     )
+
+
+def _formulas(networks: dict[str, TwoLayer], state: Tensor) -> Iterator[Check]:
+    """ℰ = v·g_v − L_v + h·g_h − L_h − g_vᵀ W g_h, with each network's g = ∇L and L written out."""
+    width = networks["spins and spins"].coupling.shape[0]
+    visible, hidden = state[:, :width], state[:, width:]
+    deviation = visible - visible.mean(-1, keepdim=True)
+    size = (deviation.square().mean(-1, keepdim=True) + _EPS).sqrt()
+    log_sum = (hidden.softmax(-1), hidden.logsumexp(-1))
+    parts = {
+        "½‖v‖² and log Σ exp": (visible, 0.5 * visible.square().sum(-1), *log_sum),
+        "LayerNorm and log Σ exp": (deviation / size, width * size.squeeze(-1), *log_sum),
+        "spins and spins": (
+            visible.tanh(),
+            visible.cosh().log().sum(-1),
+            hidden.tanh(),
+            hidden.cosh().log().sum(-1),
+        ),
+    }
+    for name, (visible_output, visible_potential, hidden_output, hidden_potential) in parts.items():
+        of_visible = (visible * visible_output).sum(-1) - visible_potential
+        of_hidden = (hidden * hidden_output).sum(-1) - hidden_potential
+        layers = networks[name]
+        interaction = (visible_output @ layers.coupling * hidden_output).sum(-1)
+        yield close(f"{name}: ℰ and its formula", layers(state), of_visible + of_hidden - interaction)
 
 
 def _energy_rate(layers: TwoLayer, state: Tensor) -> Iterator[Check]:

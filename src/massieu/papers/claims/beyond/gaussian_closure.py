@@ -1,9 +1,10 @@
 """N6: the flow of a Gaussian law."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from massieu.foundation.matrices import eigenvalues
 from massieu.measures import Gaussian
@@ -24,7 +25,9 @@ _FLOW = 1e-8
     title="Gaussian closure",
     statement="To first order in a small step size γ, layers move a Gaussian law by ṁ = V(I + CBᵀ)m, Ċ = VCBᵀC + "
     "CBCVᵀ. The rank of C never changes. For V = 1, C⁻¹ falls at the constant rate B + Bᵀ, so C becomes infinite at "
-    "the time 1/λmax(C(B + Bᵀ)) if that is positive, and never if B + Bᵀ ⪯ 0.",
+    "the time 1/λmax(C(B + Bᵀ)) if that is positive, and never if B + Bᵀ ⪯ 0. Layers with a bias b_Q of queries and a "
+    "bias b of what they write move the mean by ṁ = V(m + C(Bᵀm + b_Q)) + b, and C as before: a bias is a weight of a "
+    "coordinate that is always 1.",
     source="Castin, Ablin, Carrillo, Peyré, arXiv 2501.18322; the time of the blow-up is derived",
     status="quoted",
 )
@@ -40,14 +43,12 @@ def gaussian_laws_flow(dimensions: int = 3, laws: int = 24, seed: int = 0) -> It
     value = 0.5 * value / _norm(value)
     score = score / _norm(score) / (2 * max(_norm(_covariance(law)).item() for law in [start, *thin_laws]))
     end = gaussian_flow(start, value=value, score=score, time=1.0)
-    errors = []
-    for layers in _LAYERS:
-        layer = AttentionLayer.from_score(score, value, step_size=1 / layers)
-        layered = Composition.repeat(layer, layers).gaussian(start)
-        covariance_error = (_covariance(layered) - _covariance(end)).flatten(1)
-        error = torch.cat([layered.location - end.location, covariance_error], 1)
-        errors.append(error.norm(dim=1))
-    yield has_exact_rate("1/γ layers and the flow: rate in 1/γ", _LAYERS, torch.stack(errors), -1.0)
+
+    def layer(step_size: float) -> AttentionLayer:
+        return AttentionLayer.from_score(score, value, step_size=step_size)
+
+    errors = _errors_of_layers(layer, start, end.location, _covariance(end))
+    yield has_exact_rate("1/γ layers and the flow: rate in 1/γ", _LAYERS, errors, -1.0)
     for rank, thin in enumerate(thin_laws, 1):
         flowed = gaussian_flow(thin, value=value, score=score, time=1.0)
         layered = AttentionLayer.from_score(score, value, step_size=0.5).gaussian(thin)
@@ -55,6 +56,20 @@ def gaussian_laws_flow(dimensions: int = 3, laws: int = 24, seed: int = 0) -> It
             final_rank = torch.linalg.matrix_rank(_covariance(law), hermitian=True)
             yield close(f"rank of C after a {name} from rank {rank}", final_rank.double(), float(rank), 0.0)
     yield from _blow_up(normal, dimensions)
+    yield from _biases(normal, value, score, start)
+
+
+def _errors_of_layers(
+    layer: Callable[[float], AttentionLayer], start: Gaussian, mean: Tensor, covariance: Tensor
+) -> Tensor:
+    """Distance of the law behind n layers of step size 1/n from the mean and the covariance, by n and law."""
+    errors = []
+    for layers in _LAYERS:
+        layered = Composition.repeat(layer(1 / layers), layers).gaussian(start)
+        mean_error = layered.location - mean
+        covariance_error = _covariance(layered) - covariance
+        errors.append(torch.cat([mean_error, covariance_error.flatten(1)], 1).norm(dim=1))
+    return torch.stack(errors)
 
 
 def _blow_up(normal: Normal, dimensions: int) -> Iterator[Check]:
@@ -82,6 +97,33 @@ def _blow_up(normal: Normal, dimensions: int) -> Iterator[Check]:
     end = gaussian_flow(law, value=identity, score=falling, time=5.0)
     expected = torch.linalg.inv(inverse - 5.0 * (falling + falling.T))
     yield close("V = 1, B + Bᵀ ≺ 0: C at time 5 and (C⁻¹ − t(B + Bᵀ))⁻¹", _covariance(end), expected, _FLOW)
+
+
+def _biases(normal: Normal, value: Tensor, score: Tensor, start: Gaussian) -> Iterator[Check]:
+    """Layers with biases, and the flow of the law of (x, 1), in which biases are weights of the last coordinate.
+
+    With B' = (B 0; b_Qᵀ 0) and V' = (V b; 0 0), and C' = (C 0; 0 0), (x, 1) has the velocity (V(m + C(Bᵀx + b_Q)) + b, 0).
+    """
+    dimensions = len(value)
+    query_bias = normal(dimensions)
+    bias = normal(dimensions)
+    identity = torch.eye(dimensions).double()
+
+    def layer(step_size: float) -> AttentionLayer:
+        return AttentionLayer.create(
+            *(weight.unsqueeze(0) for weight in (score.T, identity, value, identity)),
+            query_bias=query_bias.unsqueeze(0),
+            bias=bias,
+            scale=1.0,
+            step_size=step_size,
+        )
+
+    wide_value = pad(torch.cat([value, bias.unsqueeze(-1)], -1), (0, 0, 0, 1))
+    wide_score = pad(torch.cat([score, query_bias.unsqueeze(0)]), (0, 1))
+    wide_law = Gaussian.create(pad(start.location, (0, 1), value=1.0), factor=pad(start.factor, (0, 0, 0, 1)))
+    end = gaussian_flow(wide_law, value=wide_value, score=wide_score, time=1.0)
+    errors = _errors_of_layers(layer, start, end.location[..., :-1], _covariance(end)[..., :-1, :-1])
+    yield has_exact_rate("biases: 1/γ layers and the flow of (x, 1): rate in 1/γ", _LAYERS, errors, -1.0)
 
 
 def _law(normal: Normal, dimensions: int, rank: int, *batch: int) -> Gaussian:

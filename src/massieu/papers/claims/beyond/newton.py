@@ -86,8 +86,26 @@ def _guarded(normal: Normal, patterns: Tensor, draws: int) -> Iterator[Check]:
         energy = HopfieldEnergy.create(patterns, scale=scale)
         state = 2 * normal(draws, patterns.shape[-1])
         rises = []
+        excess = []
         for _ in range(6):
             after = newton_step(energy, state)
+            excess.append((energy(after) - _least_energy(energy, state)) / (1 + energy(state).abs()))
             rises.append(((energy(after) - energy(state)) / (1 + energy(state).abs())).max())
             state = after
         yield at_most(f"β = {scale}: rise of E in a guarded step, relative", torch.stack(rises), 1e-13)
+        name = f"β = {scale}: E after it and the lower of Newton's and attention's, relative"
+        yield at_most(name, torch.stack(excess).abs(), 1e-11)
+
+
+def _least_energy(energy: HopfieldEnergy, state: Tensor) -> Tensor:
+    """E after attention, or after Newton's step where that is lower and the Hessian is positive definite."""
+    patterns = energy.memory.points
+    weights = torch.softmax(energy.scale * state @ patterns.T, -1)
+    attended = weights @ patterns
+    centred = patterns - attended.unsqueeze(-2)
+    identity = torch.eye(patterns.shape[-1], dtype=torch.float64)
+    hessian = identity - energy.scale * (weights.unsqueeze(-1) * centred).mT @ centred
+    is_convex = torch.linalg.eigvalsh(hessian)[:, 0] > 0
+    newton = state - torch.linalg.solve(hessian, state - attended)
+    newton_energy = torch.where(is_convex, energy(newton), torch.inf)
+    return torch.minimum(newton_energy, energy(attended))

@@ -84,6 +84,17 @@ def _boundary() -> Iterator[Check]:
     linear = conditional_mean_attention(
         query, keys, values, kernel=FeatureKernel.create(_affine), ridge=0.0, log_weight=log_kernel
     ).output.flatten()
+    log_kernels = log_kernel.expand(3, -1, -1, -1)
+    of_square = conditional_mean_attention(
+        query, keys, keys.square(), kernel=FeatureKernel.create(_affine), ridge=0.0, log_weight=log_kernels
+    ).output.flatten()
+    # Of k² it leaves width² inside, the variance of the kernel. At an end that is the constant of a line fitted to x² under
+    # a half-normal law, whose moments are 1, √(2/π), 1 and 2√(2/π).
+    at_end = (1 - 4 / math.pi) / (1 - 2 / math.pi)
+    square_bias = width**2 * torch.tensor([at_end, 1.0, at_end], dtype=torch.float64)
+    yield close(
+        "local linear fit of k²: its error, and by moments", of_square - query.flatten().square(), square_bias, 1e-6
+    )
     truth = 1 + 2 * query.flatten()
     # The mean of a half-normal of this width is √(2/π)·width; the grid's midpoints err by O(1/2000²).
     bias = 2 * math.sqrt(2 / math.pi) * width * torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)

@@ -1,5 +1,6 @@
 """Z7: softmax attention and the conditional mean on the sphere, at a fixed temperature and at the best."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -143,20 +144,44 @@ def _floor(normal: Normal, repetitions: int) -> Iterator[Check]:
     floor = smoothing_floor(_POWER, _DIMENSION, _SCALE).error
     lost = 1 - _multipliers_by_quadrature(2, _DIMENSION, _SCALE)
     yield close("f₁ + 2f₂: the floor, and by integrals of ρ_n", floor, (lost.square() @ _POWER).sqrt(), QUADRATURE)
+    vertices = _vertices()
+    square = (_limit(vertices) - _target(vertices)).square().mean()
+    yield close("f₁ + 2f₂: the floor's square, by the vertices of the 24-cell", square, floor.square())
     count = max(20, repetitions // 20)
     query = F.normalize(normal(count, 1, 64, _DIMENSION), dim=-1)
-    truth = query[..., :1] * (1 + 2 * query[..., 1:2])
-    rho = sphere_multipliers(2, _DIMENSION, _SCALE)
-    limit = query[..., :1] * (rho[1] + 2 * rho[2] * query[..., 1:2])
+    truth = _target(query)
+    limit = _limit(query)
     for size in (64, 512, 4096):
         key = F.normalize(normal(count, 1, size, _DIMENSION), dim=-1)
-        value = key[..., :1] * (1 + 2 * key[..., 1:2])
+        value = _target(key)
         error = (ops.attention(query, key, value, scale=_SCALE).output - truth).square()
         # Beside the limit's error at these very queries, of which the mean over the sphere is the floor's square.
         excess = (error - (limit - truth).square()).mean((1, 2, 3))
         yield not_below(f"{size} keys: mean squared error less the floor's, in standard errors", excess, 0.0)
     reached = (floor.square() + excess.mean()).sqrt() / floor
     yield at_most("4096 keys: root-mean-square error over the floor", reached, 1.05)
+
+
+def _target(point: Tensor) -> Tensor:
+    """f₁ + 2f₂ = x₁ + 2x₁x₂, of the power `_POWER`."""
+    return point[..., :1] * (1 + 2 * point[..., 1:2])
+
+
+def _limit(point: Tensor) -> Tensor:
+    """What attention to infinitely many keys makes of it: ρ₁f₁ + 2ρ₂f₂."""
+    rho = sphere_multipliers(2, _DIMENSION, _SCALE)
+    return point[..., :1] * (rho[1] + 2 * rho[2] * point[..., 1:2])
+
+
+def _vertices() -> Tensor:
+    """Of the 24-cell, (24, 4): the mean of a polynomial of degree 5 over them is that over the sphere of R⁴."""
+    vertices = []
+    for first, second in itertools.combinations(range(_DIMENSION), 2):
+        for signs in itertools.product((-1.0, 1.0), repeat=2):
+            vertex = torch.zeros(_DIMENSION, dtype=torch.float64)
+            vertex[[first, second]] = torch.tensor(signs, dtype=torch.float64) / math.sqrt(2)
+            vertices.append(vertex)
+    return torch.stack(vertices)
 
 
 def _tuned(normal: Normal, task: Task, repetitions: int) -> Iterator[Check]:
