@@ -62,6 +62,7 @@ PAGES_WITH_CODE = (
     "how-to/no_convergence",
     "how-to/compile_export",
     "how-to/from_hopfield_layers",
+    "how-to/from_transformer_lens",
     "how-to/reading_numbers",
     "how-to/questions",
     "how-to/memory_hops",
