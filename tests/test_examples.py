@@ -63,6 +63,7 @@ PAGES_WITH_CODE = (
     "how-to/compile_export",
     "how-to/from_hopfield_layers",
     "how-to/from_transformer_lens",
+    "how-to/from_sdpa",
     "how-to/reading_numbers",
     "how-to/questions",
     "how-to/memory_hops",
@@ -548,6 +549,11 @@ SYMPTOMS = (
         "W&B",
         "pandas",
         "attn_mask",
+        "enable_gqa",
+        "score_mod",
+        "return_lse",
+        "run_with_cache",
+        "fold_ln",
     ),
 )
 """Words with which people search: each is on a page of its own or on the page by question."""
