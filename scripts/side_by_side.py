@@ -14,7 +14,7 @@ import json
 import re
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ SENTENCE = "The cat sat on the mat because it was tired."
 LIBRARIES = ("transformer-lens", "nnsight", "interpkit", "captum", "entmax")
 """In the environment of `make bridges`; hamux needs JAX and has one of its own."""
 _MARKS = re.compile(r"(<!-- call (\w+) -->\n).*?(?=<!-- end of call -->)", re.DOTALL)
+_VERSIONS = re.compile(r"(<!-- versions -->\n).*?(?=<!-- end of versions -->)", re.DOTALL)
 _CALLS: dict[str, Callable[..., None]] = {}
 
 
@@ -69,6 +70,7 @@ def decoder_nnsight(model: Any, tokenizer: Any, prompt: str) -> None:
 def decoder_interpkit(model: Any, tokenizer: Any, prompt: str) -> None:
     import interpkit
 
+    model.set_attn_implementation("eager")  # else its scan leaves attention out
     interpkit.load(model, tokenizer=tokenizer).scan(prompt)
 
 
@@ -317,8 +319,8 @@ def printed(function: Callable[..., None], *arguments: Any) -> str:
     return "\n".join(line.rstrip(" ━") for line in summary.splitlines() if line.strip(" ━")) + "\n"
 
 
-def run_calls() -> dict[str, Any]:
-    """The output of every call but that of hamux, whose environment is another."""
+def run_calls(names: Sequence[str]) -> dict[str, Any]:
+    """The output of the named calls. That of hamux is not among them: its environment is another."""
     import torch
 
     model, tokenizer = encoder()
@@ -331,10 +333,9 @@ def run_calls() -> dict[str, Any]:
         "memory": lambda: (query[2], key),
     }
     outputs = {}
-    for name, function in _CALLS.items():
-        if name != "memory_hamux":
-            outputs[name] = printed(function, *given[name.partition("_")[0]]())
-            print(f"== {name}\n{outputs[name]}")
+    for name in names:
+        outputs[name] = printed(_CALLS[name], *given[name.partition("_")[0]]())
+        print(f"== {name}\n{outputs[name]}")
     versions = {name: importlib.metadata.version(name) for name in (*LIBRARIES, "torch", "transformers")}
     return {"versions": versions, "query": query[2], "key": key, "outputs": outputs}
 
@@ -348,24 +349,29 @@ def with_calls(page: str, stored: dict[str, Any]) -> str:
         body = textwrap.dedent("\n".join(lines[2:]))
         return f"{match[1]}```py\n{body}\n```\n\n```text\n{stored['outputs'][name]}```\n"
 
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    page = _VERSIONS.sub(lambda match: f"{match[1]}{versions}.\n", page)
     return _MARKS.sub(block, page)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("run", "hamux", "page"))
-    what = parser.parse_args().what
-    if what == "run":
-        stored = run_calls()
-    else:
-        stored = json.loads(STORED.read_text(encoding="utf-8"))
-    if what == "hamux":
-        stored["outputs"]["memory_hamux"] = printed(memory_hamux, stored["query"], stored["key"])
-        stored["versions"] |= {name: importlib.metadata.version(name) for name in ("hamux", "jax")}
-    if what == "page":
+    parser.add_argument("names", nargs="*", help="run these calls alone, and keep the others' output")
+    arguments = parser.parse_args()
+    stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {"versions": {}, "outputs": {}}
+    if arguments.what == "page":
         PAGE.write_text(with_calls(PAGE.read_text(encoding="utf-8"), stored), encoding="utf-8")
+        return
+    if arguments.what == "run":
+        latest = run_calls(arguments.names or [name for name in _CALLS if name != "memory_hamux"])
     else:
-        STORED.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        output = printed(memory_hamux, stored["query"], stored["key"])
+        versions = {name: importlib.metadata.version(name) for name in ("hamux", "jax")}
+        latest = {"versions": versions, "outputs": {"memory_hamux": output}}
+    for part in ("versions", "outputs"):
+        latest[part] = stored[part] | latest[part]
+    STORED.write_text(json.dumps(stored | latest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
