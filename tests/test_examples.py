@@ -64,6 +64,7 @@ PAGES_WITH_CODE = (
     "how-to/from_hopfield_layers",
     "how-to/from_transformer_lens",
     "how-to/from_sdpa",
+    "how-to/bal_in_code",
     "how-to/reading_numbers",
     "how-to/questions",
     "how-to/memory_hops",
