@@ -555,6 +555,8 @@ SYMPTOMS = (
         "return_lse",
         "run_with_cache",
         "fold_ln",
+        *("hook_pattern", "run_with_hooks", "TransformerLens", "nnsight", "InterpKit", "captum", "hamux", "entmax"),
+        *("FlexAttention", "causal_lower_right", "dropout_p", "restricted Boltzmann machine", "fully masked"),
     ),
 )
 """Words with which people search: each is on a page of its own or on the page by question."""
