@@ -6,7 +6,7 @@ OUT ?= massieu-results/demo
 # Processes of a test run; 0: this one.
 WORKERS ?= auto
 
-.PHONY: demo demo-decoder sample check test slow release-tests emulated emulated-all claims floor bridges core lint types types-changed docs packages bench \
+.PHONY: demo demo-decoder sample check test slow release-tests emulated emulated-all claims floor bridges side-by-side core lint types types-changed docs packages bench \
   release-check clean
 
 # Keep pytest's bytecode cache: the next run starts three times as fast.
@@ -160,6 +160,19 @@ bridges: $(BRIDGES)/installed ## models that other libraries hold, given as they
 	$(BRIDGES)/bin/python -m pytest -m "slow or not slow" -k "bridges or pandas" tests/probing/model/test_bridges.py \
 	  tests/foundation/test_pandas_tables.py tests/estimators/test_contract.py
 
+# hamux imports fastcore without asking for it.
+HAMUX := .venv-hamux
+$(HAMUX)/installed: constraints-bridges.txt
+	$(PYTHON) -m venv --clear $(HAMUX)
+	$(HAMUX)/$(PIP_INSTALL) -c constraints-bridges.txt hamux fastcore
+	touch $@
+
+side-by-side: $(BRIDGES)/installed $(HAMUX)/installed $(VENV)/decoder ## what other libraries say of the same prompt: docs/explanation/side_by_side.md
+	$(BRIDGES)/$(PIP_INSTALL) -c constraints.txt -c constraints-bridges.txt interpkit captum entmax
+	$(BRIDGES)/bin/python -m scripts.side_by_side run
+	$(HAMUX)/bin/python -m scripts.side_by_side hamux
+	$(BIN)/python -m scripts.side_by_side page
+
 # What is measured already is not measured again after an interruption; once all are done, the next run starts anew.
 BENCHMARKS := ops half_precision lengths losses tokens policy packed measures scaling hopfield fixed_points implicit boltzmann population conditional_mean probe monitor alarms
 MEASURED := massieu-results/bench
@@ -185,4 +198,4 @@ release-check: ## what a release must pass; leaves the two files in dist/
 	scripts/release_check.sh $(PYTHON)
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(BRIDGES) massieu-results build dist site
+	rm -rf $(VENV) $(FLOOR) $(BRIDGES) $(HAMUX) massieu-results build dist site

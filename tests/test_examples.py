@@ -62,6 +62,9 @@ PAGES_WITH_CODE = (
     "how-to/no_convergence",
     "how-to/compile_export",
     "how-to/from_hopfield_layers",
+    "how-to/from_transformer_lens",
+    "how-to/from_sdpa",
+    "how-to/bal_in_code",
     "how-to/reading_numbers",
     "how-to/questions",
     "how-to/memory_hops",
@@ -547,6 +550,13 @@ SYMPTOMS = (
         "W&B",
         "pandas",
         "attn_mask",
+        "enable_gqa",
+        "score_mod",
+        "return_lse",
+        "run_with_cache",
+        "fold_ln",
+        *("hook_pattern", "run_with_hooks", "TransformerLens", "nnsight", "InterpKit", "captum", "hamux", "entmax"),
+        *("FlexAttention", "causal_lower_right", "dropout_p", "restricted Boltzmann machine", "fully masked"),
     ),
 )
 """Words with which people search: each is on a page of its own or on the page by question."""

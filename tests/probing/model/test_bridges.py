@@ -3,7 +3,9 @@
 `make bridges` runs them with TransformerLens and nnsight, which are in an environment of their own.
 """
 
+import copy
 import math
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -20,6 +22,7 @@ import massieu
 from massieu.errors import InputError
 from massieu.probing.model.unwrap import tokenizer_of, unwrapped
 
+PAGE = Path(__file__).parents[3] / "docs/how-to/from_transformer_lens.md"
 PROMPT = "the cat sat on the mat because it was tired"
 WORDS = ["<unk>", "<eos>", *dict.fromkeys(PROMPT.split()), "dog", "ran"]
 BATCH = {"input_ids": torch.randint(2, len(WORDS), (2, 12), generator=torch.Generator().manual_seed(0))}
@@ -260,6 +263,25 @@ def test_a_transformer_bridge(checkpoint: Path, compatibility: bool) -> None:
     _, cache = bridge.run_with_cache(BATCH["input_ids"])
     weights = massieu.attention_weights(bridge, BATCH).of_head(1, 2)
     torch.testing.assert_close(weights, cache["blocks.1.attn.hook_pattern"][:, 2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_page_for_its_users_says_the_same_twice(checkpoint: Path) -> None:
+    """A block of TransformerLens (`py`) names its result `theirs`, the block of massieu (`python`) after it `ours`."""
+    bridges = pytest.importorskip("transformer_lens.model_bridge")
+    blocks = re.findall(r"```(py|python)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python"] + ["py", "python"] * 8
+    (_, set_up), *pairs = blocks
+    names: dict[str, Any] = {}
+    exec(set_up, names)
+    options = {"tokenizer": transformers.AutoTokenizer.from_pretrained(checkpoint), "device": "cpu"}
+    model = copy.deepcopy(names["model"])
+    names["bridge"] = bridges.TransformerBridge.boot_transformers("gpt2", hf_model=model, **options)
+    names["bridge"].enable_compatibility_mode(no_processing=True)
+    for (_, there), (_, here) in zip(pairs[::2], pairs[1::2], strict=True):
+        exec(there, names)
+        exec(here, names)
+        torch.testing.assert_close(names.pop("ours"), names.pop("theirs"), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
