@@ -89,8 +89,12 @@ def test_in_a_notebook_one_line_is_overwritten(notebook, seconds):
         seconds.append(12.3)
     (line,) = notebook
     assert line.split("\n") == [
-        "loading", "reading 0 %, 0 tokens", "reading 30 %, 30 tokens", "writing\\u001b[2J 100 %", "writing\\u001b[2J 100 %, 12 s",
-    ]  # fmt: skip
+        "loading",
+        "reading 0 %, 0 tokens",
+        "reading 30 %, 30 tokens",
+        "writing\\u001b[2J 100 %",
+        "writing\\u001b[2J 100 %, 12 s",
+    ]
 
 
 def test_the_line_ends_with_the_last_count_after_an_error(notebook, seconds):

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as with_changes
+from html import escape
 from os import PathLike
 from typing import Any
 
@@ -16,6 +17,7 @@ from massieu.foundation.arguments import described
 from massieu.foundation.doors import check_fields, count, sequence
 from massieu.foundation.doors import seed as check_seed
 from massieu.foundation.printable import visible
+from massieu.foundation.short_repr import html_table
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.data.given import Data, Images, Pairs, given_data
 from massieu.probing.model.forward import named_inputs
@@ -295,9 +297,20 @@ class Description:
         lines += [f"  warning: {each}" for each in self.warnings[:_SHOWN]]
         return visible("\n".join(lines))
 
+    def _repr_html_(self) -> str:
+        columns = ("layer", "name", "kind", "heads", "key_heads", "head_size", "route", "grade")
+        rows = [[_cell(getattr(site, column)) for column in columns] for site in self.sites]
+        sites = html_table([column.replace("_", " ") for column in columns], rows)
+        return f"<pre>{escape(repr(self))}</pre>{sites}"
+
     def to_dict(self) -> dict[str, Any]:
         """The description as JSON can hold it."""
         return json_value(vars(self))
+
+
+def _cell(value: object) -> object:
+    """A table's cell: a dash for what is not known."""
+    return "–" if value is None else value
 
 
 @torch.inference_mode(False)
