@@ -13,10 +13,10 @@ EXAMPLES = DOCS / "start" / "examples.md"
 COLUMNS = 3
 _PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]*images/([\w.]+))\)")
 _HEADING = re.compile(r"^(#+) (.+)$")
-_HEAD = """# Gallery
-
-Every picture of these pages, each with a link to where it is explained. Scripts of the repository draw them, such as the [examples](examples.md).
-"""
+_HEAD = (
+    "# Gallery\n\nEvery picture of these pages, each with a link to where it is explained. "
+    "Scripts of the repository draw them, such as the [examples](examples.md).\n"
+)
 
 
 @dataclass(frozen=True)
