@@ -14,7 +14,7 @@ from massieu.foundation.printable import visible
 
 if TYPE_CHECKING:
     from massieu.probing.result.result import ProbeResult
-    from massieu.probing.session.progress import ProbeProgress, Rate
+    from massieu.probing.session.progress import ProbeProgress, TokenRate
     from massieu.storage.record import Statistic
 
 
@@ -164,10 +164,10 @@ def show_description(description: dict[str, Any]) -> None:
 @contextmanager
 def progress_shown() -> "Iterator[Callable[[ProbeProgress], None]]":
     """Show a progress bar with tokens per second, or one line for each stage if standard error is no terminal."""
-    from massieu.probing.session.progress import Rate, shown_progress
+    from massieu.probing.session.progress import TokenRate, shown_progress
 
     if not sys.stderr.isatty():
-        yield _Stages(Rate())
+        yield _Stages(TokenRate())
         return
     with shown_progress() as tell:
         yield tell
@@ -176,7 +176,7 @@ def progress_shown() -> "Iterator[Callable[[ProbeProgress], None]]":
 class _Stages:
     """Prints one line when a stage begins."""
 
-    def __init__(self, rate: "Rate") -> None:
+    def __init__(self, rate: "TokenRate") -> None:
         self._stage = ""
         self._rate = rate
 

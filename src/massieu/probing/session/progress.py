@@ -50,7 +50,7 @@ def telling(progress: Progress, *, silent: bool = False) -> Iterator[Tell]:
 @contextmanager
 def shown_progress() -> Iterator[Tell]:
     """Show stage, tokens and tokens per second where a person watches."""
-    rate = Rate()
+    rate = TokenRate()
     with progress_line() as report:
 
         def tell(state: ProbeProgress) -> None:
@@ -60,7 +60,7 @@ def shown_progress() -> Iterator[Tell]:
         yield tell
 
 
-class Rate:
+class TokenRate:
     """Tokens per second since the first batch, during which the model is inspected."""
 
     def __init__(self) -> None:
