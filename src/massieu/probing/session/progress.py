@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from massieu.foundation.arguments import described
 from massieu.foundation.watching import progress_line
@@ -24,7 +25,7 @@ Progress = bool | Tell
 """True shows a bar or line where a person watches, False shows nothing, and a function is called."""
 
 
-def check_progress(name: str, value: object) -> Progress:
+def check_progress(name: str, value: Any) -> Progress:
     """The value, if it is True, False or a function; else a TypeError."""
     if not isinstance(value, bool) and not callable(value):
         raise TypeError(f"{name} must be True, False or a function of a ProbeProgress, got {described(value)}")
