@@ -24,6 +24,8 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=(?:#[^)\s]*)?\))")
 
 ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 CODE = re.compile(r"`[^`]+`")
+BEHIND = {"decisions/": 0.1, "repository/": 0.1, "reference/": 0.3, "theory/": 0.5}
+"""Factors on what the search thinks of these folders: who asks a question wants the pages that answer it before those."""
 
 
 def generated_pages() -> dict[Uri, str]:
@@ -66,6 +68,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = _resolved(source, link[1])
         return os.path.relpath(_uri(path), here) if _is_moved(source, path) else link[1]
 
+    if uri.startswith(tuple(BEHIND)):
+        page.meta.setdefault("search", {})["boost"] = min(
+            boost for start, boost in BEHIND.items() if uri.startswith(start)
+        )
     markdown = LINK.sub(on_site, bars(markdown))
     return _tutorial(markdown, Path(uri)) if uri.startswith("tutorials/") else markdown
 

@@ -22,6 +22,7 @@ from massieu.probing.statistics.registry import STATISTICS
 ROOT = Path(__file__).parent.parent
 PAGES_WITH_CODE = (
     "start/index",
+    "start/tasks",
     "how-to/measures",
     "how-to/large_models",
     "how-to/compare",
@@ -74,7 +75,7 @@ SLOW_PAGES = {
     *("how-to/compile_export", "how-to/experiments", "how-to/flow", "how-to/machines", "how-to/attention_sinks"),
     *("how-to/adapters", "how-to/population", "how-to/compare", "how-to/results", "how-to/large_models"),
     *("how-to/many_machines", "how-to/measures", "how-to/own_model", "how-to/replacing_attention"),
-    *("how-to/monitor_logging", "how-to/monitor", "how-to/own_statistics"),
+    *("how-to/monitor_logging", "how-to/monitor", "how-to/own_statistics", "start/tasks"),
 }
 """Pages whose blocks compile, train, read a model or start processes; the others take a fraction of a second each."""
 TUTORIALS = sorted(set((ROOT / "docs" / "tutorials").glob("*.md")) - {ROOT / "docs" / "tutorials" / "index.md"})

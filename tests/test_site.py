@@ -22,6 +22,7 @@ from scripts.reference import places, public_names, reference_page, reference_ur
 from scripts.site_pages import bars
 from tests import test_house as house
 from tests.support.short_site import SHORTER
+from tests.support.site_search import SITUATIONS, found_pages
 from tests.test_formulas import ANNOTATION, annotations, prose
 
 from massieu.papers.claims.registry import claims
@@ -200,6 +201,10 @@ def test_what_is_made_shorter_stands_in_a_tutorial():
     assert not [printed for printed in SHORTER if printed not in pages]
 
 
+def test_every_page_that_is_searched_for_exists():
+    assert not [page for page in SITUATIONS.values() if not (DOCS / f"{page}.md").exists()]
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
     command = [sys.executable, "-m", "tests.support.short_site", "build", "--strict", "--site-dir", str(tmp_path)]
@@ -224,6 +229,8 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
         shown = pages[page.relative_to(DOCS).with_suffix(".html")]
         assert annotations(shown) == Counter(formulas(page.read_text(encoding="utf-8"))), page
         assert not re.findall(r"\$`|\\[a-z]{2}", prose(shown)), page
+    found = dict(zip(SITUATIONS, found_pages(tmp_path, list(SITUATIONS)), strict=True))
+    assert not {words: found[words][:4] for words, page in SITUATIONS.items() if page not in found[words][:3]}
     searched = (tmp_path / "search" / "search_index.js").read_text(encoding="utf-8")
     assert "Cov" in searched
     assert "operatorname" not in searched

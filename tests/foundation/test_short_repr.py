@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import massieu
 from massieu import energy, measures, ops
-from massieu.foundation.short_repr import fields_repr, short_repr, tensor_repr
+from massieu.foundation.short_repr import fields_html, fields_repr, html_table, short_repr, tensor_repr
 
 
 def test_a_small_tensor_is_written_out() -> None:
@@ -92,6 +92,25 @@ def test_values_and_results() -> None:
     )
 
 
+def test_a_notebook_shows_a_table_of_the_fields() -> None:
+    query = torch.zeros(1, 1, 8, 4)
+    result = ops.attention(query, query, query)
+    html = result._repr_html_()
+    assert html.startswith("<p><strong>AttentionResult</strong></p><table><tr><th>field</th>")
+    assert "<tr><td>output</td><td>tensor((1, 1, 8, 4), float32, 0 to 0)</td></tr>" in html
+    assert html.count("<tr>") == 1 + len(result._fields)
+    memory = energy.HopfieldEnergy.create(torch.eye(2), scale=20.0)
+    assert memory._repr_html_().count("<tr>") == 4  # memory, reference, scale
+
+
+def test_a_table_shows_foreign_text_as_text() -> None:
+    table = html_table(("<b>",), [("a\x1b[2J & <script>",)], title="<i>")
+    assert table == (
+        "<p><strong>&lt;i&gt;</strong></p><table><tr><th>&lt;b&gt;</th></tr>"
+        "<tr><td>a\\u001b[2J &amp; &lt;script&gt;</td></tr></table>"
+    )
+
+
 @pytest.mark.medium
 def test_every_result_that_is_a_named_tuple_prints_so() -> None:
     whole = []
@@ -104,7 +123,7 @@ def test_every_result_that_is_a_named_tuple_prints_so() -> None:
                 is_result
                 and name.endswith("Result")
                 and not name.startswith("_")
-                and member.__repr__ is not fields_repr
+                and not (member.__repr__ is fields_repr and member._repr_html_ is fields_html)
             ):
                 whole.append(f"{module.name}.{name}")
     assert whole == []

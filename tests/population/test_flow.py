@@ -75,6 +75,9 @@ def test_what_is_recorded():
     assert (result.nulls("first") == 7).all()
     assert result.nulls("spread").isnan().all()
     assert torch.equal(result.particles, points / 4)
+    spread = points.std()
+    assert f"<tr><td>spread</td><td>{spread:.4g}</td><td>{spread / 4:.4g}</td></tr>" in result._repr_html_()
+    assert "<td>first</td>" not in result._repr_html_()  # vectors are in the table alone
     frame = result.table
     assert frame.columns == ["layer", "observable", "index", "value", "standard_error", "null"]
     assert len(frame) == 3 * 5

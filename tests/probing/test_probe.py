@@ -215,7 +215,10 @@ def test_a_model_with_a_head_is_read_through_its_trunk():
 
 
 def test_describe_needs_no_text():
-    found = massieu.describe(zoo.model("bart")).to_dict()
+    description = massieu.describe(zoo.model("bart"))
+    html = description._repr_html_()
+    assert html.count("<tr>") == 1 + len(description.sites) and "<td>cross</td>" in html
+    found = description.to_dict()
     assert len(found["sites"]) == 6
     assert {s["kind"] for s in found["sites"]} == {"self", "causal", "cross"}
     assert [s["kind"] for s in found["sublayers"]][:4] == ["attention", "norm", "feed_forward", "norm"]

@@ -210,7 +210,7 @@ def probe(
             bos=bos,
             generate=generate,
         )
-        with process_group(), terminal.progress_shown() if is_rank_zero() else nullcontext() as progress:
+        with process_group(), terminal.progress_shown() if is_rank_zero() else nullcontext(False) as progress:
             result = run_probe(
                 Checkpoint(model, trust_remote_code=trust_remote_code, **loading),
                 data,

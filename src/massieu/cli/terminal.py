@@ -3,7 +3,6 @@
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from massieu.foundation.printable import visible
 
 if TYPE_CHECKING:
     from massieu.probing.result.result import ProbeResult
-    from massieu.probing.run import ProbeProgress
+    from massieu.probing.session.progress import ProbeProgress, TokenRate
     from massieu.storage.record import Statistic
 
 
@@ -165,31 +164,19 @@ def show_description(description: dict[str, Any]) -> None:
 @contextmanager
 def progress_shown() -> "Iterator[Callable[[ProbeProgress], None]]":
     """Show a progress bar with tokens per second, or one line for each stage if standard error is no terminal."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from massieu.probing.session.progress import TokenRate, shown_progress
 
-    console = Console(stderr=True)
-    rate = _Rate()
-    if not console.is_terminal:
-        yield _Stages(rate)
+    if not sys.stderr.isatty():
+        yield _Stages(TokenRate())
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None, count="")
-
-        def show(state: "ProbeProgress") -> None:
-            count = f"{state.tokens:,} tokens{rate.after(state.tokens)}" if state.tokens else ""
-            stage = escape(visible(state.stage))
-            bar.update(task, description=stage, total=state.total_tokens, completed=state.tokens, count=count)
-
-        yield show
+    with shown_progress() as tell:
+        yield tell
 
 
 class _Stages:
     """Prints one line when a stage begins."""
 
-    def __init__(self, rate: "_Rate") -> None:
+    def __init__(self, rate: "TokenRate") -> None:
         self._stage = ""
         self._rate = rate
 
@@ -199,21 +186,3 @@ class _Stages:
             self._stage = state.stage
             count = f" ({state.tokens:,} tokens{rate})" if state.tokens else ""
             say(f"{state.stage}{count}")
-
-
-class _Rate:
-    """Tokens per second since the first batch, during which the model is inspected."""
-
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None
-
-    def after(self, tokens: int) -> str:
-        """The rate after this many tokens, as the end of a phrase; "" if it is not known yet."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (tokens, now) if tokens else None
-            return ""
-        first_tokens, first_time = self._first
-        new_tokens = tokens - first_tokens
-        seconds = now - first_time
-        return f", {new_tokens / seconds:,.0f} per second" if new_tokens and seconds else ""

@@ -10,7 +10,7 @@ from torch import Tensor
 from massieu.duality.newton import STEPS, Solution, lead_mask, solve, times
 from massieu.errors import ConvergenceError
 from massieu.foundation.doors import MEASURE, door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import any_true, derivative_orders, unwrapped, values_are_readable
 from massieu.measures import Measure
 from massieu.solve import Status
@@ -36,6 +36,7 @@ class DualResult(NamedTuple):
     residual: Float[Tensor, "*batch_query"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @overload

@@ -16,7 +16,7 @@ from massieu.energy import sites
 from massieu.energy.sites import as_matrix, block_diagonal, diagonal_blocks, identity_like
 from massieu.errors import ConvergenceError
 from massieu.foundation import matrices
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import all_true, unwrapped, values_are_readable
 from massieu.measures import Measure
 from massieu.solve import Auto, Status, fixed_point
@@ -36,6 +36,7 @@ class MagnetisationResult(NamedTuple):
     """Status, residual and steps of the equations that were solved; None for exact results."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 def adaptive_tap(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from massieu.energy.gradients import jacobian
 from massieu.foundation.arguments import floating, number, whole_number
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.values import Value, promoted_dtype
 from massieu.solve import Picard, Status, fixed_point
 from massieu.solve.methods import default_tolerance
@@ -60,6 +60,7 @@ class DescentResult(NamedTuple):
     energies: Float[Tensor, "steps+1 *batch_query"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class RetrievalResult(NamedTuple):
@@ -76,6 +77,7 @@ class RetrievalResult(NamedTuple):
     status: Int[Tensor, "*batch_query"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class Energy(Value):

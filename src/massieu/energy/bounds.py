@@ -19,7 +19,7 @@ from massieu.energy.base import promoted, times
 from massieu.energy.hopfield import HopfieldEnergy
 from massieu.foundation.arguments import check_one_device, choice, floating, instance, number, real, whole_number
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.values import align, need_batch, promoted_dtype
 from massieu.measures import Atoms
 
@@ -41,6 +41,7 @@ class RetrievalBoundResult(NamedTuple):
     distance: Float[Tensor, "*batch_query N"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class BasinResult(NamedTuple):
@@ -55,6 +56,7 @@ class BasinResult(NamedTuple):
     distance: Float[Tensor, "*batch N"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class CapacityResult(NamedTuple):
@@ -65,6 +67,7 @@ class CapacityResult(NamedTuple):
     holds: bool
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 def stored(hopfield: HopfieldEnergy, *, any_reference: bool = False) -> Atoms:

@@ -18,7 +18,7 @@ from massieu.energy.sites import MAX_STATES, state_blocks
 from massieu.energy.spins import SpinModel
 from massieu.foundation.arguments import as_tensor, check_finite, instance, number_or_tensor, whole_number
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import all_true
 from massieu.measures import Spin
 
@@ -48,6 +48,7 @@ class IntegratedResult:
     constant: Float[Tensor, ""]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     def strength(self) -> Float[Tensor, "k+1"]:
         """Root of the sum of squares of all interactions of each order, from 0 to k: what `model` leaves out is from 3 on."""
@@ -204,6 +205,7 @@ class DecimationFlowResult(NamedTuple):
     constant: Float[Tensor, "steps+1 *batch"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class DecimationFixedPointResult(NamedTuple):
@@ -217,6 +219,7 @@ class DecimationFixedPointResult(NamedTuple):
     exponent: float
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door(coupling=number_or_tensor, field=number_or_tensor)

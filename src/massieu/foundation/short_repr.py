@@ -1,12 +1,14 @@
-"""Values and results as one line: of a tensor its shape, dtype and range, and of a small one its numbers."""
+"""Values and results as one line, in a notebook as a table: of a tensor shape, dtype and range, or its few numbers."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from massieu.foundation.printable import visible
 from massieu.foundation.transforms import is_functorch_wrapped_tensor, values_are_readable
 
 WRITTEN_OUT = 6
@@ -25,13 +27,36 @@ _LONGEST = 120
 
 def fields_repr(self: Any) -> str:
     """The class of a dataclass or named tuple with its fields, the ``__repr__`` of values and results."""
-    if dataclasses.is_dataclass(self):
-        names = [field.name for field in dataclasses.fields(self) if field.repr]
-    else:
-        names = self._fields
     # A value that a transform rebuilds may hold placeholders, or have no fields yet.
-    parts = [f"{name}={short_repr(getattr(self, name, None))}" for name in names]
+    parts = [f"{name}={short_repr(getattr(self, name, None))}" for name in _shown_fields(self)]
     return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def fields_html(self: Any) -> str:
+    """The same as a table, a row for each field: the ``_repr_html_`` by which a notebook shows values and results."""
+    rows = [(name, short_repr(getattr(self, name, None))) for name in _shown_fields(self)]
+    return html_table(("field", "value"), rows, title=type(self).__name__)
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
+    """A table of HTML, with its text escaped and control characters written out.
+
+    Example:
+        >>> from massieu.foundation.short_repr import html_table
+        >>> html_table(("layer", "kind"), [(0, "self")])
+        '<table><tr><th>layer</th><th>kind</th></tr><tr><td>0</td><td>self</td></tr></table>'
+    """
+    caption = f"<p><strong>{escape(visible(title))}</strong></p>" if title else ""
+    lines = ["".join(f"<th>{escape(visible(name))}</th>" for name in header)]
+    lines += ["".join(f"<td>{escape(visible(str(cell)))}</td>" for cell in row) for row in rows]
+    return f"{caption}<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _shown_fields(value: Any) -> Sequence[str]:
+    """The names of the fields that a repr shows."""
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value) if field.repr]
+    return value._fields
 
 
 def short_repr(thing: Any) -> str:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from massieu.foundation.arguments import check_one_device
 from massieu.foundation.doors import check_methods
 from massieu.foundation.guesses import explain_constructor
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 
 
 def static_field(**keywords: Any) -> Any:
@@ -63,6 +63,7 @@ class Value(ABC):  # noqa: B024 - what is abstract is up to the families
             check_methods(cls)  # not the constructor, which transforms call with placeholders of any type
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     def to(self, *targets: torch.dtype | torch.device | str) -> Self:
         """The value on another device, or with its floating-point tensors in another dtype, or both.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, check_values, described, floating, number, whole_number
 from massieu.foundation.doors import MOST, door, function
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.inference.resampling import effective_sample_size, resample
 
 Path = Callable[[Tensor, float], Tensor]
@@ -53,6 +53,7 @@ class AnnealResult(NamedTuple):
     history: AnnealHistory
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class _Particles(NamedTuple):

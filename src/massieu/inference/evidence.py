@@ -10,7 +10,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, floating, whole_number
 from massieu.foundation.doors import door, function
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import any_true
 from massieu.inference.resampling import effective_sample_size
 
@@ -39,6 +39,7 @@ class EvidenceResult(NamedTuple):
     """(Σ w)²/Σ w² of all draws."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door(log_joint=function, log_proposal=function, samples=whole_number)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_shape, check_values, floating, number, of_class, real
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 
 LogDensity = Callable[[Float[Tensor, "chains *event"]], Float[Tensor, " chains"]]
 
@@ -36,6 +36,7 @@ class LangevinNoiseResult(NamedTuple):
     uniform: Float[Tensor, " chains"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class LangevinResult(NamedTuple):
@@ -47,6 +48,7 @@ class LangevinResult(NamedTuple):
     """The probability with which the proposal was to be accepted."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door

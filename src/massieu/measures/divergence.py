@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import real_tensor
 from massieu.foundation.doors import MEASURE, door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.measures.base import Measure
 
 
@@ -19,6 +19,7 @@ class SampledKLResult(NamedTuple):
     standard_error: Float[Tensor, "*batch_query"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door(p=MEASURE, q=MEASURE)

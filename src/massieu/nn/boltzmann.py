@@ -2,13 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Iterable
 from typing import Self
 
 import torch
 from jaxtyping import Bool, Float
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -25,6 +22,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.transforms import all_true, any_true, unwrapped, values_are_readable
+from massieu.foundation.watching import track
 from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Bernoulli, DomainError, Measure, Spin
 from massieu.nn.activation import HeldValue
@@ -300,9 +298,7 @@ class RestrictedBoltzmannMachine(Resettable):
         self._check_fit(learning_rate)
         trainer = _Training(self, data, chains, generator)
         num_updates = epochs * math.ceil(len(data) / batch_size)
-        rounds: Iterable[int] = range(epochs)
-        if progress:
-            rounds = track(rounds, "training", console=Console(stderr=True), transient=True)
+        rounds = track(range(epochs), "training", shown=progress)
         epoch = 0
         finished = False
         try:

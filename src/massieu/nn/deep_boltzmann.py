@@ -3,13 +3,11 @@
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Float
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 from massieu.energy import sites
@@ -17,6 +15,7 @@ from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.energy.normalisable import is_bounded
 from massieu.foundation.arguments import check_shape, instance, number, whole_number
 from massieu.foundation.transforms import values_are_readable
+from massieu.foundation.watching import track
 from massieu.inference import gibbs_init, gibbs_step
 from massieu.measures import Measure, product
 from massieu.nn.activation import HeldValue
@@ -297,9 +296,7 @@ class DeepBoltzmannMachine(Resettable):
         check_states(self.layers[0].value(), data, None)  # pyright: ignore[reportCallIssue]
         trainer = _Training(self, data, chains, generator)
         num_updates = epochs * math.ceil(len(data) / batch_size)
-        rounds: Iterable[int] = range(epochs)
-        if progress:
-            rounds = track(rounds, "training", console=Console(stderr=True), transient=True)
+        rounds = track(range(epochs), "training", shown=progress)
         epoch = 0
         try:
             for epoch in rounds:  # noqa: B007

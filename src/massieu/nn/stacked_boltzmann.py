@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from massieu.energy import sites
 from massieu.energy.boltzmann import BoltzmannMachine
 from massieu.foundation.arguments import flag, instance, whole_number
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.measures import Measure
 from massieu.nn.boltzmann import RestrictedBoltzmannMachine
 from massieu.nn.modules import Device, Resettable
@@ -35,6 +35,7 @@ class BoundResult(NamedTuple):
     """The importance-weighted estimate, log of the mean of exp: between `bound` and, on average, log p(v)."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class StackedBoltzmannMachine(Resettable):

@@ -13,7 +13,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.foundation.arguments import instance, number_or_tensor
 from massieu.foundation.listening import Listeners, in_one_call, listeners
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import without_autocast
 from massieu.nn.heads import Mask, with_positions
 from massieu.nn.modules import Device, Iterating, Number, Resettable, register_number, settings
@@ -65,6 +65,7 @@ class HeadsResult(NamedTuple):
     extra: Float[Tensor, "B H L"] | MomentsResult[Tensor] | MomentsResult[Tensor | None] | None = None
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class Heads(Resettable, ABC):

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.guesses import meant
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, packed_rows, reference, tiles
 from massieu.ops import sink as with_sink
@@ -48,6 +48,7 @@ class AttentionResult(NamedTuple):
     """log Z in nats, float32 or float64; −inf where no key is visible (and there is no sink)."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @meant(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_one_device, check_shape, described, flag, floating, integers, number
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.differentiable import recomputed
 from massieu.ops.documents import Documents, check_documents
@@ -31,6 +31,7 @@ class ContrastResult(NamedTuple):
     """log Z of each query, (B,), in nats; for a symmetric loss (2, B), of queries over keys and of keys over queries."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door(query_ids=integers, key_ids=integers)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import choice, described
 from massieu.foundation.listening import as_one_call, listeners
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import in_autocast_dtype
 from massieu.ops import backends, band, moment_blocks, packed_rows, reference, tiles
 from massieu.ops import sink as with_sink
@@ -61,6 +61,7 @@ class MomentsResult(NamedTuple, Generic[Moment]):
     """Number of the first key that has the largest score, int64; −1 if `max_score` is not finite. A sink is no key."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @overload

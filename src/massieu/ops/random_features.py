@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import described, flag, whole_number
 from massieu.foundation.arguments import generator as check_generator
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops.attention import log_partition
 from massieu.ops.shapes import AttentionProblem, check_problem
@@ -28,6 +28,7 @@ class RandomFeaturesResult(NamedTuple):
     that of log Ẑ, whose bias is then −½ of its square. Inf beyond the range of the dtype; 0 where no key is visible."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @uncompiled

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import any_true, in_autocast_dtype, may_be_differentiated, values_are_readable
 from massieu.ops import reference
 from massieu.ops import sink as with_sink
@@ -44,6 +44,7 @@ class AttentionReceivedResult(NamedTuple):
     """total/Σ_n total: sums to 1 over the keys of a head, and of a document; 0 where no query sees a key."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 def attention_received(

@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.foundation.arguments import choice, whole_number
 from massieu.foundation.arguments import generator as check_generator
 from massieu.foundation.listening import unreadable
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import uncompiled, without_autocast
 from massieu.ops import reference
 from massieu.ops.shapes import AttentionProblem, Scale, check_problem
@@ -31,6 +31,7 @@ class ResamplingResult(NamedTuple):
     """Σ_i P_ij: how often key j is expected to be drawn if each query of a head draws once."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @uncompiled

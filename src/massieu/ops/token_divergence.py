@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from massieu.foundation.arguments import check_one_device, flag, number, whole_number
 from massieu.foundation.numerics import exp_
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import (
     in_functorch,
     in_nested_forward_mode,
@@ -49,6 +49,7 @@ class TokenDivergenceResult(NamedTuple):
     """KL(q ‖ p)."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class MixtureDivergenceResult(NamedTuple):
@@ -64,6 +65,7 @@ class MixtureDivergenceResult(NamedTuple):
     """½·Σ_v |p_v − q_v|, from 0 to 1; None if it was not asked for."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @overload

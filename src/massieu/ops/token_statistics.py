@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.foundation.arguments import flag, integers, whole_number
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import without_autocast
 from massieu.ops.differentiable import recomputed
 from massieu.ops.linear_scores import RowStatistics, check_places, compute, index_tensor, one_number, values_are_known
@@ -38,6 +38,7 @@ class TokenStatisticsResult(NamedTuple):
     """Of the most probable word; without gradient."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class WordStatisticsResult(NamedTuple):
@@ -54,6 +55,7 @@ class WordStatisticsResult(NamedTuple):
     """The number of the most probable word, of equal ones the first; −1 where that is not known; None if not asked for."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @overload

@@ -17,7 +17,7 @@ from massieu.foundation.arguments import (
     number,
     whole_number,
 )
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import autocasts, without_autocast
 from massieu.ops.documents import Documents
 from massieu.ops.linear_scores import Direction, check_places, compute, index_tensor, values_are_known
@@ -34,6 +34,7 @@ class CrossEntropyResult(NamedTuple):
     """log Z of every token, the ignored ones too, in nats."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class _Options(TypedDict, total=False):

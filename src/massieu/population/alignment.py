@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_finite, check_values, floating, number, real, whole_number
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 
 
 class AlignmentResult(NamedTuple):
@@ -26,6 +26,7 @@ class AlignmentResult(NamedTuple):
     """‖sym(M)‖/‖M‖: √½ for independent entries, 1 for a symmetric matrix."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door(power=real)

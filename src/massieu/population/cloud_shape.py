@@ -17,7 +17,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_values, floating, instance, whole_number
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.ops.sharded.collectives import Peers
 from massieu.population.reading import (
     ObservableReading,
@@ -52,6 +52,7 @@ class ProjectedCumulantsResult(NamedTuple):
     """k₄/k₂²: excess kurtosis."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 def random_directions(

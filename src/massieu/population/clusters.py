@@ -9,7 +9,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_values, number, real, whole_number
 from massieu.foundation.doors import count, door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.values import promoted_dtype
 from massieu.ops.sharded.collectives import Peers
 from massieu.population.reading import ObservableReading, Processes, check_call, check_cloud, greatest, summed
@@ -29,6 +29,7 @@ class ClusterCountResult(NamedTuple):
     """Share of the tokens in the largest cluster."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.values import promoted_dtype, static_field
 from massieu.measures import Gaussian
 from massieu.ops.sharded.collectives import Peers
@@ -48,6 +48,7 @@ class SinkhornResult(NamedTuple):
     """Number of updates of both potentials."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class DoublyStochasticResult(NamedTuple):
@@ -58,6 +59,7 @@ class DoublyStochasticResult(NamedTuple):
     potentials: SinkhornResult
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door(scale=real)

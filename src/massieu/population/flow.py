@@ -2,15 +2,12 @@
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +17,7 @@ from massieu.foundation import arguments
 from massieu.foundation.arguments import described, flag, whole_number
 from massieu.foundation.doors import any_of, door, sequence
 from massieu.foundation.settings import fingerprint
+from massieu.foundation.watching import track
 from massieu.ops.sharded.agreement import Call, together
 from massieu.ops.sharded.collectives import Peers
 from massieu.population import flow_checkpoint
@@ -120,7 +118,7 @@ class Flow:
             particles: The cloud, of any floating dtype; layers get it as it is. Of a shared cloud the tokens of this process.
             checkpoint: A folder to which the state is written after each layer, so that `resume` goes on bit for bit. A file
                 is complete or absent, and is removed once the next one is complete.
-            progress: Show a bar on a terminal.
+            progress: Show a bar on a terminal, a line in a notebook.
 
         Raises:
             InputError: the folder has a checkpoint already, or cannot be written to.
@@ -180,11 +178,10 @@ class Flow:
 
     def _go_on(self, state: State, settings: dict[str, Any], folder: Path | None, progress: bool) -> FlowResult:
         group = peers_of(self.group)
-        console = Console(file=sys.stderr)
-        silent = not (progress and console.is_terminal and (group is None or group.rank == 0))
+        is_shown = progress and (group is None or group.rank == 0)
         remaining = range(state.done, len(self.layers))
         try:
-            for index in track(remaining, "layers", console=console, transient=True, disable=silent):
+            for index in track(remaining, "layers", shown=is_shown):
                 with torch.no_grad():
                     after = self._advance(state, index)
                     if folder is not None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import astuple, dataclass, field, fields
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from massieu.errors import InputError, require_extra
 from massieu.foundation.pandas_tables import pandas_table
+from massieu.foundation.short_repr import html_table
 
 if TYPE_CHECKING:
     import polars
@@ -56,6 +58,14 @@ class FlowResult:
         state = f"{self.layers} layers" if self.complete else f"{self.layers} layers (interrupted: incomplete)"
         tokens = " × ".join(map(str, self.particles.shape))
         return f"FlowResult: {state}, {tokens} numbers at the end; observables {', '.join(self.observables) or 'none'}"
+
+    def _repr_html_(self) -> str:
+        by_place = {(row.observable, row.index, row.layer): row.value for row in self.rows}
+        numbers = [name for name in self.observables if (name, None, self.layers) in by_place]
+        layers = sorted({0, self.layers})
+        rows = [[name, *(_four_digits(by_place.get((name, None, layer))) for layer in layers)] for name in numbers]
+        table = html_table(["observable", *(f"layer {layer}" for layer in layers)], rows)
+        return f"<pre>{escape(repr(self))}</pre>{table}"
 
     @property
     def observables(self) -> tuple[str, ...]:
@@ -110,3 +120,7 @@ class FlowResult:
             number = getattr(row, column)
             values[row.layer, row.index or 0] = math.nan if number is None else number
         return values[:, 0] if is_number else values
+
+
+def _four_digits(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"

@@ -12,7 +12,7 @@ from massieu.duality.maps import DualResult
 from massieu.energy.activations import MeasureActivation
 from massieu.foundation import matrices
 from massieu.foundation.arguments import instance, real_tensor, whole_number
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import all_true
 from massieu.foundation.values import promoted_dtype
 from massieu.measures import Measure
@@ -33,6 +33,7 @@ class PushedMoments(NamedTuple):
     """Of each entry."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class PushForward(Operator):

@@ -11,7 +11,7 @@ from torch import Tensor
 from massieu import ops
 from massieu.foundation.arguments import number, real
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.values import promoted_dtype
 from massieu.ops.moments import MomentsResult
 from massieu.population.reading import (
@@ -38,6 +38,7 @@ class SelfAttentionLevelsResult(NamedTuple):
     """log of (1/(2·scale·n²)) Σ_ij exp(scale·x_i·x_j), which clustering on the sphere raises (N5); not a mean."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 def self_attention_levels(

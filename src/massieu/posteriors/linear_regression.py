@@ -10,7 +10,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_finite, check_one_device, check_shape, floating, real_tensor
 from massieu.foundation.matrices import is_singular
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import all_true, any_true, values_are_readable
 from massieu.foundation.values import promoted_dtype
 from massieu.posteriors.base import Posterior, numbers
@@ -29,6 +29,7 @@ class PredictionResult(NamedTuple):
     """Variance of each target, noise included."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class LinearRegression(Posterior):

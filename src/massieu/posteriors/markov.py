@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from massieu.foundation import numerics
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import any_true
 from massieu.posteriors.discrete import EmittingPosterior, LogLikelihood, check_log_weight, log_tables
 
@@ -23,6 +23,7 @@ class PathResult(NamedTuple):
     """log p(token ℓ | tokens before), 0 where it is masked; their sum is the log-evidence."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class HiddenMarkov(EmittingPosterior):

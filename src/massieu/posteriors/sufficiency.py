@@ -17,7 +17,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.values import promoted_dtype
 
 _MOST_SEQUENCES = 1_000_000
@@ -42,6 +42,7 @@ class SufficiencyResult(NamedTuple):
     """The same of I(y; ·) for the given label: it may be 0, since the posterior is not minimal for one label (trap 23)."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door
@@ -170,6 +171,7 @@ class RegretResult(NamedTuple):
     """min_z [−Σ log p(token i | z) + log 1/π(z)]: an exact average of all concepts never loses more."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     @property
     def average(self) -> Float[Tensor, "*batch t"]:

@@ -20,7 +20,7 @@ from massieu.foundation.arguments import (
 )
 from massieu.foundation.doors import MODULE, door, function
 from massieu.foundation.patches import image_patches, patch_size, with_patches
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 
 _MOST_BEFORE = 8
 """Tokens that may stand before an image's patches."""
@@ -42,6 +42,7 @@ class PermutationGapResult(NamedTuple):
     """√ε of the output's dtype: a gap above it is more than rounding."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     def passes(self) -> tuple[str, ...]:
         """Names of the gaps that are no larger than rounding."""

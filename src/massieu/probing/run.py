@@ -2,9 +2,10 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as with_changes
+from html import escape
 from os import PathLike
 from typing import Any
 
@@ -16,6 +17,7 @@ from massieu.foundation.arguments import described
 from massieu.foundation.doors import check_fields, count, sequence
 from massieu.foundation.doors import seed as check_seed
 from massieu.foundation.printable import visible
+from massieu.foundation.short_repr import html_table
 from massieu.interruption import Interruption, interruptible
 from massieu.probing.data.given import Data, Images, Pairs, given_data
 from massieu.probing.model.forward import named_inputs
@@ -27,8 +29,9 @@ from massieu.probing.replaced.replacement import Replacement, replacements, with
 from massieu.probing.replaced.rules import Rule
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.session.draws import DRAWS
+from massieu.probing.session.progress import ProbeProgress, Tell, telling
 from massieu.probing.session.run import Run, course_of, given_run
-from massieu.probing.session.session import Input, ProbeProgress, Session
+from massieu.probing.session.session import Input, Session
 from massieu.probing.session.sharing import Sharing
 from massieu.probing.session.sources import Opening
 from massieu.probing.statistics.catalogue import Named, Selection
@@ -188,26 +191,27 @@ def measured(
     settings = _settings(model, data, asked, rows)
     course = course_of(run, settings, stores=not replacing)  # the windows that are run again are in no running sums
     head = True if new_tokens is not None else "if any" if replacing or REPEATED in groups else False
-    loaded, given = Opening(model, head, asked.batch_size, run.tell, sharing).input(data)
-    units = Units(mode="window" if given.packing else "document")
-    options = Options(
-        groups, units, given.max_length, asked.query_sample, seed=asked.seed, statistics=wanted, examples=not asked.quick,
-        new_tokens=new_tokens, replace=replacing, per_token=rows, draws=0 if asked.quick else asked.draws,
-        catalogue=selection.catalogue,
-    )  # fmt: skip
-    settings["max_length"] = given.max_length
-    if course is not None:
-        course.settings["max_length"] = given.max_length
-    limit = settings["max_tokens"]
-    with interruptible() as interruption:
-        if run.resume and not (course is not None and course.has_stored_sums()):
-            run.tell(ProbeProgress(f"nothing is stored in {run.folder}: reading from the beginning"))
-        session = Session(
-            loaded, given, options, _holding(run.tell, interruption), limit, course=course, sharing=sharing
-        )
-        complete = session.read_all(interruption.asked) and session.replace_all(interruption.asked)
-        run.tell(ProbeProgress("writing", session.tokens, limit, session.read))
-        return session.result(wanted, settings, complete)
+    with telling(run.progress, silent=course is not None and course.rank > 0) as tell:
+        loaded, given = Opening(model, head, asked.batch_size, tell, sharing).input(data)
+        units = Units(mode="window" if given.packing else "document")
+        options = Options(
+            groups, units, given.max_length, asked.query_sample, seed=asked.seed, statistics=wanted,
+            examples=not asked.quick, new_tokens=new_tokens, replace=replacing, per_token=rows,
+            draws=0 if asked.quick else asked.draws, catalogue=selection.catalogue,
+        )  # fmt: skip
+        settings["max_length"] = given.max_length
+        if course is not None:
+            course.settings["max_length"] = given.max_length
+        limit = settings["max_tokens"]
+        with interruptible() as interruption:
+            if run.resume and not (course is not None and course.has_stored_sums()):
+                tell(ProbeProgress(f"nothing is stored in {run.folder}: reading from the beginning"))
+            session = Session(
+                loaded, given, options, _holding(tell, interruption), limit, course=course, sharing=sharing
+            )
+            complete = session.read_all(interruption.asked) and session.replace_all(interruption.asked)
+            tell(ProbeProgress("writing", session.tokens, limit, session.read))
+            return session.result(wanted, settings, complete)
 
 
 def _names(name: str, value: object) -> None:
@@ -259,7 +263,7 @@ def _while_generating(selection: Selection) -> frozenset[str]:
     return selection.names - others
 
 
-def _holding(tell: Callable[[ProbeProgress], None], interruption: Interruption) -> Callable[[ProbeProgress], None]:
+def _holding(tell: Tell, interruption: Interruption) -> Tell:
     """Once a batch was measured, an interruption waits for what can be kept of it."""
 
     def tell_and_hold(state: ProbeProgress) -> None:
@@ -293,9 +297,20 @@ class Description:
         lines += [f"  warning: {each}" for each in self.warnings[:_SHOWN]]
         return visible("\n".join(lines))
 
+    def _repr_html_(self) -> str:
+        columns = ("layer", "name", "kind", "heads", "key_heads", "head_size", "route", "grade")
+        rows = [[_cell(getattr(site, column)) for column in columns] for site in self.sites]
+        sites = html_table([column.replace("_", " ") for column in columns], rows)
+        return f"<pre>{escape(repr(self))}</pre>{sites}"
+
     def to_dict(self) -> dict[str, Any]:
         """The description as JSON can hold it."""
         return json_value(vars(self))
+
+
+def _cell(value: object) -> object:
+    """A table's cell: a dash for what is not known."""
+    return "–" if value is None else value
 
 
 @torch.inference_mode(False)

@@ -16,7 +16,7 @@ from massieu.foundation.arguments import (
 )
 from massieu.foundation.doors import door
 from massieu.foundation.listening import unreadable
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import all_true, in_functorch, unwrapped, values_are_readable, without_autocast
 from massieu.regression.exact import Cholesky, exact
 from massieu.regression.iterative import iterative
@@ -45,6 +45,7 @@ class ConditionalMeanResult(NamedTuple):
     """For conjugate gradients, how the solution of each value column's system ended; None for the other methods."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     def predictive_variance(self, *, noise_variance: Ridge, prior_variance: Ridge) -> Float[Tensor, "*query"]:
         """Variance of a new value at the query: σ² + λ₀·variance, where the ridge was σ²/λ₀ (Z4).

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from massieu.foundation.arguments import check_range, check_values, doubles
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import all_true, unwrapped
 from massieu.regression.exact import features_factor, solve_lower
 from massieu.regression.kernels import Kernel
@@ -28,6 +28,7 @@ class LeaveOneOutResult(NamedTuple):
     """Mean of the squared residuals over tokens, by their weights, and over the value's coordinates."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class RidgeChoiceResult(NamedTuple):
@@ -38,6 +39,7 @@ class RidgeChoiceResult(NamedTuple):
     """The error at each of the ridges."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 def leave_one_out(

@@ -29,7 +29,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 
 _RESAMPLES = 200
 _LEVEL = 0.95
@@ -52,6 +52,7 @@ class TransferRiskResult(NamedTuple):
     """κ² · masked_excess."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class TransferEstimateResult(NamedTuple):
@@ -74,6 +75,7 @@ class TransferEstimateResult(NamedTuple):
     """
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     def predict(self, prediction: Float[Tensor, "*lead p"]) -> Float[Tensor, "*lead c"]:
         """The labels' means that follow from predictions of the masked tokens."""

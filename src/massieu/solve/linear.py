@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from massieu.foundation.arguments import check_dense, described, number, whole_number
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import repeat
 from massieu.solve.status import CONVERGED, MAX_STEPS, NOT_FINITE, RUNNING, SINGULAR
 
@@ -35,6 +35,7 @@ class LinearSolveResult(NamedTuple):
     residual: Float[Tensor, "*items"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 class LinearSolver(ABC):

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from massieu.errors import ConvergenceWarning
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import unwrapped, values_are_readable
 
 
@@ -67,6 +67,7 @@ class FixedPointResult(NamedTuple):
     lipschitz_estimate: Float[Tensor, "*items"]
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     @property
     def converged(self) -> Tensor:

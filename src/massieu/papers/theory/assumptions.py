@@ -8,7 +8,7 @@ from torch import Tensor
 
 from massieu.foundation.arguments import check_finite, check_one_device, check_shape, floating, number, real
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.measures import Gaussian
 from massieu.papers.theory.equilibrium import entropy_gain, key_law, whitened_map
 from massieu.papers.theory.growth import cumulant_growth
@@ -40,6 +40,7 @@ class EquilibriumResult(NamedTuple):
     """Median over tokens of xᵀKx, nats: attention over far fewer keys than its exponential is not the population's (S15)."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door(step=real)

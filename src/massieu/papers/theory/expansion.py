@@ -9,7 +9,7 @@ from torch import Tensor
 from massieu.foundation import matrices
 from massieu.foundation.arguments import floating, instance, number, real
 from massieu.foundation.doors import MEASURE, door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.measures import Measure
 
 
@@ -32,6 +32,7 @@ class ExpansionResult(NamedTuple):
     """−ηᵀ∇²A(η)∇A(η): the slope in the step, at 0, of the entropy of p_η relative to h; mostly negative."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door(measure=MEASURE, step=real)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from massieu.foundation.arguments import number, real, whole_number
 from massieu.foundation.doors import count, door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 
 
 class AttentionLipschitzResult(NamedTuple):
@@ -25,6 +25,7 @@ class AttentionLipschitzResult(NamedTuple):
     """βR³‖W‖, in the score matrix."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door(radius=real, value_norm=real, scale=real)

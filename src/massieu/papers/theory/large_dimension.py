@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from massieu.foundation.arguments import as_tensor, check_finite, check_range, floating
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import unwrapped, values_are_readable
 from massieu.foundation.values import Value, promoted_dtype
 from massieu.solve import Picard, fixed_point
@@ -38,6 +38,7 @@ class SaddlePointResult(NamedTuple):
     """The solution for t: status, residual, steps."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     @property
     def correlation(self) -> Float[Tensor, "*batch N N"]:

@@ -26,7 +26,7 @@ from massieu.foundation.arguments import (
     whole_number,
 )
 from massieu.foundation.doors import count, door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.ops.bessel import bessel_ratios, log_sphere_partition, sphere_slack
 
 _LEAST_SCALE = 1e-3
@@ -193,6 +193,7 @@ class SmoothingFloorResult(NamedTuple):
     """The error of C times the output: 0 if and only if f has one degree, so that no C serves every f."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
 
 @door
@@ -238,6 +239,7 @@ class SmoothingErrorResult(NamedTuple):
     """The part that finitely many add: variance, and the product of both biases; proportional to 1/L."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     @property
     def total(self) -> Float[Tensor, "*lead"]:

@@ -34,7 +34,7 @@ from massieu.foundation.arguments import (
     real_tensor,
 )
 from massieu.foundation.doors import door
-from massieu.foundation.short_repr import fields_repr
+from massieu.foundation.short_repr import fields_html, fields_repr
 from massieu.foundation.transforms import all_true
 
 
@@ -155,6 +155,7 @@ class TransferResult(NamedTuple):
     """Orthonormal directions of the posterior on which D depends and G does not; no column for an identifiable target."""
 
     __repr__ = fields_repr
+    _repr_html_ = fields_html
 
     @property
     def identifiable(self) -> bool:

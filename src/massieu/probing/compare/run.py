@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from massieu.probing.replaced.rules import Rule
 from massieu.probing.result.result import ProbeResult
 from massieu.probing.run import BATCH_SIZE, Measurement, measured
 from massieu.probing.session.draws import DRAWS
+from massieu.probing.session.progress import ProbeProgress, Progress, Tell, telling
 from massieu.probing.session.run import Run
-from massieu.probing.session.session import ProbeProgress
 from massieu.probing.session.sharing import Sharing
 
 Compared = str | os.PathLike[str] | nn.Module | Checkpoint | ProbeResult
@@ -48,7 +48,7 @@ def compare(
     query_sample: int | None = None,
     batch_size: int = BATCH_SIZE,
     seed: int = 0,
-    progress: Callable[[ProbeProgress], None] | None = None,
+    progress: Progress = True,
 ) -> Comparison:
     """Measure the same heads of two or more models on the same windows, and test which heads differ.
 
@@ -68,7 +68,7 @@ def compare(
         out: A folder in which each model's result is stored as soon as it is measured. A result that is there already, of
             the same weights, text and options, is not measured again.
         statistics, replace, draws, query_sample, batch_size, seed: As for `massieu.probe`, the same for all models.
-        progress: Called after every batch.
+        progress: As for `massieu.Run`.
 
     Raises:
         InputError: fewer than two models; models of different shapes or tokenizers; two models on different texts; and
@@ -91,6 +91,7 @@ def compare(
         >>> comparison.named()["head"].to_list()
         [0]
     """
+    run = Run(progress=progress)
     measurement = Measurement(statistics, replacements(replace), draws, False, query_sample, batch_size, seed)
     named_models = _with_short_names([_named_model(model) for model in models], names)
     data = given_data(data)
@@ -106,12 +107,12 @@ def compare(
         data = _with_stored_settings(stored[0].model, data)
     stored_results = None if out is None else StoredResults(Path(out))
     results: list[ProbeResult] = []
-    with interruptible():
+    with interruptible(), telling(run.progress) as tell:
         for each in named_models:
             if isinstance(each.model, ProbeResult):
                 results.append(each.model)
             else:
-                model_progress = _progress_of_model(progress, each.name, len(to_read))
+                model_progress = _progress_of_model(tell, each.name, len(to_read))
                 result = _read(each.name, each.model, data, measurement, sharing, stored_results, model_progress)
                 results.append(result)
     return Comparison.of(results, [each.name for each in named_models])
@@ -124,7 +125,7 @@ def _read(
     measurement: Measurement,
     sharing: Sharing,
     stored_results: StoredResults | None,
-    progress: Callable[[ProbeProgress], None] | None,
+    progress: Tell,
 ) -> ProbeResult:
     """A model's result: the stored one, or a new one.
 
@@ -148,7 +149,7 @@ def _measured(
     data: Data,
     measurement: Measurement,
     sharing: Sharing,
-    progress: Callable[[ProbeProgress], None] | None,
+    progress: Tell,
 ) -> ProbeResult:
     """A new and complete result.
 
@@ -274,14 +275,12 @@ def _with_stored_settings(result: ProbeResult, data: Data) -> Data:
     return replace(data, **changes)
 
 
-def _progress_of_model(
-    progress: Callable[[ProbeProgress], None] | None, name: str, models: int
-) -> Callable[[ProbeProgress], None] | None:
+def _progress_of_model(tell: Tell, name: str, models: int) -> Tell:
     """A progress function that names the model, if several are read."""
-    if progress is None or models < 2:
-        return progress
+    if models < 2:
+        return tell
 
     def report(state: ProbeProgress) -> None:
-        progress(ProbeProgress(f"{name}: {state.stage}", state.tokens, state.total_tokens, state.windows))
+        tell(ProbeProgress(f"{name}: {state.stage}", state.tokens, state.total_tokens, state.windows))
 
     return report

@@ -211,7 +211,9 @@ def _on_hub(name: str, revision: str | None) -> CheckpointFiles:
         ) from error
     except (errors.HTTPError, OSError) as error:  # HTTPError is of whichever library the client is built on
         if not cached:
-            raise InputError(f"{absent} the hub cannot be reached to look for it there ({sentence(error)})") from error
+            raise InputError(
+                f"{absent} the hub cannot be reached to look for it there ({sentence(error)}); give the folder of a copy"
+            ) from error
         return CheckpointFiles(name, options={**options, "local_files_only": True})
     if not any(isinstance(hub.try_to_load_from_cache(name, file, revision=revision), str) for file in _WEIGHTS):
         _log.warning("massieu: downloading %s from the hub to %s", name, hub.constants.HF_HUB_CACHE)

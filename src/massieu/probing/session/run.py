@@ -1,6 +1,5 @@
 """How a run goes: where its sums are stored, whether it goes on from stored ones, and who is told how far it is."""
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -8,9 +7,9 @@ from typing import Any
 
 from massieu.errors import InputError
 from massieu.foundation.arguments import described, flag, real
-from massieu.foundation.doors import check_fields, function, path
+from massieu.foundation.doors import check_fields, path
 from massieu.probing.session.course import STORE_EVERY, Course, course_for
-from massieu.probing.session.session import ProbeProgress
+from massieu.probing.session.progress import Progress, check_progress
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,9 @@ class Run:
         store_every: minutes.
         distributed: the processes of the default group of ``torch.distributed`` share the text: each is given all of it,
             reads its batches and gets the result of all. Where a model is loaded by name, each loads its own.
-        progress: called with a `ProbeProgress` after every batch.
+        progress: True shows how far the run is where a person watches: a bar on a terminal, one line that is overwritten in a
+            notebook, and nothing in a file or pipe. False shows nothing; a function is called with a `ProbeProgress` after
+            every batch.
 
     Raises:
         InputError: ``resume`` without a folder; a time that is not positive.
@@ -41,21 +42,16 @@ class Run:
     resume: bool = False
     store_every: float = STORE_EVERY
     distributed: bool = False
-    progress: Callable[[ProbeProgress], None] | None = field(default=None, repr=False)
+    progress: Progress = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
-        check_fields(self, folder=path, resume=flag, store_every=real, distributed=flag, progress=function)
+        check_fields(self, folder=path, resume=flag, store_every=real, distributed=flag, progress=check_progress)
         if self.resume and self.folder is None:
             raise InputError(
                 "resume=True needs the folder in which running sums are stored: massieu.Run(folder, resume=True)"
             )
         if not self.store_every > 0:
             raise InputError(f"store_every must be a positive number of minutes, got {self.store_every}")
-
-    @property
-    def tell(self) -> Callable[[ProbeProgress], None]:
-        """Says how far the run is, to whom wants to know."""
-        return (lambda _: None) if self.progress is None else self.progress
 
 
 def course_of(run: Run, settings: dict[str, Any], stores: bool) -> Course | None:

@@ -40,6 +40,7 @@ from massieu.probing.reading.reading import Reading, RowNumbers
 from massieu.probing.replaced.effect import Effects, ReplacedAttention
 from massieu.probing.session.course import Course
 from massieu.probing.session.draws import ControlWindow, Draws
+from massieu.probing.session.progress import ProbeProgress
 from massieu.probing.session.session_record import Input, SessionRecord, behind_prefix
 from massieu.probing.session.sharing import Sharing
 from massieu.probing.statistics.group import Source
@@ -50,16 +51,6 @@ from massieu.storage.record_files import TOKENS
 Marks = tuple[Tensor | None, Tensor | None]
 """Special tokens of the text, and of what a decoder reads beside it."""
 EXAMPLES = 2
-
-
-@dataclass(frozen=True)
-class ProbeProgress:
-    """How far a probe is."""
-
-    stage: str
-    tokens: int = 0
-    total_tokens: int | None = None
-    windows: int = 0
 
 
 @dataclass(eq=False)

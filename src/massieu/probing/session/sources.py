@@ -20,7 +20,8 @@ from massieu.probing.model.model import AnnouncedModel, LoadedModel, load, load_
 from massieu.probing.model.positions import config_positions, max_positions, max_table_positions
 from massieu.probing.model.tokenizers import check_tokenizer, check_vocabulary
 from massieu.probing.reading.generation import check_generates
-from massieu.probing.session.session import Input, ProbeProgress
+from massieu.probing.session.progress import ProbeProgress
+from massieu.probing.session.session import Input
 from massieu.probing.session.sharing import Sharing
 
 DEFAULT_LENGTH = 256
